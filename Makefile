@@ -1,0 +1,45 @@
+# Every target makes its own environment in .venv from constraints.txt; nothing else is needed but Python 3.11.
+PYTHON ?= python3
+BIN := .venv/bin
+SOURCES := $(shell find runtime snapshot handlers templates -type f -not -name '*.pyc') $(wildcard *.py) pyproject.toml
+EXTRAS := test
+
+.PHONY: help demo test lint bench soak clean
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+.venv/installed-%: constraints.txt pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt '.[$*]'
+	@touch $@
+
+# The package is installed as a wheel, as users have it: an editable install adds 11-18 ms to every interpreter start.
+.venv/wheel: .venv/installed-$(EXTRAS) $(SOURCES)
+	@rm -rf build/lib build/bdist.*
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --force-reinstall .
+	@touch $@
+
+demo: EXTRAS := demo
+demo: .venv/installed-demo ## A real model from zero to its first answer and back, with the phases
+	@$(MAKE) --no-print-directory EXTRAS=demo .venv/wheel
+	$(BIN)/python infra/demo.py
+
+test: .venv/wheel ## All tests, with coverage
+	$(BIN)/python -m pytest --cov --cov-report=term $(PYTEST_ARGS)
+
+lint: .venv/wheel ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy -p pilotlight
+	MYPYPATH=infra/bench $(BIN)/mypy --explicit-package-bases infra/bench infra/demo.py
+
+bench: .venv/installed-bench ## Cold start, warm path and memory, beside the floors and LitServe
+	@$(MAKE) --no-print-directory EXTRAS=bench .venv/wheel
+	$(BIN)/python infra/bench/bench.py
+
+soak: .venv/wheel ## 1,000 activations in a row, and what they leave behind
+	$(BIN)/python infra/bench/soak.py --activations 1000
+
+clean: ## Remove the environment and what was built
+	rm -rf .venv build

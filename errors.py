@@ -1,0 +1,230 @@
+"""The error tree: everything pilotlight raises on purpose, on one page.
+
+    PilotlightError
+    ├── SettingsError               pilotlight.toml, or a deploy request, says something that cannot be
+    ├── RequirementsError           requirements.txt is not satisfied in the function's environment
+    ├── CodeError                   the uploaded or pointed-at folder cannot be taken
+    ├── HandlerError                the user's code, before any request
+    │   ├── HandlerImportError          handler.py cannot be imported
+    │   ├── HandlerSignatureError       handler.py imports, but is not a handler
+    │   ├── HandlerBuildError           build(context) raised
+    │   └── HandlerSetupError           setup(context) raised
+    ├── SnapshotError               weights
+    │   ├── ManifestError               the manifest is missing, hostile or of another version
+    │   ├── HeaderError                 a safetensors file is hostile or broken
+    │   ├── SnapshotMismatch            tensors missing, unexpected, or of another shape or dtype
+    │   ├── SnapshotChanged             a shard is no longer the file the manifest describes
+    │   └── SnapshotCorrupt             a chunk's digest differs
+    ├── InvocationError             one request
+    │   ├── BadInput                    the body is not JSON
+    │   ├── InputInvalid                the body does not fit the handler's annotated input
+    │   ├── InputTooLarge               the body is over the limit
+    │   ├── InputTimeout                the body arrived too slowly
+    │   ├── OutputInvalid               the answer does not fit the annotated output, or is not JSON
+    │   ├── HandlerFailed               the handler raised
+    │   ├── WorkerDied                  the worker died while it ran this invocation
+    │   ├── ActivationFailed            no worker could be started
+    │   ├── ActivationTimeout           no worker was ready within the hold time
+    │   ├── QueueFull                   the function's queue is at its limit
+    │   ├── DeadlineExceeded            the invocation ran out of time
+    │   └── Cancelled                   the caller went away
+    ├── UnknownFunction             no such function
+    ├── LinkError                   the connection between gateway and worker broke its rules or its peer
+    ├── LauncherError               a zygote could not be started
+    └── GatewayError                the gateway cannot start, or broke off
+        └── GatewayUnreachable          nothing answers at the gateway's address
+
+Every error has a `code` (stable, for programs), a `message` (names the thing) and a `remedy` (what to do).
+They cross process boundaries as JSON: `to_wire`, `from_wire`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+_BY_CODE: dict[str, type[PilotlightError]] = {}
+
+
+class PilotlightError(Exception):
+    """The one base. `status` is the HTTP status with which the gateway answers it."""
+
+    code: ClassVar[str] = "error"
+    status: ClassVar[int] = 500
+
+    def __init__(self, message: str, *, remedy: str = "", details: dict[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.remedy = remedy
+        self.details = details or {}
+
+    def __init_subclass__(cls) -> None:
+        _BY_CODE[cls.code] = cls
+
+    def __str__(self) -> str:
+        return f"{self.message} {self.remedy}".strip()
+
+    def to_wire(self) -> dict[str, Any]:
+        """The JSON form: `{"type", "message", "remedy", "details"}`, empty parts left out."""
+        wire: dict[str, Any] = {"type": self.code, "message": self.message}
+        if self.remedy:
+            wire["remedy"] = self.remedy
+        if self.details:
+            wire["details"] = self.details
+        return wire
+
+    @staticmethod
+    def from_wire(wire: dict[str, Any]) -> PilotlightError:
+        """The error a peer sent, as the same class; an unknown code becomes a plain PilotlightError."""
+        cls = _BY_CODE.get(str(wire.get("type")), PilotlightError)
+        error = cls.__new__(cls)
+        PilotlightError.__init__(
+            error,
+            str(wire.get("message", "unknown error")),
+            remedy=str(wire.get("remedy", "")),
+            details=wire.get("details"),
+        )
+        return error
+
+
+class SettingsError(PilotlightError):
+    code = "settings_invalid"
+    status = 422
+
+
+class RequirementsError(PilotlightError):
+    code = "requirements_unmet"
+    status = 422
+
+
+class CodeError(PilotlightError):
+    code = "code_invalid"
+    status = 422
+
+
+class HandlerError(PilotlightError):
+    code = "handler_error"
+    status = 422
+
+
+class HandlerImportError(HandlerError):
+    code = "handler_import_failed"
+
+
+class HandlerSignatureError(HandlerError):
+    code = "handler_signature_invalid"
+
+
+class HandlerBuildError(HandlerError):
+    code = "handler_build_failed"
+
+
+class HandlerSetupError(HandlerError):
+    code = "handler_setup_failed"
+    status = 500
+
+
+class SnapshotError(PilotlightError):
+    code = "snapshot_error"
+    status = 422
+
+
+class ManifestError(SnapshotError):
+    code = "manifest_invalid"
+
+
+class HeaderError(SnapshotError):
+    code = "safetensors_invalid"
+
+
+class SnapshotMismatch(SnapshotError):
+    code = "snapshot_mismatch"
+
+
+class SnapshotChanged(SnapshotError):
+    code = "snapshot_changed"
+
+
+class SnapshotCorrupt(SnapshotError):
+    code = "snapshot_corrupt"
+
+
+class InvocationError(PilotlightError):
+    code = "invocation_error"
+
+
+class BadInput(InvocationError):
+    code = "bad_json"
+    status = 400
+
+
+class InputInvalid(InvocationError):
+    code = "input_invalid"
+    status = 422
+
+
+class InputTooLarge(InvocationError):
+    code = "input_too_large"
+    status = 413
+
+
+class InputTimeout(InvocationError):
+    code = "input_timeout"
+    status = 408
+
+
+class OutputInvalid(InvocationError):
+    code = "output_invalid"
+
+
+class HandlerFailed(InvocationError):
+    code = "handler_failed"
+
+
+class WorkerDied(InvocationError):
+    code = "worker_died"
+
+
+class ActivationFailed(InvocationError):
+    code = "activation_failed"
+
+
+class ActivationTimeout(InvocationError):
+    code = "activation_timeout"
+    status = 503
+
+
+class QueueFull(InvocationError):
+    code = "queue_full"
+    status = 429
+
+
+class DeadlineExceeded(InvocationError):
+    code = "deadline_exceeded"
+    status = 504
+
+
+class Cancelled(InvocationError):
+    code = "cancelled"
+    status = 499
+
+
+class UnknownFunction(PilotlightError):
+    code = "unknown_function"
+    status = 404
+
+
+class LinkError(PilotlightError):
+    code = "link_error"
+
+
+class LauncherError(PilotlightError):
+    code = "launcher_error"
+
+
+class GatewayError(PilotlightError):
+    code = "gateway_error"
+    status = 503
+
+
+class GatewayUnreachable(GatewayError):
+    code = "gateway_unreachable"

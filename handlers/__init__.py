@@ -1,0 +1,1 @@
+"""The handler contract: what a user's `handler.py` may contain, and how it is found and called."""

@@ -1,0 +1,246 @@
+"""Bodies in, bodies out: decodes a request into the handler's event, encodes its answer.
+
+JSON unless the handler's annotation or the caller's content type says otherwise. Annotated types are
+validated by pydantic; both directions have a JSON schema.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from email.message import Message
+from typing import Any
+
+import orjson
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from ..errors import BadInput, InputInvalid, OutputInvalid
+
+JSON_TYPE = "application/json"
+BYTES_TYPE = "application/octet-stream"
+# What `curl -d` sends when nobody says otherwise: people mean JSON.
+FORM_TYPE = "application/x-www-form-urlencoded"
+MAX_PROBLEMS = 20
+# orjson writes no deeper than this.
+MAX_DEPTH = 254
+_JSON_REMEDY = (
+    "Return numbers, strings, lists, dicts with string keys, pydantic models or bytes"
+    " (for a tensor: .tolist() or .numpy())."
+)
+
+
+class InputCodec:
+    """Decodes bodies into events of one annotated type; `None` takes any JSON."""
+
+    def __init__(self, annotation: Any | None) -> None:
+        self.raw = annotation is bytes
+        self._adapter: TypeAdapter[Any] | None = None
+        if annotation is not None and not self.raw:
+            self._adapter = TypeAdapter(annotation)
+
+    def schema(self) -> dict[str, Any]:
+        """The JSON schema of the event; `{}` (anything) without an annotation."""
+        return self._adapter.json_schema() if self._adapter else {}
+
+    def decode(self, body: bytes, content_type: str = "") -> Any:
+        """The event. Raises BadInput (not JSON) or InputInvalid (does not fit the annotation)."""
+        if self.raw:
+            return body
+        kind = _media_type(content_type) if content_type else JSON_TYPE
+        if kind not in (JSON_TYPE, FORM_TYPE) and not kind.endswith("+json"):
+            return self._validate(_decode_other(body, kind, content_type))
+        if self._adapter is None:
+            return _parse(body) if body else None
+        try:
+            return self._adapter.validate_json(body or b"null")
+        except ValidationError as error:
+            raise _input_error(error) from None
+
+    def _validate(self, event: str | bytes) -> Any:
+        if self._adapter is None:
+            return event
+        try:
+            return self._adapter.validate_python(event)
+        except ValidationError as error:
+            raise _input_error(error) from None
+
+
+class OutputCodec:
+    """Encodes answers of one annotated type; `None` takes whatever JSON can say, and bytes as they are."""
+
+    def __init__(self, annotation: Any | None) -> None:
+        self._adapter: TypeAdapter[Any] | None = None
+        if annotation is not None and annotation is not bytes:
+            self._adapter = TypeAdapter(annotation)
+
+    def schema(self) -> dict[str, Any]:
+        """The JSON schema of the answer; `{}` (anything) without an annotation."""
+        return self._adapter.json_schema(mode="serialization") if self._adapter else {}
+
+    def encode(self, answer: Any) -> tuple[bytes, str]:
+        """(payload, content type). Raises OutputInvalid naming the path of what does not fit."""
+        if self._adapter is not None:
+            answer, plain = self._checked(answer, self._adapter)
+        elif isinstance(answer, (bytes, bytearray, memoryview)):
+            return bytes(answer), BYTES_TYPE
+        else:
+            plain = answer
+        payload = _dump(plain)
+        if b"null" in payload and (path := _find_nan(answer)):
+            # orjson and pydantic write NaN and infinities as null, as JavaScript does: silently another answer.
+            raise OutputInvalid(
+                f"The answer is not JSON: {path} is NaN or infinite.",
+                remedy="Return None or a finite number there.",
+            )
+        return payload, JSON_TYPE
+
+    def _checked(self, answer: Any, adapter: TypeAdapter[Any]) -> tuple[Any, Any]:
+        """(the answer validated, the same in JSON's own types)."""
+        try:
+            valid = adapter.validate_python(answer)
+        except ValidationError as error:
+            raise OutputInvalid(
+                f"The answer does not fit the handler's return annotation: {_summary(error, 'answer')}.",
+                remedy="Return what the annotation says, or change the annotation.",
+                details={"problems": _problems(error, "answer")},
+            ) from None
+        try:
+            return valid, adapter.dump_python(valid, mode="json", fallback=_plain)
+        except (TypeError, ValueError) as error:  # an `Any` inside the annotation let it through
+            raise _not_json(valid, error) from None
+
+
+def _media_type(content_type: str) -> str:
+    return content_type.partition(";")[0].strip().lower()
+
+
+def _decode_other(body: bytes, kind: str, content_type: str) -> str | bytes:
+    if not kind.startswith("text/"):
+        return body
+    header = Message()
+    header["Content-Type"] = content_type
+    try:
+        return body.decode(header.get_content_charset("utf-8"))
+    except (UnicodeError, LookupError) as error:
+        raise BadInput(
+            f"The body says {content_type!r} but is not: {error}.",
+            remedy="Send UTF-8 text, or name its charset.",
+        ) from None
+
+
+def _parse(body: bytes) -> Any:
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise _bad_json(str(error)) from None
+
+
+def _bad_json(why: str) -> BadInput:
+    return BadInput(
+        f"The body is not JSON: {why}.",
+        remedy="Send JSON, or name another content type (text/plain, application/octet-stream).",
+    )
+
+
+def _input_error(error: ValidationError) -> BadInput | InputInvalid:
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    if first["type"] == "json_invalid":
+        return _bad_json(first["msg"].removeprefix("Invalid JSON: "))
+    return InputInvalid(
+        f"The input does not fit the function: {_summary(error, 'input')}.",
+        remedy="Its schema is in /openapi.json.",
+        details={"problems": _problems(error, "input")},
+    )
+
+
+def _problems(error: ValidationError, root: str) -> list[dict[str, Any]]:
+    found = error.errors(include_url=False, include_input=False, include_context=False)
+    return [
+        {"path": _path(root, problem["loc"]), "problem": problem["msg"], "type": problem["type"]}
+        for problem in found[:MAX_PROBLEMS]
+    ]
+
+
+def _summary(error: ValidationError, root: str) -> str:
+    problems = _problems(error, root)
+    text = "; ".join(f"{problem['path']}: {problem['problem']}" for problem in problems[:3])
+    more = error.error_count() - 3
+    return f"{text}; and {more} more" if more > 0 else text
+
+
+def _path(root: str, location: tuple[int | str, ...]) -> str:
+    return root + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in location)
+
+
+def _plain(value: Any) -> Any:
+    """What orjson cannot write itself but plainly means one JSON value."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json", fallback=_plain)
+    if isinstance(value, (set, frozenset)):
+        return list(value)
+    if callable(tolist := getattr(value, "tolist", None)) and type(value).__module__ == "numpy":
+        return tolist()
+    raise TypeError(f"{type(value).__name__} has no JSON form")
+
+
+def _dump(answer: Any) -> bytes:
+    try:
+        return orjson.dumps(answer, default=_plain, option=orjson.OPT_SERIALIZE_NUMPY)
+    except (TypeError, orjson.JSONEncodeError) as error:
+        raise _not_json(answer, error) from None
+
+
+def _not_json(answer: Any, error: Exception) -> OutputInvalid:
+    path, fault = _find_unwritable(answer, "answer")
+    said = f"{path} is {fault}" if fault else str(error)
+    return OutputInvalid(f"The answer is not JSON: {said}.", remedy=_JSON_REMEDY)
+
+
+def _children(value: Any, path: str) -> list[tuple[str, Any]]:
+    if isinstance(value, dict):
+        return [(f"{path}.{key}", item) for key, item in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [(f"{path}[{index}]", item) for index, item in enumerate(value)]
+    if isinstance(value, (set, frozenset)):
+        return [(f"{path}{{}}", item) for item in value]
+    if isinstance(value, BaseModel):
+        return [(f"{path}.{name}", item) for name, item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(f"{path}.{field.name}", getattr(value, field.name)) for field in dataclasses.fields(value)]
+    return []
+
+
+def _find_unwritable(value: Any, path: str, depth: int = 0) -> tuple[str, str]:
+    """The first thing in `value` that has no JSON form: (path, what it is), or ("", "")."""
+    if depth > MAX_DEPTH:
+        return "it", f"nested more than {MAX_DEPTH} levels deep"
+    if (
+        isinstance(value, dict)
+        and (bad := next((key for key in value if not isinstance(key, str)), None)) is not None
+    ):
+        return path, f"a dict with the key {bad!r} of type {type(bad).__name__}"
+    try:
+        orjson.dumps(value, default=_plain, option=orjson.OPT_SERIALIZE_NUMPY)
+    except (TypeError, orjson.JSONEncodeError) as error:
+        for step, item in _children(value, path):
+            if (found := _find_unwritable(item, step, depth + 1))[1]:
+                return found
+        # Of a number or a string it is the value that is wrong, not the type.
+        why = f": {error}" if isinstance(value, (int, str)) else ""
+        return path, f"of type {type(value).__name__}{why}"
+    return "", ""
+
+
+def _find_nan(answer: Any) -> str:
+    """The path of the first float in `answer` that JSON cannot say, or ""."""
+    stack = [("answer", answer)]
+    while stack:
+        path, value = stack.pop()
+        if isinstance(value, float) and not math.isfinite(value):
+            return path
+        if type(value).__module__ == "numpy":
+            value = value.tolist()
+            if not isinstance(value, list):
+                stack.append((path, value))
+        stack.extend(reversed(_children(value, path)))
+    return ""

@@ -1,0 +1,132 @@
+"""The contract: what a user's handler may declare, and what it is given.
+
+handler(event) or handler(event, context)     plain, async, generator or async generator
+build(context)      once per revision, in the zygote: imports, skeleton, tokenizer; no threads, no device
+rehearse(context)   once per standby, with weights of zeros: one forward pass, so that the first real one is warm;
+                    its outcome is thrown away, and nothing may be kept that was computed from the weights
+setup(context)      once per worker, after its weights arrived
+teardown(context)   once per worker, before it exits
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..errors import HandlerSignatureError, SnapshotError
+
+if TYPE_CHECKING:
+    from ..snapshot.attached import Snapshot
+
+BATCH_MARK = "__pilotlight_batch__"
+MAX_BATCH = 4096
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSpec:
+    """How a handler that takes a list wants it: at most `max_size` events at a time."""
+
+    max_size: int
+
+
+def batch(*, max_size: int = 32) -> Callable[[F], F]:
+    """Marks a handler as taking a list of events and returning a list of as many answers, in order.
+
+    An answer that is an exception instance fails its own event and no other.
+    """
+    if not isinstance(max_size, int) or not 1 <= max_size <= MAX_BATCH:
+        raise HandlerSignatureError(
+            f"@batch(max_size={max_size!r}): max_size must be a whole number from 1 to {MAX_BATCH}.",
+            remedy="Write for example @pilotlight.batch(max_size=32).",
+        )
+
+    def mark(handler: F) -> F:
+        setattr(handler, BATCH_MARK, BatchSpec(max_size))
+        return handler
+
+    return mark
+
+
+class Cancellation:
+    """Whether the caller of an invocation has gone away. Set once, read from any thread."""
+
+    __slots__ = ("flag",)
+
+    def __init__(self) -> None:
+        self.flag = False
+
+
+class Context:
+    """What a handler may ask about its function and its invocation.
+
+    In `build`, `rehearse`, `setup` and `teardown` there is no invocation: `id` is empty and there is no deadline.
+    """
+
+    __slots__ = ("_cancellation", "_deadline_s", "_snapshot", "attempt", "function", "id", "items", "revision", "state",
+                 "traceparent")  # fmt: skip
+
+    def __init__(
+        self,
+        function: str,
+        revision: str,
+        *,
+        invocation_id: str = "",
+        attempt: int = 1,
+        deadline_s: float | None = None,
+        state: Any = None,
+        snapshot: Snapshot | None = None,
+        cancellation: Cancellation | None = None,
+        traceparent: str = "",
+        items: Sequence[Context] = (),
+    ) -> None:
+        self.function = function
+        self.revision = revision
+        self.id = invocation_id
+        self.attempt = attempt
+        self.state = state  # what `build` returned, replaced by what `setup` returned if that was not None
+        self.traceparent = traceparent
+        self.items = items  # for a batch handler: the contexts of its events, in order
+        self._deadline_s = deadline_s
+        self._snapshot = snapshot
+        self._cancellation = cancellation or Cancellation()
+
+    @property
+    def deadline(self) -> float | None:
+        """When the invocation's time is up, as a Unix timestamp in seconds; None if it has no deadline."""
+        if self._deadline_s is None:
+            return None
+        return time.time() + self._deadline_s - time.monotonic()
+
+    def remaining_ms(self) -> int | None:
+        """Milliseconds until the deadline, never below 0; None if there is no deadline."""
+        if self._deadline_s is None:
+            return None
+        return max(0, int((self._deadline_s - time.monotonic()) * 1000))
+
+    @property
+    def cancelled(self) -> bool:
+        """True once nobody waits for the answer any more: every caller left, or the deadline passed."""
+        if self.items:
+            return all(item.cancelled for item in self.items)
+        expired = self._deadline_s is not None and time.monotonic() > self._deadline_s
+        return self._cancellation.flag or expired
+
+    @property
+    def log(self) -> logging.LoggerAdapter[logging.Logger]:
+        """A logger whose lines carry the invocation's id; they come out of `pilotlight logs`."""
+        return logging.LoggerAdapter(logging.getLogger("pilotlight.handler"), {"invocation": self.id or "-"})
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """The function's weights. Raises SnapshotError if the settings name none."""
+        if self._snapshot is None:
+            raise SnapshotError(
+                f"Function {self.function!r} has no snapshot, but its handler asked for one.",
+                remedy='Set `snapshot = "path/to/weights"` in pilotlight.toml, or deploy with --snapshot.',
+            )
+        return self._snapshot

@@ -1,0 +1,79 @@
+"""Checks the load generator itself against servers that misbehave; exits with 1 where it counts wrongly.
+
+python infra/bench/check_load.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+
+import uvloop
+from load import Request, Tally, closed_loop, open_loop
+
+_OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+# What the server writes, piece by piece, for each request; whether it closes then; what the tally must show.
+_RIGHT: Callable[[Tally], bool] = lambda tally: tally.clean  # noqa: E731
+_NONE_RIGHT: Callable[[Tally], bool] = lambda tally: tally.right == 0 < tally.answers  # noqa: E731
+_LOST: Callable[[Tally], bool] = lambda tally: tally.answers == 0 < tally.errors["connection lost"]  # noqa: E731
+CASES: dict[str, tuple[list[bytes], bool, Callable[[Tally], bool]]] = {
+    "plain": ([_OK], False, _RIGHT),
+    "byte by byte": ([_OK[at : at + 1] for at in range(len(_OK))], False, _RIGHT),
+    "closes": ([_OK.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")], True, _RIGHT),
+    "ends at close": ([b"HTTP/1.1 200 OK\r\n\r\nok"], True, _RIGHT),
+    "chunked": (
+        [
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n",
+            b"1\r\no\r\n",
+            b"1\r\nk\r\n0\r\n",
+            b"\r\n",
+        ],
+        False,
+        _RIGHT,
+    ),
+    "wrong body": ([_OK.replace(b"ok", b"no")], False, _NONE_RIGHT),
+    "refuses": ([_OK.replace(b"200 OK", b"503 No")], False, _NONE_RIGHT),
+    "drops": ([], True, _LOST),
+}
+
+
+async def _serve(pieces: list[bytes], closes: bool) -> asyncio.Server:
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                await reader.readuntil(b"\r\n\r\n")
+                await reader.readexactly(2)
+                for piece in pieces:
+                    writer.write(piece)
+                    await asyncio.sleep(0)
+                if closes:
+                    break
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    return await asyncio.start_server(handle, "127.0.0.1", 0)
+
+
+async def _check() -> bool:
+    passed = True
+    for name, (pieces, closes, holds) in CASES.items():
+        server = await _serve(pieces, closes)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+        request = Request(url, body=b"hi", expect=b"ok")
+        tallies = {
+            "closed": await closed_loop(request, callers=4, duration_s=0.2, drain_s=2),
+            "open": await open_loop(request, rate=300, duration_s=0.2, drain_s=2),
+        }
+        for loop, tally in tallies.items():
+            right = holds(tally) and "no answer" not in tally.errors
+            passed &= right
+            print(f"{'ok  ' if right else 'FAIL'} {name}, {loop} loop: {tally.statuses} {tally.errors}")
+        server.close()
+    return passed
+
+
+if __name__ == "__main__":
+    sys.exit(0 if uvloop.run(_check()) else 1)

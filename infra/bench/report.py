@@ -1,0 +1,156 @@
+"""A report: the figures of one benchmark and what they are to be; a table, and build/bench/<target>.json."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import operator
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+_ROOT = Path(__file__).resolve().parents[2]
+_PACKAGES = ("pilotlight", "aiohttp", "uvloop")
+_COMPARE: dict[str, Callable[[float, float], bool]] = {
+    "<=": operator.le,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "<": operator.lt,
+    ">": operator.gt,
+}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure, and the bound it is held to."""
+
+    name: str
+    value: float
+    unit: str = ""
+    target: str = ""
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the target holds; None where there is none. Not-a-number meets nothing."""
+        if not self.target:
+            return None
+        sign, _, bound = self.target.partition(" ")
+        return _COMPARE[sign](self.value, float(bound))
+
+
+class Report:
+    """Collects figures and rows; `finish` prints and writes them and says whether all targets are met."""
+
+    def __init__(self, target: str, *, packages: tuple[str, ...] = ()) -> None:
+        self.target = target
+        self._packages = (*_PACKAGES, *packages)
+        self._figures: dict[str, Figure] = {}
+        self._rows: list[dict[str, Any]] = []
+        self._notes: list[str] = []
+        self._load_at_start = os.getloadavg()
+        self._started = datetime.datetime.now(datetime.UTC)
+
+    def add(self, name: str, value: float, unit: str = "", target: str = "") -> None:
+        """Enter a figure; `target` is such as "<= 3", or empty for one that is only told."""
+        sign, _, bound = target.partition(" ")
+        if target and (sign not in _COMPARE or not _is_number(bound)):
+            raise ValueError(f"{name}: a target is a sign and a number, such as '<= 3', not {target!r}")
+        if name in self._figures:
+            raise ValueError(f"{name} is entered twice")
+        self._figures[name] = Figure(name, float(value), unit, target)
+
+    def row(self, **cells: Any) -> None:
+        """Enter a detail: what a figure was made of."""
+        self._rows.append(cells)
+
+    def note(self, text: str) -> None:
+        """Enter a sentence that a reader of the figures must know."""
+        self._notes.append(text)
+
+    @property
+    def met(self) -> bool:
+        return all(figure.met is not False for figure in self._figures.values())
+
+    def finish(self) -> bool:
+        """Print, write, and say whether every target is met."""
+        self._print()
+        path = self.write()
+        print(f"written: {path.relative_to(_ROOT)}")
+        return self.met
+
+    def write(self) -> Path:
+        """Write build/bench/<target>.json."""
+        path = _ROOT / "build" / "bench" / f"{self.target}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self._content(), indent=2, default=str) + "\n")
+        return path
+
+    def _content(self) -> dict[str, Any]:
+        figures = self._figures.values()
+        return {
+            "target": self.target,
+            "figures": {figure.name: figure.value for figure in figures},
+            "units": {figure.name: figure.unit for figure in figures},
+            "targets": {figure.name: figure.target for figure in figures if figure.target},
+            "met": {figure.name: figure.met for figure in figures if figure.target},
+            "versions": self._versions(),
+            "load_average": {"start": self._load_at_start, "end": os.getloadavg()},
+            "cpus": len(os.sched_getaffinity(0)),
+            "cpu": _cpu_name(),
+            "date": self._started.isoformat(timespec="seconds"),
+            "seconds": (datetime.datetime.now(datetime.UTC) - self._started).total_seconds(),
+            "notes": self._notes,
+            "rows": self._rows,
+        }
+
+    def _versions(self) -> dict[str, str]:
+        versions = {"python": platform.python_version(), "kernel": platform.release()}
+        for package in self._packages:
+            try:
+                versions[package] = importlib.metadata.version(package)
+            except importlib.metadata.PackageNotFoundError:
+                versions[package] = "not installed"
+        return versions
+
+    def _print(self) -> None:
+        table = Table(title=self.target, title_justify="left")
+        table.add_column("figure")
+        table.add_column("value", justify="right")
+        table.add_column("target", justify="right")
+        table.add_column("met")
+        words = {True: "[green]yes[/]", False: "[red]NO[/]", None: ""}
+        for figure in self._figures.values():
+            table.add_row(
+                figure.name, f"{_short(figure.value)} {figure.unit}".strip(), figure.target, words[figure.met]
+            )
+        console = Console()
+        console.print(table)
+        for note in self._notes:
+            console.print(f"  {note}", highlight=False, markup=False)
+
+
+def _short(value: float) -> str:
+    """Four significant digits; whole numbers from a thousand on."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()

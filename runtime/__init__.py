@@ -1,0 +1,1 @@
+"""The runtime: gateway, revisions, replicas, zygotes and workers."""

@@ -1,0 +1,124 @@
+"""The invocation: one request's life, from accepted to answered, as the gateway sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ..errors import PilotlightError
+from .timeline import Timeline
+
+
+class Answer(NamedTuple):
+    """What the handler answered: bytes that nobody on the way decoded."""
+
+    payload: bytes
+    content_type: str
+
+
+class Stream:
+    """The pieces of a streamed answer on their way to the caller; bounded by the credit the worker was given."""
+
+    def __init__(self) -> None:
+        self._pieces: deque[bytes] = deque()
+        self._arrived = asyncio.Event()
+        self._closed = False
+        self.on_taken: Callable[[int], None] = _ignore
+
+    def put(self, piece: bytes) -> None:
+        self._pieces.append(piece)
+        self._arrived.set()
+
+    def close(self) -> None:
+        self._closed = True
+        self._arrived.set()
+
+    async def get(self) -> bytes | None:
+        """The next piece, None at the end. Taking one lets the worker send another. Safe to cancel."""
+        while not self._pieces:
+            if self._closed:
+                return None
+            self._arrived.clear()
+            await self._arrived.wait()
+        piece = self._pieces.popleft()
+        self.on_taken(1)
+        return piece
+
+
+class Invocation:
+    """A request on its way. Ends once: answered, failed or abandoned; whoever ends it first wins."""
+
+    __slots__ = ("_ended", "answer", "attempt", "body", "content_type", "deadline_s", "hold_until_s", "id", "stream",
+                 "timeline", "timer", "traceparent", "worker")  # fmt: skip
+
+    def __init__(
+        self,
+        invocation_id: str,
+        body: bytes,
+        *,
+        now_s: float,
+        deadline_s: float,
+        hold_until_s: float,
+        content_type: str = "",
+        traceparent: str = "",
+        streaming: bool = False,
+    ) -> None:
+        self.id = invocation_id
+        self.body = body
+        self.content_type = content_type
+        self.traceparent = traceparent
+        self.deadline_s = deadline_s
+        self.hold_until_s = hold_until_s
+        self.attempt = 1
+        self.worker = ""
+        self.timeline = Timeline(now_s)
+        self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self.stream = Stream() if streaming else None
+        self.timer: asyncio.TimerHandle | None = None
+        self._ended = False
+
+    @property
+    def ended(self) -> bool:
+        return self._ended
+
+    def resolve(self, answer: Answer) -> None:
+        if self._end():
+            self.answer.set_result(answer)
+
+    def fail(self, error: PilotlightError) -> None:
+        if self._end():
+            self.answer.set_exception(error)
+            self.answer.exception()  # seen: a caller that has gone must not leave a warning behind
+
+    def abandon(self) -> None:
+        """Nobody waits for the answer any more."""
+        if self._end():
+            self.answer.cancel()
+
+    def head(self, now_s: float) -> dict[str, Any]:
+        """What the worker is told beside the body."""
+        head: dict[str, Any] = {"id": self.id, "remaining_s": self.deadline_s - now_s}
+        if self.attempt > 1:
+            head["attempt"] = self.attempt
+        if self.content_type:
+            head["type"] = self.content_type
+        if self.traceparent:
+            head["traceparent"] = self.traceparent
+        return head
+
+    def _end(self) -> bool:
+        if self._ended:
+            return False
+        self._ended = True
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+        if self.stream is not None:
+            self.stream.close()
+        return not self.answer.done()
+
+
+def _ignore(_count: int) -> None:
+    return None

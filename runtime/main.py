@@ -1,0 +1,224 @@
+"""The gateway's process: wiring, signals, and its life in three verbs: start, serve, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from aiohttp import web
+
+from ..errors import GatewayError
+from .admin import MAX_ARCHIVE_BYTES, Admin
+from .deploy import Order
+from .functions import Functions
+from .gateway import Gateway
+from .launcher import Launcher
+from .listener import Listener
+from .metrics import Metrics
+from .settings import GatewaySettings
+from .state_dir import StateDir
+from .store import Store
+from .watch import watch
+
+KEEPALIVE_S = 75.0
+BACKLOG = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A running gateway: its address and its parts."""
+
+    url: str
+    functions: Functions
+    admin: Admin
+    tasks: asyncio.TaskGroup
+
+
+def run(
+    settings: GatewaySettings,
+    *,
+    on_listening: Callable[[str], None],
+    folder: Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> None:
+    """Serves until SIGINT or SIGTERM, then drains; a second signal ends at once.
+
+    With `folder`, deploys it at start and again whenever it changes. Raises GatewayError if it cannot start.
+    """
+    if folder is not None and not folder.is_dir():
+        raise GatewayError(f"{folder} is not a folder.", remedy="Give the folder that holds handler.py.")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_run(settings, on_listening, folder, overrides or {}))
+
+
+async def _run(
+    settings: GatewaySettings,
+    on_listening: Callable[[str], None],
+    folder: Path | None,
+    overrides: Mapping[str, Any],
+) -> None:
+    stop = asyncio.Event()
+    with _signals(stop):
+        async with serve(settings) as server:
+            on_listening(server.url)
+            if folder is not None:
+                server.tasks.create_task(
+                    watch(server.functions, Order(path=folder, overrides=overrides), stop)
+                )
+            await stop.wait()
+
+
+@contextlib.asynccontextmanager
+async def serve(settings: GatewaySettings) -> AsyncIterator[Server]:
+    """A gateway that accepts requests inside the block and has drained after it."""
+    with StateDir(settings.state_dir) as state:
+        store = Store(state.path, report=_say)
+        await asyncio.to_thread(store.start)
+        listener = Listener(state.path / "run" / "link.sock")
+        listener.open()
+        try:
+            async with _server(settings, store, state.path, listener) as server:
+                yield server
+        finally:
+            listener.close()
+
+
+@contextlib.asynccontextmanager
+async def _server(
+    settings: GatewaySettings, store: Store, state: Path, listener: Listener
+) -> AsyncIterator[Server]:
+    sock = _bind(settings)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            launcher = Launcher(listener, tasks)
+            functions = Functions(store, state / "environments", launcher, tasks, drain_s=settings.drain_s)
+            metrics = Metrics(functions.census)
+            functions.on_activation = metrics.activated
+            await functions.restore()
+            local = _is_loopback(settings.host)
+            admin = Admin(functions, metrics, local=local)
+            gateway = Gateway(
+                functions, metrics,
+                max_body_bytes=settings.max_body_bytes, body_timeout_s=settings.body_timeout_s,
+            )  # fmt: skip
+            async with _http(sock, gateway, admin, settings.header_timeout_s):
+                try:
+                    yield Server(_url(sock), functions, admin, tasks)
+                finally:
+                    admin.draining = True
+                    await functions.close()
+            await launcher.close()
+    finally:
+        sock.close()
+
+
+@contextlib.asynccontextmanager
+async def _http(
+    sock: socket.socket, gateway: Gateway, admin: Admin, header_timeout_s: float
+) -> AsyncIterator[None]:
+    app = web.Application(client_max_size=MAX_ARCHIVE_BYTES)
+    app.add_routes([*gateway.routes(), *admin.routes()])
+    runner = web.AppRunner(
+        app, access_log=None, handler_cancellation=True, keepalive_timeout=KEEPALIVE_S, shutdown_timeout=1.0
+    )
+    await runner.setup()
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(_accepting(runner, header_timeout_s), sock=sock, backlog=BACKLOG)
+    try:
+        yield
+    finally:
+        server.close()
+        await runner.cleanup()
+        await server.wait_closed()
+
+
+def _accepting(runner: web.AppRunner, header_timeout_s: float) -> Callable[[], asyncio.Protocol]:
+    """Makes a protocol for each connection, and hangs up on one that sends no request in time."""
+    loop = asyncio.get_running_loop()
+
+    def accept() -> asyncio.Protocol:
+        if runner.server is None:
+            raise GatewayError("The gateway is shutting down.")
+        connection = runner.server()
+        loop.call_later(header_timeout_s, _hang_up_if_silent, connection)
+        return connection
+
+    return accept
+
+
+def _hang_up_if_silent(connection: web.RequestHandler) -> None:
+    # aiohttp has no time limit for a request's header, and no public way to ask whether one has come.
+    if connection._request_count == 0:  # noqa: SLF001
+        connection.force_close()
+
+
+def _bind(settings: GatewaySettings) -> socket.socket:
+    """A bound socket. Raises GatewayError if the address is taken or not ours."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise GatewayError(
+            f"{settings.host} is no address of this machine: {error}.", remedy="Use --host 127.0.0.1."
+        ) from None
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        raise GatewayError(
+            f"Cannot listen on {settings.host}:{settings.port}: {error.strerror}.",
+            remedy="Choose another --port (0 takes a free one), or stop what listens there.",
+        ) from None
+    return sock
+
+
+def _url(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+@contextlib.contextmanager
+def _signals(stop: asyncio.Event) -> Iterator[None]:
+    """SIGINT and SIGTERM set `stop`; the second one ends the process as if nobody had caught it."""
+    loop = asyncio.get_running_loop()
+    numbers = (signal.SIGINT, signal.SIGTERM)
+
+    def caught() -> None:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)
+        _say("draining; press Ctrl-C again to stop at once")
+        stop.set()
+
+    for number in numbers:
+        loop.add_signal_handler(number, caught)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"pilotlight: {text}\n")

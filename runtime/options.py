@@ -1,0 +1,70 @@
+"""The options that several commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from .client import Client
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+URL_VARIABLE = "PILOTLIGHT_URL"
+
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, one line, for programs.")
+snapshot = click.option(
+    "--snapshot",
+    metavar="PATH",
+    help="The weights: a folder or .safetensors file; wins over pilotlight.toml.",
+)
+name = click.option(
+    "--name", metavar="NAME", help="Deploy under this name instead of the one in pilotlight.toml."
+)
+settings = click.option(
+    "--set", "settings", metavar="KEY=VALUE", multiple=True,
+    help="A setting that wins over pilotlight.toml, as scale.max=8 or env.MODE=fast. May be repeated.",
+)  # fmt: skip
+
+
+def gateway(command: F) -> F:
+    """`--url`: which gateway to talk to."""
+    return click.option(
+        "--url", envvar=URL_VARIABLE, default="http://127.0.0.1:8600", show_default=True, show_envvar=True,
+        help="The gateway's address.",
+    )(command)  # fmt: skip
+
+
+def function_folder(command: F) -> F:
+    """`[FOLDER]`: a function's folder, by default the current one."""
+    return click.argument(
+        "folder", type=click.Path(exists=True, file_okay=False, path_type=Path), default="."
+    )(command)
+
+
+def connect(url: str) -> Client:
+    from .client import Client  # noqa: PLC0415  httpx takes time to import, and --help needs none of it
+
+    return Client(url)
+
+
+def overrides(
+    settings: Sequence[str], function: str | None, snapshot: str | None, *, local: bool
+) -> dict[str, str]:
+    """The settings given on the command line. A snapshot's path is meant from here if the gateway is `local`."""
+    given = dict(_pair(text) for text in settings)
+    if function is not None:
+        given["name"] = function
+    if snapshot is not None:
+        given["snapshot"] = str(Path(snapshot).expanduser().resolve()) if local else snapshot
+    return given
+
+
+def _pair(text: str) -> tuple[str, str]:
+    key, sign, value = text.partition("=")
+    if not sign or not key:
+        raise click.BadParameter(f"{text!r} is not KEY=VALUE, as in scale.max=8.", param_hint="'--set'")
+    return key, value

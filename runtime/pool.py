@@ -1,0 +1,299 @@
+"""The pool: one revision's zygote, standby and replicas. Starts, picks and stops them; when and how many is not its to say."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from typing import Protocol
+
+from ..errors import LauncherError, PilotlightError
+from .invocation import Invocation
+from .launcher import Child, Launcher, Source
+from .link import Frame, Kind
+from .logs import LogBook
+from .replica import Replica, State
+from .spec import WorkerSpec
+from .timeline import Activation
+
+STOP_TIMEOUT_S = 30.0
+# A zygote that keeps dying is brought back ever more slowly.
+FIRST_RELAUNCH_DELAY_S = 0.5
+LAST_RELAUNCH_DELAY_S = 60.0
+STABLE_AFTER_S = 30.0
+MAX_LAUNCHES = 3
+# The next standby is forked in a quiet moment: forking takes the processor from the requests that follow the first.
+# (MiniLM, 2 cores: the request after a cold one took up to 69 ms instead of 23 when the fork came right away.)
+QUIET_S = 0.2
+LATEST_STANDBY_S = 2.0
+
+
+class Keeper(Protocol):
+    """Who is told what happens in a pool: its revision."""
+
+    def on_capacity(self) -> None: ...
+    def on_change(self) -> None: ...
+    def on_returned(self, invocation: Invocation) -> None: ...
+    def on_start_failed(self, error: PilotlightError) -> None: ...
+    def on_worker_died(
+        self, replica: Replica, unstarted: list[Invocation], started: list[Invocation], cause: str
+    ) -> None: ...
+
+
+class Pool:
+    """Workers of one revision."""
+
+    def __init__(
+        self, spec: WorkerSpec, launcher: Launcher, logs: LogBook, tasks: asyncio.TaskGroup, keeper: Keeper,
+        *, standby: bool = True, keep_zygote: bool = True,
+    ) -> None:  # fmt: skip
+        self.spec = spec
+        self.replicas: list[Replica] = []
+        self.standby: Child | None = None
+        self.standby_primed = False
+        self.starting = 0
+        self.activations = 0
+        self._launcher, self._logs, self._tasks, self._keeper = launcher, logs, tasks, keeper
+        self._with_standby = standby
+        self._keep_zygote = keep_zygote
+        self._source: Source | None = None
+        self._launching = asyncio.Lock()
+        self._names = itertools.count(1)
+        self._forking_standby = False
+        self._standby_timer: asyncio.TimerHandle | None = None
+        self._closed = False
+        self._delay_s = 0.0
+        self._launched_s = 0.0
+
+    # -- what is
+
+    @property
+    def source(self) -> Source | None:
+        """The zygote, while it lives."""
+        return self._source if self._source is not None and self._source.alive else None
+
+    @property
+    def ready(self) -> list[Replica]:
+        return [replica for replica in self.replicas if replica.state is State.READY]
+
+    @property
+    def restoring(self) -> int:
+        """Workers on their way: to be forked, or taking their weights."""
+        return self.starting + sum(1 for replica in self.replicas if replica.state is State.RESTORING)
+
+    @property
+    def in_flight(self) -> int:
+        return sum(len(replica.in_flight) for replica in self.replicas)
+
+    def idle(self) -> list[Replica]:
+        """Ready workers without work, the longest idle first."""
+        return sorted(
+            (replica for replica in self.ready if not replica.in_flight),
+            key=lambda replica: replica.idle_since_s,
+        )
+
+    def pick(self) -> Replica | None:
+        """The worker for the next invocation: the least busy; among idle ones the newest, so that the others can go."""
+        best = None
+        for replica in self.replicas:
+            if replica.free > 0 and (best is None or len(replica.in_flight) <= len(best.in_flight)):
+                best = replica
+        return best
+
+    # -- starting
+
+    async def open(self) -> Source:
+        """Launches the zygote if there is none. Raises HandlerError or LauncherError."""
+        async with self._launching:
+            if (source := self.source) is not None:
+                return source
+            self._check_open()
+            self._launched_s = time.monotonic()
+            source = await self._launcher.launch(self.spec, self._logs, self._on_zygote_death)
+            try:
+                self._check_open()
+            except LauncherError:  # it was closed meanwhile
+                source.close()
+                raise
+            self._source = source
+            return source
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise LauncherError(f"Revision {self.spec.revision} has been stopped.")
+
+    def start(self, count: int) -> None:
+        """Starts workers: the standby at once, others as fast as they fork."""
+        for _ in range(count):
+            activation = Activation(time.monotonic())
+            self.activations += 1
+            child, self.standby = self.standby, None
+            if child is not None and not child.link.closed:
+                self._activate(child, activation)
+            else:
+                self.starting += 1
+                self._tasks.create_task(self._start(activation))
+
+    def replenish(self) -> None:
+        """Forks the next standby, if one is wanted and there is none."""
+        if self._closed or not self._with_standby or self._forking_standby or self.standby is not None:
+            return
+        if self.source is not None:
+            self._forking_standby = True
+            self._tasks.create_task(self._fork_standby())
+
+    def _replenish_when_quiet(self, since_s: float) -> None:
+        """Forks the next standby once nothing runs, or nothing has been quiet for too long."""
+        self._standby_timer = None
+        if not self.in_flight or time.monotonic() - since_s > LATEST_STANDBY_S:
+            self.replenish()
+        elif not self._closed:
+            self._schedule_standby(since_s)
+
+    def _schedule_standby(self, since_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._standby_timer = loop.call_later(QUIET_S, self._replenish_when_quiet, since_s)
+
+    async def _start(self, activation: Activation) -> None:
+        try:
+            child = await self._fork_surely()
+            if self._closed:
+                child.link.close()
+                self._check_open()
+        except PilotlightError as error:
+            self.starting -= 1
+            self._keeper.on_start_failed(error)
+            return
+        self.starting -= 1
+        self._activate(child, activation)
+        self._keeper.on_change()
+
+    async def _fork_surely(self) -> Child:
+        """A child, though its zygote may die under our hands: then from the next one, a few times."""
+        for _ in range(MAX_LAUNCHES - 1):
+            try:
+                return await (await self.open()).fork(self._name(), self._logs)
+            except LauncherError as error:
+                if self._closed or self.source is not None:  # it lives, and could not all the same
+                    raise
+                self._logs.write("gateway", f"starting a worker once more: {error}")
+        return await (await self.open()).fork(self._name(), self._logs)
+
+    def _activate(self, child: Child, activation: Activation) -> None:
+        activation.forked_s = time.monotonic()
+        self.replicas.append(Replica(child, activation, self, {}))
+
+    async def _fork_standby(self) -> None:
+        try:
+            source = self.source
+            if source is None:
+                return
+            child = await source.fork(self._name(), self._logs)
+        except LauncherError as error:
+            self._logs.write("gateway", f"no standby: {error}")
+            return
+        finally:
+            self._forking_standby = False
+        if self._closed or self.standby is not None:
+            child.link.close()
+            return
+        self.standby = child
+        self.standby_primed = False
+        child.link.bind(self._on_standby_word, lambda: self._on_standby_lost(child))
+
+    def _name(self) -> str:
+        return f"{self.spec.function}-{self.spec.revision.partition('-')[0]}-{next(self._names)}"
+
+    # -- stopping
+
+    def stop(self, count: int) -> None:
+        """Drains the longest idle workers."""
+        for replica in self.idle()[:count]:
+            replica.drain(STOP_TIMEOUT_S)
+
+    def release(self) -> None:
+        """At zero: lets the zygote go too, if the owner did not want to keep it."""
+        if not self._keep_zygote and not self.replicas and not self.restoring and self._source is not None:
+            self._drop_standby()
+            self._source.close()
+            self._source = None
+
+    async def close(self, timeout_s: float) -> None:
+        """Drains everything, waits for it, and ends the zygote. Workers that do not end in time are killed."""
+        self._closed = True
+        if self._standby_timer is not None:
+            self._standby_timer.cancel()
+        self._drop_standby()
+        children = [replica.child for replica in self.replicas]
+        for replica in list(self.replicas):
+            replica.drain(timeout_s)
+        for child in children:
+            await child.gone.wait()
+        if self._source is not None:
+            self._source.close()
+            await self._source.zygote.child.gone.wait()
+
+    def _drop_standby(self) -> None:
+        if self.standby is not None:
+            self.standby.link.close()  # it ends when its link does
+            self.standby = None
+
+    # -- what replicas and zygotes do
+
+    def on_ready(self, replica: Replica) -> None:
+        self._delay_s = 0.0
+        self._keeper.on_capacity()
+
+    def on_free(self, replica: Replica) -> None:
+        if self.standby is None and self._standby_timer is None and self._with_standby and not self._closed:
+            self._schedule_standby(time.monotonic())
+        self._keeper.on_capacity()
+
+    def on_returned(self, replica: Replica, invocation: Invocation) -> None:
+        self._keeper.on_returned(invocation)
+
+    def on_setup_failed(self, replica: Replica, error: PilotlightError) -> None:
+        self._keeper.on_start_failed(error)
+
+    def on_dead(self, replica: Replica, unstarted: list[Invocation], started: list[Invocation]) -> None:
+        self.replicas.remove(replica)
+        if not self.replicas:
+            self.replenish()  # at zero nobody is disturbed, and the next activation may be near
+        self._tasks.create_task(self._tell_death(replica, unstarted, started))
+
+    async def _tell_death(
+        self, replica: Replica, unstarted: list[Invocation], started: list[Invocation]
+    ) -> None:
+        cause = await replica.child.cause() if started or not replica.activation.ready_s else ""
+        self._keeper.on_worker_died(replica, unstarted, started, cause)
+
+    def _on_standby_word(self, frame: Frame) -> None:
+        if frame.kind == Kind.PRIMED:
+            self.standby_primed = True
+
+    def _on_standby_lost(self, child: Child) -> None:
+        if self.standby is child:
+            self.standby = None
+
+    def _on_zygote_death(self) -> None:
+        self._source = None
+        if self._closed or not self._keep_zygote:
+            return
+        if time.monotonic() - self._launched_s > STABLE_AFTER_S:
+            self._delay_s = 0.0
+        self._logs.write("gateway", f"the zygote died; a new one is launched in {self._delay_s:.1f} s")
+        asyncio.get_running_loop().call_later(self._delay_s, self._relaunch)
+        self._delay_s = min(LAST_RELAUNCH_DELAY_S, max(FIRST_RELAUNCH_DELAY_S, self._delay_s * 2))
+
+    def _relaunch(self) -> None:
+        if not self._closed:
+            self._tasks.create_task(self.warm_zygote())
+
+    async def warm_zygote(self) -> None:
+        """Brings the zygote up ahead of need, with its standby; a failure is logged and met again when it is needed."""
+        try:
+            await self.open()
+        except PilotlightError as error:
+            self._logs.write("gateway", f"the zygote could not be launched: {error}")
+            return
+        self.replenish()

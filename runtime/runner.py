@@ -1,0 +1,417 @@
+"""The runner: executes a worker's invocations, on threads for plain handlers, on the event loop for async ones.
+
+After a crash it must be known which invocations never ran. Both kinds start in order of arrival and send what has
+finished before they start what follows, so the oldest ones at a worker are those that run; a batch, whose size only
+the worker knows, is announced before it starts (STARTED). Plain handlers do not run on the event loop: it must hear of cancels, drains and the gateway's
+end whatever the handler does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Set, Sized
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from ..errors import BadInput, Cancelled, HandlerFailed, InputInvalid, OutputInvalid, PilotlightError
+from ..handlers.codec import JSON_TYPE
+from ..handlers.contract import Cancellation, Context
+from ..handlers.failure import explain
+from ..handlers.resolve import Handler
+from . import batcher
+from .link import CHANNELS, Kind, Link, Timing, encode, encode_json
+
+# How far a streamed answer may run ahead of its reader, in chunks; the reader grants more as it goes.
+STREAM_CREDIT = 64
+SMOOTHING = 0.2
+# They have a length, but are no answers in order.
+ONE_VALUE = (str, bytes, bytearray, Mapping, Set)
+
+
+class Call:
+    """One invocation inside a worker."""
+
+    __slots__ = ("body", "cancellation", "channel", "content_type", "context", "credit", "received_s", "task")
+
+    def __init__(
+        self, channel: int, body: bytes, content_type: str, context: Context, cancellation: Cancellation
+    ) -> None:
+        self.channel = channel
+        self.body = body
+        self.content_type = content_type
+        self.context = context
+        self.cancellation = cancellation
+        self.received_s = time.monotonic()
+        self.credit: Credit | None = None
+        self.task: asyncio.Task[None] | None = None
+
+
+class Credit:
+    """How many chunks a stream may still send. Waited for by one thread or one task, granted by the loop."""
+
+    def __init__(self, count: int = STREAM_CREDIT) -> None:
+        self._left = threading.Semaphore(count)
+        self._granted = asyncio.Event()
+
+    def grant(self, count: int) -> None:
+        self._left.release(count)
+        self._granted.set()
+
+    def spend(self, timeout_s: float | None) -> bool:
+        """Takes one, blocking; False if none came in time."""
+        return self._left.acquire(timeout=timeout_s)
+
+    async def spend_async(self) -> None:
+        while not self._left.acquire(blocking=False):
+            self._granted.clear()
+            await self._granted.wait()
+
+
+class Runner(ABC):
+    """Runs calls of one handler and writes their frames."""
+
+    def __init__(
+        self, handler: Handler, root: Path, link: Link, concurrency: int, on_idle: Callable[[], None]
+    ) -> None:
+        self.handler = handler
+        self.slots = concurrency * (handler.batch.max_size if handler.batch else 1)
+        self._root = root
+        self._link = link
+        self._concurrency = concurrency
+        self._on_idle = on_idle
+        self._exec_s: float | None = None
+        self._calls: dict[int, Call] = {}
+        self.window = self.slots
+
+    def submit(self, call: Call) -> None:
+        """Queues a call. Loop thread only, as all but `work` and what it calls."""
+        self._calls[call.channel] = call
+        self.enqueue(call)
+
+    def cancel(self, channel: int) -> None:
+        """Nobody waits for this call any more: it is dropped if it has not started, and told if it has."""
+        if (call := self._calls.get(channel)) is not None:
+            call.cancellation.flag = True
+            if call.credit is not None:
+                call.credit.grant(1)  # wakes a generator that waits for its reader
+
+    def grant(self, channel: int, count: int) -> None:
+        """The reader of a streamed answer has taken `count` chunks."""
+        if (call := self._calls.get(channel)) is not None and call.credit is not None:
+            call.credit.grant(count)
+
+    @abstractmethod
+    def enqueue(self, call: Call) -> None:
+        """Takes a call into the queue."""
+
+    @abstractmethod
+    def close(self) -> list[Call]:
+        """Takes nothing more; returns the calls that never started. `on_idle` is called once the last has ended."""
+
+    def forget(self, group: list[Call]) -> None:
+        """These are answered."""
+        for call in group:
+            self._calls.pop(call.channel, None)
+
+    def started(self, group: list[Call]) -> bytes:
+        """The frame that announces a batch; nothing for single calls, which start in the order they were sent."""
+        if self.handler.batch is None:
+            return b""
+        return encode(Kind.STARTED, 0, b"", b"".join(CHANNELS.pack(call.channel) for call in group))
+
+    def failed(self, call: Call, error: PilotlightError) -> bytes:
+        try:
+            return encode_json(Kind.ERROR, call.channel, error.to_wire())
+        except (
+            TypeError
+        ):  # a text with half a surrogate pair, details of some type: the caller still gets an answer
+            plain = type(error).__new__(type(error))
+            PilotlightError.__init__(plain, _writable(error.message), remedy=_writable(error.remedy))
+            return encode_json(Kind.ERROR, call.channel, plain.to_wire())
+
+    def describe(self, error: BaseException) -> PilotlightError:
+        """What the caller is told of an exception in the handler."""
+        if isinstance(error, (BadInput, InputInvalid, OutputInvalid)):
+            return error
+        return explain(HandlerFailed, "The handler", error, self._root)
+
+    def decode(self, group: list[Call]) -> tuple[list[Call], list[Any], list[bytes]]:
+        """(calls that may run, their events, frames that answer the others: cancelled or of bad input)."""
+        calls, events, frames = [], [], []
+        for call in group:
+            if call.cancellation.flag:
+                frames.append(
+                    self.failed(call, Cancelled("The caller went away before the handler started."))
+                )
+                continue
+            try:
+                events.append(self.handler.input.decode(call.body, call.content_type))
+                calls.append(call)
+            except Exception as error:  # noqa: BLE001  the user's own validators run here
+                frames.append(self.failed(call, self.describe(error)))
+        return calls, events, frames
+
+    def arguments(self, calls: list[Call], events: list[Any]) -> tuple[Any, ...]:
+        """What the handler is called with."""
+        if self.handler.batch is None:
+            context = calls[0].context
+            return (events[0], context) if self.handler.takes_context else (events[0],)
+        if not self.handler.takes_context:
+            return (events,)
+        contexts = [call.context for call in calls]
+        first = contexts[0]
+        joint = Context(
+            first.function, first.revision, state=first.state, invocation_id=first.id, items=contexts
+        )
+        return events, joint
+
+    def answers(self, calls: list[Call], answer: Any) -> list[Any]:
+        """One answer a call. Raises OutputInvalid if a batch handler returned another number."""
+        if self.handler.batch is None:
+            return [answer]
+        if not isinstance(answer, ONE_VALUE) and isinstance(answer, Sized) and isinstance(answer, Iterable):
+            answer = list(answer)  # an array, say
+        if not isinstance(answer, (list, tuple)) or len(answer) != len(calls):
+            got = f"{len(answer)} answers" if isinstance(answer, (list, tuple)) else type(answer).__name__
+            raise OutputInvalid(
+                f"The batch handler was given {len(calls)} events and returned {got}.",
+                remedy="Return a list with one answer for each event, in order.",
+            )
+        return list(answer)
+
+    def results(self, calls: list[Call], answer: Any, started_s: float) -> list[bytes]:
+        """The RESULT and ERROR frames of calls that ran together."""
+        ended_s = time.monotonic()
+        self._learn(ended_s - started_s)
+        frames = []
+        for call, item in zip(calls, self.answers(calls, answer), strict=True):
+            timing = Timing(started_s - call.received_s, ended_s - started_s, len(calls))
+            frames.append(self._result(call, item, timing))
+        return frames
+
+    def failures(self, calls: list[Call], error: BaseException) -> list[bytes]:
+        told = self.describe(error)
+        return [self.failed(call, told) for call in calls]
+
+    def chunk(self, call: Call, value: Any) -> bytes:
+        payload, content_type = self.handler.output.encode(value)
+        if content_type != JSON_TYPE:
+            raise OutputInvalid(
+                "A streamed answer's pieces must be JSON, this one is bytes.",
+                remedy="Yield strings, or decode the bytes.",
+            )
+        return encode(Kind.CHUNK, call.channel, b"", payload)
+
+    def end(self, call: Call, started_s: float) -> bytes:
+        timing = Timing(started_s - call.received_s, time.monotonic() - started_s, 1)
+        return encode(Kind.END, call.channel, timing.pack())
+
+    def _result(self, call: Call, item: Any, timing: Timing) -> bytes:
+        if isinstance(item, BaseException):
+            return self.failed(call, self.describe(item))
+        try:
+            payload, content_type = self.handler.output.encode(item)
+        except Exception as error:  # noqa: BLE001  the user's own serializers run here; the others' answers stand
+            return self.failed(call, self.describe(error))
+        head = timing.pack()
+        if content_type != JSON_TYPE:
+            return encode(Kind.RESULT, call.channel, head + content_type.encode(), payload)
+        return encode(Kind.RESULT, call.channel, head, payload)
+
+    def _learn(self, exec_s: float) -> None:
+        """Follows how long a dispatch takes, and asks the gateway for more or less at a time."""
+        known = self._exec_s
+        self._exec_s = exec_s if known is None else known + SMOOTHING * (exec_s - known)
+        wanted = batcher.window(self.slots, self._exec_s)
+        if wanted != self.window:
+            self.window = wanted
+            self._link.send(Kind.WINDOW, 0, orjson.dumps({"window": wanted}))
+
+
+class ThreadRunner(Runner):
+    """Plain handlers and generators: `concurrency` threads take groups from the batcher."""
+
+    def __init__(
+        self,
+        handler: Handler,
+        root: Path,
+        link: Link,
+        concurrency: int,
+        on_idle: Callable[[], None],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        super().__init__(handler, root, link, concurrency, on_idle)
+        self._loop = loop
+        self._batcher: batcher.Batcher[Call] = batcher.Batcher(handler.batch.max_size if handler.batch else 1)
+        self._ended = 0
+        self._lock = threading.Lock()
+
+    def enqueue(self, call: Call) -> None:
+        self._batcher.put(call)
+
+    def close(self) -> list[Call]:
+        return self._batcher.close(self._concurrency)
+
+    def work(self) -> None:
+        """The life of one thread: ends after `close`, and the last one to end reports idle."""
+        group = self._batcher.take()
+        finished: list[bytes] = []
+        while group:
+            # What has just finished travels with what starts now: one system call for both.
+            if words := b"".join([*finished, self.started(group)]):
+                self._link.send_encoded(words)
+            finished = self._execute(group)
+            self.forget(group)
+            group = self._batcher.take_nowait()
+            if not group:
+                self._link.send_encoded(*finished)
+                finished = []
+                group = self._batcher.take()
+        with self._lock:
+            self._ended += 1
+            last = self._ended == self._concurrency
+        if last:
+            self._loop.call_soon_threadsafe(self._on_idle)
+
+    def _execute(self, group: list[Call]) -> list[bytes]:
+        calls, events, frames = self.decode(group)
+        if not calls:
+            return frames
+        started_s = time.monotonic()
+        try:
+            if self.handler.kind.streaming:
+                return frames + self._stream(calls[0], events, started_s)
+            return frames + self.results(calls, self.handler.call(*self.arguments(calls, events)), started_s)
+        except BaseException as error:  # noqa: BLE001  whatever the handler raises is its caller's to know, not this thread's end
+            return frames + self.failures(calls, error)
+
+    def _stream(self, call: Call, events: list[Any], started_s: float) -> list[bytes]:
+        pieces: Iterator[Any] = self.handler.call(*self.arguments([call], events))
+        try:
+            for piece in pieces:
+                if not self._may_send(call):
+                    return [self.failed(call, Cancelled("The caller went away while the handler streamed."))]
+                self._link.send_encoded(self.chunk(call, piece))
+        finally:
+            _close(pieces)
+        return [self.end(call, started_s)]
+
+    def _may_send(self, call: Call) -> bool:
+        remaining_ms = call.context.remaining_ms()
+        timeout_s = None if remaining_ms is None else remaining_ms / 1000
+        granted = call.credit is None or call.credit.spend(timeout_s)
+        return granted and not call.cancellation.flag
+
+
+class LoopRunner(Runner):
+    """Async handlers and async generators: up to `concurrency` tasks at a time."""
+
+    def __init__(
+        self,
+        handler: Handler,
+        root: Path,
+        link: Link,
+        concurrency: int,
+        on_idle: Callable[[], None],
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        super().__init__(handler, root, link, concurrency, on_idle)
+        self._tasks = tasks
+        self._queue: deque[Call] = deque()
+        self._running = 0
+        self._closed = False
+
+    def enqueue(self, call: Call) -> None:
+        self._queue.append(call)
+        self._dispatch()
+
+    def close(self) -> list[Call]:
+        self._closed = True
+        left = list(self._queue)
+        self._queue.clear()
+        self._report_idle()
+        return left
+
+    def cancel(self, channel: int) -> None:
+        super().cancel(channel)
+        call = self._calls.get(channel)
+        if call is not None and call.task is not None:
+            call.task.cancel()
+
+    def _dispatch(self) -> None:
+        size = self.handler.batch.max_size if self.handler.batch else 1
+        while self._queue and self._running < self._concurrency:
+            count = batcher.decide(batcher.Load(len(self._queue), size))
+            group = [self._queue.popleft() for _ in range(count)]
+            if words := self.started(group):
+                self._link.send_encoded(words)
+            self._running += 1
+            self._tasks.create_task(self._execute(group))
+
+    async def _execute(self, group: list[Call]) -> None:
+        try:
+            frames = await self._run(group)
+        finally:
+            self._running -= 1
+            self.forget(group)
+        self._link.send_encoded(*frames)
+        self._dispatch()
+        self._report_idle()
+
+    async def _run(self, group: list[Call]) -> list[bytes]:
+        calls, events, frames = self.decode(group)
+        if not calls:
+            return frames
+        if self.handler.batch is None:
+            calls[0].task = asyncio.current_task()  # from here on `cancel` may interrupt it
+        started_s = time.monotonic()
+        try:
+            if self.handler.kind.streaming:
+                await self._stream(calls[0], events)
+                return [*frames, self.end(calls[0], started_s)]
+            answer = await self.handler.call(*self.arguments(calls, events))
+            return frames + self.results(calls, answer, started_s)
+        except asyncio.CancelledError as error:
+            if calls[0].task is None or not calls[0].cancellation.flag:
+                return frames + self.failures(calls, error)  # something inside the handler was cancelled
+            # `cancel` did this for the caller; the task itself goes on to say so.
+            if calls[0].task is not None:
+                calls[0].task.uncancel()
+            return frames + [
+                self.failed(call, Cancelled("The caller went away; the handler was cancelled."))
+                for call in calls
+            ]
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001  whatever the handler raises is its caller's to know
+            return frames + self.failures(calls, error)
+
+    async def _stream(self, call: Call, events: list[Any]) -> None:
+        pieces: AsyncIterator[Any] = self.handler.call(*self.arguments([call], events))
+        try:
+            async for piece in pieces:
+                if call.credit is not None:
+                    await call.credit.spend_async()
+                self._link.send_encoded(self.chunk(call, piece))
+        finally:
+            if inspect.isasyncgen(pieces):
+                await pieces.aclose()
+
+    def _report_idle(self) -> None:
+        if self._closed and self._running == 0:
+            self._on_idle()
+
+
+def _writable(text: str) -> str:
+    return str(text).encode("utf-8", "replace").decode()
+
+
+def _close(pieces: Iterator[Any]) -> None:
+    close = getattr(pieces, "close", None)
+    if close is not None:
+        close()

@@ -1,0 +1,372 @@
+"""The settings: what a function's `pilotlight.toml` may say, and what the gateway takes from its environment.
+
+Both are read once, at the edge, into frozen objects. Every problem is reported at once, by key, with the
+nearest valid key where one was misspelt: an option that has silently no effect is worse than an error.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+import unicodedata
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from types import NoneType
+from typing import Any, Literal, NamedTuple, Self, TypeVar, get_args
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+
+from ..errors import SettingsError
+from . import wording
+
+_ModelT = TypeVar("_ModelT", bound=BaseModel)
+
+SETTINGS_FILE = "pilotlight.toml"
+GATEWAY_PREFIX = "PILOTLIGHT_"
+# Path segments of our own on the HTTP surface; a function of that name could not be reached.
+RESERVED_NAMES = frozenset({"models", "health", "repository"})
+
+_MIB = 1024 * 1024
+_YEAR_S = 365 * 24 * 3600
+_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def name_problem(name: str) -> str | None:
+    """Why `name` cannot be a function's name, or None. The one rule, for settings, paths and URLs alike."""
+    if not _NAME.fullmatch(name):
+        return f"name is {name!r}; allowed: 1 to 63 of a-z, 0-9 and -, neither first nor last a -"
+    if name in RESERVED_NAMES:
+        return f"name is {name!r}, which is reserved (reserved: {', '.join(sorted(RESERVED_NAMES))})"
+    return None
+
+
+def check_name(name: str) -> str:
+    """The name itself, or a SettingsError."""
+    if problem := name_problem(name):
+        raise SettingsError(f"The function's {problem}.", remedy="Choose another name.")
+    return name
+
+
+class Scale(BaseModel):
+    """How many workers there are, and what stays when there are none."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    min: int = Field(0, ge=0, le=1024, description="Workers kept even without requests.")
+    max: int = Field(4, ge=1, le=1024, description="Workers at most.")
+    buffer: int = Field(0, ge=0, le=1024, description="Idle workers kept above what the load needs.")
+    idle_timeout_s: float = Field(
+        60.0,
+        ge=0,
+        le=_YEAR_S,
+        allow_inf_nan=False,
+        description="Seconds without a request before a worker ends.",
+    )
+    rest: Literal["zygote", "local"] = Field(
+        "zygote", description="What stays at zero: a zygote (imports and skeleton), or only the files."
+    )
+    standby: bool = Field(True, description="Keep one forked child waiting beside the zygote.")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        for key, value in (("min", self.min), ("buffer", self.buffer)):
+            if value > self.max:
+                raise ValueError(f"scale.{key} is {value}, more than scale.max, which is {self.max}")
+        return self
+
+
+class FunctionSettings(BaseModel):
+    """Everything a function may say about itself; part of its immutable revision."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    name: str = Field(description="The function's name in URLs; by default made from the folder's name.")
+    handler: str = Field(
+        "handler.py", description='The handler\'s file inside the folder, optionally ":callable" after it.'
+    )
+    snapshot: str | None = Field(
+        None,
+        description="The weights: a folder or .safetensors file, absolute or below the function's folder.",
+    )
+    idempotent: bool = Field(False, description="Whether an invocation whose worker died may run again.")
+    concurrency: int = Field(1, ge=1, le=1024, description="Invocations one worker runs at the same time.")
+    threads: int | None = Field(
+        None,
+        ge=1,
+        le=1024,
+        description="Threads of one torch operation; by default shared out by pilotlight.",
+    )
+    timeout_s: float = Field(
+        600.0, gt=0, le=_YEAR_S, allow_inf_nan=False, description="Seconds one invocation may take."
+    )
+    hold_s: float = Field(
+        60.0,
+        ge=0,
+        le=_YEAR_S,
+        allow_inf_nan=False,
+        description="Seconds a request waits for a worker to be ready.",
+    )
+    max_queue: int = Field(
+        1000, ge=1, le=1_000_000, description="Waiting invocations before new ones are refused."
+    )
+    max_body_bytes: int = Field(20 * _MIB, ge=1, description="Largest request body.")
+    env: dict[str, str] = Field(default_factory=dict, description="Environment variables of the workers.")
+    scale: Scale = Field(default_factory=Scale, description="How many workers there are.")
+
+    @property
+    def handler_file(self) -> str:
+        """The handler's file, relative to the function's folder."""
+        return self.handler.partition(":")[0]
+
+    @property
+    def handler_callable(self) -> str:
+        """The name of the callable in it."""
+        return self.handler.partition(":")[2] or "handler"
+
+    def snapshot_path(self, folder: Path) -> Path | None:
+        """Where the weights lie, absolute, for a function whose folder is `folder`."""
+        return None if self.snapshot is None else (folder / Path(self.snapshot).expanduser()).resolve()
+
+    @field_validator("name")
+    @classmethod
+    def _name_allowed(cls, name: str) -> str:
+        if problem := name_problem(name):
+            raise ValueError(problem)
+        return name
+
+    @field_validator("handler")
+    @classmethod
+    def _handler_inside(cls, handler: str) -> str:
+        file, colon, callable_name = handler.partition(":")
+        path = PurePosixPath(file)
+        plain = str(path) == file and not path.is_absolute() and ".." not in path.parts and file.isprintable()
+        if not plain or path.suffix != ".py":
+            raise ValueError(
+                f'handler is {handler!r}; allowed: a .py file inside the folder, as "handler.py"'
+            )
+        if colon and not callable_name.isidentifier():
+            raise ValueError(
+                f'handler is {handler!r}; after the colon comes a Python name, as "handler.py:predict"'
+            )
+        return handler
+
+    @field_validator("snapshot")
+    @classmethod
+    def _snapshot_named(cls, snapshot: str | None) -> str | None:
+        if snapshot is not None and (not snapshot.strip() or "\0" in snapshot):
+            raise ValueError(
+                f"snapshot is {snapshot!r}; allowed: the path of a folder or of a .safetensors file"
+            )
+        return snapshot
+
+    @field_validator("env")
+    @classmethod
+    def _env_allowed(cls, env: dict[str, str]) -> dict[str, str]:
+        problems = [problem for name, value in env.items() if (problem := _variable_problem(name, value))]
+        if problems:
+            raise ValueError("; ".join(problems))
+        return env
+
+
+def _variable_problem(name: str, value: str) -> str | None:
+    # The value may be a secret: messages never show it.
+    if not _VARIABLE.fullmatch(name):
+        return f"env.{name} is not a variable's name; allowed: letters, digits and _, no digit first"
+    if name.upper().startswith(GATEWAY_PREFIX):
+        return f"env.{name} begins with {GATEWAY_PREFIX}, which is reserved"
+    return f"env.{name} contains a NUL character" if "\0" in value else None
+
+
+def default_state_dir(environ: Mapping[str, str]) -> Path:
+    """Where the gateway keeps its state unless told: the XDG state folder of the user."""
+    base = Path(environ.get("XDG_STATE_HOME", ""))
+    if not base.is_absolute():  # the XDG rules: a relative path is to be ignored
+        base = Path(environ.get("HOME") or Path("~").expanduser()) / ".local" / "state"
+    return base / "pilotlight"
+
+
+class GatewaySettings(BaseModel):
+    """What one gateway process is told; each also as PILOTLIGHT_<KEY> in its environment."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
+    port: int = Field(8600, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    state_dir: Path = Field(
+        default_factory=lambda: default_state_dir(os.environ), description="Folder of everything deployed."
+    )
+    drain_s: float = Field(
+        30.0,
+        ge=0,
+        le=_YEAR_S,
+        allow_inf_nan=False,
+        description="Seconds that started invocations get at shutdown.",
+    )
+    max_body_bytes: int = Field(20 * _MIB, ge=1, description="Largest request body of any function.")
+    body_timeout_s: float = Field(
+        30.0,
+        gt=0,
+        le=_YEAR_S,
+        allow_inf_nan=False,
+        description="Seconds a request's body may take to arrive.",
+    )
+    header_timeout_s: float = Field(
+        10.0,
+        gt=0,
+        le=_YEAR_S,
+        allow_inf_nan=False,
+        description="Seconds a request's header may take to arrive.",
+    )
+
+    @field_validator("state_dir")
+    @classmethod
+    def _absolute(cls, state_dir: Path, info: ValidationInfo) -> Path:
+        return state_dir.expanduser().absolute()
+
+
+def read_settings(folder: Path, *, overrides: Mapping[str, Any] | None = None) -> FunctionSettings:
+    """The settings of the function in `folder`.
+
+    `overrides` are dotted keys (`{"scale.max": "8", "env.MODE": "x"}`) that win over the file. Text is parsed
+    by the key's type, and empty text unsets a key that may be unset; None means not given.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise SettingsError(f"{folder} is not a folder.", remedy="Give the folder that holds handler.py.")
+    raw = _read_toml(folder / SETTINGS_FILE)
+    problems = list(_apply(raw, overrides or {}))
+    raw.setdefault("name", slug(folder.resolve().name))
+    return _validate(
+        FunctionSettings, raw, problems, f"The settings of {folder}", f"Correct {SETTINGS_FILE}."
+    )
+
+
+def read_gateway_settings(
+    environ: Mapping[str, str], *, other_variables: Collection[str] = (), **overrides: Any
+) -> GatewaySettings:
+    """The gateway's settings: keyword overrides (None: not given) before PILOTLIGHT_* before the defaults.
+
+    `other_variables` are full names of PILOTLIGHT_* variables that mean something to somebody else.
+    """
+    given = {
+        name: value
+        for name, value in environ.items()
+        if name.startswith(GATEWAY_PREFIX) and name not in other_variables
+    }
+    problems = [_unknown_variable(name) for name in sorted(given) if not _known_variable(name)]
+    raw: dict[str, Any] = {"state_dir": default_state_dir(environ)}
+    raw |= {_variable_key(name): value for name, value in given.items() if _known_variable(name)}
+    raw |= {key: value for key, value in overrides.items() if value is not None}
+    remedy = f"Correct the {GATEWAY_PREFIX}* variables or the options."
+    return _validate(GatewaySettings, raw, problems, "The gateway's settings", remedy)
+
+
+def slug(text: str) -> str:
+    """A function's name made from a folder's; may be empty where nothing in it can be used."""
+    ascii_text = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
+    return re.sub(r"[^a-z0-9]+", "-", ascii_text.lower()).strip("-")[:63].rstrip("-")
+
+
+class SettingRow(NamedTuple):
+    """One line of the reference."""
+
+    key: str
+    type: str
+    default: str
+    description: str
+
+
+def settings_reference(model: type[BaseModel] = FunctionSettings) -> list[SettingRow]:
+    """Every setting with its type, default and meaning, in order, for the documentation and `--help`."""
+    return [
+        SettingRow(key, wording.allowed(field), wording.default_text(field), field.description or "")
+        for key, field in wording.leaves(model).items()
+    ]
+
+
+# Reading the sources
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise SettingsError(
+            f"{path} cannot be read: {error.strerror}.", remedy="Make it a readable file."
+        ) from error
+    except ValueError as error:  # TOMLDecodeError and UnicodeDecodeError both are
+        raise SettingsError(
+            f"{path} is not TOML: {error}.", remedy="Correct that place in the file."
+        ) from error
+
+
+def _apply(raw: dict[str, Any], overrides: Mapping[str, Any]) -> Iterator[str]:
+    """Put the overrides into the raw settings; yields what is wrong with their keys."""
+    leaves = wording.leaves(FunctionSettings)
+    for key, value in overrides.items():
+        if value is None:
+            continue
+        section, dot, rest = key.partition(".")
+        if key not in leaves and not (section == "env" and rest):
+            yield wording.unknown(key, leaves)
+            continue
+        table = raw.setdefault(section, {}) if dot else raw
+        if isinstance(table, dict):  # else the file's own mistake is reported, not hidden
+            table[rest if dot else key] = _parsed(leaves[key], value) if key in leaves else value
+
+
+def _parsed(field: FieldInfo, value: Any) -> Any:
+    """The text of an override as its key's type; unparsable text stays, for validation to name it."""
+    if not isinstance(value, str):
+        return value
+    if not value and NoneType in get_args(field.annotation):
+        return None
+    try:
+        adapter: TypeAdapter[Any] = TypeAdapter(field.annotation or Any)
+        return adapter.validate_strings(value)
+    except ValidationError:
+        return value
+
+
+def _variable_key(name: str) -> str:
+    return name.removeprefix(GATEWAY_PREFIX).lower()
+
+
+def _known_variable(name: str) -> bool:
+    return _variable_key(name) in GatewaySettings.model_fields
+
+
+def _unknown_variable(name: str) -> str:
+    names = [GATEWAY_PREFIX + key.upper() for key in GatewaySettings.model_fields]
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
+    return f"{name} is not a setting of the gateway; did you mean {near[0]}?"
+
+
+def _validate(
+    model: type[_ModelT], raw: dict[str, Any], problems: list[str], what: str, remedy: str
+) -> _ModelT:
+    """The model of `raw`, or one error that tells every problem."""
+    try:
+        settings = model.model_validate(raw)
+    except ValidationError as error:
+        problems = problems + wording.problems(model, error)
+    else:
+        if not problems:
+            return settings
+    text = " ".join(wording.sentence(problem) for problem in dict.fromkeys(problems))
+    raise SettingsError(f"{what} cannot be taken: {text}", remedy=remedy, details={"problems": problems})

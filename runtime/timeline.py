@@ -1,0 +1,86 @@
+"""The timeline of one invocation: its phases, which sum to its total.
+
+queue     accepted, until sent to a worker or until an activation was asked for
+fork      (cold) until the child has dialled in; 0 with a standby
+restore   (cold) weights mapped and `setup` run, until the worker is ready
+dispatch  (cold) ready, until the invocation was sent
+link      to the worker and back
+wait      in the worker, until its batch starts
+exec      in the handler
+respond   from the worker's answer to the response
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PHASES = ("queue", "fork", "restore", "dispatch", "link", "wait", "exec", "respond")
+
+
+@dataclass(slots=True)
+class Activation:
+    """One start of a worker, in monotonic seconds."""
+
+    asked_s: float
+    forked_s: float = 0.0
+    ready_s: float = 0.0
+    restore_s: float = 0.0  # of the restore phase, the part that mapped the weights
+
+
+@dataclass(slots=True)
+class Timeline:
+    """When what happened to an invocation, in monotonic seconds of the gateway; wait and exec are the worker's durations."""
+
+    received_s: float
+    sent_s: float = 0.0
+    answered_s: float = 0.0
+    responded_s: float = 0.0
+    wait_s: float = 0.0
+    exec_s: float = 0.0
+    batch: int = 1
+    waits_cold: bool = False  # no worker was ready when it arrived
+    activation: Activation | None = None
+
+    @property
+    def cold(self) -> bool:
+        return self.activation is not None
+
+    @property
+    def total_s(self) -> float:
+        """Until the latest that is known: the head of a stream leaves before there is an answer."""
+        return max(self.received_s, self.sent_s, self.answered_s, self.responded_s) - self.received_s
+
+    def phases(self) -> dict[str, float]:
+        """Seconds by phase, in order. An activation that was already under way counts from the arrival.
+
+        Without an answer of a worker's (it died, or time was up) the last phase reached lasts until the response.
+        """
+        start, phases = self.received_s, dict[str, float]()
+        answered_s = self.answered_s or self.responded_s
+        sent_s = self.sent_s or answered_s
+        if (activation := self.activation) is not None:
+            ends = (activation.asked_s, activation.forked_s, activation.ready_s)
+            for name, end in zip(("queue", "fork", "restore"), ends, strict=True):
+                phases[name] = max(0.0, end - start)
+                start = max(start, end)
+        phases["dispatch" if phases else "queue"] = max(0.0, sent_s - start)
+        inside = self.wait_s + self.exec_s
+        phases["link"] = max(0.0, answered_s - sent_s - inside)
+        phases["wait"], phases["exec"] = self.wait_s, self.exec_s
+        phases["respond"] = max(0.0, self.responded_s - answered_s) if self.responded_s else 0.0
+        return phases
+
+    def server_timing(self) -> str:
+        """The Server-Timing header: durations in milliseconds, and the total."""
+        parts = [f"{name};dur={seconds * 1000:.3f}" for name, seconds in self.phases().items()]
+        return ", ".join(parts) + f", total;dur={self.total_s * 1000:.3f}"
+
+
+def parse_server_timing(header: str) -> dict[str, float]:
+    """Milliseconds by phase, from a Server-Timing header."""
+    found = dict[str, float]()
+    for part in header.split(","):
+        name, _, duration = part.strip().partition(";dur=")
+        if duration:
+            found[name] = float(duration)
+    return found

@@ -1,0 +1,1 @@
+"""Snapshots: ordinary safetensors files with a manifest beside them, restored by mapping. Useful alone."""

@@ -1,0 +1,76 @@
+"""A snapshot as a handler sees it: `context.snapshot`.
+
+In `build` (the zygote, where weights must not be) `restore` computes the plan and remembers it; the worker applies
+the remembered plans right after it was forked. Later `restore` acts at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from .manifest import Manifest
+    from .mapping import Mapping
+    from .pin import Pin
+    from .plan import Plan
+
+
+class Snapshot:
+    """The weights of one function on this node: `path` is their folder, `manifest` says what is in it."""
+
+    def __init__(self, root: Path, manifest: Manifest, pin: Pin | None = None) -> None:
+        self.root = root
+        self.manifest = manifest
+        self._pin = pin
+        self._plans: list[Plan] = []
+        self._mapping: Mapping | None = None
+
+    @property
+    def path(self) -> Path:
+        """The folder with the weights, and with whatever lies beside them (config.json, tokenizer)."""
+        return self.root if self.root.is_dir() else self.root.parent
+
+    def skeleton(self) -> AbstractContextManager[None]:
+        """Modules made inside have their weights on the meta device (no memory) and their computed buffers real."""
+        from .skeleton import skeleton  # noqa: PLC0415  torch is loaded only by those who restore
+
+        return skeleton()
+
+    def restore(self, module: torch.nn.Module, *, prefix: str = "", ignore: Sequence[str] = ()) -> None:
+        """Gives `module` its weights as views of the mapped snapshot, private and copy-on-write.
+
+        `prefix` is prepended to the module's names, `ignore` are patterns of tensors the module need not have.
+        In `build` the weights come later, in each worker. Raises SnapshotMismatch naming the tensors.
+        """
+        from .plan import make_plan  # noqa: PLC0415
+        from .restore import restore  # noqa: PLC0415
+
+        plan = make_plan(module, self.manifest, prefix=prefix, ignore=ignore)
+        if self._mapping is None:
+            self._plans.append(plan)
+        else:
+            restore(plan, self._mapping)
+
+    def blank(self) -> None:
+        """Gives what `build` planned weights of zeros that hold no memory: for `rehearse`, in a standby."""
+        from .restore import blank  # noqa: PLC0415
+
+        for plan in self._plans:
+            blank(plan)
+
+    def open(self) -> None:
+        """Maps the files and applies what `build` planned. Raises SnapshotChanged if the files are not the ones pinned."""
+        from .mapping import Mapping  # noqa: PLC0415
+        from .restore import restore  # noqa: PLC0415
+
+        self._mapping = Mapping(self.root, self.manifest, self._pin)
+        for plan in self._plans:
+            restore(plan, self._mapping)
+
+    def __repr__(self) -> str:
+        return f"Snapshot({str(self.root)!r}, {len(self.manifest.tensors)} tensors)"

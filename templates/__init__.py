@@ -1,0 +1,1 @@
+"""Templates: one folder each, which `pilotlight init` copies and never imports."""

@@ -1,0 +1,104 @@
+"""Sentence embeddings of any Hugging Face encoder: mean of the token vectors, scaled to length 1.
+
+The snapshot is the encoder's folder: config.json, tokenizer files, safetensors. What sentence-transformers does
+with such a folder (all-MiniLM-L6-v2, e5, gte, ...) is done here in the open, so that it can be changed.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+# The tokenizer's threads would not survive the fork, and texts of one batch do not need them.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pilotlight
+import torch
+from pydantic import BaseModel, Field
+from torch.nn.functional import normalize
+from transformers import AutoConfig, AutoModel, AutoTokenizer
+
+Text = Annotated[str, Field(max_length=100_000)]
+# Texts in one forward pass; more in one request only take more memory, not less time.
+PASS_TEXTS = 64
+SAMPLE = "A sentence of about the length that is usual."
+# What encoder folders may hold beside the encoder: indexes that are computed, heads for other tasks.
+NOT_NEEDED = (r"position_ids$", r"^pooler\.", r"^cls\.", r"^lm_head\.", r"^classifier\.")
+
+
+class Event(BaseModel):
+    text: Text | Annotated[list[Text], Field(min_length=1, max_length=1024)]
+
+
+class Encoder:
+    """A tokenizer and its model, which has no weights yet when it is built."""
+
+    def __init__(self, folder: Path) -> None:
+        config = AutoConfig.from_pretrained(folder)
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.max_tokens = min(
+            _max_seq_length(folder),
+            self.tokenizer.model_max_length,
+            getattr(config, "max_position_embeddings", 512),
+        )
+        self.model = AutoModel.from_config(config).eval()
+        self.model.pooler = None  # a head that the mean of the token vectors does not use
+
+    def tokenize(self, texts: list[str]) -> Any:
+        return self.tokenizer(
+            texts, padding=True, truncation=True, max_length=self.max_tokens, return_tensors="pt"
+        )
+
+    @torch.inference_mode()
+    def embed(self, texts: list[str]) -> list[list[float]]:
+        tokens = self.tokenize(texts)
+        vectors = self.model(**tokens).last_hidden_state
+        mask = tokens["attention_mask"].unsqueeze(-1).to(vectors.dtype)
+        means = (vectors * mask).sum(1) / mask.sum(1).clamp(min=1e-9)
+        return normalize(means, dim=1).tolist()
+
+
+def build(context: pilotlight.Context) -> Encoder:
+    """Once per revision: everything but the weights, which each worker maps when it starts."""
+    with context.snapshot.skeleton():
+        encoder = Encoder(context.snapshot.path)
+    names = [tensor.name for tensor in context.snapshot.manifest.tensors]
+    prefix = f"{encoder.model.base_model_prefix}."  # in the names if it was saved with a head on top
+    prefix = prefix if any(name.startswith(prefix) for name in names) else ""
+    context.snapshot.restore(encoder.model, prefix=prefix, ignore=NOT_NEEDED)
+    encoder.tokenize([SAMPLE])  # what its first call would load is loaded here
+    return encoder
+
+
+def rehearse(context: pilotlight.Context) -> None:
+    """Ahead of need, in a worker that waits without weights: the first real pass then finds its kernels warm."""
+    context.state.embed([SAMPLE])
+
+
+@pilotlight.batch(max_size=32)
+def handler(events: list[Event], context: pilotlight.Context) -> list[dict[str, Any]]:
+    """One embedding for a text, a list of them for a list."""
+    texts = [text for event in events for text in _texts(event)]
+    # Texts of about the same length go together: the less padding, the less work.
+    order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
+    vectors: list[list[float]] = [[]] * len(texts)
+    for start in range(0, len(order), PASS_TEXTS):
+        part = order[start : start + PASS_TEXTS]
+        for index, vector in zip(part, context.state.embed([texts[i] for i in part]), strict=True):
+            vectors[index] = vector
+    given = iter(vectors)
+    return [
+        {"embedding": next(given) if isinstance(event.text, str) else [next(given) for _ in event.text]}
+        for event in events
+    ]
+
+
+def _texts(event: Event) -> list[str]:
+    return [event.text] if isinstance(event.text, str) else event.text
+
+
+def _max_seq_length(folder: Path) -> int:
+    """The length that sentence-transformers cuts at, where the folder says one."""
+    file = folder / "sentence_bert_config.json"
+    said = json.loads(file.read_text()).get("max_seq_length") if file.is_file() else None
+    return said or 1_000_000

@@ -1,0 +1,50 @@
+"""A torch module of your own: made without weights, restored from a snapshot, called in batches.
+
+Replace `Wave` by your module and `make_weights.py` by your training; the rest stays as it is.
+"""
+
+from typing import Annotated
+
+import pilotlight
+import torch
+from pydantic import BaseModel, Field
+from torch import Tensor, nn
+
+
+class Wave(nn.Module):
+    """A small network that has learned one wave: sin(x) for x from -3.14 to 3.14."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(1, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class Event(BaseModel):
+    x: Annotated[float, Field(ge=-3.15, le=3.15)]
+
+
+def build(context: pilotlight.Context) -> nn.Module:
+    """Once per revision: the module's structure. Each worker maps the weights into it when it starts."""
+    with context.snapshot.skeleton():
+        model = Wave().eval()
+    context.snapshot.restore(model)
+    return model
+
+
+@torch.inference_mode()
+def rehearse(context: pilotlight.Context) -> None:
+    """Ahead of need, in a worker that waits without weights: the first real pass then finds its kernels warm."""
+    context.state(torch.zeros(1, 1))
+
+
+@pilotlight.batch(max_size=256)
+@torch.inference_mode()
+def handler(events: list[Event], context: pilotlight.Context) -> list[dict[str, float]]:
+    inputs = torch.tensor([[event.x] for event in events])
+    outputs: list[float] = context.state(inputs).squeeze(1).tolist()
+    return [{"y": y} for y in outputs]

@@ -1,0 +1,62 @@
+"""Fixtures of the live tests: a gateway for each module, more where a test wants its own, and gates."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import httpx
+import pytest
+import pytest_asyncio
+import uvloop
+from live import Function, Gate, Gateway, gateway_here, short_folder
+
+
+def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """The loop that the gateway runs on."""
+    return {"uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture
+def state() -> Any:
+    """A state folder for one gateway, with a path short enough for a unix socket; not made yet."""
+    with short_folder() as folder:
+        yield folder / "state"
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def gate() -> AsyncIterator[Gate]:
+    with short_folder() as folder:
+        async with Gate(folder / "gate") as found:
+            yield found
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def gateway() -> AsyncIterator[Gateway]:
+    """One gateway on the module's event loop. Its tests say `pytestmark = pytest.mark.asyncio(loop_scope="module")`."""
+    with short_folder() as folder:
+        async with gateway_here(folder / "state", drain_s=5.0) as found:
+            yield found
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def deploy(gateway: Gateway) -> AsyncIterator[Callable[..., Any]]:
+    """`await deploy(handler_source, settings, files=…, gate=…)`: a function that goes when the test ends."""
+    functions: list[Function] = []
+
+    async def deployed(handler: str, settings: Mapping[str, Any] | None = None, **how: Any) -> Function:
+        functions.append(await gateway.deploy(handler, settings, **how))
+        return functions[-1]
+
+    yield deployed
+    for name in {function.name for function in functions}:
+        await gateway.client.delete(f"/v1/functions/{name}")
+
+
+@pytest.fixture
+def client(gateway: Gateway) -> httpx.AsyncClient:
+    return gateway.client

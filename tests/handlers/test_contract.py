@@ -1,0 +1,103 @@
+"""The contract: what a handler declares with @batch, and what its context tells it."""
+
+import logging
+import time
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pilotlight.errors import HandlerSignatureError, SnapshotError
+from pilotlight.handlers.contract import BATCH_MARK, MAX_BATCH, BatchSpec, Cancellation, Context, batch
+
+
+@given(st.integers(1, MAX_BATCH))
+def test_batch_marks_the_function_and_returns_it(size: int) -> None:
+    def handler(events: list[int]) -> list[int]:
+        return events
+
+    assert batch(max_size=size)(handler) is handler
+    assert getattr(handler, BATCH_MARK) == BatchSpec(size)
+
+
+@pytest.mark.parametrize("size", [0, -1, MAX_BATCH + 1, 2.0, "8", None])
+def test_batch_refuses_other_sizes_by_name(size: object) -> None:
+    with pytest.raises(HandlerSignatureError, match="max_size must be a whole number") as caught:
+        batch(max_size=size)  # type: ignore[arg-type]
+    assert repr(size) in caught.value.message
+    assert caught.value.remedy
+
+
+def test_without_an_invocation_there_is_no_id_and_no_deadline() -> None:
+    context = Context("tone", "r1")
+    assert (context.id, context.attempt, context.deadline, context.remaining_ms()) == ("", 1, None, None)
+    assert not context.cancelled
+
+
+def test_the_deadline_is_a_unix_time_and_the_rest_counts_down_to_it() -> None:
+    context = Context("tone", "r1", deadline_s=time.monotonic() + 100)
+    remaining_ms = context.remaining_ms()
+    assert remaining_ms is not None
+    assert 0 < remaining_ms <= 100_000
+    assert context.deadline is not None
+    assert context.deadline == pytest.approx(time.time() + remaining_ms / 1000, abs=1)
+
+
+def test_past_the_deadline_nothing_remains_and_nobody_waits() -> None:
+    context = Context("tone", "r1", deadline_s=time.monotonic() - 5)
+    assert context.remaining_ms() == 0
+    assert context.cancelled
+
+
+def test_a_cancellation_is_seen_at_once() -> None:
+    cancellation = Cancellation()
+    context = Context("tone", "r1", cancellation=cancellation)
+    assert not context.cancelled
+    cancellation.flag = True
+    assert context.cancelled
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=5))
+def test_a_batch_is_cancelled_once_all_its_callers_have_gone(gone: list[bool]) -> None:
+    items = []
+    for flag in gone:
+        cancellation = Cancellation()
+        cancellation.flag = flag
+        items.append(Context("tone", "r1", cancellation=cancellation))
+    assert Context("tone", "r1", items=items).cancelled is all(gone)
+
+
+def test_state_is_handed_over_as_it_is() -> None:
+    state = object()
+    assert Context("tone", "r1", state=state).state is state
+
+
+def test_a_context_takes_no_stray_attributes() -> None:
+    with pytest.raises(AttributeError):
+        Context("tone", "r1").modle = 1  # type: ignore[attr-defined]
+
+
+def test_a_snapshot_that_was_not_configured_names_the_function_and_the_setting() -> None:
+    with pytest.raises(SnapshotError, match="'tone' has no snapshot") as caught:
+        _ = Context("tone", "r1").snapshot
+    assert "pilotlight.toml" in caught.value.remedy
+
+
+@pytest.fixture
+def records() -> Iterator[list[logging.LogRecord]]:
+    found: list[logging.LogRecord] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record)
+
+    logger, handler = logging.getLogger("pilotlight.handler"), Kept()
+    logger.addHandler(handler)
+    yield found
+    logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize(("given_id", "logged"), [("abc", "abc"), ("", "-")])
+def test_log_lines_carry_the_invocation(records: list[logging.LogRecord], given_id: str, logged: str) -> None:
+    Context("tone", "r1", invocation_id=given_id).log.warning("loud: %d", 3)
+    assert [(record.getMessage(), record.invocation) for record in records] == [("loud: 3", logged)]  # type: ignore[attr-defined]

@@ -1,0 +1,145 @@
+"""Failures of the user's code: told with the innermost file and line of theirs."""
+
+import importlib.util
+import json
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from pilotlight.errors import HandlerFailed, HandlerImportError, PilotlightError, SnapshotMismatch
+from pilotlight.handlers.codec import OutputCodec
+from pilotlight.handlers.failure import MAX_TRACEBACK_CHARS, explain, locate
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Callable[[str], ModuleType]:
+    """Makes a module of the user's folder from its text."""
+
+    def from_text(text: str) -> ModuleType:
+        path = tmp_path / "code" / "handler.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        spec = importlib.util.spec_from_file_location("handler", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return from_text
+
+
+def caught(call: Callable[[], object]) -> BaseException:
+    try:
+        call()
+    except BaseException as error:  # noqa: BLE001  any kind is what is tested
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def test_file_line_and_exception_are_named(load: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    module = load("def handler(event):\n    x = 1\n    return event['a']\n")
+    error = caught(lambda: module.handler({}))
+    told = explain(HandlerFailed, "The handler", error, tmp_path / "code", remedy="Mend it.")
+    assert told.message == "The handler failed at handler.py, line 3: KeyError: 'a'"
+    assert told.remedy == "Mend it."
+    assert told.details["exception"] == "KeyError"
+    assert (told.details["file"], told.details["line"]) == ("handler.py", 3)
+    json.dumps(told.to_wire())
+
+
+def test_the_traceback_has_the_users_frames_and_not_ours(
+    load: Callable[[str], ModuleType], tmp_path: Path
+) -> None:
+    module = load("import json\ndef handler(event):\n    return json.loads(event)\n")
+
+    error = caught(lambda: module.handler("{"))
+    text = explain(HandlerFailed, "The handler", error, tmp_path / "code").details["traceback"]
+    assert "handler.py" in text
+    assert "JSONDecodeError" in text
+    error = caught(lambda: OutputCodec(None).encode(object()))
+    text = explain(HandlerFailed, "The handler", error, tmp_path / "code").details["traceback"]
+    assert "codec.py" not in text
+
+
+def test_the_innermost_frame_inside_the_folder_counts(
+    load: Callable[[str], ModuleType], tmp_path: Path
+) -> None:
+    module = load("import json\ndef handler(event):\n\n    return json.loads(event)\n")
+    assert locate(caught(lambda: module.handler("{")), tmp_path / "code") == ("handler.py", 4)
+    assert locate(caught(lambda: module.handler("{")), tmp_path / "elsewhere") == ("", 0)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        'exec("1 / 0")',
+        'eval("1 +")',
+        'import importlib; importlib.import_module("no_such_thing")',
+        'import collections; collections.namedtuple("T", "a")()',
+    ],
+)
+def test_code_without_a_file_is_not_taken_for_a_file_of_theirs(
+    load: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, statement: str
+) -> None:
+    module = load(f"def handler(event):\n    {statement}\n")
+    monkeypatch.chdir(tmp_path / "code")  # as in a zygote: a name like <string> would resolve to here
+    assert locate(caught(lambda: module.handler(None)), tmp_path / "code") == ("handler.py", 2)
+
+
+def test_a_syntax_error_has_the_place_in_the_broken_file(tmp_path: Path) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text("x = 1\ny = = 2\n")
+    error = caught(lambda: compile(path.read_text(), str(path), "exec"))
+    assert locate(error, tmp_path) == ("broken.py", 2)
+    assert (
+        "broken.py, line 2: SyntaxError" in explain(HandlerImportError, "Importing", error, tmp_path).message
+    )
+
+
+def test_a_folder_named_through_a_link_is_the_same_folder(
+    load: Callable[[str], ModuleType], tmp_path: Path
+) -> None:
+    module = load("def handler(event):\n    raise ValueError('no')\n")
+    (tmp_path / "link").symlink_to(tmp_path / "code")
+    assert locate(caught(lambda: module.handler(None)), tmp_path / "link") == ("handler.py", 2)
+
+
+def test_an_error_of_our_own_keeps_what_it_says(tmp_path: Path) -> None:
+    told = explain(
+        HandlerFailed, "build(context)", SnapshotMismatch("lacks w.", remedy="Add w."), tmp_path, remedy="no"
+    )
+    assert told.message == "build(context) failed: lacks w."
+    assert told.remedy == "Add w."
+    assert told.details["exception"] == "snapshot_mismatch"
+
+
+def test_an_exception_that_cannot_be_printed_is_still_told(tmp_path: Path) -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no words")
+
+    told = explain(HandlerFailed, "The handler", Mute(), tmp_path)
+    assert "Mute" in told.message
+    json.dumps(told.to_wire())
+
+
+def test_an_endless_traceback_is_cut_to_its_end(tmp_path: Path) -> None:
+    told = explain(HandlerFailed, "The handler", ValueError("x" * 100_000 + "the end"), tmp_path)
+    assert len(told.details["traceback"]) <= MAX_TRACEBACK_CHARS
+    assert told.details["traceback"].rstrip().endswith("the end")
+
+
+def test_a_cause_is_told_too(tmp_path: Path) -> None:
+    def fail() -> None:
+        try:
+            (tmp_path / "missing").stat()
+        except FileNotFoundError as error:
+            raise PilotlightError("outer") from error
+
+    text = explain(HandlerFailed, "The handler", caught(fail), tmp_path).details["traceback"]
+    assert "FileNotFoundError" in text
+    assert text.index("FileNotFoundError") < text.index("outer")
+    assert traceback.format_exc() == "NoneType: None\n"

@@ -1,0 +1,352 @@
+"""The real thing, for tests: gateways, functions deployed to them, and gates at which their handlers wait.
+
+Nothing here sleeps to let something happen: it is waited for, and what does not come fails by a limit of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+from pilotlight.runtime.main import Server, serve
+from pilotlight.runtime.settings import GatewaySettings
+
+LIMIT_S = float(os.environ.get("PILOTLIGHT_TEST_LIMIT_S", "30"))
+
+# Beside each handler as `gate.py`: a word to the test and, with `wait`, a halt until the test says go.
+GATE_MODULE = """
+import asyncio, os, socket
+
+ADDRESS = os.environ.get("GATE", "")
+
+def _say(word):
+    link = socket.socket(socket.AF_UNIX)
+    link.connect(ADDRESS or os.environ["GATE"])
+    link.sendall(f"{os.getpid()} {word}\\n".encode())
+    return link
+
+def say(word):
+    _say(word).close()
+
+def wait(word=""):
+    with _say(word) as link:
+        link.recv(1)
+
+async def wait_async(word=""):
+    reader, writer = await asyncio.open_unix_connection(os.environ["GATE"])
+    try:
+        writer.write(f"{os.getpid()} {word}\\n".encode())
+        await reader.read(1)
+    finally:
+        writer.close()
+"""
+
+# The gateway as a process of its own: where signals and /proc matter.
+PROCESS = """
+import json, sys
+from pathlib import Path
+from pilotlight.runtime.main import run
+from pilotlight.runtime.settings import GatewaySettings
+
+settings = json.loads(sys.argv[1])
+folder = settings.pop("watch", None)
+run(
+    GatewaySettings(**settings),
+    on_listening=lambda url: print(url, flush=True),
+    folder=Path(folder) if folder else None,
+)
+"""
+
+
+async def until(condition: Callable[[], Awaitable[object]], what: str) -> None:
+    """Looks again and again until `condition` holds; fails, naming `what`, if it never does."""
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            while not await condition():
+                await asyncio.sleep(0.005)
+    except TimeoutError:
+        raise AssertionError(f"never came: {what}") from None
+
+
+async def gone(pid: int) -> None:
+    """Waits for the end of a process, whoever's child it is."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_reader(descriptor, ended.set)
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            await ended.wait()
+    finally:
+        asyncio.get_running_loop().remove_reader(descriptor)
+        os.close(descriptor)
+
+
+class Arrival:
+    """A handler that said a word at the gate."""
+
+    def __init__(self, line: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        pid, _, self.word = line.rstrip("\n").partition(" ")
+        self.pid = int(pid)
+        self._reader, self._writer = reader, writer
+
+    def go(self) -> None:
+        if not self._writer.is_closing():  # closed: its process has died
+            self._writer.write(b"x")
+
+    def close(self) -> None:
+        self._writer.close()
+
+    async def left(self) -> None:
+        """Until the handler has gone on, or its process has died."""
+        async with asyncio.timeout(LIMIT_S):
+            await self._reader.read()
+
+
+class Gate:
+    """Where handlers report to the test and wait for it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.arrived: list[Arrival] = []
+        self._waiting: asyncio.Queue[Arrival] = asyncio.Queue()
+        self._open = False
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_unix_server(self._meet, self.path)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.open()
+        self._server.close()
+        for arrival in self.arrived:
+            arrival.close()
+
+    async def next(self, word: str | None = None) -> Arrival:
+        """The next who comes, or the next who says `word`; others are passed over."""
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                while True:
+                    arrival = await self._waiting.get()
+                    if word in (None, arrival.word):
+                        return arrival
+        except TimeoutError:
+            heard = [arrival.word for arrival in self.arrived]
+            raise AssertionError(f"nobody came to the gate with {word!r}; before: {heard}") from None
+
+    def open(self) -> None:
+        """Lets through all who wait, and all who come."""
+        self._open = True
+        for arrival in self.arrived:
+            arrival.go()
+
+    async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not (line := await reader.readline()):  # it died, or was cancelled, before it had said anything
+            writer.close()
+            return
+        arrival = Arrival(line.decode(), reader, writer)
+        self.arrived.append(arrival)
+        self._waiting.put_nowait(arrival)
+        if self._open:
+            arrival.go()
+
+
+class Function:
+    """A deployed function."""
+
+    def __init__(self, name: str, client: httpx.AsyncClient, described: dict[str, Any]) -> None:
+        self.name = name
+        self.client = client
+        self.described = described
+
+    @property
+    def path(self) -> str:
+        return f"/invoke/{self.name}"
+
+    async def call(self, event: Any = None, **headers: str) -> httpx.Response:
+        """One invocation; header names with _ for -."""
+        named = {key.replace("_", "-"): value for key, value in headers.items()}
+        return await self.client.post(self.path, json=event, headers=named)
+
+    async def answer(self, event: Any = None, **headers: str) -> Any:
+        """The answer of an invocation that must succeed."""
+        response = await self.call(event, **headers)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    async def error(self, event: Any = None, **headers: str) -> dict[str, Any]:
+        """The typed error of an invocation that must fail, with its status."""
+        return failure(await self.call(event, **headers))
+
+    async def status(self, *, memory: bool = False) -> dict[str, Any]:
+        response = await self.client.get(
+            f"/v1/functions/{self.name}", params={"memory": "1"} if memory else {}
+        )
+        assert response.status_code == 200, response.text
+        return dict(response.json())
+
+    async def pids(self, role: str) -> list[int]:
+        """Its processes: "worker", "standby" or "zygote"."""
+        rows = (await self.status(memory=True))["processes"]
+        return [row["pid"] for row in rows if row["role"] == role]
+
+    async def settled(self, **wanted: Any) -> dict[str, Any]:
+        """Waits until exactly these many workers are ready, none is coming or going, and all else is as wanted."""
+        counts = {"ready": 0, "starting": 0, "draining": 0} | {
+            key: wanted.pop(key) for key in ("ready", "starting", "draining") if key in wanted
+        }
+        found: dict[str, Any] = {}
+
+        async def so() -> bool:
+            found.update(await self.status())
+            return found["workers"] == counts and all(found[key] == value for key, value in wanted.items())
+
+        await until(so, f"{self.name} with {counts} {wanted}")
+        return found
+
+    async def lines(self, count: int = 1000) -> list[dict[str, Any]]:
+        response = await self.client.get(f"/v1/functions/{self.name}/logs", params={"lines": count})
+        return [json.loads(line) for line in response.text.splitlines()]
+
+    async def logged(self, text: str) -> dict[str, Any]:
+        """The first line of its log that contains `text`, now or later."""
+        query = {"follow": "1", "lines": "1000"}
+        async with (
+            asyncio.timeout(LIMIT_S),
+            self.client.stream("GET", f"/v1/functions/{self.name}/logs", params=query) as response,
+        ):
+            async for line in response.aiter_lines():
+                if text in line:
+                    return dict(json.loads(line))
+        raise AssertionError(f"the log ended without {text!r}")
+
+
+def failure(response: httpx.Response) -> dict[str, Any]:
+    """The typed error of a response that must carry one; `status` is its HTTP status."""
+    assert response.status_code >= 400, response.text
+    error = response.json()["error"]
+    assert error["type"]
+    assert error["message"]
+    return {"status": response.status_code, "details": {}, **error}
+
+
+class Gateway:
+    """A gateway that answers at `url`: in this process (`server`) or in one of its own (`process`)."""
+
+    _numbers = itertools.count(1)
+
+    def __init__(self, url: str, state: Path) -> None:
+        self.url = url
+        self.state = state
+        self.client = httpx.AsyncClient(base_url=url, timeout=60, limits=httpx.Limits(max_connections=None))
+        self.server: Server | None = None
+        self.process: asyncio.subprocess.Process | None = None
+
+    @property
+    def address(self) -> tuple[str, int]:
+        parts = httpx.URL(self.url)
+        return parts.host, parts.port or 0
+
+    async def send(
+        self,
+        handler: str | None,
+        settings: Mapping[str, Any] | None = None,
+        *,
+        files: Mapping[str, str] | None = None,
+        name: str = "",
+        gate: Gate | None = None,
+        check: bool = True,
+    ) -> httpx.Response:
+        """Deploys a folder made of `handler` and `files`; the gateway's answer, whatever it is."""
+        overrides = dict(settings or {}) | {"name": name or f"f{next(self._numbers)}"}
+        if gate is not None:
+            overrides["env.GATE"] = str(gate.path)
+        with tempfile.TemporaryDirectory(prefix="pl-fn-") as folder:
+            sources = {"gate.py": GATE_MODULE, **(files or {})}
+            if handler is not None:
+                sources["handler.py"] = handler
+            for file, text in sources.items():
+                (Path(folder) / file).write_text(text)
+            order = {"path": folder, "overrides": overrides, "check": check}
+            return await self.client.post("/v1/functions", json=order)
+
+    async def deploy(self, handler: str, settings: Mapping[str, Any] | None = None, **how: Any) -> Function:
+        """Deploys what must be deployable."""
+        response = await self.send(handler, settings, **how)
+        assert response.status_code == 201, response.text
+        return self.function(response.json()["name"], response.json())
+
+    def function(self, name: str, described: dict[str, Any] | None = None) -> Function:
+        return Function(name, self.client, described or {})
+
+
+@contextlib.contextmanager
+def short_folder() -> Any:
+    """A temporary folder whose path leaves room for a unix socket."""
+    with tempfile.TemporaryDirectory(prefix="pl-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+@contextlib.asynccontextmanager
+async def gateway_here(state: Path, **settings: Any) -> AsyncIterator[Gateway]:
+    """A gateway on this event loop, in a task of its own: it lives and ends there, wherever a fixture is torn down."""
+    started: asyncio.Future[Server] = asyncio.get_running_loop().create_future()
+    stop = asyncio.Event()
+
+    async def live() -> None:
+        async with serve(GatewaySettings(**{"port": 0, "state_dir": state, **settings})) as server:
+            started.set_result(server)
+            await stop.wait()
+
+    task = asyncio.create_task(live())
+    await asyncio.wait({task, started}, return_when=asyncio.FIRST_COMPLETED)
+    if not started.done():
+        await task
+    server = await started
+    gateway = Gateway(server.url, state)
+    gateway.server = server
+    try:
+        async with gateway.client:
+            yield gateway
+    finally:
+        stop.set()
+        await task
+
+
+@contextlib.asynccontextmanager
+async def gateway_process(
+    state: Path, *, environ: Mapping[str, str] | None = None, **settings: Any
+) -> AsyncIterator[Gateway]:
+    """A gateway in a process of its own; killed at the end if it is still there."""
+    order = json.dumps({"port": 0, "state_dir": str(state), **settings})
+    log = await asyncio.to_thread((state.parent / "gateway.log").open, "wb")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", PROCESS, order,
+        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=log,
+        env={**os.environ, **(environ or {})},
+    )  # fmt: skip
+    log.close()
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(LIMIT_S):
+            url = (await process.stdout.readline()).decode().strip()
+        assert url, (state.parent / "gateway.log").read_text()
+        gateway = Gateway(url, state)
+        gateway.process = process
+        async with gateway.client:
+            yield gateway
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()

@@ -1,0 +1,113 @@
+"""Fixtures of the command line's tests: commands as real processes, and one gateway that they talk to."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+COMMAND = [sys.executable, "-m", "pilotlight.runtime.cli"]
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def environment(**variables: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PILOTLIGHT_")}
+    return {**kept, "HF_HUB_OFFLINE": "1", **variables}
+
+
+@contextmanager
+def started(*arguments: object, **variables: str) -> Iterator[subprocess.Popen[str]]:
+    """A command that runs on; whatever happens, it is gone after the block."""
+    with subprocess.Popen(
+        [*COMMAND, *map(str, arguments)],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=environment(**variables), start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                try:
+                    process.wait(20)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    raise
+
+
+@pytest.fixture(scope="session")
+def short_tmp() -> Iterator[Path]:
+    """A folder whose path leaves room for a unix socket's."""
+    folder = Path(tempfile.mkdtemp(prefix="plc-"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def served(short_tmp: Path) -> Iterator[str]:
+    """The address of a gateway that `pilotlight serve` runs."""
+    arguments = ("serve", "--json", "--port", 0, "--state-dir", short_tmp / "served", "--drain", 5)
+    with started(*arguments) as process:
+        assert process.stdout is not None
+        yield json.loads(process.stdout.readline())["url"]
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=30)
+        assert process.returncode == 0, said
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts commands that run on: `start("logs", "-f", "hello", PILOTLIGHT_URL=…)`."""
+    with ExitStack() as stack:
+        yield lambda *arguments, **variables: stack.enter_context(started(*arguments, **variables))
+
+
+@pytest.fixture
+def run() -> Run:
+    """Runs a command to its end: `run("list", PILOTLIGHT_URL=…)`."""
+
+    def ran(*arguments: object, given: bytes = b"", **variables: str) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [*COMMAND, *map(str, arguments)],
+            input=given, capture_output=True, env=environment(**variables), timeout=60, check=False,
+        )  # fmt: skip
+        said = done.stderr.decode()
+        assert "Traceback" not in said, said
+        return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), said)
+
+    return ran
+
+
+@pytest.fixture
+def pilotlight(run: Run, served: str) -> Run:
+    """`run`, with the gateway `served`."""
+    return lambda *arguments, **how: run(*arguments, **{"PILOTLIGHT_URL": served, **how})
+
+
+@pytest.fixture
+def deployed(pilotlight: Run, tmp_path: Path) -> Iterator[Callable[..., str]]:
+    """Deploys a handler's source, gives its name; it is deleted when the test ends."""
+    names: list[str] = []
+
+    def deploy(source: str, *arguments: object) -> str:
+        name = f"t{len(names)}-{tmp_path.name.lower().replace('_', '-')}"[:60].strip("-")
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "handler.py").write_text(source)
+        done = pilotlight("deploy", folder, "--name", name, *arguments)
+        assert done.returncode == 0, done.stderr
+        names.append(name)
+        return name
+
+    yield deploy
+    for name in names:
+        pilotlight("delete", name, "--yes")

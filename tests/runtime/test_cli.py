@@ -1,0 +1,367 @@
+"""The command line, as processes against a real gateway: what it prints, where, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from pilotlight.runtime.cli import cli
+from safetensors.numpy import save_file
+
+ECHO = "def handler(event):\n    return event\n"
+SHOUT = (
+    "def handler(event):\n    print('heard', event, flush=True)\n    return {'said': str(event).upper()}\n"
+)
+
+
+def one_paragraph(done, *named: str) -> None:
+    """The command failed with exit code 1 and one line on stderr that names these things."""
+    assert done.returncode == 1, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    for text in named:
+        assert text in done.stderr
+
+
+# -- help
+
+
+def test_help_needs_nothing_heavy(run):
+    done = run("--help")
+    assert done.returncode == 0
+    assert "Exit codes: 0 done" in done.stdout
+
+
+def test_help_loads_nothing_heavy():
+    heavy = ("aiohttp", "httpx", "pydantic", "rich", "torch", "uvloop")
+    code = (
+        "import sys; from pilotlight.runtime.cli import run_command; run_command(['--help']);"
+        f"sys.exit(' '.join(name for name in {heavy} if name in sys.modules) or None)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("name", sorted(cli.commands))
+def test_every_command_teaches_with_an_example(name: str):
+    shown = CliRunner().invoke(cli, [name, "--help"])
+    assert shown.exit_code == 0
+    assert "Example" in shown.output
+    assert f"pilotlight {name}" in shown.output
+
+
+# -- the life of a function
+
+
+def test_the_life_of_a_function(pilotlight, tmp_path: Path):
+    folder = tmp_path / "life-of-one"
+    made = pilotlight("init", folder, "--json")
+    assert json.loads(made.stdout)["name"] == "life-of-one"
+    deployed = pilotlight("deploy", folder, "--set", "scale.max=2", "--set", "env.MODE=fast", "--json")
+    status = json.loads(deployed.stdout)
+    assert status["name"] == "life-of-one"
+    assert status["settings"]["scale"]["max"] == 2
+    assert status["settings"]["env"] == {"MODE": "fast"}
+    answered = pilotlight("invoke", "life-of-one", '{"name": "Ada"}')
+    assert (answered.stdout, answered.stderr, answered.returncode) == ('{"greeting": "Hello, Ada."}\n', "", 0)
+    listed = pilotlight("list")
+    assert "life-of-one" in listed.stdout
+    assert "of 2" in listed.stdout
+    shown = pilotlight("status", "life-of-one", "--memory")
+    assert "handler.py, plain" in shown.stdout
+    assert "zygote" in shown.stdout
+    assert "MB" in shown.stdout
+    assert pilotlight("delete", "life-of-one", "--yes").stdout == "life-of-one is deleted\n"
+    one_paragraph(pilotlight("status", "life-of-one"), "life-of-one")
+
+
+def test_a_second_deploy_is_a_new_revision(pilotlight, deployed, tmp_path: Path):
+    name = deployed("def handler(event):\n    return 1\n")
+    first = json.loads(pilotlight("status", name, "--json").stdout)["revision"]
+    (tmp_path / name / "handler.py").write_text("def handler(event):\n    return 2\n")
+    again = pilotlight("deploy", tmp_path / name, "--name", name)
+    assert again.returncode == 0
+    assert first not in again.stdout
+    assert pilotlight("invoke", name).stdout == "2\n"
+
+
+def test_upload_sends_the_files(pilotlight, deployed):
+    name = deployed(ECHO, "--upload", "--set", "scale.max=3")
+    status = json.loads(pilotlight("status", name, "--json").stdout)
+    assert status["settings"]["scale"]["max"] == 3
+    assert pilotlight("invoke", name, "[1, null]").stdout == "[1, null]\n"
+
+
+def test_no_check_defers_mistakes_to_the_first_call(pilotlight, deployed, tmp_path: Path):
+    source = "def setup(context):\n    raise ValueError('no device')\n\n" + ECHO
+    name = deployed(source, "--no-check")
+    one_paragraph(pilotlight("invoke", name, "1"), "handler.py", "line 2", "no device")
+    (tmp_path / "handler.py").write_text(source)
+    one_paragraph(pilotlight("deploy", tmp_path, "--name", "checked"), "handler.py", "line 2", "no device")
+
+
+def test_warmup_starts_workers(pilotlight, deployed):
+    name = deployed(ECHO)
+    workers = json.loads(pilotlight("warmup", name, "--workers", 2, "--json").stdout)["workers"]
+    assert workers["ready"] + workers["starting"] >= 1
+
+
+# -- invoke
+
+
+def test_events_come_from_arguments_files_and_stdin(pilotlight, deployed, tmp_path: Path):
+    name = deployed(ECHO)
+    (tmp_path / "event.json").write_text('{"from": "file"}')
+    assert pilotlight("invoke", name, '"argument"').stdout == '"argument"\n'
+    assert pilotlight("invoke", name, f"@{tmp_path / 'event.json'}").stdout == '{"from": "file"}\n'
+    assert pilotlight("invoke", name, "-", given='"später"'.encode()).stdout == '"später"\n'
+    assert pilotlight("invoke", name).stdout == "null\n"
+
+
+def test_bytes_pass_as_they_are(pilotlight, deployed):
+    name = deployed("def handler(event: bytes) -> bytes:\n    return event[::-1]\n")
+    done = pilotlight("invoke", name, "-", "--content-type", "application/octet-stream", given=b"olleh\n")
+    assert done.stdout == "\nhello"
+
+
+def test_timing_shows_the_phases_beside_the_answer(pilotlight, deployed):
+    name = deployed(ECHO)
+    done = pilotlight("invoke", name, "7", "--timing")
+    assert done.stdout == "7\n"
+    assert "in all, worker" in done.stderr
+    assert all(phase in done.stderr for phase in ("link", "wait", "exec", "respond"))
+    envelope = json.loads(pilotlight("invoke", name, "7", "--json").stdout)
+    assert envelope["answer"] == 7
+    assert envelope["cold"] is False
+    phases = envelope["timing_ms"]
+    assert sum(phases.values()) == pytest.approx(2 * phases["total"], rel=0.02)
+
+
+def test_a_stream_is_printed_piece_by_piece(start, served, deployed):
+    name = deployed(
+        "import time\n\ndef handler(event):\n    yield {'n': 0}\n    time.sleep(1)\n    yield 'last\\u2028'\n"
+    )
+    process = start("invoke", name, "--timing", PILOTLIGHT_URL=served)
+    assert process.stdout.readline() == '{"n": 0}\n'
+    assert process.poll() is None  # the second piece is a second away
+    rest, said = process.communicate(timeout=30)
+    assert json.loads(rest) == "last\u2028"
+    assert process.returncode == 0
+    assert "-" not in said.splitlines()[0].partition(" in all")[0]  # no negative total
+
+
+def test_a_stream_that_fails_ends_with_its_error(pilotlight, deployed):
+    name = deployed("def handler(event):\n    yield 1\n    raise KeyError('gone')\n")
+    done = pilotlight("invoke", name)
+    assert (done.returncode, done.stdout) == (1, "1\n")
+    assert "gone" in done.stderr
+    assert "line 3" in done.stderr
+
+
+# -- logs
+
+
+def test_logs_are_printed_and_followed(pilotlight, start, served, deployed):
+    name = deployed(SHOUT)
+    pilotlight("invoke", name, '"one"')
+    process = start("logs", name, "-f", "-n", 0, "--json", PILOTLIGHT_URL=served)
+    # Whether it already follows cannot be seen from outside: call until a line is there.
+    reader = iter(process.stdout.readline, "")
+    calls = [pilotlight("invoke", name, '"two"').returncode for _ in range(3)]
+    assert calls == [0, 0, 0]
+    assert json.loads(next(reader))["text"] == "heard two"
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert said.strip() == ""
+    assert "heard one" in pilotlight("logs", name).stdout
+
+
+# -- what goes wrong
+
+
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [
+        ({"app.py": ""}, ("handler.py", "app.py")),
+        ({"handler.py": "def handler(event)\n    return 1\n"}, ("handler.py", "line 1", "SyntaxError")),
+        ({"handler.py": "\nimport no_such_thing\n"}, ("handler.py", "line 2", "no_such_thing")),
+        ({"handler.py": "def handle(event): ...\n"}, ("handler.py", "`handler`")),
+        ({"handler.py": "def handler(a, b, c): ...\n"}, ("(a, b, c)",)),
+        ({"handler.py": ECHO, "pilotlight.toml": "idle_timeout_s = 5\n"}, ("idle_timeout_s",)),
+        ({"handler.py": ECHO, "pilotlight.toml": "[scale]\nmaxx = 5\n"}, ("scale.maxx", "scale.max")),
+        ({"handler.py": ECHO, "pilotlight.toml": "= 5\n"}, ("pilotlight.toml", "line 1")),
+        ({"handler.py": ECHO, "requirements.txt": "no-such-package-at-all>=3\n"}, ("no-such-package-at-all", "--install")),
+        ({"handler.py": ECHO, "pilotlight.toml": 'snapshot = "nowhere"\n'}, ("nowhere", "--snapshot")),
+    ],
+    ids=["missing", "syntax", "import", "name", "arity", "setting", "subsetting", "toml", "requirement", "snapshot"],
+)  # fmt: skip
+def test_a_folder_that_cannot_be_deployed(
+    pilotlight, tmp_path: Path, files: dict[str, str], named: tuple[str, ...]
+):
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    one_paragraph(pilotlight("deploy", tmp_path, "--name", "broken"), *named)
+    assert "broken" not in pilotlight("list").stdout
+
+
+def test_unknown_functions_are_named(pilotlight):
+    for command in (("invoke",), ("status",), ("logs",), ("warmup",), ("delete", "--yes")):
+        one_paragraph(pilotlight(command[0], "nobody", *command[1:]), "nobody")
+
+
+def test_a_wrong_body_is_explained(pilotlight, deployed):
+    name = deployed("def handler(event: dict[str, int]):\n    return event\n")
+    one_paragraph(pilotlight("invoke", name, "{wrong"), "not JSON")
+    one_paragraph(pilotlight("invoke", name, '{"count": "many"}'), "input.count", "integer")
+    one_paragraph(pilotlight("invoke", name, "@/no/such/file"), "/no/such/file")
+
+
+def test_a_failing_handler_is_located(pilotlight, deployed):
+    name = deployed("def handler(event):\n    return 1 / 0\n")
+    one_paragraph(pilotlight("invoke", name, "1"), "ZeroDivisionError", "handler.py", "line 2")
+
+
+def test_no_gateway_is_exit_code_3(run):
+    with socket.socket() as taken:  # bound and not listening: nobody answers there
+        taken.bind(("127.0.0.1", 0))
+        done = run("list", "--url", f"http://127.0.0.1:{taken.getsockname()[1]}")
+    assert done.returncode == 3
+    assert "pilotlight serve" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("nonsense",),
+        ("invoke",),
+        ("deploy", "/no/such/folder"),
+        ("deploy", ".", "--set", "scale.max"),
+        ("delete", "hello"),
+        ("logs", "hello", "-n", "many"),
+        ("serve", "--port", "70000"),
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_command_line_is_exit_code_2(run, arguments: tuple[str, ...]):
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert "Error" in done.stderr
+
+
+# -- serve, dev, test
+
+
+def test_serve_says_where_it_listens_and_ends_on_a_signal(start, short_tmp: Path):
+    process = start("serve", "--port", 0, "--state-dir", short_tmp / "polite")
+    assert "listens on http://127.0.0.1:" in process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    out, said = process.communicate(timeout=20)
+    assert (process.returncode, out) == (0, "")
+    assert "Traceback" not in said
+
+
+def test_serve_names_what_it_cannot_have(run, served, short_tmp: Path):
+    port = served.rpartition(":")[2]
+    one_paragraph(run("serve", "--port", port, "--state-dir", short_tmp / "other"), port, "--port")
+    one_paragraph(run("serve", "--port", 0, "--state-dir", short_tmp / "served"), str(short_tmp / "served"))
+    one_paragraph(run("serve", PILOTLIGHT_PROT="1"), "PILOTLIGHT_PROT", "PILOTLIGHT_PORT")
+
+
+def test_dev_follows_changes_and_keeps_the_last_good_revision(start, run, tmp_path: Path, short_tmp: Path):
+    handler = tmp_path / "handler.py"
+    handler.write_text("def handler(event):\n    return 'first'\n")
+    process = start("dev", tmp_path, "--name", "mine", "--port", 0, TMPDIR=str(short_tmp))
+    url = next(word for word in process.stderr.readline().split() if word.startswith("http"))
+
+    def wait_for(text: str) -> str:
+        return next(line for line in iter(process.stderr.readline, "") if text in line)
+
+    wait_for("pilotlight: mine r1-")
+    assert run("invoke", "mine", "--url", url).stdout == '"first"\n'
+    handler.write_text("def handler(event):\n    return 'second'\n")
+    wait_for("pilotlight: mine r2-")
+    assert run("invoke", "mine", "--url", url).stdout == '"second"\n'
+    handler.write_text("def handler(event):\n    return (\n")
+    assert "line 2" in wait_for("not deployed")
+    assert run("invoke", "mine", "--url", url).stdout == '"second"\n'
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert not list(short_tmp.glob("pilotlight-dev-*"))
+
+
+def test_test_answers_and_leaves_nothing_behind(run, tmp_path: Path, short_tmp: Path):
+    folder = tmp_path / "greeter"
+    run("init", folder)
+    done = run("test", folder, TMPDIR=str(short_tmp))
+    assert (done.returncode, done.stdout) == (0, '{"greeting": "Hello, Ada!"}\n')
+    assert "cold start" in done.stderr
+    assert not list(short_tmp.glob("pilotlight-test-*"))
+    outcome = json.loads(run("test", folder, "--json", TMPDIR=str(short_tmp)).stdout)
+    assert outcome["cold"] is True
+    assert outcome["answer"] == {"greeting": "Hello, Ada!"}
+
+
+def test_test_fails_as_the_function_fails(run, tmp_path: Path, short_tmp: Path):
+    (tmp_path / "handler.py").write_text("def handler(event):\n    return event['absent']\n")
+    one_paragraph(run("test", tmp_path, TMPDIR=str(short_tmp)), "test_input.json")
+    (tmp_path / "test_input.json").write_text("{}")
+    one_paragraph(run("test", tmp_path, TMPDIR=str(short_tmp)), "KeyError", "line 2")
+    assert not list(short_tmp.glob("pilotlight-test-*"))
+
+
+# -- doctor, snapshot, init
+
+
+def test_doctor_examines_this_machine(run, short_tmp: Path):
+    done = run("doctor", "--state-dir", short_tmp / "looked-at", "--json")
+    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert done.returncode == 0, checks
+    assert {"Python", "Linux", "fork", "unix sockets", "torch", "memory", "port"} <= set(checks)
+    assert not (short_tmp / "looked-at").exists()
+
+
+def test_doctor_says_what_is_wrong_and_what_to_do(run, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    done = run("doctor", "--state-dir", tmp_path / "file" / "state")
+    assert done.returncode == 1
+    line = next(line for line in done.stdout.splitlines() if "state folder" in line)
+    assert line.startswith("fail")
+    assert "PILOTLIGHT_STATE_DIR" in line
+
+
+def test_snapshot_create_inspect_verify(run, tmp_path: Path):
+    file = tmp_path / "model.safetensors"
+    save_file({"first": np.zeros((300, 2), np.float32), "second.weight": np.ones(7, np.float32)}, file)
+    one_paragraph(run("snapshot", "verify", tmp_path), "pilotlight snapshot create")
+    created = run("snapshot", "create", tmp_path)
+    assert "2 tensors (2 F32)" in created.stdout
+    shown = run("snapshot", "inspect", tmp_path)
+    assert "second.weight" in shown.stdout
+    assert "300×2" in shown.stdout
+    facts = json.loads(run("snapshot", "inspect", tmp_path, "--tensors", "--json").stdout)
+    assert [tensor["shape"] for tensor in facts["tensors"]] == [[300, 2], [7]]
+    assert json.loads(run("snapshot", "verify", file, "--json").stdout)["verified"] is True
+    damaged = bytearray(file.read_bytes())
+    damaged[-1] ^= 1
+    file.write_bytes(damaged)
+    one_paragraph(run("snapshot", "verify", tmp_path), "model.safetensors", "second.weight")
+
+
+def test_init_lists_and_refuses(run, tmp_path: Path):
+    names = [template["name"] for template in json.loads(run("init", "--list", "--json").stdout)["templates"]]
+    assert names == ["hello", "stream", "text-embedding", "torch-module"]
+    assert "hello" in run("init", "--list").stdout
+    (tmp_path / "file").write_text("mine")
+    one_paragraph(run("init", tmp_path), str(tmp_path), "not empty")
+    one_paragraph(run("init", tmp_path / "x", "-t", "helo"), "helo", "text-embedding")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

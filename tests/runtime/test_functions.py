@@ -1,0 +1,184 @@
+"""The functions: deployed, replaced under load, deleted under load, brought back after a restart."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from live import Gate, failure, gateway_here, gone
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+WAITS = "import gate\ndef handler(event):\n    gate.wait(str(event))\n    return event"
+
+
+async def test_a_redeploy_under_load_fails_nobody(gateway, deploy):
+    def version(number: int) -> str:
+        return f"def handler(event):\n    return {number}"
+
+    function = await deploy(version(0), name="busy")
+    answers: list[int] = []
+    enough = asyncio.Event()
+
+    async def caller() -> None:
+        while not enough.is_set():
+            answers.append(await function.answer())
+
+    async with asyncio.TaskGroup() as callers:
+        for _ in range(8):
+            callers.create_task(caller())
+        for number in (1, 2, 3):
+            assert (await gateway.send(version(number), name="busy")).status_code == 201
+            assert await function.answer() == number
+        enough.set()
+    assert set(answers) <= {0, 1, 2, 3}
+    assert (await function.status())["revision"].startswith("r4-")
+
+
+async def test_what_runs_on_an_old_revision_is_finished_there(gateway, deploy, gate: Gate):
+    function = await deploy(WAITS, {"scale.max": 1}, name="old", gate=gate)
+    running = asyncio.create_task(function.answer("runs"))
+    worker = (await gate.next("runs")).pid
+    waiting = asyncio.create_task(function.answer("waits"))
+    await function.settled(ready=1, queued=1)
+    await deploy("def handler(event):\n    return 'new'", name="old")
+    assert await function.answer(1) == "new"
+    gate.open()
+    assert await asyncio.gather(running, waiting) == ["runs", "waits"]
+    await gone(worker)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def handler(",
+        "def handler():\n    pass",
+        "def setup(context):\n    1 / 0\ndef handler(event):\n    pass",
+    ],
+    ids=["import", "signature", "setup"],
+)
+async def test_a_deploy_that_fails_leaves_the_old_revision(gateway, deploy, source: str):
+    function = await deploy("def handler(event):\n    return 'good'", name="stays")
+    before = (await function.status())["revision"]
+    assert failure(await gateway.send(source, name="stays"))["type"].startswith("handler_")
+    assert (await function.status())["revision"] == before
+    assert await function.answer() == "good"
+
+
+async def test_a_delete_finishes_what_was_accepted(gateway, deploy, gate: Gate):
+    function = await deploy(WAITS, {"scale.max": 1}, gate=gate)
+    running = asyncio.create_task(function.answer("runs"))
+    worker = (await gate.next("runs")).pid
+    waiting = asyncio.create_task(function.answer("waits"))
+    await function.settled(ready=1, queued=1)
+    deleting = asyncio.create_task(gateway.client.delete(f"/v1/functions/{function.name}"))
+    zygotes = await function.pids("zygote")
+    while (late := await function.call("late")).status_code != 404:
+        assert late.status_code == 200
+    gate.open()
+    assert await asyncio.gather(running, waiting) == ["runs", "waits"]
+    assert (await deleting).status_code == 200
+    for pid in (worker, *zygotes):
+        await gone(pid)
+    assert not (gateway.state / "functions" / function.name).exists()
+
+
+async def test_a_restart_brings_functions_back_at_zero(state):
+    async with gateway_here(state) as gateway:
+        for name in ("one", "two"):
+            function = await gateway.deploy(f"def handler(event):\n    return '{name}'", name=name)
+            assert await function.answer() == name
+        await gateway.send("def handler(event):\n    return 'two again'", {"scale.max": 2}, name="two")
+    async with gateway_here(state) as gateway:
+        listed = (await gateway.client.get("/v1/functions")).json()["functions"]
+        assert [one["name"] for one in listed] == ["one", "two"]
+        assert [one["workers"] for one in listed] == [{"ready": 0, "starting": 0, "draining": 0}] * 2
+        two = gateway.function("two")
+        assert (await two.status())["settings"]["scale"]["max"] == 2
+        response = await two.call()
+        assert (response.json(), response.headers["x-cold-start"]) == ("two again", "true")
+        await gateway.function("one").settled(standby=True, zygote=True)
+        await gateway.client.delete("/v1/functions/one")
+    async with gateway_here(state) as gateway:
+        listed = (await gateway.client.get("/v1/functions")).json()["functions"]
+        assert [one["name"] for one in listed] == ["two"]
+
+
+async def test_deploys_of_one_name_at_the_same_time(gateway, deploy):
+    await deploy("def handler(event):\n    return -1", name="raced")
+    sources = [f"def handler(event):\n    return {n}" for n in range(4)]
+    responses = await asyncio.gather(*(gateway.send(source, name="raced") for source in sources))
+    assert [response.status_code for response in responses] == [201] * 4
+    last = max(responses, key=lambda response: response.json()["revision"]).json()["revision"]
+    assert (await gateway.function("raced").status())["revision"] == last
+    assert await gateway.function("raced").answer() in range(4)
+
+
+async def test_weights_are_mapped_and_private(deploy, tmp_path):
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import save_file
+
+    weight = torch.arange(1 << 20, dtype=torch.float32).reshape(1024, 1024)
+    save_file({"first.weight": weight, "first.bias": torch.ones(1024)}, tmp_path / "model.safetensors")
+    before = (tmp_path / "model.safetensors").read_bytes()
+    source = """
+import os, torch
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(1024, 1024)
+def build(context):
+    with context.snapshot.skeleton():
+        net = Net().requires_grad_(False)
+    context.snapshot.restore(net)
+    return net
+def smaps():
+    found, ours = {}, False
+    for line in open("/proc/self/smaps"):
+        head = line.split()
+        if "-" in head[0]:
+            ours = line.rstrip().endswith("model.safetensors")
+        elif ours and head[0].startswith(("Shared_", "Anonymous")):
+            key = head[0].partition("_")[0].rstrip(":")
+            found[key] = found.get(key, 0) + int(head[1])
+    return found
+def handler(event, context):
+    net = context.state
+    answer = float(net.first(torch.ones(1024))[0])
+    if event == "write":
+        net.first.weight.zero_()
+    return {"pid": os.getpid(), "answer": answer, "smaps": smaps()}
+"""
+    function = await deploy(source, {"snapshot": str(tmp_path), "scale.max": 2})
+    right = float(weight[0].sum() + 1)
+    await function.client.post(f"/v2/{function.name}/warmup", params={"workers": "2"})
+    await function.settled(ready=2)
+    seen: dict[int, dict] = {}
+    while len(seen) < 2:
+        for answer in await asyncio.gather(*(function.answer() for _ in range(4))):
+            assert answer["answer"] == right
+            seen[answer["pid"]] = answer["smaps"]
+    again = (await function.answer())["smaps"]  # by now both have touched all of it
+    assert again["Shared"] >= 4096  # KiB; clean once the kernel has written the new file to its disk
+    assert again["Anonymous"] == 0
+    writer = await function.answer("write")
+    assert writer["smaps"]["Anonymous"] >= 4096
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+    others = {
+        answer["pid"]: answer["answer"]
+        for answer in await asyncio.gather(*(function.answer() for _ in range(8)))
+    }
+    others.pop(writer["pid"], None)
+    assert all(answer == right for answer in others.values())
+
+
+async def test_a_deploy_whose_caller_leaves_leaves_nothing(gateway, deploy, gate: Gate):
+    """The caller of a deploy hangs up while the handler is still being built."""
+    source = "import gate\ndef build(context):\n    gate.wait('build')\ndef handler(event):\n    return event"
+    deploying = asyncio.create_task(gateway.send(source, name="left", gate=gate))
+    zygote = (await gate.next("build")).pid
+    deploying.cancel()
+    gate.open()
+    await gone(zygote)
+    response = await gateway.client.get("/v1/functions/left")
+    assert response.status_code == 404

@@ -1,0 +1,82 @@
+"""The launcher and what its processes are given: a clean environment, few descriptors, one base for many."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+from live import gateway_here
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+LOOK = """
+import os
+environment = dict(os.environ)
+def handler(event):
+    targets = []
+    for descriptor in sorted(os.listdir("/proc/self/fd"), key=int):
+        try:
+            targets.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        except FileNotFoundError:
+            pass
+    return {"env": dict(os.environ), "import": environment, "fds": targets, "pid": os.getpid(), "ppid": os.getppid(),
+            "cwd": os.getcwd(), "sid": os.getsid(0)}
+"""
+
+
+async def test_the_gateway_s_secrets_stay_with_it(state, monkeypatch):
+    for name in (
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_SESSION_TOKEN",
+        "DATABASE_URL",
+        "PILOTLIGHT_TOKEN",
+        "SOME_API_KEY",
+    ):
+        monkeypatch.setenv(name, "secret-of-the-gateway")
+    async with gateway_here(state) as gateway:
+        function = await gateway.deploy(LOOK, {"env.MODE": "test", "env.AWS_REGION": "here"})
+        answer = await function.answer()
+        for environment in (answer["env"], answer["import"]):
+            assert "secret-of-the-gateway" not in environment.values()
+            assert environment["MODE"] == "test"
+            assert environment["AWS_REGION"] == "here"
+            assert environment["PATH"] == os.environ["PATH"]
+        for pid in (answer["pid"], answer["ppid"], psutil.Process(answer["ppid"]).ppid()):
+            assert "secret-of-the-gateway" not in psutil.Process(pid).environ().values()
+
+
+async def test_a_worker_has_its_own_descriptors_only(deploy):
+    function = await deploy(LOOK, {"scale.max": 2})
+    await function.client.post(f"/v2/{function.name}/warmup", params={"workers": "2"})
+    await function.settled(ready=2)
+    answer = await function.answer()
+    kinds = [target.partition(":")[0] for target in answer["fds"]]
+    files = [target for target in answer["fds"] if target.startswith("/") and not target.startswith("/proc/")]
+    assert set(files) <= {"/dev/null"}
+    assert kinds.count("socket") <= 3 + 2  # its link, its output twice, and the loop's own pair
+    assert len(answer["fds"]) <= 16
+    others = {str(link.readlink()) for link in Path(f"/proc/{answer['ppid']}/fd").iterdir()}
+    shared = {target for target in others & set(answer["fds"]) if target.startswith("socket")}
+    assert shared == set()
+
+
+async def test_functions_of_one_environment_share_a_base(gateway, deploy):
+    parents = []
+    for _ in range(2):
+        answer = await (await deploy(LOOK)).answer()
+        parents.append(psutil.Process(answer["ppid"]).ppid())
+        assert answer["sid"] == answer["pid"]
+        assert answer["cwd"].startswith(str(gateway.state))
+    assert len(set(parents)) == 1
+    assert psutil.Process(parents[0]).ppid() == os.getpid()
+    assert psutil.Process(parents[0]).num_threads() == 1
+
+
+async def test_processes_name_themselves(deploy):
+    function = await deploy(LOOK)
+    answer = await function.answer()
+    revision = (await function.status())["revision"]
+    for pid, role in ((answer["pid"], "worker"), (answer["ppid"], "zygote")):
+        assert psutil.Process(pid).cmdline()[0].startswith(f"pilotlight: {role} {function.name} {revision}")

@@ -1,0 +1,141 @@
+"""The gateway's process: its end by signals, its address, its state folder, and its event loop that nothing blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import time
+
+import httpx
+import psutil
+import pytest
+from blockbuster import blockbuster_ctx
+from live import LIMIT_S, Gate, failure, gateway_here, gateway_process, gone
+from pilotlight.errors import GatewayError
+from pilotlight.runtime.logs import LogBook
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+WAITS = "import gate\ndef handler(event):\n    gate.wait(str(event))\n    return event"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_drains(state, gate: Gate, number: signal.Signals):
+    async with gateway_process(state) as gateway:
+        function = await gateway.deploy(WAITS, {"scale.max": 2}, gate=gate)
+        calls = [asyncio.create_task(function.answer(n)) for n in range(6)]
+        await gate.next()
+        await function.settled(ready=2, in_flight=2, queued=4)
+        assert gateway.process is not None
+        processes = psutil.Process(gateway.process.pid).children(recursive=True)
+        gateway.process.send_signal(number)
+        while (response := await gateway.client.get("/readyz")).status_code == 200:
+            pass
+        assert response.status_code == 503
+        late = await function.call("late")
+        assert failure(late)["status"] == 503
+        assert "retry-after" in late.headers
+        gate.open()
+        assert await asyncio.gather(*calls) == list(range(6))
+        async with asyncio.timeout(LIMIT_S):
+            assert await gateway.process.wait() == 0
+        for process in processes:
+            await gone(process.pid)
+        with pytest.raises(httpx.ConnectError):
+            await httpx.AsyncClient().get(gateway.url)
+        assert not (state / "run" / "link.sock").exists()
+
+
+async def test_a_drain_ends_in_time(state, gate: Gate):
+    async with gateway_process(state, drain_s=0.1) as gateway:
+        function = await gateway.deploy(WAITS, {"scale.max": 1}, gate=gate)
+        calls = [asyncio.create_task(function.call(n)) for n in range(2)]
+        await gate.next()
+        await function.settled(ready=1, in_flight=1, queued=1)
+        assert gateway.process is not None
+        gateway.process.terminate()
+        for response in await asyncio.gather(*calls):
+            assert failure(response)["type"] in ("worker_died", "activation_failed")
+        async with asyncio.timeout(LIMIT_S):
+            assert await gateway.process.wait() == 0
+
+
+async def test_a_second_signal_ends_at_once(state, gate: Gate):
+    async with gateway_process(state) as gateway:
+        function = await gateway.deploy(WAITS, gate=gate)
+        call = asyncio.create_task(function.call(1))
+        worker = (await gate.next()).pid
+        assert gateway.process is not None
+        gateway.process.terminate()
+        while (await gateway.client.get("/readyz")).status_code == 200:
+            pass
+        gateway.process.terminate()
+        async with asyncio.timeout(LIMIT_S):
+            assert await gateway.process.wait() == -signal.SIGTERM
+        await gone(worker)
+        with pytest.raises(httpx.HTTPError):
+            await call
+
+
+async def test_a_second_gateway_on_a_state_folder_is_refused(state):
+    async with gateway_here(state) as gateway:
+        with pytest.raises(GatewayError, match="Another gateway, process"):
+            async with gateway_here(state):
+                pass
+        function = await gateway.deploy("def handler(event):\n    return event")
+        assert await function.answer(1) == 1
+
+
+async def test_an_address_that_is_taken_or_not_ours(state):
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(GatewayError, match="Cannot listen"):
+        async with gateway_here(state, port=taken.getsockname()[1]):
+            pass
+    with pytest.raises(GatewayError, match="no address of this machine"):
+        async with gateway_here(state, host="no.such.host.invalid"):
+            pass
+
+
+async def test_a_socket_path_that_is_too_long(tmp_path):
+    with pytest.raises(GatewayError, match="longer than 107 bytes"):
+        async with gateway_here(tmp_path / ("x" * 120)):
+            pass
+
+
+async def test_nothing_blocks_the_event_loop(state, caplog):
+    """Deploys, cold and warm calls, streams, logs, failures and deletes, with a tripwire on blocking calls of ours."""
+    escaped: list[dict] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: escaped.append(context))
+    async with gateway_here(state) as gateway:
+        with blockbuster_ctx(["pilotlight"]):
+            source = (
+                "import os\ndef setup(context):\n    print('up')\ndef handler(event):\n    return 1 / event"
+            )
+            function = await gateway.deploy(source, {"scale.idle_timeout_s": 0})
+            for _ in range(2):
+                assert await function.answer(1) == 1
+                await function.settled(ready=0)
+            assert (await function.error(0))["type"] == "handler_failed"
+            stream = await gateway.deploy("def handler(event):\n    yield from range(100)")
+            assert (await stream.call()).text.count("event: output") == 100
+            await stream.client.post(f"/v2/{stream.name}/warmup", params={"workers": "2"})
+            await function.logged("up")
+            assert failure(await gateway.send("def handler("))["status"] == 422
+            for path in ("/metrics", "/openapi.json", "/v1/functions", "/healthz"):
+                assert (await gateway.client.get(path)).status_code == 200
+            (zygote,) = await stream.pids("zygote")
+            psutil.Process(zygote).kill()
+            await gone(zygote)
+            assert (await stream.call()).status_code == 200
+            await gateway.client.delete(f"/v1/functions/{function.name}")
+    assert escaped == []
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+async def test_the_tripwire_holds(state, monkeypatch):
+    async with gateway_here(state) as gateway:
+        function = await gateway.deploy("def handler(event):\n    return event")
+        with blockbuster_ctx(["pilotlight"]):
+            monkeypatch.setattr(LogBook, "tail", lambda _self, _count: time.sleep(0))
+            with pytest.raises(httpx.HTTPError):
+                await function.lines()

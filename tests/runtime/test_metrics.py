@@ -1,0 +1,108 @@
+"""Metrics: what is counted, read back as Prometheus would read it."""
+
+from dataclasses import dataclass
+
+import pytest
+from pilotlight.runtime.metrics import Metrics
+from pilotlight.runtime.timeline import PHASES, Activation, Timeline
+from prometheus_client.parser import text_string_to_metric_families
+
+
+@dataclass
+class Counts:
+    queued: int = 0
+    in_flight: int = 0
+    starting: int = 0
+    ready: int = 0
+    draining: int = 0
+
+
+def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    found = {}
+    for family in text_string_to_metric_families(metrics.text().decode()):
+        assert family.documentation
+        for sample in family.samples:
+            key = (sample.name, tuple(sorted(sample.labels.items())))
+            assert key not in found
+            found[key] = sample.value
+    return found
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float | None:
+    return samples(metrics).get((name, tuple(sorted(labels.items()))))
+
+
+WARM = Timeline(1.0, sent_s=1.5, answered_s=3.0, responded_s=3.5, wait_s=0.5, exec_s=1.0, batch=4)
+
+
+def test_an_empty_gateway_has_an_exposition_too() -> None:
+    assert all(not dict(labels).get("function") for _, labels in samples(Metrics(dict)))
+
+
+def test_answers_are_counted_by_function_and_code() -> None:
+    metrics = Metrics(dict)
+    metrics.answered("tone", 200, WARM)
+    metrics.answered("tone", 200, WARM)
+    metrics.answered("tone", 422, WARM)
+    metrics.refused("other", 429)
+    assert value(metrics, "pilotlight_invocations_total", function="tone", code="200") == 2
+    assert value(metrics, "pilotlight_invocations_total", function="tone", code="422") == 1
+    assert value(metrics, "pilotlight_invocations_total", function="other", code="429") == 1
+    assert value(metrics, "pilotlight_invocation_seconds_sum", function="tone") == pytest.approx(7.5)
+    assert value(metrics, "pilotlight_invocation_seconds_count", function="other") is None
+    assert value(metrics, "pilotlight_batch_size_sum", function="tone") == 12
+
+
+def test_one_that_was_never_answered_by_a_worker_has_no_batch() -> None:
+    metrics = Metrics(dict)
+    metrics.answered("tone", 503, Timeline(1.0, responded_s=2.0))
+    assert not value(metrics, "pilotlight_batch_size_count", function="tone")
+
+
+def test_cold_starts_have_their_phases_and_warm_calls_none() -> None:
+    metrics = Metrics(dict)
+    metrics.answered("tone", 200, WARM)
+    assert value(metrics, "pilotlight_cold_start_phase_seconds_count", function="tone", phase="exec") is None
+    cold = Timeline(
+        1.0, sent_s=5.0, answered_s=6.0, responded_s=6.0, exec_s=1.0, activation=Activation(1.5, 2.0, 4.0)
+    )
+    metrics.answered("tone", 200, cold)
+    for phase, seconds in cold.phases().items():
+        found = value(metrics, "pilotlight_cold_start_phase_seconds_sum", function="tone", phase=phase)
+        assert found == pytest.approx(seconds)
+    assert set(cold.phases()) == set(PHASES)
+
+
+def test_activations_are_counted_by_outcome() -> None:
+    metrics = Metrics(dict)
+    metrics.activated("tone", "ready")
+    metrics.activated("tone", "failed")
+    metrics.activated("tone", "ready")
+    assert value(metrics, "pilotlight_activations_total", function="tone", outcome="ready") == 2
+    assert value(metrics, "pilotlight_activations_total", function="tone", outcome="failed") == 1
+
+
+def test_workers_are_counted_when_somebody_looks() -> None:
+    census: dict[str, Counts] = {}
+    metrics = Metrics(lambda: census)
+    census["tone"] = Counts(queued=3, in_flight=2, starting=1, ready=4, draining=5)
+    for state, count in (("starting", 1), ("ready", 4), ("draining", 5)):
+        assert value(metrics, "pilotlight_workers", function="tone", state=state) == count
+    assert value(metrics, "pilotlight_queued", function="tone") == 3
+    assert value(metrics, "pilotlight_in_flight", function="tone") == 2
+    del census["tone"]
+    assert value(metrics, "pilotlight_queued", function="tone") is None
+
+
+def test_two_gateways_in_one_process_do_not_mix() -> None:
+    one, other = Metrics(dict), Metrics(dict)
+    one.refused("tone", 404)
+    assert value(other, "pilotlight_invocations_total", function="tone", code="404") is None
+
+
+def test_buckets_hold_what_is_at_most_their_bound() -> None:
+    metrics = Metrics(dict)
+    metrics.answered("tone", 200, Timeline(1.0, answered_s=1.0, responded_s=1.05))
+    assert value(metrics, "pilotlight_invocation_seconds_bucket", function="tone", le="0.025") == 0
+    assert value(metrics, "pilotlight_invocation_seconds_bucket", function="tone", le="0.1") == 1
+    assert value(metrics, "pilotlight_invocation_seconds_bucket", function="tone", le="+Inf") == 1

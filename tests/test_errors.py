@@ -1,0 +1,78 @@
+"""The error tree: on one page, codes for programs, and the same error on both ends of a wire."""
+
+import json
+from collections.abc import Iterator
+
+import pilotlight.errors
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pilotlight.errors import HandlerFailed, PilotlightError
+
+
+def below(kind: type[PilotlightError]) -> Iterator[type[PilotlightError]]:
+    for child in kind.__subclasses__():
+        if child.__module__ == pilotlight.errors.__name__:
+            yield child
+            yield from below(child)
+
+
+KINDS = [PilotlightError, *below(PilotlightError)]
+
+
+def drawn() -> dict[str, str]:
+    """Each class in the docstring's drawing, with its parent."""
+    parents: dict[str, str] = {}
+    above: dict[int, str] = {}
+    for line in (pilotlight.errors.__doc__ or "").splitlines():
+        stem = line.strip(" │├└─")
+        if not stem or not (name := stem.split()[0]).isidentifier() or name not in vars(pilotlight.errors):
+            continue
+        depth = (len(line) - len(line.lstrip(" │├└─"))) // 4
+        above[depth] = name
+        if depth - 1 in above:
+            parents[name] = above[depth - 1]
+            assert len(stem.split()) > 1, f"{name} is drawn without a word on it"
+    return parents
+
+
+def test_the_drawing_is_the_tree() -> None:
+    assert drawn() == {kind.__name__: kind.__base__.__name__ for kind in KINDS[1:] if kind.__base__}
+
+
+def test_codes_are_unique_and_fit_for_programs() -> None:
+    codes = [kind.code for kind in KINDS]
+    assert len(set(codes)) == len(codes)
+    assert all(code.replace("_", "").isalpha() and code.islower() for code in codes)
+    assert all("code" in vars(kind) for kind in KINDS)  # never inherited
+
+
+def test_a_status_is_the_callers_fault_or_ours() -> None:
+    assert all(400 <= kind.status < 600 for kind in KINDS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_error_crosses_the_wire_as_itself(kind: type[PilotlightError]) -> None:
+    error = kind("It broke.", remedy="Mend it.", details={"line": 3})
+    again = PilotlightError.from_wire(json.loads(json.dumps(error.to_wire())))
+    assert type(again) is kind
+    assert (again.message, again.remedy, again.details) == ("It broke.", "Mend it.", {"line": 3})
+    assert str(again) == "It broke. Mend it."
+    assert again.args == ("It broke.",)
+
+
+def test_empty_parts_are_left_out() -> None:
+    assert HandlerFailed("no").to_wire() == {"type": "handler_failed", "message": "no"}
+
+
+JSON = st.recursive(
+    st.none() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)
+)
+
+
+@given(st.dictionaries(st.sampled_from(["type", "message", "remedy", "details"]), JSON))
+def test_whatever_a_peer_sends_becomes_an_error_that_can_be_printed(wire: dict[str, object]) -> None:
+    error = PilotlightError.from_wire(wire)
+    assert isinstance(error, PilotlightError)
+    str(error)
+    error.to_wire()

@@ -1,0 +1,297 @@
+"""The README's blocks run, in order, in one empty folder, with a gateway of their own.
+
+What an author has to know:
+
+- A ```python block is run as a program of its own, with warnings as errors; it must end without an exception.
+- A ```console block holds commands, on lines that begin with "$ " (a line that ends in a backslash goes on, and lines
+  after a command that begin with "> " belong to it). Every other line is output for the reader and is not compared:
+  figures differ. Each command is given to a shell and must end with 0.
+- A command that ends in " &" runs on, as `pilotlight serve &` does, until the README is over. The next command waits until
+  it has printed its address. It is then sent SIGTERM and must end with 0.
+- Write the address that people will have: http://127.0.0.1:8600 (or localhost:8600). The test puts a free port there, and
+  its own state folder in the environment.
+- `make target` is not run: the target must be in the Makefile. `git clone …` and `cd …` are not run either. `pilotlight` and `curl` are
+  run (`curl` with --fail, if it is installed). Any other command is refused, so that nothing here runs by accident.
+- ```json and ```toml blocks must parse. Other languages, and blocks without one, are only read.
+- An HTML comment `<!-- not run: reason -->` right before a block (blank lines between do not matter) skips it. The reason is required.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import tomllib
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+LIMIT_S = 60
+ADDRESS = re.compile(r"(127\.0\.0\.1|localhost):8600")
+SKIP = re.compile(r"<!--\s*not run\s*:?\s*(.*?)\s*-->", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: where it begins, its language, its text, and why it is not run."""
+
+    line: int
+    language: str
+    text: str
+    skipped: str | None = None
+
+
+def blocks(text: str) -> Iterator[Block]:
+    """The fenced blocks of a Markdown text."""
+    lines = text.splitlines()
+    begun: int | None = None
+    for number, line in enumerate(lines):
+        if not line.startswith("```"):
+            continue
+        if begun is None:
+            begun = number
+            continue
+        before = "\n".join(lines[:begun]).rstrip()
+        said = SKIP.search(before[before.rfind("<!--") :]) if before.endswith("-->") else None
+        language = (lines[begun].removeprefix("```").split() or [""])[0]
+        inside = "\n".join(lines[begun + 1 : number])
+        yield Block(begun + 1, language, inside, said.group(1) if said else None)
+        begun = None
+    assert begun is None, f"the block of line {begun} does not end"
+
+
+def commands(block: Block) -> list[str]:
+    """The commands of a console block, continued lines joined."""
+    found: list[str] = []
+    goes_on = False
+    for line in block.text.splitlines():
+        if goes_on or line.startswith("> "):
+            found[-1] += "\n" + line.removeprefix("> ")
+        elif line.startswith("$ "):
+            found.append(line.removeprefix("$ "))
+        else:
+            continue
+        goes_on = line.endswith("\\")
+    return found
+
+
+def targets() -> set[str]:
+    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+class Terminal:
+    """Where the README's reader sits: one folder, one gateway address, commands that run on."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.folder = folder / "work"
+        self.folder.mkdir()
+        self._stack = stack
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        (folder / "bin").mkdir()
+        wrapper = folder / "bin" / "pilotlight"
+        wrapper.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m pilotlight.runtime.cli "$@"\n')
+        wrapper.chmod(0o755)
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("PILOTLIGHT_")}
+        self.environment = kept | {
+            "PATH": f"{folder / 'bin'}:{kept.get('PATH', '')}",
+            "HOME": str(folder),
+            "HF_HUB_OFFLINE": "1",
+            "PILOTLIGHT_PORT": str(self.port),
+            "PILOTLIGHT_URL": f"http://127.0.0.1:{self.port}",
+            "PILOTLIGHT_STATE_DIR": str(folder / "state"),
+        }
+
+    def block(self, block: Block) -> None:
+        if block.skipped is not None:
+            assert block.skipped, f"line {block.line}: say why it is not run"
+        elif block.language == "python":
+            done = self._run([sys.executable, "-W", "error", "-c", self._addressed(block.text)])
+            assert done.returncode == 0, f"the python block of line {block.line}:\n{done.stdout}"
+        elif block.language == "console":
+            for command in commands(block):
+                self.command(command)
+        elif block.language == "json":
+            json.loads(block.text)
+        elif block.language == "toml":
+            tomllib.loads(block.text)
+
+    def command(self, command: str) -> None:
+        words = command.split()
+        if words[0] == "make":
+            assert set(words[1:]) <= targets(), f"$ {command}: no such target"
+        elif words[0] == "pilotlight" and words[-1] == "&":
+            self._stack.enter_context(
+                Background(self, command.rstrip("& "), self._addressed(command).rstrip("& "))
+            )
+        elif words[0] == "pilotlight" or (words[0] == "curl" and shutil.which("curl")):
+            told = self._addressed(command)
+            told = told.replace("curl ", "curl --fail-with-body ", 1) if words[0] == "curl" else told
+            done = self._run(["sh", "-c", told])
+            assert done.returncode == 0, f"$ {command}\n{done.stdout}"
+            assert "Traceback" not in done.stdout, f"$ {command}\n{done.stdout}"
+        else:
+            allowed = words[0] in ("curl", "cd") or words[:2] == ["git", "clone"]
+            assert allowed, f"$ {command}: not one that is run; say <!-- not run: why --> before its block"
+
+    def _addressed(self, text: str) -> str:
+        return ADDRESS.sub(rf"\g<1>:{self.port}", text)
+
+    def _run(self, command: list[str]) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            command, cwd=self.folder, env=self.environment, stdin=subprocess.DEVNULL, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=LIMIT_S, check=False,
+        )  # fmt: skip
+
+
+class Background:
+    """A command that runs on until the README is over; entered once it has printed its address."""
+
+    def __init__(self, terminal: Terminal, shown: str, command: str) -> None:
+        self._shown = shown
+        self._said: list[str] = []
+        self._answers = False
+        self._process = subprocess.Popen(
+            ["sh", "-c", f"exec {command}"], cwd=terminal.folder, env=terminal.environment,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        self._reader = threading.Thread(target=self._read, args=(f":{terminal.port}",))
+        self._there = threading.Event()
+
+    def _read(self, address: str) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                self._said.append(line)
+                if address in line:
+                    self._answers = True
+                    self._there.set()
+        self._there.set()
+
+    def __enter__(self) -> None:
+        self._reader.start()
+        self._there.wait(LIMIT_S)
+        if not self._answers:
+            self._process.kill()
+            self._process.wait()
+            self._reader.join(LIMIT_S)
+            pytest.fail(f"$ {self._shown} &\n{''.join(self._said)}")
+
+    def __exit__(self, *_: object) -> None:
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            code = self._process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            raise
+        self._reader.join(LIMIT_S)
+        assert code == 0, f"$ {self._shown} & ended with {code}\n{''.join(self._said)}"
+
+
+@pytest.fixture
+def terminal() -> Iterator[Terminal]:
+    folder = Path(tempfile.mkdtemp(prefix="plr-"))  # short: a unix socket lies in it
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder)
+        yield Terminal(folder, stack)
+
+
+@pytest.mark.skipif(not README.is_file(), reason="there is no README yet")
+@pytest.mark.timeout(300)
+def test_the_readmes_blocks_run(terminal: Terminal) -> None:
+    found = list(blocks(README.read_text()))
+    assert any(block.language == "console" and block.skipped is None for block in found)
+    for block in found:
+        terminal.block(block)
+
+
+# -- the convention itself
+
+SAMPLE = """
+Words.
+
+```python
+x = 1
+```
+
+<!-- not run: it takes a minute,
+     on a good day -->
+
+```console
+$ make demo
+```
+<!-- not run: this one is not about the next block -->
+Words between.
+```console
+$ pilotlight init hello \\
+    --template hello
+made hello
+$ pilotlight invoke hello '{
+> "a": 1}'
+$ pilotlight serve &
+```
+
+```
+no language
+```
+"""
+
+
+def test_blocks_are_found_with_their_reasons() -> None:
+    python, demo, console, plain = blocks(SAMPLE)
+    assert (python.language, python.text, python.skipped, python.line) == ("python", "x = 1", None, 4)
+    assert demo.skipped is not None
+    assert demo.skipped.startswith("it takes a minute")
+    assert console.skipped is None
+    assert plain.language == ""
+    assert commands(console) == [
+        "pilotlight init hello \\\n    --template hello",
+        "pilotlight invoke hello '{\n\"a\": 1}'",
+        "pilotlight serve &",
+    ]
+
+
+def test_a_block_without_an_end_is_an_error() -> None:
+    with pytest.raises(AssertionError, match="does not end"):
+        list(blocks("```python\nx = 1\n"))
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        Block(1, "python", "1 / 0"),
+        Block(1, "python", "import warnings; warnings.warn('x')"),
+        Block(1, "console", "$ make no-such-target"),
+        Block(1, "console", "$ rm -rf something"),
+        Block(1, "console", "$ pilotlight no-such-command"),
+        Block(1, "console", "$ pilotlight status nothing"),
+        Block(1, "console", "$ pilotlight deploy missing &"),
+        Block(1, "console", "$ make test", skipped=""),
+        Block(1, "json", "{"),
+        Block(1, "toml", "x ="),
+    ],
+    ids=lambda block: block.text,
+)
+def test_a_block_that_does_not_work_fails(terminal: Terminal, block: Block) -> None:
+    with pytest.raises((AssertionError, ValueError, pytest.fail.Exception)):
+        terminal.block(block)
+
+
+def test_a_block_that_works_passes(terminal: Terminal) -> None:
+    for block in (
+        Block(1, "python", "import pilotlight\nassert pilotlight.__version__"),
+        Block(1, "console", "$ pilotlight --version\npilotlight 0.0\n$ make test\n$ git clone x\n$ cd x"),
+        Block(1, "console", "$ rm -rf /", skipped="no"),
+        Block(1, "text", "anything"),
+    ):
+        terminal.block(block)
