@@ -14,7 +14,13 @@
     │   ├── HeaderError                 a safetensors file is hostile or broken
     │   ├── SnapshotMismatch            tensors missing, unexpected, or of another shape or dtype
     │   ├── SnapshotChanged             a shard is no longer the file the manifest describes
-    │   └── SnapshotCorrupt             a chunk's digest differs
+    │   ├── SnapshotCorrupt             a chunk's digest differs
+    │   ├── SourceError                 where the bytes are to come from
+    │   │   ├── SourceMissing               no such bucket, object or file
+    │   │   ├── SourceDenied                credentials are missing, expired or do not suffice
+    │   │   ├── SourceUnavailable           it broke off, was busy or did not answer: trying again may help
+    │   │   └── FetchFailed                 it was tried again, and given up; names object, chunk and tensors
+    │   └── CacheError                  where the bytes are to go: full, read-only, over its budget
     ├── InvocationError             one request
     │   ├── BadInput                    the body is not JSON
     │   ├── InputInvalid                the body does not fit the handler's annotated input
@@ -146,6 +152,42 @@ class SnapshotChanged(SnapshotError):
 
 class SnapshotCorrupt(SnapshotError):
     code = "snapshot_corrupt"
+
+
+class SourceError(SnapshotError):
+    code = "source_error"
+    status = 502
+
+
+class SourceMissing(SourceError):
+    code = "source_missing"
+    status = 422
+
+
+class SourceDenied(SourceError):
+    code = "source_denied"
+    status = 422
+
+
+class SourceUnavailable(SourceError):
+    """`retry_after_s` is what the source asked for, if it did."""
+
+    code = "source_unavailable"
+    status = 503
+
+    @property
+    def retry_after_s(self) -> float | None:
+        wanted = self.details.get("retry_after_s")
+        return float(wanted) if wanted is not None else None
+
+
+class FetchFailed(SourceError):
+    code = "fetch_failed"
+
+
+class CacheError(SnapshotError):
+    code = "cache_error"
+    status = 507
 
 
 class InvocationError(PilotlightError):

@@ -10,6 +10,7 @@ from typing import Any
 from .._version import __version__
 from ..errors import HeaderError, ManifestError, SnapshotError
 from .chunk import Progress, chunk_digests
+from .folder import FolderSource
 from .header import MAX_HEADER_BYTES, Header, read_header
 from .manifest import (
     DEFAULT_CHUNK_BYTES,
@@ -20,7 +21,7 @@ from .manifest import (
     Shard,
     TensorEntry,
 )
-from .source import FolderSource, Source, name_fault
+from .source import Source, name_fault
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"

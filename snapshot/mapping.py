@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from ..errors import SnapshotChanged, SnapshotError
+from .folder import FolderSource
 from .manifest import Manifest, Shard
 from .pin import FilePin, Pin, check_pin
-from .source import FolderSource
 
 # Not in Python's mmap module before 3.13. Without it the kernel's heuristic refuses a writable private
 # mapping larger than memory, though hardly a page of it is ever written.

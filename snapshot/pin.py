@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import SnapshotChanged
+from .folder import FolderSource
 from .manifest import Manifest
-from .source import FolderSource
 
 
 @dataclass(frozen=True, slots=True)

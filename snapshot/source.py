@@ -1,97 +1,82 @@
-"""Where shards' bytes come from: a size and ranged reads straight into the caller's memory.
+"""Where shards' bytes come from: named, immutable byte strings behind one URL, read in ranges.
 
-A folder is the one source so far; object storage and HTTP put the same two methods behind ranges.
+A backend is a file: `folder`, `http`, `s3`. It gives sizes and versions, and connections that stream one range after
+another into the caller's memory; who reads in parallel opens several. Retrying is the caller's: a source says what
+kind of failure it was, in the words of the error tree.
 """
 
 from __future__ import annotations
 
-import os
-import stat
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Protocol
-
-from ..errors import SnapshotError
 
 MAX_NAME_CHARS = 1024
 _FIRST_PRINTABLE = 0x20
 
 
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """What a source knows of one object. `version` (an ETag, a version id) changes when its bytes may have."""
+
+    size_bytes: int
+    version: str = ""
+
+
+class Connection(Protocol):
+    """One stream of ranges. Used by one thread; `close` alone may be called from another."""
+
+    def begin(self, name: str, begin: int, end: int, version: str = "") -> None:
+        """Ask for bytes [begin, end) of object `name`, 0 <= begin < end <= size; waits until they start to come.
+
+        With a `version`, only that one will do: SnapshotChanged if the object is another by now. SourceMissing,
+        SourceDenied, and SourceUnavailable for what may pass when tried again. A range that was begun before and not
+        read to its end is dropped.
+        """
+        ...
+
+    def read_into(self, view: memoryview) -> int:
+        """The next bytes of the range, in order, as many as are there and `view` takes; 0 only at its end.
+
+        SourceUnavailable if the range breaks off, or nothing comes for the source's timeout.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go. A read that waits in another thread ends at once with SourceUnavailable. May be called twice."""
+        ...
+
+
 class Source(Protocol):
-    """Named, immutable byte strings. `read_into` never makes an intermediate `bytes`."""
+    """Named, immutable byte strings. Thread-safe."""
+
+    @property
+    def url(self) -> str:
+        """Where this is, for messages and for remembering; no credentials in it."""
+        ...
+
+    def stat(self, name: str) -> ObjectInfo:
+        """Size and version of `name`; SourceMissing if there is no such thing."""
+        ...
 
     def size(self, name: str) -> int:
-        """How many bytes `name` has; SnapshotError if there is no such thing."""
+        """How many bytes `name` has; SourceMissing if there is no such thing."""
         ...
 
     def read_into(self, name: str, offset: int, view: memoryview) -> int:
         """Fill `view` from `offset` on; returns the bytes written, fewer than asked only at the end."""
         ...
 
+    def connect(self) -> Connection:
+        """A connection of its own; it may be opened lazily, by the first `begin`."""
+        ...
 
-class FolderSource:
-    """A folder on this machine. Stateless: a read opens, preads and closes (10 µs, next to 8 MiB).
 
-    The last component of a name may be a symlink, wherever it points: the Hugging Face cache keeps its blobs
-    outside the snapshot folder, and whoever can place a link here can place weights here. What a hostile
-    *manifest* controls is names alone, so names are held to the folder: no `..`, nothing absolute, and a
-    directory inside a name must resolve to one inside the folder.
-    """
+class Listing(Protocol):
+    """What sources that can be listed (a folder, S3) have besides."""
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
-
-    def size(self, name: str) -> int:
-        descriptor = self.open(name)
-        try:
-            return os.fstat(descriptor).st_size
-        finally:
-            os.close(descriptor)
-
-    def read_into(self, name: str, offset: int, view: memoryview) -> int:
-        descriptor = self.open(name)
-        done = 0
-        try:
-            while done < len(view):
-                count = os.preadv(descriptor, [view[done:]], offset + done)
-                if count == 0:
-                    break
-                done += count
-        except OSError as error:
-            raise SnapshotError(f"{self._root / name} cannot be read: {error.strerror}.") from error
-        finally:
-            os.close(descriptor)
-        return done
-
-    def open(self, name: str) -> int:
-        """A descriptor of the regular file behind `name`, for reading; the caller closes it."""
-        path = self._path(name)
-        try:
-            # O_NONBLOCK: a FIFO in the folder must not hang us; it has no meaning for regular files.
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError as error:
-            raise SnapshotError(
-                f"{path} cannot be opened: {error.strerror}.",
-                remedy="Put the file back, or make the manifest anew.",
-            ) from error
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
-            raise SnapshotError(f"{path} is not a regular file.", remedy="Put the safetensors file there.")
-        return descriptor
-
-    def _path(self, name: str) -> Path:
-        fault = name_fault(name)
-        if fault is not None:
-            raise SnapshotError(
-                f"{name[:80]!r} is not a file name inside {self._root}: {fault}.",
-                remedy="Name files relative to the snapshot's folder.",
-            )
-        path = self._root / name
-        if "/" in name and not path.parent.resolve().is_relative_to(self._root.resolve()):
-            raise SnapshotError(
-                f"{name!r} leads out of {self._root} through a linked directory.",
-                remedy="Link the file itself, or copy the directory.",
-            )
-        return path
+    def names(self) -> list[str]:
+        """Every object under the URL, sorted, relative to it."""
+        ...
 
 
 def name_fault(name: str) -> str | None:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from ..errors import SnapshotCorrupt, SnapshotError
 from .chunk import Progress, chunk_digests
+from .folder import FolderSource
 from .manifest import Manifest, Shard
-from .source import FolderSource, Source
+from .source import Source
 
 _REMEDY = "Fetch the file again."
 

@@ -23,8 +23,10 @@ FLOORS = """
 0   _version errors handlers runtime snapshot templates
 
 0   snapshot.dtype snapshot.mismatch snapshot.skeleton snapshot.source
-0   snapshot.chunk snapshot.header
-0   snapshot.manifest
+0   snapshot.chunk snapshot.folder snapshot.header snapshot.ranged
+0   snapshot.http snapshot.manifest
+0   snapshot.s3
+0   snapshot.arrival snapshot.locate
 0   snapshot.create snapshot.pin snapshot.plan snapshot.verify
 0   snapshot.mapping
 0   snapshot.restore

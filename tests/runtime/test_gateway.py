@@ -339,7 +339,9 @@ async def handler(event):
     async with leaving(function):
         worker = (await gate.next("runs")).pid
     assert (await gate.next("cancelled")).pid == worker
-    await function.settled(ready=1, in_flight=0)  # else the next call is the second in flight: one more worker
+    await function.settled(
+        ready=1, in_flight=0
+    )  # else the next call is the second in flight: one more worker
     later = asyncio.create_task(function.answer(2))
     (await gate.next("runs")).go()
     assert await later == 2

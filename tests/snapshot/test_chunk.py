@@ -6,7 +6,7 @@ from pathlib import Path
 
 import xxhash
 from pilotlight.snapshot.chunk import chunk_digests
-from pilotlight.snapshot.source import FolderSource
+from pilotlight.snapshot.folder import FolderSource
 
 
 def test_chunks_cover_the_file_and_reuse_the_buffer(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pilotlight.errors import HeaderError
 from pilotlight.snapshot.dtype import DTYPES
+from pilotlight.snapshot.folder import FolderSource
 from pilotlight.snapshot.header import MAX_HEADER_BYTES, Header, parse_header, read_header
-from pilotlight.snapshot.source import FolderSource
 
 
 def parse(entries: dict[str, Any] | str, data_bytes: int) -> Header:

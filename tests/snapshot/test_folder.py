@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from pilotlight.errors import SnapshotError
-from pilotlight.snapshot.source import FolderSource
+from pilotlight.snapshot.folder import FolderSource
 
 
 def test_ranges_land_in_the_callers_memory(tmp_path: Path) -> None:
