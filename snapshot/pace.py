@@ -106,7 +106,7 @@ class Pace:
         usual_s = STALL_LATENCIES * self.latency_s
         if started and self.rate:
             usual_s = max(usual_s, 8 * (1 << 20) * self.connections / self.rate)
-        return max(STALL_S, usual_s) * 2**attempts
+        return max(STALL_S, usual_s) * float(1 << min(attempts, 16))
 
     def _begin(self, now_s: float, received_bytes: int, busy_s: float) -> None:
         self._window_s, self._bytes, self._busy_s = now_s, received_bytes, busy_s

@@ -128,7 +128,7 @@ class Ranges:
         wanted: list[Range] = []
         others: list[Range] = []
         asked = [self.extent(chunk) for chunk in range(first, last + 1)]
-        hull = {}
+        hull: dict[int, tuple[int, int]] = {}
         for item in asked:
             begin, end = hull.get(item.shard, (item.begin, item.end))
             hull[item.shard] = (min(begin, item.begin), max(end, item.end))

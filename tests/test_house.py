@@ -29,7 +29,8 @@ FLOORS = """
 0   snapshot.arrival snapshot.damage snapshot.locate snapshot.pace snapshot.ranges snapshot.target
 0   snapshot.create snapshot.pin snapshot.plan snapshot.verify
 0   snapshot.landing snapshot.learned snapshot.mapping
-0   snapshot.fetch
+0   snapshot.fetch snapshot.touch
+0   snapshot.gate snapshot.record
 0   snapshot.restore
 0   snapshot.attached
 
