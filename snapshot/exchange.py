@@ -62,7 +62,7 @@ class Exchange:
         while (event := parser.next_event()) is h11.NEED_DATA or isinstance(event, h11.InformationalResponse):
             if event is h11.NEED_DATA:
                 self._receive()
-                parser.receive_data(self._buffer[: self._received])
+                self._feed(parser)
         if not isinstance(event, h11.Response):
             raise h11.RemoteProtocolError("no response")
         return self._start(parser, event)
@@ -122,6 +122,5 @@ class Exchange:
         self._received = self._wire.receive(self._buffer)
 
     def _feed(self, parser: h11.Connection) -> None:
-        parser.receive_data(
-            bytes(self._buffer[: self._received])
-        )  # none: the end, which it refuses in a head
+        # Nothing received is the peer's end, which h11 refuses in the middle of a head or of a chunked body.
+        parser.receive_data(bytes(self._buffer[: self._received]))
