@@ -22,9 +22,10 @@ PACKAGES = ("handlers", "runtime", "snapshot", "templates")
 FLOORS = """
 0   _version errors handlers runtime snapshot templates
 
-0   snapshot.dtype snapshot.mismatch snapshot.skeleton snapshot.source
-0   snapshot.chunk snapshot.folder snapshot.header snapshot.ranged
-0   snapshot.http snapshot.manifest
+0   snapshot.dtype snapshot.mismatch snapshot.skeleton snapshot.source snapshot.wire
+0   snapshot.chunk snapshot.exchange snapshot.folder snapshot.header snapshot.ranged
+0   snapshot.answer snapshot.manifest
+0   snapshot.http
 0   snapshot.s3
 0   snapshot.arrival snapshot.damage snapshot.locate snapshot.pace snapshot.ranges snapshot.target
 0   snapshot.create snapshot.pin snapshot.plan snapshot.verify
