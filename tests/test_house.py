@@ -26,7 +26,7 @@ FLOORS = """
 0   snapshot.chunk snapshot.folder snapshot.header snapshot.ranged
 0   snapshot.http snapshot.manifest
 0   snapshot.s3
-0   snapshot.arrival snapshot.locate
+0   snapshot.arrival snapshot.layout snapshot.locate snapshot.readers
 0   snapshot.create snapshot.pin snapshot.plan snapshot.verify
 0   snapshot.mapping
 0   snapshot.restore
