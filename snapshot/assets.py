@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+from typing import Protocol
 
 import xxhash
 
 from ..errors import CacheError, SnapshotCorrupt
-from .manifest import Asset, Manifest
+from .manifest import Manifest
 from .source import Source
+
+
+class Asset(Protocol):
+    """STAND-IN for manifest.Asset (branch conv); with it, `assets_of(manifest)` is `manifest.assets`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def size_bytes(self) -> int: ...
+    @property
+    def digest(self) -> str: ...
+
+
+def assets_of(manifest: Manifest) -> Sequence[Asset]:
+    found: Sequence[Asset] = getattr(manifest, "assets", ())
+    return found
 
 
 def bring_assets(manifest: Manifest, source: Source, files: Path) -> None:
     """Fetch and verify what folder `files` does not hold yet. Two processes may do it at once."""
-    for asset in manifest.assets:
+    for asset in assets_of(manifest):
         path = files / asset.name
         if not _is_there(path, asset):
             _bring(asset, source, path)

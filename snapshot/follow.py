@@ -36,7 +36,6 @@ class _Follower:
     socket: socket.socket
     told: int = 0
     """How many of the news it has heard."""
-    ended: bool = False
 
 
 class Feed:
@@ -94,7 +93,9 @@ class Feed:
                     self._tell(selector, follower)
         self._say_goodbye()
 
-    def _serve(self, selector: selectors.BaseSelector, ready: object, peer: _Follower | None, events: int) -> None:
+    def _serve(
+        self, selector: selectors.BaseSelector, ready: object, peer: _Follower | None, events: int
+    ) -> None:
         if ready is self._awake:
             with suppress(BlockingIOError):
                 while self._awake.recv(4096):
@@ -187,18 +188,21 @@ class Following:
                 for chunk in _numbers(message, arrival.count):
                     arrival.land(chunk)
         finally:
-            self._socket.close()
+            self.close()
         return False
 
     def demand(self, first: int, last: int) -> None:
         """Tell the fetching process what is waited for; a hint, dropped if it cannot be sent at once."""
         with suppress(OSError):
-            self._socket.send(_DEMAND.pack(first, last), socket.MSG_DONTWAIT)
+            self._socket.send(_DEMAND.pack(first, last), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
     def cancel(self) -> None:
         """End `run` in another thread, as if the connection had been dropped."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._socket.close()
 
     def _receive(self) -> bytes:
         try:

@@ -27,7 +27,10 @@ class Mapping:
     populates meanwhile.
     """
 
-    def __init__(self, root: Path, manifest: Manifest, pinned: Pin | None = None) -> None:
+    def __init__(
+        self, root: Path, manifest: Manifest, pinned: Pin | None = None, *, keep: object = None
+    ) -> None:
+        """`keep`, a lease's hold, lives as long as anything that is mapped: what protects files outlives their lease."""
         self.manifest = manifest
         if pinned is not None and len(pinned.files) != len(manifest.shards):
             raise SnapshotChanged(
@@ -36,7 +39,9 @@ class Mapping:
             )
         source = FolderSource(root)
         files: list[FilePin | None] = [*pinned.files] if pinned is not None else [None] * len(manifest.shards)
-        self._shards = [_map(source, shard, file) for shard, file in zip(manifest.shards, files, strict=True)]
+        self._shards = [
+            _map(source, shard, file, keep) for shard, file in zip(manifest.shards, files, strict=True)
+        ]
         self._flats: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
     def flat(self, shard: int, dtype: torch.dtype) -> torch.Tensor:
@@ -55,7 +60,13 @@ class Mapping:
         return found
 
 
-def _map(source: FolderSource, shard: Shard, pinned: FilePin | None) -> mmap.mmap | None:
+class _Memory(mmap.mmap):
+    """A mapped shard. Tensors refer to it, and it refers to what protects its file."""
+
+    keep: object = None
+
+
+def _map(source: FolderSource, shard: Shard, pinned: FilePin | None, keep: object) -> _Memory | None:
     descriptor = _open(source, shard)
     try:
         if pinned is not None:
@@ -68,12 +79,14 @@ def _map(source: FolderSource, shard: Shard, pinned: FilePin | None) -> mmap.mma
             )
         if size_bytes == 0:
             return None
-        return mmap.mmap(
+        memory = _Memory(
             descriptor,
             size_bytes,
             flags=mmap.MAP_PRIVATE | _MAP_NORESERVE,
             prot=mmap.PROT_READ | mmap.PROT_WRITE,
         )
+        memory.keep = keep
+        return memory
     finally:
         os.close(descriptor)
 

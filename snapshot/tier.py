@@ -25,6 +25,7 @@ from typing import Literal
 from uuid import uuid4
 
 from ..errors import CacheError
+from .assets import assets_of
 from .flock import Hold, hold, is_at, lock, try_lock
 from .manifest import MANIFEST_NAME, Manifest
 from .spare import Spares
@@ -72,6 +73,17 @@ class Tier:
     def folder(self, digest: str) -> Path:
         return self.root / "snapshots" / digest
 
+    def has(self, digest: str) -> bool:
+        """Whether the snapshot is here, or on its way."""
+        try:
+            return self.folder(digest).is_dir()
+        except PermissionError:
+            return False
+
+    def used_bytes(self) -> int:
+        """What of the budget is taken."""
+        return sum(stored.size_bytes for stored in self.list()) + self.spares.total_bytes()
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Alone with the tier: no other process or thread makes room, starts a fetch or evicts meanwhile."""
@@ -105,7 +117,7 @@ class Tier:
             os.utime(held.descriptor)
         return held
 
-    def list(self) -> list[Stored]:
+    def list(self) -> Sequence[Stored]:
         """Everything here, the least recently used first."""
         try:
             folders = [Path(entry) for entry in os.scandir(self.root / "snapshots")]
@@ -125,7 +137,7 @@ class Tier:
         self._check_budget(manifest)
         folder = self.folder(digest)
         new = not folder.is_dir()
-        self._free(digest, manifest.total_bytes)
+        self._free(digest, needed_bytes(manifest))
         try:
             (folder / "files").mkdir(mode=0o700, parents=True, exist_ok=True)
             for shard in sorted(manifest.shards, key=lambda shard: -shard.size_bytes):
@@ -135,7 +147,7 @@ class Tier:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         finally:
-            self._trim(digest, manifest.total_bytes)
+            self._trim(digest, needed_bytes(manifest))
         return new
 
     def evict(self, digest: str) -> bool:
@@ -169,19 +181,19 @@ class Tier:
             self._trim()
 
     def _check_budget(self, manifest: Manifest) -> None:
-        if manifest.total_bytes > self.budget_bytes:
+        if needed_bytes(manifest) > self.budget_bytes:
             raise CacheError(
-                f"{self.root} takes {self.budget_bytes} bytes, the snapshot has {manifest.total_bytes}.",
+                f"{self.root} takes {self.budget_bytes} bytes, the snapshot has {needed_bytes(manifest)}.",
                 remedy="Give the tier a larger budget.",
             )
 
-    def _free(self, digest: str, needed_bytes: int) -> None:
-        """Evict until `needed_bytes` fit into the budget and onto the file system."""
+    def _free(self, digest: str, size_bytes: int) -> None:
+        """Evict until `size_bytes` fit into the budget and onto the file system."""
         stored = self.list()
         own = next((item for item in stored if item.digest == digest), None)
         others = [item for item in stored if item.digest != digest]
-        over_bytes = sum(item.size_bytes for item in others) + needed_bytes - self.budget_bytes
-        short_bytes = needed_bytes - (own.allocated_bytes if own else 0) - self._available_bytes(others)
+        over_bytes = sum(item.size_bytes for item in others) + size_bytes - self.budget_bytes
+        short_bytes = size_bytes - (own.allocated_bytes if own else 0) - self._available_bytes(others)
         chosen: list[tuple[Path, int]] = []
         for item in others:
             if over_bytes <= 0 and short_bytes <= 0:
@@ -194,7 +206,7 @@ class Tier:
         if over_bytes > 0 or short_bytes > 0:
             for _, descriptor in chosen:
                 os.close(descriptor)
-            raise self._full(needed_bytes, over_bytes)
+            raise self._full(size_bytes, over_bytes)
         self._discard(chosen)
 
     def _available_bytes(self, stored: Sequence[Stored]) -> int:
@@ -204,15 +216,15 @@ class Tier:
         promised_bytes = sum(item.outstanding_bytes for item in stored)
         return status.f_bavail * status.f_frsize + self.spares.total_bytes() - promised_bytes
 
-    def _full(self, needed_bytes: int, over_bytes: int) -> CacheError:
+    def _full(self, size_bytes: int, over_bytes: int) -> CacheError:
         if over_bytes > 0:
             return CacheError(
-                f"{self.root} is full: its budget is {self.budget_bytes} bytes, the snapshot has {needed_bytes}, "
+                f"{self.root} is full: its budget is {self.budget_bytes} bytes, the snapshot has {size_bytes}, "
                 f"and {over_bytes} too many are in use.",
                 remedy="Give the tier a larger budget, or stop workers that have snapshots mapped.",
             )
         return CacheError(
-            f"The file system of {self.root} has too few bytes free for a snapshot of {needed_bytes}.",
+            f"The file system of {self.root} has too few bytes free for a snapshot of {size_bytes}.",
             remedy="Make room on it, or put the cache elsewhere.",
         )
 
@@ -234,10 +246,10 @@ class Tier:
                     self.spares.put(file)
             shutil.rmtree(gone, ignore_errors=True)
 
-    def _trim(self, digest: str = "", needed_bytes: int = 0) -> None:
+    def _trim(self, digest: str = "", size_bytes: int = 0) -> None:
         """Hold the spares to their limit, and to what the budget leaves beside all snapshots."""
         stored = self.list()
-        used_bytes = sum(item.size_bytes for item in stored if item.digest != digest) + needed_bytes
+        used_bytes = sum(item.size_bytes for item in stored if item.digest != digest) + size_bytes
         limits = (self.spare_bytes, self.budget_bytes - used_bytes, self._available_bytes(stored))
         self.spares.trim(max(0, min(limits)))
 
@@ -256,11 +268,22 @@ class Tier:
             os.close(descriptor)
 
 
+def needed_bytes(manifest: Manifest) -> int:
+    """What a snapshot takes of a budget: shards and assets; not its manifest."""
+    return sum(file_sizes(manifest).values())
+
+
+def file_sizes(manifest: Manifest) -> dict[str, int]:
+    """Name and bytes of every shard and asset."""
+    assets = {asset.name: asset.size_bytes for asset in assets_of(manifest)}
+    return {shard.name: shard.size_bytes for shard in manifest.shards} | assets
+
+
 def is_whole(files: Path, manifest: Manifest) -> bool:
-    """Whether a snapshot was published in folder `files`, and its shards have the sizes they should have."""
+    """Whether a snapshot was published in folder `files`, and its files have the sizes they should have."""
     try:
         return (files / MANIFEST_NAME).is_file() and all(
-            (files / shard.name).stat().st_size == shard.size_bytes for shard in manifest.shards
+            (files / name).stat().st_size == size_bytes for name, size_bytes in file_sizes(manifest).items()
         )
     except (FileNotFoundError, NotADirectoryError):
         return False
@@ -279,7 +302,9 @@ def _lock_folder(folder: Path) -> int | None:
 
 
 def _stored(folder: Path) -> Stored:
-    sizes = [path.stat() for path in (folder / "files").rglob("*") if path.is_file() and path.name != MANIFEST_NAME]
+    sizes = [
+        path.stat() for path in (folder / "files").rglob("*") if path.is_file() and path.name != MANIFEST_NAME
+    ]
     return Stored(
         digest=folder.name,
         folder=folder,

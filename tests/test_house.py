@@ -26,11 +26,13 @@ FLOORS = """
 0   snapshot.chunk snapshot.folder snapshot.header snapshot.ranged
 0   snapshot.http snapshot.manifest
 0   snapshot.s3
-0   snapshot.arrival snapshot.damage snapshot.locate snapshot.pace snapshot.ranges snapshot.target
+0   snapshot.arrival snapshot.assets snapshot.damage snapshot.flock snapshot.locate snapshot.pace snapshot.ranges snapshot.spare snapshot.target
+0   snapshot.follow snapshot.resume snapshot.tier
 0   snapshot.create snapshot.pin snapshot.plan snapshot.verify
 0   snapshot.landing snapshot.learned snapshot.mapping
 0   snapshot.fetch snapshot.touch
-0   snapshot.gate snapshot.record
+0   snapshot.gate snapshot.pull snapshot.record
+0   snapshot.cache
 0   snapshot.restore
 0   snapshot.attached
 
