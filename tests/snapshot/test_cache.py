@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import signal
 import subprocess
 import tempfile
 import threading
@@ -23,7 +24,7 @@ from pilotlight.errors import (
     SourceUnavailable,
 )
 from pilotlight.snapshot.cache import Cache
-from pilotlight.snapshot.folder import FolderSource
+from pilotlight.snapshot.folder import FolderConnection, FolderSource
 from pilotlight.snapshot.manifest import MANIFEST_NAME, Manifest
 from pilotlight.snapshot.mapping import Mapping
 from pilotlight.snapshot.tier import Tier
@@ -329,14 +330,15 @@ def test_a_process_that_follows_resumes_when_the_fetching_one_is_killed(
     tmp_path: Path, source: Path, manifest: Manifest
 ) -> None:
     here = tier(tmp_path)
-    with pulling([here], source, stop_at=6 * CHUNK_BYTES) as fetching, pulling([here], source) as following:
+    with pulling([here], source, stop_at=6 * CHUNK_BYTES) as fetching:
         assert "opened" in fetching.hear()
         fetching.ask("upto 5")
-        assert "opened" in following.hear()
-        assert following.ask("upto 5") == {"landed": "upto 5"}
-        following.tell("wait")
-        fetching.kill()
-        assert following.hear()["given"] == manifest.total_bytes - 6 * CHUNK_BYTES
+        with pulling([here], source) as following:
+            assert "opened" in following.hear()
+            assert following.ask("upto 5") == {"landed": "upto 5"}
+            following.tell("wait")
+            fetching.kill()
+            assert following.hear()["given"] == manifest.total_bytes - 6 * CHUNK_BYTES
     with Cache([here]).open(manifest, FolderSource(tmp_path / "nowhere")) as lease:
         assert lease.arrival.complete
         check(lease.root, source)
@@ -356,6 +358,78 @@ def test_killed_again_and_again_it_resumes_and_ends_identical(shm: Path, tmp_pat
         check(lease.root, tmp_path / "source")
         verify(lease.root, manifest)
     assert last.given_bytes <= manifest.total_bytes - 40 * CHUNK_BYTES
+
+
+class Telling(FolderSource):
+    """Writes a letter into a pipe for every connection and for every 4 KiB it gives."""
+
+    def __init__(self, root: Path, pipe: int) -> None:
+        super().__init__(root)
+        self.pipe = pipe
+
+    def connect(self) -> FolderConnection:
+        os.write(self.pipe, b"c")
+        return TellingConnection(self)
+
+
+class TellingConnection(FolderConnection):
+    def read_into(self, view: memoryview) -> int:
+        count = super().read_into(view[:4096])
+        os.write(self._source.pipe, b"r")  # type: ignore[attr-defined]
+        return count
+
+
+def pull_and_be_killed(here: Tier, manifest: Manifest, source: Path, after: int) -> tuple[int, int]:
+    """Fork a process that pulls, and kill it once it was given 4 KiB `after` times; (connections, times) in the end."""
+    heard, told = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            with Cache([here]).open(manifest, Telling(source, told)) as lease:
+                lease.wait(LIMIT_S)
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(told)
+    letters = b""
+    while letters.count(b"r") < after and (more := os.read(heard, 1)):
+        letters += more
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    while more := os.read(heard, 65536):
+        letters += more
+    os.close(heard)
+    return letters.count(b"c"), letters.count(b"r")
+
+
+def test_killed_at_50_random_moments_it_loses_a_chunk_a_connection_at_most(shm: Path, tmp_path: Path) -> None:
+    manifest = make(tmp_path / "source", tensors=8, tensor_bytes=1 << 20)
+    here = Tier(shm / "tier", ROOMY, "tmpfs")
+    file = here.folder(manifest.digest) / "files" / "model.safetensors"
+    wanted = (tmp_path / "source" / "model.safetensors").read_bytes()
+
+    def arrived() -> int:
+        content = file.read_bytes() if file.exists() else b""
+        pieces = range(0, len(wanted), CHUNK_BYTES)
+        return sum(
+            len(wanted[at : at + CHUNK_BYTES])
+            for at in pieces
+            if content[at : at + CHUNK_BYTES] == wanted[at : at + CHUNK_BYTES]
+        )
+
+    drawn = random.Random(5)
+    for _ in range(50):
+        before = arrived()
+        connections, times = pull_and_be_killed(here, manifest, tmp_path / "source", drawn.randrange(1, 150))
+        assert arrived() >= before
+        assert times * 4096 <= arrived() - before + (connections + 1) * CHUNK_BYTES
+        if arrived() == len(wanted):
+            verify(file.parent, manifest)
+            here.evict(manifest.digest)
+    with Cache([here]).open(manifest, FolderSource(tmp_path / "source")) as lease:
+        lease.wait(LIMIT_S)
+        check(lease.root, tmp_path / "source")
 
 
 def test_processes_that_pull_the_same_at_once_fetch_it_once(
