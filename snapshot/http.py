@@ -168,7 +168,7 @@ class HttpConnection:
         self._asked = Asked("", "", 0, 0)
         self._left = 0
 
-    def begin(self, name: str, begin: int, end: int, version: str = "") -> None:
+    def begin(self, name: str, begin: int, end: int, version: str = "") -> ObjectInfo:
         self._left = 0
         head, asked = self._ask(name, begin, end, version)
         try:
@@ -178,7 +178,9 @@ class HttpConnection:
         except SnapshotChanged:
             self._site.forget(name)
             raise
+        info = described(head, asked)
         self._asked, self._left = asked, end - begin
+        return info
 
     def describe(self, name: str) -> ObjectInfo:
         """Size and version, by a GET of the first byte: a URL signed for GET refuses HEAD."""
