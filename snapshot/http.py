@@ -76,8 +76,11 @@ class Site(Ranged):
         del body
         return refusal(head, asked)
 
-    def learn(self, name: str, head: Head) -> None:
-        """`stat` got this answer: what else there is to remember of it."""
+    def learn(self, name: str, info: ObjectInfo, head: Head) -> None:
+        """What a good answer said of `name`. The first one counts until `forget`."""
+        del head
+        with self._lock:
+            self._found.setdefault(name, info)
 
     def stat(self, name: str) -> ObjectInfo:
         """See Source; tries again what may pass. Remembered until the object turns out to have changed."""
@@ -87,11 +90,9 @@ class Site(Ranged):
             return found
         connection = self.connect()
         try:
-            found = _describe(connection, name)
+            return _describe(connection, name)
         finally:
             connection.close()
-        with self._lock:
-            return self._found.setdefault(name, found)
 
     def size_known(self, name: str) -> int | None:
         """The size that `stat` found."""
@@ -179,6 +180,7 @@ class HttpConnection:
             self._site.forget(name)
             raise
         info = described(head, asked)
+        self._site.learn(name, info, head)
         self._asked, self._left = asked, end - begin
         return info
 
@@ -192,7 +194,7 @@ class HttpConnection:
         info = described(head, asked)
         if head.status == PARTIAL:
             check(head, asked, None)
-        self._site.learn(name, head)
+        self._site.learn(name, info, head)
         return info
 
     def read_into(self, view: memoryview) -> int:

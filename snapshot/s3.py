@@ -24,7 +24,7 @@ from .chunk import Progress
 from .exchange import Head
 from .http import CONNECT_TIMEOUT_S, TIMEOUT_S, Location, Site
 from .s3_codes import Subject, code_in, meaning, region_in
-from .source import name_fault
+from .source import ObjectInfo, name_fault
 
 SIGNED_FOR_S = 3600
 KEPT_FOR_S = 900.0  # a signed URL is made anew well before it ends; that costs 0.2 ms
@@ -96,11 +96,12 @@ class S3Source(Site):
                 self._signed[name] = (location, now_s + KEPT_FOR_S)
         return location
 
-    def learn(self, name: str, head: Head) -> None:
+    def learn(self, name: str, info: ObjectInfo, head: Head) -> None:
+        super().learn(name, info, head)
         # The version is kept, so that who has begun to read goes on with the same bytes after an overwrite.
         version = head.headers.get("x-amz-version-id", "null")
         with self._lock:
-            if version != "null" and name not in self._unpinned:
+            if version != "null" and name not in self._pinned and name not in self._unpinned:
                 self._pinned[name] = version
                 self._signed.pop(name, None)
 
