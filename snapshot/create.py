@@ -11,7 +11,7 @@ from .._version import __version__
 from ..errors import HeaderError, ManifestError, SnapshotChanged, SnapshotError
 from .chunk import Progress, file_digest
 from .folder import FolderSource
-from .header import Header, read_header
+from .header import Header, aliases_of, read_header
 from .layout import SUFFIX, Layout, lay_out
 from .manifest import (
     DEFAULT_CHUNK_BYTES,
@@ -76,7 +76,7 @@ def _manifest(
         chunk_bytes=chunk_bytes,
         shards=shards,
         tensors=tensors,
-        aliases=_aliases(headers, {tensor.name for tensor in tensors}),
+        aliases=aliases_of(headers.values(), {tensor.name for tensor in tensors}),
         assets=tuple(assets),
         provenance=Provenance(created_by=f"pilotlight {__version__}", source=origin[:4096]),
     )
@@ -203,13 +203,3 @@ def _entry(header: Header, shard: int, position: int) -> TensorEntry:
         offset_bytes=header.data_offset_bytes + tensor.offset_bytes,
         size_bytes=tensor.size_bytes,
     )
-
-
-def _aliases(headers: dict[str, Header], stored: set[str]) -> dict[str, str]:
-    # safetensors.torch.save_model drops all names but one of a shared tensor, and says so in the metadata.
-    return {
-        alias: target
-        for header in headers.values()
-        for alias, target in header.metadata.items()
-        if target in stored and alias not in stored and alias != "format"
-    }

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
@@ -29,6 +27,7 @@ from .header import (
     bulk_fault,
     name_is_sound,
 )
+from .publish import publish
 from .source import name_fault
 
 MANIFEST_NAME = "pilotlight.manifest.json"
@@ -176,17 +175,8 @@ class Manifest(_Frozen):
 
     def write(self, path: Path) -> None:
         """Publish as file `path`, whole or not at all, even if the machine dies meanwhile."""
-        with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as stream:
-            try:
-                stream.write(self.to_json())
-                stream.flush()
-                os.fchmod(stream.fileno(), 0o644)
-                os.fsync(stream.fileno())
-                Path(stream.name).replace(path)
-            except BaseException:
-                Path(stream.name).unlink(missing_ok=True)
-                raise
-        _sync_folder(path.parent)
+        with publish(path) as stream:
+            stream.write(self.to_json())
 
     @property
     def digest(self) -> str:
@@ -305,11 +295,3 @@ def _first_fault(error: ValidationError) -> str:
     where = ".".join(str(step)[:80] for step in fault["loc"])
     what = fault["msg"].removeprefix("Value error, ")[:300]
     return f"The manifest is not valid{f' at {where}' if where else ''}: {what}."
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -22,14 +22,15 @@ PACKAGES = ("handlers", "runtime", "snapshot", "templates")
 FLOORS = """
 0   _version errors handlers runtime snapshot templates
 
-0   snapshot.dtype snapshot.mismatch snapshot.skeleton snapshot.source
+0   snapshot.dtype snapshot.mismatch snapshot.publish snapshot.skeleton snapshot.source
 0   snapshot.chunk snapshot.folder snapshot.header snapshot.ranged
 0   snapshot.http snapshot.manifest
 0   snapshot.s3
 0   snapshot.arrival snapshot.layout snapshot.locate snapshot.readers
 0   snapshot.create snapshot.pin snapshot.plan snapshot.verify
-0   snapshot.mapping
-0   snapshot.restore
+0   snapshot.mapping snapshot.origin
+0   snapshot.restore snapshot.tensorizer_file snapshot.torch_file snapshot.writer
+0   snapshot.convert
 0   snapshot.attached
 
 1   handlers.codec handlers.contract handlers.failure
