@@ -25,7 +25,7 @@ from .manifest import (
     TensorEntry,
 )
 from .readers import in_order
-from .source import ObjectInfo, Source
+from .source import Listing, ObjectInfo, Source
 
 # Over a network one stream seldom fills the link; every one costs a chunk of memory.
 REMOTE_READERS = 4
@@ -95,10 +95,8 @@ def _open(where: Path | Source, file: str | None) -> tuple[Source, str | None]:
 def _names(source: Source, files: Sequence[str] | None, file: str | None) -> list[str]:
     if files is not None:
         return list(files)
-    listing = getattr(source, "names", None)
-    if listing is not None:
-        names: list[str] = listing()
-        return names
+    if isinstance(source, Listing):
+        return source.names()
     if file is not None:
         return [file]
     raise SnapshotError(

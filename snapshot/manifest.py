@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -191,6 +191,11 @@ class Manifest(_Frozen):
         return sum(shard.size_bytes for shard in self.shards)
 
     @property
+    def files(self) -> tuple[Shard | Asset, ...]:
+        """All files of the snapshot but the manifest: shards, then assets."""
+        return (*self.shards, *self.assets)
+
+    @property
     def assets_bytes(self) -> int:
         """All assets' bytes together."""
         return sum(asset.size_bytes for asset in self.assets)
@@ -199,7 +204,7 @@ class Manifest(_Frozen):
     def _check(self) -> Self:
         # pydantic turns a ValueError into a ValidationError, and `parse` turns that into ours.
         _check_unique("shard", (shard.name for shard in self.shards))
-        _check_files([*self.shards, *self.assets])
+        _check_files(self.files)
         _check_totals(self)
         _check_unique("tensor", (tensor.name for tensor in self.tensors))
         for shard in self.shards:
@@ -219,7 +224,7 @@ def _check_unique(kind: str, names: Iterable[str]) -> None:
         seen.add(name)
 
 
-def _check_files(files: list[Shard | Asset]) -> None:
+def _check_files(files: Sequence[Shard | Asset]) -> None:
     _check_unique("file", (file.name for file in files))
     if any(file.name == MANIFEST_NAME for file in files):
         raise ValueError(f"{MANIFEST_NAME!r} is the manifest's own name")

@@ -33,14 +33,19 @@ def node_tiers(folder: Path) -> list[Tier]:
     name = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:12]
     budget_bytes = int(MEMORY_SHARE * memory_bytes)
     memory = Tier(
-        SHARED_MEMORY / f"pilotlight-{os.getuid()}-{name}", budget_bytes, "tmpfs", spare_bytes=budget_bytes // 2
+        SHARED_MEMORY / f"pilotlight-{os.getuid()}-{name}",
+        budget_bytes,
+        "tmpfs",
+        spare_bytes=budget_bytes // 2,
     )
     return [memory, disk]
 
 
 def release_memory(cache: Cache) -> None:
     """Give back the memory of snapshots that nobody uses and that lie on the disk too."""
-    on_disk = {stored.digest for tier in cache.tiers if tier.kind == "disk" for stored in tier.list() if stored.ready}
+    on_disk = {
+        stored.digest for tier in cache.tiers if tier.kind == "disk" for stored in tier.list() if stored.ready
+    }
     for tier in cache.tiers:
         if tier.kind == "tmpfs":
             tier.release(on_disk)

@@ -34,7 +34,6 @@ FLOORS = """
 0   snapshot.convert snapshot.gate snapshot.record
 0   snapshot.restore
 0   snapshot.attached
-0   snapshot.attached
 
 1   handlers.codec handlers.contract handlers.failure
 1   handlers.resolve
