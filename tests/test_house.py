@@ -22,7 +22,7 @@ PACKAGES = ("handlers", "runtime", "snapshot", "templates")
 FLOORS = """
 0   _version errors handlers runtime snapshot templates
 
-0   snapshot.dtype snapshot.mismatch snapshot.s3_codes snapshot.skeleton snapshot.source snapshot.wire
+0   snapshot.dtype snapshot.mismatch snapshot.publish snapshot.s3_codes snapshot.skeleton snapshot.source snapshot.wire
 0   snapshot.chunk snapshot.exchange snapshot.folder snapshot.header snapshot.ranged
 0   snapshot.answer snapshot.manifest
 0   snapshot.http
@@ -30,9 +30,9 @@ FLOORS = """
 0   snapshot.arrival snapshot.assets snapshot.damage snapshot.flock snapshot.layout snapshot.locate snapshot.pace snapshot.ranges snapshot.readers snapshot.spare snapshot.target
 0   snapshot.follow snapshot.resume snapshot.tier
 0   snapshot.create snapshot.pin snapshot.plan snapshot.verify
-0   snapshot.landing snapshot.learned snapshot.mapping
-0   snapshot.fetch snapshot.touch
-0   snapshot.gate snapshot.pull snapshot.record
+0   snapshot.landing snapshot.learned snapshot.mapping snapshot.origin snapshot.push
+0   snapshot.fetch snapshot.tensorizer_file snapshot.torch_file snapshot.touch snapshot.writer
+0   snapshot.convert snapshot.gate snapshot.pull snapshot.record
 0   snapshot.cache
 0   snapshot.node snapshot.restore
 0   snapshot.attached
