@@ -21,7 +21,8 @@ from ..errors import PilotlightError, SourceError, SourceUnavailable
 from .answer import Asked, refusal, unavailable
 from .chunk import Progress
 from .exchange import Head
-from .http import CONNECT_TIMEOUT_S, TIMEOUT_S, Location, Site
+from .http import CONNECT_TIMEOUT_S, TIMEOUT_S, Site
+from .location import Location
 from .s3_access import Access, denied, kind, no_credentials, open_access
 from .s3_codes import Subject, code_in, meaning, region_in
 from .source import ObjectInfo, name_fault
