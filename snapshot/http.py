@@ -245,10 +245,12 @@ class HttpConnection:
             return self._exchange.ask(target, headers)
         except (OSError, h11.RemoteProtocolError) as error:
             raise self._broken(asked, error) from error
-        except h11.LocalProtocolError as error:
+        except h11.LocalProtocolError:
+            # None of its words: they quote the header, which may be a secret.
             raise SourceError(
-                f"{asked.where} cannot be asked for: {error}.", remedy="Check the URL."
-            ) from error
+                f"{asked.where} cannot be asked for: the URL or a header holds what HTTP does not allow.",
+                remedy="Look for line ends and control characters in them.",
+            ) from None
 
     def _refused(self, head: Head, asked: Asked) -> PilotlightError:
         return self._site.explain(asked, head, self._rest())

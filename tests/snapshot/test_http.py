@@ -6,6 +6,7 @@ import random
 import socket
 import ssl
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -468,6 +469,32 @@ def test_what_is_no_url_is_refused_without_its_secrets(url: str) -> None:
     with pytest.raises(SourceError, match="not a URL of a web server") as caught:
         HttpSource(url)
     assert "hush" not in str(caught.value)
+
+
+def test_a_header_that_http_does_not_allow_is_not_quoted(plain: FaultServer) -> None:
+    source = HttpSource(plain.url, headers={"Authorization": "Bearer hush\nhush"})
+    with pytest.raises(SourceError, match="does not allow") as caught:
+        source.stat(NAME)
+    assert "hush" not in str(caught.value)
+
+
+def test_a_range_allocates_next_to_nothing() -> None:
+    with FaultServer(FILES) as server, connected(HttpSource(server.url)) as connection:
+        view = memoryview(bytearray(len(DATA)))
+        read(connection, 0, 10)
+        tracemalloc.start()
+        try:
+            connection.begin(NAME, 0, len(DATA))
+            before = tracemalloc.get_traced_memory()[0]
+            tracemalloc.reset_peak()
+            done = 0
+            while count := connection.read_into(view[done:]):
+                done += count
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert done == len(DATA)
+    assert peak - before < 64 << 10, "a read made a copy of what it read"
 
 
 @contextmanager
