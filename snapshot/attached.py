@@ -47,16 +47,24 @@ class Snapshot:
 
         return skeleton()
 
-    def restore(self, module: torch.nn.Module, *, prefix: str = "", ignore: Sequence[str] = ()) -> None:
+    def restore(
+        self,
+        module: torch.nn.Module,
+        *,
+        prefix: str = "",
+        ignore: Sequence[str] = (),
+        cast: bool = False,
+    ) -> None:
         """Gives `module` its weights as views of the mapped snapshot, private and copy-on-write.
 
-        `prefix` is prepended to the module's names, `ignore` are patterns of tensors the module need not have.
+        `prefix` is prepended to the module's names, `ignore` are patterns of tensors the module need not have. `cast`
+        converts floating-point weights to the module's type, at the cost of a copy; without it they have to be of that type.
         In `build` the weights come later, in each worker. Raises SnapshotMismatch naming the tensors.
         """
         from .plan import make_plan  # noqa: PLC0415
         from .restore import restore  # noqa: PLC0415
 
-        plan = make_plan(module, self.manifest, prefix=prefix, ignore=ignore)
+        plan = make_plan(module, self.manifest, prefix=prefix, ignore=ignore, cast=cast)
         if self._mapping is None:
             self._plans.append(plan)
         else:

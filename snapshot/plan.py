@@ -49,6 +49,8 @@ class Step:
     offset_bytes: int
     offset_elements: int
     """From the shard's first byte; -1 if the bytes are not aligned for the dtype, and must be copied."""
+    cast_to: torch.dtype | None
+    """What the module has it in, if that is another type than the snapshot's: then it is copied, not mapped."""
     is_parameter: bool
     requires_grad: bool
     extras: dict[str, Any] | None
@@ -80,11 +82,20 @@ class _Held:
     slots: list[Slot] = field(default_factory=list)
 
 
-def make_plan(module: nn.Module, manifest: Manifest, *, prefix: str = "", ignore: Sequence[str] = ()) -> Plan:
+def make_plan(
+    module: nn.Module,
+    manifest: Manifest,
+    *,
+    prefix: str = "",
+    ignore: Sequence[str] = (),
+    cast: bool = False,
+) -> Plan:
     """Match `module` with `manifest`, or raise one SnapshotMismatch that says all that does not fit.
 
     `prefix` is what the snapshot's names start with and the module's do not. Tensors that the module has no
     use for are refused unless a regex of `ignore` is found in their name (`re.search`, as in transformers).
+    With `cast`, floating-point tensors of another type than the module's are converted; that costs memory and time of
+    their own, where mapping costs neither: better convert the snapshot once (`pilotlight snapshot convert --dtype`).
     A tensor reached under several names (tied weights) needs only one of them, or an alias, in the snapshot.
     """
     stored = _stored(manifest)
@@ -96,7 +107,7 @@ def make_plan(module: nn.Module, manifest: Manifest, *, prefix: str = "", ignore
         entries = [stored[name] for name in (prefix + name for name in held.names) if name in stored]
         used.update(entry.name for entry in entries)
         if entries:
-            _check_fit(held, entries[0], found)
+            _check_fit(held, entries[0], found, cast=cast)
             steps.append(_step(held, entries[0]))
         elif held.needed:
             found.missing.append(prefix + held.names[0])
@@ -153,7 +164,7 @@ def _holdings(module: nn.Module) -> list[_Held]:
     return list(holdings.values())
 
 
-def _check_fit(held: _Held, entry: TensorEntry, found: Mismatches) -> None:
+def _check_fit(held: _Held, entry: TensorEntry, found: Mismatches, *, cast: bool) -> None:
     if nn.parameter.is_lazy(held.tensor):
         found.lazy.append(held.names[0])
         return
@@ -161,7 +172,8 @@ def _check_fit(held: _Held, entry: TensorEntry, found: Mismatches) -> None:
     if shape != entry.shape:
         found.shapes.append((entry.name, entry.shape, shape))
     dtype = _TORCH_DTYPES.get(entry.dtype)
-    if dtype != held.tensor.dtype:
+    castable = cast and dtype is not None and dtype.is_floating_point and held.tensor.is_floating_point()
+    if dtype != held.tensor.dtype and not castable:
         found.dtypes.append((entry.name, str(dtype or entry.dtype), str(held.tensor.dtype)))
 
 
@@ -170,10 +182,12 @@ def _step(held: _Held, entry: TensorEntry) -> Step:
     offset_elements, rest = divmod(entry.offset_bytes, itemsize_bytes)
     if entry.size_bytes == 0:
         offset_elements, rest = 0, 0  # it may lie at the end of the file, where a view would start outside
+    dtype = _TORCH_DTYPES.get(entry.dtype, torch.uint8)
     return Step(
         name=entry.name,
         shard=entry.shard,
-        dtype=_TORCH_DTYPES.get(entry.dtype, torch.uint8),
+        dtype=dtype,
+        cast_to=held.tensor.dtype if held.tensor.dtype != dtype else None,
         shape=entry.shape,
         stride=_contiguous(entry.shape),
         offset_bytes=entry.offset_bytes,

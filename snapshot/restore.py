@@ -30,6 +30,9 @@ def restore(plan: Plan, mapping: Mapping) -> None:
             tensor = flat.as_strided(step.shape, step.stride, step.offset_elements).data
         else:
             tensor = _copied(step, mapping)
+        if step.cast_to is not None:
+            mapping.wait(step.shard, step.offset_bytes, step.offset_bytes + tensor.nbytes)
+            tensor = tensor.to(step.cast_to)
         _place(step, tensor)
 
 
@@ -43,15 +46,20 @@ def blank(plan: Plan) -> None:
     if not largest:
         return
     zeros = mmap.mmap(-1, largest, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    flats = {dtype: torch.frombuffer(zeros, dtype=dtype) for dtype in {step.dtype for step in plan.steps}}
+    flats = {dtype: torch.frombuffer(zeros, dtype=dtype) for dtype in {_given(step) for step in plan.steps}}
     for step in plan.steps:
-        _place(step, flats[step.dtype].as_strided(step.shape, step.stride, 0).data)
+        _place(step, flats[_given(step)].as_strided(step.shape, step.stride, 0).data)
 
 
 def _extent_bytes(step: Step) -> int:
     """How far the tensor reaches from its first element; rounded up so that every dtype fits a whole number of times."""
     reach = 1 + sum((size - 1) * stride for size, stride in zip(step.shape, step.stride, strict=True))
-    return -(-reach * step.dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
+    return -(-reach * _given(step).itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _given(step: Step) -> torch.dtype:
+    """The type that the module is given."""
+    return step.cast_to or step.dtype
 
 
 def _place(step: Step, tensor: torch.Tensor) -> None:

@@ -215,3 +215,32 @@ def test_restoring_again_brings_the_weights_back(save: Save) -> None:
     module.t.zero_()
     restore(plan, Mapping(root, manifest))
     assert module.t.all()
+
+
+def test_weights_of_another_type_are_cast_only_on_request(save: Save) -> None:
+    stored = {
+        "weight": torch.randn(3, 2).to(torch.bfloat16),
+        "bias": torch.randn(3),
+        "steps": torch.tensor([7]),
+    }
+    root, manifest = save(stored)
+    wanted = {
+        "weight": torch.empty(3, 2),
+        "bias": torch.empty(3, dtype=torch.float16),
+        "steps": torch.tensor([0]),
+    }
+    with pytest.raises(SnapshotMismatch, match="weight"):
+        make_plan(bag(wanted), manifest)
+    module = bag(wanted)
+    restore(make_plan(module, manifest, cast=True), Mapping(root, manifest))
+    found = dict(module.named_buffers())
+    assert torch.equal(found["weight"], stored["weight"].float())
+    assert torch.equal(found["bias"], stored["bias"].half())
+    assert found["weight"].dtype == torch.float32
+    assert torch.equal(found["steps"], stored["steps"])
+
+
+def test_whole_numbers_are_never_cast(save: Save) -> None:
+    _, manifest = save({"steps": torch.tensor([7])})
+    with pytest.raises(SnapshotMismatch, match="steps"):
+        make_plan(bag({"steps": torch.tensor([0.0])}), manifest, cast=True)
