@@ -25,7 +25,6 @@ from typing import Literal
 from uuid import uuid4
 
 from ..errors import CacheError
-from .assets import assets_of
 from .flock import LOCK_TIMEOUT_S, Hold, hold, is_at, lock, try_lock
 from .manifest import MANIFEST_NAME, Manifest
 from .spare import Spares
@@ -79,7 +78,7 @@ class Tier:
         """Whether the snapshot is here, or on its way."""
         try:
             return self.folder(digest).is_dir()
-        except PermissionError:
+        except OSError:
             return False
 
     def used_bytes(self) -> int:
@@ -113,7 +112,7 @@ class Tier:
             held = self.hold(digest)
             if held is None or not is_whole(self.folder(digest) / "files", manifest):
                 return None
-        except PermissionError:
+        except OSError:  # said in full by who then tries to put it here
             return None
         with suppress(OSError):  # a cache that cannot be written to can be read
             now_ns = time.time_ns()  # finer than the kernel's own idea of now
@@ -185,8 +184,10 @@ class Tier:
             stale_s = time.time() - STALE_AFTER_S
             stale = [stored.folder for stored in self.list() if not stored.ready and stored.used_s < stale_s]
             locked = [(folder, _lock_folder(folder)) for folder in stale]
-            self._discard([(folder, descriptor) for folder, descriptor in locked if descriptor is not None])
-            self._trim()
+            gone = [(folder, descriptor) for folder, descriptor in locked if descriptor is not None]
+            self._discard(gone)
+            if gone:  # else spares are left alone: another process may want more of them than this one
+                self._trim()
 
     def _check_budget(self, manifest: Manifest) -> None:
         if needed_bytes(manifest) > self.budget_bytes:
@@ -283,8 +284,8 @@ def needed_bytes(manifest: Manifest) -> int:
 
 def file_sizes(manifest: Manifest) -> dict[str, int]:
     """Name and bytes of every shard and asset."""
-    assets = {asset.name: asset.size_bytes for asset in assets_of(manifest)}
-    return {shard.name: shard.size_bytes for shard in manifest.shards} | assets
+    sizes = {shard.name: shard.size_bytes for shard in manifest.shards}
+    return sizes | {asset.name: asset.size_bytes for asset in manifest.assets}
 
 
 def is_whole(files: Path, manifest: Manifest) -> bool:
