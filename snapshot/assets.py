@@ -3,37 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Protocol
 
 import xxhash
 
 from ..errors import CacheError, SnapshotCorrupt
-from .manifest import Manifest
+from .manifest import Asset, Manifest
 from .source import Source
-
-
-class Asset(Protocol):
-    """STAND-IN for manifest.Asset (branch conv); with it, `assets_of(manifest)` is `manifest.assets`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def size_bytes(self) -> int: ...
-    @property
-    def digest(self) -> str: ...
-
-
-def assets_of(manifest: Manifest) -> Sequence[Asset]:
-    found: Sequence[Asset] = getattr(manifest, "assets", ())
-    return found
 
 
 def bring_assets(manifest: Manifest, source: Source, files: Path) -> None:
     """Fetch and verify what folder `files` does not hold yet. Two processes may do it at once."""
-    for asset in assets_of(manifest):
+    for asset in manifest.assets:
         path = files / asset.name
         if not _is_there(path, asset):
             _bring(asset, source, path)
@@ -57,12 +39,24 @@ def _bring(asset: Asset, source: Source, path: Path) -> None:
         )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile(dir=path.parent, prefix=".asset.", delete=False) as stream:
-            stream.write(content)
-            os.fchmod(stream.fileno(), 0o644)
-        Path(stream.name).replace(path)
+        _write(path, content)
     except OSError as error:
-        raise CacheError(f"{path} cannot be written: {error.strerror}.", remedy="Make room.") from error
+        raise CacheError(
+            f"{path} cannot be written: {error.strerror}.", remedy="Make room, or put the cache elsewhere."
+        ) from error
+
+
+def _write(path: Path, content: bytearray) -> None:
+    """Whole or not at all."""
+    with NamedTemporaryFile(dir=path.parent, prefix=".asset.", delete=False) as stream:
+        try:
+            stream.write(content)
+            stream.flush()
+            os.fchmod(stream.fileno(), 0o644)
+            Path(stream.name).replace(path)
+        except BaseException:
+            Path(stream.name).unlink(missing_ok=True)
+            raise
 
 
 def _digest(content: bytes | bytearray) -> str:

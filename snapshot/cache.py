@@ -24,7 +24,8 @@ from .folder import FolderSource
 from .manifest import Manifest
 from .pull import Pull
 from .source import Source
-from .tier import Stored, Tier, needed_bytes
+from .stored import Stored, needed_bytes
+from .tier import Tier
 
 _CLOSED = "The lease is closed."
 

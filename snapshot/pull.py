@@ -23,8 +23,9 @@ from .follow import Feed, Following
 from .manifest import MANIFEST_NAME, Manifest
 from .resume import land_what_is_there
 from .source import Source
+from .stored import file_sizes, is_whole
 from .target import Target
-from .tier import Tier, file_sizes, is_whole
+from .tier import Tier
 
 TAKEOVER_TIMEOUT_S = 30.0
 """How long a process that is ending may keep the fetch lock after it stopped to tell."""

@@ -19,38 +19,19 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 from uuid import uuid4
 
 from ..errors import CacheError
-from .assets import assets_of
 from .flock import LOCK_TIMEOUT_S, Hold, hold, is_at, lock, try_lock
 from .manifest import MANIFEST_NAME, Manifest
 from .spare import Spares
+from .stored import Stored, is_whole, look_at, needed_bytes
 
 STALE_AFTER_S = 86_400.0
 SWEEP_TIMEOUT_S = 1.0
 LEAST_SPARE_BYTES = 64 << 10
-_BLOCK_BYTES = 512
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A snapshot in a tier, as its files say. `used_s`: when it was last opened, seconds since the epoch."""
-
-    digest: str
-    folder: Path
-    size_bytes: int
-    allocated_bytes: int
-    used_s: float
-    ready: bool
-
-    @property
-    def outstanding_bytes(self) -> int:
-        """What the file system will still have to give for it."""
-        return 0 if self.ready else max(0, self.size_bytes - self.allocated_bytes)
 
 
 class Tier:
@@ -79,7 +60,7 @@ class Tier:
         """Whether the snapshot is here, or on its way."""
         try:
             return self.folder(digest).is_dir()
-        except PermissionError:
+        except OSError:
             return False
 
     def used_bytes(self) -> int:
@@ -113,7 +94,7 @@ class Tier:
             held = self.hold(digest)
             if held is None or not is_whole(self.folder(digest) / "files", manifest):
                 return None
-        except PermissionError:
+        except OSError:  # said in full by who then tries to put it here
             return None
         with suppress(OSError):  # a cache that cannot be written to can be read
             now_ns = time.time_ns()  # finer than the kernel's own idea of now
@@ -129,7 +110,7 @@ class Tier:
         found = []
         for folder in folders:
             with suppress(FileNotFoundError):  # evicted meanwhile
-                found.append(_stored(folder))
+                found.append(look_at(folder))
         return sorted(found, key=lambda stored: stored.used_s)
 
     def make_room(self, digest: str, manifest: Manifest) -> bool:
@@ -185,8 +166,10 @@ class Tier:
             stale_s = time.time() - STALE_AFTER_S
             stale = [stored.folder for stored in self.list() if not stored.ready and stored.used_s < stale_s]
             locked = [(folder, _lock_folder(folder)) for folder in stale]
-            self._discard([(folder, descriptor) for folder, descriptor in locked if descriptor is not None])
-            self._trim()
+            gone = [(folder, descriptor) for folder, descriptor in locked if descriptor is not None]
+            self._discard(gone)
+            if gone:  # else spares are left alone: another process may want more of them than this one
+                self._trim()
 
     def _check_budget(self, manifest: Manifest) -> None:
         if needed_bytes(manifest) > self.budget_bytes:
@@ -276,27 +259,6 @@ class Tier:
             os.close(descriptor)
 
 
-def needed_bytes(manifest: Manifest) -> int:
-    """What a snapshot takes of a budget: shards and assets; not its manifest."""
-    return sum(file_sizes(manifest).values())
-
-
-def file_sizes(manifest: Manifest) -> dict[str, int]:
-    """Name and bytes of every shard and asset."""
-    assets = {asset.name: asset.size_bytes for asset in assets_of(manifest)}
-    return {shard.name: shard.size_bytes for shard in manifest.shards} | assets
-
-
-def is_whole(files: Path, manifest: Manifest) -> bool:
-    """Whether a snapshot was published in folder `files`, and its files have the sizes they should have."""
-    try:
-        return (files / MANIFEST_NAME).is_file() and all(
-            (files / name).stat().st_size == size_bytes for name, size_bytes in file_sizes(manifest).items()
-        )
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-
-
 def _lock_folder(folder: Path) -> int | None:
     """Lock a snapshot for eviction; the descriptor, or None if it is in use or gone."""
     try:
@@ -313,17 +275,3 @@ def _large_files(files: Path) -> Sequence[Path]:
     """What is worth keeping for its pages."""
     found = [path for path in files.rglob("*") if path.is_file() and path.name != MANIFEST_NAME]
     return [path for path in found if path.stat().st_size >= LEAST_SPARE_BYTES]
-
-
-def _stored(folder: Path) -> Stored:
-    sizes = [
-        path.stat() for path in (folder / "files").rglob("*") if path.is_file() and path.name != MANIFEST_NAME
-    ]
-    return Stored(
-        digest=folder.name,
-        folder=folder,
-        size_bytes=sum(status.st_size for status in sizes),
-        allocated_bytes=sum(status.st_blocks * _BLOCK_BYTES for status in sizes),
-        used_s=folder.stat().st_mtime,
-        ready=(folder / "files" / MANIFEST_NAME).is_file(),
-    )

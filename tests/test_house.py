@@ -27,7 +27,7 @@ FLOORS = """
 0   snapshot.answer snapshot.manifest
 0   snapshot.http
 0   snapshot.s3
-0   snapshot.arrival snapshot.assets snapshot.damage snapshot.flock snapshot.layout snapshot.locate snapshot.pace snapshot.ranges snapshot.readers snapshot.spare snapshot.target
+0   snapshot.arrival snapshot.assets snapshot.damage snapshot.flock snapshot.layout snapshot.locate snapshot.pace snapshot.ranges snapshot.readers snapshot.spare snapshot.stored snapshot.target
 0   snapshot.follow snapshot.resume snapshot.tier
 0   snapshot.create snapshot.pin snapshot.plan snapshot.verify
 0   snapshot.landing snapshot.learned snapshot.mapping snapshot.origin snapshot.push
