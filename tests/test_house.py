@@ -59,12 +59,13 @@ FLOORS = """
 
 7   runtime.display runtime.main
 7   runtime.client runtime.doctor runtime.scaffold
-7   runtime.options runtime.trial
+7   runtime.contents runtime.options runtime.trial
+7   runtime.moves
 7   runtime.remote runtime.snapshots
 7   runtime.cli
 """
 # The command line's own: they write to the terminal.
-SPEAKING = {"runtime.cli", "runtime.display", "runtime.remote", "runtime.snapshots"}
+SPEAKING = {"runtime.cli", "runtime.display", "runtime.moves", "runtime.remote", "runtime.snapshots"}
 # Between two tries of a request there is nothing to wait for but time.
 BACKING_OFF = {"snapshot.ranged"}
 # What must not be loaded by those who never use it.
