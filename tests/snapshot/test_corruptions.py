@@ -18,7 +18,7 @@ from pilotlight.snapshot.verify import verify
 from safetensors.torch import save_file
 
 COUNT = 10_000
-CHUNK = 16 << 10
+CHUNK = 8192
 SEED = 20250
 
 
@@ -33,9 +33,9 @@ def root() -> Iterator[Path]:
 def make(root: Path) -> Manifest:
     generator = torch.Generator().manual_seed(SEED)
     places = {}
-    for shard, count in enumerate((200_000, 1, 111_111, 30_000)):
+    for shard, count in enumerate((60_000, 1, 33_333, 9_000)):
         name = f"model-{shard}.safetensors"
-        tensors = {f"{shard}.w": torch.rand(count, generator=generator), f"{shard}.zeros": torch.zeros(8000)}
+        tensors = {f"{shard}.w": torch.rand(count, generator=generator), f"{shard}.zeros": torch.zeros(3000)}
         places |= dict.fromkeys(tensors, name)
         save_file(tensors, root / name)
     index = str({"weight_map": places}).replace("'", '"')

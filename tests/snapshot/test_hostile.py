@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pilotlight.errors import HeaderError, ManifestError, SnapshotError
 from pilotlight.snapshot.dtype import DTYPES
+from pilotlight.snapshot.folder import FolderSource
 from pilotlight.snapshot.header import MAX_HEADER_BYTES, Header, parse_header, read_header
 from pilotlight.snapshot.layout import read_index
 from pilotlight.snapshot.manifest import MANIFEST_NAME, MAX_ASSET_BYTES, Manifest
-from pilotlight.snapshot.folder import FolderSource
 from pilotlight.snapshot.source import name_fault
 from safetensors.torch import save
 
@@ -117,7 +117,7 @@ def places(document: Any) -> Iterator[tuple[Any, Any]]:
 
 
 @st.composite
-def mutated(draw: st.DrawFn, documents: st.SearchStrategy[Any]) -> bytes:
+def mutated(draw: st.DrawFn, documents: st.SearchStrategy[Any]) -> bytes:  # noqa: C901
     """JSON in which a few things are swapped, gone, doubled, or something else."""
     document = draw(documents)
     for _ in range(draw(st.integers(1, 4))):
@@ -186,12 +186,16 @@ def check_manifest(manifest: Manifest) -> None:
     assert len(manifest.digest) == 64
 
 
+def refused(error: SnapshotError) -> None:
+    """It can be printed, and is no page long."""
+    assert len(str(error).encode()) < 3000
+
+
 def try_manifest(text: bytes) -> None:
     try:
         manifest = Manifest.parse(text)
     except ManifestError as error:
-        said = str(error).encode()  # it can be printed, and is no page long
-        assert len(said) < 3000
+        refused(error)
         return
     check_manifest(manifest)
 
@@ -233,8 +237,7 @@ def try_header(text: bytes, file_bytes: int) -> None:
     try:
         header = parse_header(text, file="x.safetensors", file_bytes=file_bytes)
     except HeaderError as error:
-        said = str(error).encode()
-        assert len(said) < 1000
+        refused(error)
         return
     check_header(header)
 
@@ -304,7 +307,7 @@ def test_a_mutated_index_names_plain_files_or_is_refused(
     try:
         found = read_index(FolderSource(folder), "i.json")
     except SnapshotError as error:
-        assert len(str(error).encode()) < 1000
+        refused(error)
         return
     assert all(name_fault(name) is None for name in found.values())
 
@@ -325,9 +328,8 @@ BULK = {
 
 
 @pytest.mark.parametrize("kind", BULK)
-@settings(deadline=DEADLINE_MS)
-@given(st.just(None))
-def test_bulk_is_refused_in_time_and_memory(kind: str, _: None) -> None:
+@pytest.mark.timeout(20)
+def test_bulk_is_refused_in_time_and_memory(kind: str) -> None:
     text = BULK[kind]
     tracemalloc.start()
     with pytest.raises(ManifestError):
