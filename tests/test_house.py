@@ -384,7 +384,7 @@ def test_tests_mirror_the_sources() -> None:
 
 
 # Tests of several files at once, by what they show.
-TOGETHER = {"corruptions", "hostile", "templates"}
+TOGETHER = {"corruptions", "format", "hostile", "templates"}
 
 
 def test_this_table_would_notice() -> None:
