@@ -7,9 +7,8 @@ import ssl
 import threading
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import cached_property
-from urllib.parse import quote, unquote, urljoin, urlsplit, urlunsplit
+from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 import h11
 
@@ -17,13 +16,14 @@ from .._version import __version__
 from ..errors import (
     PilotlightError,
     SnapshotChanged,
-    SourceDenied,
     SourceError,
     SourceMissing,
+    SourceUnavailable,
 )
 from .answer import OK, PARTIAL, REDIRECTS, Asked, check, described, is_strong, refusal, unavailable
 from .exchange import Exchange, Head, StaleError
-from .ranged import Ranged
+from .location import PATH, QUERY, Location, redirected, shown
+from .ranged import Patience, Ranged
 from .source import ObjectInfo, name_fault
 from .wire import Origin, Wire
 
@@ -33,19 +33,6 @@ MAX_REDIRECTS = 5
 MAX_ERROR_BYTES = 64 << 10
 
 _NONE: Mapping[str, str] = {}
-
-
-@dataclass(frozen=True, slots=True)
-class Location:
-    """Where an object is to be had now: a URL, which may hold a signature, and headers for its host alone."""
-
-    url: str
-    headers: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def shown(self) -> str:
-        """The URL as it may be shown: no credentials, no query."""
-        return shown(self.url)
 
 
 class Site(Ranged):
@@ -76,19 +63,23 @@ class Site(Ranged):
         del body
         return refusal(head, asked)
 
+    def learn(self, name: str, info: ObjectInfo, head: Head) -> None:
+        """What a good answer said of `name`. The first one counts until `forget`."""
+        del head
+        with self._lock:
+            self._found.setdefault(name, info)
+
     def stat(self, name: str) -> ObjectInfo:
-        """See Source. Remembered until the object turns out to have changed. An empty version: the server has none."""
+        """See Source; tries again what may pass. Remembered until the object turns out to have changed."""
         with self._lock:
             found = self._found.get(name)
         if found is not None:
             return found
         connection = self.connect()
         try:
-            found = connection.describe(name)
+            return _describe(connection, name)
         finally:
             connection.close()
-        with self._lock:
-            return self._found.setdefault(name, found)
 
     def size_known(self, name: str) -> int | None:
         """The size that `stat` found."""
@@ -130,8 +121,8 @@ class HttpSource(Site):
             raise SourceError(
                 f"{shown(url)!r} is not a URL of a web server: {error}.", remedy="Write http(s)://host/path."
             ) from None
-        self._base = f"{origin}{quote(parts.path.rstrip('/'), safe=_PATH)}"
-        self._query = f"?{quote(parts.query, safe=_QUERY)}" if parts.query else ""
+        self._base = f"{origin}{quote(parts.path.rstrip('/'), safe=PATH)}"
+        self._query = f"?{quote(parts.query, safe=QUERY)}" if parts.query else ""
         self._headers = dict(headers or _NONE)
         if parts.username is not None:
             pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
@@ -176,19 +167,21 @@ class HttpConnection:
             self._site.forget(name)
             raise
         info = described(head, asked)
+        self._site.learn(name, info, head)
         self._asked, self._left = asked, end - begin
         return info
 
     def describe(self, name: str) -> ObjectInfo:
         """Size and version, by a GET of the first byte: a URL signed for GET refuses HEAD."""
         head, asked = self._ask(name, 0, 1, "")
-        if head.status == 416 and head.headers.get("content-range", "").replace(" ", "") == "bytes*/0":
+        if head.status == 416 and head.headers.get("content-range") == "bytes */0":
             return described(head, asked)
         if head.status not in {OK, PARTIAL}:
             raise self._refused(head, asked)
         info = described(head, asked)
         if head.status == PARTIAL:
             check(head, asked, None)
+        self._site.learn(name, info, head)
         return info
 
     def read_into(self, view: memoryview) -> int:
@@ -215,8 +208,10 @@ class HttpConnection:
         if head.status in {OK, PARTIAL, 412, 416}:
             return head, asked
         refused = self._refused(head, asked)
-        fresh = self._site.locate(name, fresh=True)
-        if not isinstance(refused, SourceDenied | SourceMissing) or fresh == location:
+        if (
+            isinstance(refused, SourceUnavailable)
+            or (fresh := self._site.locate(name, fresh=True)) == location
+        ):
             raise refused
         return self._follow(fresh, Asked(name, fresh.shown, begin, end, version))
 
@@ -228,7 +223,7 @@ class HttpConnection:
                     self._site.settle(asked.name, location)
                 return head, asked
             self._rest()
-            location = _redirected(location, head.headers["location"])
+            location = redirected(location, head.headers["location"])
             asked = Asked(asked.name, location.shown, asked.begin, asked.end, asked.version)
         raise SourceError(
             f"{asked.where} is redirected more than {MAX_REDIRECTS} times.", remedy="Check the URL."
@@ -250,10 +245,12 @@ class HttpConnection:
             return self._exchange.ask(target, headers)
         except (OSError, h11.RemoteProtocolError) as error:
             raise self._broken(asked, error) from error
-        except h11.LocalProtocolError as error:
+        except h11.LocalProtocolError:
+            # None of its words: they quote the header, which may be a secret.
             raise SourceError(
-                f"{asked.where} cannot be asked for: {error}.", remedy="Check the URL."
-            ) from error
+                f"{asked.where} cannot be asked for: the URL or a header holds what HTTP does not allow.",
+                remedy="Look for line ends and control characters in them.",
+            ) from None
 
     def _refused(self, head: Head, asked: Asked) -> PilotlightError:
         return self._site.explain(asked, head, self._rest())
@@ -276,16 +273,13 @@ class HttpConnection:
         return unavailable(asked, str(getattr(error, "strerror", None) or error).rstrip("."))
 
 
-_PATH = "/%:@!$&'()*+,;=~"  # left as they are: the path is encoded already, but for what no URL may hold
-_QUERY = _PATH + "?[]"
-
-
-def shown(url: str) -> str:
-    """A URL without credentials, query and fragment."""
-    base = url.partition("?")[0].partition("#")[0]
-    scheme, mark, rest = base.partition("://")
-    authority, slash, path = rest.partition("/")
-    return f"{scheme}{mark}{authority.rpartition('@')[2]}{slash}{path}"
+def _describe(connection: HttpConnection, name: str) -> ObjectInfo:
+    patience = Patience()
+    while True:
+        try:
+            return connection.describe(name)
+        except SourceUnavailable as error:
+            patience.failed(error)
 
 
 def _headers(location: Location, asked: Asked) -> list[tuple[str, str]]:
@@ -297,16 +291,3 @@ def _headers(location: Location, asked: Asked) -> list[tuple[str, str]]:
     if is_strong(asked.version):
         headers.append(("If-Match", asked.version))
     return [*headers, *location.headers.items()]
-
-
-def _redirected(location: Location, text: str) -> Location:
-    try:
-        url = urljoin(location.url, quote(text, safe=_QUERY + "#"))
-        came, goes = Origin.of(location.url), Origin.of(url)
-    except ValueError:
-        raise SourceError(f"{location.shown} is redirected to what is no http(s) URL.") from None
-    if came.scheme == "https" and goes.scheme == "http":
-        raise SourceError(
-            f"{location.shown} is redirected to {goes}, away from TLS.", remedy="Have it redirect to https."
-        )
-    return Location(url, location.headers if goes == came else {})
