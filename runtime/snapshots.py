@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import click
 
 from . import display, options
-
-if TYPE_CHECKING:
-    from ..snapshot.manifest import Manifest
+from .contents import Place, contents, open_place, put_manifest, rate, read_manifest_of, summary
+from .moves import COMMANDS as MOVES
 
 LARGEST = 10
 
 weights = click.argument("path", type=click.Path(exists=True, path_type=Path))
+place = click.argument("path", metavar="PATH_OR_URL", type=Place())
 
 
 @click.group()
 def snapshot() -> None:
-    """Weights: make, look at and verify snapshots.
+    """Weights: make, look at, verify, move and convert snapshots.
 
     A snapshot is a manifest (pilotlight.manifest.json) beside ordinary safetensors files, which stay as they are.
 
@@ -32,58 +30,77 @@ def snapshot() -> None:
 
 
 @snapshot.command()
-@weights
+@place
 @click.option(
     "--chunk-mib", type=click.IntRange(1, 1024), default=8, show_default=True, help="Unit of verifying."
 )
+@click.option(
+    "--output", "-o", type=click.Path(path_type=Path), help="Write the manifest to this file instead."
+)
 @options.as_json
-def create(path: Path, chunk_mib: int, as_json: bool) -> None:
-    """Write the manifest of PATH: a folder with safetensors, or one file.
+def create(path: str | Path, chunk_mib: int, output: Path | None, as_json: bool) -> None:
+    """Write the manifest of PATH_OR_URL: a folder or an s3:// prefix with safetensors, or one file.
 
-    Reads every byte once, for the digests; copies nothing. A manifest that is there is replaced.
+    Reads every byte once, for the digests; copies nothing. To s3:// it uploads the manifest alone. A manifest that
+    is there is replaced.
 
     \b
-    Example:
+    Examples:
       pilotlight snapshot create weights/
+      pilotlight snapshot create s3://bucket/models/llama
     """
     from ..snapshot.create import create as make  # noqa: PLC0415  pydantic takes time to import
     from ..snapshot.manifest import MANIFEST_NAME  # noqa: PLC0415
 
     started_s = time.monotonic()
+    source, file = open_place(path) if isinstance(path, str) else (path, None)
     with display.progress(f"reading {path}") as progress:
-        manifest = make(path, chunk_bytes=chunk_mib << 20, progress=progress)
-    file = (path if path.is_dir() else path.parent) / MANIFEST_NAME
-    manifest.write(file)
+        manifest = make(source, file=file, chunk_bytes=chunk_mib << 20, progress=progress)
+    written: Path | str
+    if output is not None:
+        written = output
+        manifest.write(output)
+    elif isinstance(source, Path):
+        written = (source if source.is_dir() else source.parent) / MANIFEST_NAME
+        manifest.write(written)
+    else:
+        written = f"{source.url}/{MANIFEST_NAME}"
+        put_manifest(source, MANIFEST_NAME, manifest.to_json())
     elapsed_s = time.monotonic() - started_s
     if as_json:
-        return display.print_json({"manifest": str(file), **_summary(manifest), "seconds": elapsed_s})
-    click.echo(f"wrote {file}: {_contents(manifest)}, {_rate(manifest, elapsed_s)}")
+        return display.print_json({"manifest": str(written), **summary(manifest), "seconds": elapsed_s})
+    click.echo(f"wrote {written}: {contents(manifest)}, {rate(manifest.total_bytes, elapsed_s)}")
     return None
 
 
 @snapshot.command()
-@weights
+@place
 @click.option("--tensors", is_flag=True, help="List every tensor, not only the largest.")
 @options.as_json
-def inspect(path: Path, tensors: bool, as_json: bool) -> None:
-    """Show what is in the snapshot at PATH: files, tensors, types, sizes.
+def inspect(path: str | Path, tensors: bool, as_json: bool) -> None:
+    """Show what is in the snapshot at PATH_OR_URL: files, tensors, types, sizes. Reads nothing but the manifest.
 
     \b
-    Example:
+    Examples:
       pilotlight snapshot inspect weights/ --tensors
+      pilotlight snapshot inspect s3://bucket/models/llama
     """
-    manifest = _read(path)
+    manifest = read_manifest_of(path)
     if as_json:
         listed = [tensor.model_dump(mode="json") for tensor in manifest.tensors] if tensors else None
         return display.print_json(
-            {**_summary(manifest), **({"tensors": listed} if listed is not None else {})}
+            {**summary(manifest), **({"tensors": listed} if listed is not None else {})}
         )
-    click.echo(f"{path}: {_contents(manifest)}")
-    click.echo(f"digest {manifest.digest}, chunks of {display.size(manifest.chunk_bytes)}\n")
-    shards = [
+    click.echo(f"{path}: {contents(manifest)}")
+    touched = "recorded" if manifest.first_touch else "not recorded"
+    click.echo(
+        f"digest {manifest.digest}, chunks of {display.size(manifest.chunk_bytes)}, order of first touch {touched}\n"
+    )
+    files = [
         (shard.name, display.size(shard.size_bytes), str(len(shard.chunks))) for shard in manifest.shards
     ]
-    display.print_table(("file", "size", "chunks"), shards)
+    files += [(asset.name, display.size(asset.size_bytes), "-") for asset in manifest.assets]
+    display.print_table(("file", "size", "chunks"), files)
     click.echo()
     shown = sorted(manifest.tensors, key=lambda tensor: -tensor.size_bytes)
     shown = list(manifest.tensors) if tensors else shown[:LARGEST]
@@ -107,49 +124,16 @@ def verify(path: Path, as_json: bool) -> None:
     """
     from ..snapshot.verify import verify as check  # noqa: PLC0415  see create
 
-    manifest = _read(path)
+    manifest = read_manifest_of(path)
     started_s = time.monotonic()
     with display.progress(f"verifying {path}") as progress:
         check(path if path.is_dir() else path.parent, manifest, progress)
     elapsed_s = time.monotonic() - started_s
     if as_json:
-        return display.print_json({"verified": True, **_summary(manifest), "seconds": elapsed_s})
-    click.echo(f"{path} is intact: {_contents(manifest)}, {_rate(manifest, elapsed_s)}")
+        return display.print_json({"verified": True, **summary(manifest), "seconds": elapsed_s})
+    click.echo(f"{path} is intact: {contents(manifest)}, {rate(manifest.total_bytes, elapsed_s)}")
     return None
 
 
-def _read(path: Path) -> Manifest:
-    """The manifest that describes `path`: a folder, its manifest, or a weights file beside it."""
-    from ..errors import ManifestError  # noqa: PLC0415
-    from ..snapshot.manifest import MANIFEST_NAME, Manifest  # noqa: PLC0415  see create
-
-    file = path if path.suffix == ".json" else (path if path.is_dir() else path.parent) / MANIFEST_NAME
-    if not file.is_file():
-        raise ManifestError(
-            f"{path} has no manifest ({file.name}).", remedy=f"Make one: pilotlight snapshot create {path}"
-        )
-    return Manifest.read(file)
-
-
-def _summary(manifest: Manifest) -> dict[str, Any]:
-    types = Counter(tensor.dtype for tensor in manifest.tensors)
-    return {
-        "digest": manifest.digest,
-        "bytes": manifest.total_bytes,
-        "chunk_bytes": manifest.chunk_bytes,
-        "shards": [{"name": shard.name, "bytes": shard.size_bytes} for shard in manifest.shards],
-        "tensor_count": len(manifest.tensors),
-        "dtypes": dict(types),
-        "aliases": dict(manifest.aliases),
-    }
-
-
-def _contents(manifest: Manifest) -> str:
-    types = Counter(tensor.dtype for tensor in manifest.tensors)
-    kinds = ", ".join(f"{count} {dtype}" for dtype, count in types.most_common())
-    files = "1 file" if len(manifest.shards) == 1 else f"{len(manifest.shards)} files"
-    return f"{display.size(manifest.total_bytes)} in {files}, {len(manifest.tensors)} tensors ({kinds})"
-
-
-def _rate(manifest: Manifest, elapsed_s: float) -> str:
-    return f"{elapsed_s:.2f} s, {display.size(manifest.total_bytes / max(elapsed_s, 1e-6))}/s"
+for command in MOVES:
+    snapshot.add_command(command)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..errors import ManifestError
 from .folder import FolderSource
-from .manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
 from .source import Source
+
+if TYPE_CHECKING:
+    from .manifest import Manifest
 
 
 def is_remote(url: str) -> bool:
@@ -30,6 +33,9 @@ def open_source(url: str) -> Source:
 
 def read_manifest(source: Source) -> Manifest:
     """The manifest that lies beside a source's shards; SourceMissing if there is none, ManifestError if it is wrong."""
+    # For a URL alone, as the command line has, pydantic is not loaded.
+    from .manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest  # noqa: PLC0415
+
     size_bytes = source.size(MANIFEST_NAME)
     if size_bytes > MAX_MANIFEST_BYTES:
         raise ManifestError(

@@ -59,12 +59,13 @@ FLOORS = """
 
 7   runtime.display runtime.main
 7   runtime.client runtime.doctor runtime.scaffold
-7   runtime.options runtime.trial
+7   runtime.contents runtime.options runtime.trial
+7   runtime.moves
 7   runtime.remote runtime.snapshots
 7   runtime.cli
 """
 # The command line's own: they write to the terminal.
-SPEAKING = {"runtime.cli", "runtime.display", "runtime.remote", "runtime.snapshots"}
+SPEAKING = {"runtime.cli", "runtime.display", "runtime.moves", "runtime.remote", "runtime.snapshots"}
 # What must not be loaded by those who never use it.
 HEAVY = {"aiohttp", "boto3", "httpx", "numpy", "pydantic", "safetensors", "torch", "transformers", "uvloop"}
 
@@ -380,7 +381,7 @@ def test_tests_mirror_the_sources() -> None:
 
 
 # Tests of several files at once, by what they show.
-TOGETHER = {"templates"}
+TOGETHER = {"corruptions", "format", "hostile", "templates"}
 
 
 def test_this_table_would_notice() -> None:

@@ -1,0 +1,69 @@
+"""docs/snapshot-format.md and the code say the same: limits, fields, types, the example and its digest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+from pilotlight.snapshot import header, manifest, source
+from pilotlight.snapshot.dtype import DTYPES
+from pilotlight.snapshot.manifest import Asset, Manifest, Shard, TensorEntry
+
+PAGE = (Path(__file__).parents[2] / "docs" / "snapshot-format.md").read_text()
+
+
+def rows(heading: str) -> list[list[str]]:
+    """The cells of the first table after a line that starts so; without its head."""
+    table = re.search(rf"^{re.escape(heading)}.*?\n(\|.*?)\n\n", PAGE, re.MULTILINE | re.DOTALL)
+    assert table, heading
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[1].splitlines()[2:]]
+
+
+def test_every_limit_is_the_codes() -> None:
+    said = {name.strip("`"): int(value.replace(",", "")) for name, value, _ in rows("### Limits")}
+    found = {}
+    for module in (source, header, manifest):
+        found |= {
+            name: value for name, value in vars(module).items() if re.match(r"(MAX|MIN|DEFAULT)_", name)
+        }
+    assert said == found
+
+
+def test_every_type_is_the_codes() -> None:
+    said = {
+        name.strip("` "): int(size)
+        for names, size in rows("## The safetensors subset")
+        for name in names.split(",")
+    }
+    assert said == {name: dtype.itemsize_bytes for name, dtype in DTYPES.items()}
+
+
+@pytest.mark.parametrize(
+    ("heading", "model"), [("## The manifest", Manifest), ("A shard:", Shard), ("A tensor:", TensorEntry)]
+)
+def test_every_field_is_the_codes(heading: str, model: type[Manifest | Shard | TensorEntry]) -> None:
+    said = rows(heading)
+    assert [row[0].strip("`") for row in said] == list(model.model_fields)
+    if len(said[0]) == 4:
+        required = [row[0].strip("`") for row in said if row[2] == "yes"]
+        assert required == [name for name, field in model.model_fields.items() if field.is_required()]
+    else:
+        assert all(field.is_required() for field in model.model_fields.values())
+
+
+def test_an_assets_fields_are_the_codes() -> None:
+    line = next(line for line in PAGE.splitlines() if line.startswith("An asset:"))
+    assert re.findall(r"`(\w+)`", line) == list(Asset.model_fields)
+
+
+def test_the_example_is_one_and_its_digest_is_made_as_the_page_says() -> None:
+    example = re.search(r"digest is `(\w+)`:\n\n```json\n(.*?)```", PAGE, re.DOTALL)
+    assert example
+    assert Manifest.parse(example[2].encode()).digest == example[1]
+    document = json.loads(example[2])
+    plain = {name: value for name, value in document.items() if name not in ("provenance", "first_touch")}
+    canonical = json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    assert hashlib.sha256(canonical).hexdigest() == example[1]
