@@ -60,7 +60,7 @@ class Memory:
 
     def __init__(self, size_bytes: int, kept: bool, huge: bool = False) -> None:
         self._size = size_bytes
-        self._kept = kept
+        self.kept = kept
         self._huge = huge
         self._mapped: mmap.mmap | None = None
         if kept:
@@ -73,9 +73,8 @@ class Memory:
         return memoryview(self._mapped)
 
     def clear(self) -> None:
-        if not self._kept and self._mapped is not None:
-            self._mapped.close()
-            self._mapped = None
+        if not self.kept:
+            self._mapped = None  # unmapped with the last view of it, which a library's thread may hold a while yet
 
     def _map(self) -> mmap.mmap:
         mapped = mmap.mmap(-1, self._size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
