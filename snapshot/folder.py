@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
 from pathlib import Path
 
 from ..errors import SnapshotChanged, SourceMissing, SourceUnavailable
@@ -100,12 +101,16 @@ class FolderConnection:
         self._name = ""
         self._descriptor = -1
         self._at = self._end = 0
+        self._owner = threading.get_ident()
+        self._broken_off = False
 
-    def begin(self, name: str, begin: int, end: int, version: str = "") -> None:
+    def begin(self, name: str, begin: int, end: int, version: str = "") -> ObjectInfo:
+        self._owner, self._broken_off = threading.get_ident(), False
         if name != self._name or self._descriptor < 0:
             self.close()
             self._descriptor, self._name = self._source.open(name), name
-        if version and _info(self._descriptor).version != version:
+        info = _info(self._descriptor)
+        if version and info.version != version:
             self.close()
             raise SnapshotChanged(
                 f"{name} in {self._source.url} was replaced or written to while it was read.",
@@ -113,8 +118,11 @@ class FolderConnection:
                 details={"object": name},
             )
         self._at, self._end = begin, end
+        return info
 
     def read_into(self, view: memoryview) -> int:
+        if self._broken_off:
+            raise SourceUnavailable(f"Reading {self._name} was broken off.")
         wanted = min(len(view), self._end - self._at)
         if wanted == 0:
             return 0
@@ -128,6 +136,10 @@ class FolderConnection:
         return count
 
     def close(self) -> None:
+        if threading.get_ident() != self._owner:
+            # Not the descriptor: a read in progress would go on with whatever gets its number next.
+            self._broken_off = True
+            return
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)

@@ -25,8 +25,10 @@ class ObjectInfo:
 class Connection(Protocol):
     """One stream of ranges. Used by one thread; `close` alone may be called from another."""
 
-    def begin(self, name: str, begin: int, end: int, version: str = "") -> None:
+    def begin(self, name: str, begin: int, end: int, version: str = "") -> ObjectInfo:
         """Ask for bytes [begin, end) of object `name`, 0 <= begin < end <= size; waits until they start to come.
+
+        Returns what the answer says of the object.
 
         With a `version`, only that one will do: SnapshotChanged if the object is another by now. SourceMissing,
         SourceDenied, and SourceUnavailable for what may pass when tried again. A range that was begun before and not

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..errors import SnapshotCorrupt, SnapshotError
+from ..errors import SnapshotError
 from .chunk import Progress, chunk_digests
+from .damage import chunk_tensors, corrupt_chunk, holding, shard_fault
 from .folder import FolderSource
-from .manifest import Manifest, Shard
+from .manifest import Manifest
 from .source import Source
-
-_REMEDY = "Fetch the file again."
 
 
 def verify(root: Path, manifest: Manifest, progress: Progress | None = None) -> None:
@@ -25,24 +24,10 @@ def verify(root: Path, manifest: Manifest, progress: Progress | None = None) -> 
     for index, shard in enumerate(manifest.shards):
         for chunk, (digest, count) in enumerate(chunk_digests(source, shard.name, shard.size_bytes, buffer)):
             if digest != shard.chunks[chunk]:
-                raise _corrupt(manifest, index, chunk)
+                raise corrupt_chunk(manifest, index, chunk)
             done_bytes += count
             if progress is not None:
                 progress(done_bytes, manifest.total_bytes)
-
-
-def chunk_tensors(manifest: Manifest, shard: int, chunk: int) -> list[str]:
-    """The tensors that have bytes in a chunk, in the order in which they lie."""
-    begin_bytes = chunk * manifest.chunk_bytes
-    end_bytes = begin_bytes + manifest.chunk_bytes
-    hit = [
-        (tensor.offset_bytes, tensor.name)
-        for tensor in manifest.tensors
-        if tensor.shard == shard
-        and tensor.offset_bytes < end_bytes
-        and tensor.offset_bytes + tensor.size_bytes > begin_bytes
-    ]
-    return [name for _, name in sorted(hit)]
 
 
 def _check_size(source: Source, manifest: Manifest, index: int) -> None:
@@ -50,31 +35,11 @@ def _check_size(source: Source, manifest: Manifest, index: int) -> None:
     try:
         size_bytes = source.size(shard.name)
     except SnapshotError as error:
-        raise _fault(shard, error.message, []) from error
+        raise shard_fault(shard, error.message, []) from error
     if size_bytes < shard.size_bytes:
         chunk = size_bytes // manifest.chunk_bytes
         names = chunk_tensors(manifest, index, chunk)
         what = f"it has {size_bytes} of {shard.size_bytes} bytes: truncated in chunk {chunk}"
-        raise _fault(shard, f"{what}, which {_holding(names)}", names, chunk)
+        raise shard_fault(shard, f"{what}, which {holding(names)}", names, chunk)
     if size_bytes > shard.size_bytes:
-        raise _fault(shard, f"it has {size_bytes} bytes, {shard.size_bytes} expected", [])
-
-
-def _corrupt(manifest: Manifest, index: int, chunk: int) -> SnapshotCorrupt:
-    shard = manifest.shards[index]
-    names = chunk_tensors(manifest, index, chunk)
-    begin_bytes = chunk * manifest.chunk_bytes
-    what = f"chunk {chunk} of {len(shard.chunks)} (from byte {begin_bytes}), which {_holding(names)}, differs"
-    return _fault(shard, what, names, chunk)
-
-
-def _fault(shard: Shard, what: str, names: list[str], chunk: int | None = None) -> SnapshotCorrupt:
-    details = {"shard": shard.name, "chunk": chunk, "tensors": names[:100]}
-    return SnapshotCorrupt(f"Shard {shard.name}: {what.rstrip('.')}.", remedy=_REMEDY, details=details)
-
-
-def _holding(names: list[str]) -> str:
-    if not names:
-        return "holds the header only"
-    shown = ", ".join(name[:120] for name in names[:3])
-    return f"holds {shown}" if len(names) <= 3 else f"holds {shown} and {len(names) - 3} more tensors"
+        raise shard_fault(shard, f"it has {size_bytes} bytes, {shard.size_bytes} expected", [])

@@ -26,9 +26,11 @@ FLOORS = """
 0   snapshot.chunk snapshot.folder snapshot.header snapshot.ranged
 0   snapshot.http snapshot.manifest
 0   snapshot.s3
-0   snapshot.arrival snapshot.locate
+0   snapshot.arrival snapshot.damage snapshot.locate snapshot.pace snapshot.ranges snapshot.target
 0   snapshot.create snapshot.pin snapshot.plan snapshot.verify
-0   snapshot.mapping
+0   snapshot.landing snapshot.learned snapshot.mapping
+0   snapshot.fetch snapshot.touch
+0   snapshot.gate snapshot.record
 0   snapshot.restore
 0   snapshot.attached
 
