@@ -1,0 +1,127 @@
+"""Our own engine as a contestant: fetch from the server into files on tmpfs, fresh each turn or recycled."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import ssl
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import checkpoint
+from nginx import Nginx
+from raw_floor import file_digest
+
+from pilotlight.snapshot.arrival import Arrival
+from pilotlight.snapshot.fetch import fetch
+from pilotlight.snapshot.http import HttpSource
+from pilotlight.snapshot.manifest import Manifest
+from pilotlight.snapshot.source import Source
+from pilotlight.snapshot.target import Target
+
+TMPFS = Path("/dev/shm")
+
+
+class Files:
+    """A manifest's shards as files to fetch into. Recycled: every page was used and stays mapped in this process."""
+
+    def __init__(self, manifest: Manifest, parent: Path, recycled: bool = False) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="pilotlight-bench-", dir=parent)
+        self.folder = Path(self._folder.name)
+        self.targets = [self._target(shard.name, shard.size_bytes, recycled) for shard in manifest.shards]
+
+    def _target(self, name: str, size_bytes: int, recycled: bool) -> Target:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        os.ftruncate(descriptor, size_bytes)
+        if not recycled:
+            return Target(name, descriptor)
+        view = memoryview(mmap.mmap(descriptor, size_bytes, mmap.MAP_SHARED))
+        for offset in range(0, size_bytes, mmap.PAGESIZE):
+            view[offset] = 1
+        return Target(name, descriptor, view)
+
+    def close(self) -> None:
+        for target in self.targets:
+            os.close(target.descriptor)
+        self.targets = []
+        self._folder.cleanup()
+
+
+class Ours:
+    """A lane's contestant. `run` is told whether to verify, and whether to go on to tensors."""
+
+    def __init__(
+        self, url: str, manifest: str, digest: str, recycled: bool = False, disk: bool = False, authority: str = ""
+    ) -> None:
+        self._context = ssl.create_default_context(cafile=authority) if authority else None
+        self._url, self._digest = url, digest
+        self._path, self._manifest = Path(manifest), Manifest.read(Path(manifest))
+        # /tmp may be a tmpfs; the build folder is where the checkout is, on a disk.
+        self._parent = checkpoint.DATA if disk else TMPFS
+        self._kept = Files(self._manifest, TMPFS, recycled=True) if recycled else None
+        self._files = self._kept
+        self.tensors: dict[str, Any] = {}
+        if not recycled:
+            import torch  # noqa: F401, PLC0415
+
+    def run(self, verify: bool = True, tensors: bool = False, learned: str | None = None) -> dict[str, Any]:
+        manifest = Manifest.read(self._path) if tensors else self._manifest
+        if self._kept is None:
+            self._files = Files(manifest, self._parent)
+        assert self._files is not None
+        stats = fetch(
+            manifest,
+            source_of(self._url, self._context),
+            self._files.targets,
+            Arrival(manifest),
+            verify=verify,
+            learned=Path(learned) if learned else None,
+        )
+        if tensors:
+            self.tensors = all_tensors(self._files.folder, manifest)
+        return {"connections": stats.connections, "retries": stats.retries, "stalls": stats.stalls}
+
+    def check(self) -> None:
+        assert self._files is not None
+        names = [shard.name for shard in self._manifest.shards]
+        if [file_digest(self._files.folder / name) for name in names] != [self._digest]:
+            raise RuntimeError("the bytes are not the file's")
+
+    def clear(self) -> None:
+        self.tensors = {}
+        if self._kept is None and self._files is not None:
+            self._files.close()
+
+
+def source_of(url: str, context: ssl.SSLContext | None = None) -> Source:
+    """The objects below `url`."""
+    return HttpSource(url, ssl_context=context)
+
+
+def all_tensors(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    """Every tensor as a view of the mapped files, as a loader would give them."""
+    from pilotlight.snapshot.mapping import Mapping  # noqa: PLC0415
+    from pilotlight.snapshot.plan import _TORCH_DTYPES  # noqa: PLC0415
+
+    mapping = Mapping(folder, manifest)
+    found = {}
+    for entry in manifest.tensors:
+        dtype = _TORCH_DTYPES[entry.dtype]
+        begin = entry.offset_bytes // dtype.itemsize
+        flat = mapping.flat(entry.shard, dtype)[begin : begin + entry.size_bytes // dtype.itemsize]
+        found[entry.name] = flat.view(entry.shape)
+    return found
+
+
+def given(server: Nginx, data: checkpoint.Checkpoint, digest: str, tls: bool = False) -> dict[str, Any]:
+    """What the lane is told."""
+    base = server.tls_url if tls else server.url
+    return {
+        "url": f"{base}/{checkpoint.BUCKET}/{data.shape.name}",
+        "manifest": str(data.folder / checkpoint.MANIFEST),
+        "digest": digest,
+        "authority": str(server.authority) if tls else "",
+    }
