@@ -70,6 +70,7 @@ class Shape:
 
 FULL = Shape("llama-1.1gb", hidden=2048, intermediate=5376, layers=10)
 QUICK = Shape("llama-100mb", hidden=512, intermediate=1408, layers=6)
+TOY = Shape("toy-24-layers", hidden=512, intermediate=1408, layers=24, vocabulary=8000)
 GIANT = Shape("llama-6gb", hidden=4096, intermediate=14_336, layers=13)
 
 
@@ -122,6 +123,16 @@ def checkpoint(shape: Shape) -> Checkpoint:
     return found
 
 
+def snapshot(shape: Shape, bucket: Path, *, sparse: bool = False) -> Checkpoint:
+    """The safetensors and the manifest alone, in this bucket; made if they are not there yet."""
+    made = Checkpoint(shape, bucket / shape.name)
+    if not (made.folder / MANIFEST).exists():
+        made.folder.mkdir(parents=True, exist_ok=True)
+        write(made.path, shape, sparse=sparse)
+        _describe(made)
+    return made
+
+
 def write(path: Path, shape: Shape, *, sparse: bool = False) -> None:
     """The safetensors file: random bits, or (sparse) a hole with a few bytes at the head of every tensor."""
     header: dict[str, Any] = {}
@@ -153,16 +164,16 @@ def _noise(generator: np.random.Generator, size: int) -> bytes:
     return (generator.integers(0, 1 << 16, size // 2, dtype=np.uint16) & _FINITE).tobytes()
 
 
-def _make(shape: Shape) -> None:
+def _describe(made: Checkpoint) -> None:
     from pilotlight.snapshot.create import create  # noqa: PLC0415
 
-    made = Checkpoint(shape, DATA / BUCKET / shape.name)
-    made.folder.mkdir(parents=True, exist_ok=True)
-    write(made.path, shape)
     manifest = create(made.folder)
-    first_touch = tuple(name for name, _ in shape.tensors())
-    manifest = manifest.build(**{**dict(manifest), "first_touch": first_touch})
-    manifest.write(made.folder / MANIFEST)
+    first_touch = tuple(name for name, _ in made.shape.tensors())
+    manifest.build(**{**dict(manifest), "first_touch": first_touch}).write(made.folder / MANIFEST)
+
+
+def _make(shape: Shape) -> None:
+    made = snapshot(shape, DATA / BUCKET)
     _convert(made)
     digests = {}
     with made.path.open("rb") as file:
