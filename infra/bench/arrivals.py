@@ -25,7 +25,7 @@ from pilotlight.snapshot.manifest import Manifest
 from pilotlight.snapshot.source import Connection, ObjectInfo, Source
 
 LIMIT_BYTES_S = 200e6
-TOKENS = 192
+TOKENS = 384
 _SMALL = "model.layers.0.input_layernorm.weight"
 _LARGE = "model.embed_tokens.weight"
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import ssl
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import checkpoint
 from nginx import Nginx
 from raw_floor import file_digest
 
+from pilotlight.errors import Cancelled
 from pilotlight.snapshot.arrival import Arrival
 from pilotlight.snapshot.fetch import fetch
 from pilotlight.snapshot.http import HttpSource
@@ -67,19 +70,41 @@ class Ours:
         if not recycled:
             import torch  # noqa: F401, PLC0415
 
-    def run(self, verify: bool = True, tensors: bool = False, learned: str | None = None) -> dict[str, Any]:
+    def run(
+        self,
+        verify: bool = True,
+        tensors: bool = False,
+        learned: str | None = None,
+        connections: int | None = None,
+        part_bytes: int | None = None,
+        limit_s: float | None = None,
+    ) -> dict[str, Any]:
+        """`limit_s`: give up then, and say that it took for ever."""
         manifest = Manifest.read(self._path) if tensors else self._manifest
         if self._kept is None:
             self._files = Files(manifest, self._parent)
         assert self._files is not None
-        stats = fetch(
-            manifest,
-            source_of(self._url, self._context),
-            self._files.targets,
-            Arrival(manifest),
-            verify=verify,
-            learned=Path(learned) if learned else None,
-        )
+        cancelled = threading.Event()
+        timer = threading.Timer(limit_s, cancelled.set) if limit_s is not None else None
+        if timer is not None:
+            timer.start()
+        try:
+            stats = fetch(
+                manifest,
+                source_of(self._url, self._context),
+                self._files.targets,
+                Arrival(manifest),
+                connections=connections,
+                part_bytes=part_bytes,
+                verify=verify,
+                cancelled=cancelled,
+                learned=Path(learned) if learned else None,
+            )
+        except Cancelled:
+            return {"seconds": math.inf}
+        finally:
+            if timer is not None:
+                timer.cancel()
         if tensors:
             self.tensors = all_tensors(self._files.folder, manifest)
         return {"connections": stats.connections, "retries": stats.retries, "stalls": stats.stalls}
@@ -114,6 +139,15 @@ def all_tensors(folder: Path, manifest: Manifest) -> dict[str, Any]:
         flat = mapping.flat(entry.shard, dtype)[begin : begin + entry.size_bytes // dtype.itemsize]
         found[entry.name] = flat.view(entry.shape)
     return found
+
+
+def given_at(url: str, data: checkpoint.Checkpoint, digest: str = "") -> dict[str, Any]:
+    """What the lane is told of a server whose root is the bucket."""
+    return {
+        "url": f"{url}/{data.shape.name}",
+        "manifest": str(data.folder / checkpoint.MANIFEST),
+        "digest": digest,
+    }
 
 
 def given(server: Nginx, data: checkpoint.Checkpoint, digest: str, tls: bool = False) -> dict[str, Any]:
