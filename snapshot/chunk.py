@@ -25,3 +25,16 @@ def chunk_digests(
         yield xxhash.xxh3_128_hexdigest(buffer[:count]), count
         if count < wanted_bytes:
             return
+
+
+def file_digest(source: Source, name: str, size_bytes: int, buffer: memoryview) -> tuple[str, int]:
+    """The digest and the length of the whole file `name`, read through `buffer`; of at most `size_bytes` of it."""
+    state, done_bytes = xxhash.xxh3_128(), 0
+    while done_bytes < size_bytes:
+        view = buffer[: size_bytes - done_bytes]
+        count = source.read_into(name, done_bytes, view)
+        state.update(view[:count])
+        done_bytes += count
+        if count < len(view):
+            break
+    return state.hexdigest(), done_bytes

@@ -1,59 +1,72 @@
-"""Making a manifest: safetensors files stay what they are, and are read once, header and digests."""
+"""Making a manifest: safetensors files stay what they are and where they are, and are read once, header and digests."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+
+import xxhash
 
 from .._version import __version__
-from ..errors import HeaderError, ManifestError, SnapshotError
-from .chunk import Progress, chunk_digests
+from ..errors import HeaderError, ManifestError, SnapshotChanged, SnapshotError
+from .chunk import Progress, file_digest
 from .folder import FolderSource
-from .header import MAX_HEADER_BYTES, Header, read_header
+from .header import Header, read_header
+from .layout import SUFFIX, Layout, lay_out
 from .manifest import (
     DEFAULT_CHUNK_BYTES,
+    MAX_ASSET_BYTES,
     MAX_CHUNK_BYTES,
     MIN_CHUNK_BYTES,
+    Asset,
     Manifest,
     Provenance,
     Shard,
     TensorEntry,
 )
-from .source import Source, name_fault
+from .readers import in_order
+from .source import ObjectInfo, Source
 
-SUFFIX = ".safetensors"
-INDEX_SUFFIX = ".safetensors.index.json"
-
-_FOREIGN = {".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".tensors"}
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """Which files make the snapshot, and where the index, if any, says the tensors are."""
-
-    shards: tuple[str, ...]
-    places: dict[str, str]
-    index: str = ""
+# Over a network one stream seldom fills the link; every one costs a chunk of memory.
+REMOTE_READERS = 4
+ASSET_BUFFER_BYTES = 1 << 20
 
 
 def create(
-    folder: Path, *, chunk_bytes: int = DEFAULT_CHUNK_BYTES, progress: Progress | None = None
+    where: Path | Source,
+    *,
+    file: str | None = None,
+    files: Sequence[str] | None = None,
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    progress: Progress | None = None,
 ) -> Manifest:
-    """Describe the safetensors in `folder` (or the one file it is); writes nothing.
+    """Describe the safetensors in a folder (or the one file it is) or in a source; writes nothing, copies nothing.
 
-    The folder holds one `*.safetensors`, or several and the `*.safetensors.index.json` that lists them.
+    There is one `*.safetensors` at the top, or several and the `*.safetensors.index.json` that lists them; or `file`
+    says which is meant. `files` are all there is, for a source that cannot be listed. Progress is of the shards.
+    Raises SnapshotError if it cannot tell what is meant, HeaderError, SourceError, SnapshotChanged.
     """
     if not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
         raise ManifestError(
             f"chunk_bytes is {chunk_bytes}.", remedy=f"Take {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES} bytes."
         )
-    root, layout = _layout(folder)
-    source = FolderSource(root)
+    origin = str(where) if isinstance(where, Path) else where.url
+    source, file = _open(where, file)
+    layout = lay_out(source, _names(source, files, file), file)
+    readers = 1 if isinstance(source, FolderSource) else REMOTE_READERS
+    infos = {name: source.stat(name) for name in layout.shards}
     headers = {name: read_header(source, name) for name in layout.shards}
     _check_index(layout, headers)
-    shards = _shards(source, headers, chunk_bytes, progress)
+    shards = _shards(source, headers, chunk_bytes, readers, progress)
+    assets = in_order((_asset_job(source, name) for name in layout.assets), readers, ASSET_BUFFER_BYTES)
+    found = [asset for asset in assets if asset is not None]
+    _check_unchanged(source, infos)
+    return _manifest(headers, shards, found, chunk_bytes, origin)
+
+
+def _manifest(
+    headers: dict[str, Header], shards: tuple[Shard, ...], assets: list[Asset], chunk_bytes: int, origin: str
+) -> Manifest:
     tensors = tuple(
         _entry(header, index, position)
         for index, header in enumerate(headers.values())
@@ -64,68 +77,37 @@ def create(
         shards=shards,
         tensors=tensors,
         aliases=_aliases(headers, {tensor.name for tensor in tensors}),
-        provenance=Provenance(created_by=f"pilotlight {__version__}", source=str(folder)[:4096]),
+        assets=tuple(assets),
+        provenance=Provenance(created_by=f"pilotlight {__version__}", source=origin[:4096]),
     )
 
 
-def _layout(folder: Path) -> tuple[Path, _Layout]:
-    if folder.is_file():
-        return folder.parent, _Layout((folder.name,), {})
-    if not folder.is_dir():
-        raise SnapshotError(f"{folder} is neither a folder nor a file.", remedy="Check the path.")
-    names = sorted(path.name for path in folder.iterdir())
-    indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
-    files = [name for name in names if name.endswith(SUFFIX)]
-    if len(indexes) > 1:
-        raise _ambiguous(folder, indexes)
-    if indexes:
-        return folder, _indexed(folder, indexes[0], files)
-    if len(files) > 1:
-        raise _ambiguous(folder, files)
-    if not files:
-        raise _nothing(folder, names)
-    return folder, _Layout((files[0],), {})
+def _open(where: Path | Source, file: str | None) -> tuple[Source, str | None]:
+    if not isinstance(where, Path):
+        return where, file
+    if where.is_file():
+        return FolderSource(where.parent), where.name
+    if not where.is_dir():
+        raise SnapshotError(f"{where} is neither a folder nor a file.", remedy="Check the path.")
+    return FolderSource(where), file
 
 
-def _indexed(folder: Path, index: str, files: list[str]) -> _Layout:
-    places = _read_index(folder / index)
-    shards = tuple(sorted(set(places.values())))
-    # Files that the index does not list (consolidated.safetensors, an adapter) belong to somebody else. A
-    # whole model.safetensors beside its own index is another matter: nobody can say which of the two is
-    # meant.
-    whole = index.removesuffix(".index.json")
-    if whole in files and whole not in shards:
-        raise _ambiguous(folder, [whole, index])
-    missing = [name for name in shards if not (folder / name).exists()]
-    if missing:
-        raise SnapshotError(
-            f"{folder / index} lists files that are not there: {_some(missing)}.",
-            remedy="Fetch the missing shards.",
-        )
-    return _Layout(shards, places, index)
+def _names(source: Source, files: Sequence[str] | None, file: str | None) -> list[str]:
+    if files is not None:
+        return list(files)
+    listing = getattr(source, "names", None)
+    if listing is not None:
+        names: list[str] = listing()
+        return names
+    if file is not None:
+        return [file]
+    raise SnapshotError(
+        f"{source.url} cannot be listed.",
+        remedy=f"Name the one {SUFFIX} file in the URL, or all files: those beside the weights too.",
+    )
 
 
-def _read_index(path: Path) -> dict[str, str]:
-    try:
-        with path.open("rb") as stream:
-            text = stream.read(MAX_HEADER_BYTES)
-        index: Any = json.loads(text)  # cut off at the limit, it is no JSON any more
-    except (OSError, ValueError, RecursionError) as error:
-        raise HeaderError(f"{path} is not a readable JSON index.", remedy="Fetch it again.") from error
-    places = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(places, dict) or not places:
-        raise HeaderError(f"{path} holds no weight_map.", remedy="Fetch it again.")
-    for tensor, file in places.items():
-        fault = name_fault(file) if isinstance(file, str) else "it is not text"
-        if fault is not None:
-            raise HeaderError(
-                f"{path} puts tensor {tensor[:80]!r} into {str(file)[:80]!r}, not a file: {fault}.",
-                remedy="Do not use this snapshot unless you know who wrote its index.",
-            )
-    return places
-
-
-def _check_index(layout: _Layout, headers: dict[str, Header]) -> None:
+def _check_index(layout: Layout, headers: dict[str, Header]) -> None:
     # Tensors that the index forgot are taken all the same, as transformers takes them.
     holders: dict[str, str] = {}
     for file, header in headers.items():
@@ -145,34 +127,70 @@ def _check_index(layout: _Layout, headers: dict[str, Header]) -> None:
             )
 
 
+def _check_unchanged(source: Source, infos: dict[str, ObjectInfo]) -> None:
+    for name, info in infos.items():
+        if source.stat(name) != info:
+            raise SnapshotChanged(
+                f"{name} in {source.url} was replaced or written to while it was read.",
+                remedy="Wait until it is written.",
+                details={"object": name},
+            )
+
+
 def _shards(
-    source: Source, headers: dict[str, Header], chunk_bytes: int, progress: Progress | None
+    source: Source, headers: dict[str, Header], chunk_bytes: int, readers: int, progress: Progress | None
 ) -> tuple[Shard, ...]:
     total_bytes = sum(header.file_bytes for header in headers.values())
     # Never larger than the largest file: first touch of fresh memory costs more than reading into it.
     largest_bytes = max(header.file_bytes for header in headers.values())
-    buffer = memoryview(bytearray(min(chunk_bytes, largest_bytes)))
+    jobs = (_chunk_job(source, *piece) for piece in _pieces(headers, chunk_bytes))
+    digests: dict[str, list[str]] = {name: [] for name in headers}
     done_bytes = 0
-    shards = []
-    for name, header in headers.items():
-        digests, read_bytes = [], 0
-        for digest, count in chunk_digests(source, name, header.file_bytes, buffer):
-            digests.append(digest)
-            read_bytes += count
-            if progress is not None:
-                progress(done_bytes + read_bytes, total_bytes)
-        done_bytes += read_bytes
-        if read_bytes != header.file_bytes:
-            raise SnapshotError(f"{name} shrank while it was read.", remedy="Wait until it is written.")
-        shards.append(
-            Shard(
-                name=name,
-                size_bytes=header.file_bytes,
-                data_offset_bytes=header.data_offset_bytes,
-                chunks=tuple(digests),
-            )
+    found = in_order(jobs, readers, min(chunk_bytes, largest_bytes))
+    for (name, _, count), digest in zip(_pieces(headers, chunk_bytes), found, strict=True):
+        digests[name].append(digest)
+        done_bytes += count
+        if progress is not None:
+            progress(done_bytes, total_bytes)
+    return tuple(
+        Shard(
+            name=name,
+            size_bytes=header.file_bytes,
+            data_offset_bytes=header.data_offset_bytes,
+            chunks=tuple(digests[name]),
         )
-    return tuple(shards)
+        for name, header in headers.items()
+    )
+
+
+def _pieces(headers: dict[str, Header], chunk_bytes: int) -> Iterator[tuple[str, int, int]]:
+    """Every chunk's file, begin and length."""
+    for name, header in headers.items():
+        for begin in range(0, header.file_bytes, chunk_bytes):
+            yield name, begin, min(chunk_bytes, header.file_bytes - begin)
+
+
+def _chunk_job(source: Source, name: str, begin: int, length: int) -> Callable[[memoryview], str]:
+    def digest(buffer: memoryview) -> str:
+        if source.read_into(name, begin, buffer[:length]) != length:
+            raise SnapshotError(f"{name} shrank while it was read.", remedy="Wait until it is written.")
+        return xxhash.xxh3_128_hexdigest(buffer[:length])
+
+    return digest
+
+
+def _asset_job(source: Source, name: str) -> Callable[[memoryview], Asset | None]:
+    def describe(buffer: memoryview) -> Asset | None:
+        """None of what is too large to be one."""
+        size_bytes = source.size(name)
+        if size_bytes > MAX_ASSET_BYTES:
+            return None
+        digest, count = file_digest(source, name, size_bytes, buffer)
+        if count != size_bytes:
+            raise SnapshotError(f"{name} shrank while it was read.", remedy="Wait until it is written.")
+        return Asset(name=name, size_bytes=size_bytes, digest=digest)
+
+    return describe
 
 
 def _entry(header: Header, shard: int, position: int) -> TensorEntry:
@@ -195,26 +213,3 @@ def _aliases(headers: dict[str, Header], stored: set[str]) -> dict[str, str]:
         for alias, target in header.metadata.items()
         if target in stored and alias not in stored and alias != "format"
     }
-
-
-def _ambiguous(folder: Path, names: list[str]) -> SnapshotError:
-    return SnapshotError(
-        f"{folder} holds {_some(names)}, and nothing says which of them is meant.",
-        remedy="Give the path of the one file, or put the shards' model.safetensors.index.json beside them.",
-    )
-
-
-def _nothing(folder: Path, names: list[str]) -> SnapshotError:
-    foreign = [name for name in names if Path(name).suffix in _FOREIGN]
-    if foreign:
-        return SnapshotError(
-            f"{folder} holds no safetensors, only {_some(foreign)}.",
-            remedy="Convert with model.save_pretrained(folder) or safetensors.torch.save_file(state, path).",
-        )
-    found = f"only {_some(names)}" if names else "it is empty"
-    return SnapshotError(f"{folder} holds no safetensors: {found}.", remedy="Check the path.")
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(name[:120] for name in names[:5])
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

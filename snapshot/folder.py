@@ -38,10 +38,13 @@ class FolderSource:
         return self.stat(name).size_bytes
 
     def names(self) -> list[str]:
-        """Every regular file below, sorted; hidden ones and what hidden folders hold are left out."""
-        found = (path for path in self._root.rglob("*") if path.is_file())
-        names = (path.relative_to(self._root).as_posix() for path in found)
-        return sorted(name for name in names if not any(part.startswith(".") for part in name.split("/")))
+        """Every regular file below, sorted; hidden ones and what hidden and linked folders hold are left out."""
+        found = []
+        for folder, folders, files in os.walk(self._root):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            paths = (Path(folder, name) for name in files if not name.startswith("."))
+            found += [path.relative_to(self._root).as_posix() for path in paths if path.is_file()]
+        return sorted(found)
 
     def connect(self) -> FolderConnection:
         return FolderConnection(self)

@@ -22,6 +22,9 @@ MAX_TENSORS = 1 << 18
 MAX_RANK = 64  # torch's own
 MAX_TENSOR_NAME_CHARS = 1024
 MAX_FILE_BYTES = 1 << 53
+# What a parser makes of text takes up to 350 bytes for a bracket and 120 for a comma.
+MAX_BRACKETS = 1 << 20
+MAX_COMMAS = 1 << 22
 
 _METADATA = "__metadata__"
 _FIELDS = {"dtype", "shape", "data_offsets"}
@@ -88,9 +91,24 @@ def _fill(source: Source, name: str, offset: int, buffer: bytearray) -> None:
         _refuse(name, f"it ends at byte {offset + count}, inside its header")
 
 
+def bulk_fault(text: bytes) -> str | None:
+    """Why JSON would take far more memory to parse than any honest one does, in words; None if it would not.
+
+    Counts characters, those within strings too: 1 ms a megabyte, before a parser sees anything.
+    """
+    brackets = text.count(b"[") + text.count(b"{")
+    if brackets > MAX_BRACKETS:
+        return f"it holds {brackets} opening brackets, over the limit of {MAX_BRACKETS}"
+    commas = text.count(b",")
+    return f"it holds {commas} commas, over the limit of {MAX_COMMAS}" if commas > MAX_COMMAS else None
+
+
 def _entries(text: bytes, file: str) -> dict[str, Any]:
     if not text.startswith(b"{"):
         _refuse(file, "its header does not start with '{'")
+    fault = bulk_fault(text)
+    if fault is not None:
+        _refuse(file, f"its header is no tensor file's: {fault}")
     try:
         # Decoded here: json.loads on bytes would guess UTF-16 and UTF-32 as well.
         entries = json.loads(

@@ -21,17 +21,30 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, Val
 
 from ..errors import ManifestError
 from .dtype import DTYPES
-from .header import MAX_FILE_BYTES, MAX_RANK, MAX_TENSOR_NAME_CHARS, MAX_TENSORS, name_is_sound
+from .header import (
+    MAX_FILE_BYTES,
+    MAX_RANK,
+    MAX_TENSOR_NAME_CHARS,
+    MAX_TENSORS,
+    bulk_fault,
+    name_is_sound,
+)
 from .source import name_fault
 
 MANIFEST_NAME = "pilotlight.manifest.json"
-MAX_MANIFEST_BYTES = 256 << 20
+MAX_MANIFEST_BYTES = 128 << 20
 MAX_SHARDS = 1 << 14
-MAX_CHUNKS = 1 << 22
+MAX_CHUNKS = 1 << 20
 MIN_CHUNK_BYTES = 4 << 10
 MAX_CHUNK_BYTES = 1 << 30
 DEFAULT_CHUNK_BYTES = 8 << 20
+MAX_ASSETS = 1024
+MAX_ASSET_BYTES = 64 << 20
+MAX_ASSETS_BYTES = 512 << 20
+MAX_ASSET_DEPTH = 4  # folders around an asset
 
+# Only hostile input has more: lists end at their first fault.
+_FAULTS_LISTED = 100
 _REMEDY = "Make the manifest anew with snapshot.create."
 
 
@@ -39,6 +52,15 @@ def _plain(name: str) -> str:
     fault = name_fault(name)
     if fault is not None:
         raise ValueError(f"not a file inside the snapshot: {fault}")
+    return name
+
+
+def _small(name: str) -> str:
+    # A reader keeps its own notes in hidden files.
+    if any(part.startswith(".") for part in name.split("/")):
+        raise ValueError("an asset is not hidden")
+    if name.count("/") > MAX_ASSET_DEPTH:
+        raise ValueError(f"an asset lies at most {MAX_ASSET_DEPTH} folders deep")
     return name
 
 
@@ -85,6 +107,14 @@ class TensorEntry(_Frozen):
     size_bytes: Bytes
 
 
+class Asset(_Frozen):
+    """A small file beside the weights that a handler needs: config.json, a tokenizer's. Digested as a whole."""
+
+    name: Annotated[FileName, AfterValidator(_small)]
+    size_bytes: Annotated[int, Field(ge=0, le=MAX_ASSET_BYTES)]
+    digest: ChunkDigest
+
+
 class Provenance(_Frozen):
     """What the snapshot was made by and from; no part of its digest."""
 
@@ -103,7 +133,8 @@ class Manifest(_Frozen):
     aliases: Annotated[dict[TensorName, TensorName], Field(max_length=MAX_TENSORS)] = {}
     """Further names of tensors (tied weights): alias to the tensor that is stored."""
     first_touch: Annotated[tuple[TensorName, ...], FailFast(), Field(max_length=MAX_TENSORS)] = ()
-    """Tensors in the order in which a forward pass first needs them; empty until recorded."""
+    """Tensors in the order in which a forward pass first needs them; empty until recorded. A hint, as provenance is."""
+    assets: Annotated[tuple[Asset, ...], FailFast(), Field(max_length=MAX_ASSETS)] = ()
     provenance: Provenance = Provenance()
 
     @staticmethod
@@ -113,6 +144,9 @@ class Manifest(_Frozen):
             raise ManifestError(
                 f"The manifest has {len(text)} bytes, over the limit of {MAX_MANIFEST_BYTES}.", remedy=_REMEDY
             )
+        fault = bulk_fault(text)
+        if fault is not None:
+            raise ManifestError(f"The manifest is not valid: {fault}.", remedy=_REMEDY)
         try:
             return Manifest.model_validate_json(text)
         except ValidationError as error:
@@ -156,8 +190,8 @@ class Manifest(_Frozen):
 
     @property
     def digest(self) -> str:
-        """sha256 (hex) of the canonical JSON without provenance: equal weights, equal digest."""
-        plain = self.model_dump(mode="json", exclude={"provenance"})
+        """sha256 (hex) of the canonical JSON without the hints, provenance and first touch: equal bytes, equal digest."""
+        plain = self.model_dump(mode="json", exclude={"provenance", "first_touch"})
         text = json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -166,10 +200,17 @@ class Manifest(_Frozen):
         """All shards' bytes together."""
         return sum(shard.size_bytes for shard in self.shards)
 
+    @property
+    def assets_bytes(self) -> int:
+        """All assets' bytes together."""
+        return sum(asset.size_bytes for asset in self.assets)
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         # pydantic turns a ValueError into a ValidationError, and `parse` turns that into ours.
         _check_unique("shard", (shard.name for shard in self.shards))
+        _check_files([*self.shards, *self.assets])
+        _check_totals(self)
         _check_unique("tensor", (tensor.name for tensor in self.tensors))
         for shard in self.shards:
             _check_shard(shard, self.chunk_bytes)
@@ -186,6 +227,29 @@ def _check_unique(kind: str, names: Iterable[str]) -> None:
         if name in seen:
             raise ValueError(f"{kind} {name!r} is there twice")
         seen.add(name)
+
+
+def _check_files(files: list[Shard | Asset]) -> None:
+    _check_unique("file", (file.name for file in files))
+    if any(file.name == MANIFEST_NAME for file in files):
+        raise ValueError(f"{MANIFEST_NAME!r} is the manifest's own name")
+    # In this order a folder's name is followed by what lies in it.
+    paths = sorted(name.split("/") for name in (MANIFEST_NAME, *(file.name for file in files)))
+    for one, two in pairwise(paths):
+        if two[: len(one)] == one:
+            raise ValueError(f"{'/'.join(one)!r} is both a file and a folder")
+
+
+def _check_totals(manifest: Manifest) -> None:
+    chunks = sum(len(shard.chunks) for shard in manifest.shards)
+    if chunks > MAX_CHUNKS:
+        raise ValueError(f"the shards have {chunks} chunks, over the limit of {MAX_CHUNKS}")
+    if manifest.total_bytes > MAX_FILE_BYTES:
+        raise ValueError(f"the shards have {manifest.total_bytes} bytes, over the limit of {MAX_FILE_BYTES}")
+    if manifest.assets_bytes > MAX_ASSETS_BYTES:
+        raise ValueError(
+            f"the assets have {manifest.assets_bytes} bytes, over the limit of {MAX_ASSETS_BYTES}"
+        )
 
 
 def _check_shard(shard: Shard, chunk_bytes: int) -> None:
@@ -234,6 +298,9 @@ def _check_names(manifest: Manifest) -> None:
 
 
 def _first_fault(error: ValidationError) -> str:
+    # errors() makes a dict of each, a kilobyte a fault.
+    if error.error_count() > _FAULTS_LISTED:
+        return f"The manifest is not valid: it has {error.error_count()} faults."
     fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
     where = ".".join(str(step)[:80] for step in fault["loc"])
     what = fault["msg"].removeprefix("Value error, ")[:300]

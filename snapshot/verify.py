@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..errors import SnapshotError
-from .chunk import Progress, chunk_digests
+from ..errors import SnapshotCorrupt, SnapshotError
+from .chunk import Progress, chunk_digests, file_digest
 from .damage import chunk_tensors, corrupt_chunk, holding, shard_fault
 from .folder import FolderSource
-from .manifest import Manifest
+from .manifest import Asset, Manifest
 from .source import Source
+
+_ASSET_BUFFER_BYTES = 1 << 20
+_REMEDY = "Fetch the file again."
 
 
 def verify(root: Path, manifest: Manifest, progress: Progress | None = None) -> None:
-    """Read all shards under folder `root`; SnapshotCorrupt names the first fault."""
+    """Read all shards and assets under folder `root`; SnapshotCorrupt names the first fault. Progress is of shards."""
     source = FolderSource(root)
     for index in range(len(manifest.shards)):
         _check_size(source, manifest, index)
@@ -28,6 +31,8 @@ def verify(root: Path, manifest: Manifest, progress: Progress | None = None) -> 
             done_bytes += count
             if progress is not None:
                 progress(done_bytes, manifest.total_bytes)
+    for asset in manifest.assets:
+        _check_asset(source, asset)
 
 
 def _check_size(source: Source, manifest: Manifest, index: int) -> None:
@@ -43,3 +48,21 @@ def _check_size(source: Source, manifest: Manifest, index: int) -> None:
         raise shard_fault(shard, f"{what}, which {holding(names)}", names, chunk)
     if size_bytes > shard.size_bytes:
         raise shard_fault(shard, f"it has {size_bytes} bytes, {shard.size_bytes} expected", [])
+
+
+def _check_asset(source: Source, asset: Asset) -> None:
+    details = {"asset": asset.name}
+    try:
+        size_bytes = source.size(asset.name)
+    except SnapshotError as error:
+        raise SnapshotCorrupt(
+            f"Asset {asset.name}: {error.message}", remedy=_REMEDY, details=details
+        ) from error
+    if size_bytes != asset.size_bytes:
+        fault = f"it has {size_bytes} bytes, {asset.size_bytes} expected"
+    else:
+        buffer = memoryview(bytearray(min(size_bytes, _ASSET_BUFFER_BYTES)))
+        if file_digest(source, asset.name, size_bytes, buffer) == (asset.digest, size_bytes):
+            return
+        fault = "its bytes differ"
+    raise SnapshotCorrupt(f"Asset {asset.name}: {fault}.", remedy=_REMEDY, details=details)

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
+import hypothesis
 import pytest
 import xxhash
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from pilotlight.errors import (
     CacheError,
@@ -214,8 +214,10 @@ def test_memory_that_is_known_to_be_there_is_read_into(tmp_path: Path) -> None:
     assert bytes(memory) == objects["s0"]
 
 
-@settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 1 << 32), connections=st.sampled_from([None, 1, 3, 8]), touched=st.booleans())
+@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.given(
+    seed=st.integers(0, 1 << 32), connections=st.sampled_from([None, 1, 3, 8]), touched=st.booleans()
+)
 def test_faults_that_pass_are_healed_bit_for_bit(
     tmp_path_factory: pytest.TempPathFactory, seed: int, connections: int | None, touched: bool
 ) -> None:
@@ -240,11 +242,9 @@ def test_faults_that_pass_are_healed_bit_for_bit(
     arrival = Arrival(manifest)
     with targets_in(folder, manifest) as targets:
         memories = [bytearray(shard.size_bytes) for shard in manifest.shards]
-        if touched:
-            targets = [
-                Target(t.name, t.descriptor, memoryview(m)) for t, m in zip(targets, memories, strict=True)
-            ]
-        fetch(manifest, source, targets, arrival, connections=connections)
+        given = [Target(target.name, target.descriptor, memoryview(memory) if touched else None)
+                 for target, memory in zip(targets, memories, strict=True)]  # fmt: skip
+        fetch(manifest, source, given, arrival, connections=connections)
     assert arrival.complete
     for name, memory in zip(objects, memories, strict=True):
         assert (bytes(memory) if touched else (folder / name).read_bytes()) == objects[name]

@@ -6,6 +6,7 @@ import contextlib
 import json
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ def plain(**changes: Any) -> dict[str, Any]:
         ],
         "aliases": {"c": "a"},
         "first_touch": ["b", "a"],
+        "assets": [{"name": "config.json", "size_bytes": 2, "digest": "b" * 32}],
         "provenance": {"created_by": "x", "source": "y"},
     } | changes
 
@@ -47,6 +49,17 @@ def edited(field: str, value: Any, index: int = 0, of: str = "tensors") -> dict[
     document = plain()
     document[of][index][field] = value
     return document
+
+
+def assets(count: int, size_bytes: int) -> list[dict[str, Any]]:
+    return [{"name": f"{index}", "size_bytes": size_bytes, "digest": "b" * 32} for index in range(count)]
+
+
+def many_chunks() -> list[dict[str, Any]]:
+    """Two shards that hold no more than the limit each, and more together."""
+    count = (1 << 19) + 1
+    shard = {"size_bytes": count * CHUNK, "data_offset_bytes": 100, "chunks": ["0" * 32] * count}
+    return [{"name": name, **shard} for name in "ab"]
 
 
 def parse(document: dict[str, Any]) -> Manifest:
@@ -164,6 +177,20 @@ def test_the_plain_one_is_sound() -> None:
         (edited("name", "a//b", of="shards"), "component"),
         (edited("name", "a\x00b", of="shards"), "control character"),
         (edited("name", "a\\b", of="shards"), "backslash"),
+        (edited("name", "pilotlight.manifest.json", of="shards"), "manifest's own name"),
+        (edited("name", "pilotlight.manifest.json", of="assets"), "manifest's own name"),
+        (edited("name", "pilotlight.manifest.json/x", of="assets"), "both a file and a folder"),
+        (edited("name", "m.safetensors", of="assets"), "'m.safetensors' is there twice"),
+        (edited("name", "m.safetensors/x", of="assets"), "'m.safetensors' is both a file and a folder"),
+        (edited("name", "../config.json", of="assets"), "not a file inside"),
+        (edited("name", ".landed", of="assets"), "hidden"),
+        (edited("name", "a/.b/c", of="assets"), "hidden"),
+        (edited("name", "1/2/3/4/5/c", of="assets"), "folders deep"),
+        (edited("size_bytes", (64 << 20) + 1, of="assets"), "size_bytes"),
+        (edited("digest", "b" * 31, of="assets"), "digest"),
+        (plain(assets=assets(1025, 1)), "assets"),
+        (plain(assets=assets(9, 64 << 20)), "over the limit of 536870912"),
+        (plain(shards=many_chunks()), "over the limit of 1048576"),
     ],
 )
 def test_each_defect_is_named(document: dict[str, Any], fault: str) -> None:
@@ -184,6 +211,35 @@ def test_the_digest_is_of_the_weights_not_of_their_history() -> None:
     other = manifest.model_copy(update={"provenance": Provenance(created_by="someone else")})
     assert other.digest == manifest.digest
     assert parse(plain(aliases={})).digest != manifest.digest
+    assert parse(plain(first_touch=["a", "b"])).digest == manifest.digest
+    assert parse(edited("digest", "c" * 32, of="assets")).digest != manifest.digest
+
+
+def test_an_older_manifest_has_no_assets() -> None:
+    document = plain()
+    del document["assets"]
+    assert parse(document).assets == ()
+    assert parse(document).digest == parse(plain(assets=[])).digest
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"x": [' + b"[]," * 2_000_000 + b"[]]}",
+        b'{"x": [' + b"0," * 5_000_000 + b"0]}",
+        b'{"version": 1, "shards": [], "tensors": [], "aliases": {'
+        + b",".join(b'"%d": 1' % index for index in range(300))
+        + b"}}",
+    ],
+    ids=["brackets", "commas", "faults"],
+)
+def test_bulk_is_refused_unparsed(text: bytes) -> None:
+    tracemalloc.start()
+    with pytest.raises(ManifestError, match=r"over the limit of|300 faults"):
+        Manifest.parse(text)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 1 << 20
 
 
 def test_written_whole_and_read_from_file_or_folder(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -82,3 +83,27 @@ def test_a_longer_or_missing_file_is_named(snapshot: tuple[Path, Manifest]) -> N
     (root / "model.safetensors").unlink()
     with pytest.raises(SnapshotCorrupt, match=r"Shard model\.safetensors: .*No such file"):
         verify(root, manifest)
+
+
+@pytest.mark.parametrize(
+    ("damage", "fault"),
+    [
+        (lambda path: flip(path, 1), "its bytes differ"),
+        (lambda path: os.truncate(path, 1), "it has 1 bytes, 3 expected"),
+        (lambda path: path.write_bytes(b"123456"), "it has 6 bytes, 3 expected"),
+        (Path.unlink, "No such file"),
+    ],
+    ids=["flip", "truncated", "longer", "missing"],
+)
+def test_a_damaged_asset_is_named(tmp_path: Path, damage: Callable[[Path], None], fault: str) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    for name in ("config.json", "1_Pooling/config.json", "empty.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"{ }" if name != "empty.txt" else b"")
+    manifest = create(tmp_path)
+    verify(tmp_path, manifest)
+    damage(tmp_path / "1_Pooling" / "config.json")
+    with pytest.raises(SnapshotCorrupt, match=r"^Asset 1_Pooling/config\.json: ") as caught:
+        verify(tmp_path, manifest)
+    assert fault in caught.value.message
+    assert caught.value.details == {"asset": "1_Pooling/config.json"}
