@@ -19,6 +19,7 @@ from .store import RevisionFields, RevisionRecord, Staging, Store
 from .unpack import unpack
 
 MANIFEST_FILE = "manifest.json"
+ASSETS_FOLDER = "assets"  # what lies beside fetched weights: config, tokenizer
 REQUIREMENTS_FILE = "requirements.txt"
 # Imports worth sharing between functions: seconds of work, many megabytes, and no threads of their own.
 HEAVY = ("numpy", "torch", "transformers")
@@ -56,12 +57,15 @@ def prepare(store: Store, environments: Path, order: Order, say: Callable[[str],
         python, digest = _environment(staging.code, environments, order, say)
         if snapshot is not None:
             _write_manifest(snapshot, staging.path / MANIFEST_FILE, say)
+        if (url := settings.snapshot_url) is not None:
+            _fetch_manifest(url, staging.path, say)
         return Prepared(
             staging,
             RevisionFields(
                 code_digest=code.code_digest(staging.code),
                 settings=settings,
                 snapshot_root=_portable(snapshot, staging.code),
+                snapshot_url=url,
                 python=python,
                 requirements_digest=digest,
             ),
@@ -71,10 +75,10 @@ def prepare(store: Store, environments: Path, order: Order, say: Callable[[str],
         raise
 
 
-def worker_spec(store: Store, record: RevisionRecord) -> WorkerSpec:
-    """What zygotes and workers of a stored revision are told."""
+def worker_spec(store: Store, record: RevisionRecord, cache: Path) -> WorkerSpec:
+    """What zygotes and workers of a stored revision are told; `cache` is where fetched snapshots lie."""
     settings, folder = record.settings, store.code(record)
-    snapshot = record.snapshot_root
+    snapshot = folder.parent / ASSETS_FOLDER if record.snapshot_url else record.snapshot_root
     return WorkerSpec(
         function=record.function,
         revision=record.revision,
@@ -83,6 +87,8 @@ def worker_spec(store: Store, record: RevisionRecord) -> WorkerSpec:
         python=str(record.python),
         snapshot=folder / snapshot if snapshot is not None else None,
         manifest=folder.parent / MANIFEST_FILE if snapshot is not None else None,
+        source=record.snapshot_url or "",
+        cache=cache if record.snapshot_url else None,
         concurrency=settings.concurrency,
         threads=settings.threads or fair_threads(settings.scale.max),
         env=settings.env,
@@ -169,3 +175,17 @@ def _write_manifest(snapshot: Path, target: Path, say: Callable[[str], None]) ->
         say(f"making a manifest of {snapshot}")
         manifest = create(snapshot)
     manifest.write(target)
+
+
+def _fetch_manifest(url: str, folder: Path, say: Callable[[str], None]) -> None:
+    """The manifest of a snapshot that lies elsewhere, and its assets: the zygote needs them before there are weights."""
+    from ..snapshot.assets import bring_assets  # noqa: PLC0415  see _write_manifest
+    from ..snapshot.locate import open_source  # noqa: PLC0415
+    from ..snapshot.locate import read_manifest  # noqa: PLC0415
+
+    say(f"reading the manifest of {url}")
+    source = open_source(url)
+    manifest = read_manifest(source)
+    manifest.write(folder / MANIFEST_FILE)
+    (folder / ASSETS_FOLDER).mkdir()
+    bring_assets(manifest, source, folder / ASSETS_FOLDER)

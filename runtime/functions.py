@@ -95,6 +95,7 @@ class Functions:
         environments: Path,
         launcher: Launcher,
         tasks: asyncio.TaskGroup,
+        weights: Weights,
         *,
         drain_s: float,
     ) -> None:
@@ -102,6 +103,7 @@ class Functions:
         self._environments = environments
         self._launcher = launcher
         self._tasks = tasks
+        self._weights = weights
         self._drain_s = drain_s
         self.on_activation: Callable[[str, str], None] = _unheard
         self._live: dict[str, Live] = {}
@@ -141,7 +143,7 @@ class Functions:
             kind=facts.get("kind", "plain"),
             streaming=facts.get("streaming", False),
             batch=facts.get("batch"),
-            snapshot=str(record.snapshot_root) if record.snapshot_root else None,
+            snapshot=record.snapshot_url or (str(record.snapshot_root) if record.snapshot_root else None),
             workers=Workers(ready=census.ready, starting=census.starting, draining=census.draining),
             standby=census.standby,
             zygote=census.zygote,
@@ -260,7 +262,10 @@ class Functions:
             await asyncio.wait(self._leaving)
 
     async def _make(self, record: RevisionRecord, logs: LogBook) -> Live:
-        spec = await asyncio.to_thread(worker_spec, self._store, record)  # it reads the handler's file
+        # In a thread: it reads the handler's file.
+        spec = await asyncio.to_thread(worker_spec, self._store, record, self._weights.cache)
+        if spec.source:
+            self._tasks.create_task(self._weights.warm())
         revision = Revision(
             spec,
             policy_of(record),
@@ -268,6 +273,7 @@ class Functions:
             logs,
             self._tasks,
             lambda outcome: self.on_activation(record.function, outcome),
+            self._weights,
         )
         revision.streaming = bool(record.handler.get("streaming"))
         return Live(record, revision, logs)

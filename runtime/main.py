@@ -100,7 +100,10 @@ async def _server(
     try:
         async with asyncio.TaskGroup() as tasks:
             launcher = Launcher(listener, tasks)
-            functions = Functions(store, state / "environments", launcher, tasks, drain_s=settings.drain_s)
+            weights = Weights(settings.cache_dir, tasks)
+            functions = Functions(
+                store, state / "environments", launcher, tasks, weights, drain_s=settings.drain_s
+            )
             metrics = Metrics(functions.census)
             functions.on_activation = metrics.activated
             await functions.restore()
@@ -116,6 +119,7 @@ async def _server(
                 finally:
                     admin.draining = True
                     await functions.close()
+            await weights.close()
             await launcher.close()
     finally:
         sock.close()

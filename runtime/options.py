@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from ..snapshot.locate import is_remote
+
 if TYPE_CHECKING:
     from .client import Client
 
@@ -59,7 +61,8 @@ def overrides(
     if function is not None:
         given["name"] = function
     if snapshot is not None:
-        given["snapshot"] = str(Path(snapshot).expanduser().resolve()) if local else snapshot
+        kept = not local or is_remote(snapshot)
+        given["snapshot"] = snapshot if kept else str(Path(snapshot).expanduser().resolve())
     return given
 
 

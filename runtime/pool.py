@@ -15,6 +15,7 @@ from .logs import LogBook
 from .replica import Replica, State
 from .spec import WorkerSpec
 from .timeline import Activation
+from .weights import Fetching, Weights
 
 STOP_TIMEOUT_S = 30.0
 # A zygote that keeps dying is brought back ever more slowly.
@@ -45,7 +46,7 @@ class Pool:
 
     def __init__(
         self, spec: WorkerSpec, launcher: Launcher, logs: LogBook, tasks: asyncio.TaskGroup, keeper: Keeper,
-        *, standby: bool = True, keep_zygote: bool = True,
+        *, standby: bool = True, keep_zygote: bool = True, weights: Weights | None = None,
     ) -> None:  # fmt: skip
         self.spec = spec
         self.replicas: list[Replica] = []
@@ -56,6 +57,9 @@ class Pool:
         self._launcher, self._logs, self._tasks, self._keeper = launcher, logs, tasks, keeper
         self._with_standby = standby
         self._keep_zygote = keep_zygote
+        self._weights = weights if spec.source else None
+        self._fetching: Fetching | None = None
+        self._holding = asyncio.Lock()
         self._source: Source | None = None
         self._launching = asyncio.Lock()
         self._names = itertools.count(1)
@@ -128,11 +132,13 @@ class Pool:
             activation = Activation(time.monotonic())
             self.activations += 1
             child, self.standby = self.standby, None
-            if child is not None and not child.link.closed:
+            if child is not None and child.link.closed:
+                child = None
+            if child is not None and self._weights is None:
                 self._activate(child, activation)
             else:
                 self.starting += 1
-                self._tasks.create_task(self._start(activation))
+                self._tasks.create_task(self._start(activation, child))
 
     def replenish(self) -> None:
         """Forks the next standby, if one is wanted and there is none."""
@@ -154,9 +160,9 @@ class Pool:
         loop = asyncio.get_running_loop()
         self._standby_timer = loop.call_later(QUIET_S, self._replenish_when_quiet, since_s)
 
-    async def _start(self, activation: Activation) -> None:
+    async def _start(self, activation: Activation, standby: Child | None) -> None:
         try:
-            child = await self._fork_surely()
+            child = await self._child_and_weights(activation, standby)
             if self._closed:
                 child.link.close()
                 self._check_open()
@@ -167,6 +173,38 @@ class Pool:
         self.starting -= 1
         self._activate(child, activation)
         self._keeper.on_change()
+
+    async def _child_and_weights(self, activation: Activation, standby: Child | None) -> Child:
+        """A child, and its weights held on this node: whatever is missing of both is brought at the same time."""
+        if self._weights is None:
+            return standby or await self._fork_surely()
+        fork: asyncio.Task[Child] | None = None
+        try:
+            async with asyncio.TaskGroup() as both:
+                fork = None if standby is not None else both.create_task(self._fork_surely())
+                activation.fetch = (await self._hold(self._weights)).fetch
+        except BaseException as failed:
+            forked = fork.result() if fork is not None and _succeeded(fork) else standby
+            if forked is not None:
+                forked.link.close()
+            if isinstance(failed, ExceptionGroup):
+                raise failed.exceptions[0] from None
+            raise
+        return standby if fork is None else fork.result()
+
+    async def _hold(self, weights: Weights) -> Fetching:
+        """One hold for all workers of the pool."""
+        async with self._holding:
+            if self._fetching is not None and self._fetching.failed:
+                self._release_weights()
+            if self._fetching is None:
+                self._fetching = await weights.hold(self.spec)
+            return self._fetching
+
+    def _release_weights(self) -> None:
+        fetching, self._fetching = self._fetching, None
+        if fetching is not None and self._weights is not None:
+            self._weights.release(fetching)
 
     async def _fork_surely(self) -> Child:
         """A child, though its zygote may die under our hands: then from the next one, a few times."""
@@ -212,8 +250,12 @@ class Pool:
             replica.drain(STOP_TIMEOUT_S)
 
     def release(self) -> None:
-        """At zero: lets the zygote go too, if the owner did not want to keep it."""
-        if not self._keep_zygote and not self.replicas and not self.restoring and self._source is not None:
+        """At zero: nobody maps the weights, so they may be evicted, and what is still coming of them need not.
+        lets the zygote go too, if the owner did not want to keep it."""
+        if self.replicas or self.restoring:
+            return
+        self._release_weights()
+        if not self._keep_zygote and self._source is not None:
             self._drop_standby()
             self._source.close()
             self._source = None
@@ -229,6 +271,7 @@ class Pool:
             replica.drain(timeout_s)
         for child in children:
             await child.gone.wait()
+        self._release_weights()
         if self._source is not None:
             self._source.close()
             await self._source.zygote.child.gone.wait()
@@ -297,3 +340,7 @@ class Pool:
             self._logs.write("gateway", f"the zygote could not be launched: {error}")
             return
         self.replenish()
+
+
+def _succeeded(task: asyncio.Task[Child]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None

@@ -78,13 +78,15 @@ class Revision:
         logs: LogBook,
         tasks: asyncio.TaskGroup,
         on_activation: Callable[[str], None] = lambda _outcome: None,
+        weights: Weights | None = None,
     ) -> None:
         self.spec = spec
         self.streaming = False
         self.policy = policy
         self.pool = Pool(
-            spec, launcher, logs, tasks, self, standby=policy.standby, keep_zygote=policy.keep_zygote
-        )
+            spec, launcher, logs, tasks, self,
+            standby=policy.standby, keep_zygote=policy.keep_zygote, weights=weights,
+        )  # fmt: skip
         self._queue: deque[Invocation] = deque()
         self._loop = asyncio.get_running_loop()
         self._logs = logs

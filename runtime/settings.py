@@ -29,6 +29,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from ..errors import SettingsError
+from ..snapshot.locate import is_remote
 from . import wording
 
 _ModelT = TypeVar("_ModelT", bound=BaseModel)
@@ -99,7 +100,8 @@ class FunctionSettings(BaseModel):
     )
     snapshot: str | None = Field(
         None,
-        description="The weights: a folder or .safetensors file, absolute or below the function's folder.",
+        description="The weights: a folder or .safetensors file, absolute or below the function's folder; or where a"
+        " snapshot lies elsewhere, s3://bucket/prefix or http(s)://host/prefix.",
     )
     idempotent: bool = Field(False, description="Whether an invocation whose worker died may run again.")
     concurrency: int = Field(1, ge=1, le=1024, description="Invocations one worker runs at the same time.")
@@ -136,9 +138,16 @@ class FunctionSettings(BaseModel):
         """The name of the callable in it."""
         return self.handler.partition(":")[2] or "handler"
 
+    @property
+    def snapshot_url(self) -> str | None:
+        """Where the weights lie, if they are to be fetched."""
+        return self.snapshot if self.snapshot is not None and is_remote(self.snapshot) else None
+
     def snapshot_path(self, folder: Path) -> Path | None:
-        """Where the weights lie, absolute, for a function whose folder is `folder`."""
-        return None if self.snapshot is None else (folder / Path(self.snapshot).expanduser()).resolve()
+        """Where the weights lie on this node, absolute, for a function whose folder is `folder`."""
+        if self.snapshot is None or is_remote(self.snapshot):
+            return None
+        return (folder / Path(self.snapshot).expanduser()).resolve()
 
     @field_validator("name")
     @classmethod
@@ -168,7 +177,7 @@ class FunctionSettings(BaseModel):
     def _snapshot_named(cls, snapshot: str | None) -> str | None:
         if snapshot is not None and (not snapshot.strip() or "\0" in snapshot):
             raise ValueError(
-                f"snapshot is {snapshot!r}; allowed: the path of a folder or of a .safetensors file"
+                f"snapshot is {snapshot!r}; allowed: the path of a folder or of a .safetensors file, or a URL"
             )
         return snapshot
 
@@ -198,6 +207,14 @@ def default_state_dir(environ: Mapping[str, str]) -> Path:
     return base / "pilotlight"
 
 
+def default_cache_dir(environ: Mapping[str, str]) -> Path:
+    """Where fetched snapshots are kept unless told: the XDG cache folder of the user."""
+    base = Path(environ.get("XDG_CACHE_HOME", ""))
+    if not base.is_absolute():
+        base = Path(environ.get("HOME") or Path("~").expanduser()) / ".cache"
+    return base / "pilotlight" / "snapshots"
+
+
 class GatewaySettings(BaseModel):
     """What one gateway process is told; each also as PILOTLIGHT_<KEY> in its environment."""
 
@@ -207,6 +224,10 @@ class GatewaySettings(BaseModel):
     port: int = Field(8600, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     state_dir: Path = Field(
         default_factory=lambda: default_state_dir(os.environ), description="Folder of everything deployed."
+    )
+    cache_dir: Path = Field(
+        default_factory=lambda: default_cache_dir(os.environ),
+        description="Folder of the node's cache of snapshots fetched from elsewhere.",
     )
     drain_s: float = Field(
         30.0,
@@ -231,10 +252,10 @@ class GatewaySettings(BaseModel):
         description="Seconds a request's header may take to arrive.",
     )
 
-    @field_validator("state_dir")
+    @field_validator("state_dir", "cache_dir")
     @classmethod
-    def _absolute(cls, state_dir: Path, info: ValidationInfo) -> Path:
-        return state_dir.expanduser().absolute()
+    def _absolute(cls, folder: Path, info: ValidationInfo) -> Path:
+        return folder.expanduser().absolute()
 
 
 def read_settings(folder: Path, *, overrides: Mapping[str, Any] | None = None) -> FunctionSettings:

@@ -19,6 +19,10 @@ class WorkerSpec(BaseModel):
     python: str = ""
     snapshot: Path | None = None
     manifest: Path | None = None
+    source: str = ""
+    """The URL the weights are fetched from; then `snapshot` holds only what lies beside them (config, tokenizer)."""
+    cache: Path | None = None
+    """The folder of the node's cache of fetched snapshots."""
     concurrency: int = 1
     threads: int | None = None
     env: dict[str, str] = {}

@@ -46,6 +46,7 @@ class RevisionFields(BaseModel):
     code_digest: str
     settings: FunctionSettings
     snapshot_root: Path | None = None
+    snapshot_url: str | None = None
     python: Path
     requirements_digest: str
     handler: dict[str, Any] = Field(default_factory=dict)

@@ -8,13 +8,25 @@ link      to the worker and back
 wait      in the worker, until its batch starts
 exec      in the handler
 respond   from the worker's answer to the response
+
+Fetching weights from elsewhere is no phase: it goes on beside them, and is told with the phases it went on beside.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+FETCH = "fetch"
 PHASES = ("queue", "fork", "restore", "dispatch", "link", "wait", "exec", "respond")
+
+
+@dataclass(slots=True)
+class Fetch:
+    """Weights on their way to this node, in monotonic seconds; `ended_s` is 0 while bytes are still coming."""
+
+    started_s: float
+    ended_s: float = 0.0
+    fetched_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -25,6 +37,7 @@ class Activation:
     forked_s: float = 0.0
     ready_s: float = 0.0
     restore_s: float = 0.0  # of the restore phase, the part that mapped the weights
+    fetch: Fetch | None = None
 
 
 @dataclass(slots=True)
@@ -70,9 +83,27 @@ class Timeline:
         phases["respond"] = max(0.0, self.responded_s - answered_s) if self.responded_s else 0.0
         return phases
 
+    def fetching(self) -> tuple[float, dict[str, float]]:
+        """Seconds for which weights were coming while this invocation went on, and beside which phases."""
+        fetch = self.activation.fetch if self.activation is not None else None
+        if fetch is None:
+            return 0.0, {}
+        start, beside = self.received_s, dict[str, float]()
+        end_s = min(fetch.ended_s or start + self.total_s, start + self.total_s)
+        for name, seconds in self.phases().items():
+            common_s = min(start + seconds, end_s) - max(start, fetch.started_s)
+            if common_s > 0:
+                beside[name] = common_s
+            start += seconds
+        return sum(beside.values()), beside
+
     def server_timing(self) -> str:
         """The Server-Timing header: durations in milliseconds, and the total."""
         parts = [f"{name};dur={seconds * 1000:.3f}" for name, seconds in self.phases().items()]
+        fetch_s, beside = self.fetching()
+        if fetch_s:
+            told = " ".join(f"{name} {seconds * 1000:.3f}" for name, seconds in beside.items())
+            parts.append(f'{FETCH};dur={fetch_s * 1000:.3f};desc="beside {told}"')
         return ", ".join(parts) + f", total;dur={self.total_s * 1000:.3f}"
 
 
@@ -82,5 +113,5 @@ def parse_server_timing(header: str) -> dict[str, float]:
     for part in header.split(","):
         name, _, duration = part.strip().partition(";dur=")
         if duration:
-            found[name] = float(duration)
+            found[name] = float(duration.partition(";")[0])
     return found

@@ -266,6 +266,8 @@ def _attach(spec: WorkerSpec) -> Snapshot | None:
     from ..snapshot.pin import pin  # noqa: PLC0415
 
     manifest = Manifest.read(spec.manifest)
+    if spec.cache is not None:
+        return Snapshot(spec.snapshot, manifest, cache=spec.cache)
     return Snapshot(spec.snapshot, manifest, pin(spec.snapshot, manifest))
 
 

@@ -1,0 +1,138 @@
+"""Weights from elsewhere, as the gateway sees them: what is held on this node, and how the fetch of it goes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from ..errors import LauncherError, PilotlightError
+from .spec import WorkerSpec
+from .timeline import Fetch
+
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 10.0
+MAX_LINE_BYTES = 1 << 20
+
+
+class Fetching:
+    """One snapshot held for one activation or more."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.fetch = Fetch(time.monotonic())
+        self.failed = False
+        self.held: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def fail(self, error: PilotlightError) -> None:
+        self.failed = True
+        self.fetch.ended_s = self.fetch.ended_s or time.monotonic()
+        if not self.held.done():
+            self.held.set_exception(error)
+            self.held.exception()  # seen: nobody has to wait for it
+
+
+class Weights:
+    """Holds snapshots by way of the node's fetcher, which is started when the first is wanted and then stays."""
+
+    def __init__(self, cache: Path, tasks: asyncio.TaskGroup) -> None:
+        self.cache = cache
+        self._tasks = tasks
+        self._numbers = itertools.count(1)
+        self._fetchings: dict[int, Fetching] = {}
+        self._process: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._starting = asyncio.Lock()
+        self._closed = False
+
+    async def warm(self) -> None:
+        """Has the fetcher there before it is needed."""
+        with contextlib.suppress(LauncherError):  # met again when it is needed
+            await self._fetcher()
+
+    async def hold(self, spec: WorkerSpec) -> Fetching:
+        """A snapshot whose files can be mapped. Raises SourceError, CacheError, SnapshotError or LauncherError."""
+        process = await self._fetcher()
+        fetching = Fetching(next(self._numbers))
+        self._fetchings[fetching.number] = fetching
+        self._order(process, op="hold", id=fetching.number, manifest=str(spec.manifest), url=spec.source)
+        try:
+            await fetching.held
+        except BaseException:
+            self.release(fetching)
+            raise
+        return fetching
+
+    def release(self, fetching: Fetching) -> None:
+        """Nobody maps it any more: it may be evicted, and what is still coming need not."""
+        if self._fetchings.pop(fetching.number, None) is not None and self._process is not None:
+            self._order(self._process, op="release", id=fetching.number)
+
+    async def close(self) -> None:
+        """Ends the fetcher."""
+        self._closed = True
+        process = self._process
+        if process is None or process.stdin is None:
+            return
+        process.stdin.close()
+        try:
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await process.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        if self._reader is not None:
+            await self._reader
+
+    async def _fetcher(self) -> asyncio.subprocess.Process:
+        async with self._starting:
+            if self._closed:
+                raise LauncherError("The gateway is shutting down.")
+            if self._process is None or self._process.returncode is not None:
+                self._process = await self._start()
+            return self._process
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "pilotlight.runtime.fetcher", str(self.cache),
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=MAX_LINE_BYTES, cwd="/",
+            )  # fmt: skip
+        except OSError as error:
+            raise LauncherError(f"The fetcher cannot be started: {error.strerror}.") from error
+        self._reader = self._tasks.create_task(self._read(process))
+        return process
+
+    def _order(self, process: asyncio.subprocess.Process, **order: Any) -> None:
+        if process.stdin is not None and not process.stdin.is_closing():
+            process.stdin.write(orjson.dumps(order) + b"\n")
+
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        while process.stdout is not None and (line := await process.stdout.readline()):
+            self._on_word(orjson.loads(line))
+        await process.wait()
+        error = LauncherError(
+            f"The fetcher ended (exit code {process.returncode}).",
+            remedy="Its own words are on the gateway's standard error.",
+        )
+        for fetching in self._fetchings.values():
+            fetching.fail(error)
+        self._fetchings.clear()
+
+    def _on_word(self, word: dict[str, Any]) -> None:
+        fetching = self._fetchings.get(word["id"])
+        if fetching is None:
+            return
+        if word["event"] == "failed":
+            fetching.fail(PilotlightError.from_wire(word["error"]))
+            return
+        if word["event"] == "done":
+            fetching.fetch.ended_s, fetching.fetch.fetched_bytes = time.monotonic(), int(word["bytes"])
+        if not fetching.held.done():
+            fetching.held.set_result(None)
