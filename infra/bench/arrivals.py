@@ -1,6 +1,6 @@
 """While weights arrive: when the first tensor is usable, and how much earlier the first answer comes.
 
-    python infra/bench/arrivals.py [--quick] [--rounds N]
+python infra/bench/arrivals.py [--quick] [--rounds N]
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ import ours
 from lane import Lane
 from nginx import Nginx, start_nginx
 from percentiles import median
-from report import Report
-
 from pilotlight.snapshot.arrival import Arrival
 from pilotlight.snapshot.fetch import fetch
 from pilotlight.snapshot.manifest import Manifest
 from pilotlight.snapshot.source import Connection, ObjectInfo, Source
+from report import Report
 
 LIMIT_BYTES_S = 200e6
 TOKENS = 384
@@ -104,7 +103,9 @@ class FirstTensor:
         files = ours.Files(manifest, ours.TMPFS)
         entry = next(tensor for tensor in manifest.tensors if tensor.name == first)
         low = arrival.first[entry.shard] + entry.offset_bytes // manifest.chunk_bytes
-        high = arrival.first[entry.shard] + (entry.offset_bytes + entry.size_bytes - 1) // manifest.chunk_bytes
+        high = (
+            arrival.first[entry.shard] + (entry.offset_bytes + entry.size_bytes - 1) // manifest.chunk_bytes
+        )
         seen: list[tuple[int, int]] = []
         landed: list[int] = []
 
@@ -135,13 +136,14 @@ class FirstAnswer:
     def __init__(self, url: str, folder: str) -> None:
         import torch  # noqa: PLC0415
         from llama import skeleton  # noqa: PLC0415
-
         from pilotlight.snapshot.plan import make_plan  # noqa: PLC0415
 
         self._url, self._manifest = url, Manifest.read(Path(folder))
         self._model = skeleton(checkpoint.TOY)
         self._plan = make_plan(self._model, self._manifest)
-        self._tokens = torch.randint(0, checkpoint.TOY.vocabulary, (1, TOKENS), generator=torch.Generator().manual_seed(1))
+        self._tokens = torch.randint(
+            0, checkpoint.TOY.vocabulary, (1, TOKENS), generator=torch.Generator().manual_seed(1)
+        )
         self._torch = torch
 
     def run(self, overlapped: bool) -> dict[str, Any]:
@@ -151,7 +153,10 @@ class FirstAnswer:
 
         started_s = time.perf_counter()
         files = ours.Files(self._manifest, ours.TMPFS)
-        arrival, source = Arrival(self._manifest), MeteredSource(ours.source_of(self._url), Meter(LIMIT_BYTES_S))
+        arrival, source = (
+            Arrival(self._manifest),
+            MeteredSource(ours.source_of(self._url), Meter(LIMIT_BYTES_S)),
+        )
         fetching = threading.Thread(target=fetch, args=(self._manifest, source, files.targets, arrival))
         fetching.start()
         mapping = Mapping(files.folder, self._manifest)
@@ -169,7 +174,11 @@ class FirstAnswer:
         fetching.join()
         files.close()
         bits = answer.view(self._torch.int16)
-        return {"seconds": seconds, "loaded_s": loaded_s, "answer": [int(bits.sum()), bits.flatten()[:64].tolist()]}
+        return {
+            "seconds": seconds,
+            "loaded_s": loaded_s,
+            "answer": [int(bits.sum()), bits.flatten()[:64].tolist()],
+        }
 
     def check(self) -> None:
         """Compared by who reads both answers."""
@@ -217,7 +226,9 @@ def overlap(report: Report, server: Nginx, rounds: int) -> None:
         raise RuntimeError("executing while loading gave another answer than loading first")
     plain_s, loaded_s = (median([told[of] for told in turns[False]]) for of in ("seconds", "loaded_s"))
     pairs = zip(turns[True], turns[False], strict=True)
-    report.add("overlap_gain", median([1 - one["seconds"] / two["seconds"] for one, two in pairs]), "", ">= 0.25")
+    report.add(
+        "overlap_gain", median([1 - one["seconds"] / two["seconds"] for one, two in pairs]), "", ">= 0.25"
+    )
     report.add("overlap_gain_bound", min(loaded_s, plain_s - loaded_s) / plain_s)
     report.add("load_then_run_s", plain_s, "s")
     report.add("load_alone_s", loaded_s, "s")

@@ -73,8 +73,9 @@ class HttpClient(Client):
             for begin, end in row:
                 connection.request("GET", job.path, headers={"Range": f"bytes={begin}-{end - 1}"})
                 response = connection.getresponse()
-                while begin < end:
-                    begin += response.readinto(view[begin:end])
+                at = begin
+                while at < end:
+                    at += response.readinto(view[at:end])
                 response.read()
             connection.close()
 
@@ -138,7 +139,7 @@ class Obstore(Client):
 
         self._obstore = obstore
 
-        options: dict[str, Any] = {"allow_http": not self.job.authority, "timeout": f"{_TIMEOUT_S}s"}
+        options: Any = {"allow_http": not self.job.authority, "timeout": f"{_TIMEOUT_S}s"}
         if self.job.authority:
             # It takes no certificate to trust; the cost of checking one is a part of one handshake.
             options["allow_invalid_certificates"] = True
@@ -152,7 +153,11 @@ class Obstore(Client):
         path = self.job.path.lstrip("/")
         if self._way == "ranges":
             starts, ends = zip(*self._wanted, strict=True)
-            self._got = dict(zip(starts, self._obstore.get_ranges(self._store, path, starts=starts, ends=ends), strict=True))
+            self._got = dict(
+                zip(
+                    starts, self._obstore.get_ranges(self._store, path, starts=starts, ends=ends), strict=True
+                )
+            )
             return
         view = self.memory.view() if self.memory.kept else None
 
@@ -177,7 +182,9 @@ class Obstore(Client):
             super().check()
             return
         # Tensors alone do not make the file's digest: the header is missing. Lengths, and the file's own pieces.
-        if [len(piece) for piece in self.pieces()][:1] != [self.ranges[0][1] - self.ranges[0][0]] and self._got:
+        if [len(piece) for piece in self.pieces()][:1] != [
+            self.ranges[0][1] - self.ranges[0][0]
+        ] and self._got:
             raise RuntimeError("the first tensor is not as long as it should be")
         digest = xxhash.xxh3_128()
         for begin, end in self.ranges:
@@ -214,7 +221,9 @@ class Aiohttp(Client):
     async def _all(self) -> None:
         view, row = self.memory.view(), iter(self.job.parts())
         connector = self._aiohttp.TCPConnector(limit=self.job.connections, ssl=self.job.tls() or False)
-        async with self._aiohttp.ClientSession(self.job.url, connector=connector, read_bufsize=_READ) as session:
+        async with self._aiohttp.ClientSession(
+            self.job.url, connector=connector, read_bufsize=_READ
+        ) as session:
 
             async def work() -> None:
                 for begin, end in row:
@@ -259,7 +268,9 @@ class Crt(Client):
 
         headers = self._http.HttpHeaders([("host", f"{self.job.host}:{self.job.port}")])
         request = self._http.HttpRequest("GET", self.job.path, headers)
-        asked = self._client.make_request(type=self._s3.S3RequestType.GET_OBJECT, request=request, on_body=on_body)
+        asked = self._client.make_request(
+            type=self._s3.S3RequestType.GET_OBJECT, request=request, on_body=on_body
+        )
         asked.finished_future.result(_TIMEOUT_S)
 
 
@@ -292,7 +303,14 @@ def library_lanes(job: dict[str, Any], ranges: list[tuple[int, int]]) -> list[La
             Lane(f"boto3 ranges, {word}", "clients:Boto3", kept=kept, **job),
             Lane(f"aiohttp, {word}", "clients:Aiohttp", kept=kept, **job),
             Lane(f"AWS CRT, {word}", "clients:Crt", kept=kept, **job),
-            Lane(f"obstore by tensor, {word}", "clients:Obstore", kept=kept, way="tensors", ranges=ranges, **job),
+            Lane(
+                f"obstore by tensor, {word}",
+                "clients:Obstore",
+                kept=kept,
+                way="tensors",
+                ranges=ranges,
+                **job,
+            ),
         ]
     # What obstore gives back for the copies to kept memory may be the allocator's to keep.
     kept_parts = {"kept": True, "way": "parts", **job}

@@ -35,7 +35,14 @@ class IntoFile:
     """A file on tmpfs or disk, fresh each turn or kept, filled through a mapping or through a kept buffer and pwrite."""
 
     def __init__(
-        self, digest: str, mapped: bool, kept: bool, buffer_kib: int = 512, hashed: bool = False, disk: bool = False, **job: Any
+        self,
+        digest: str,
+        mapped: bool,
+        kept: bool,
+        buffer_kib: int = 512,
+        hashed: bool = False,
+        disk: bool = False,
+        **job: Any,
     ) -> None:
         self._job, self._digest = Job(**job), digest
         self._mapped, self._kept, self._hashed = mapped, kept, hashed
@@ -44,23 +51,23 @@ class IntoFile:
         self._descriptor = -1
         self._view: memoryview | None = None
         if kept:
-            self._open()
+            self._view = self._open()
             for offset in range(0, self._job.size_bytes, mmap.PAGESIZE):
                 os.pwrite(self._descriptor, b"\1", offset)
-            if self._view is not None:
-                for offset in range(0, self._job.size_bytes, mmap.PAGESIZE):
+                if self._view is not None:
                     self._view[offset] = 1
 
-    def _open(self) -> None:
+    def _open(self) -> memoryview | None:
         with tempfile.NamedTemporaryFile(prefix="destination-", dir=self._folder) as file:
             self._descriptor = os.dup(file.fileno())  # the name goes, the file stays
         os.ftruncate(self._descriptor, self._job.size_bytes)
-        if self._mapped:
-            self._view = memoryview(mmap.mmap(self._descriptor, self._job.size_bytes, mmap.MAP_SHARED))
+        if not self._mapped:
+            return None
+        return memoryview(mmap.mmap(self._descriptor, self._job.size_bytes, mmap.MAP_SHARED))
 
     def run(self) -> None:
         if not self._kept:
-            self._open()
+            self._view = self._open()
         buffers = list(self._buffers)
 
         def work(row: Iterator[tuple[int, int]]) -> None:

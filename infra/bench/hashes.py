@@ -1,6 +1,6 @@
 """Which digest for a chunk: each over pieces that have just been written (in the cache) and over cold memory.
 
-    python infra/bench/hashes.py
+python infra/bench/hashes.py
 """
 
 from __future__ import annotations

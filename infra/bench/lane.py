@@ -10,6 +10,7 @@ memory would be fresh in the first round only.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
@@ -78,10 +79,8 @@ class Lane:
     def close(self) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
-        except BrokenPipeError:
-            pass
         try:
             self._process.wait(10)
         except subprocess.TimeoutExpired:

@@ -105,7 +105,7 @@ class Boto3(Loader):
 
 
 def loader_lanes(server: Nginx, data: checkpoint.Checkpoint) -> list[Lane]:
-    given = {"url": server.url, "digests": data.digests()}
+    given: dict[str, Any] = {"url": server.url, "digests": data.digests()}
     bucket = checkpoint.BUCKET
     aws = {
         "AWS_ENDPOINT_URL": server.url,
@@ -115,8 +115,8 @@ def loader_lanes(server: Nginx, data: checkpoint.Checkpoint) -> list[Lane]:
         "AWS_EC2_METADATA_DISABLED": "true",
         "RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0",
     }
-    safetensors = {"key": f"{bucket}/{data.key}", **given}
-    tensors = {"key": f"{bucket}/{data.key_of(checkpoint.TENSORIZER)}", **given}
+    safetensors: dict[str, Any] = {"key": f"{bucket}/{data.key}", **given}
+    tensors: dict[str, Any] = {"key": f"{bucket}/{data.key_of(checkpoint.TENSORIZER)}", **given}
     return [
         Lane(TENSORIZER, "loaders:Tensorizer", **tensors),
         Lane(RUNAI, "loaders:Runai", env=aws, **safetensors),

@@ -19,11 +19,10 @@ import psutil
 from floors import map_and_parse_ms
 from lane import Lane
 from percentiles import median
+from pilotlight.snapshot.manifest import Manifest
 from report import Report
 from rich.console import Console
 from rich.table import Table
-
-from pilotlight.snapshot.manifest import Manifest
 
 _OF_MAPPING = ("Size", "Rss", "Shared_Clean", "Private_Clean", "Private_Dirty", "Anonymous")
 _MANY = 15
@@ -35,7 +34,6 @@ class Local:
     def __init__(self, folder: str, shape: str) -> None:
         import torch  # noqa: PLC0415
         from llama import skeleton  # noqa: PLC0415
-
         from pilotlight.snapshot import mapping, plan, restore  # noqa: PLC0415
 
         self._torch, self._mapping, self._planning, self._restoring = torch, mapping, plan, restore
@@ -130,9 +128,11 @@ def _smaps(suffix: str) -> dict[str, int]:
 
 def measure(report: Report, data: checkpoint.Checkpoint, rounds: int) -> None:
     """Enters restore_vs_mmap, restore_vs_torch_load and what a second process holds."""
-    given = {"folder": str(data.folder), "shape": data.shape.name}
+    given: dict[str, Any] = {"folder": str(data.folder), "shape": data.shape.name}
     with ExitStack() as stack:
-        first, second = (stack.enter_context(Lane(name, "local:Local", **given)) for name in ("first", "second"))
+        first, second = (
+            stack.enter_context(Lane(name, "local:Local", **given)) for name in ("first", "second")
+        )
         first.wait_ready()
         second.wait_ready()
         ways = ["bare", "restore", "whole", "torch_load"]
@@ -176,7 +176,9 @@ def _enter_attached(report: Report, holder: dict[str, Any], attached: dict[str, 
     report.add("attach_private_dirty_kb", attached["smaps"]["Private_Dirty"], "kB", "== 0")
     report.add("attach_own_kb", attached["own_kb"], "kB", "<= 1024")
     report.add("attach_own_read_kb", attached["own_read_kb"], "kB", "<= 1024")
-    report.note("attach_own_read_kb: own memory (USS) of a second process after it read a value of every page, too")
+    report.note(
+        "attach_own_read_kb: own memory (USS) of a second process after it read a value of every page, too"
+    )
 
 
 def main() -> int:

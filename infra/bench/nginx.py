@@ -1,6 +1,6 @@
 """nginx on loopback: the fast range server of the snapshot benchmark, in plain and in TLS.
 
-    python infra/bench/nginx.py FOLDER      serve a folder until interrupted
+python infra/bench/nginx.py FOLDER      serve a folder until interrupted
 """
 
 from __future__ import annotations
@@ -116,7 +116,9 @@ def start_nginx(root: Path) -> Iterator[Nginx]:
 def _binary() -> str:
     found = shutil.which("nginx") or next((place for place in _PLACES if Path(place).exists()), None)
     if found is None:
-        raise NginxError("nginx is not installed: `make bench-snapshot` installs it, or apt-get install nginx-light")
+        raise NginxError(
+            "nginx is not installed: `make bench-snapshot` installs it, or apt-get install nginx-light"
+        )
     return found
 
 

@@ -13,8 +13,6 @@ from typing import Any
 
 import checkpoint
 from nginx import Nginx
-from raw_floor import file_digest
-
 from pilotlight.errors import Cancelled
 from pilotlight.snapshot.arrival import Arrival
 from pilotlight.snapshot.fetch import fetch
@@ -22,6 +20,7 @@ from pilotlight.snapshot.http import HttpSource
 from pilotlight.snapshot.manifest import Manifest
 from pilotlight.snapshot.source import Source
 from pilotlight.snapshot.target import Target
+from raw_floor import file_digest
 
 TMPFS = Path("/dev/shm")
 
@@ -57,7 +56,14 @@ class Ours:
     """A lane's contestant. `run` is told whether to verify, and whether to go on to tensors."""
 
     def __init__(
-        self, url: str, manifest: str, digest: str, recycled: bool = False, disk: bool = False, authority: str = ""
+        self,
+        url: str,
+        manifest: str,
+        digest: str,
+        recycled: bool = False,
+        disk: bool = False,
+        authority: str = "",
+        tensors: bool = False,
     ) -> None:
         self._context = ssl.create_default_context(cafile=authority) if authority else None
         self._url, self._digest = url, digest
@@ -67,7 +73,7 @@ class Ours:
         self._kept = Files(self._manifest, TMPFS, recycled=True) if recycled else None
         self._files = self._kept
         self.tensors: dict[str, Any] = {}
-        if not recycled:
+        if tensors:
             import torch  # noqa: F401, PLC0415
 
     def run(

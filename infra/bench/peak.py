@@ -23,8 +23,6 @@ from nginx import start_nginx
 from report import Report
 
 
-
-
 class Load:
     """A lane's contestant: one load, with what it cost in memory."""
 
@@ -83,9 +81,10 @@ def measure(report: Report, shape: checkpoint.Shape = checkpoint.GIANT) -> None:
     """Enters peak_extra_mb."""
     with tempfile.TemporaryDirectory(prefix="pilotlight-bench-", dir=ours.TMPFS) as name:
         made = checkpoint.snapshot(shape, Path(name), sparse=True)
-        with start_nginx(Path(name)) as server, Lane(
-            "peak", "peak:Load", url=f"{server.url}/{shape.name}", folder=str(made.folder)
-        ) as lane:
+        with (
+            start_nginx(Path(name)) as server,
+            Lane("peak", "peak:Load", url=f"{server.url}/{shape.name}", folder=str(made.folder)) as lane,
+        ):
             lane.wait_ready()
             fetched, read = lane.turn(what="fetch"), lane.turn(what="read")
     report.row(group="peak", shape=shape.name, fetch=fetched, read=read)
@@ -95,7 +94,9 @@ def measure(report: Report, shape: checkpoint.Shape = checkpoint.GIANT) -> None:
     report.add("peak_of_fetch_over_start_mb", (fetched["peak_kb"] - fetched["before_kb"]) * 1024 / 1e6, "MB")
     report.add("peak_model_gb", fetched["bytes"] / 1e9, "GB")
     report.add("peak_model_gb_s", fetched["bytes"] / 1e9 / fetched["seconds"], "GB/s")
-    report.note("peak_extra_mb is of the whole process: interpreter, libraries, buffers; not of the file's own pages")
+    report.note(
+        "peak_extra_mb is of the whole process: interpreter, libraries, buffers; not of the file's own pages"
+    )
 
 
 def main() -> int:

@@ -74,7 +74,9 @@ class Memory:
 
     def clear(self) -> None:
         if not self.kept:
-            self._mapped = None  # unmapped with the last view of it, which a library's thread may hold a while yet
+            self._mapped = (
+                None  # unmapped with the last view of it, which a library's thread may hold a while yet
+            )
 
     def _map(self) -> mmap.mmap:
         mapped = mmap.mmap(-1, self._size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -123,7 +125,9 @@ class Stream:
         self._socket.close()
 
 
-def in_threads(count: int, parts: list[tuple[int, int]], work: Callable[[Iterator[tuple[int, int]]], None]) -> None:
+def in_threads(
+    count: int, parts: list[tuple[int, int]], work: Callable[[Iterator[tuple[int, int]]], None]
+) -> None:
     """Run `work` in so many threads; each takes its next part from one common row. The first error is raised."""
     row, errors = iter(parts), []  # next() of a list's iterator is atomic
 
@@ -189,15 +193,21 @@ def main() -> None:
     digest = file_digest(data.path)
     with ExitStack() as stack:
         server = stack.enter_context(start_nginx(checkpoint.DATA))
-        job = {
+        job: dict[str, Any] = {
             "host": "127.0.0.1",
             "port": server.port,
             "path": f"/{checkpoint.BUCKET}/{data.key}",
             "size_bytes": data.size_bytes,
             "digest": digest,
         }
-        kinds = {"fresh": {"kept": False}, "fresh, huge": {"kept": False, "huge": True}, "kept": {"kept": True}}
-        lanes = [stack.enter_context(Lane(name, "raw_floor:Raw", **job, **kind)) for name, kind in kinds.items()]
+        kinds: dict[str, dict[str, Any]] = {
+            "fresh": {"kept": False},
+            "fresh, huge": {"kept": False, "huge": True},
+            "kept": {"kept": True},
+        }
+        lanes = [
+            stack.enter_context(Lane(name, "raw_floor:Raw", **job, **kind)) for name, kind in kinds.items()
+        ]
         for lane in lanes:
             lane.wait_ready()
         rates: dict[tuple[str, int], list[float]] = {}
@@ -207,7 +217,9 @@ def main() -> None:
                     seconds = lane.turn(check=number == 0, connections=connections)["seconds"]
                     rates.setdefault((lane.name, connections), []).append(data.size_bytes / 1e9 / seconds)
         for (name, connections), figures in rates.items():
-            print(f"{name:12} {connections} x 16 MiB: {median(figures):.2f} GB/s   {[round(rate, 2) for rate in figures]}")
+            print(
+                f"{name:12} {connections} x 16 MiB: {median(figures):.2f} GB/s   {[round(rate, 2) for rate in figures]}"
+            )
 
 
 if __name__ == "__main__":

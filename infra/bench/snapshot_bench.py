@@ -1,6 +1,6 @@
 """`make bench-snapshot`: the snapshot engine beside raw sockets, client libraries and loaders, in the same run.
 
-    python infra/bench/snapshot_bench.py [--quick] [--rounds N] [--only GROUP ...]
+python infra/bench/snapshot_bench.py [--quick] [--rounds N] [--only GROUP ...]
 """
 
 from __future__ import annotations
@@ -21,7 +21,17 @@ import tuning
 from nginx import start_nginx
 from report import Report
 
-PACKAGES = ("torch", "boto3", "obstore", "tensorizer", "runai-model-streamer", "awscrt", "xxhash", "h11", "safetensors")
+PACKAGES = (
+    "torch",
+    "boto3",
+    "obstore",
+    "tensorizer",
+    "runai-model-streamer",
+    "awscrt",
+    "xxhash",
+    "h11",
+    "safetensors",
+)
 QUICK_ROUNDS, ROUNDS = 2, 5
 
 

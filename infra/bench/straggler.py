@@ -46,12 +46,22 @@ def measure(report: Report, rounds: int, quick: bool = False) -> None:
                 told = lanes[name].turn()
                 seconds[name].append(told["seconds"])
                 stalls[name].append(told["stalls"])
-            print("  " + ", ".join(f"{name} {seconds[name][-1]:.2f} s ({stalls[name][-1]} given up)" for name in lanes), flush=True)
+            print(
+                "  "
+                + ", ".join(
+                    f"{name} {seconds[name][-1]:.2f} s ({stalls[name][-1]} given up)" for name in lanes
+                ),
+                flush=True,
+            )
     ratios = {name: _ratios(seconds[name], seconds[CLEAN], stalls[name]) for name in _FAULTS if name != CLEAN}
     for name in ratios:
-        report.row(group="straggler", where=name, seconds=seconds[name], clean=seconds[CLEAN], stalls=stalls[name])
+        report.row(
+            group="straggler", where=name, seconds=seconds[name], clean=seconds[CLEAN], stalls=stalls[name]
+        )
     known = [found for found in ratios.values() if found]
-    report.add("straggler_ratio", max((median(found) for found in known), default=float("nan")), "x", "<= 1.15")
+    report.add(
+        "straggler_ratio", max((median(found) for found in known), default=float("nan")), "x", "<= 1.15"
+    )
     report.add("straggler_ratio_worst_round", max((max(found) for found in known), default=float("nan")), "x")
     report.add("straggler_given_up", sum(sum(found) for name, found in stalls.items() if name != CLEAN))
     report.add("straggler_clean_given_up", sum(stalls[CLEAN]))

@@ -64,7 +64,10 @@ def ceiling(report: Report, where: Field) -> None:
             Entry(kept, KEPT_CEILING),
             Entry(recycled, RECYCLED),
             *(Entry(fresh, f"{CEILING}, {count} connections", {"connections": count}) for count in _OTHERS),
-            *(Entry(kept, f"{KEPT_CEILING}, {count} connections", {"connections": count}) for count in _OTHERS),
+            *(
+                Entry(kept, f"{KEPT_CEILING}, {count} connections", {"connections": count})
+                for count in _OTHERS
+            ),
             Entry(mine, LEARNED, {"learned": str(Path(folder) / "learned.json")}),
             Entry(recycled, RECYCLED_UNVERIFIED, {"verify": False}),
         ]
@@ -74,7 +77,12 @@ def ceiling(report: Report, where: Field) -> None:
     report.add("ceiling_share_learned", table.ratio(LEARNED, CEILING))
     report.add("reused_ceiling_share", table.ratio(RECYCLED, KEPT_CEILING), "", ">= 0.8")
     report.add("reused_ceiling_share_of_best", _share_of_best(table, RECYCLED, KEPT_CEILING))
-    for name, figure in {"ceiling": CEILING, "kept_ceiling": KEPT_CEILING, "fresh": FRESH, "recycled": RECYCLED}.items():
+    for name, figure in {
+        "ceiling": CEILING,
+        "kept_ceiling": KEPT_CEILING,
+        "fresh": FRESH,
+        "recycled": RECYCLED,
+    }.items():
         report.add(f"{name}_gb_s", median(table.rates(figure)), "GB/s")
 
 
@@ -119,11 +127,16 @@ def whole(report: Report, where: Field) -> None:
     """Enters best_loader_ratio: from the server to tensors."""
     with ExitStack() as stack:
         rivals = loaders.loader_lanes(where.server, where.data)
-        raw, mine = Lane(CEILING, "raw_floor:Raw", kept=False, **where.job()), where.ours()
+        raw, mine = Lane(CEILING, "raw_floor:Raw", kept=False, **where.job()), where.ours(tensors=True)
         for lane in (*rivals, raw, mine):
             stack.enter_context(lane)
         disk = stack.enter_context(where.ours(disk=True))
-        entries = [Entry(raw, CEILING), *plain(rivals), Entry(mine, TENSORS, {"tensors": True}), Entry(disk, DISK)]
+        entries = [
+            Entry(raw, CEILING),
+            *plain(rivals),
+            Entry(mine, TENSORS, {"tensors": True}),
+            Entry(disk, DISK),
+        ]
         table = _play("loaders", report, where, entries, where.rounds)
     _enter_best(report, table, "best_loader_ratio", TENSORS, loaders.NAMES, ">= 2")
 
@@ -158,4 +171,7 @@ def _enter_best(
     ratios = {name: table.ratio(own, name) for name in known}
     best = min(ratios, key=ratios.__getitem__)
     report.add(figure, ratios[best], "x", target)
-    report.note(f"{figure}: the best was {best}; " + ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items()))
+    report.note(
+        f"{figure}: the best was {best}; "
+        + ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
+    )

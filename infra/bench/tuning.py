@@ -63,9 +63,10 @@ def measure(report: Report, quick: bool = False) -> None:
     for latency_s, cap in sources:
         faults = {"latency_s": latency_s, "bytes_per_s": cap}
         name = f"{latency_s * 1e3:.0f} ms" + (f", {cap / 1e6:.0f} MB/s each" if cap else "")
-        with start_faulty(data.folder.parent, faults) as url, Lane(
-            name, "ours:Ours", **ours.given_at(url, data)
-        ) as lane:
+        with (
+            start_faulty(data.folder.parent, faults) as url,
+            Lane(name, "ours:Ours", **ours.given_at(url, data)) as lane,
+        ):
             lane.wait_ready()
             outcomes.append(_source(name, lane))
         print(f"  {_line(outcomes[-1])}", flush=True)
@@ -79,7 +80,7 @@ def _source(name: str, lane: Lane) -> Outcome:
     seconds: dict[Any, list[float]] = {}
     connections = 0
     with tempfile.TemporaryDirectory() as folder:
-        learned = {"learned": str(Path(folder) / "learned.json")}
+        learned: dict[str, Any] = {"learned": str(Path(folder) / "learned.json")}
         lane.turn(**learned)
         for number in range(ROUNDS):
             turns: list[tuple[Any, dict[str, Any]]] = [("cold", {}), ("learned", learned)]
@@ -98,12 +99,12 @@ def _try_all(lane: Lane) -> dict[tuple[int, int], float]:
     cells: dict[tuple[int, int], float] = {}
     for part_mib, connections in product(PARTS_MIB, CONNECTIONS):
         fastest_s = min(cells.values(), default=math.inf)
-        limit = {} if math.isinf(fastest_s) else {"limit_s": HOPELESS * fastest_s}
+        limit: dict[str, Any] = {} if math.isinf(fastest_s) else {"limit_s": HOPELESS * fastest_s}
         cells[connections, part_mib] = lane.turn(**_options(connections, part_mib), **limit)["seconds"]
     return cells
 
 
-def _options(connections: int, part_mib: int) -> dict[str, int]:
+def _options(connections: int, part_mib: int) -> dict[str, Any]:
     return {"connections": connections, "part_bytes": part_mib << 20}
 
 
