@@ -180,8 +180,7 @@ def _write_manifest(snapshot: Path, target: Path, say: Callable[[str], None]) ->
 def _fetch_manifest(url: str, folder: Path, say: Callable[[str], None]) -> None:
     """The manifest of a snapshot that lies elsewhere, and its assets: the zygote needs them before there are weights."""
     from ..snapshot.assets import bring_assets  # noqa: PLC0415  see _write_manifest
-    from ..snapshot.locate import open_source  # noqa: PLC0415
-    from ..snapshot.locate import read_manifest  # noqa: PLC0415
+    from ..snapshot.locate import open_source, read_manifest  # noqa: PLC0415
 
     say(f"reading the manifest of {url}")
     source = open_source(url)

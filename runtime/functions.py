@@ -21,6 +21,7 @@ from .revision import Census, Policy, Revision
 from .settings import FunctionSettings
 from .store import RevisionRecord, Store
 from .timeline import Timeline
+from .weights import Weights
 
 KEPT_REVISIONS = 5
 

@@ -28,6 +28,7 @@ from .settings import GatewaySettings
 from .state_dir import StateDir
 from .store import Store
 from .watch import watch
+from .weights import Weights
 
 KEEPALIVE_S = 75.0
 BACKLOG = 1024

@@ -181,16 +181,18 @@ class Pool:
         fork: asyncio.Task[Child] | None = None
         try:
             async with asyncio.TaskGroup() as both:
-                fork = None if standby is not None else both.create_task(self._fork_surely())
+                fork = both.create_task(self._standby_or_fork(standby))
                 activation.fetch = (await self._hold(self._weights)).fetch
         except BaseException as failed:
-            forked = fork.result() if fork is not None and _succeeded(fork) else standby
-            if forked is not None:
-                forked.link.close()
+            if fork is not None and _succeeded(fork):
+                fork.result().link.close()
             if isinstance(failed, ExceptionGroup):
                 raise failed.exceptions[0] from None
             raise
-        return standby if fork is None else fork.result()
+        return fork.result()
+
+    async def _standby_or_fork(self, standby: Child | None) -> Child:
+        return standby or await self._fork_surely()
 
     async def _hold(self, weights: Weights) -> Fetching:
         """One hold for all workers of the pool."""

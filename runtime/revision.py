@@ -23,6 +23,7 @@ from .logs import LogBook
 from .pool import Pool
 from .replica import Replica, State
 from .spec import WorkerSpec
+from .weights import Weights
 
 # How often a start may fail in a row without a word from the worker before those who wait are told.
 MAX_SILENT_FAILURES = 3

@@ -15,6 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Set, Sized
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -246,9 +247,12 @@ class ThreadRunner(Runner):
         concurrency: int,
         on_idle: Callable[[], None],
         loop: asyncio.AbstractEventLoop,
+        gate: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
+        """`gate` is entered around every call of the handler."""
         super().__init__(handler, root, link, concurrency, on_idle)
         self._loop = loop
+        self._gate = gate
         self._batcher: batcher.Batcher[Call] = batcher.Batcher(handler.batch.max_size if handler.batch else 1)
         self._ended = 0
         self._lock = threading.Lock()
@@ -286,9 +290,12 @@ class ThreadRunner(Runner):
             return frames
         started_s = time.monotonic()
         try:
-            if self.handler.kind.streaming:
-                return frames + self._stream(calls[0], events, started_s)
-            return frames + self.results(calls, self.handler.call(*self.arguments(calls, events)), started_s)
+            with self._gate():
+                if self.handler.kind.streaming:
+                    return frames + self._stream(calls[0], events, started_s)
+                return frames + self.results(
+                    calls, self.handler.call(*self.arguments(calls, events)), started_s
+                )
         except BaseException as error:  # noqa: BLE001  whatever the handler raises is its caller's to know, not this thread's end
             return frames + self.failures(calls, error)
 

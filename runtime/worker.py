@@ -24,7 +24,7 @@ import orjson
 import uvloop
 from setproctitle import setproctitle
 
-from ..errors import HandlerSetupError
+from ..errors import HandlerSetupError, PilotlightError
 from ..handlers.contract import Cancellation, Context
 from ..handlers.failure import explain
 from ..handlers.resolve import Handler, Hook
@@ -36,6 +36,7 @@ from .spec import WorkerSpec
 
 # How long a worker that goes by itself waits for the gateway's word that nothing more is on its way.
 RELEASE_TIMEOUT_S = 10.0
+WEIGHTS_TIMEOUT_S = 3600.0
 # How long the last answers may take to leave a worker that ends.
 FLUSH_TIMEOUT_S = 10.0
 LOG_FORMAT = "%(levelname)s %(invocation)s %(message)s"
@@ -97,7 +98,7 @@ class Worker:
         if self._handler.kind.on_loop:
             return LoopRunner(self._handler, self._spec.code, self._link, concurrency, self._on_idle, tasks)
         return ThreadRunner(
-            self._handler, self._spec.code, self._link, concurrency, self._on_idle, self._loop
+            self._handler, self._spec.code, self._link, concurrency, self._on_idle, self._loop, self._gate
         )
 
     # -- becoming a worker
@@ -186,12 +187,33 @@ class Worker:
 
     def _restore_and_setup(self) -> Any:
         started_s = time.monotonic()
-        if self._snapshot is not None:
-            self._snapshot.open()
+        snapshot = self._snapshot
+        if snapshot is not None:
+            snapshot.open()
+            if snapshot.arriving:
+                threading.Thread(target=self._await_weights, args=(snapshot,), daemon=True).start()
+                if self._handler.kind.on_loop:
+                    # Tasks share their thread, and hand work to others: no gate could stand before all of it.
+                    snapshot.wait(WEIGHTS_TIMEOUT_S)
         self._restored_s = time.monotonic() - started_s
         if self._handler.setup is None:
             return None
-        return self._handler.setup(self._context())
+        with self._gate():
+            return self._handler.setup(self._context())
+
+    def _gate(self) -> contextlib.AbstractContextManager[Any]:
+        """Around the user's code while weights are still coming: each operation waits for its own."""
+        if self._snapshot is None or not self._snapshot.arriving:
+            return contextlib.nullcontext()
+        return self._snapshot.gate()
+
+    def _await_weights(self, snapshot: Snapshot) -> None:
+        """Weights that will never be whole are no worker's: the next one is given others."""
+        try:
+            snapshot.wait(WEIGHTS_TIMEOUT_S)
+        except PilotlightError as error:
+            sys.stderr.write(f"the weights did not arrive: {error}\n")
+            self._loop.call_soon_threadsafe(self._drain)
 
     def _keep(self, answer: Any) -> None:
         if answer is not None:

@@ -50,6 +50,18 @@ class Arrival:
         for listener in listeners:
             listener(chunk)
 
+    def land_all(self) -> None:
+        """Everything is there and verified."""
+        with self._changed:
+            new = [chunk for chunk, landed in enumerate(self._landed) if not landed] if self._on_land else []
+            self._landed = bytearray(b"\1") * self.count
+            self._missing = 0
+            listeners = list(self._on_land)
+            self._changed.notify_all()
+        for listener in listeners:
+            for chunk in new:
+                listener(chunk)
+
     def fail(self, error: PilotlightError) -> None:
         """Nothing more will come; the first error counts. Who waits for what is missing gets it raised."""
         with self._changed:
@@ -61,8 +73,7 @@ class Arrival:
         """Block until chunks [first, last] are all there; raises what made them fail, or SourceUnavailable in time."""
         if self.complete or all(self._landed[first : last + 1]):
             return
-        for demand in list(self._on_demand):
-            demand(first, last)
+        self.demand(first, last)
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
             while not all(self._landed[first : last + 1]):
@@ -79,6 +90,11 @@ class Arrival:
             self._on_land.append(listener)
         for chunk in already:
             listener(chunk)
+
+    def demand(self, first: int, last: int) -> None:
+        """Somebody wants chunks [first, last] now."""
+        for demand in list(self._on_demand):
+            demand(first, last)
 
     def on_demand(self, demand: Callable[[int, int], None]) -> None:
         """Call `demand(first, last)` when somebody starts to wait for these chunks: fetch them next."""

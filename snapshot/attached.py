@@ -7,13 +7,14 @@ the remembered plans right after it was forked. Later `restore` acts at once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
+    from .arrival import Arrival
     from .manifest import Manifest
     from .mapping import Mapping
     from .pin import Pin
@@ -23,10 +24,15 @@ if TYPE_CHECKING:
 class Snapshot:
     """The weights of one function on this node: `path` is their folder, `manifest` says what is in it."""
 
-    def __init__(self, root: Path, manifest: Manifest, pin: Pin | None = None) -> None:
+    def __init__(
+        self, root: Path, manifest: Manifest, pin: Pin | None = None, *, cache: Path | None = None
+    ) -> None:
+        """With `cache`, the folder of the node's cache: the shards lie there, or are on their way; `root` holds the rest."""
         self.root = root
         self.manifest = manifest
         self._pin = pin
+        self._cache = cache
+        self._arrival: Arrival | None = None
         self._plans: list[Plan] = []
         self._mapping: Mapping | None = None
 
@@ -68,9 +74,34 @@ class Snapshot:
         from .mapping import Mapping  # noqa: PLC0415
         from .restore import restore  # noqa: PLC0415
 
-        self._mapping = Mapping(self.root, self.manifest, self._pin)
+        if self._cache is None:
+            self._mapping = Mapping(self.root, self.manifest, self._pin)
+        else:
+            from .node import follow  # noqa: PLC0415  only functions whose weights lie elsewhere pay for it
+
+            lease = follow(self._cache, self.manifest)
+            self._arrival = lease.arrival
+            self._mapping = Mapping(lease.root, self.manifest, keep=lease, arrival=lease.arrival)
         for plan in self._plans:
             restore(plan, self._mapping)
+
+    @property
+    def arriving(self) -> bool:
+        """Whether bytes are still to come; operations outside a `gate` may then read zeros."""
+        return self._arrival is not None and not self._arrival.complete
+
+    def gate(self) -> AbstractContextManager[Any]:
+        """Operations inside, on this thread, wait for the bytes of their own tensors. Nothing, once all are there."""
+        if self._mapping is None or self._arrival is None or not self.arriving:
+            return nullcontext()
+        from .gate import Gate  # noqa: PLC0415
+
+        return Gate(self._mapping, self._arrival)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Until all bytes are there; raises what kept them from coming."""
+        if self._arrival is not None and self._arrival.count:
+            self._arrival.wait(0, self._arrival.count - 1, timeout_s)
 
     def __repr__(self) -> str:
         return f"Snapshot({str(self.root)!r}, {len(self.manifest.tensors)} tensors)"

@@ -2,15 +2,20 @@
 
 torch calls `__torch_dispatch__` for every operation of the thread that entered the mode, whatever Python or C++ it came
 from, with the tensors that it is about to read. Modules need no hooks and no names: a weight used by a module that does
-not own it (tied, or inside a fused layer) is waited for like any other. What the gate cannot see is memory read without
-an operation, as `.numpy()` and `.tolist()` do, and other threads, each of which needs a gate of its own.
+not own it (tied, or inside a fused layer) is waited for like any other. Memory that is read without an
+operation (`.numpy()`, `.tolist()`, an address) is waited for when it is asked for. What the gate cannot see is other threads,
+each of which needs a gate of its own, and addresses that were taken before.
 """
 
 from __future__ import annotations
 
+import functools
+import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .arrival import Arrival
@@ -33,14 +38,27 @@ class Gate(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._timeout_s = timeout_s
         self._chunk_bytes = mapping.manifest.chunk_bytes
 
+    def __enter__(self) -> Self:
+        _reads.enter(self)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        super().__exit__(*failure)  # type: ignore[no-untyped-call]
+        _reads.leave(self)
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        self.wait_for(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def wait_for(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Until the bytes that `func` is about to read or write are there."""
         if not self._arrival.complete:
             for shard, begin, end in self._touched.extents(func, args, kwargs):
                 self._wait(shard, begin, end)
-        return func(*args, **kwargs)
 
     def _wait(self, shard: int, begin: int, end: int) -> None:
         first = self._arrival.first[shard]
@@ -50,3 +68,49 @@ class Gate(TorchDispatchMode):  # type: ignore[no-untyped-call]
         started_s = time.monotonic()
         self._arrival.wait(low, high, self._timeout_s)
         self.waited_s += time.monotonic() - started_s
+
+
+class _Reads:
+    """Stands before the methods that give memory away, while any gate is entered.
+
+    Not a TorchFunctionMode: under one torch leaves its fused kernels, and the answer differs in the last bits.
+    """
+
+    def __init__(self) -> None:
+        self._gates: list[Gate] = []
+        self._lock = threading.Lock()
+
+    def enter(self, gate: Gate) -> None:
+        with self._lock:
+            if not self._gates:
+                for name in _READS:
+                    setattr(Tensor, name, self._waiting(name))
+            self._gates.append(gate)
+
+    def leave(self, gate: Gate) -> None:
+        with self._lock:
+            self._gates.remove(gate)
+            if not self._gates:
+                for name, own in _READS.items():
+                    if own is None:
+                        delattr(Tensor, name)
+                    else:
+                        setattr(Tensor, name, own)
+
+    def _waiting(self, name: str) -> Callable[..., Any]:
+        plain = getattr(Tensor, name)
+
+        @functools.wraps(plain)
+        def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            for gate in tuple(self._gates):
+                gate.wait_for(plain, (tensor,), {})
+            return plain(tensor, *args, **kwargs)
+
+        return read
+
+
+# The methods, and what stands in the class itself; None for what it inherits.
+_READS: dict[str, Any] = {
+    name: vars(Tensor).get(name) for name in ("tolist", "numpy", "data_ptr", "__array__", "__dlpack__")
+}
+_reads = _Reads()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..errors import ManifestError
 from .folder import FolderSource
+from .manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
 from .source import Source
 
 
@@ -24,3 +26,15 @@ def open_source(url: str) -> Source:
 
         return HttpSource(url)
     return FolderSource(Path(url))
+
+
+def read_manifest(source: Source) -> Manifest:
+    """The manifest that lies beside a source's shards; SourceMissing if there is none, ManifestError if it is wrong."""
+    size_bytes = source.size(MANIFEST_NAME)
+    if size_bytes > MAX_MANIFEST_BYTES:
+        raise ManifestError(
+            f"The manifest at {source.url} has {size_bytes} bytes, over the limit of {MAX_MANIFEST_BYTES}."
+        )
+    text = bytearray(size_bytes)
+    count = source.read_into(MANIFEST_NAME, 0, memoryview(text))
+    return Manifest.parse(bytes(text[:count]))

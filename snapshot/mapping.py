@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from ..errors import SnapshotChanged, SnapshotError
+from .arrival import Arrival
 from .folder import FolderSource
 from .manifest import Manifest, Shard
 from .pin import FilePin, Pin, check_pin
@@ -27,8 +28,21 @@ class Mapping:
     populates meanwhile.
     """
 
-    def __init__(self, root: Path, manifest: Manifest, pinned: Pin | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        manifest: Manifest,
+        pinned: Pin | None = None,
+        *,
+        keep: object = None,
+        arrival: Arrival | None = None,
+    ) -> None:
+        """`keep`, a lease's hold, lives as long as anything that is mapped: what protects files outlives their lease.
+
+        With an `arrival` bytes may still be coming: `wait` for those that are read here and now.
+        """
         self.manifest = manifest
+        self.arrival = arrival
         if pinned is not None and len(pinned.files) != len(manifest.shards):
             raise SnapshotChanged(
                 f"The pin is of {len(pinned.files)} files, the manifest of {len(manifest.shards)}.",
@@ -36,8 +50,16 @@ class Mapping:
             )
         source = FolderSource(root)
         files: list[FilePin | None] = [*pinned.files] if pinned is not None else [None] * len(manifest.shards)
-        self._shards = [_map(source, shard, file) for shard, file in zip(manifest.shards, files, strict=True)]
+        self._shards = [
+            _map(source, shard, file, keep) for shard, file in zip(manifest.shards, files, strict=True)
+        ]
         self._flats: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+
+    def wait(self, shard: int, begin: int, end: int, timeout_s: float = 600.0) -> None:
+        """Until bytes [begin, end) of a shard are there. Raises what kept them from coming."""
+        if self.arrival is not None and end > begin:
+            first, chunk_bytes = self.arrival.first[shard], self.manifest.chunk_bytes
+            self.arrival.wait(first + begin // chunk_bytes, first + (end - 1) // chunk_bytes, timeout_s)
 
     def flat(self, shard: int, dtype: torch.dtype) -> torch.Tensor:
         """The whole shard from its first byte, as one flat tensor of `dtype`."""
@@ -55,7 +77,13 @@ class Mapping:
         return found
 
 
-def _map(source: FolderSource, shard: Shard, pinned: FilePin | None) -> mmap.mmap | None:
+class _Memory(mmap.mmap):
+    """A mapped shard. Tensors refer to it, and it refers to what protects its file."""
+
+    keep: object = None
+
+
+def _map(source: FolderSource, shard: Shard, pinned: FilePin | None, keep: object) -> _Memory | None:
     descriptor = _open(source, shard)
     try:
         if pinned is not None:
@@ -68,12 +96,14 @@ def _map(source: FolderSource, shard: Shard, pinned: FilePin | None) -> mmap.mma
             )
         if size_bytes == 0:
             return None
-        return mmap.mmap(
+        memory = _Memory(
             descriptor,
             size_bytes,
             flags=mmap.MAP_PRIVATE | _MAP_NORESERVE,
             prot=mmap.PROT_READ | mmap.PROT_WRITE,
         )
+        memory.keep = keep
+        return memory
     finally:
         os.close(descriptor)
 

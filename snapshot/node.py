@@ -5,9 +5,14 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
-from .cache import Cache
+from ..errors import CacheError, SourceUnavailable
+from .cache import Cache, Lease
+from .manifest import Manifest
+from .ranged import Ranged
+from .source import Connection, ObjectInfo
 from .tier import Tier
 
 MEMORY_SHARE = 0.25
@@ -33,19 +38,51 @@ def node_tiers(folder: Path) -> list[Tier]:
     name = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:12]
     budget_bytes = int(MEMORY_SHARE * memory_bytes)
     memory = Tier(
-        SHARED_MEMORY / f"pilotlight-{os.getuid()}-{name}", budget_bytes, "tmpfs", spare_bytes=budget_bytes // 2
+        SHARED_MEMORY / f"pilotlight-{os.getuid()}-{name}",
+        budget_bytes,
+        "tmpfs",
+        spare_bytes=budget_bytes // 2,
     )
     return [memory, disk]
 
 
 def release_memory(cache: Cache) -> None:
     """Give back the memory of snapshots that nobody uses and that lie on the disk too."""
-    on_disk = {stored.digest for tier in cache.tiers if tier.kind == "disk" for stored in tier.list() if stored.ready}
+    on_disk = {
+        stored.digest for tier in cache.tiers if tier.kind == "disk" for stored in tier.list() if stored.ready
+    }
     for tier in cache.tiers:
         if tier.kind == "tmpfs":
-            tier.release(on_disk)
+            for stored in tier.list():
+                if stored.digest in on_disk:
+                    with suppress(CacheError):  # somebody else uses it
+                        tier.evict(stored.digest)
+            tier.drop_spares()
 
 
 def _held_bytes(folder: Path) -> int:
     """What the cache itself takes there already, so that a full cache does not shrink its own budget."""
     return Tier(folder, 0, "disk").used_bytes()
+
+
+def follow(folder: Path, manifest: Manifest) -> Lease:
+    """A lease of a snapshot that another process of this node holds there; it need not have arrived yet."""
+    return node_cache(folder).open(manifest, _Elsewhere(), tee=False)
+
+
+class _Elsewhere(Ranged):
+    """The source of those who may not fetch: whoever holds the snapshot does, and knows the credentials."""
+
+    url = "the node's fetcher"
+
+    def stat(self, name: str) -> ObjectInfo:
+        raise self._gone(name)
+
+    def connect(self) -> Connection:
+        raise self._gone("the snapshot")
+
+    def _gone(self, name: str) -> SourceUnavailable:
+        return SourceUnavailable(
+            f"{name} is not on this node, and the process that was to fetch it has gone.",
+            remedy="Try again: the next activation fetches what is missing.",
+        )

@@ -75,5 +75,6 @@ def _copied(step: Step, mapping: Mapping) -> torch.Tensor:
     size_bytes = step.dtype.itemsize
     for size in step.shape:
         size_bytes *= size
+    mapping.wait(step.shard, step.offset_bytes, step.offset_bytes + size_bytes)
     piece = raw[step.offset_bytes : step.offset_bytes + size_bytes].clone()
     return piece.view(step.dtype).reshape(step.shape)

@@ -70,7 +70,8 @@ class Touched:
 @cache
 def _makes_view(func: Any) -> bool:
     """Whether `func` only makes another view of its argument, and touches none of its bytes."""
-    returns = func._schema.returns  # noqa: SLF001  there is no public way to ask
+    schema = getattr(func, "_schema", None)  # there is no public way to ask
+    returns = schema.returns if schema is not None else ()
     return bool(returns) and all(
         item.alias_info is not None and not item.alias_info.is_write for item in returns
     )

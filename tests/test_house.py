@@ -27,12 +27,14 @@ FLOORS = """
 0   snapshot.answer snapshot.manifest
 0   snapshot.http
 0   snapshot.s3
-0   snapshot.arrival snapshot.damage snapshot.layout snapshot.locate snapshot.pace snapshot.ranges snapshot.readers snapshot.target
+0   snapshot.arrival snapshot.assets snapshot.damage snapshot.flock snapshot.layout snapshot.locate snapshot.pace snapshot.ranges snapshot.readers snapshot.spare snapshot.target
+0   snapshot.follow snapshot.resume snapshot.tier
 0   snapshot.create snapshot.pin snapshot.plan snapshot.verify
 0   snapshot.landing snapshot.learned snapshot.mapping
 0   snapshot.fetch snapshot.touch
-0   snapshot.gate snapshot.record
-0   snapshot.restore
+0   snapshot.gate snapshot.pull snapshot.record
+0   snapshot.cache
+0   snapshot.node snapshot.restore
 0   snapshot.attached
 
 1   handlers.codec handlers.contract handlers.failure
@@ -40,9 +42,9 @@ FLOORS = """
 
 2   runtime.autoscaler runtime.batcher runtime.lineage runtime.logs runtime.spec runtime.timeline runtime.wording
 2   runtime.code runtime.invocation runtime.link runtime.metrics runtime.requirements runtime.settings runtime.state_dir
-2   runtime.environment runtime.listener runtime.store runtime.unpack
+2   runtime.environment runtime.listener runtime.store runtime.unpack runtime.weights
 
-3   runtime.deploy runtime.launcher runtime.runner
+3   runtime.deploy runtime.fetcher runtime.launcher runtime.runner
 3   runtime.worker
 3   runtime.zygote
 

@@ -45,6 +45,7 @@ class Arriving:
     def __init__(self, complete: Path, root: Path, manifest: Manifest) -> None:
         self.arrival = Arrival(manifest)
         self.demanded: list[tuple[int, int]] = []
+        self._threads: list[threading.Thread] = []
         self._manifest, self._complete = manifest, complete
         self._descriptor = os.open(root / "model.safetensors", os.O_RDWR | os.O_CREAT)
         os.ftruncate(self._descriptor, manifest.total_bytes)
@@ -58,9 +59,14 @@ class Arriving:
 
     def on_demand(self, first: int, last: int) -> None:
         self.demanded.append((first, last))
-        threading.Thread(target=lambda: [self.land(chunk) for chunk in range(first, last + 1)]).start()
+        self._threads.append(
+            threading.Thread(target=lambda: [self.land(chunk) for chunk in range(first, last + 1)])
+        )
+        self._threads[-1].start()
 
     def close(self) -> None:
+        for thread in self._threads:
+            thread.join(20)
         os.close(self._descriptor)
 
 
@@ -152,3 +158,24 @@ def test_the_recorded_order_is_the_order_of_use(save: Save) -> None:
     assert recorded.first_touch == ("table.weight", "b.bias", "b.weight", "a.bias", "a.weight")
     assert "unused.weight" not in recorded.first_touch
     assert Manifest.parse(recorded.to_json()) == recorded
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda t: t.tolist(),
+        lambda t: t.numpy().tolist(),
+        lambda t: t[0].clone().tolist(),
+        lambda t: [t[0].item()],
+    ],
+)
+def test_memory_read_without_an_operation_is_waited_for(
+    save: Save, read: Callable[[torch.Tensor], list[float]]
+) -> None:
+    whole = Tied()
+    with arriving(save, whole) as found:
+        module = blank(Tied)
+        restore(make_plan(module, found.mapping.manifest), found.mapping)
+        found.arrival.on_demand(found.on_demand)
+        with Gate(found.mapping, found.arrival):
+            assert read(module.a.bias.detach()) == read(whole.a.bias.detach())
