@@ -109,8 +109,13 @@ class Checkpoint:
 
     def digests(self) -> dict[str, str]:
         """xxh3-128 of every tensor's bytes."""
-        found: dict[str, str] = json.loads((self.folder / _DIGESTS).read_text())
-        return found
+        return digests(self.folder)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """xxh3-128 of every tensor of the checkpoint in `folder`."""
+    found: dict[str, str] = json.loads((folder / _DIGESTS).read_text())
+    return found
 
 
 def checkpoint(shape: Shape) -> Checkpoint:
@@ -175,12 +180,12 @@ def _describe(made: Checkpoint) -> None:
 def _make(shape: Shape) -> None:
     made = snapshot(shape, DATA / BUCKET)
     _convert(made)
-    digests = {}
+    found = {}
     with made.path.open("rb") as file:
         for name, begin, end in made.ranges():
             file.seek(begin)
-            digests[name] = xxhash.xxh3_128_hexdigest(file.read(end - begin))
-    (made.folder / _DIGESTS).write_text(json.dumps(digests))  # last: it says that all is there
+            found[name] = xxhash.xxh3_128_hexdigest(file.read(end - begin))
+    (made.folder / _DIGESTS).write_text(json.dumps(found))  # last: it says that all is there
 
 
 def _convert(made: Checkpoint) -> None:

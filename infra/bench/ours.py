@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import checkpoint
+import xxhash
 from nginx import Nginx
 from pilotlight.errors import Cancelled
 from pilotlight.snapshot.arrival import Arrival
@@ -23,6 +24,7 @@ from pilotlight.snapshot.target import Target
 from raw_floor import file_digest
 
 TMPFS = Path("/dev/shm")
+_TIMEOUT_S = 120.0
 
 
 class Files:
@@ -125,6 +127,51 @@ class Ours:
         self.tensors = {}
         if self._kept is None and self._files is not None:
             self._files.close()
+
+
+class Cached:
+    """The whole of it, as a user has it: through the node's cache, to tensors. The pages of what was evicted are kept
+    as spare files for the next, or not."""
+
+    def __init__(
+        self, url: str, manifest: str, digest: str, authority: str = "", spares: bool = False
+    ) -> None:
+        import torch  # noqa: F401, PLC0415
+        from pilotlight.snapshot.cache import Cache  # noqa: PLC0415
+        from pilotlight.snapshot.tier import Tier  # noqa: PLC0415
+
+        del digest, authority  # tensors are compared below
+        self._url, self._path = url, Path(manifest)
+        self._folder = tempfile.TemporaryDirectory(prefix="pilotlight-bench-", dir=TMPFS)
+        total_bytes = Manifest.read(self._path).total_bytes
+        spare_bytes = 2 * total_bytes if spares else 0
+        self._cache = Cache(
+            [Tier(Path(self._folder.name), 3 * total_bytes, "tmpfs", spare_bytes=spare_bytes)]
+        )
+        self._manifest: Manifest | None = None
+        self.tensors: dict[str, Any] = {}
+        if spares:
+            self.run()
+            self.clear()
+
+    def run(self) -> None:
+        self._manifest = Manifest.read(self._path)
+        with self._cache.open(self._manifest, source_of(self._url), tee=False) as lease:
+            lease.wait(_TIMEOUT_S)
+            self.tensors = all_tensors(lease.root, self._manifest)
+
+    def check(self) -> None:
+        import torch  # noqa: PLC0415
+
+        digests = checkpoint.digests(self._path.parent)
+        for name, tensor in self.tensors.items():
+            if xxhash.xxh3_128_hexdigest(tensor.view(torch.uint8).numpy()) != digests[name]:
+                raise RuntimeError(f"{name} is not the file's")
+
+    def clear(self) -> None:
+        self.tensors = {}
+        assert self._manifest is not None
+        self._cache.evict(self._manifest.digest)
 
 
 def source_of(url: str, context: ssl.SSLContext | None = None) -> Source:

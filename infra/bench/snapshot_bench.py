@@ -6,6 +6,7 @@ python infra/bench/snapshot_bench.py [--quick] [--rounds N] [--only GROUP ...]
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -60,6 +61,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, help=f"at least {ROUNDS} for figures that count")
     parser.add_argument("--only", nargs="+", metavar="GROUP", help="these groups alone")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers and lanes are ended
     report = Report("bench-snapshot", packages=PACKAGES)
     if arguments.quick or arguments.only:
         report.note("a part of the run, or a quick one: not the figures")

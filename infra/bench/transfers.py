@@ -28,6 +28,7 @@ from rounds import Entry, Rounds, plain
 FRESH, UNVERIFIED = "pilotlight, fresh files", "pilotlight, fresh files, not verified"
 RECYCLED, RECYCLED_UNVERIFIED = "pilotlight, recycled files", "pilotlight, recycled files, not verified"
 LEARNED, TENSORS = "pilotlight, fresh files, learned", "pilotlight, fresh files, to tensors"
+CACHED, SPARES = "pilotlight, through the cache, to tensors", "pilotlight, through the cache, spare files"
 DISK, TLS = "pilotlight, onto disk", "pilotlight, fresh files, TLS"
 _OTHERS = (2, 4)
 """Connections of the ceiling besides the eight that the issue names."""
@@ -131,14 +132,20 @@ def whole(report: Report, where: Field) -> None:
         for lane in (*rivals, raw, mine):
             stack.enter_context(lane)
         disk = stack.enter_context(where.ours(disk=True))
+        told = ours.given(where.server, where.data, where.digest)
+        cached = stack.enter_context(Lane(CACHED, "ours:Cached", **told))
+        spares = stack.enter_context(Lane(SPARES, "ours:Cached", spares=True, **told))
         entries = [
             Entry(raw, CEILING),
             *plain(rivals),
             Entry(mine, TENSORS, {"tensors": True}),
             Entry(disk, DISK),
+            *plain([cached, spares]),
         ]
         table = _play("loaders", report, where, entries, where.rounds)
     _enter_best(report, table, "best_loader_ratio", TENSORS, loaders.NAMES, ">= 2")
+    _enter_best(report, table, "best_loader_ratio_cached", CACHED, loaders.NAMES, "")
+    _enter_best(report, table, "best_loader_ratio_spares", SPARES, loaders.NAMES, "")
 
 
 def _play(
