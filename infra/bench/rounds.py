@@ -38,17 +38,24 @@ class Rounds:
         self._known: list[Lane] = []
 
     def play(self, entries: Sequence[Entry], rounds: int) -> None:
-        """One round after another; the first of each is checked. Who fails is out, and said to be."""
+        """One round after another, after one that is thrown away: it warms caches, and in it all are checked.
+
+        Who fails is out, and said to be.
+        """
         for entry in entries:
             if entry.lane not in self._known:
                 self._known.append(entry.lane)
                 self._ready(entry)
+        for entry in self._playing(entries):
+            self._turn(entry, check=True)
         for number in range(rounds):
-            playing = [entry for entry in entries if entry.name not in self.failed]
+            playing = self._playing(entries)
             turned = number * len(playing) // max(1, rounds)
             order = playing[turned:] + playing[:turned]
             for entry in order if number % 2 == 0 else order[::-1]:
-                self._turn(entry, check=number == 0)
+                seconds = self._turn(entry)
+                if seconds is not None:
+                    self.seconds.setdefault(entry.name, []).append(seconds)
             self._tell(number + 1, rounds)
 
     def rates(self, name: str) -> list[float]:
@@ -99,13 +106,15 @@ class Rounds:
         except LaneError as error:
             self._out(entry, error)
 
-    def _turn(self, entry: Entry, check: bool) -> None:
+    def _playing(self, entries: Sequence[Entry]) -> list[Entry]:
+        return [entry for entry in entries if entry.name not in self.failed]
+
+    def _turn(self, entry: Entry, check: bool = False) -> float | None:
         try:
-            seconds = entry.lane.turn(check=check, **entry.turn)["seconds"]
+            return float(entry.lane.turn(check=check, **entry.turn)["seconds"])
         except LaneError as error:
             self._out(entry, error)
-        else:
-            self.seconds.setdefault(entry.name, []).append(seconds)
+            return None
 
     def _out(self, entry: Entry, error: LaneError) -> None:
         self.failed[entry.name] = str(error)
