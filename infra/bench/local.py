@@ -35,8 +35,10 @@ class Local:
         import torch  # noqa: PLC0415
         from llama import skeleton  # noqa: PLC0415
         from pilotlight.snapshot import mapping, plan, restore  # noqa: PLC0415
+        from safetensors import safe_open  # noqa: PLC0415
 
         self._torch, self._mapping, self._planning, self._restoring = torch, mapping, plan, restore
+        self._open = safe_open
         self._folder = Path(folder)
         self._shape = checkpoint.QUICK if shape == checkpoint.QUICK.name else checkpoint.FULL
         self._skeleton = skeleton
@@ -84,6 +86,15 @@ class Local:
         """The floor: map the file and parse its header."""
         path = self._folder / checkpoint.SAFETENSORS
         return {"seconds": median([map_and_parse_ms(path) for _ in range(_MANY)]) / 1e3}
+
+    def _safe_open(self) -> dict[str, Any]:
+        """The same as `bare`, by the safetensors library."""
+        path, samples = self._folder / checkpoint.SAFETENSORS, []
+        for _ in range(_MANY):
+            started_ns = time.perf_counter_ns()
+            with self._open(path, "pt"):
+                samples.append((time.perf_counter_ns() - started_ns) / 1e9)
+        return {"seconds": median(samples)}
 
     def _torch_load(self) -> dict[str, Any]:
         started_ns = time.perf_counter_ns()
@@ -135,7 +146,7 @@ def measure(report: Report, data: checkpoint.Checkpoint, rounds: int) -> None:
         )
         first.wait_ready()
         second.wait_ready()
-        ways = ["bare", "restore", "whole", "torch_load"]
+        ways = ["bare", "restore", "safe_open", "whole", "torch_load"]
         seconds: dict[str, list[float]] = {way: [] for way in ways}
         first.turn(what="bare")
         for number in range(rounds):
@@ -157,9 +168,15 @@ def _enter(report: Report, seconds: dict[str, list[float]]) -> None:
         return median([over / under for over, under in pairs])
 
     report.add("restore_vs_mmap", ratio("restore", "bare"), "x", "<= 2")
+    report.add("restore_vs_safe_open", ratio("restore", "safe_open"), "x")
     report.add("restore_vs_torch_load", ratio("torch_load", "restore"), "x", ">= 100")
     report.add("restore_whole_vs_torch_load", ratio("torch_load", "whole"), "x")
-    names = {"bare": "mmap_parse_ms", "restore": "restore_ms", "whole": "restore_whole_ms"}
+    names = {
+        "bare": "mmap_parse_ms",
+        "restore": "restore_ms",
+        "whole": "restore_whole_ms",
+        "safe_open": "safe_open_ms",
+    }
     for way, name in {**names, "torch_load": "torch_load_ms"}.items():
         report.add(name, median(seconds[way]) * 1e3, "ms")
 
