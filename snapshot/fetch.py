@@ -196,15 +196,17 @@ class _Fetch:
 
     def _work(self, number: int) -> None:
         buffer = memoryview(bytearray(BOUNCE_BYTES))
-        connection = self._source.connect()
+        connection: Connection | None = None
         try:
+            connection = self._source.connect()
             while (part := self._next(number)) is not None:
                 self._fetch_part(connection, part, buffer)
         except BaseException as error:  # noqa: BLE001  raised again by the supervisor
             with self._changed:
                 self._error = self._error or error
         finally:
-            connection.close()
+            if connection is not None:
+                connection.close()
             with self._changed:
                 self._working -= 1
                 self._changed.notify_all()

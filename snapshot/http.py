@@ -17,13 +17,13 @@ from .._version import __version__
 from ..errors import (
     PilotlightError,
     SnapshotChanged,
-    SourceDenied,
     SourceError,
     SourceMissing,
+    SourceUnavailable,
 )
 from .answer import OK, PARTIAL, REDIRECTS, Asked, check, described, is_strong, refusal, unavailable
 from .exchange import Exchange, Head, StaleError
-from .ranged import Ranged
+from .ranged import Patience, Ranged
 from .source import ObjectInfo, name_fault
 from .wire import Origin, Wire
 
@@ -76,19 +76,23 @@ class Site(Ranged):
         del body
         return refusal(head, asked)
 
+    def learn(self, name: str, info: ObjectInfo, head: Head) -> None:
+        """What a good answer said of `name`. The first one counts until `forget`."""
+        del head
+        with self._lock:
+            self._found.setdefault(name, info)
+
     def stat(self, name: str) -> ObjectInfo:
-        """See Source. Remembered until the object turns out to have changed. An empty version: the server has none."""
+        """See Source; tries again what may pass. Remembered until the object turns out to have changed."""
         with self._lock:
             found = self._found.get(name)
         if found is not None:
             return found
         connection = self.connect()
         try:
-            found = connection.describe(name)
+            return _describe(connection, name)
         finally:
             connection.close()
-        with self._lock:
-            return self._found.setdefault(name, found)
 
     def size_known(self, name: str) -> int | None:
         """The size that `stat` found."""
@@ -176,19 +180,21 @@ class HttpConnection:
             self._site.forget(name)
             raise
         info = described(head, asked)
+        self._site.learn(name, info, head)
         self._asked, self._left = asked, end - begin
         return info
 
     def describe(self, name: str) -> ObjectInfo:
         """Size and version, by a GET of the first byte: a URL signed for GET refuses HEAD."""
         head, asked = self._ask(name, 0, 1, "")
-        if head.status == 416 and head.headers.get("content-range", "").replace(" ", "") == "bytes*/0":
+        if head.status == 416 and head.headers.get("content-range") == "bytes */0":
             return described(head, asked)
         if head.status not in {OK, PARTIAL}:
             raise self._refused(head, asked)
         info = described(head, asked)
         if head.status == PARTIAL:
             check(head, asked, None)
+        self._site.learn(name, info, head)
         return info
 
     def read_into(self, view: memoryview) -> int:
@@ -215,8 +221,10 @@ class HttpConnection:
         if head.status in {OK, PARTIAL, 412, 416}:
             return head, asked
         refused = self._refused(head, asked)
-        fresh = self._site.locate(name, fresh=True)
-        if not isinstance(refused, SourceDenied | SourceMissing) or fresh == location:
+        if (
+            isinstance(refused, SourceUnavailable)
+            or (fresh := self._site.locate(name, fresh=True)) == location
+        ):
             raise refused
         return self._follow(fresh, Asked(name, fresh.shown, begin, end, version))
 
@@ -274,6 +282,15 @@ class HttpConnection:
         if isinstance(error, TimeoutError):
             return unavailable(asked, "nothing came in time")
         return unavailable(asked, str(getattr(error, "strerror", None) or error).rstrip("."))
+
+
+def _describe(connection: HttpConnection, name: str) -> ObjectInfo:
+    patience = Patience()
+    while True:
+        try:
+            return connection.describe(name)
+        except SourceUnavailable as error:
+            patience.failed(error)
 
 
 _PATH = "/%:@!$&'()*+,;=~"  # left as they are: the path is encoded already, but for what no URL may hold

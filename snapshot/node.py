@@ -8,7 +8,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from ..errors import CacheError, SourceUnavailable
+from ..errors import CacheError, FetchFailed
 from .cache import Cache, Lease
 from .manifest import Manifest
 from .ranged import Ranged
@@ -81,8 +81,8 @@ class _Elsewhere(Ranged):
     def connect(self) -> Connection:
         raise self._gone("the snapshot")
 
-    def _gone(self, name: str) -> SourceUnavailable:
-        return SourceUnavailable(
+    def _gone(self, name: str) -> FetchFailed:
+        return FetchFailed(
             f"{name} is not on this node, and the process that was to fetch it has gone.",
             remedy="Try again: the next activation fetches what is missing.",
         )

@@ -14,7 +14,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import CacheError, PilotlightError, SourceUnavailable
+from ..errors import CacheError, PilotlightError, SourceDenied, SourceUnavailable
 from .arrival import Arrival
 from .assets import bring_assets
 from .fetch import FetchStats, fetch
@@ -186,7 +186,8 @@ class Pull:
 
     def _fail(self, error: PilotlightError) -> None:
         self._error = error
-        self._end_turn(error, dropped=self.cancelled)
+        # Who follows may have better credentials than ours.
+        self._end_turn(error, dropped=self.cancelled or isinstance(error, SourceDenied))
         self.arrival.fail(error)
 
     def _step(self) -> bool:

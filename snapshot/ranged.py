@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-import time
+import threading
 from abc import ABC, abstractmethod
 
 from ..errors import SourceUnavailable
@@ -27,25 +27,42 @@ class Ranged(ABC):
         return self.stat(name).size_bytes
 
     def read_into(self, name: str, offset: int, view: memoryview) -> int:
-        """See Source; tries again what may pass, up to six times."""
+        """See Source; tries again what may pass, up to six times in a row."""
         info = self.stat(name)
         end = min(info.size_bytes, offset + len(view))
-        at, attempt = offset, 0
+        at, patience = offset, Patience()
         connection = self.connect()
         try:
             while at < end:
                 try:
                     connection.begin(name, at, end, info.version)
                     while at < end and (count := connection.read_into(view[at - offset : end - offset])):
-                        at, attempt = at + count, 0
+                        at += count
+                        patience.progressed()
                 except SourceUnavailable as error:
-                    attempt += 1
-                    if attempt >= ATTEMPTS:
-                        raise
-                    time.sleep(delay_s(attempt, error.retry_after_s))
+                    patience.failed(error)
         finally:
             connection.close()
         return max(0, at - offset)
+
+
+class Patience:
+    """How often one operation failed in a row, and how long to wait before the next try."""
+
+    def __init__(self) -> None:
+        self._failures = 0
+
+    def progressed(self) -> None:
+        """It got somewhere: count from the start."""
+        self._failures = 0
+
+    def failed(self, error: SourceUnavailable) -> None:
+        """Wait until it is time to try again; raises `error` if it was the last try."""
+        self._failures += 1
+        if self._failures >= ATTEMPTS:
+            raise error
+        # Nobody sets this event: a delay between tries is all there is to wait for.
+        threading.Event().wait(delay_s(self._failures, error.retry_after_s))
 
 
 def delay_s(attempt: int, retry_after_s: float | None = None) -> float:

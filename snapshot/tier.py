@@ -26,11 +26,13 @@ from uuid import uuid4
 
 from ..errors import CacheError
 from .assets import assets_of
-from .flock import Hold, hold, is_at, lock, try_lock
+from .flock import LOCK_TIMEOUT_S, Hold, hold, is_at, lock, try_lock
 from .manifest import MANIFEST_NAME, Manifest
 from .spare import Spares
 
 STALE_AFTER_S = 86_400.0
+SWEEP_TIMEOUT_S = 1.0
+LEAST_SPARE_BYTES = 64 << 10
 _BLOCK_BYTES = 512
 
 
@@ -85,12 +87,12 @@ class Tier:
         return sum(stored.size_bytes for stored in self.list()) + self.spares.total_bytes()
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
         """Alone with the tier: no other process or thread makes room, starts a fetch or evicts meanwhile."""
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            lock(descriptor, self.root / "lock")
+            lock(descriptor, self.root / "lock", timeout_s=timeout_s)
             yield
         finally:
             os.close(descriptor)
@@ -114,7 +116,8 @@ class Tier:
         except PermissionError:
             return None
         with suppress(OSError):  # a cache that cannot be written to can be read
-            os.utime(held.descriptor)
+            now_ns = time.time_ns()  # finer than the kernel's own idea of now
+            os.utime(held.descriptor, ns=(now_ns, now_ns))
         return held
 
     def list(self) -> Sequence[Stored]:
@@ -177,7 +180,7 @@ class Tier:
         """Clear what crashes left: trash, and fetches that nobody has gone on with for a day."""
         if not self.root.is_dir():
             return
-        with suppress(OSError), self.locked():
+        with suppress(OSError, CacheError), self.locked(SWEEP_TIMEOUT_S):
             shutil.rmtree(self.root / "trash", ignore_errors=True)
             stale_s = time.time() - STALE_AFTER_S
             stale = [stored.folder for stored in self.list() if not stored.ready and stored.used_s < stale_s]
@@ -247,7 +250,7 @@ class Tier:
             finally:
                 os.close(descriptor)
             if self.kind == "tmpfs":
-                for file in [path for path in (gone / "files").rglob("*") if path.is_file()]:
+                for file in _large_files(gone / "files"):
                     self.spares.put(file)
             shutil.rmtree(gone, ignore_errors=True)
 
@@ -304,6 +307,12 @@ def _lock_folder(folder: Path) -> int | None:
         return descriptor
     os.close(descriptor)
     return None
+
+
+def _large_files(files: Path) -> Sequence[Path]:
+    """What is worth keeping for its pages."""
+    found = [path for path in files.rglob("*") if path.is_file() and path.name != MANIFEST_NAME]
+    return [path for path in found if path.stat().st_size >= LEAST_SPARE_BYTES]
 
 
 def _stored(folder: Path) -> Stored:

@@ -22,7 +22,7 @@ PACKAGES = ("handlers", "runtime", "snapshot", "templates")
 FLOORS = """
 0   _version errors handlers runtime snapshot templates
 
-0   snapshot.dtype snapshot.mismatch snapshot.skeleton snapshot.source snapshot.wire
+0   snapshot.dtype snapshot.mismatch snapshot.s3_codes snapshot.skeleton snapshot.source snapshot.wire
 0   snapshot.chunk snapshot.exchange snapshot.folder snapshot.header snapshot.ranged
 0   snapshot.answer snapshot.manifest
 0   snapshot.http
