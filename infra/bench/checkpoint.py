@@ -70,7 +70,7 @@ class Shape:
 
 FULL = Shape("llama-1.1gb", hidden=2048, intermediate=5376, layers=10)
 QUICK = Shape("llama-100mb", hidden=512, intermediate=1408, layers=6)
-TOY = Shape("toy-24-layers", hidden=512, intermediate=1408, layers=24, vocabulary=8000)
+TOY = Shape("toy-24-layers-323mb", hidden=768, intermediate=2112, layers=24, vocabulary=8000)
 GIANT = Shape("llama-6gb", hidden=4096, intermediate=14_336, layers=13)
 
 

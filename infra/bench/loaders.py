@@ -16,7 +16,8 @@ from typing import Any
 
 import checkpoint
 import xxhash
-from clients import CEILING, job_of, s3_client
+from client import s3_client
+from clients import CEILING, job_of
 from lane import Lane
 from nginx import Nginx, start_nginx
 from raw_floor import file_digest
