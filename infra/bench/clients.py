@@ -55,19 +55,12 @@ def library_lanes(job: dict[str, Any], ranges: list[tuple[int, int]]) -> list[La
             Lane(f"boto3 ranges, {word}", "client:Boto3", kept=kept, **job),
             Lane(f"aiohttp, {word}", "client:Aiohttp", kept=kept, **job),
             Lane(f"AWS CRT, {word}", "client:Crt", kept=kept, **job),
-            Lane(
-                f"obstore by tensor, {word}",
-                "client:Obstore",
-                kept=kept,
-                way="tensors",
-                ranges=ranges,
-                **job,
-            ),
         ]
     # What obstore gives back for the copies to kept memory may be the allocator's to keep.
     kept_parts = {"kept": True, "way": "parts", **job}
     return [
         *lanes,
+        Lane("obstore by tensor, fresh", "client:Obstore", kept=False, way="tensors", ranges=ranges, **job),
         Lane("obstore by part, fresh", "client:Obstore", kept=False, way="parts", **job),
         Lane("obstore by part, kept", "client:Obstore", keep_freed=True, **kept_parts),
         Lane("obstore get_ranges, fresh", "client:Obstore", kept=False, way="ranges", ranges=ranges, **job),

@@ -120,7 +120,7 @@ def tls(report: Report, where: Field) -> None:
         for lane in rivals:
             stack.enter_context(lane)
         entries = [*plain(rivals), Entry(stack.enter_context(where.ours(tls=True)), TLS)]
-        table = _play("tls", report, where, entries, max(2, where.rounds // 2 + 1), ceiling=rivals[0].name)
+        table = _play("tls", report, where, entries, max(2, where.rounds // 2), ceiling=rivals[0].name)
     _enter_best(report, table, "best_client_ratio_tls", TLS, [lane.name for lane in rivals[1:]], "")
 
 

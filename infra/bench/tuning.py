@@ -31,7 +31,7 @@ LATENCIES_S = (0.0, 0.005, 0.020, 0.100)
 CAPS = (None, 60e6)
 CONNECTIONS = (8, 16, 32, 4, 2)  # the likely ones first: they set the bound that the others are held to
 PARTS_MIB = (16, 4, 64)
-HOPELESS = 1.25
+HOPELESS = 1.1
 FINALISTS, ROUNDS = 2, 3
 
 
