@@ -7,7 +7,7 @@ import itertools
 import time
 from typing import Protocol
 
-from ..errors import LauncherError, PilotlightError
+from ..errors import ActivationFailed, FetchFailed, LauncherError, PilotlightError
 from .invocation import Invocation
 from .launcher import Child, Launcher, Source
 from .link import Frame, Kind
@@ -197,7 +197,7 @@ class Pool:
     async def _hold(self, weights: Weights) -> Fetching:
         """One hold for all workers of the pool."""
         async with self._holding:
-            if self._fetching is not None and self._fetching.failed:
+            if self._fetching is not None and self._fetching.error is not None:
                 self._release_weights()
             if self._fetching is None:
                 self._fetching = await weights.hold(self.spec)
@@ -298,7 +298,18 @@ class Pool:
         self._keeper.on_returned(invocation)
 
     def on_setup_failed(self, replica: Replica, error: PilotlightError) -> None:
-        self._keeper.on_start_failed(error)
+        self._keeper.on_start_failed(self.refined(error))
+
+    def refined(self, error: PilotlightError) -> PilotlightError:
+        """What a worker says of weights that did not come: the fetcher knows better why."""
+        cause = self._fetching.error if self._fetching is not None else None
+        if cause is None or error.details.get("cause") != FetchFailed.code:
+            return error
+        return ActivationFailed(
+            f"The weights are not whole: {cause.message}",
+            remedy=cause.remedy,
+            details={**cause.details, "cause": cause.code},
+        )
 
     def on_dead(self, replica: Replica, unstarted: list[Invocation], started: list[Invocation]) -> None:
         self.replicas.remove(replica)

@@ -21,7 +21,16 @@ from typing import Any
 
 import orjson
 
-from ..errors import BadInput, Cancelled, HandlerFailed, InputInvalid, OutputInvalid, PilotlightError
+from ..errors import (
+    ActivationFailed,
+    BadInput,
+    Cancelled,
+    HandlerFailed,
+    InputInvalid,
+    OutputInvalid,
+    PilotlightError,
+    SnapshotError,
+)
 from ..handlers.codec import JSON_TYPE
 from ..handlers.contract import Cancellation, Context
 from ..handlers.failure import explain
@@ -141,6 +150,13 @@ class Runner(ABC):
         """What the caller is told of an exception in the handler."""
         if isinstance(error, (BadInput, InputInvalid, OutputInvalid)):
             return error
+        if isinstance(
+            error, SnapshotError
+        ):  # weights that were to arrive while the handler ran: not its fault
+            told = {**error.details, "cause": error.code}
+            return ActivationFailed(
+                f"The weights are not whole: {error.message}", remedy=error.remedy, details=told
+            )
         return explain(HandlerFailed, "The handler", error, self._root)
 
     def decode(self, group: list[Call]) -> tuple[list[Call], list[Any], list[bytes]]:

@@ -27,11 +27,11 @@ class Fetching:
     def __init__(self, number: int) -> None:
         self.number = number
         self.fetch = Fetch(time.monotonic())
-        self.failed = False
+        self.error: PilotlightError | None = None
         self.held: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def fail(self, error: PilotlightError) -> None:
-        self.failed = True
+        self.error = error
         self.fetch.ended_s = self.fetch.ended_s or time.monotonic()
         if not self.held.done():
             self.held.set_exception(error)

@@ -11,7 +11,7 @@ from .._version import __version__
 from ..errors import HeaderError, ManifestError, SnapshotChanged, SnapshotError
 from .chunk import Progress, file_digest
 from .folder import FolderSource
-from .header import Header, read_header
+from .header import Header, aliases_of, read_header
 from .layout import SUFFIX, Layout, lay_out
 from .manifest import (
     DEFAULT_CHUNK_BYTES,
@@ -25,7 +25,7 @@ from .manifest import (
     TensorEntry,
 )
 from .readers import in_order
-from .source import ObjectInfo, Source
+from .source import Listing, ObjectInfo, Source
 
 # Over a network one stream seldom fills the link; every one costs a chunk of memory.
 REMOTE_READERS = 4
@@ -76,7 +76,7 @@ def _manifest(
         chunk_bytes=chunk_bytes,
         shards=shards,
         tensors=tensors,
-        aliases=_aliases(headers, {tensor.name for tensor in tensors}),
+        aliases=aliases_of(headers.values(), {tensor.name for tensor in tensors}),
         assets=tuple(assets),
         provenance=Provenance(created_by=f"pilotlight {__version__}", source=origin[:4096]),
     )
@@ -95,10 +95,8 @@ def _open(where: Path | Source, file: str | None) -> tuple[Source, str | None]:
 def _names(source: Source, files: Sequence[str] | None, file: str | None) -> list[str]:
     if files is not None:
         return list(files)
-    listing = getattr(source, "names", None)
-    if listing is not None:
-        names: list[str] = listing()
-        return names
+    if isinstance(source, Listing):
+        return source.names()
     if file is not None:
         return [file]
     raise SnapshotError(
@@ -203,13 +201,3 @@ def _entry(header: Header, shard: int, position: int) -> TensorEntry:
         offset_bytes=header.data_offset_bytes + tensor.offset_bytes,
         size_bytes=tensor.size_bytes,
     )
-
-
-def _aliases(headers: dict[str, Header], stored: set[str]) -> dict[str, str]:
-    # safetensors.torch.save_model drops all names but one of a shared tensor, and says so in the metadata.
-    return {
-        alias: target
-        for header in headers.values()
-        for alias, target in header.metadata.items()
-        if target in stored and alias not in stored and alias != "format"
-    }

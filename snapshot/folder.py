@@ -5,10 +5,15 @@ from __future__ import annotations
 import os
 import stat
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
-from ..errors import SnapshotChanged, SourceMissing, SourceUnavailable
+from ..errors import CacheError, SnapshotChanged, SourceMissing, SourceUnavailable
+from .publish import publish
 from .source import ObjectInfo, name_fault
+
+_COPY_BYTES = 16 << 20
 
 
 class FolderSource:
@@ -48,6 +53,24 @@ class FolderSource:
 
     def connect(self) -> FolderConnection:
         return FolderConnection(self)
+
+    def put(
+        self, name: str, content: Path | bytes, progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Copy a file, or write these bytes, as `name`: whole or not at all. CacheError if there is no writing."""
+        path = self._path(name)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with publish(path) as stream:
+                if isinstance(content, bytes):
+                    stream.write(content)
+                else:
+                    _copy(content, stream, progress)
+        except OSError as error:
+            raise CacheError(
+                f"{path} cannot be written: {error.strerror or error}.",
+                remedy="Make room, or name another place.",
+            ) from error
 
     def read_into(self, name: str, offset: int, view: memoryview) -> int:
         descriptor = self.open(name)
@@ -146,6 +169,16 @@ class FolderConnection:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
+
+
+def _copy(file: Path, stream: IO[bytes], progress: Callable[[int, int], None] | None) -> None:
+    with file.open("rb") as content:
+        total_bytes = os.fstat(content.fileno()).st_size
+        buffer = memoryview(bytearray(min(_COPY_BYTES, max(1, total_bytes))))
+        while count := content.readinto(buffer):
+            stream.write(buffer[:count])
+            if progress is not None:
+                progress(stream.tell(), total_bytes)
 
 
 def _info(descriptor: int) -> ObjectInfo:

@@ -8,6 +8,7 @@ the tensors cover without gap or overlap. Only the header is read. Every defect 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Never
@@ -184,6 +185,16 @@ def _check_cover(file: str, tensors: list[TensorHeader], data_bytes: int) -> Non
             _refuse(file, f"{fault}: the file is truncated or its header wrong", tensor.name)
     if end_bytes != data_bytes:
         _refuse(file, f"{data_bytes - end_bytes} bytes at its end belong to no tensor")
+
+
+def aliases_of(headers: Iterable[Header], stored: Set[str]) -> dict[str, str]:
+    """The names that safetensors.torch.save_model dropped of shared tensors, and noted in the metadata: to the kept ones."""
+    return {
+        alias: target
+        for header in headers
+        for alias, target in header.metadata.items()
+        if target in stored and alias not in stored and alias != "format"
+    }
 
 
 def name_is_sound(name: str) -> bool:

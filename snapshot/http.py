@@ -7,9 +7,8 @@ import ssl
 import threading
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import cached_property
-from urllib.parse import quote, unquote, urljoin, urlsplit, urlunsplit
+from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 import h11
 
@@ -23,6 +22,7 @@ from ..errors import (
 )
 from .answer import OK, PARTIAL, REDIRECTS, Asked, check, described, is_strong, refusal, unavailable
 from .exchange import Exchange, Head, StaleError
+from .location import PATH, QUERY, Location, redirected, shown
 from .ranged import Patience, Ranged
 from .source import ObjectInfo, name_fault
 from .wire import Origin, Wire
@@ -33,19 +33,6 @@ MAX_REDIRECTS = 5
 MAX_ERROR_BYTES = 64 << 10
 
 _NONE: Mapping[str, str] = {}
-
-
-@dataclass(frozen=True, slots=True)
-class Location:
-    """Where an object is to be had now: a URL, which may hold a signature, and headers for its host alone."""
-
-    url: str
-    headers: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def shown(self) -> str:
-        """The URL as it may be shown: no credentials, no query."""
-        return shown(self.url)
 
 
 class Site(Ranged):
@@ -134,8 +121,8 @@ class HttpSource(Site):
             raise SourceError(
                 f"{shown(url)!r} is not a URL of a web server: {error}.", remedy="Write http(s)://host/path."
             ) from None
-        self._base = f"{origin}{quote(parts.path.rstrip('/'), safe=_PATH)}"
-        self._query = f"?{quote(parts.query, safe=_QUERY)}" if parts.query else ""
+        self._base = f"{origin}{quote(parts.path.rstrip('/'), safe=PATH)}"
+        self._query = f"?{quote(parts.query, safe=QUERY)}" if parts.query else ""
         self._headers = dict(headers or _NONE)
         if parts.username is not None:
             pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
@@ -236,7 +223,7 @@ class HttpConnection:
                     self._site.settle(asked.name, location)
                 return head, asked
             self._rest()
-            location = _redirected(location, head.headers["location"])
+            location = redirected(location, head.headers["location"])
             asked = Asked(asked.name, location.shown, asked.begin, asked.end, asked.version)
         raise SourceError(
             f"{asked.where} is redirected more than {MAX_REDIRECTS} times.", remedy="Check the URL."
@@ -258,10 +245,12 @@ class HttpConnection:
             return self._exchange.ask(target, headers)
         except (OSError, h11.RemoteProtocolError) as error:
             raise self._broken(asked, error) from error
-        except h11.LocalProtocolError as error:
+        except h11.LocalProtocolError:
+            # None of its words: they quote the header, which may be a secret.
             raise SourceError(
-                f"{asked.where} cannot be asked for: {error}.", remedy="Check the URL."
-            ) from error
+                f"{asked.where} cannot be asked for: the URL or a header holds what HTTP does not allow.",
+                remedy="Look for line ends and control characters in them.",
+            ) from None
 
     def _refused(self, head: Head, asked: Asked) -> PilotlightError:
         return self._site.explain(asked, head, self._rest())
@@ -293,18 +282,6 @@ def _describe(connection: HttpConnection, name: str) -> ObjectInfo:
             patience.failed(error)
 
 
-_PATH = "/%:@!$&'()*+,;=~"  # left as they are: the path is encoded already, but for what no URL may hold
-_QUERY = _PATH + "?[]"
-
-
-def shown(url: str) -> str:
-    """A URL without credentials, query and fragment."""
-    base = url.partition("?")[0].partition("#")[0]
-    scheme, mark, rest = base.partition("://")
-    authority, slash, path = rest.partition("/")
-    return f"{scheme}{mark}{authority.rpartition('@')[2]}{slash}{path}"
-
-
 def _headers(location: Location, asked: Asked) -> list[tuple[str, str]]:
     headers = [
         ("User-Agent", f"pilotlight/{__version__}"),
@@ -314,16 +291,3 @@ def _headers(location: Location, asked: Asked) -> list[tuple[str, str]]:
     if is_strong(asked.version):
         headers.append(("If-Match", asked.version))
     return [*headers, *location.headers.items()]
-
-
-def _redirected(location: Location, text: str) -> Location:
-    try:
-        url = urljoin(location.url, quote(text, safe=_QUERY + "#"))
-        came, goes = Origin.of(location.url), Origin.of(url)
-    except ValueError:
-        raise SourceError(f"{location.shown} is redirected to what is no http(s) URL.") from None
-    if came.scheme == "https" and goes.scheme == "http":
-        raise SourceError(
-            f"{location.shown} is redirected to {goes}, away from TLS.", remedy="Have it redirect to https."
-        )
-    return Location(url, location.headers if goes == came else {})

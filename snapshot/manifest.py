@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
@@ -29,6 +27,7 @@ from .header import (
     bulk_fault,
     name_is_sound,
 )
+from .publish import publish
 from .source import name_fault
 
 MANIFEST_NAME = "pilotlight.manifest.json"
@@ -176,17 +175,8 @@ class Manifest(_Frozen):
 
     def write(self, path: Path) -> None:
         """Publish as file `path`, whole or not at all, even if the machine dies meanwhile."""
-        with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as stream:
-            try:
-                stream.write(self.to_json())
-                stream.flush()
-                os.fchmod(stream.fileno(), 0o644)
-                os.fsync(stream.fileno())
-                Path(stream.name).replace(path)
-            except BaseException:
-                Path(stream.name).unlink(missing_ok=True)
-                raise
-        _sync_folder(path.parent)
+        with publish(path) as stream:
+            stream.write(self.to_json())
 
     @property
     def digest(self) -> str:
@@ -201,6 +191,11 @@ class Manifest(_Frozen):
         return sum(shard.size_bytes for shard in self.shards)
 
     @property
+    def files(self) -> tuple[Shard | Asset, ...]:
+        """All files of the snapshot but the manifest: shards, then assets."""
+        return (*self.shards, *self.assets)
+
+    @property
     def assets_bytes(self) -> int:
         """All assets' bytes together."""
         return sum(asset.size_bytes for asset in self.assets)
@@ -209,7 +204,7 @@ class Manifest(_Frozen):
     def _check(self) -> Self:
         # pydantic turns a ValueError into a ValidationError, and `parse` turns that into ours.
         _check_unique("shard", (shard.name for shard in self.shards))
-        _check_files([*self.shards, *self.assets])
+        _check_files(self.files)
         _check_totals(self)
         _check_unique("tensor", (tensor.name for tensor in self.tensors))
         for shard in self.shards:
@@ -229,7 +224,7 @@ def _check_unique(kind: str, names: Iterable[str]) -> None:
         seen.add(name)
 
 
-def _check_files(files: list[Shard | Asset]) -> None:
+def _check_files(files: Sequence[Shard | Asset]) -> None:
     _check_unique("file", (file.name for file in files))
     if any(file.name == MANIFEST_NAME for file in files):
         raise ValueError(f"{MANIFEST_NAME!r} is the manifest's own name")
@@ -305,11 +300,3 @@ def _first_fault(error: ValidationError) -> str:
     where = ".".join(str(step)[:80] for step in fault["loc"])
     what = fault["msg"].removeprefix("Value error, ")[:300]
     return f"The manifest is not valid{f' at {where}' if where else ''}: {what}."
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

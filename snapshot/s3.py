@@ -13,30 +13,22 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..errors import PilotlightError, SourceDenied, SourceError, SourceUnavailable
-from .answer import Asked, refusal
+from ..errors import PilotlightError, SourceError, SourceUnavailable
+from .answer import Asked, refusal, unavailable
 from .chunk import Progress
 from .exchange import Head
-from .http import CONNECT_TIMEOUT_S, TIMEOUT_S, Location, Site
+from .http import CONNECT_TIMEOUT_S, TIMEOUT_S, Site
+from .location import Location
+from .s3_access import Access, denied, kind, no_credentials, open_access
 from .s3_codes import Subject, code_in, meaning, region_in
 from .source import ObjectInfo, name_fault
 
 SIGNED_FOR_S = 3600
 KEPT_FOR_S = 900.0  # a signed URL is made anew well before it ends; that costs 0.2 ms
-
-
-@dataclass(frozen=True, slots=True)
-class _Access:
-    """A client of boto3 and, in words, whose credentials it uses."""
-
-    client: Any
-    who: str
-    ca_bundle: str | None
 
 
 class S3Source(Site):
@@ -71,7 +63,7 @@ class S3Source(Site):
         self._profile = profile
         self._anonymous = anonymous
         self._opening = threading.Lock()
-        self._opened: _Access | None = None
+        self._opened: Access | None = None
         self._signed: dict[str, tuple[Location, float]] = {}
         self._pinned: dict[str, str] = {}
         self._unpinned: set[str] = set()
@@ -120,7 +112,8 @@ class S3Source(Site):
             self._move(region)
         plain = refusal(head, asked)
         subject = Subject(self._bucket, self._key(asked.name), self._access().who)
-        known = meaning(code or str(head.status), subject, plain.details, region)
+        details = unavailable(asked, "", head).details  # with Retry-After, whatever the status is
+        known = meaning(code or str(head.status), subject, details, region)
         if known is not None:
             return known
         return type(plain)(
@@ -162,13 +155,13 @@ class S3Source(Site):
     def _move(self, region: str) -> None:
         """The bucket is in `region`: sign for that from now on, unless the endpoint is not Amazon's to choose."""
         with self._opening:
-            if self._endpoint is None and self._region != region:
+            if self._opened is not None and self._opened.amazons and self._region != region:
                 self._region, self._opened = region, None
 
     @contextmanager
     def _words(self, name: str) -> Iterator[Any]:
         """The client; what boto3 raises meanwhile becomes one of our errors."""
-        from botocore import exceptions as boto  # noqa: PLC0415  see _open
+        from botocore import exceptions as boto  # noqa: PLC0415  as in s3_access
 
         access = self._access()
         subject = Subject(self._bucket, self._key(name), access.who)
@@ -180,11 +173,11 @@ class S3Source(Site):
             raise known or SourceError(
                 f"{subject}: the store refuses it ({code}), asked {access.who}."
             ) from error
-        except _no_credentials() as error:
-            raise _denied(subject, error) from error
+        except no_credentials() as error:
+            raise denied(subject, error) from error
         except boto.BotoCoreError as error:
             raise SourceUnavailable(
-                f"{subject}: {_kind(error)}: {access.client.meta.endpoint_url} cannot be asked.",
+                f"{subject}: {kind(error)}: {access.client.meta.endpoint_url} cannot be asked.",
                 remedy="Check the endpoint and the network; try again.",
                 details={"object": subject.key},
             ) from error
@@ -193,41 +186,18 @@ class S3Source(Site):
     def _context(self) -> ssl.SSLContext:
         return self._given_context or ssl.create_default_context(cafile=self._access().ca_bundle)
 
-    def _access(self) -> _Access:
+    def _access(self) -> Access:
         with self._opening:
             if self._opened is None:
-                self._opened = self._open()
+                self._opened = open_access(
+                    self._bucket,
+                    self._endpoint,
+                    self._region,
+                    self._profile,
+                    self._anonymous,
+                    self._timeout_s,
+                )
             return self._opened
-
-    def _open(self) -> _Access:
-        # Here and not above: boto3 takes a quarter of a second to import.
-        try:
-            import boto3  # noqa: PLC0415
-            import botocore.exceptions  # noqa: PLC0415
-            import botocore.session  # noqa: PLC0415
-        except ImportError as error:
-            raise SourceError(
-                "boto3, which finds S3's credentials, is not installed.",
-                remedy="pip install 'pilotlight[s3]'",
-            ) from error
-        try:
-            core = botocore.session.Session(profile=self._profile)
-            credentials = None if self._anonymous else core.get_credentials()
-            signed = credentials is not None or self._anonymous is False
-            session = boto3.Session(botocore_session=core, region_name=self._region)
-            client = session.client(
-                "s3", endpoint_url=self._endpoint, config=_config(signed, self._timeout_s)
-            )
-        except _no_credentials() as error:
-            raise _denied(Subject(self._bucket, self._prefix, ""), error) from error
-        except (botocore.exceptions.BotoCoreError, ValueError) as error:
-            raise SourceError(
-                f"{self.url}: boto3 is not set up: {_kind(error)}.",
-                remedy="Check the AWS settings and the endpoint.",
-            ) from error
-        if self._endpoint is None and not _is_amazons(client.meta.endpoint_url):
-            self._endpoint = client.meta.endpoint_url  # from the environment or the profile
-        return _Access(client, _who(core, credentials, self._anonymous), _bundle(core))
 
 
 class _Sent:
@@ -244,72 +214,3 @@ class _Sent:
             self._done_bytes += count
             if self._progress is not None:
                 self._progress(self._done_bytes, self._total_bytes)
-
-
-def _config(signed: bool, timeout_s: float) -> Any:
-    from botocore import UNSIGNED  # noqa: PLC0415
-    from botocore.config import Config  # noqa: PLC0415
-
-    # Path style, where the endpoint is not Amazon's, is boto3's own default. Its checksums in trailers, a default
-    # too, are refused by other stores; the manifest's digests hold what they would.
-    return Config(
-        signature_version="s3v4" if signed else UNSIGNED,
-        connect_timeout=CONNECT_TIMEOUT_S,
-        read_timeout=timeout_s,
-        retries={"mode": "standard", "total_max_attempts": 5},
-        request_checksum_calculation="when_required",
-        response_checksum_validation="when_required",
-    )
-
-
-def _no_credentials() -> tuple[type[Exception], ...]:
-    from botocore import exceptions as boto  # noqa: PLC0415
-
-    return (
-        boto.NoCredentialsError,
-        boto.PartialCredentialsError,
-        boto.CredentialRetrievalError,
-        boto.ProfileNotFound,
-        boto.SSOError,
-        boto.TokenRetrievalError,
-        boto.RefreshWithMFAUnsupportedError,
-    )
-
-
-def _denied(subject: Subject, error: Exception) -> SourceDenied:
-    return SourceDenied(
-        f"{subject}: no credentials can be had: {_kind(error)}.",
-        remedy="Check AWS_PROFILE and the profile's login, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.",
-        details={"object": subject.key, "bucket": subject.bucket},
-    )
-
-
-def _kind(error: Exception) -> str:
-    # Not its text: that may quote a URL with a signature.
-    return type(error).__name__
-
-
-def _who(core: Any, credentials: Any, anonymous: bool | None) -> str:
-    if credentials is None:
-        return "anonymously, as told" if anonymous else "anonymously, since no credentials were found"
-    if credentials.method == "env":
-        return "with the credentials of the environment"
-    if credentials.method in {
-        "shared-credentials-file",
-        "config-file",
-        "sso",
-        "assume-role",
-        "custom-process",
-    }:
-        return f"with the credentials of profile {core.profile or 'default'!r}"
-    return f"with the credentials of {credentials.method}"
-
-
-def _bundle(core: Any) -> str | None:
-    found = core.get_config_variable("ca_bundle")
-    return str(found) if found else None
-
-
-def _is_amazons(endpoint: str) -> bool:
-    host = endpoint.partition("://")[2].partition("/")[0].partition(":")[0]
-    return host.endswith((".amazonaws.com", ".amazonaws.com.cn", ".api.aws"))

@@ -7,8 +7,10 @@ kind of failure it was, in the words of the error tree.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 MAX_NAME_CHARS = 1024
 _FIRST_PRINTABLE = 0x20
@@ -73,11 +75,23 @@ class Source(Protocol):
         ...
 
 
+@runtime_checkable
 class Listing(Protocol):
     """What sources that can be listed (a folder, S3) have besides."""
 
     def names(self) -> list[str]:
         """Every object under the URL, sorted, relative to it."""
+        ...
+
+
+@runtime_checkable
+class Writable(Source, Listing, Protocol):
+    """A source that can be written to: a folder, S3."""
+
+    def put(
+        self, name: str, content: Path | bytes, progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Store a file's bytes, or these, as `name`, whole or not at all; progress is (bytes done, bytes in all)."""
         ...
 
 

@@ -100,11 +100,12 @@ class Wire:
 
     def quiet(self) -> bool:
         """Whether the socket is open and nothing waits to be read: no end of the peer's, no leftovers."""
-        if self._socket is None:
-            return False
         poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        return not poll.poll(0)
+        with self._lock:
+            if self._socket is None:
+                return False
+            poll.register(self._socket, select.POLLIN)
+            return not poll.poll(0)
 
     def drop(self) -> None:
         """The user's own way to let go of the socket; another may be connected."""

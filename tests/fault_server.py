@@ -326,8 +326,11 @@ class _Answer:
             self._writer.write(b"0\r\n\r\n")
 
     async def _send(self, file: BinaryIO, begin: int, end: int, flip_at: int | None) -> None:
+        # sendfile can neither wait, nor change bytes, nor encrypt.
+        secret = self._writer.get_extra_info("ssl_object") is not None
         paced = any(pace.bytes_per_s is not None for pace in self._paces)
-        if not paced and flip_at is None and not self._faults.chunked and end - begin > PIECE_BYTES:
+        changed = flip_at is not None or self._faults.chunked or secret
+        if not paced and not changed and end - begin > PIECE_BYTES:
             await self._writer.drain()
             loop = asyncio.get_running_loop()
             self._request.sent += await loop.sendfile(self._writer.transport, file, begin, end - begin)
@@ -340,9 +343,9 @@ class _Answer:
                 piece[flip_at - at] ^= 1
             for pace in self._paces:
                 await pace.take(len(piece))
+            self._request.sent += len(piece)
             self._writer.write(b"%x\r\n%b\r\n" % (len(piece), piece) if self._faults.chunked else piece)
             await self._writer.drain()
-            self._request.sent += len(piece)
 
     async def _hang_up(self, reset: bool) -> None:
         await self._writer.drain()

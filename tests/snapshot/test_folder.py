@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from pilotlight.errors import SnapshotError
+from pilotlight.errors import CacheError, SnapshotError
 from pilotlight.snapshot.folder import FolderSource
 
 
@@ -59,3 +59,40 @@ def test_what_is_not_a_regular_file_is_refused_at_once(tmp_path: Path) -> None:
             FolderSource(tmp_path).size(name)
     with pytest.raises(SnapshotError, match="No such file"):
         FolderSource(tmp_path).size("missing")
+
+
+def test_names_are_those_of_files_that_are_not_hidden(tmp_path: Path) -> None:
+    for name in ("b", "a/c", ".hidden", ".git/config", "a/.x/y"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "link").symlink_to("b")
+    (tmp_path / "broken").symlink_to("absent")
+    assert FolderSource(tmp_path).names() == ["a/c", "b", "link"]
+    assert FolderSource(tmp_path / "absent").names() == []
+
+
+def test_put_writes_files_and_bytes_whole(tmp_path: Path) -> None:
+    source, seen = FolderSource(tmp_path / "new"), list[tuple[int, int]]()
+    source.put("a/b", b"12")
+    (tmp_path / "large").write_bytes(b"x" * (17 << 20))
+    source.put("a/large", tmp_path / "large", lambda done, total: seen.append((done, total)))
+    source.put("empty", tmp_path / "new" / "a" / "b")
+    source.put("a/b", b"")
+    assert source.names() == ["a/b", "a/large", "empty"]
+    assert source.size("a/b") == 0
+    assert (tmp_path / "new" / "a" / "large").read_bytes() == (tmp_path / "large").read_bytes()
+    assert seen == [(16 << 20, 17 << 20), (17 << 20, 17 << 20)]
+
+
+def test_put_stays_inside_and_says_what_fails(tmp_path: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "out").symlink_to("../outside")
+    source = FolderSource(tmp_path / "in")
+    for name in ("../x", "out/x", "/x"):
+        with pytest.raises(SnapshotError):
+            source.put(name, b"1")
+    (tmp_path / "in" / "file").touch()
+    with pytest.raises(CacheError, match=r"in/file/x cannot be written"):
+        source.put("file/x", b"1")
+    assert not list((tmp_path / "outside").iterdir())
