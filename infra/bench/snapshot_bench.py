@@ -19,6 +19,7 @@ import peak
 import straggler
 import transfers
 import tuning
+from lane import LaneError
 from nginx import start_nginx
 from report import Report
 
@@ -71,11 +72,18 @@ def main() -> int:
         found = groups(report, transfers.field(server, data, rounds), arguments.quick)
         if unknown := set(arguments.only or ()) - found.keys():
             parser.error(f"no such group: {', '.join(unknown)}; there are {', '.join(found)}")
+        failed: list[str] = []
         for name in arguments.only or found:
             print(f"== {name}", flush=True)
             started_s = time.monotonic()
-            found[name]()
+            try:
+                found[name]()
+            except (LaneError, RuntimeError, OSError) as error:
+                failed.append(name)
+                report.note(f"{name} failed: {str(error)[-600:]}")
+                print(f"   {name} failed: {error}", file=sys.stderr, flush=True)
             print(f"   {name} took {time.monotonic() - started_s:.0f} s", flush=True)
+    report.add("groups_failed", len(failed), "", "== 0")
     shm = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text().strip()
     report.note(f"huge pages: shmem {shm}; page size 4096 for files on tmpfs unless it says always")
     return 0 if report.finish() else 1
