@@ -30,6 +30,8 @@ from .target import Target
 
 ATTEMPTS = 8
 """Failures in a row, with hardly a byte in between, before a range is given up."""
+STALLS = 12
+"""Connections given up in a row for one range: patience doubles each time, to minutes."""
 PROGRESS_BYTES = 64 << 10
 LEAST_SPLIT_BYTES = 1 << 20
 
@@ -201,6 +203,9 @@ class _Fetch:
             connection = self._source.connect()
             while (part := self._next(number)) is not None:
                 self._fetch_part(connection, part, buffer)
+                if part.broken_off:  # closed by the supervisor, and for good
+                    connection.close()
+                    connection = self._source.connect()
         except BaseException as error:  # noqa: BLE001  raised again by the supervisor
             with self._changed:
                 self._error = self._error or error
@@ -262,7 +267,7 @@ class _Fetch:
         if problem is not None:
             attempts = 1 if part.at - begun >= PROGRESS_BYTES else part.attempts + 1
             self._retries += 1
-            if attempts >= ATTEMPTS:
+            if attempts >= (STALLS if part.broken_off else ATTEMPTS):
                 self._error = self._error or self._failed(part, problem)
             if not part.broken_off:
                 due_s = time.monotonic() + delay_s(attempts, problem.retry_after_s)

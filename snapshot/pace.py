@@ -26,8 +26,11 @@ AGAIN_S = 2.0
 """How long a settled number stands before the next one is tried again."""
 
 LATENCIES_A_PART = 12
-STALL_S = 0.1
+STALL_S = 0.05
 STALL_LATENCIES = 5
+UNKNOWN_STALL_S = 1.0
+"""Before anything has answered, nobody knows what is long."""
+LOOK_S = 0.025
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +75,8 @@ class Pace:
     def next_look_s(self, now_s: float) -> float:
         """In how many seconds `look` has something to say."""
         if self._window_s is None:
-            return WINDOW_S
-        return max(0.005, self._window_s + WINDOW_S - now_s)
+            return LOOK_S
+        return min(LOOK_S, max(0.005, self._window_s + WINDOW_S - now_s))
 
     def look(self, now_s: float, received_bytes: int, busy_s: float, cores: int) -> None:
         """End a window if one is over. `received_bytes` so far in all, `busy_s` of processor time of this process so far."""
@@ -103,7 +106,7 @@ class Pace:
 
     def stall_s(self, *, started: bool, attempts: int) -> float:
         """How long a part may be silent before its connection is given up; longer each time it was."""
-        usual_s = STALL_LATENCIES * self.latency_s
+        usual_s = STALL_LATENCIES * self.latency_s if self.latency_s else UNKNOWN_STALL_S
         if started and self.rate:
             usual_s = max(usual_s, 8 * (1 << 20) * self.connections / self.rate)
         return max(STALL_S, usual_s) * float(1 << min(attempts, 16))

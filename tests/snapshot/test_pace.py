@@ -9,6 +9,7 @@ from pilotlight.snapshot.pace import (
     MAX_PART_BYTES,
     MIN_PART_BYTES,
     STALL_S,
+    UNKNOWN_STALL_S,
     Habit,
     Pace,
 )
@@ -78,7 +79,10 @@ def test_the_last_parts_are_no_larger_than_a_fair_share() -> None:
 
 def test_patience_grows_with_latency_and_with_failures() -> None:
     pace = Pace()
+    assert pace.stall_s(started=False, attempts=0) == UNKNOWN_STALL_S
+    pace.first_byte(0.0001)
     assert pace.stall_s(started=False, attempts=0) == STALL_S
+    pace = Pace()
     pace.first_byte(0.2)
     assert pace.stall_s(started=False, attempts=0) == pytest.approx(1.0)
     assert pace.stall_s(started=False, attempts=2) == pytest.approx(4.0)
