@@ -18,7 +18,7 @@ def restore(plan: Plan, mapping: Mapping) -> None:
         raise SnapshotMismatch(
             "The plan was made for another manifest than the mapping.", remedy="Use one manifest for both."
         )
-    storage, shard = torch.UntypedStorage(0)  # type: ignore[no-untyped-call], -1
+    shard, storage = -1, torch.empty(0).untyped_storage()
     with torch.no_grad():
         for step in plan.steps:
             if step.shard != shard:
