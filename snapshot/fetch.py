@@ -33,7 +33,6 @@ ATTEMPTS = 8
 STALLS = 12
 """Connections given up in a row for one range: patience doubles each time, to minutes."""
 PROGRESS_BYTES = 64 << 10
-LEAST_SPLIT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +140,7 @@ class _Fetch:
     def _supervise(self, cancelled: threading.Event | None) -> None:
         cores = len(os.sched_getaffinity(0))
         with self._changed:
+            self._pace.look(time.monotonic(), 0, 0.0, cores)
             while self._error is None and not self._ranges.idle:
                 if cancelled is not None and cancelled.is_set():
                     raise Cancelled(
@@ -229,7 +229,9 @@ class _Fetch:
                     return None
                 now_s = time.monotonic()
                 part = self._ranges.take(self._pace.part_bytes(self._ranges.waiting_bytes), now_s)
-                part = part or self._ranges.split(LEAST_SPLIT_BYTES, DIRECT_BYTES)
+                part = part or self._ranges.split(
+                    self._pace.least_split_bytes(len(self._ranges.active)), DIRECT_BYTES
+                )
                 if part is not None:
                     part.asked_s = now_s
                     return part
