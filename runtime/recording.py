@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,12 +15,8 @@ import click
 from . import display, options
 
 if TYPE_CHECKING:
-    from ..handlers.contract import Context
-    from ..snapshot.attached import Snapshot
     from ..snapshot.manifest import Manifest
     from .settings import FunctionSettings
-    from .spec import WorkerSpec
-    from .worker import Built
 
 FIRST = 5
 START_TIMEOUT_S = 900.0
@@ -153,9 +146,6 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:FIRST]) + (f" and {more} more" if more > 0 else "")
 
 
-# -- the child
-
-
 def _order(settings: FunctionSettings, folder: Path, weights: Path, event: bytes) -> list[str]:
     """The names in the order in which a child process touched them."""
     from ..errors import HandlerError, PilotlightError  # noqa: PLC0415
@@ -185,7 +175,7 @@ def _in_child(order: Mapping[str, Any], timeout_s: float) -> bytes:
     memory = os.memfd_create("answer")
     try:
         subprocess.run(
-            [sys.executable, "-m", f"{__package__}.recording", str(memory)],
+            [sys.executable, "-m", f"{__package__}.first_call", str(memory)],
             input=json.dumps(order).encode(), stdout=2, pass_fds=(memory,), timeout=timeout_s, check=False,
             env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
         )  # fmt: skip
@@ -198,109 +188,4 @@ def _in_child(order: Mapping[str, Any], timeout_s: float) -> bytes:
         os.close(memory)
 
 
-def main() -> None:
-    """`python -m pilotlight.runtime.recording DESCRIPTOR`, with the order on standard input: the child."""
-    from ..errors import PilotlightError  # noqa: PLC0415
-    from .spec import WorkerSpec  # noqa: PLC0415
-
-    order = json.load(sys.stdin)
-    try:
-        manifest = _live(
-            WorkerSpec.model_validate(order["spec"]), order["event"].encode("utf-8", "surrogateescape")
-        )
-        answer: dict[str, Any] = {"order": list(manifest.first_touch)}
-    except PilotlightError as error:
-        answer = {"error": error.to_wire()}
-    with os.fdopen(int(sys.argv[1]), "wb", closefd=False) as stream:
-        stream.write(json.dumps(answer).encode())
-
-
-def _live(spec: WorkerSpec, body: bytes) -> Manifest:
-    """A worker's life, as far as its first answer."""
-    from .worker import configure_logging, prime  # noqa: PLC0415
-    from .zygote import build  # noqa: PLC0415
-
-    configure_logging()
-    built = build(spec)
-    snapshot = built.snapshot
-    if snapshot is None:
-        raise RuntimeError("a recording without a snapshot")
-    snapshot.open()
-    prime()
-    event = built.handler.input.decode(body)
-    if built.handler.kind.on_loop:
-        return snapshot.record(lambda: asyncio.run(_first_call(spec, built, snapshot, event)))
-    return snapshot.record(lambda: _drive(_first_call(spec, built, snapshot, event)))
-
-
-def _drive(run: Any) -> None:
-    """Runs what awaits nothing but its own hooks, without a loop around the handler: it may want one itself."""
-    try:
-        run.send(None)
-    except StopIteration:
-        return
-    raise RuntimeError("a plain handler's run waited")
-
-
-async def _first_call(spec: WorkerSpec, built: Built, snapshot: Snapshot, event: Any) -> None:
-    from ..errors import HandlerFailed, HandlerSetupError  # noqa: PLC0415
-    from ..handlers.contract import Context  # noqa: PLC0415
-    from ..handlers.failure import explain  # noqa: PLC0415
-
-    handler, state = built.handler, built.state
-    try:
-        if handler.setup is not None:
-            answer = handler.setup(Context(spec.function, spec.revision, state=state, snapshot=snapshot))
-            if inspect.isawaitable(answer):
-                answer = await answer if handler.kind.on_loop else asyncio.run(_await(answer))
-            state = state if answer is None else answer
-    except (Exception, SystemExit) as error:
-        raise explain(HandlerSetupError, "Setting up a worker", error, spec.code) from error
-    context = Context(
-        spec.function, spec.revision, invocation_id="recording", state=state, snapshot=snapshot,
-        deadline_s=time.monotonic() + START_TIMEOUT_S,
-    )  # fmt: skip
-    try:
-        await _call(built, context, event)
-    except (Exception, SystemExit) as error:
-        raise explain(HandlerFailed, "The handler", error, spec.code) from error
-
-
-async def _call(built: Built, context: Context, event: Any) -> None:
-    """One event through the handler, of whatever kind; an answer that is an exception is raised."""
-    from ..handlers.contract import Context  # noqa: PLC0415
-
-    handler = built.handler
-    if handler.batch is not None:
-        event = [event]
-        context = Context(
-            context.function, context.revision, invocation_id=context.id, state=context.state,
-            snapshot=context.snapshot, items=[context],
-        )  # fmt: skip
-    answer = handler.call(event, context) if handler.takes_context else handler.call(event)
-    if handler.kind.value == "async_generator":
-        async for _ in answer:
-            pass
-    elif handler.kind.value == "generator":
-        for _ in answer:
-            pass
-    else:
-        if handler.kind.on_loop:
-            answer = await answer
-        if (
-            handler.batch is not None
-            and answer
-            and isinstance(answer, (list, tuple))
-            and isinstance(answer[0], Exception)
-        ):
-            raise answer[0]
-
-
-async def _await(awaitable: Any) -> Any:
-    return await awaitable
-
-
 COMMANDS = (record,)
-
-if __name__ == "__main__":
-    main()

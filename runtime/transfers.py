@@ -122,7 +122,11 @@ def cache(*, evict: str | None, as_json: bool) -> None:
                   "ready" if row["ready"] else f"{row['percent']} %", _when(row["used_at"])) for row in rows]  # fmt: skip
         display.print_table(("digest", "size", "tier", "state", "last used"), lines)
     for tier, used in found.usage():
-        click.echo(f"{tier.kind} ({tier.root}): {display.size(used)} of {display.size(tier.budget_bytes)}")
+        spare = tier.spares.total_bytes()
+        kept = f", {display.size(spare)} of it spare files, kept for their pages" if spare else ""
+        click.echo(
+            f"{tier.kind} ({tier.root}): {display.size(used)} of {display.size(tier.budget_bytes)}{kept}"
+        )
     return None
 
 

@@ -47,6 +47,7 @@ FLOORS = """
 3   runtime.deploy runtime.fetcher runtime.launcher runtime.runner
 3   runtime.worker
 3   runtime.zygote
+3   runtime.first_call
 
 4   runtime.replica
 4   runtime.pool

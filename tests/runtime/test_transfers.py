@@ -122,12 +122,13 @@ def test_a_wrong_pull_is_exit_code_2(snapshot: Snapshot, arguments: tuple[str, .
 class Halt:
     """Faults that let the first MiB of the weights through, and say when more is asked for; nothing comes of that."""
 
-    def __init__(self) -> None:
+    def __init__(self, least: int = MIB) -> None:
+        self.least = least
         self.reached = threading.Event()
         self.over = False
 
     def __call__(self, request: Request) -> Faults:
-        if request.name != SHARD or request.begin < MIB or self.over:
+        if request.name != SHARD or request.begin < self.least or self.over:
             return Faults()
         self.reached.set()
         return Faults(stall_share=1.0, stall_s=60.0)
@@ -147,6 +148,16 @@ def test_ctrl_c_ends_at_once_and_keeps_what_came(start, run, server: FaultServer
     assert "what has arrived is kept" in said
     assert str(here) in said
     assert not (here / MANIFEST_NAME).exists()
+
+
+def test_ctrl_c_ends_a_pull_into_the_cache_too(start, server: FaultServer, cache: Path) -> None:
+    server.faults = halt = Halt(0)
+    process = start("snapshot", "pull", server.url, "--into-cache", PILOTLIGHT_CACHE_DIR=str(cache))
+    assert halt.reached.wait(30)
+    process.send_signal(signal.SIGINT)
+    out, said = process.communicate(timeout=20)
+    assert (process.returncode, out, said.count("\n")) == (130, "", 1)
+    assert f"is kept in {cache}" in said
 
 
 def test_after_kill_9_the_same_command_goes_on(start, snapshot: Snapshot, server: FaultServer, origin: Path, tmp_path: Path, cache: Path) -> None:  # fmt: skip
@@ -187,6 +198,8 @@ def test_the_cache_is_filled_listed_and_evicted(
     assert "ready" in shown
     assert str(cache) in shown
     assert json.loads(snapshot("cache", "--evict", digest[:6], "--json").stdout) == {"evicted": digest}
+    in_memory = "tmpfs" in {row["tier"] for row in listed["snapshots"]}
+    assert ("spare files" in snapshot("cache").stdout) == in_memory
     assert json.loads(snapshot("cache", "--json").stdout)["snapshots"] == []
     assert "pilotlight snapshot cache" in refusal(snapshot("cache", "--evict", digest), CacheError)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from fault_server import Faults, FaultServer
 from pilotlight.snapshot.ceiling import CONNECTIONS, ceiling
 from pilotlight.snapshot.location import Location
@@ -18,7 +20,7 @@ def test_every_byte_is_asked_for_once() -> None:
     assert rate is not None
     assert rate > 0
     assert (asked[0][0], asked[-1][1], len(asked)) == (0, SIZE_BYTES, CONNECTIONS)
-    assert all(one[1] == two[0] for one, two in zip(asked, asked[1:], strict=False))
+    assert all(one[1] == two[0] for one, two in pairwise(asked))
 
 
 def test_there_is_none_without_plain_http_ranges_or_bytes() -> None:
