@@ -14,8 +14,11 @@ import click
 from .._version import __version__
 from ..errors import GatewayUnreachable, PilotlightError
 from . import display, options
+from .benches import COMMANDS as BENCHES
+from .recording import COMMANDS as RECORDING
 from .remote import COMMANDS as REMOTE_COMMANDS
 from .snapshots import snapshot
+from .transfers import COMMANDS as TRANSFERS
 
 EXIT_ERROR = 1
 EXIT_USAGE = 2
@@ -238,6 +241,8 @@ def doctor(state_dir: Path | None, as_json: bool) -> None:
         raise click.exceptions.Exit(EXIT_ERROR)
 
 
+for command in (*TRANSFERS, *BENCHES, *RECORDING):
+    snapshot.add_command(command)
 for command in (*REMOTE_COMMANDS, snapshot):
     cli.add_command(command)
 

@@ -6,10 +6,12 @@ the remembered plans right after it was forked. Later `restore` acts at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from ..errors import SnapshotError
 
 if TYPE_CHECKING:
     import torch
@@ -110,6 +112,14 @@ class Snapshot:
         """Until all bytes are there; raises what kept them from coming."""
         if self._arrival is not None and self._arrival.count:
             self._arrival.wait(0, self._arrival.count - 1, timeout_s)
+
+    def record(self, run: Callable[[], Any]) -> Manifest:
+        """Calls `run` and gives the manifest with the order in which it touched the tensors, on this thread."""
+        from .record import record_first_touch  # noqa: PLC0415
+
+        if self._mapping is None:
+            raise SnapshotError("The snapshot is not open.", remedy="Record after `open`.")
+        return record_first_touch(self._mapping, run)
 
     def __repr__(self) -> str:
         return f"Snapshot({str(self.root)!r}, {len(self.manifest.tensors)} tensors)"

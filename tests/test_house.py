@@ -27,12 +27,12 @@ FLOORS = """
 0   snapshot.answer snapshot.manifest
 0   snapshot.http
 0   snapshot.s3
-0   snapshot.arrival snapshot.assets snapshot.damage snapshot.flock snapshot.layout snapshot.locate snapshot.pace snapshot.ranges snapshot.readers snapshot.spare snapshot.stored snapshot.target
+0   snapshot.arrival snapshot.assets snapshot.ceiling snapshot.damage snapshot.flock snapshot.layout snapshot.locate snapshot.pace snapshot.ranges snapshot.readers snapshot.spare snapshot.stored snapshot.target
 0   snapshot.follow snapshot.resume snapshot.tier
 0   snapshot.create snapshot.pin snapshot.plan snapshot.verify
 0   snapshot.landing snapshot.learned snapshot.mapping snapshot.origin snapshot.push
 0   snapshot.fetch snapshot.tensorizer_file snapshot.torch_file snapshot.touch snapshot.writer
-0   snapshot.convert snapshot.gate snapshot.pull snapshot.record
+0   snapshot.bench snapshot.convert snapshot.download snapshot.gate snapshot.pull snapshot.record
 0   snapshot.cache
 0   snapshot.node snapshot.restore
 0   snapshot.attached
@@ -47,6 +47,7 @@ FLOORS = """
 3   runtime.deploy runtime.fetcher runtime.launcher runtime.runner
 3   runtime.worker
 3   runtime.zygote
+3   runtime.first_call
 
 4   runtime.replica
 4   runtime.pool
@@ -60,12 +61,21 @@ FLOORS = """
 7   runtime.display runtime.main
 7   runtime.client runtime.doctor runtime.scaffold
 7   runtime.contents runtime.options runtime.trial
-7   runtime.moves
-7   runtime.remote runtime.snapshots
+7   runtime.moves runtime.recording runtime.transfers
+7   runtime.benches runtime.remote runtime.snapshots
 7   runtime.cli
 """
 # The command line's own: they write to the terminal.
-SPEAKING = {"runtime.cli", "runtime.display", "runtime.moves", "runtime.remote", "runtime.snapshots"}
+SPEAKING = {
+    "runtime.benches",
+    "runtime.cli",
+    "runtime.display",
+    "runtime.moves",
+    "runtime.recording",
+    "runtime.remote",
+    "runtime.snapshots",
+    "runtime.transfers",
+}
 # What must not be loaded by those who never use it.
 HEAVY = {"aiohttp", "boto3", "httpx", "numpy", "pydantic", "safetensors", "torch", "transformers", "uvloop"}
 
