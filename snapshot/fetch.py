@@ -25,7 +25,7 @@ from .manifest import Manifest
 from .pace import Pace
 from .ranged import delay_s
 from .ranges import Part, Ranges, wanted_order
-from .source import Connection, ObjectInfo, Source
+from .source import Connection, ObjectInfo, Source, same_version
 from .target import Target
 
 ATTEMPTS = 8
@@ -201,6 +201,10 @@ class _Fetch:
             connection = self._source.connect()
             while (part := self._next(number)) is not None:
                 self._fetch_part(connection, part, buffer)
+                if part.broken_off:
+                    # Closed for its silence, and closed for good. Closing it here too lets go of what it holds.
+                    connection.close()
+                    connection = self._source.connect()
         except BaseException as error:  # noqa: BLE001  raised again by the supervisor
             with self._changed:
                 self._error = self._error or error
@@ -274,7 +278,7 @@ class _Fetch:
         shard = self._manifest.shards[part.shard]
         with self._changed:
             version = self._versions.setdefault(part.shard, info.version)
-        if info.size_bytes != shard.size_bytes or info.version != version:
+        if info.size_bytes != shard.size_bytes or not same_version(info.version, version):
             what = f"it has {info.size_bytes} bytes, {shard.size_bytes} expected"
             if info.size_bytes == shard.size_bytes:
                 what = "it was replaced while it was fetched"
