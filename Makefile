@@ -4,9 +4,9 @@ BIN := .venv/bin
 SOURCES := $(shell find runtime snapshot handlers templates -type f -not -name '*.pyc') $(wildcard *.py) pyproject.toml
 EXTRAS := test
 
-.PHONY: help demo test lint bench soak clean
+.PHONY: help demo test lint bench bench-snapshot soak clean
 help: ## Show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
 
 .venv/installed-%: constraints.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -37,6 +37,15 @@ lint: .venv/wheel ## ruff and mypy
 bench: .venv/installed-bench ## Cold start, warm path and memory, beside the floors and LitServe
 	@$(MAKE) --no-print-directory EXTRAS=bench .venv/wheel
 	$(BIN)/python infra/bench/bench.py
+
+NGINX := PATH="$$PATH:/usr/sbin" command -v nginx >/dev/null
+APT := $(if $(filter 0,$(shell id -u)),,sudo )env DEBIAN_FRONTEND=noninteractive apt-get
+
+bench-snapshot: .venv/installed-bench ## Loading weights, beside raw sockets, client libraries and loaders
+	@$(NGINX) || echo "nginx, the range server of this benchmark, is missing: installing nginx-light with apt"
+	@$(NGINX) || { $(APT) update -qq && $(APT) install -qq --yes --no-install-recommends nginx-light; }
+	@$(MAKE) --no-print-directory EXTRAS=bench .venv/wheel
+	$(BIN)/python infra/bench/snapshot_bench.py $(BENCH_ARGS)
 
 soak: .venv/wheel ## 1,000 activations in a row, and what they leave behind
 	$(BIN)/python infra/bench/soak.py --activations 1000

@@ -32,7 +32,7 @@ def snapshot() -> None:
 @snapshot.command()
 @place
 @click.option(
-    "--chunk-mib", type=click.IntRange(1, 1024), default=8, show_default=True, help="Unit of verifying."
+    "--chunk-mib", type=click.IntRange(1, 1024), default=4, show_default=True, help="Unit of verifying."
 )
 @click.option(
     "--output", "-o", type=click.Path(path_type=Path), help="Write the manifest to this file instead."

@@ -30,8 +30,9 @@ from .target import Target
 
 ATTEMPTS = 8
 """Failures in a row, with hardly a byte in between, before a range is given up."""
+STALLS = 12
+"""Connections given up in a row for one range: patience doubles each time, to minutes."""
 PROGRESS_BYTES = 64 << 10
-LEAST_SPLIT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +140,7 @@ class _Fetch:
     def _supervise(self, cancelled: threading.Event | None) -> None:
         cores = len(os.sched_getaffinity(0))
         with self._changed:
+            self._pace.look(time.monotonic(), 0, 0.0, cores)
             while self._error is None and not self._ranges.idle:
                 if cancelled is not None and cancelled.is_set():
                     raise Cancelled(
@@ -201,8 +203,7 @@ class _Fetch:
             connection = self._source.connect()
             while (part := self._next(number)) is not None:
                 self._fetch_part(connection, part, buffer)
-                if part.broken_off:
-                    # Closed for its silence, and closed for good. Closing it here too lets go of what it holds.
+                if part.broken_off:  # closed by the supervisor, and for good
                     connection.close()
                     connection = self._source.connect()
         except BaseException as error:  # noqa: BLE001  raised again by the supervisor
@@ -228,7 +229,9 @@ class _Fetch:
                     return None
                 now_s = time.monotonic()
                 part = self._ranges.take(self._pace.part_bytes(self._ranges.waiting_bytes), now_s)
-                part = part or self._ranges.split(LEAST_SPLIT_BYTES, DIRECT_BYTES)
+                part = part or self._ranges.split(
+                    self._pace.least_split_bytes(len(self._ranges.active)), DIRECT_BYTES
+                )
                 if part is not None:
                     part.asked_s = now_s
                     return part
@@ -266,7 +269,7 @@ class _Fetch:
         if problem is not None:
             attempts = 1 if part.at - begun >= PROGRESS_BYTES else part.attempts + 1
             self._retries += 1
-            if attempts >= ATTEMPTS:
+            if attempts >= (STALLS if part.broken_off else ATTEMPTS):
                 self._error = self._error or self._failed(part, problem)
             if not part.broken_off:
                 due_s = time.monotonic() + delay_s(attempts, problem.retry_after_s)

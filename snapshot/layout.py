@@ -23,7 +23,8 @@ FOREIGN = frozenset(
 )  # fmt: skip
 # What is in the way of being downloaded, compiled or packed away: no handler reads it.
 _PASSING = frozenset(
-    {".pyc", ".lock", ".incomplete", ".part", ".tmp", ".log", ".zip", ".tar", ".gz", ".tgz", ".zst"}
+    # Code is a function's, not a snapshot's: editing it must not make another snapshot.
+    {".py", ".pyc", ".lock", ".incomplete", ".part", ".tmp", ".log", ".zip", ".tar", ".gz", ".tgz", ".zst"}
 )
 
 

@@ -15,6 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
+import orjson
 from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
 
 from ..errors import ManifestError
@@ -36,7 +37,7 @@ MAX_SHARDS = 1 << 14
 MAX_CHUNKS = 1 << 20
 MIN_CHUNK_BYTES = 4 << 10
 MAX_CHUNK_BYTES = 1 << 30
-DEFAULT_CHUNK_BYTES = 8 << 20
+DEFAULT_CHUNK_BYTES = 4 << 20
 MAX_ASSETS = 1024
 MAX_ASSET_BYTES = 64 << 20
 MAX_ASSETS_BYTES = 512 << 20
@@ -44,6 +45,7 @@ MAX_ASSET_DEPTH = 4  # folders around an asset
 
 # Only hostile input has more: lists end at their first fault.
 _FAULTS_LISTED = 100
+_LARGE_BYTES = 1 << 20
 _REMEDY = "Make the manifest anew with snapshot.create."
 
 
@@ -143,7 +145,7 @@ class Manifest(_Frozen):
             raise ManifestError(
                 f"The manifest has {len(text)} bytes, over the limit of {MAX_MANIFEST_BYTES}.", remedy=_REMEDY
             )
-        fault = bulk_fault(text)
+        fault = bulk_fault(text) or _crowd_fault(text)
         if fault is not None:
             raise ManifestError(f"The manifest is not valid: {fault}.", remedy=_REMEDY)
         try:
@@ -214,6 +216,33 @@ class Manifest(_Frozen):
         _check_overlap(self.tensors, self.shards)
         _check_names(self)
         return self
+
+
+def _crowd_fault(text: bytes) -> str | None:
+    """Why a large text would be millions of faults to pydantic, a kilobyte each; None if it would not."""
+    if len(text) <= _LARGE_BYTES:
+        return None
+    try:
+        document = orjson.loads(text)
+    except ValueError:
+        return "it is not JSON"
+    if not isinstance(document, dict) or len(document) > len(Manifest.model_fields):
+        return "it is not an object of a manifest's fields"
+    kinds: tuple[tuple[str, type[_Frozen]], ...] = (
+        ("shards", Shard),
+        ("tensors", TensorEntry),
+        ("assets", Asset),
+    )
+    for field, kind in kinds:
+        entries, most = document.get(field, []), len(kind.model_fields)
+        if not isinstance(entries, list) or any(
+            not isinstance(entry, dict) or len(entry) > most for entry in entries
+        ):
+            return f"{field} is not a list of objects of {most} fields"
+    for field, most in (("aliases", MAX_TENSORS), ("provenance", len(Provenance.model_fields))):
+        if not isinstance(document.get(field, {}), dict) or len(document.get(field, {})) > most:
+            return f"{field} is not an object of at most {most} fields"
+    return None
 
 
 def _check_unique(kind: str, names: Iterable[str]) -> None:

@@ -61,6 +61,10 @@ class Mapping:
             first, chunk_bytes = self.arrival.first[shard], self.manifest.chunk_bytes
             self.arrival.wait(first + begin // chunk_bytes, first + (end - 1) // chunk_bytes, timeout_s)
 
+    def storage(self, shard: int) -> torch.UntypedStorage:
+        """The whole shard from its first byte, as storage that tensors may be pointed at."""
+        return self.flat(shard, torch.uint8).untyped_storage()
+
     def flat(self, shard: int, dtype: torch.dtype) -> torch.Tensor:
         """The whole shard from its first byte, as one flat tensor of `dtype`."""
         found = self._flats.get((shard, dtype))

@@ -12,22 +12,27 @@ from dataclasses import dataclass
 MIN_PART_BYTES = 8 << 20
 MAX_PART_BYTES = 64 << 20
 FIRST_CONNECTIONS = 4
-FAR_CONNECTIONS = 16
-MAX_CONNECTIONS = 64
+MAX_CONNECTIONS = 32
 
-WINDOW_S = 0.05
-FAR_S = 0.01
-"""A first byte that takes this long comes from far away: latency is to be hidden by connections, from the start."""
+FIRST_WINDOW_S = 0.015
+WINDOW_S = 0.04
+FAR: tuple[tuple[float, int], ...] = ((0.005, 16), (0.015, 32))
+"""What takes this long to answer comes from far away: latency is to be hidden by so many connections, from the start."""
 PAYS = 0.3
 """Growing n-fold pays if the rate grows by at least this share of n - 1."""
-BUSY = 0.75
-IDLE = 0.3
+BUSY = 0.4
+"""A share of all cores: from here on it is this process that is slow, and more connections make it slower."""
+IDLE = 0.2
 AGAIN_S = 2.0
 """How long a settled number stands before the next one is tried again."""
 
 LATENCIES_A_PART = 12
-STALL_S = 0.1
+LEAST_SPLIT_BYTES = 1 << 20
+STALL_S = 0.05
 STALL_LATENCIES = 5
+UNKNOWN_STALL_S = 1.0
+"""Before anything has answered, nobody knows what is long."""
+LOOK_S = 0.025
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +57,12 @@ class Pace:
         """Bytes a second in the last window, all connections together."""
         self._before = (0, 0.0)
         """The connections and the rate before the growth that is being tried; none: (0, 0)."""
-        self._settled_s: float | None = None if habit is None else 0.0
+        self._settled_s: float | None = None
+        self._remembers = habit is not None
+        self._began_s: float | None = None
         self._window_s: float | None = None
+        self._from_s = 0.0
+        self._length_s = FIRST_WINDOW_S
         self._bytes = 0
         self._busy_s = 0.0
 
@@ -66,25 +75,26 @@ class Pace:
     def first_byte(self, waited_s: float) -> None:
         """An answer began after `waited_s`."""
         self.latency_s = waited_s if not self.latency_s else 0.8 * self.latency_s + 0.2 * waited_s
-        if not self._fixed and waited_s > FAR_S and self._settled_s is None and self._before[0] == 0:
-            self.connections = max(self.connections, FAR_CONNECTIONS)
 
     def next_look_s(self, now_s: float) -> float:
         """In how many seconds `look` has something to say."""
         if self._window_s is None:
-            return WINDOW_S
-        return max(0.005, self._window_s + WINDOW_S - now_s)
+            return FAR[0][0]
+        return min(LOOK_S, max(0.005, self._window_s + self._length_s - now_s))
 
     def look(self, now_s: float, received_bytes: int, busy_s: float, cores: int) -> None:
         """End a window if one is over. `received_bytes` so far in all, `busy_s` of processor time of this process so far."""
         if received_bytes == 0:
+            self._reach_far(now_s)
             return
         if self._window_s is None:
-            self._begin(now_s, received_bytes, busy_s)
+            if now_s >= self._from_s:
+                self._begin(now_s, received_bytes, busy_s)
             return
         elapsed_s = now_s - self._window_s
-        if elapsed_s < WINDOW_S:
+        if elapsed_s < self._length_s:
             return
+        self._length_s = WINDOW_S
         self.rate = (received_bytes - self._bytes) / elapsed_s
         busy = (busy_s - self._busy_s) / elapsed_s / cores
         self._begin(now_s, received_bytes, busy_s)
@@ -96,17 +106,32 @@ class Pace:
         if self._part_bytes is not None:
             return self._part_bytes
         wanted = LATENCIES_A_PART * self.latency_s * self.rate / max(1, self.connections)
-        if self.rate == 0.0 and self.latency_s > FAR_S:
+        if self.rate == 0.0 and self.connections > FIRST_CONNECTIONS:
             wanted = 2 * MIN_PART_BYTES
         fair = waiting_bytes // max(1, self.connections)
         return int(min(max(wanted, MIN_PART_BYTES), max(fair, MIN_PART_BYTES), MAX_PART_BYTES))
 
+    def least_split_bytes(self, active: int) -> int:
+        """What half of a part must have at least, so that fetching it anew saves more than asking for it costs."""
+        each = self.rate / max(1, active)
+        return max(LEAST_SPLIT_BYTES, int(each * (self.latency_s + 0.02)))
+
     def stall_s(self, *, started: bool, attempts: int) -> float:
         """How long a part may be silent before its connection is given up; longer each time it was."""
-        usual_s = STALL_LATENCIES * self.latency_s
+        usual_s = STALL_LATENCIES * self.latency_s if self.latency_s else UNKNOWN_STALL_S
         if started and self.rate:
             usual_s = max(usual_s, 8 * (1 << 20) * self.connections / self.rate)
         return max(STALL_S, usual_s) * float(1 << min(attempts, 16))
+
+    def _reach_far(self, now_s: float) -> None:
+        """Nothing has come yet. The longer that takes, the more is asked for at once."""
+        if self._began_s is None:
+            self._began_s = now_s
+        if not self._fixed and not self._remembers:
+            waited_s = now_s - self._began_s
+            self.connections = max(
+                self.connections, *(count for after_s, count in FAR if waited_s >= after_s), 1
+            )
 
     def _begin(self, now_s: float, received_bytes: int, busy_s: float) -> None:
         self._window_s, self._bytes, self._busy_s = now_s, received_bytes, busy_s
@@ -126,4 +151,4 @@ class Pace:
         self._before = (self.connections, self.rate)
         self.connections = min(MAX_CONNECTIONS, self.connections * factor)
         # The new ones first have to open and be answered: the window that judges them begins after that.
-        self._window_s = None if self._window_s is None else now_s + 1.5 * self.latency_s
+        self._window_s, self._from_s = None, now_s + 1.5 * self.latency_s

@@ -51,10 +51,8 @@ class Step:
     """From the shard's first byte; -1 if the bytes are not aligned for the dtype, and must be copied."""
     cast_to: torch.dtype | None
     """What the module has it in, if that is another type than the snapshot's: then it is copied, not mapped."""
-    is_parameter: bool
-    requires_grad: bool
-    extras: dict[str, Any] | None
-    """Attributes that somebody put on the skeleton's parameter; the restored one gets them too."""
+    tensor: torch.Tensor
+    """What the module is given, parameter or buffer; empty until it is restored, which points it at its bytes."""
     slots: tuple[Slot, ...]
 
 
@@ -192,11 +190,19 @@ def _step(held: _Held, entry: TensorEntry) -> Step:
         stride=_contiguous(entry.shape),
         offset_bytes=entry.offset_bytes,
         offset_elements=-1 if rest else offset_elements,
-        is_parameter=held.is_parameter,
-        requires_grad=held.tensor.requires_grad,
-        extras=dict(held.tensor.__dict__) or None,
+        tensor=_empty(held),
         slots=tuple(held.slots),
     )
+
+
+def _empty(held: _Held) -> torch.Tensor:
+    """A tensor without memory of the type and kind of `held`, with the attributes that somebody put on it."""
+    tensor = torch.empty(0, dtype=held.tensor.dtype)
+    if held.is_parameter:
+        # What nn.Parameter calls, without its checks.
+        tensor = torch.Tensor._make_subclass(nn.Parameter, tensor, held.tensor.requires_grad)  # noqa: SLF001
+    tensor.__dict__.update(held.tensor.__dict__)
+    return tensor
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -242,6 +242,37 @@ def test_bulk_is_refused_unparsed(text: bytes) -> None:
     assert peak_bytes < 1 << 20
 
 
+MANY = ",".join(f'"{index:x}": 1' for index in range(200_000))
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("{" + MANY + "}", "manifest's fields"),
+        ('{"version": 1, "shards": [{' + MANY + '}], "tensors": []}', "shards is not a list of objects"),
+        ('{"version": 1, "shards": [], "tensors": [{' + MANY + "}]}", "tensors is not a list of objects"),
+        ('{"version": 1, "shards": [], "tensors": {' + MANY + "}}", "tensors is not a list of objects"),
+        ('{"shards": [], "tensors": [], "provenance": {' + MANY + "}}", "provenance is not an object"),
+        ('{"shards": [], "tensors": [], "aliases": {' + MANY + "}}", "200000 faults"),
+        ("[" * 1_000_000 + " " * 100_000, "not JSON"),
+    ],
+)
+def test_a_large_text_of_faults_is_refused_cheaply(text: str, fault: str) -> None:
+    with pytest.raises(ManifestError) as caught:
+        Manifest.parse(text.encode())
+    assert fault in caught.value.message
+
+
+def test_a_large_manifest_is_read() -> None:
+    chunks = ["0" * 32] * 40_000
+    shard = {"name": "m", "size_bytes": CHUNK * 40_000, "data_offset_bytes": 100, "chunks": chunks}
+    text = json.dumps(
+        plain(shards=[shard], aliases={f"alias {index}": "a" for index in range(9000)})
+    ).encode()
+    assert len(text) > 1 << 20
+    assert len(Manifest.parse(text).aliases) == 9000
+
+
 def test_written_whole_and_read_from_file_or_folder(tmp_path: Path) -> None:
     manifest = parse(plain())
     manifest.write(tmp_path / MANIFEST_NAME)

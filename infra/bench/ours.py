@@ -1,0 +1,214 @@
+"""Our own engine as a contestant: fetch from the server into files on tmpfs, fresh each turn or recycled."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import ssl
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import checkpoint
+import xxhash
+from nginx import Nginx
+from pilotlight.errors import Cancelled
+from pilotlight.snapshot.arrival import Arrival
+from pilotlight.snapshot.fetch import fetch
+from pilotlight.snapshot.http import HttpSource
+from pilotlight.snapshot.manifest import Manifest
+from pilotlight.snapshot.source import Source
+from pilotlight.snapshot.target import Target
+from raw_floor import file_digest
+
+TMPFS = Path("/dev/shm")
+_TIMEOUT_S = 120.0
+
+
+class Files:
+    """A manifest's shards as files to fetch into. Recycled: every page was used and stays mapped in this process."""
+
+    def __init__(self, manifest: Manifest, parent: Path, recycled: bool = False) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="pilotlight-bench-", dir=parent)
+        self.folder = Path(self._folder.name)
+        self.targets = [self._target(shard.name, shard.size_bytes, recycled) for shard in manifest.shards]
+
+    def _target(self, name: str, size_bytes: int, recycled: bool) -> Target:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        os.ftruncate(descriptor, size_bytes)
+        if not recycled:
+            return Target(name, descriptor)
+        view = memoryview(mmap.mmap(descriptor, size_bytes, mmap.MAP_SHARED))
+        for offset in range(0, size_bytes, mmap.PAGESIZE):
+            view[offset] = 1
+        return Target(name, descriptor, view)
+
+    def close(self) -> None:
+        for target in self.targets:
+            os.close(target.descriptor)
+        self.targets = []
+        self._folder.cleanup()
+
+
+class Ours:
+    """A lane's contestant. `run` is told whether to verify, and whether to go on to tensors."""
+
+    def __init__(
+        self,
+        url: str,
+        manifest: str,
+        digest: str,
+        recycled: bool = False,
+        disk: bool = False,
+        authority: str = "",
+        tensors: bool = False,
+    ) -> None:
+        self._context = ssl.create_default_context(cafile=authority) if authority else None
+        self._url, self._digest = url, digest
+        self._path, self._manifest = Path(manifest), Manifest.read(Path(manifest))
+        # /tmp may be a tmpfs; the build folder is where the checkout is, on a disk.
+        self._parent = checkpoint.DATA if disk else TMPFS
+        self._kept = Files(self._manifest, TMPFS, recycled=True) if recycled else None
+        self._files = self._kept
+        self.tensors: dict[str, Any] = {}
+        if tensors:
+            import torch  # noqa: F401, PLC0415
+
+    def run(
+        self,
+        verify: bool = True,
+        tensors: bool = False,
+        learned: str | None = None,
+        connections: int | None = None,
+        part_bytes: int | None = None,
+        limit_s: float | None = None,
+    ) -> dict[str, Any]:
+        """`limit_s`: give up then, and say that it took for ever."""
+        manifest = Manifest.read(self._path) if tensors else self._manifest
+        if self._kept is None:
+            self._files = Files(manifest, self._parent)
+        assert self._files is not None
+        cancelled = threading.Event()
+        timer = threading.Timer(limit_s, cancelled.set) if limit_s is not None else None
+        if timer is not None:
+            timer.start()
+        try:
+            stats = fetch(
+                manifest,
+                source_of(self._url, self._context),
+                self._files.targets,
+                Arrival(manifest),
+                connections=connections,
+                part_bytes=part_bytes,
+                verify=verify,
+                cancelled=cancelled,
+                learned=Path(learned) if learned else None,
+            )
+        except Cancelled:
+            return {"seconds": math.inf}
+        finally:
+            if timer is not None:
+                timer.cancel()
+        if tensors:
+            self.tensors = all_tensors(self._files.folder, manifest)
+        return {"connections": stats.connections, "retries": stats.retries, "stalls": stats.stalls}
+
+    def check(self) -> None:
+        assert self._files is not None
+        names = [shard.name for shard in self._manifest.shards]
+        if [file_digest(self._files.folder / name) for name in names] != [self._digest]:
+            raise RuntimeError("the bytes are not the file's")
+
+    def clear(self) -> None:
+        self.tensors = {}
+        if self._kept is None and self._files is not None:
+            self._files.close()
+
+
+class Cached:
+    """The whole of it, as a user has it: through the node's cache, to tensors. The pages of what was evicted are kept
+    as spare files for the next, or not."""
+
+    def __init__(
+        self, url: str, manifest: str, digest: str, authority: str = "", spares: bool = False
+    ) -> None:
+        import torch  # noqa: F401, PLC0415
+        from pilotlight.snapshot.cache import Cache  # noqa: PLC0415
+        from pilotlight.snapshot.tier import Tier  # noqa: PLC0415
+
+        del digest, authority  # tensors are compared below
+        self._url, self._path = url, Path(manifest)
+        self._folder = tempfile.TemporaryDirectory(prefix="pilotlight-bench-", dir=TMPFS)
+        total_bytes = Manifest.read(self._path).total_bytes
+        spare_bytes = 2 * total_bytes if spares else 0
+        self._cache = Cache(
+            [Tier(Path(self._folder.name), 3 * total_bytes, "tmpfs", spare_bytes=spare_bytes)]
+        )
+        self._manifest: Manifest | None = None
+        self.tensors: dict[str, Any] = {}
+        if spares:
+            self.run()
+            self.clear()
+
+    def run(self) -> None:
+        self._manifest = Manifest.read(self._path)
+        with self._cache.open(self._manifest, source_of(self._url), tee=False) as lease:
+            lease.wait(_TIMEOUT_S)
+            self.tensors = all_tensors(lease.root, self._manifest)
+
+    def check(self) -> None:
+        import torch  # noqa: PLC0415
+
+        digests = checkpoint.digests(self._path.parent)
+        for name, tensor in self.tensors.items():
+            if xxhash.xxh3_128_hexdigest(tensor.view(torch.uint8).numpy()) != digests[name]:
+                raise RuntimeError(f"{name} is not the file's")
+
+    def clear(self) -> None:
+        self.tensors = {}
+        assert self._manifest is not None
+        self._cache.evict(self._manifest.digest)
+
+
+def source_of(url: str, context: ssl.SSLContext | None = None) -> Source:
+    """The objects below `url`."""
+    return HttpSource(url, ssl_context=context)
+
+
+def all_tensors(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    """Every tensor as a view of the mapped files, as a loader would give them."""
+    from pilotlight.snapshot.mapping import Mapping  # noqa: PLC0415
+    from pilotlight.snapshot.plan import _TORCH_DTYPES  # noqa: PLC0415
+
+    mapping = Mapping(folder, manifest)
+    found = {}
+    for entry in manifest.tensors:
+        dtype = _TORCH_DTYPES[entry.dtype]
+        begin = entry.offset_bytes // dtype.itemsize
+        flat = mapping.flat(entry.shard, dtype)[begin : begin + entry.size_bytes // dtype.itemsize]
+        found[entry.name] = flat.view(entry.shape)
+    return found
+
+
+def given_at(url: str, data: checkpoint.Checkpoint, digest: str = "") -> dict[str, Any]:
+    """What the lane is told of a server whose root is the bucket."""
+    return {
+        "url": f"{url}/{data.shape.name}",
+        "manifest": str(data.folder / checkpoint.MANIFEST),
+        "digest": digest,
+    }
+
+
+def given(server: Nginx, data: checkpoint.Checkpoint, digest: str, tls: bool = False) -> dict[str, Any]:
+    """What the lane is told."""
+    base = server.tls_url if tls else server.url
+    return {
+        "url": f"{base}/{checkpoint.BUCKET}/{data.shape.name}",
+        "manifest": str(data.folder / checkpoint.MANIFEST),
+        "digest": digest,
+        "authority": str(server.authority) if tls else "",
+    }
