@@ -17,7 +17,7 @@ from ..errors import (
     SourceUnavailable,
 )
 from .exchange import Head
-from .source import ObjectInfo
+from .source import ObjectInfo, same_version
 
 OK, PARTIAL = 200, 206
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -186,6 +186,5 @@ def _check_version(head: Head, asked: Asked) -> None:
     came = version_of(head.headers)
     if not came:
         raise unavailable(asked, "the answer does not say of which version it is")
-    # Weakly: what lies between may weaken a tag, and then the opaque part is still the same.
-    if came.removeprefix("W/") != asked.version.removeprefix("W/"):
+    if not same_version(came, asked.version):
         raise changed(asked, "its version is another")

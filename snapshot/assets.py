@@ -29,9 +29,11 @@ def _is_there(path: Path, asset: Asset) -> bool:
 
 
 def _bring(asset: Asset, source: Source, path: Path) -> None:
-    content = bytearray(asset.size_bytes)
-    count = source.read_into(asset.name, 0, memoryview(content))
-    if count != asset.size_bytes or _digest(content) != asset.digest:
+    # What differs once may be an accident on the way, as with chunks.
+    content = _read(asset, source)
+    if content is None:
+        content = _read(asset, source)
+    if content is None:
         raise SnapshotCorrupt(
             f"Asset {asset.name} from {source.url} is not the file that the manifest describes.",
             remedy="Make the manifest anew.",
@@ -44,6 +46,13 @@ def _bring(asset: Asset, source: Source, path: Path) -> None:
         raise CacheError(
             f"{path} cannot be written: {error.strerror}.", remedy="Make room, or put the cache elsewhere."
         ) from error
+
+
+def _read(asset: Asset, source: Source) -> bytearray | None:
+    """The asset's bytes; None if what came are others."""
+    content = bytearray(asset.size_bytes)
+    count = source.read_into(asset.name, 0, memoryview(content))
+    return content if count == asset.size_bytes and _digest(content) == asset.digest else None
 
 
 def _write(path: Path, content: bytearray) -> None:

@@ -25,7 +25,7 @@ from .manifest import Manifest
 from .pace import Pace
 from .ranged import delay_s
 from .ranges import Part, Ranges, wanted_order
-from .source import Connection, ObjectInfo, Source
+from .source import Connection, ObjectInfo, Source, same_version
 from .target import Target
 
 ATTEMPTS = 8
@@ -281,7 +281,7 @@ class _Fetch:
         shard = self._manifest.shards[part.shard]
         with self._changed:
             version = self._versions.setdefault(part.shard, info.version)
-        if info.size_bytes != shard.size_bytes or info.version != version:
+        if info.size_bytes != shard.size_bytes or not same_version(info.version, version):
             what = f"it has {info.size_bytes} bytes, {shard.size_bytes} expected"
             if info.size_bytes == shard.size_bytes:
                 what = "it was replaced while it was fetched"

@@ -95,6 +95,12 @@ class Writable(Source, Listing, Protocol):
         ...
 
 
+def same_version(one: str, other: str) -> bool:
+    """Whether two versions name the same bytes. What lies between may weaken a tag on its way (W/"..."); the opaque
+    part is still the same."""
+    return one.removeprefix("W/") == other.removeprefix("W/")
+
+
 def name_fault(name: str) -> str | None:
     """What is wrong with a file's name as a plain relative one, in words; None if nothing is."""
     if not name:

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 from urllib.parse import unquote
+from weakref import WeakSet
 
 PIECE_BYTES = 256 << 10
 _RANGE = re.compile(r"bytes=(\d+)-(\d*)", re.ASCII)
@@ -135,6 +136,7 @@ class FaultServer:
         self._tls = ssl_context
         self._asked: Counter[tuple[str, int, int]] = Counter()
         self._talks: set[asyncio.Task[None]] = set()
+        self._transports: WeakSet[asyncio.WriteTransport] = WeakSet()
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=512)
         self._port = self._listener.getsockname()[1]
         self._loop = asyncio.new_event_loop()
@@ -166,16 +168,23 @@ class FaultServer:
             self._greet, sock=self._listener, ssl=self._tls, limit=_HEAD_BYTES
         )
         await self._stop.wait()
+        for _ in range(10):
+            # Who is just being accepted begins to talk, and can then be told to end; a server that is closed
+            # meanwhile would drop the socket unclosed (CPython 109564).
+            await asyncio.sleep(0)
         server.close()
         for talk in list(self._talks):
             talk.cancel()
         await asyncio.gather(*self._talks, return_exceptions=True)
+        for transport in list(self._transports):
+            transport.abort()  # one that closes waits for a peer to take what it still has to send
         await asyncio.sleep(0)  # transports close in the turn after
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         talk = asyncio.current_task()
         assert talk is not None
         self._talks.add(talk)
+        self._transports.add(writer.transport)
         connection, self.connections = self.connections, self.connections + 1
         pace = _Pace(None)
         try:

@@ -391,7 +391,7 @@ def test_tests_mirror_the_sources() -> None:
 
 
 # Tests of several files at once, by what they show.
-TOGETHER = {"corruptions", "format", "hostile", "templates"}
+TOGETHER = {"corruptions", "faults", "format", "hostile", "large", "templates", "weights_s3"}
 
 
 def test_this_table_would_notice() -> None:

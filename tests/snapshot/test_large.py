@@ -1,0 +1,193 @@
+"""A model of 6 GB is fetched and restored in a few megabytes of memory of one's own.
+
+The model is a sparse file: here and there content, else holes. All of it goes through the engine, which reads, hashes and
+verifies 6 GB; only the test's target leaves out writing what is all zeros, as a fresh file reads as zeros anyway. So it
+takes seconds, and next to no disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import xxhash
+from pilotlight.snapshot.arrival import Arrival
+from pilotlight.snapshot.fetch import fetch
+from pilotlight.snapshot.folder import FolderSource
+from pilotlight.snapshot.header import read_header
+from pilotlight.snapshot.manifest import DEFAULT_CHUNK_BYTES, MANIFEST_NAME, Manifest, Shard, TensorEntry
+from pilotlight.snapshot.mapping import Mapping
+from pilotlight.snapshot.plan import make_plan
+from pilotlight.snapshot.restore import restore
+from pilotlight.snapshot.target import Target
+from torch import nn
+
+NAME = "model.safetensors"
+BLOCKS, ROWS, COLUMNS = 6, 16384, 32768
+"""1 GiB a block, as float16."""
+MOST_BYTES = 256 << 20
+DISK_BYTES = 1 << 30
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ParameterList(torch.empty(ROWS, COLUMNS, dtype=torch.float16) for _ in range(BLOCKS))
+        self.norm = nn.Parameter(torch.empty(COLUMNS))
+
+
+class Sparse(Target):
+    """A fresh file in which holes stay holes."""
+
+    def write(self, offset: int, view: memoryview) -> None:
+        if numpy.frombuffer(view, numpy.uint8).any():
+            super().write(offset, view)
+
+
+def row(block: int, at: int) -> torch.Tensor:
+    """What stands in the rows of a block that are no holes."""
+    return torch.full((COLUMNS,), float(10 * block + (at > 0) + 1), dtype=torch.float16)
+
+
+def norm() -> torch.Tensor:
+    return torch.arange(COLUMNS, dtype=torch.float32)
+
+
+def sparse_model(folder: Path) -> Manifest:
+    """The file, and its manifest: chunks of holes all have the same digest."""
+    shapes = {f"blocks.{block}": ("F16", [ROWS, COLUMNS], 2 * ROWS * COLUMNS) for block in range(BLOCKS)}
+    shapes["norm"] = ("F32", [COLUMNS], 4 * COLUMNS)
+    entries, end = {}, 0
+    for name, (dtype, shape, size_bytes) in shapes.items():
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size_bytes]}
+        end += size_bytes
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    with (folder / NAME).open("w+b", buffering=0) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    header = read_header(FolderSource(folder), NAME)
+    begins = {tensor.name: header.data_offset_bytes + tensor.offset_bytes for tensor in header.tensors}
+    pieces = {begins["norm"]: norm()}
+    for block in range(BLOCKS):
+        for at in (0, ROWS // 2, ROWS - 1):
+            pieces[begins[f"blocks.{block}"] + 2 * COLUMNS * at] = row(block, at)
+    return _described(folder, header, pieces)
+
+
+def _described(folder: Path, header: Any, pieces: dict[int, torch.Tensor]) -> Manifest:
+    size_bytes = header.file_bytes
+    touched = {0}
+    with (folder / NAME).open("r+b", buffering=0) as file:
+        for begin, piece in pieces.items():
+            content = piece.numpy().tobytes()
+            os.pwrite(file.fileno(), content, begin)
+            touched |= {begin // DEFAULT_CHUNK_BYTES, (begin + len(content) - 1) // DEFAULT_CHUNK_BYTES}
+        count = -(-size_bytes // DEFAULT_CHUNK_BYTES)
+        digests = [xxhash.xxh3_128_hexdigest(bytes(DEFAULT_CHUNK_BYTES))] * count
+        for chunk in touched:
+            content = os.pread(file.fileno(), DEFAULT_CHUNK_BYTES, chunk * DEFAULT_CHUNK_BYTES)
+            digests[chunk] = xxhash.xxh3_128_hexdigest(content)
+    tensors = [
+        TensorEntry(
+            name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, shard=0,
+            offset_bytes=header.data_offset_bytes + tensor.offset_bytes, size_bytes=tensor.size_bytes,
+        )
+        for tensor in header.tensors
+    ]  # fmt: skip
+    shard = Shard(
+        name=NAME,
+        size_bytes=size_bytes,
+        data_offset_bytes=header.data_offset_bytes,
+        chunks=tuple(digests),
+    )
+    return Manifest.build(shards=(shard,), tensors=tuple(tensors))
+
+
+@pytest.fixture
+def room() -> Iterator[Path]:
+    """A folder in memory: there, unlike on a disk, reading a hole takes no page."""
+    if not Path("/dev/shm").is_dir() or shutil.disk_usage("/dev/shm").free < DISK_BYTES:
+        pytest.skip("no room in /dev/shm")
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="pilotlight-test-") as folder:
+        yield Path(folder)
+
+
+def test_six_gigabytes_in_little_memory(room: Path) -> None:
+    for name in ("there", "here"):
+        (room / name).mkdir()
+    manifest = sparse_model(room / "there")
+    assert manifest.total_bytes > 6 << 30
+    manifest.write(room / "there" / MANIFEST_NAME)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", __file__, room / "there", room / "here"],
+        capture_output=True, text=True, check=False, timeout=50,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["fetched_bytes"] == found["received_bytes"] == manifest.total_bytes
+    assert found["right"] == [True] * (3 * BLOCKS + 1)
+    assert found["fetch_bytes"] <= MOST_BYTES
+    assert found["restore_bytes"] <= MOST_BYTES
+    assert found["noticed_bytes"] > MOST_BYTES, "the measure would not notice"
+    assert sum(path.stat().st_blocks * 512 for path in room.glob("*/*")) <= DISK_BYTES
+
+
+# -- the process that is measured
+
+
+def memory_bytes(field: str) -> int:
+    """VmRSS: what the process has now; VmHWM: the most it ever had."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition(f"{field}:")[2].split()[0]) << 10
+
+
+def main(there: Path, here: Path) -> None:
+    """Fetch, restore, look at some rows; then take too much on purpose, to see that it is seen.
+
+    The peak of the resident memory counts mapped files too, so it is an upper bound of the anonymous peak. It is one that
+    holds: nothing maps the weights while they are fetched, and later no more of them is touched than a few rows. It is the
+    kernel's own peak, which no sampling could miss.
+    """
+    manifest = Manifest.read(there)
+    before_bytes = memory_bytes("VmRSS")
+    descriptor = os.open(here / NAME, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        os.ftruncate(descriptor, manifest.shards[0].size_bytes)
+        arrival = Arrival(manifest)
+        stats = fetch(manifest, FolderSource(there), [Sparse(NAME, descriptor)], arrival)
+    finally:
+        os.close(descriptor)
+    fetch_bytes = memory_bytes("VmHWM") - before_bytes
+    with torch.device("meta"):
+        net = Net()
+    restore(make_plan(net, manifest), Mapping(here, manifest, arrival=arrival))
+    right = [torch.equal(net.norm, norm())]
+    for block, weights in enumerate(net.blocks):
+        right += [torch.equal(weights[at], row(block, at)) for at in (0, ROWS // 2, ROWS - 1)]
+    restore_bytes = memory_bytes("VmHWM") - before_bytes
+    too_much = bytearray(b"\1") * (MOST_BYTES + (64 << 20))
+    noticed_bytes = memory_bytes("VmHWM") - before_bytes
+    del too_much
+    json.dump(
+        {
+            "fetched_bytes": stats.fetched_bytes, "received_bytes": stats.received_bytes, "right": right,
+            "fetch_bytes": fetch_bytes, "restore_bytes": restore_bytes, "noticed_bytes": noticed_bytes,
+            "seconds": stats.seconds,
+        },
+        sys.stdout,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))
