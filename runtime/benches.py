@@ -11,8 +11,8 @@ from . import display, options
 from .transfers import counted, fetching, open_snapshot
 
 if TYPE_CHECKING:
-    from ..snapshot.bench import Bench, Round
-    from ..snapshot.manifest import Manifest
+    from ..snapshot.fetching.bench import Bench, Round
+    from ..snapshot.format.manifest import Manifest
 
 
 @click.command()
@@ -32,7 +32,7 @@ def bench(*, url: str, rounds: int, connections: int | None, part_mib: int | Non
     Example:
       pilotlight snapshot bench s3://bucket/models/llama --rounds 5
     """
-    from ..snapshot.bench import bench as measure  # noqa: PLC0415  pydantic and xxhash take time to import
+    from ..snapshot.fetching.bench import bench as measure  # noqa: PLC0415  pydantic and xxhash take time to import
 
     source, manifest = open_snapshot(url)
     with display.progress(f"reading {source.url}") as progress:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..snapshot.locate import is_remote
+from ..snapshot.sources.locate import is_remote
 from . import display
 
 if TYPE_CHECKING:
-    from ..snapshot.manifest import Manifest
-    from ..snapshot.source import Source
+    from ..snapshot.format.manifest import Manifest
+    from ..snapshot.sources.source import Source
 
 MANIFEST_SUFFIX = ".json"
 WEIGHTS_SUFFIX = ".safetensors"
@@ -35,7 +35,7 @@ class Place(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.
 
 def open_place(url: str) -> tuple[Source, str | None]:
     """The source of a URL's prefix, and the weights file or manifest that the URL names in it."""
-    from ..snapshot.locate import open_source  # noqa: PLC0415  see create
+    from ..snapshot.sources.locate import open_source  # noqa: PLC0415  see create
 
     above, _, last = url.rpartition("/")
     if last.endswith((WEIGHTS_SUFFIX, MANIFEST_SUFFIX)):
@@ -45,7 +45,7 @@ def open_place(url: str) -> tuple[Source, str | None]:
 
 def put_manifest(source: Source, name: str, content: bytes) -> None:
     from ..errors import SnapshotError  # noqa: PLC0415
-    from ..snapshot.source import Writable  # noqa: PLC0415
+    from ..snapshot.sources.source import Writable  # noqa: PLC0415
 
     if not isinstance(source, Writable):
         raise SnapshotError(
@@ -57,8 +57,8 @@ def put_manifest(source: Source, name: str, content: bytes) -> None:
 def read_manifest_of(path: str | Path) -> Manifest:
     """The manifest that describes `path`: a folder or prefix, its manifest, or a weights file beside it."""
     from ..errors import ManifestError  # noqa: PLC0415
-    from ..snapshot.locate import read_manifest  # noqa: PLC0415
-    from ..snapshot.manifest import MANIFEST_NAME, Manifest  # noqa: PLC0415  see create
+    from ..snapshot.format.manifest import MANIFEST_NAME, Manifest  # noqa: PLC0415  see create
+    from ..snapshot.sources.locate import read_manifest  # noqa: PLC0415
 
     if isinstance(path, str):
         return read_manifest(open_place(path)[0])

@@ -165,8 +165,8 @@ def _environment(folder: Path, root: Path, order: Order, say: Callable[[str], No
 
 def _write_manifest(snapshot: Path, target: Path, say: Callable[[str], None]) -> None:
     """The manifest beside the weights if there is one, else a new one, kept with the revision."""
-    from ..snapshot.create import create  # noqa: PLC0415  only functions with weights pay for it
-    from ..snapshot.manifest import MANIFEST_NAME, Manifest  # noqa: PLC0415
+    from ..snapshot.format.create import create  # noqa: PLC0415  only functions with weights pay for it
+    from ..snapshot.format.manifest import MANIFEST_NAME, Manifest  # noqa: PLC0415
 
     beside = (snapshot if snapshot.is_dir() else snapshot.parent) / MANIFEST_NAME
     if beside.is_file():
@@ -179,8 +179,8 @@ def _write_manifest(snapshot: Path, target: Path, say: Callable[[str], None]) ->
 
 def _fetch_manifest(url: str, folder: Path, say: Callable[[str], None]) -> None:
     """The manifest of a snapshot that lies elsewhere, and its assets: the zygote needs them before there are weights."""
-    from ..snapshot.assets import bring_assets  # noqa: PLC0415  see _write_manifest
-    from ..snapshot.locate import open_source, read_manifest  # noqa: PLC0415
+    from ..snapshot.caching.assets import bring_assets  # noqa: PLC0415  see _write_manifest
+    from ..snapshot.sources.locate import open_source, read_manifest  # noqa: PLC0415
 
     say(f"reading the manifest of {url}")
     source = open_source(url)

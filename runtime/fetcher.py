@@ -23,10 +23,10 @@ import orjson
 from setproctitle import setproctitle
 
 from ..errors import PilotlightError, SnapshotError
-from ..snapshot.cache import Cache, Lease
-from ..snapshot.locate import open_source
-from ..snapshot.manifest import Manifest
-from ..snapshot.node import node_cache, release_memory
+from ..snapshot.caching.cache import Cache, Lease
+from ..snapshot.caching.node import node_cache, release_memory
+from ..snapshot.format.manifest import Manifest
+from ..snapshot.sources.locate import open_source
 from .lineage import end_with_parent
 
 WAIT_TIMEOUT_S = 6 * 3600.0

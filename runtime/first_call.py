@@ -20,7 +20,7 @@ from .zygote import build
 
 if TYPE_CHECKING:
     from ..snapshot.attached import Snapshot
-    from ..snapshot.manifest import Manifest
+    from ..snapshot.format.manifest import Manifest
 
 DEADLINE_S = 900.0
 

@@ -25,9 +25,9 @@ def push(folder: Path, destination: str, force: bool, as_json: bool) -> None:
     Example:
       pilotlight snapshot push weights/ s3://bucket/models/llama
     """
-    from ..snapshot.locate import open_source  # noqa: PLC0415  see create
-    from ..snapshot.push import push as send  # noqa: PLC0415
-    from ..snapshot.verify import verify as check  # noqa: PLC0415
+    from ..snapshot.converting.push import push as send  # noqa: PLC0415
+    from ..snapshot.format.verify import verify as check  # noqa: PLC0415
+    from ..snapshot.sources.locate import open_source  # noqa: PLC0415  see create
 
     manifest = read_manifest_of(folder)
     root = folder if folder.is_dir() else folder.parent
@@ -82,8 +82,8 @@ def convert(
       pilotlight snapshot convert downloads/llama weights/ --dtype bf16
       pilotlight snapshot convert weights/ llama.tensors --to tensorizer
     """
-    from ..snapshot.convert import convert as make  # noqa: PLC0415  torch takes seconds to import
-    from ..snapshot.convert import convert_to_tensorizer  # noqa: PLC0415
+    from ..snapshot.converting.convert import convert as make  # noqa: PLC0415  torch takes seconds to import
+    from ..snapshot.converting.convert import convert_to_tensorizer  # noqa: PLC0415
 
     if kind == "tensorizer" and dtype is not None:
         raise click.UsageError("--dtype casts into safetensors only; convert twice.")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from ..snapshot.locate import is_remote
+from ..snapshot.sources.locate import is_remote
 
 if TYPE_CHECKING:
     from .client import Client

@@ -15,7 +15,7 @@ import click
 from . import display, options
 
 if TYPE_CHECKING:
-    from ..snapshot.manifest import Manifest
+    from ..snapshot.format.manifest import Manifest
     from .settings import FunctionSettings
 
 FIRST = 5
@@ -93,7 +93,7 @@ def _weights(settings: FunctionSettings, folder: Path) -> Path:
 
 
 def _file(weights: Path) -> Path:
-    from ..snapshot.manifest import MANIFEST_NAME  # noqa: PLC0415
+    from ..snapshot.format.manifest import MANIFEST_NAME  # noqa: PLC0415
 
     return weights / MANIFEST_NAME
 

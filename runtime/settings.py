@@ -29,7 +29,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from ..errors import SettingsError
-from ..snapshot.locate import is_remote
+from ..snapshot.sources.locate import is_remote
 from . import wording
 
 _ModelT = TypeVar("_ModelT", bound=BaseModel)

@@ -49,8 +49,8 @@ def create(path: str | Path, chunk_mib: int, output: Path | None, as_json: bool)
       pilotlight snapshot create weights/
       pilotlight snapshot create s3://bucket/models/llama
     """
-    from ..snapshot.create import create as make  # noqa: PLC0415  pydantic takes time to import
-    from ..snapshot.manifest import MANIFEST_NAME  # noqa: PLC0415
+    from ..snapshot.format.create import create as make  # noqa: PLC0415  pydantic takes time to import
+    from ..snapshot.format.manifest import MANIFEST_NAME  # noqa: PLC0415
 
     started_s = time.monotonic()
     source, file = open_place(path) if isinstance(path, str) else (path, None)
@@ -122,7 +122,7 @@ def verify(path: Path, as_json: bool) -> None:
     Example:
       pilotlight snapshot verify weights/
     """
-    from ..snapshot.verify import verify as check  # noqa: PLC0415  see create
+    from ..snapshot.format.verify import verify as check  # noqa: PLC0415  see create
 
     manifest = read_manifest_of(path)
     started_s = time.monotonic()

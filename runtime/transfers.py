@@ -16,10 +16,10 @@ from . import display, options
 from .contents import contents, open_place, rate
 
 if TYPE_CHECKING:
-    from ..snapshot.fetch import FetchStats
-    from ..snapshot.manifest import Manifest
-    from ..snapshot.source import Source
-    from ..snapshot.stored import Stored
+    from ..snapshot.caching.stored import Stored
+    from ..snapshot.fetching.fetch import FetchStats
+    from ..snapshot.format.manifest import Manifest
+    from ..snapshot.sources.source import Source
 
 INTERRUPTED = 130
 SHOWN_DIGEST_CHARS = 16
@@ -72,7 +72,7 @@ def pull(
     where = str(folder) if folder is not None else str(cache_folder())
     with _interruptible(where), display.progress(f"pulling {source.url}") as progress:
         if folder is not None:
-            from ..snapshot.download import download  # noqa: PLC0415  pydantic and xxhash take time to import
+            from ..snapshot.fetching.download import download  # noqa: PLC0415  pydantic and xxhash take time to import
 
             stats: FetchStats | None = download(
                 manifest, source, folder, force=force, progress=progress, connections=connections,
@@ -101,7 +101,7 @@ def cache(*, evict: str | None, as_json: bool) -> None:
       pilotlight snapshot cache
       pilotlight snapshot cache --evict 3f9c01
     """
-    from ..snapshot.node import node_cache  # noqa: PLC0415  see pull
+    from ..snapshot.caching.node import node_cache  # noqa: PLC0415  see pull
 
     found = node_cache(cache_folder())
     if evict is not None:
@@ -133,7 +133,7 @@ def cache(*, evict: str | None, as_json: bool) -> None:
 def open_snapshot(url: str) -> tuple[Source, Manifest]:
     """The source at `url`, a URL or a path, and the manifest in it."""
     from ..errors import SourceMissing  # noqa: PLC0415
-    from ..snapshot.locate import is_remote, open_source, read_manifest  # noqa: PLC0415  see pull
+    from ..snapshot.sources.locate import is_remote, open_source, read_manifest  # noqa: PLC0415  see pull
 
     source = open_place(url.rstrip("/"))[0] if is_remote(url) else open_source(url)
     try:
@@ -174,7 +174,7 @@ def _interruptible(where: str) -> Iterator[None]:
 def _into_cache(
     manifest: Manifest, source: Source, progress: display.Progress
 ) -> tuple[str, FetchStats | None]:
-    from ..snapshot.node import node_cache  # noqa: PLC0415  see pull
+    from ..snapshot.caching.node import node_cache  # noqa: PLC0415  see pull
 
     with node_cache(cache_folder()).open(manifest, source, progress=progress) as lease:
         lease.wait(copied=True)

@@ -262,8 +262,8 @@ def _call_build(handler: Handler, context: Context, root: Path) -> Any:
 def _attach(spec: WorkerSpec) -> Snapshot | None:
     if spec.snapshot is None or spec.manifest is None:
         return None
-    from ..snapshot.manifest import Manifest  # noqa: PLC0415  only functions with weights pay for it
-    from ..snapshot.pin import pin  # noqa: PLC0415
+    from ..snapshot.format.manifest import Manifest  # noqa: PLC0415  only functions with weights pay for it
+    from ..snapshot.restoring.pin import pin  # noqa: PLC0415
 
     manifest = Manifest.read(spec.manifest)
     if spec.cache is not None:

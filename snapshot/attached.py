@@ -16,11 +16,11 @@ from ..errors import SnapshotError
 if TYPE_CHECKING:
     import torch
 
-    from .arrival import Arrival
-    from .manifest import Manifest
-    from .mapping import Mapping
-    from .pin import Pin
-    from .plan import Plan
+    from .fetching.arrival import Arrival
+    from .format.manifest import Manifest
+    from .restoring.mapping import Mapping
+    from .restoring.pin import Pin
+    from .restoring.plan import Plan
 
 
 class Snapshot:
@@ -45,7 +45,7 @@ class Snapshot:
 
     def skeleton(self) -> AbstractContextManager[None]:
         """Modules made inside have their weights on the meta device (no memory) and their computed buffers real."""
-        from .skeleton import skeleton  # noqa: PLC0415  torch is loaded only by those who restore
+        from .restoring.skeleton import skeleton  # noqa: PLC0415  torch is loaded only by those who restore
 
         return skeleton()
 
@@ -63,8 +63,8 @@ class Snapshot:
         converts floating-point weights to the module's type, at the cost of a copy; without it they have to be of that type.
         In `build` the weights come later, in each worker. Raises SnapshotMismatch naming the tensors.
         """
-        from .plan import make_plan  # noqa: PLC0415
-        from .restore import restore  # noqa: PLC0415
+        from .restoring.plan import make_plan  # noqa: PLC0415
+        from .restoring.restore import restore  # noqa: PLC0415
 
         plan = make_plan(module, self.manifest, prefix=prefix, ignore=ignore, cast=cast)
         if self._mapping is None:
@@ -74,20 +74,20 @@ class Snapshot:
 
     def blank(self) -> None:
         """Gives what `build` planned weights of zeros that hold no memory: for `rehearse`, in a standby."""
-        from .restore import blank  # noqa: PLC0415
+        from .restoring.restore import blank  # noqa: PLC0415
 
         for plan in self._plans:
             blank(plan)
 
     def open(self) -> None:
         """Maps the files and applies what `build` planned. Raises SnapshotChanged if the files are not the ones pinned."""
-        from .mapping import Mapping  # noqa: PLC0415
-        from .restore import restore  # noqa: PLC0415
+        from .restoring.mapping import Mapping  # noqa: PLC0415
+        from .restoring.restore import restore  # noqa: PLC0415
 
         if self._cache is None:
             self._mapping = Mapping(self.root, self.manifest, self._pin)
         else:
-            from .node import follow  # noqa: PLC0415  only functions whose weights lie elsewhere pay for it
+            from .caching.node import follow  # noqa: PLC0415  only functions whose weights lie elsewhere pay for it
 
             lease = follow(self._cache, self.manifest)
             self._arrival = lease.arrival
@@ -104,7 +104,7 @@ class Snapshot:
         """Operations inside, on this thread, wait for the bytes of their own tensors. Nothing, once all are there."""
         if self._mapping is None or self._arrival is None or not self.arriving:
             return nullcontext()
-        from .gate import Gate  # noqa: PLC0415
+        from .restoring.gate import Gate  # noqa: PLC0415
 
         return Gate(self._mapping, self._arrival)
 
@@ -115,7 +115,7 @@ class Snapshot:
 
     def record(self, run: Callable[[], Any]) -> Manifest:
         """Calls `run` and gives the manifest with the order in which it touched the tensors, on this thread."""
-        from .record import record_first_touch  # noqa: PLC0415
+        from .restoring.record import record_first_touch  # noqa: PLC0415
 
         if self._mapping is None:
             raise SnapshotError("The snapshot is not open.", remedy="Record after `open`.")

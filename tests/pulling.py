@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy
 from pilotlight.errors import PilotlightError, SourceDenied, SourceUnavailable
-from pilotlight.snapshot.cache import Cache, Lease
-from pilotlight.snapshot.create import create
-from pilotlight.snapshot.folder import FolderConnection, FolderSource
-from pilotlight.snapshot.manifest import MANIFEST_NAME, Manifest
-from pilotlight.snapshot.source import ObjectInfo
-from pilotlight.snapshot.tier import Tier
+from pilotlight.snapshot.caching.cache import Cache, Lease
+from pilotlight.snapshot.caching.tier import Tier
+from pilotlight.snapshot.format.create import create
+from pilotlight.snapshot.format.manifest import MANIFEST_NAME, Manifest
+from pilotlight.snapshot.sources.folder import FolderConnection, FolderSource
+from pilotlight.snapshot.sources.source import ObjectInfo
 from safetensors.numpy import save_file
 
 LIMIT_S = 30.0
@@ -166,7 +166,7 @@ def _obey(word: str, lease: Lease, source: Stopping) -> None:
         lease.arrival.wait(0, int(word[5:]), LIMIT_S)
         _say(landed=word)
     elif word == "map":
-        from pilotlight.snapshot.mapping import Mapping
+        from pilotlight.snapshot.restoring.mapping import Mapping
 
         globals()["mapping"] = Mapping(lease.root, lease.manifest, keep=lease.hold)
         _say(mapped=True)

@@ -17,10 +17,10 @@ import ours
 from lane import Lane
 from nginx import Nginx, start_nginx
 from percentiles import median
-from pilotlight.snapshot.arrival import Arrival
-from pilotlight.snapshot.fetch import fetch
-from pilotlight.snapshot.manifest import Manifest
-from pilotlight.snapshot.source import Connection, ObjectInfo, Source
+from pilotlight.snapshot.fetching.arrival import Arrival
+from pilotlight.snapshot.fetching.fetch import fetch
+from pilotlight.snapshot.format.manifest import Manifest
+from pilotlight.snapshot.sources.source import Connection, ObjectInfo, Source
 from report import Report
 
 LIMIT_BYTES_S = 200e6
@@ -136,7 +136,7 @@ class FirstAnswer:
     def __init__(self, url: str, folder: str) -> None:
         import torch  # noqa: PLC0415
         from llama import skeleton  # noqa: PLC0415
-        from pilotlight.snapshot.plan import make_plan  # noqa: PLC0415
+        from pilotlight.snapshot.restoring.plan import make_plan  # noqa: PLC0415
 
         self._url, self._manifest = url, Manifest.read(Path(folder))
         self._model = skeleton(checkpoint.TOY)
@@ -147,9 +147,9 @@ class FirstAnswer:
         self._torch = torch
 
     def run(self, overlapped: bool) -> dict[str, Any]:
-        from pilotlight.snapshot.gate import Gate  # noqa: PLC0415
-        from pilotlight.snapshot.mapping import Mapping  # noqa: PLC0415
-        from pilotlight.snapshot.restore import restore  # noqa: PLC0415
+        from pilotlight.snapshot.restoring.gate import Gate  # noqa: PLC0415
+        from pilotlight.snapshot.restoring.mapping import Mapping  # noqa: PLC0415
+        from pilotlight.snapshot.restoring.restore import restore  # noqa: PLC0415
 
         started_s = time.perf_counter()
         files = ours.Files(self._manifest, ours.TMPFS)

@@ -170,7 +170,7 @@ def _noise(generator: np.random.Generator, size: int) -> bytes:
 
 
 def _describe(made: Checkpoint) -> None:
-    from pilotlight.snapshot.create import create  # noqa: PLC0415
+    from pilotlight.snapshot.format.create import create  # noqa: PLC0415
 
     manifest = create(made.folder)
     first_touch = tuple(name for name, _ in made.shape.tensors())

@@ -16,7 +16,7 @@ from aiohttp import web
 from pilotlight.handlers.contract import Context
 from pilotlight.handlers.resolve import resolve
 from pilotlight.snapshot.attached import Snapshot
-from pilotlight.snapshot.create import create
+from pilotlight.snapshot.format.create import create
 
 
 async def serve(code: Path, root: Path) -> None:

@@ -15,12 +15,12 @@ import checkpoint
 import xxhash
 from nginx import Nginx
 from pilotlight.errors import Cancelled
-from pilotlight.snapshot.arrival import Arrival
-from pilotlight.snapshot.fetch import fetch
-from pilotlight.snapshot.http import HttpSource
-from pilotlight.snapshot.manifest import Manifest
-from pilotlight.snapshot.source import Source
-from pilotlight.snapshot.target import Target
+from pilotlight.snapshot.fetching.arrival import Arrival
+from pilotlight.snapshot.fetching.fetch import fetch
+from pilotlight.snapshot.fetching.target import Target
+from pilotlight.snapshot.format.manifest import Manifest
+from pilotlight.snapshot.sources.http import HttpSource
+from pilotlight.snapshot.sources.source import Source
 from raw_floor import file_digest
 
 TMPFS = Path("/dev/shm")
@@ -137,8 +137,8 @@ class Cached:
         self, url: str, manifest: str, digest: str, authority: str = "", spares: bool = False
     ) -> None:
         import torch  # noqa: F401, PLC0415
-        from pilotlight.snapshot.cache import Cache  # noqa: PLC0415
-        from pilotlight.snapshot.tier import Tier  # noqa: PLC0415
+        from pilotlight.snapshot.caching.cache import Cache  # noqa: PLC0415
+        from pilotlight.snapshot.caching.tier import Tier  # noqa: PLC0415
 
         del digest, authority  # tensors are compared below
         self._url, self._path = url, Path(manifest)
@@ -181,8 +181,8 @@ def source_of(url: str, context: ssl.SSLContext | None = None) -> Source:
 
 def all_tensors(folder: Path, manifest: Manifest) -> dict[str, Any]:
     """Every tensor as a view of the mapped files, as a loader would give them."""
-    from pilotlight.snapshot.mapping import Mapping  # noqa: PLC0415
-    from pilotlight.snapshot.plan import _TORCH_DTYPES  # noqa: PLC0415
+    from pilotlight.snapshot.restoring.mapping import Mapping  # noqa: PLC0415
+    from pilotlight.snapshot.restoring.plan import _TORCH_DTYPES  # noqa: PLC0415
 
     mapping = Mapping(folder, manifest)
     found = {}

@@ -27,7 +27,7 @@ class Load:
     """A lane's contestant: one load, with what it cost in memory."""
 
     def __init__(self, url: str, folder: str) -> None:
-        from pilotlight.snapshot.manifest import Manifest  # noqa: PLC0415
+        from pilotlight.snapshot.format.manifest import Manifest  # noqa: PLC0415
 
         self._url = url
         self._manifest = Manifest.read(Path(folder))
@@ -44,8 +44,8 @@ class Load:
         """The files stay for the second turn."""
 
     def _fetch(self) -> dict[str, Any]:
-        from pilotlight.snapshot.arrival import Arrival  # noqa: PLC0415
-        from pilotlight.snapshot.fetch import fetch  # noqa: PLC0415
+        from pilotlight.snapshot.fetching.arrival import Arrival  # noqa: PLC0415
+        from pilotlight.snapshot.fetching.fetch import fetch  # noqa: PLC0415
 
         before = status_kb()
         self._files = ours.Files(self._manifest, ours.TMPFS)

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 from fault_server import FaultServer
 from pilotlight.runtime.cli import cli
-from pilotlight.snapshot.manifest import MANIFEST_NAME, Manifest
+from pilotlight.snapshot.format.manifest import MANIFEST_NAME, Manifest
 from pulling import make
 
 

@@ -20,7 +20,7 @@ from pilotlight.runtime.deploy import (
     worker_spec,
 )
 from pilotlight.runtime.store import RevisionRecord, Store
-from pilotlight.snapshot.manifest import MANIFEST_NAME, Manifest
+from pilotlight.snapshot.format.manifest import MANIFEST_NAME, Manifest
 from safetensors.torch import save_file
 
 HANDLER = "def handler(event): return event\n"

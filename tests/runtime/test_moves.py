@@ -14,8 +14,8 @@ from click.testing import CliRunner, Result
 from moto.server import ThreadedMotoServer
 from pilotlight.errors import ManifestError, SnapshotError
 from pilotlight.runtime.snapshots import snapshot
-from pilotlight.snapshot.manifest import MANIFEST_NAME, Manifest
-from pilotlight.snapshot.verify import verify
+from pilotlight.snapshot.format.manifest import MANIFEST_NAME, Manifest
+from pilotlight.snapshot.format.verify import verify
 from safetensors.numpy import save_file
 
 

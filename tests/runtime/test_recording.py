@@ -25,8 +25,8 @@ from pilotlight.errors import (
 )
 from pilotlight.runtime import recording
 from pilotlight.runtime.cli import cli
-from pilotlight.snapshot.create import create
-from pilotlight.snapshot.manifest import MANIFEST_NAME, Manifest
+from pilotlight.snapshot.format.create import create
+from pilotlight.snapshot.format.manifest import MANIFEST_NAME, Manifest
 from safetensors.torch import save_file
 
 HEAD = """

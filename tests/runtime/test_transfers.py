@@ -14,9 +14,9 @@ from click.testing import CliRunner, Result
 from fault_server import Faults, FaultServer, Request
 from pilotlight.errors import CacheError, PilotlightError, SourceMissing
 from pilotlight.runtime.cli import cli
-from pilotlight.snapshot.manifest import MANIFEST_NAME, Manifest
-from pilotlight.snapshot.node import node_tiers
-from pilotlight.snapshot.verify import verify
+from pilotlight.snapshot.caching.node import node_tiers
+from pilotlight.snapshot.format.manifest import MANIFEST_NAME, Manifest
+from pilotlight.snapshot.format.verify import verify
 from pulling import CHUNK_BYTES, Stopping, check, make
 
 MIB = 1 << 20
@@ -207,7 +207,7 @@ def test_the_cache_is_filled_listed_and_evicted(
 def test_what_is_on_its_way_is_shown_in_percent_and_not_evicted(
     snapshot: Snapshot, origin: Path, cache: Path
 ) -> None:
-    from pilotlight.snapshot.cache import Cache
+    from pilotlight.snapshot.caching.cache import Cache
 
     manifest, source = Manifest.read(origin), Stopping(origin, MIB)
     disk = Cache([tier for tier in node_tiers(cache) if tier.kind == "disk"])

@@ -17,8 +17,8 @@ import torch
 from fault_server import Faults, FaultServer
 from live import Function, Gateway, failure, gateway_here
 from pilotlight.runtime.timeline import parse_server_timing
-from pilotlight.snapshot.create import create
-from pilotlight.snapshot.manifest import MANIFEST_NAME
+from pilotlight.snapshot.format.create import create
+from pilotlight.snapshot.format.manifest import MANIFEST_NAME
 from safetensors.torch import save_file
 
 LAYERS, WIDTH = 8, 256

@@ -16,9 +16,9 @@ import torch
 from live import Function, Gateway, failure, gateway_process, short_folder
 from moto.server import ThreadedMotoServer
 from pilotlight.runtime.timeline import parse_server_timing
-from pilotlight.snapshot.create import create
-from pilotlight.snapshot.push import push
-from pilotlight.snapshot.s3 import S3Source
+from pilotlight.snapshot.converting.push import push
+from pilotlight.snapshot.format.create import create
+from pilotlight.snapshot.sources.s3 import S3Source
 from safetensors.torch import save_file
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from pilotlight.errors import SnapshotCorrupt
-from pilotlight.snapshot.create import create
-from pilotlight.snapshot.manifest import Manifest
-from pilotlight.snapshot.verify import verify
+from pilotlight.snapshot.format.create import create
+from pilotlight.snapshot.format.manifest import Manifest
+from pilotlight.snapshot.format.verify import verify
 from safetensors.torch import save_file
 
 COUNT = 10_000

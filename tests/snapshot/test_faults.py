@@ -24,18 +24,18 @@ from pilotlight.errors import (
     SourceError,
     SourceMissing,
 )
-from pilotlight.snapshot import ranged
-from pilotlight.snapshot.arrival import Arrival
-from pilotlight.snapshot.cache import Cache
-from pilotlight.snapshot.create import create
-from pilotlight.snapshot.fetch import FetchStats, fetch
-from pilotlight.snapshot.http import HttpSource
-from pilotlight.snapshot.manifest import MANIFEST_NAME, Manifest
-from pilotlight.snapshot.mapping import Mapping
-from pilotlight.snapshot.plan import make_plan
-from pilotlight.snapshot.restore import restore
-from pilotlight.snapshot.target import Target
-from pilotlight.snapshot.tier import Tier
+from pilotlight.snapshot.caching.cache import Cache
+from pilotlight.snapshot.caching.tier import Tier
+from pilotlight.snapshot.fetching.arrival import Arrival
+from pilotlight.snapshot.fetching.fetch import FetchStats, fetch
+from pilotlight.snapshot.fetching.target import Target
+from pilotlight.snapshot.format.create import create
+from pilotlight.snapshot.format.manifest import MANIFEST_NAME, Manifest
+from pilotlight.snapshot.restoring.mapping import Mapping
+from pilotlight.snapshot.restoring.plan import make_plan
+from pilotlight.snapshot.restoring.restore import restore
+from pilotlight.snapshot.sources import ranged
+from pilotlight.snapshot.sources.http import HttpSource
 from safetensors.torch import load_file, save_file
 from torch import nn
 

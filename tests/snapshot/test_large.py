@@ -21,15 +21,21 @@ import numpy
 import pytest
 import torch
 import xxhash
-from pilotlight.snapshot.arrival import Arrival
-from pilotlight.snapshot.fetch import fetch
-from pilotlight.snapshot.folder import FolderSource
-from pilotlight.snapshot.header import read_header
-from pilotlight.snapshot.manifest import DEFAULT_CHUNK_BYTES, MANIFEST_NAME, Manifest, Shard, TensorEntry
-from pilotlight.snapshot.mapping import Mapping
-from pilotlight.snapshot.plan import make_plan
-from pilotlight.snapshot.restore import restore
-from pilotlight.snapshot.target import Target
+from pilotlight.snapshot.fetching.arrival import Arrival
+from pilotlight.snapshot.fetching.fetch import fetch
+from pilotlight.snapshot.fetching.target import Target
+from pilotlight.snapshot.format.header import read_header
+from pilotlight.snapshot.format.manifest import (
+    DEFAULT_CHUNK_BYTES,
+    MANIFEST_NAME,
+    Manifest,
+    Shard,
+    TensorEntry,
+)
+from pilotlight.snapshot.restoring.mapping import Mapping
+from pilotlight.snapshot.restoring.plan import make_plan
+from pilotlight.snapshot.restoring.restore import restore
+from pilotlight.snapshot.sources.folder import FolderSource
 from torch import nn
 
 NAME = "model.safetensors"

@@ -1,0 +1,72 @@
+"""Assets: the small files beside the weights that a handler reads by name. They are there before weights are waited for."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+import xxhash
+
+from ...errors import CacheError, SnapshotCorrupt
+from ..format.manifest import Asset, Manifest
+from ..sources.source import Source
+
+
+def bring_assets(manifest: Manifest, source: Source, files: Path) -> None:
+    """Fetch and verify what folder `files` does not hold yet. Two processes may do it at once."""
+    for asset in manifest.assets:
+        path = files / asset.name
+        if not _is_there(path, asset):
+            _bring(asset, source, path)
+
+
+def _is_there(path: Path, asset: Asset) -> bool:
+    try:
+        return path.stat().st_size == asset.size_bytes and _digest(path.read_bytes()) == asset.digest
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def _bring(asset: Asset, source: Source, path: Path) -> None:
+    # What differs once may be an accident on the way, as with chunks.
+    content = _read(asset, source)
+    if content is None:
+        content = _read(asset, source)
+    if content is None:
+        raise SnapshotCorrupt(
+            f"Asset {asset.name} from {source.url} is not the file that the manifest describes.",
+            remedy="Make the manifest anew.",
+            details={"asset": asset.name},
+        )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write(path, content)
+    except OSError as error:
+        raise CacheError(
+            f"{path} cannot be written: {error.strerror}.", remedy="Make room, or put the cache elsewhere."
+        ) from error
+
+
+def _read(asset: Asset, source: Source) -> bytearray | None:
+    """The asset's bytes; None if what came are others."""
+    content = bytearray(asset.size_bytes)
+    count = source.read_into(asset.name, 0, memoryview(content))
+    return content if count == asset.size_bytes and _digest(content) == asset.digest else None
+
+
+def _write(path: Path, content: bytearray) -> None:
+    """Whole or not at all."""
+    with NamedTemporaryFile(dir=path.parent, prefix=".asset.", delete=False) as stream:
+        try:
+            stream.write(content)
+            stream.flush()
+            os.fchmod(stream.fileno(), 0o644)
+            Path(stream.name).replace(path)
+        except BaseException:
+            Path(stream.name).unlink(missing_ok=True)
+            raise
+
+
+def _digest(content: bytes | bytearray) -> str:
+    return xxhash.xxh3_128_hexdigest(content)

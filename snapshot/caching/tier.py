@@ -1,0 +1,277 @@
+"""A tier: a folder on this machine where snapshots lie, within a budget of bytes.
+
+    <root>/lock                       held while room is made and while snapshots are evicted; never for long
+    <root>/snapshots/<digest>/        one snapshot, locked (flock) shared by all who use it, exclusively to evict it
+        files/                        its shards at full size and its assets; with the manifest, once it is published
+        fetching                      locked exclusively by the process that fetches
+        socket                        where that process tells the others what has landed
+    <root>/trash/                     evicted, on its way out
+    <root>/spare/                     files of evicted snapshots that are kept for their pages (tmpfs)
+
+A snapshot never moves: publishing writes the manifest, last and at once, so paths and mappings handed out stay good.
+Everything is accounted for from the files themselves: no counter or journal that a crash could spoil.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Literal
+from uuid import uuid4
+
+from ...errors import CacheError
+from ..format.manifest import MANIFEST_NAME, Manifest
+from .flock import LOCK_TIMEOUT_S, Hold, hold, is_at, lock, try_lock
+from .spare import Spares
+from .stored import Stored, is_whole, look_at, needed_bytes
+
+STALE_AFTER_S = 86_400.0
+SWEEP_TIMEOUT_S = 1.0
+LEAST_SPARE_BYTES = 64 << 10
+
+
+class Tier:
+    """Snapshots under folder `root`, at most `budget_bytes` of shards and spare files.
+
+    `kind` "tmpfs": files are lost with power, so nothing is synced, and `spare_bytes` of evicted files are kept for
+    their pages. "disk": published only once it is on the disk.
+    """
+
+    def __init__(
+        self, root: Path, budget_bytes: int, kind: Literal["tmpfs", "disk"] = "disk", *, spare_bytes: int = 0
+    ) -> None:
+        self.root = root
+        self.budget_bytes = budget_bytes
+        self.kind = kind
+        self.spare_bytes = spare_bytes if kind == "tmpfs" else 0
+        self.spares = Spares(root / "spare")
+
+    def __repr__(self) -> str:
+        return f"Tier({str(self.root)!r}, {self.budget_bytes}, {self.kind!r})"
+
+    def folder(self, digest: str) -> Path:
+        return self.root / "snapshots" / digest
+
+    def has(self, digest: str) -> bool:
+        """Whether the snapshot is here, or on its way."""
+        try:
+            return self.folder(digest).is_dir()
+        except OSError:
+            return False
+
+    def used_bytes(self) -> int:
+        """What of the budget is taken."""
+        return sum(stored.size_bytes for stored in self.list()) + self.spares.total_bytes()
+
+    @contextmanager
+    def locked(self, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
+        """Alone with the tier: no other process or thread makes room, starts a fetch or evicts meanwhile."""
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            lock(descriptor, self.root / "lock", timeout_s=timeout_s)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def hold(self, digest: str) -> Hold | None:
+        """Protect a snapshot from eviction; None if it is not there."""
+        folder = self.folder(digest)
+        found = hold(folder)
+        if found is None and folder.is_dir():
+            # Somebody tries whether it may be evicted. That happens with the tier locked, so wait for that.
+            with self.locked():
+                found = hold(folder)
+        return found
+
+    def ready(self, digest: str, manifest: Manifest) -> Hold | None:
+        """Protect a snapshot that is published and has its files at their sizes; None if it is not."""
+        try:
+            held = self.hold(digest)
+            if held is None or not is_whole(self.folder(digest) / "files", manifest):
+                return None
+        except OSError:  # said in full by who then tries to put it here
+            return None
+        with suppress(OSError):  # a cache that cannot be written to can be read
+            now_ns = time.time_ns()  # finer than the kernel's own idea of now
+            os.utime(held.descriptor, ns=(now_ns, now_ns))
+        return held
+
+    def list(self) -> Sequence[Stored]:
+        """Everything here, the least recently used first."""
+        try:
+            folders = [Path(entry) for entry in os.scandir(self.root / "snapshots")]
+        except (FileNotFoundError, PermissionError):
+            return []
+        found = []
+        for folder in folders:
+            with suppress(FileNotFoundError):  # evicted meanwhile
+                found.append(look_at(folder))
+        return sorted(found, key=lambda stored: stored.used_s)
+
+    def make_room(self, digest: str, manifest: Manifest) -> bool:
+        """With the tier locked: files of full size for a snapshot, evicting others if need be; whether they are new.
+
+        CacheError or OSError if that cannot be; nothing was evicted in vain, and no new folder stays behind.
+        """
+        self._check_budget(manifest)
+        folder = self.folder(digest)
+        new = not folder.is_dir()
+        self._free(digest, needed_bytes(manifest))
+        try:
+            (folder / "files").mkdir(mode=0o700, parents=True, exist_ok=True)
+            for shard in sorted(manifest.shards, key=lambda shard: -shard.size_bytes):
+                self._make_file(folder / "files" / shard.name, shard.size_bytes)
+        except OSError:
+            if new:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        finally:
+            self._trim(digest, needed_bytes(manifest))
+        return new
+
+    def evict(self, digest: str) -> bool:
+        """Drop a snapshot; whether it was there. CacheError if somebody uses it."""
+        if not self.folder(digest).is_dir():
+            return False
+        with self.locked():
+            descriptor = _lock_folder(self.folder(digest))
+            if descriptor is None and self.folder(digest).is_dir():
+                raise CacheError(
+                    f"Snapshot {digest} in {self.root} is in use.",
+                    remedy="Stop the workers that have it mapped, or the fetch of it.",
+                )
+            if descriptor is None:
+                return False
+            self._discard([(self.folder(digest), descriptor)])
+            self._trim()
+            self.spares.warm()
+        return True
+
+    def drop_spares(self) -> None:
+        """Give back the memory of the files that are kept for their pages."""
+        with suppress(OSError), self.locked():
+            self.spares.trim(0)
+
+    def sweep(self) -> None:
+        """Clear what crashes left: trash, and fetches that nobody has gone on with for a day."""
+        if not self.root.is_dir():
+            return
+        with suppress(OSError, CacheError), self.locked(SWEEP_TIMEOUT_S):
+            shutil.rmtree(self.root / "trash", ignore_errors=True)
+            stale_s = time.time() - STALE_AFTER_S
+            stale = [stored.folder for stored in self.list() if not stored.ready and stored.used_s < stale_s]
+            locked = [(folder, _lock_folder(folder)) for folder in stale]
+            gone = [(folder, descriptor) for folder, descriptor in locked if descriptor is not None]
+            self._discard(gone)
+            if gone:  # else spares are left alone: another process may want more of them than this one
+                self._trim()
+
+    def _check_budget(self, manifest: Manifest) -> None:
+        if needed_bytes(manifest) > self.budget_bytes:
+            raise CacheError(
+                f"{self.root} takes {self.budget_bytes} bytes, the snapshot has {needed_bytes(manifest)}.",
+                remedy="Give the tier a larger budget.",
+            )
+
+    def _free(self, digest: str, size_bytes: int) -> None:
+        """Evict until `size_bytes` fit into the budget and onto the file system."""
+        stored = self.list()
+        own = next((item for item in stored if item.digest == digest), None)
+        others = [item for item in stored if item.digest != digest]
+        over_bytes = sum(item.size_bytes for item in others) + size_bytes - self.budget_bytes
+        short_bytes = size_bytes - (own.allocated_bytes if own else 0) - self._available_bytes(others)
+        chosen: list[tuple[Path, int]] = []
+        for item in others:
+            if over_bytes <= 0 and short_bytes <= 0:
+                break
+            descriptor = _lock_folder(item.folder)
+            if descriptor is not None:
+                chosen.append((item.folder, descriptor))
+                over_bytes -= item.size_bytes
+                short_bytes -= item.allocated_bytes + item.outstanding_bytes
+        if over_bytes > 0 or short_bytes > 0:
+            for _, descriptor in chosen:
+                os.close(descriptor)
+            raise self._full(size_bytes, over_bytes)
+        self._discard(chosen)
+
+    def _available_bytes(self, stored: Sequence[Stored]) -> int:
+        """What the file system can still give: what is free or in spare files, less what is promised already."""
+        existing = next(path for path in (self.root, *self.root.parents) if path.exists())
+        status = os.statvfs(existing)
+        promised_bytes = sum(item.outstanding_bytes for item in stored)
+        return status.f_bavail * status.f_frsize + self.spares.total_bytes() - promised_bytes
+
+    def _full(self, size_bytes: int, over_bytes: int) -> CacheError:
+        if over_bytes > 0:
+            return CacheError(
+                f"{self.root} is full: its budget is {self.budget_bytes} bytes, the snapshot has {size_bytes}, "
+                f"and {over_bytes} too many are in use.",
+                remedy="Give the tier a larger budget, or stop workers that have snapshots mapped.",
+            )
+        return CacheError(
+            f"The file system of {self.root} has too few bytes free for a snapshot of {size_bytes}.",
+            remedy="Make room on it, or put the cache elsewhere.",
+        )
+
+    def _discard(self, folders: Sequence[tuple[Path, int]]) -> None:
+        """Remove snapshots that are locked exclusively by these descriptors; closes them.
+
+        Renamed first: killed in between, nothing half evicted can be taken for a snapshot.
+        """
+        trash = self.root / "trash"
+        for folder, descriptor in folders:
+            trash.mkdir(exist_ok=True)
+            gone = trash / uuid4().hex
+            try:
+                folder.rename(gone)
+            finally:
+                os.close(descriptor)
+            if self.kind == "tmpfs":
+                for file in _large_files(gone / "files"):
+                    self.spares.put(file)
+            shutil.rmtree(gone, ignore_errors=True)
+
+    def _trim(self, digest: str = "", size_bytes: int = 0) -> None:
+        """Hold the spares to their limit, and to what the budget leaves beside all snapshots."""
+        stored = self.list()
+        used_bytes = sum(item.size_bytes for item in stored if item.digest != digest) + size_bytes
+        limits = (self.spare_bytes, self.budget_bytes - used_bytes, self._available_bytes(stored))
+        self.spares.trim(max(0, min(limits)))
+
+    def _make_file(self, path: Path, size_bytes: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists() and self.kind == "tmpfs":
+            self.spares.take(size_bytes, path)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        try:
+            if os.fstat(descriptor).st_size != size_bytes:
+                os.ftruncate(descriptor, size_bytes)
+            if size_bytes and self.kind == "disk":
+                # Says ENOSPC now rather than in the middle; what is not written yet still shows as holes.
+                os.posix_fallocate(descriptor, 0, size_bytes)
+        finally:
+            os.close(descriptor)
+
+
+def _lock_folder(folder: Path) -> int | None:
+    """Lock a snapshot for eviction; the descriptor, or None if it is in use or gone."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if try_lock(descriptor, exclusive=True) and is_at(descriptor, folder):
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _large_files(files: Path) -> Sequence[Path]:
+    """What is worth keeping for its pages."""
+    found = [path for path in files.rglob("*") if path.is_file() and path.name != MANIFEST_NAME]
+    return [path for path in found if path.stat().st_size >= LEAST_SPARE_BYTES]

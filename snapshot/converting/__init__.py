@@ -1,0 +1,1 @@
+"""From and to other forms of weights, and from here to elsewhere."""

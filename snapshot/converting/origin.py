@@ -1,0 +1,104 @@
+"""Origins: where tensors come from when weights are converted. One at a time, whatever the format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol
+
+import torch
+
+from ...errors import HeaderError, SnapshotError
+from ..format.dtype import DTYPES
+from ..format.header import MAX_TENSORS, aliases_of, name_is_sound, read_header
+from ..format.layout import Layout
+from ..sources.source import Source
+
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, dtype.torch_name)
+    for name, dtype in DTYPES.items()
+    if hasattr(torch, dtype.torch_name)
+}
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """One tensor without its values; `dtype` as safetensors calls it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return prod(self.shape) * DTYPES[self.dtype].itemsize_bytes
+
+
+class Origin(Protocol):
+    """Tensors behind names. What `tensors` gives is contiguous and good until the next one is asked for."""
+
+    @property
+    def specs(self) -> Sequence[Spec]: ...
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Further names of tensors: alias to a spec's name."""
+        ...
+
+    def tensors(self, names: Sequence[str]) -> Iterator[torch.Tensor]:
+        """The tensors of these names, in their order, on the CPU."""
+        ...
+
+
+class SafetensorsOrigin:
+    """The tensors of a layout's shards, read one by one."""
+
+    def __init__(self, source: Source, layout: Layout) -> None:
+        self._source = source
+        self._headers = {name: read_header(source, name) for name in layout.shards}
+        self._places = {
+            tensor.name: (file, tensor) for file, header in self._headers.items() for tensor in header.tensors
+        }
+        self.specs = [Spec(tensor.name, tensor.dtype, tensor.shape) for _, tensor in self._places.values()]
+        check_specs(
+            source.url, [tensor.name for header in self._headers.values() for tensor in header.tensors]
+        )
+        self.aliases = aliases_of(self._headers.values(), self._places.keys())
+
+    def tensors(self, names: Sequence[str]) -> Iterator[torch.Tensor]:
+        return (self._read(name) for name in names)
+
+    def _read(self, name: str) -> torch.Tensor:
+        file, tensor = self._places[name]
+        dtype = TORCH_DTYPES.get(tensor.dtype)
+        if dtype is None:
+            raise SnapshotError(
+                f"{file}, tensor {name!r}: this torch has no {tensor.dtype}.", remedy="Update torch."
+            )
+        values = torch.empty(tensor.shape, dtype=dtype)
+        begin = self._headers[file].data_offset_bytes + tensor.offset_bytes
+        if self._source.read_into(file, begin, raw(values)) != tensor.size_bytes:
+            raise HeaderError(f"{file} shrank while it was read.", remedy="Wait until it is written.")
+        return values
+
+
+def raw(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor, themselves."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def check_specs(where: str, names: Sequence[str]) -> None:
+    """SnapshotError if these cannot be the tensors of one snapshot."""
+    if not names:
+        raise SnapshotError(f"{where} holds no tensors.", remedy="Check the path.")
+    if len(names) > MAX_TENSORS:
+        raise SnapshotError(f"{where} holds {len(names)} tensors, over the limit of {MAX_TENSORS}.")
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise SnapshotError(f"{where} holds tensor {name[:80]!r} twice.", remedy="Save it again.")
+        seen.add(name)
+        if not name_is_sound(name) or name == "__metadata__":
+            raise SnapshotError(f"{where} holds a tensor whose name no file may hold: {name[:80]!r}.")

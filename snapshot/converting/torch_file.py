@@ -1,0 +1,147 @@
+"""What torch.save wrote, as an origin: tensors only, never code, mapped rather than read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import SnapshotError
+from .origin import DTYPE_NAMES, Spec, check_specs
+
+SUFFIXES = frozenset({".pt", ".pth", ".bin", ".ckpt"})
+
+# What training scripts put a state dict into, beside epochs and optimizers.
+_WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
+_MAX_WRAPPED = 4
+_ZIP = b"PK\x03\x04"
+# Tensors may be views that repeat their storage (`expand`): a file of a kilobyte would become a terabyte.
+_MAX_GROWTH = 4
+_FREE_GROWTH_BYTES = 64 << 20
+
+
+class TorchOrigin:
+    """The tensors of one or more files of torch.save; each file's are the values of its (state) dict.
+
+    A file of torch >= 1.6 is mapped; one of before is loaded whole. Tensors that are the same bytes (tied weights)
+    become one and aliases; views that share some of their bytes become tensors of their own. The contents of
+    {"state_dict": …} or {"model": …} are taken, and what stands beside it is left.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._tensors: dict[str, torch.Tensor] = {}
+        self.aliases: dict[str, str] = {}
+        for path in paths:
+            self._take(path, _state_dict(path, _load(path)))
+        where = str(paths[0]) if len(paths) == 1 else str(paths[0].parent)
+        check_specs(where, [*self._tensors, *self.aliases])
+        self.specs = [
+            Spec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
+            for name, tensor in self._tensors.items()
+        ]
+
+    def tensors(self, names: Sequence[str]) -> Iterator[torch.Tensor]:
+        for name in names:
+            yield self._tensors[name].detach().resolve_conj().resolve_neg().contiguous()
+
+    def _take(self, path: Path, state: dict[str, torch.Tensor]) -> None:
+        seen: dict[tuple[Any, ...], str] = {}
+        storages: dict[int, int] = {}
+        taken_bytes = 0
+        for name, tensor in state.items():
+            if name in self._tensors or name in self.aliases:
+                raise SnapshotError(
+                    f"{path} holds {name[:80]!r}, as another file does.", remedy="Save it again."
+                )
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+            place = (storage.data_ptr(), tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())
+            flipped = tensor.is_conj() or tensor.is_neg()
+            first = name if flipped or not tensor.numel() else seen.setdefault(place, name)
+            # "format" is a word of the metadata in which aliases are written.
+            if name not in (first, "format"):
+                self.aliases[name] = first
+                continue
+            self._tensors[name] = tensor
+            taken_bytes += tensor.numel() * tensor.element_size()
+        stored_bytes = sum(storages.values())
+        if taken_bytes > _MAX_GROWTH * stored_bytes + _FREE_GROWTH_BYTES:
+            raise SnapshotError(
+                f"{path} holds {stored_bytes} bytes that its tensors repeat to {taken_bytes}.",
+                remedy="Save the tensors without expanding them.",
+            )
+
+
+def _load(path: Path) -> Any:
+    try:
+        with path.open("rb") as stream:
+            mapped = stream.read(len(_ZIP)) == _ZIP
+    except OSError as error:
+        raise SnapshotError(f"{path} cannot be read: {error.strerror}.", remedy="Check the path.") from error
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except Exception as error:
+        # Whatever a broken or hostile pickle makes its reader raise.
+        raise _refusal(path, str(error)) from error
+
+
+def _refusal(path: Path, text: str) -> SnapshotError:
+    named = re.search(r"GLOBAL ([\w.]+)", text)
+    if named is not None:
+        return SnapshotError(
+            f"{path} holds code, not only weights: loading it would call {named[1][:100]}. It was not run.",
+            remedy="Where you trust it: torch.save(model.state_dict(), path) there, and convert that.",
+        )
+    reason = (text.strip().splitlines() or ["it is empty"])[0][:200].rstrip(".")
+    return SnapshotError(
+        f"{path} is no file of torch.save that can be read safely: {reason}.",
+        remedy="Fetch it again, or save the state dict again with torch.save.",
+    )
+
+
+def _state_dict(path: Path, loaded: Any) -> dict[str, torch.Tensor]:
+    state, prefix = loaded, ""
+    for _ in range(_MAX_WRAPPED):
+        inner = next(
+            (key for key in _WRAPPERS if isinstance(state, Mapping) and _is_state(state.get(key))), None
+        )
+        if inner is None:
+            break
+        state, prefix = state[inner], f"{prefix}{inner}."
+    if not isinstance(state, Mapping):
+        raise SnapshotError(
+            f"{path} holds a {type(state).__name__}, not a dict of tensors.",
+            remedy="Save it with torch.save(model.state_dict(), path).",
+        )
+    found: dict[str, torch.Tensor] = {}
+    for key, value in state.items():
+        fault = "its key is not text" if not isinstance(key, str) else _fault(value)
+        if fault is not None:
+            raise SnapshotError(
+                f"{path}, {(prefix + str(key))[:200]!r}: {fault}.",
+                remedy="Save tensors only: torch.save(model.state_dict(), path).",
+            )
+        found[key] = value
+    return found
+
+
+def _is_state(value: Any) -> bool:
+    return isinstance(value, Mapping) and any(
+        isinstance(inner, (torch.Tensor, Mapping)) for inner in value.values()
+    )
+
+
+def _fault(value: Any) -> str | None:
+    """Why a value is no tensor that safetensors can hold; None if it is one."""
+    if not isinstance(value, torch.Tensor):
+        return f"it is a {type(value).__name__}, not a tensor"
+    if value.layout is not torch.strided or value.is_quantized:
+        return "it is a sparse or quantized tensor, which safetensors does not hold"
+    if value.device.type != "cpu":
+        return f"it is on {value.device}, without its values"
+    if value.dtype not in DTYPE_NAMES:
+        return f"safetensors does not hold {value.dtype}"
+    return None

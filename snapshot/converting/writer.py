@@ -1,0 +1,125 @@
+"""Writing safetensors: header first, then one tensor after the other. Memory for one tensor, whatever the model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+import torch
+
+from ...errors import SnapshotError
+from ..format.dtype import DTYPES
+from ..format.header import LENGTH_BYTES
+from ..format.publish import publish
+from .origin import TORCH_DTYPES, Origin, Spec, raw
+
+# The data starts at a multiple of the largest element.
+ALIGNMENT_BYTES = 8
+WRITE_BYTES = 16 << 20
+
+CASTS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+# 8-bit floats stay: they mean nothing without their scales, which are tensors of their own.
+_CAST_FROM = frozenset({"F16", "BF16", "F32", "F64"})
+
+Wrote = Callable[[int], None]
+
+
+def write_shards(
+    folder: Path, origin: Origin, *, shard_bytes: int, cast: str | None = None, wrote: Wrote | None = None
+) -> None:
+    """Write all tensors as model.safetensors, or in several files and their index if they are over `shard_bytes`.
+
+    `cast` is a type's safetensors name, for what floats; `wrote` is called with every count of bytes.
+    """
+    plan = _plan([_cast_spec(spec, cast) for spec in origin.specs], shard_bytes)
+    names = [
+        "model.safetensors" if len(plan) == 1 else f"model-{number:05d}-of-{len(plan):05d}.safetensors"
+        for number in range(1, len(plan) + 1)
+    ]
+    for name, specs in zip(names, plan, strict=True):
+        held = {spec.name for spec in specs}
+        metadata = {alias: target for alias, target in origin.aliases.items() if target in held}
+        with publish(folder / name) as stream:
+            tensors = origin.tensors([spec.name for spec in specs])
+            write_safetensors(stream, specs, tensors, {"format": "pt", **metadata}, wrote)
+    if len(plan) > 1:
+        places = {spec.name: name for name, specs in zip(names, plan, strict=True) for spec in specs}
+        total_bytes = sum(spec.size_bytes for specs in plan for spec in specs)
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(places.items()))}
+        with publish(folder / "model.safetensors.index.json") as stream:
+            stream.write(json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n")
+
+
+def write_safetensors(
+    stream: IO[bytes],
+    specs: Sequence[Spec],
+    tensors: Iterable[torch.Tensor],
+    metadata: Mapping[str, str],
+    wrote: Wrote | None = None,
+) -> None:
+    """Write one file. A tensor of another floating type than its spec's is cast; specs lie as they are given."""
+    header = _header(specs, metadata)
+    stream.write(len(header).to_bytes(LENGTH_BYTES, "little") + header)
+    source = iter(tensors)
+    for spec in specs:
+        _write(stream, spec, next(source), wrote)  # no name here keeps it while the next one is made
+
+
+def _write(stream: IO[bytes], spec: Spec, given: torch.Tensor, wrote: Wrote | None) -> None:
+    tensor = _cast(given, spec)
+    del given
+    if tuple(tensor.shape) != spec.shape:
+        raise SnapshotError(f"Tensor {spec.name!r} has shape {tuple(tensor.shape)}, {spec.shape} expected.")
+    view = raw(tensor)
+    for begin in range(0, len(view), WRITE_BYTES):
+        count = stream.write(view[begin : begin + WRITE_BYTES])
+        if wrote is not None:
+            wrote(count)
+
+
+def _header(specs: Sequence[Spec], metadata: Mapping[str, str]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    end_bytes = 0
+    for spec in specs:
+        begin_bytes, end_bytes = end_bytes, end_bytes + spec.size_bytes
+        entries[spec.name] = {
+            "dtype": spec.dtype,
+            "shape": spec.shape,
+            "data_offsets": [begin_bytes, end_bytes],
+        }
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    return text + b" " * (-(LENGTH_BYTES + len(text)) % ALIGNMENT_BYTES)
+
+
+def _plan(specs: Sequence[Spec], shard_bytes: int) -> list[list[Spec]]:
+    """Which tensors go into which file, in their order; only a tensor larger than a shard makes one larger."""
+    plan: list[list[Spec]] = [[]]
+    filled_bytes = 0
+    for spec in specs:
+        if plan[-1] and filled_bytes + spec.size_bytes > shard_bytes:
+            plan.append([])
+            filled_bytes = 0
+        plan[-1].append(spec)
+        filled_bytes += spec.size_bytes
+    # Within a file the largest elements come first: then every tensor is aligned to its own.
+    return [sorted(part, key=lambda spec: -DTYPES[spec.dtype].itemsize_bytes) for part in plan]
+
+
+def _cast_spec(spec: Spec, cast: str | None) -> Spec:
+    return spec if cast is None or spec.dtype not in _CAST_FROM else Spec(spec.name, cast, spec.shape)
+
+
+def _cast(tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
+    dtype = TORCH_DTYPES[spec.dtype]
+    if tensor.dtype is dtype:
+        return tensor
+    cast = tensor.to(dtype)
+    infinite = cast.isinf()
+    if bool(infinite.any()) and not bool(tensor[infinite].isinf().all()):
+        raise SnapshotError(
+            f"Tensor {spec.name!r} holds numbers too large for {spec.dtype}: they would become infinite.",
+            remedy="Convert to bf16, or leave the types as they are.",
+        )
+    return cast

@@ -1,0 +1,46 @@
+"""A target: where one shard's bytes go. An open file, and its memory where that is known to be there."""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import dataclass
+
+from ...errors import CacheError
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A file of exactly the shard's size. `touched`: the same bytes mapped shared, if their pages were used before.
+
+    Fresh pages are faster to fill by pwrite from a small kept buffer than through a mapping (1.8 against 1.0 GB/s,
+    a fault for every page); pages that are mapped already take bytes straight from the socket (4 GB/s).
+    """
+
+    name: str
+    descriptor: int
+    touched: memoryview | None = None
+
+    def write(self, offset: int, view: memoryview) -> None:
+        """Put `view` at `offset`; CacheError when the disk is full or gone."""
+        try:
+            while view:
+                count = os.pwrite(self.descriptor, view, offset)
+                view, offset = view[count:], offset + count
+        except OSError as error:
+            remedy = "Make room, or give the cache another folder or a smaller budget."
+            if error.errno not in _FULL:
+                remedy = "Check the disk and the folder's permissions."
+            raise CacheError(f"{self.name} cannot be written: {error.strerror}.", remedy=remedy) from error
+
+    def read_into(self, offset: int, view: memoryview) -> int:
+        """Fill `view` with what is there from `offset` on; returns the bytes read."""
+        done = 0
+        try:
+            while done < len(view) and (count := os.preadv(self.descriptor, [view[done:]], offset + done)):
+                done += count
+        except OSError as error:
+            raise CacheError(f"{self.name} cannot be read back: {error.strerror}.") from error
+        return done

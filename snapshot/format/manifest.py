@@ -1,0 +1,331 @@
+"""The manifest: one small JSON file beside safetensors files that makes them a snapshot.
+
+It says where every tensor lies, so that restoring parses no headers, and what every chunk's digest is, so
+that fetching may verify as bytes land. It comes from strangers: every size and count has a limit, every
+statement is checked against the others, and whatever is wrong is a ManifestError.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import orjson
+from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
+
+from ...errors import ManifestError
+from ..sources.source import name_fault
+from .dtype import DTYPES
+from .header import (
+    MAX_FILE_BYTES,
+    MAX_RANK,
+    MAX_TENSOR_NAME_CHARS,
+    MAX_TENSORS,
+    bulk_fault,
+    name_is_sound,
+)
+from .publish import publish
+
+MANIFEST_NAME = "pilotlight.manifest.json"
+MAX_MANIFEST_BYTES = 128 << 20
+MAX_SHARDS = 1 << 14
+MAX_CHUNKS = 1 << 20
+MIN_CHUNK_BYTES = 4 << 10
+MAX_CHUNK_BYTES = 1 << 30
+DEFAULT_CHUNK_BYTES = 4 << 20
+MAX_ASSETS = 1024
+MAX_ASSET_BYTES = 64 << 20
+MAX_ASSETS_BYTES = 512 << 20
+MAX_ASSET_DEPTH = 4  # folders around an asset
+
+# Only hostile input has more: lists end at their first fault.
+_FAULTS_LISTED = 100
+_LARGE_BYTES = 1 << 20
+_REMEDY = "Make the manifest anew: pilotlight snapshot create."
+
+
+def _plain(name: str) -> str:
+    fault = name_fault(name)
+    if fault is not None:
+        raise ValueError(f"not a file inside the snapshot: {fault}")
+    return name
+
+
+def _small(name: str) -> str:
+    # A reader keeps its own notes in hidden files.
+    if any(part.startswith(".") for part in name.split("/")):
+        raise ValueError("an asset is not hidden")
+    if name.count("/") > MAX_ASSET_DEPTH:
+        raise ValueError(f"an asset lies at most {MAX_ASSET_DEPTH} folders deep")
+    return name
+
+
+def _sound(name: str) -> str:
+    if not name_is_sound(name):
+        raise ValueError("not a tensor's name")
+    return name
+
+
+def _known(dtype: str) -> str:
+    if dtype not in DTYPES:
+        raise ValueError("unknown dtype")
+    return dtype
+
+
+Bytes = Annotated[int, Field(ge=0, le=MAX_FILE_BYTES)]
+FileName = Annotated[str, AfterValidator(_plain)]
+TensorName = Annotated[str, Field(max_length=MAX_TENSOR_NAME_CHARS), AfterValidator(_sound)]
+# xxh3-128: 30 GB/s a core, where sha256 does 1.8. It finds corruption; against tampering, sign the manifest.
+ChunkDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Shard(_Frozen):
+    """One safetensors file; its chunks count from its first byte, header included."""
+
+    name: FileName
+    size_bytes: Bytes
+    data_offset_bytes: Bytes
+    chunks: Annotated[tuple[ChunkDigest, ...], FailFast(), Field(max_length=MAX_CHUNKS)]
+
+
+class TensorEntry(_Frozen):
+    """One tensor; `offset_bytes` counts from its shard's first byte."""
+
+    name: TensorName
+    dtype: Annotated[str, AfterValidator(_known)]
+    shape: Annotated[tuple[Bytes, ...], FailFast(), Field(max_length=MAX_RANK)]
+    shard: Annotated[int, Field(ge=0, lt=MAX_SHARDS)]
+    offset_bytes: Bytes
+    size_bytes: Bytes
+
+
+class Asset(_Frozen):
+    """A small file beside the weights that a handler needs: config.json, a tokenizer's. Digested as a whole."""
+
+    name: Annotated[FileName, AfterValidator(_small)]
+    size_bytes: Annotated[int, Field(ge=0, le=MAX_ASSET_BYTES)]
+    digest: ChunkDigest
+
+
+class Provenance(_Frozen):
+    """What the snapshot was made by and from; no part of its digest."""
+
+    created_by: Annotated[str, Field(max_length=200)] = ""
+    source: Annotated[str, Field(max_length=4096)] = ""
+
+
+class Manifest(_Frozen):
+    """A whole snapshot, described. Immutable; two snapshots of the same files have the same `digest`."""
+
+    version: Literal[1] = 1
+    algorithm: Literal["xxh3-128"] = "xxh3-128"
+    chunk_bytes: Annotated[int, Field(ge=MIN_CHUNK_BYTES, le=MAX_CHUNK_BYTES)] = DEFAULT_CHUNK_BYTES
+    shards: Annotated[tuple[Shard, ...], FailFast(), Field(max_length=MAX_SHARDS)]
+    tensors: Annotated[tuple[TensorEntry, ...], FailFast(), Field(max_length=MAX_TENSORS)]
+    aliases: Annotated[dict[TensorName, TensorName], Field(max_length=MAX_TENSORS)] = {}
+    """Further names of tensors (tied weights): alias to the tensor that is stored."""
+    first_touch: Annotated[tuple[TensorName, ...], FailFast(), Field(max_length=MAX_TENSORS)] = ()
+    """Tensors in the order in which a forward pass first needs them; empty until recorded. A hint, as provenance is."""
+    assets: Annotated[tuple[Asset, ...], FailFast(), Field(max_length=MAX_ASSETS)] = ()
+    provenance: Provenance = Provenance()
+
+    @staticmethod
+    def parse(text: bytes) -> Manifest:
+        """The manifest from its JSON form."""
+        if len(text) > MAX_MANIFEST_BYTES:
+            raise ManifestError(
+                f"The manifest has {len(text)} bytes, over the limit of {MAX_MANIFEST_BYTES}.", remedy=_REMEDY
+            )
+        fault = bulk_fault(text) or _crowd_fault(text)
+        if fault is not None:
+            raise ManifestError(f"The manifest is not valid: {fault}.", remedy=_REMEDY)
+        try:
+            return Manifest.model_validate_json(text)
+        except ValidationError as error:
+            raise ManifestError(_first_fault(error), remedy=_REMEDY) from error
+
+    @staticmethod
+    def build(**fields: Any) -> Manifest:
+        """The manifest of these fields; ManifestError where the constructor would raise pydantic's."""
+        try:
+            return Manifest(**fields)
+        except ValidationError as error:
+            raise ManifestError(_first_fault(error)) from error
+
+    @staticmethod
+    def read(path: Path) -> Manifest:
+        """The manifest in file `path`, or in folder `path` under its usual name."""
+        file = path / MANIFEST_NAME if path.is_dir() else path
+        try:
+            with file.open("rb") as stream:
+                return Manifest.parse(stream.read(MAX_MANIFEST_BYTES + 1))
+        except OSError as error:
+            raise ManifestError(f"{file} cannot be read: {error.strerror}.", remedy=_REMEDY) from error
+
+    def to_json(self) -> bytes:
+        """The JSON form; `parse` gives back an equal manifest."""
+        return self.model_dump_json().encode() + b"\n"
+
+    def write(self, path: Path) -> None:
+        """Publish as file `path`, whole or not at all, even if the machine dies meanwhile."""
+        with publish(path) as stream:
+            stream.write(self.to_json())
+
+    @property
+    def digest(self) -> str:
+        """sha256 (hex) of the canonical JSON without the hints, provenance and first touch: equal bytes, equal digest."""
+        plain = self.model_dump(mode="json", exclude={"provenance", "first_touch"})
+        text = json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def total_bytes(self) -> int:
+        """All shards' bytes together."""
+        return sum(shard.size_bytes for shard in self.shards)
+
+    @property
+    def files(self) -> tuple[Shard | Asset, ...]:
+        """All files of the snapshot but the manifest: shards, then assets."""
+        return (*self.shards, *self.assets)
+
+    @property
+    def assets_bytes(self) -> int:
+        """All assets' bytes together."""
+        return sum(asset.size_bytes for asset in self.assets)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        # pydantic turns a ValueError into a ValidationError, and `parse` turns that into ours.
+        _check_unique("shard", (shard.name for shard in self.shards))
+        _check_files(self.files)
+        _check_totals(self)
+        _check_unique("tensor", (tensor.name for tensor in self.tensors))
+        for shard in self.shards:
+            _check_shard(shard, self.chunk_bytes)
+        for tensor in self.tensors:
+            _check_tensor(tensor, self.shards)
+        _check_overlap(self.tensors, self.shards)
+        _check_names(self)
+        return self
+
+
+def _crowd_fault(text: bytes) -> str | None:
+    """Why a large text would be millions of faults to pydantic, a kilobyte each; None if it would not."""
+    if len(text) <= _LARGE_BYTES:
+        return None
+    try:
+        document = orjson.loads(text)
+    except ValueError:
+        return "it is not JSON"
+    if not isinstance(document, dict) or len(document) > len(Manifest.model_fields):
+        return "it is not an object of a manifest's fields"
+    kinds: tuple[tuple[str, type[_Frozen]], ...] = (
+        ("shards", Shard),
+        ("tensors", TensorEntry),
+        ("assets", Asset),
+    )
+    for field, kind in kinds:
+        entries, most = document.get(field, []), len(kind.model_fields)
+        if not isinstance(entries, list) or any(
+            not isinstance(entry, dict) or len(entry) > most for entry in entries
+        ):
+            return f"{field} is not a list of objects of {most} fields"
+    for field, most in (("aliases", MAX_TENSORS), ("provenance", len(Provenance.model_fields))):
+        if not isinstance(document.get(field, {}), dict) or len(document.get(field, {})) > most:
+            return f"{field} is not an object of at most {most} fields"
+    return None
+
+
+def _check_unique(kind: str, names: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ValueError(f"{kind} {name!r} is there twice")
+        seen.add(name)
+
+
+def _check_files(files: Sequence[Shard | Asset]) -> None:
+    _check_unique("file", (file.name for file in files))
+    if any(file.name == MANIFEST_NAME for file in files):
+        raise ValueError(f"{MANIFEST_NAME!r} is the manifest's own name")
+    # In this order a folder's name is followed by what lies in it.
+    paths = sorted(name.split("/") for name in (MANIFEST_NAME, *(file.name for file in files)))
+    for one, two in pairwise(paths):
+        if two[: len(one)] == one:
+            raise ValueError(f"{'/'.join(one)!r} is both a file and a folder")
+
+
+def _check_totals(manifest: Manifest) -> None:
+    chunks = sum(len(shard.chunks) for shard in manifest.shards)
+    if chunks > MAX_CHUNKS:
+        raise ValueError(f"the shards have {chunks} chunks, over the limit of {MAX_CHUNKS}")
+    if manifest.total_bytes > MAX_FILE_BYTES:
+        raise ValueError(f"the shards have {manifest.total_bytes} bytes, over the limit of {MAX_FILE_BYTES}")
+    if manifest.assets_bytes > MAX_ASSETS_BYTES:
+        raise ValueError(
+            f"the assets have {manifest.assets_bytes} bytes, over the limit of {MAX_ASSETS_BYTES}"
+        )
+
+
+def _check_shard(shard: Shard, chunk_bytes: int) -> None:
+    needed = -(-shard.size_bytes // chunk_bytes)
+    if len(shard.chunks) != needed:
+        raise ValueError(f"shard {shard.name!r} has {len(shard.chunks)} chunk digests and needs {needed}")
+    if shard.data_offset_bytes > shard.size_bytes:
+        raise ValueError(f"shard {shard.name!r} has its data after its end")
+
+
+def _check_tensor(tensor: TensorEntry, shards: tuple[Shard, ...]) -> None:
+    if tensor.shard >= len(shards):
+        raise ValueError(f"tensor {tensor.name!r} is in shard {tensor.shard} of {len(shards)}")
+    needed_bytes = prod(tensor.shape) * DTYPES[tensor.dtype].itemsize_bytes
+    if tensor.size_bytes != needed_bytes:
+        raise ValueError(f"tensor {tensor.name!r} has a size that its shape and dtype do not make")
+    shard = shards[tensor.shard]
+    end_bytes = tensor.offset_bytes + tensor.size_bytes
+    if tensor.offset_bytes < shard.data_offset_bytes or end_bytes > shard.size_bytes:
+        raise ValueError(f"tensor {tensor.name!r} lies outside the data of shard {shard.name!r}")
+
+
+def _check_overlap(tensors: tuple[TensorEntry, ...], shards: tuple[Shard, ...]) -> None:
+    # Two tensors over the same bytes would see each other's writes; who means that writes an alias.
+    placed = sorted(
+        (tensor.shard, tensor.offset_bytes, tensor.size_bytes, tensor.name)
+        for tensor in tensors
+        if tensor.size_bytes
+    )
+    for one, two in pairwise(placed):
+        if one[0] == two[0] and one[1] + one[2] > two[1]:
+            raise ValueError(f"tensors {one[3]!r} and {two[3]!r} overlap in shard {shards[one[0]].name!r}")
+
+
+def _check_names(manifest: Manifest) -> None:
+    stored = {tensor.name for tensor in manifest.tensors}
+    for alias, target in manifest.aliases.items():
+        if alias in stored:
+            raise ValueError(f"alias {alias!r} shadows a tensor")
+        if target not in stored:
+            raise ValueError(f"alias {alias!r} stands for {target!r}, which is not a tensor")
+    _check_unique("first touch of", manifest.first_touch)
+    for name in manifest.first_touch:
+        if name not in stored:
+            raise ValueError(f"first touch names {name!r}, which is not a tensor")
+
+
+def _first_fault(error: ValidationError) -> str:
+    # errors() makes a dict of each, a kilobyte a fault.
+    if error.error_count() > _FAULTS_LISTED:
+        return f"The manifest is not valid: it has {error.error_count()} faults."
+    fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = ".".join(str(step)[:80] for step in fault["loc"])
+    what = fault["msg"].removeprefix("Value error, ")[:300]
+    return f"The manifest is not valid{f' at {where}' if where else ''}: {what}."

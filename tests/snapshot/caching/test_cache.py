@@ -1,0 +1,562 @@
+"""The cache: opened, followed, resumed, published, copied and refused, by threads and by processes that are killed."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pilotlight.errors import (
+    CacheError,
+    Cancelled,
+    PilotlightError,
+    SnapshotCorrupt,
+    SourceDenied,
+    SourceMissing,
+    SourceUnavailable,
+)
+from pilotlight.snapshot.caching.cache import Cache
+from pilotlight.snapshot.caching.tier import Tier
+from pilotlight.snapshot.format.manifest import MANIFEST_NAME, Manifest
+from pilotlight.snapshot.format.verify import verify
+from pilotlight.snapshot.restoring.mapping import Mapping
+from pilotlight.snapshot.sources.folder import FolderConnection, FolderSource
+from pulling import CHUNK_BYTES, LIMIT_S, Stopping, check, make, pulling
+
+ROOMY = 64 << 20
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    make(tmp_path / "source")
+    return tmp_path / "source"
+
+
+@pytest.fixture
+def manifest(source: Path) -> Manifest:
+    return Manifest.read(source)
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    """A folder on tmpfs."""
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("no /dev/shm")
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="pilotlight-test-") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "none", folder], capture_output=True, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"no right to mount: {done.stderr.decode().strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+def tier(tmp_path: Path, budget_bytes: int = ROOMY, **how: Any) -> Tier:
+    return Tier(tmp_path / "tier", budget_bytes, how.pop("kind", "disk"), **how)
+
+
+# -- one opener
+
+
+def test_what_was_opened_arrives_and_is_published(tmp_path: Path, source: Path, manifest: Manifest) -> None:
+    progress: list[tuple[int, int]] = []
+    with Cache([tier(tmp_path)]).open(
+        manifest, FolderSource(source), progress=lambda *done: progress.append(done)
+    ) as lease:
+        lease.wait(LIMIT_S)
+        assert lease.stats is not None
+        assert lease.stats.fetched_bytes == manifest.total_bytes
+        check(lease.root, source)
+        assert Manifest.read(lease.root) == manifest
+        verify(lease.root, manifest)
+    assert progress[-1] == (manifest.total_bytes, manifest.total_bytes)
+    assert [done for done, _ in progress] == sorted(done for done, _ in progress)
+    assert lease.root.parents[2].stat().st_mode & 0o777 == 0o700
+
+
+def test_open_returns_before_the_bytes_are_there(tmp_path: Path, source: Path, manifest: Manifest) -> None:
+    stopping = Stopping(source, stop_at=3 * CHUNK_BYTES)
+    with Cache([tier(tmp_path)]).open(manifest, stopping) as lease:
+        mapping = Mapping(lease.root, manifest, keep=lease.hold)
+        lease.arrival.wait(0, 2, LIMIT_S)
+        assert not lease.arrival.complete
+        assert not (lease.root / MANIFEST_NAME).exists()
+        with pytest.raises(SourceUnavailable):
+            lease.wait(0.01)
+        import torch
+
+        begun = (source / "model.safetensors").read_bytes()[: 3 * CHUNK_BYTES]
+        flat = mapping.flat(0, torch.uint8)
+        assert bytes(flat[: 3 * CHUNK_BYTES].numpy()) == begun
+        stopping.go()
+        lease.wait(LIMIT_S)
+        assert bytes(flat.numpy()) == (source / "model.safetensors").read_bytes()
+
+
+def test_what_is_ready_is_used_without_a_source_or_a_thread(
+    tmp_path: Path, source: Path, manifest: Manifest
+) -> None:
+    cache = Cache([tier(tmp_path)])
+    with cache.open(manifest, FolderSource(source)) as lease:
+        lease.wait(LIMIT_S)
+    shutil.rmtree(source)
+    before = threading.active_count()
+    with Cache([tier(tmp_path)]).open(manifest, FolderSource(source)) as lease:
+        assert lease.arrival.complete
+        lease.wait(0)
+        assert lease.stats is None
+        assert threading.active_count() == before
+        verify(lease.root, manifest)
+
+
+def test_a_fast_tier_is_preferred_and_copied_to_the_disk(
+    shm: Path, tmp_path: Path, source: Path, manifest: Manifest
+) -> None:
+    fast, slow = Tier(shm / "fast", ROOMY, "tmpfs"), Tier(tmp_path / "slow", ROOMY, "disk")
+    stopping = Stopping(source)
+    with Cache([fast, slow]).open(manifest, stopping) as lease:
+        assert lease.root.is_relative_to(fast.root)
+        lease.wait(LIMIT_S, copied=True)
+    assert stopping.given_bytes == manifest.total_bytes
+    assert [(stored.folder.parents[1], stored.ready) for stored in Cache([fast, slow]).list()] == [
+        (fast.root, True),
+        (slow.root, True),
+    ]
+    assert fast.evict(manifest.digest)
+    with Cache([fast, slow]).open(manifest, FolderSource(tmp_path / "nowhere")) as lease:
+        assert lease.root.is_relative_to(slow.root)
+        check(lease.root, source)
+
+
+def test_without_tee_nothing_is_copied(shm: Path, tmp_path: Path, source: Path, manifest: Manifest) -> None:
+    fast, slow = Tier(shm / "fast", ROOMY, "tmpfs"), Tier(tmp_path / "slow", ROOMY, "disk")
+    with Cache([fast, slow]).open(manifest, FolderSource(source), tee=False) as lease:
+        lease.wait(LIMIT_S, copied=True)
+    assert slow.list() == []
+
+
+def test_a_copy_that_cannot_be_made_says_so_and_harms_nothing(
+    shm: Path, tmp_path: Path, source: Path, manifest: Manifest
+) -> None:
+    fast, slow = Tier(shm / "fast", ROOMY, "tmpfs"), Tier(tmp_path / "slow", 1000, "disk")
+    with Cache([fast, slow]).open(manifest, FolderSource(source)) as lease:
+        lease.wait(LIMIT_S)
+        with pytest.raises(CacheError, match="slow takes 1000 bytes"):
+            lease.wait(LIMIT_S, copied=True)
+        verify(lease.root, manifest)
+
+
+def test_closing_stops_the_fetch_and_keeps_what_came(
+    tmp_path: Path, source: Path, manifest: Manifest
+) -> None:
+    cache, stopping = Cache([tier(tmp_path)]), Stopping(source, stop_at=5 * CHUNK_BYTES)
+    lease = cache.open(manifest, stopping)
+    lease.arrival.wait(0, 4, LIMIT_S)
+    lease.close()
+    lease.close()
+    with pytest.raises((CacheError, Cancelled)):
+        lease.arrival.wait(0, lease.arrival.count - 1, LIMIT_S)
+    with pytest.raises((CacheError, Cancelled)):
+        lease.wait(LIMIT_S)
+    again = Stopping(source)
+    with cache.open(manifest, again) as lease:
+        lease.wait(LIMIT_S)
+        check(lease.root, source)
+    assert again.given_bytes == manifest.total_bytes - 5 * CHUNK_BYTES
+
+
+def test_a_source_that_fails_fails_who_waits_and_may_be_tried_again(
+    tmp_path: Path, source: Path, manifest: Manifest
+) -> None:
+    cache = Cache([tier(tmp_path)])
+    with cache.open(manifest, FolderSource(tmp_path / "nowhere")) as lease:
+        with pytest.raises(SourceMissing):
+            lease.wait(LIMIT_S)
+        with pytest.raises(SourceMissing):
+            lease.arrival.wait(0, 0, LIMIT_S)
+    with cache.open(manifest, FolderSource(source)) as lease:
+        lease.wait(LIMIT_S)
+        check(lease.root, source)
+
+
+def test_bytes_that_differ_are_never_published(tmp_path: Path, source: Path, manifest: Manifest) -> None:
+    file = source / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with Cache([tier(tmp_path)]).open(manifest, FolderSource(source)) as lease:
+        with pytest.raises(SnapshotCorrupt):
+            lease.wait(LIMIT_S)
+        assert not (lease.root / MANIFEST_NAME).exists()
+
+
+@pytest.mark.parametrize("damage", ["short", "long", "gone"])
+def test_a_published_file_of_another_size_is_mended(
+    tmp_path: Path, source: Path, manifest: Manifest, damage: str
+) -> None:
+    cache = Cache([tier(tmp_path)])
+    with cache.open(manifest, FolderSource(source)) as lease:
+        lease.wait(LIMIT_S)
+    file = lease.root / "model.safetensors"
+    if damage == "gone":
+        file.unlink()
+    else:
+        os.truncate(file, file.stat().st_size + (-CHUNK_BYTES if damage == "short" else 1))
+    again = Stopping(source)
+    with cache.open(manifest, again) as lease:
+        lease.wait(LIMIT_S)
+        verify(lease.root, manifest)
+    wanted = {"short": 2 * CHUNK_BYTES, "long": 0, "gone": manifest.total_bytes}[damage]
+    assert again.given_bytes <= wanted
+
+
+def test_what_survived_a_crash_torn_or_stale_is_fetched_again(
+    tmp_path: Path, source: Path, manifest: Manifest
+) -> None:
+    cache = Cache([tier(tmp_path)])
+    with cache.open(manifest, FolderSource(source)) as lease:
+        lease.wait(LIMIT_S)
+    (lease.root / MANIFEST_NAME).unlink()
+    drawn = random.Random(3)
+    with (lease.root / "model.safetensors").open("r+b") as stream:
+        for chunk in (0, 4, 9):
+            stream.seek(chunk * CHUNK_BYTES + drawn.randrange(CHUNK_BYTES - 8))
+            stream.write(b"stale!!!")
+    again = Stopping(source)
+    with cache.open(manifest, again) as lease:
+        lease.wait(LIMIT_S)
+        verify(lease.root, manifest)
+    assert again.given_bytes == 3 * CHUNK_BYTES
+
+
+def test_a_deep_path_is_no_obstacle(tmp_path: Path, source: Path, manifest: Manifest) -> None:
+    deep = Tier(tmp_path.joinpath(*["deeper-than-a-socket-may-be"] * 20), ROOMY)
+    stopping = Stopping(source, stop_at=CHUNK_BYTES)
+    with (
+        Cache([deep]).open(manifest, stopping) as first,
+        Cache([deep]).open(manifest, FolderSource(source)) as second,
+    ):
+        second.arrival.wait(0, 0, LIMIT_S)
+        assert not second.arrival.complete
+        stopping.go()
+        first.wait(LIMIT_S)
+        second.wait(LIMIT_S)
+        assert second.stats is None
+
+
+# -- several openers
+
+
+def test_two_openers_fetch_once_and_see_the_same_files(
+    tmp_path: Path, source: Path, manifest: Manifest
+) -> None:
+    cache, stopping, unused = (
+        Cache([tier(tmp_path)]),
+        Stopping(source, stop_at=2 * CHUNK_BYTES),
+        Stopping(source),
+    )
+    with cache.open(manifest, stopping) as first, cache.open(manifest, unused) as second:
+        assert first.root == second.root
+        second.arrival.wait(0, 1, LIMIT_S)
+        stopping.go()
+        second.wait(LIMIT_S)
+    assert (stopping.given_bytes, unused.given_bytes) == (manifest.total_bytes, 0)
+
+
+def test_who_follows_goes_on_when_the_fetching_lease_is_closed(
+    tmp_path: Path, source: Path, manifest: Manifest
+) -> None:
+    cache, stopping, second_source = (
+        Cache([tier(tmp_path)]),
+        Stopping(source, stop_at=4 * CHUNK_BYTES),
+        Stopping(source),
+    )
+    first = cache.open(manifest, stopping)
+    with cache.open(manifest, second_source) as second:
+        second.arrival.wait(0, 3, LIMIT_S)
+        first.close()
+        second.wait(LIMIT_S)
+        verify(second.root, manifest)
+    assert second_source.given_bytes == manifest.total_bytes - 4 * CHUNK_BYTES
+
+
+def test_who_follows_gets_the_error_of_the_fetch(tmp_path: Path, source: Path, manifest: Manifest) -> None:
+    content = bytearray((source / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (source / "model.safetensors").write_bytes(content)
+    cache, stopping = Cache([tier(tmp_path)]), Stopping(source, stop_at=CHUNK_BYTES)
+    with cache.open(manifest, stopping) as first, cache.open(manifest, FolderSource(source)) as second:
+        stopping.go()
+        for lease in (first, second):
+            with pytest.raises(SnapshotCorrupt, match="t7"):
+                lease.wait(LIMIT_S)
+
+
+def test_who_follows_one_that_is_denied_tries_its_own_credentials(
+    tmp_path: Path, source: Path, manifest: Manifest
+) -> None:
+    expired, own = Stopping(source, stop_at=4 * CHUNK_BYTES), Stopping(source)
+    cache = Cache([tier(tmp_path)])
+    with cache.open(manifest, expired) as first, cache.open(manifest, own) as second:
+        second.arrival.wait(0, 3, LIMIT_S)
+        expired.deny()
+        with pytest.raises(SourceDenied):
+            first.wait(LIMIT_S)
+        second.wait(LIMIT_S)
+        verify(second.root, manifest)
+    assert own.given_bytes == manifest.total_bytes - 4 * CHUNK_BYTES
+
+
+def test_a_process_that_follows_resumes_when_the_fetching_one_is_killed(
+    tmp_path: Path, source: Path, manifest: Manifest
+) -> None:
+    here = tier(tmp_path)
+    with pulling([here], source, stop_at=6 * CHUNK_BYTES) as fetching:
+        assert "opened" in fetching.hear()
+        fetching.ask("upto 5")
+        with pulling([here], source) as following:
+            assert "opened" in following.hear()
+            assert following.ask("upto 5") == {"landed": "upto 5"}
+            following.tell("wait")
+            fetching.kill()
+            assert following.hear()["given"] == manifest.total_bytes - 6 * CHUNK_BYTES
+    with Cache([here]).open(manifest, FolderSource(tmp_path / "nowhere")) as lease:
+        assert lease.arrival.complete
+        check(lease.root, source)
+
+
+def test_killed_again_and_again_it_resumes_and_ends_identical(shm: Path, tmp_path: Path) -> None:
+    manifest = make(tmp_path / "source", tensors=8, tensor_bytes=512 << 10)
+    here = Tier(shm / "tier", ROOMY, "tmpfs")
+    for stop in (10, 25, 40):
+        with pulling([here], tmp_path / "source", stop_at=stop * CHUNK_BYTES + 1000) as puller:
+            assert "opened" in puller.hear()
+            puller.ask(f"upto {stop - 1}")
+            puller.kill()
+    last = Stopping(tmp_path / "source")
+    with Cache([here]).open(manifest, last) as lease:
+        lease.wait(LIMIT_S)
+        check(lease.root, tmp_path / "source")
+        verify(lease.root, manifest)
+    assert last.given_bytes <= manifest.total_bytes - 40 * CHUNK_BYTES
+
+
+class Telling(FolderSource):
+    """Writes a letter into a pipe for every connection and for every 4 KiB it gives."""
+
+    def __init__(self, root: Path, pipe: int) -> None:
+        super().__init__(root)
+        self.pipe = pipe
+
+    def connect(self) -> FolderConnection:
+        os.write(self.pipe, b"c")
+        return TellingConnection(self)
+
+
+class TellingConnection(FolderConnection):
+    def read_into(self, view: memoryview) -> int:
+        count = super().read_into(view[:4096])
+        os.write(self._source.pipe, b"r")  # type: ignore[attr-defined]
+        return count
+
+
+def pull_and_be_killed(here: Tier, manifest: Manifest, source: Path, after: int) -> tuple[int, int]:
+    """Fork a process that pulls, and kill it once it was given 4 KiB `after` times; (connections, times) in the end."""
+    heard, told = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            with Cache([here]).open(manifest, Telling(source, told)) as lease:
+                lease.wait(LIMIT_S)
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(told)
+    letters = b""
+    while letters.count(b"r") < after and (more := os.read(heard, 1)):
+        letters += more
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    while more := os.read(heard, 65536):
+        letters += more
+    os.close(heard)
+    return letters.count(b"c"), letters.count(b"r")
+
+
+def test_killed_at_50_random_moments_it_loses_a_chunk_a_connection_at_most(shm: Path, tmp_path: Path) -> None:
+    manifest = make(tmp_path / "source", tensors=8, tensor_bytes=1 << 20)
+    here = Tier(shm / "tier", ROOMY, "tmpfs")
+    file = here.folder(manifest.digest) / "files" / "model.safetensors"
+    wanted = (tmp_path / "source" / "model.safetensors").read_bytes()
+
+    def arrived() -> int:
+        content = file.read_bytes() if file.exists() else b""
+        pieces = range(0, len(wanted), CHUNK_BYTES)
+        return sum(
+            len(wanted[at : at + CHUNK_BYTES])
+            for at in pieces
+            if content[at : at + CHUNK_BYTES] == wanted[at : at + CHUNK_BYTES]
+        )
+
+    drawn = random.Random(5)
+    for _ in range(50):
+        before = arrived()
+        connections, times = pull_and_be_killed(here, manifest, tmp_path / "source", drawn.randrange(1, 150))
+        assert arrived() >= before
+        assert times * 4096 <= arrived() - before + (connections + 1) * CHUNK_BYTES
+        if arrived() == len(wanted):
+            verify(file.parent, manifest)
+            here.evict(manifest.digest)
+    with Cache([here]).open(manifest, FolderSource(tmp_path / "source")) as lease:
+        lease.wait(LIMIT_S)
+        check(lease.root, tmp_path / "source")
+
+
+def test_processes_that_pull_the_same_at_once_fetch_it_once(
+    tmp_path: Path, source: Path, manifest: Manifest
+) -> None:
+    here = tier(tmp_path)
+    with pulling([here], source) as one, pulling([here], source) as two, pulling([here], source) as three:
+        for puller in (one, two, three):
+            assert "opened" in puller.hear()
+        given = [puller.ask("wait")["given"] for puller in (one, two, three)]
+    assert sum(given) == manifest.total_bytes
+    check(here.folder(manifest.digest) / "files", source)
+
+
+def test_processes_that_pull_different_snapshots_share_the_budget(tmp_path: Path) -> None:
+    manifests = [make(tmp_path / f"source{index}", index) for index in range(3)]
+    here = tier(tmp_path, 2 * manifests[0].total_bytes + 1000)
+    stopped = {"stop_at": CHUNK_BYTES}
+    with (
+        pulling([here], tmp_path / "source0", **stopped) as one,
+        pulling([here], tmp_path / "source1", **stopped) as two,
+        pulling([here], tmp_path / "source2", **stopped) as three,
+    ):
+        answers = [puller.hear() for puller in (one, two, three)]
+        refused = [answer for answer in answers if "error" in answer]
+        assert [answer["error"] for answer in refused] == ["cache_error"]
+        assert "is full" in refused[0]["message"]
+        for puller, answer in zip((one, two, three), answers, strict=True):
+            if "opened" in answer:
+                puller.ask("go")
+                assert puller.ask("wait")["given"] == manifests[0].total_bytes
+        assert here.used_bytes() <= here.budget_bytes
+    for stored in here.list():
+        verify(stored.folder / "files", Manifest.read(stored.folder / "files"))
+
+
+# -- what cannot be
+
+
+def test_larger_than_every_budget_names_the_sizes(tmp_path: Path, source: Path, manifest: Manifest) -> None:
+    tiers = [Tier(tmp_path / "one", 1000), Tier(tmp_path / "two", 2000)]
+    with pytest.raises(CacheError) as caught:
+        Cache(tiers).open(manifest, FolderSource(source))
+    for part in (str(manifest.total_bytes), "1000", "2000", str(tmp_path / "one"), str(tmp_path / "two")):
+        assert part in str(caught.value)
+    assert "larger budget" in caught.value.remedy
+    assert not list(tmp_path.glob("*/snapshots/*"))
+
+
+def test_a_full_tmpfs_gives_way_to_the_next_tier(
+    small: Path, tmp_path: Path, source: Path, manifest: Manifest
+) -> None:
+    (small / "other").write_bytes(bytes(3 << 19))
+    tiers = [Tier(small / "fast", ROOMY, "tmpfs"), Tier(tmp_path / "slow", ROOMY)]
+    with Cache(tiers).open(manifest, FolderSource(source)) as lease:
+        assert lease.root.is_relative_to(tmp_path / "slow")
+        lease.wait(LIMIT_S)
+        verify(lease.root, manifest)
+    with pytest.raises(CacheError, match="few bytes free") as caught:
+        Cache(tiers[:1]).open(make(tmp_path / "another", 1), FolderSource(tmp_path / "another"))
+    assert str(small / "fast") in str(caught.value)
+
+
+def test_a_tmpfs_that_fills_up_meanwhile_is_an_error_and_then_resumed(
+    small: Path, tmp_path: Path, source: Path, manifest: Manifest
+) -> None:
+    here, stopping = Tier(small / "fast", ROOMY, "tmpfs"), Stopping(source, stop_at=2 * CHUNK_BYTES)
+    with Cache([here]).open(manifest, stopping) as lease:
+        lease.arrival.wait(0, 1, LIMIT_S)
+        status = os.statvfs(small)
+        (small / "other").write_bytes(bytes(status.f_bavail * status.f_frsize - (256 << 10)))
+        stopping.go()
+        with pytest.raises(CacheError, match="No space left") as caught:
+            lease.wait(LIMIT_S)
+        assert "model.safetensors" in str(caught.value)
+    (small / "other").unlink()
+    with Cache([here]).open(manifest, FolderSource(source)) as lease:
+        lease.wait(LIMIT_S)
+        verify(lease.root, manifest)
+
+
+def test_a_full_disk_is_found_out_before_anything_is_handed_out(
+    small: Path, tmp_path: Path, source: Path, manifest: Manifest
+) -> None:
+    (small / "other").write_bytes(bytes(3 << 19))
+    with pytest.raises(CacheError) as caught:
+        Cache([Tier(small / "disk", ROOMY, "disk")]).open(manifest, FolderSource(source))
+    assert str(small / "disk") in str(caught.value)
+    assert not (small / "disk" / "snapshots" / manifest.digest).exists()
+
+
+def test_a_read_only_cache_gives_what_it_has_and_refuses_the_rest(
+    small: Path, tmp_path: Path, source: Path, manifest: Manifest
+) -> None:
+    here = Tier(small / "tier", ROOMY)
+    with Cache([here]).open(manifest, FolderSource(source)) as lease:
+        lease.wait(LIMIT_S)
+    subprocess.run(["mount", "-o", "remount,ro", small], check=True)
+    with Cache([here]).open(manifest, FolderSource(tmp_path / "nowhere")) as lease:
+        assert lease.arrival.complete
+        verify(lease.root, manifest)
+    another = make(tmp_path / "another", 1)
+    with pytest.raises(CacheError, match="Read-only") as caught:
+        Cache([here]).open(another, FolderSource(tmp_path / "another"))
+    assert str(here.root) in str(caught.value)
+    with Cache([here, Tier(tmp_path / "next", ROOMY)]).open(
+        another, FolderSource(tmp_path / "another")
+    ) as lease:
+        lease.wait(LIMIT_S)
+        assert lease.root.is_relative_to(tmp_path / "next")
+
+
+def test_a_folder_without_permission_is_named(shm: Path) -> None:
+    shm.chmod(0o755)
+    make(shm / "source")
+    (shm / "tier").mkdir(mode=0o755)
+    # Root may write anywhere, so it is somebody else who tries.
+    user = {"user": 65534} if os.getuid() == 0 else {}
+    if not user:
+        (shm / "tier").chmod(0o555)
+    with pulling([Tier(shm / "tier", ROOMY)], shm / "source", **user) as puller:
+        answer = puller.hear()
+    assert answer["error"] == "cache_error"
+    assert "Permission denied" in answer["message"]
+    assert str(shm / "tier") in answer["message"]
+
+
+def test_a_cache_without_tiers_says_so(source: Path, manifest: Manifest) -> None:
+    with pytest.raises(PilotlightError, match="No tier"):
+        Cache([]).open(manifest, FolderSource(source))

@@ -1,0 +1,183 @@
+"""Following: chunks told as they land, demands the other way, the end, and no end."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pilotlight.errors import LinkError, SnapshotCorrupt
+from pilotlight.snapshot.caching.follow import Feed, Following
+from pilotlight.snapshot.fetching.arrival import Arrival
+from pilotlight.snapshot.format.manifest import Manifest, Shard
+
+LIMIT_S = 20.0
+COUNT = 20_000
+
+
+@pytest.fixture(scope="module")
+def manifest() -> Manifest:
+    shard = Shard(
+        name="a.safetensors", size_bytes=COUNT << 12, data_offset_bytes=8, chunks=("0" * 32,) * COUNT
+    )
+    return Manifest(chunk_bytes=1 << 12, shards=(shard,), tensors=())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[int]:
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    yield descriptor
+    os.close(descriptor)
+
+
+class Hearing:
+    """A Following that runs in a thread."""
+
+    def __init__(self, folder: int, manifest: Manifest) -> None:
+        self.arrival = Arrival(manifest)
+        self.following = Following(folder)
+        self.published: bool | None = None
+        self.error: Exception | None = None
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.published = self.following.run(self.arrival)
+        except (SnapshotCorrupt, LinkError) as error:
+            self.error = error
+
+    def end(self) -> None:
+        self.thread.join(LIMIT_S)
+        assert not self.thread.is_alive()
+
+
+def test_what_landed_before_and_after_is_told(folder: int, manifest: Manifest) -> None:
+    arrival = Arrival(manifest)
+    for chunk in range(0, COUNT, 2):
+        arrival.land(chunk)
+    feed = Feed(folder, arrival)
+    early = Hearing(folder, manifest)
+    early.arrival.wait(0, 0, LIMIT_S)
+    arrival.land(1)
+    early.arrival.wait(0, 2, LIMIT_S)
+    assert not early.arrival.landed(3)
+    late = Hearing(folder, manifest)
+    for chunk in range(3, COUNT, 2):
+        arrival.land(chunk)
+    for hearing in (early, late):
+        hearing.arrival.wait(0, COUNT - 1, LIMIT_S)
+        assert hearing.published is None
+    feed.close()
+    for hearing in (early, late):
+        hearing.end()
+        assert hearing.published is True
+
+
+def test_who_only_just_connected_hears_the_end(folder: int, manifest: Manifest) -> None:
+    arrival = Arrival(manifest)
+    arrival.land(7)
+    feed = Feed(folder, arrival)
+    followings = [Following(folder) for _ in range(5)]
+    feed.close(SnapshotCorrupt("Chunk 8 differs.", details={"chunk": 8}))
+    for following in followings:
+        heard = Arrival(manifest)
+        with pytest.raises(SnapshotCorrupt, match="Chunk 8 differs") as caught:
+            following.run(heard)
+        assert caught.value.details == {"chunk": 8}
+        assert heard.landed(7)
+
+
+def test_an_error_too_long_for_a_message_still_arrives(folder: int, manifest: Manifest) -> None:
+    feed = Feed(folder, Arrival(manifest))
+    following = Following(folder)
+    feed.close(SnapshotCorrupt("Chunk 8 differs.", details={"tensors": ["x" * 1000] * 100}))
+    with pytest.raises(SnapshotCorrupt, match="Chunk 8 differs"):
+        following.run(Arrival(manifest))
+
+
+def test_what_is_waited_for_is_demanded_of_who_fetches(folder: int, manifest: Manifest) -> None:
+    arrival, heard = Arrival(manifest), threading.Event()
+    demands: list[tuple[int, int]] = []
+
+    def demanded(first: int, last: int) -> None:
+        demands.append((first, last))
+        heard.set()
+
+    arrival.on_demand(demanded)
+    feed = Feed(folder, arrival)
+    hearing = Hearing(folder, manifest)
+    hearing.following.demand(4, 9)
+    assert heard.wait(LIMIT_S)
+    heard.clear()
+    hearing.following.demand(5, COUNT)  # nothing of ours
+    hearing.following.demand(3, 2)
+    hearing.following.demand(1, 1)
+    assert heard.wait(LIMIT_S)
+    assert demands == [(4, 9), (1, 1)]
+    feed.close()
+    hearing.end()
+
+
+def test_dropped_is_not_ended(folder: int, manifest: Manifest) -> None:
+    feed = Feed(folder, Arrival(manifest))
+    hearing = Hearing(folder, manifest)
+    feed.close(dropped=True)
+    hearing.end()
+    assert hearing.published is False
+    assert not hearing.arrival.complete
+    with pytest.raises((ConnectionError, FileNotFoundError)):
+        Following(folder)
+
+
+def test_a_follower_can_be_cancelled(folder: int, manifest: Manifest) -> None:
+    feed = Feed(folder, Arrival(manifest))
+    hearing = Hearing(folder, manifest)
+    hearing.following.cancel()
+    hearing.end()
+    assert hearing.published is False
+    feed.close()
+
+
+def test_a_follower_that_does_not_listen_holds_up_nobody(folder: int, manifest: Manifest) -> None:
+    arrival = Arrival(manifest)
+    feed = Feed(folder, arrival)
+    deaf = [Following(folder) for _ in range(3)]
+    hearing = Hearing(folder, manifest)
+    for chunk in range(COUNT):
+        arrival.land(chunk)  # 20,000 messages of one number at worst: more than a socket takes
+    hearing.arrival.wait(0, COUNT - 1, LIMIT_S)
+    for following in deaf:
+        following.close()
+    feed.close()
+    hearing.end()
+    assert hearing.published is True
+
+
+@pytest.mark.parametrize("message", [b"?", b"L123", b"L\xff\xff\xff\xff"])
+def test_nonsense_is_refused(folder: int, manifest: Manifest, tmp_path: Path, message: bytes) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(f"/proc/self/fd/{folder}/socket")
+        listener.listen(1)
+        following = Following(folder)
+        with listener.accept()[0] as peer:
+            peer.send(message)
+            with pytest.raises(LinkError):
+                following.run(Arrival(manifest))
+
+
+def test_a_socket_left_by_one_that_was_killed_is_replaced(
+    folder: int, manifest: Manifest, tmp_path: Path
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as left:
+        left.bind(f"/proc/self/fd/{folder}/socket")
+    with pytest.raises(ConnectionError):
+        Following(folder)
+    feed = Feed(folder, Arrival(manifest))
+    following = Following(folder)
+    feed.close()
+    assert following.run(Arrival(manifest))
+    assert not (tmp_path / "socket").exists()

@@ -1,0 +1,307 @@
+"""A tier: what fits, what goes to make it fit, what never goes, and what a crash may leave."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from pilotlight.errors import CacheError
+from pilotlight.snapshot.caching.cache import Cache
+from pilotlight.snapshot.caching.flock import lock
+from pilotlight.snapshot.caching.tier import Tier
+from pilotlight.snapshot.format.manifest import MANIFEST_NAME, Manifest
+from pilotlight.snapshot.format.verify import verify
+from pilotlight.snapshot.restoring.mapping import Mapping
+from pilotlight.snapshot.sources.folder import FolderSource
+from pulling import CHUNK_BYTES, LIMIT_S, Stopping, check, make, pulling
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    """A folder on tmpfs."""
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("no /dev/shm")
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="pilotlight-test-") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> list[tuple[Path, Manifest]]:
+    """Three snapshots of the same size, 1 MiB and a header."""
+    folders = [tmp_path / f"source{index}" for index in range(3)]
+    return [(folder, make(folder, index)) for index, folder in enumerate(folders)]
+
+
+def pull(tier: Tier, source: tuple[Path, Manifest]) -> None:
+    with Cache([tier]).open(source[1], FolderSource(source[0])) as lease:
+        lease.wait(LIMIT_S)
+
+
+def ready(tier: Tier) -> set[str]:
+    return {stored.digest for stored in tier.list() if stored.ready}
+
+
+def digests(*sources: tuple[Path, Manifest]) -> set[str]:
+    return {manifest.digest for _, manifest in sources}
+
+
+@pytest.fixture(params=["tmpfs", "disk"])
+def tier(request: pytest.FixtureRequest, shm: Path, tmp_path: Path) -> Tier:
+    """Room for two of the three snapshots."""
+    root = shm if request.param == "tmpfs" else tmp_path
+    return Tier(root / "tier", 2 * MIB + (64 << 10), request.param)
+
+
+# -- eviction
+
+
+def test_the_least_recently_used_goes_first(tier: Tier, sources: list[tuple[Path, Manifest]]) -> None:
+    one, two, three = sources
+    pull(tier, one)
+    pull(tier, two)
+    pull(tier, one)  # used again
+    pull(tier, three)
+    assert ready(tier) == digests(one, three)
+    assert tier.used_bytes() <= tier.budget_bytes
+
+
+def test_what_a_lease_holds_is_not_evicted(tier: Tier, sources: list[tuple[Path, Manifest]]) -> None:
+    one, two, three = sources
+    pull(tier, one)
+    pull(tier, two)
+    with Cache([tier]).open(one[1], FolderSource(one[0])) as lease:
+        pull(tier, three)
+        assert ready(tier) == digests(one, three)
+        with pytest.raises(CacheError, match="in use"):
+            tier.evict(one[1].digest)
+        check(lease.root, one[0])
+    assert tier.evict(one[1].digest)
+    assert not tier.evict(one[1].digest)
+    assert ready(tier) == digests(three)
+
+
+def test_what_is_mapped_is_not_evicted_though_its_lease_is_closed(
+    tier: Tier, sources: list[tuple[Path, Manifest]]
+) -> None:
+    one, two, three = sources
+    with Cache([tier]).open(one[1], FolderSource(one[0])) as lease:
+        lease.wait(LIMIT_S)
+        mapping = Mapping(lease.root, one[1], keep=lease.hold)
+    tensor = mapping.flat(0, torch.uint8)[100:]
+    del mapping, lease
+    pull(tier, two)
+    pull(tier, three)
+    assert ready(tier) == digests(one, three)
+    assert bytes(tensor.numpy()) == (one[0] / "model.safetensors").read_bytes()[100:]
+    del tensor
+    assert tier.evict(one[1].digest)
+
+
+def test_what_another_process_has_mapped_is_not_evicted(
+    tier: Tier, sources: list[tuple[Path, Manifest]]
+) -> None:
+    one, two, three = sources
+    pull(tier, one)
+    pull(tier, two)
+    with pulling([tier], one[0]) as puller:
+        assert "opened" in puller.hear()
+        puller.ask("map")
+        puller.ask("close")
+        pull(tier, three)
+        assert ready(tier) == digests(one, three)
+        puller.kill()
+    pull(tier, two)
+    assert ready(tier) == digests(two, three)
+
+
+def test_nothing_is_evicted_in_vain(tier: Tier, sources: list[tuple[Path, Manifest]], tmp_path: Path) -> None:
+    one, two, _ = sources
+    large = tmp_path / "large", make(tmp_path / "large", 9, tensors=16)
+    pull(tier, one)
+    pull(tier, two)
+    with Cache([tier]).open(two[1], FolderSource(two[0])), pytest.raises(CacheError, match="is full"):
+        Cache([tier]).open(large[1], FolderSource(large[0]))
+    assert ready(tier) == digests(one, two)
+
+
+def test_a_fetch_under_way_is_not_evicted_and_an_abandoned_one_is(
+    tier: Tier, sources: list[tuple[Path, Manifest]]
+) -> None:
+    one, two, three = sources
+    stopping = Stopping(one[0], stop_at=2 * CHUNK_BYTES)
+    with Cache([tier]).open(one[1], stopping) as lease:
+        pull(tier, two)
+        pull(tier, three)
+        assert ready(tier) == digests(three)
+        stopping.go()
+        lease.wait(LIMIT_S)
+    assert ready(tier) == digests(one, three)
+    Cache([tier]).open(two[1], Stopping(two[0], stop_at=0)).close()
+    pull(tier, one)
+    pull(tier, three)
+    assert two[1].digest not in {stored.digest for stored in tier.list()}
+
+
+# -- what a crash may leave
+
+
+def test_what_was_left_behind_is_swept(tier: Tier, sources: list[tuple[Path, Manifest]]) -> None:
+    one, two, three = sources
+    pull(tier, one)
+    (tier.root / "trash" / "half").mkdir(parents=True)
+    for source in (two, three):
+        lease = Cache([tier]).open(source[1], Stopping(source[0], stop_at=0))
+        lease.close()
+        if source is two:
+            os.utime(tier.folder(two[1].digest), (0, 0))
+    os.utime(tier.folder(one[1].digest), (0, 0))
+    if tier.has(one[1].digest):
+        Cache([tier])
+    assert not list((tier.root / "trash").glob("*"))
+    assert two[1].digest not in {stored.digest for stored in tier.list()}
+    assert tier.has(three[1].digest)
+
+
+def test_a_stale_fetch_that_is_still_running_is_not_swept(
+    tier: Tier, sources: list[tuple[Path, Manifest]]
+) -> None:
+    one = sources[0]
+    stopping = Stopping(one[0], stop_at=CHUNK_BYTES)
+    with Cache([tier]).open(one[1], stopping) as lease:
+        os.utime(tier.folder(one[1].digest), (0, 0))
+        Cache([tier])
+        stopping.go()
+        lease.wait(LIMIT_S)
+        verify(lease.root, one[1])
+
+
+def test_published_is_what_has_a_manifest(tier: Tier, sources: list[tuple[Path, Manifest]]) -> None:
+    one = sources[0]
+    pull(tier, one)
+    assert tier.ready(one[1].digest, one[1]) is not None
+    (tier.folder(one[1].digest) / "files" / MANIFEST_NAME).unlink()
+    assert tier.ready(one[1].digest, one[1]) is None
+    assert [stored.ready for stored in tier.list()] == [False]
+
+
+def test_a_lock_that_nobody_lets_go_of_is_named(tier: Tier) -> None:
+    with tier.locked():
+        descriptor = os.open(tier.root / "lock", os.O_RDWR)
+        try:
+            with pytest.raises(CacheError, match="lock stayed locked"):
+                lock(descriptor, tier.root / "lock", timeout_s=0.01)
+        finally:
+            os.close(descriptor)
+
+
+# -- spare files
+
+
+def test_an_evicted_file_is_written_over(shm: Path, sources: list[tuple[Path, Manifest]]) -> None:
+    tier = Tier(shm / "tier", MIB + (64 << 10), "tmpfs")
+    pull(tier, sources[0])
+    inode = (tier.folder(sources[0][1].digest) / "files" / "model.safetensors").stat().st_ino
+    with Cache([tier]).open(sources[1][1], FolderSource(sources[1][0])) as lease:
+        lease.wait(LIMIT_S)
+        assert (lease.root / "model.safetensors").stat().st_ino == inode
+        verify(lease.root, sources[1][1])
+        check(lease.root, sources[1][0])
+    assert ready(tier) == digests(sources[1])
+    assert tier.spares.total_bytes() == 0
+
+
+@pytest.mark.parametrize("tensors", [3, 8, 12])
+def test_a_spare_of_another_size_does_too(
+    shm: Path, tmp_path: Path, sources: list[tuple[Path, Manifest]], tensors: int
+) -> None:
+    tier = Tier(shm / "tier", 4 * MIB, "tmpfs", spare_bytes=2 * MIB)
+    pull(tier, sources[0])
+    assert tier.evict(sources[0][1].digest)
+    assert tier.spares.total_bytes() == sources[0][1].total_bytes
+    other = tmp_path / "other", make(tmp_path / "other", 7, tensors=tensors)
+    pull(tier, other)
+    assert tier.spares.total_bytes() == 0
+    check(tier.folder(other[1].digest) / "files", other[0])
+
+
+def test_spares_are_kept_within_their_limit_and_the_budget(
+    shm: Path, sources: list[tuple[Path, Manifest]]
+) -> None:
+    tier = Tier(shm / "tier", 3 * MIB + (64 << 10), "tmpfs", spare_bytes=MIB + (64 << 10))
+    for source in sources:
+        pull(tier, source)
+    for source in sources[:2]:
+        tier.evict(source[1].digest)
+    assert tier.spares.total_bytes() == sources[0][1].total_bytes
+    pull(tier, sources[0])
+    pull(tier, sources[1])
+    assert tier.spares.total_bytes() == 0
+    assert tier.used_bytes() <= tier.budget_bytes
+
+
+def test_a_spare_is_never_of_a_snapshot_that_is_mapped(
+    shm: Path, sources: list[tuple[Path, Manifest]]
+) -> None:
+    """Else a new snapshot's bytes would show in the tensors of an old one."""
+    tier = Tier(shm / "tier", MIB + (64 << 10), "tmpfs", spare_bytes=4 * MIB)
+    with Cache([tier]).open(sources[0][1], FolderSource(sources[0][0])) as lease:
+        lease.wait(LIMIT_S)
+        mapping = Mapping(lease.root, sources[0][1], keep=lease.hold)
+    with pytest.raises(CacheError, match="in use"):
+        tier.evict(sources[0][1].digest)
+    with pytest.raises(CacheError, match="is full"):
+        Cache([tier]).open(sources[1][1], FolderSource(sources[1][0]))
+    assert tier.spares.files() == []
+    old = mapping.flat(0, torch.uint8)
+    assert bytes(old.numpy()) == (sources[0][0] / "model.safetensors").read_bytes()
+
+
+def test_a_fetch_killed_over_a_spare_resumes_from_its_own_bytes_alone(
+    shm: Path, sources: list[tuple[Path, Manifest]]
+) -> None:
+    tier = Tier(shm / "tier", MIB + (64 << 10), "tmpfs")
+    pull(tier, sources[0])
+    with pulling([tier], sources[1][0], stop_at=5 * CHUNK_BYTES) as puller:
+        assert "opened" in puller.hear()
+        puller.ask("upto 4")
+        puller.kill()
+    again = Stopping(sources[1][0])
+    with Cache([tier]).open(sources[1][1], again) as lease:
+        lease.wait(LIMIT_S)
+        check(lease.root, sources[1][0])
+    assert again.given_bytes == sources[1][1].total_bytes - 5 * CHUNK_BYTES
+
+
+def test_memory_is_given_out_only_where_all_pages_are_there(shm: Path) -> None:
+    tier = Tier(shm, MIB, "tmpfs")
+    whole, holes = shm / "whole", shm / "holes"
+    whole.write_bytes(bytes(64 << 10))
+    with holes.open("wb") as stream:
+        stream.truncate(64 << 10)
+    found = []
+    for path in (whole, holes):
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            found.append(tier.spares.touched(descriptor))
+        finally:
+            os.close(descriptor)
+    assert found[0] is not None
+    assert found[1] is None
+    found[0][:5] = b"bytes"
+    assert whole.read_bytes()[:5] == b"bytes"
+
+
+def test_a_disk_keeps_no_spares(tmp_path: Path, sources: list[tuple[Path, Manifest]]) -> None:
+    tier = Tier(tmp_path / "tier", 4 * MIB, "disk", spare_bytes=4 * MIB)
+    pull(tier, sources[0])
+    assert tier.evict(sources[0][1].digest)
+    assert tier.used_bytes() == 0
+    shutil.rmtree(tier.root)
+    assert tier.list() == []

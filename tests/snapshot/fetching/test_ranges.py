@@ -1,0 +1,167 @@
+"""Ranges: every byte is in one place, whatever is taken, split, put back, demanded or asked for again."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from pilotlight.snapshot.fetching.ranges import Part, Range, Ranges, wanted_order
+from pilotlight.snapshot.format.manifest import Manifest, Shard, TensorEntry
+
+CHUNK = 4096
+DIGEST = "0" * 32
+
+
+def manifest_of(
+    *sizes: int, first_touch: tuple[str, ...] = (), tensors: tuple[TensorEntry, ...] = ()
+) -> Manifest:
+    shards = tuple(
+        Shard(name=f"s{number}", size_bytes=size, data_offset_bytes=0, chunks=(DIGEST,) * -(-size // CHUNK))
+        for number, size in enumerate(sizes)
+    )
+    return Manifest.build(chunk_bytes=CHUNK, shards=shards, tensors=tensors, first_touch=first_touch)
+
+
+def everything(manifest: Manifest) -> Ranges:
+    return Ranges(manifest, wanted_order(manifest))
+
+
+class RangesMachine(RuleBasedStateMachine):
+    """Connections that take, read, fail, split and finish in any order, on a few small shards."""
+
+    @initialize(sizes=st.lists(st.integers(0, 5 * CHUNK), min_size=1, max_size=3), seed=st.integers(0, 99))
+    def start(self, sizes: list[int], seed: int) -> None:
+        self.manifest = manifest_of(*sizes)
+        order = wanted_order(self.manifest)
+        random.Random(seed).shuffle(order)
+        self.ranges = Ranges(self.manifest, order)
+        self.done = [bytearray(size) for size in sizes]
+
+    def _read(self, part: Part, count: int) -> None:
+        for offset in range(part.at, min(part.end, part.at + count)):
+            assert self.done[part.shard][offset] == 0, "a byte was read twice"
+            self.done[part.shard][offset] = 1
+        part.at = min(part.end, part.at + count)
+
+    @rule(limit=st.sampled_from([1, 100, CHUNK, 3 * CHUNK]))
+    def take(self, limit: int) -> None:
+        part = self.ranges.take(limit, now_s=0.0)
+        assert part is None or 0 < part.end - part.begin <= max(limit, CHUNK)
+
+    @precondition(lambda self: self.ranges.active)
+    @rule(which=st.integers(0, 9), count=st.integers(1, 2 * CHUNK))
+    def read(self, which: int, count: int) -> None:
+        self._read(self.ranges.active[which % len(self.ranges.active)], count)
+
+    @precondition(lambda self: self.ranges.active)
+    @rule(which=st.integers(0, 9))
+    def finish(self, which: int) -> None:
+        self.ranges.finish(self.ranges.active[which % len(self.ranges.active)])
+
+    @rule(least=st.integers(1, CHUNK), margin=st.integers(0, CHUNK))
+    def split(self, least: int, margin: int) -> None:
+        longest = max(self.ranges.active, key=lambda part: part.end - part.at, default=None)
+        half = self.ranges.split(least, margin)
+        if half is not None:
+            assert longest is not None
+            assert longest.end >= longest.at + margin  # what a read in progress may still bring stays its own
+            assert half.end - half.begin >= least
+
+    @rule(data=st.data())
+    def demand(self, data: st.DataObject) -> None:
+        count = sum(len(shard.chunks) for shard in self.manifest.shards)
+        if not count:
+            return
+        first = data.draw(st.integers(0, count - 1))
+        last = data.draw(st.integers(first, min(count - 1, first + 2)))
+        self.ranges.demand(first, last)
+        part = self.ranges.take(CHUNK, now_s=0.0)
+        wanted = [self.ranges.extent(chunk) for chunk in range(first, last + 1)]
+        if part is None:
+            return
+        inside = any(item.shard == part.shard and item.begin <= part.begin < item.end for item in wanted)
+        waiting = [
+            offset
+            for item in wanted
+            for offset in range(item.begin, item.end)
+            if not self.done[item.shard][offset]
+            and not any(a.shard == item.shard and a.at <= offset < a.end for a in self.ranges.active)
+        ]
+        assert inside or not waiting  # nothing else goes before it
+
+    @invariant()
+    def every_byte_is_in_one_place(self) -> None:
+        if not hasattr(self, "ranges"):
+            return
+        seen = [bytearray(done) for done in self.done]
+        places = [(item.shard, item.begin, item.end) for item in self.ranges._waiting]
+        places += [(part.shard, part.at, part.end) for part in self.ranges.active]
+        for shard, begin, end in places:
+            for offset in range(begin, end):
+                assert seen[shard][offset] == 0
+                seen[shard][offset] = 1
+        assert all(all(shard) for shard in seen)
+
+    def teardown(self) -> None:
+        """Whatever happened, it can be brought to an end."""
+        if not hasattr(self, "ranges"):
+            return
+        while not self.ranges.idle:
+            part = self.ranges.take(1 << 30, 0.0) or self.ranges.active[0]
+            self._read(part, 1 << 30)
+            self.ranges.finish(part)
+        assert all(all(done) for done in self.done)
+
+
+TestRanges = RangesMachine.TestCase
+
+
+def test_what_is_not_due_is_left_alone() -> None:
+    ranges = everything(manifest_of(CHUNK))
+    part = ranges.take(CHUNK, 0.0)
+    assert part is not None
+    part.at = 100
+    ranges.finish(part, attempts=3, due_s=5.0)
+    assert ranges.take(CHUNK, 4.0) is None
+    assert ranges.next_due_s() == 5.0
+    again = ranges.take(CHUNK, 5.0)
+    assert again is not None
+    assert (again.begin, again.attempts) == (100, 3)
+
+
+def test_a_chunk_asked_for_again_comes_next() -> None:
+    ranges = everything(manifest_of(4 * CHUNK))
+    first = ranges.take(CHUNK, 0.0)
+    assert first is not None
+    first.at = first.end
+    ranges.finish(first)
+    ranges.again(0)
+    again = ranges.take(CHUNK, 0.0)
+    assert again is not None
+    assert (again.begin, again.end) == (0, CHUNK)
+
+
+def test_chunks_are_found_across_shards_and_empty_ones() -> None:
+    ranges = everything(manifest_of(0, CHUNK + 1, 0, 10))
+    assert [ranges.extent(chunk) for chunk in range(3)] == [
+        Range(1, 0, CHUNK), Range(1, CHUNK, CHUNK + 1), Range(3, 0, 10)]  # fmt: skip
+    assert ranges.chunk_at(1, CHUNK) == 1
+    assert ranges.chunk_at(3, 9) == 2
+
+
+@given(st.permutations(range(4)), st.integers(0, 4))
+def test_the_first_touched_come_first_and_all_come_once(order: list[int], recorded: int) -> None:
+    tensors = tuple(
+        TensorEntry(name=f"t{n}", dtype="U8", shape=(3000,), shard=0, offset_bytes=3000 * n, size_bytes=3000)
+        for n in range(4)
+    )
+    names = tuple(f"t{n}" for n in order[:recorded])
+    manifest = manifest_of(12_000, tensors=tensors, first_touch=names)
+    found = wanted_order(manifest)
+    assert sorted(found) == [0, 1, 2]
+    if recorded:
+        assert found[0] == 3000 * order[0] // CHUNK
+    else:
+        assert found == [0, 1, 2]

@@ -1,0 +1,156 @@
+"""Headers: read back when sound, refused by name when not, and never a crash."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pilotlight.errors import HeaderError
+from pilotlight.snapshot.format.dtype import DTYPES
+from pilotlight.snapshot.format.header import MAX_HEADER_BYTES, Header, parse_header, read_header
+from pilotlight.snapshot.sources.folder import FolderSource
+
+
+def parse(entries: dict[str, Any] | str, data_bytes: int) -> Header:
+    text = (entries if isinstance(entries, str) else json.dumps(entries)).encode(errors="surrogatepass")
+    return parse_header(text, file="x.safetensors", file_bytes=8 + len(text) + data_bytes)
+
+
+def entry(dtype: Any = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20).filter(
+    lambda name: name != "__metadata__"
+)
+layouts = st.dictionaries(
+    names, st.tuples(st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 5), max_size=4)), max_size=6
+)
+
+
+def lay_out(layout: dict[str, tuple[str, list[int]]]) -> tuple[dict[str, Any], int]:
+    entries, end = {}, 0
+    for name, (dtype, shape) in layout.items():
+        size = DTYPES[dtype].itemsize_bytes
+        for length in shape:
+            size *= length
+        entries[name] = entry(dtype, shape, [end, end + size])
+        end += size
+    return entries, end
+
+
+@given(layouts)
+def test_every_sound_header_is_read_back(layout: dict[str, tuple[str, list[int]]]) -> None:
+    entries, data_bytes = lay_out(layout)
+    header = parse(entries, data_bytes)
+    assert {tensor.name: (tensor.dtype, list(tensor.shape)) for tensor in header.tensors} == {
+        name: (dtype, shape) for name, (dtype, shape) in layout.items()
+    }
+    assert sum(tensor.size_bytes for tensor in header.tensors) == data_bytes
+
+
+@settings(max_examples=400)
+@given(layouts, st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=4))
+def test_corrupted_bytes_never_crash(layout: dict[str, Any], changes: list[tuple[int, int]]) -> None:
+    entries, data_bytes = lay_out(layout)
+    text = bytearray(json.dumps(entries).encode())
+    for position, value in changes:
+        text[position % len(text)] = value
+    try:
+        parse_header(bytes(text), file="x", file_bytes=8 + len(text) + data_bytes)
+    except HeaderError as error:
+        str(error).encode()  # it can be printed
+
+
+@given(st.binary(max_size=200))
+def test_random_files_never_crash(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    (folder / "random.safetensors").write_bytes(content)
+    with contextlib.suppress(HeaderError):
+        read_header(FolderSource(folder), "random.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("entries", "data_bytes", "fault"),
+    [
+        ({"t": entry(offsets=[0, 9])}, 9, "span 9 bytes, but F32"),
+        ({"t": entry(dtype="F31")}, 8, "dtype 'F31' is unknown"),
+        ({"t": entry(dtype=["F32"])}, 8, "is unknown"),
+        ({"t": entry(shape=[-2])}, 8, "holds -2"),
+        ({"t": entry(shape=[2.0])}, 8, "holds 2.0"),
+        ({"t": entry(shape=[True, 2])}, 8, "holds True"),
+        ({"t": entry(shape=[1 << 62, 4])}, 8, "not a whole number in range"),
+        ({"t": entry(shape=[1 << 40, 1 << 40])}, 8, "span 8 bytes"),
+        ({"t": entry(shape=[1] * 65)}, 8, "list of at most 64"),
+        ({"t": entry(shape="22")}, 8, "list of at most 64"),
+        ({"t": entry(offsets=[8, 0])}, 8, "a begin and an end"),
+        ({"t": entry(offsets=[8])}, 8, "a begin and an end"),
+        ({"t": entry(offsets=[0, 4, 8])}, 8, "list of at most 2"),
+        ({"t": entry()}, 7, "truncated"),
+        ({"t": entry()}, 9, "1 bytes at its end belong to no tensor"),
+        ({"t": entry(offsets=[4, 12])}, 12, "gap of 4 bytes"),
+        ({"s": entry(), "t": entry(offsets=[4, 12])}, 12, "overlap"),
+        ({"t": {"dtype": "F32", "shape": [2]}}, 8, "exactly"),
+        ({"t": {**entry(), "more": 1}}, 8, "exactly"),
+        ({"t": 3}, 8, "exactly"),
+        ({"t" * 1025: entry()}, 8, "name is empty, too long"),
+        ({"": entry()}, 8, "name is empty"),
+        ('{"\\ud800": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}', 8, "no valid text"),
+        ({"__metadata__": {"format": 1}}, 0, "__metadata__"),
+        ({"__metadata__": []}, 0, "__metadata__"),
+        ('{"t": 1, "t": 2}', 0, "key 't' twice"),
+        ("[]", 0, "start with"),
+        (" {}", 0, "start with"),
+        ("{", 0, "not JSON"),
+        ('{"t": NaN}', 0, "not JSON"),
+        ('{"t":' + "[" * 100_000, 0, "not JSON"),
+        ('{"t": ' + "9" * 5000 + "}", 0, "not JSON"),
+    ],
+)
+def test_each_defect_is_named(entries: Any, data_bytes: int, fault: str) -> None:
+    with pytest.raises(HeaderError, match=r"^x\.safetensors") as caught:
+        parse(entries, data_bytes)
+    assert fault in caught.value.message
+    assert caught.value.remedy
+    assert len(caught.value.message) < 400
+    if isinstance(entries, dict) and list(entries) == ["t"] and "its end" not in fault:
+        assert "tensor 't'" in caught.value.message
+
+
+def test_other_encodings_are_refused() -> None:
+    with pytest.raises(HeaderError):
+        parse_header("{}".encode("utf-16"), file="x", file_bytes=100)
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (b"", "fewer than the 8"),
+        (b"1234567", "fewer than the 8"),
+        ((100).to_bytes(8, "little"), "the file has 8 in all"),
+        ((MAX_HEADER_BYTES + 1).to_bytes(8, "little"), "over the limit"),
+        (b"\xff" * 8, "over the limit"),
+    ],
+)
+def test_the_length_is_checked_before_anything_is_allocated(
+    tmp_path: Path, content: bytes, fault: str
+) -> None:
+    (tmp_path / "f.safetensors").write_bytes(content)
+    with pytest.raises(HeaderError, match=fault):
+        read_header(FolderSource(tmp_path), "f.safetensors")
+
+
+def test_the_real_model_is_read(minilm: Path) -> None:
+    header = read_header(FolderSource(minilm), "model.safetensors")
+    assert len(header.tensors) == 104
+    assert header.data_offset_bytes == 11416
+    assert header.metadata == {"format": "pt"}
+
+
+def test_no_tensors_is_a_sound_file() -> None:
+    assert parse({}, 0).tensors == ()

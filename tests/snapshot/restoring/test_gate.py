@@ -1,0 +1,181 @@
+"""Executing while loading: an operation waits for its own bytes, and the answer is the one of the whole model."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from pilotlight.errors import FetchFailed, SourceUnavailable
+from pilotlight.snapshot.fetching.arrival import Arrival
+from pilotlight.snapshot.format.manifest import Manifest
+from pilotlight.snapshot.restoring.gate import Gate
+from pilotlight.snapshot.restoring.mapping import Mapping
+from pilotlight.snapshot.restoring.plan import make_plan
+from pilotlight.snapshot.restoring.record import record_first_touch
+from pilotlight.snapshot.restoring.restore import restore
+from torch import nn
+
+Save = Callable[..., tuple[Path, Manifest]]
+CHUNK_BYTES = 4096
+
+
+class Tied(nn.Module):
+    """Embedding, two layers used in the reverse of their names' order, and a head that is the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(256, 64)
+        self.a = nn.Linear(64, 64)
+        self.b = nn.Linear(64, 64)
+        self.unused = nn.Linear(64, 64)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.a(torch.relu(self.b(self.table(tokens))))
+        return nn.functional.linear(hidden, self.table.weight)  # a weight used by who does not own it
+
+
+class Arriving:
+    """A snapshot whose chunks land when the test says so, or when somebody waits for them."""
+
+    def __init__(self, complete: Path, root: Path, manifest: Manifest) -> None:
+        self.arrival = Arrival(manifest)
+        self.demanded: list[tuple[int, int]] = []
+        self._threads: list[threading.Thread] = []
+        self._manifest, self._complete = manifest, complete
+        self._descriptor = os.open(root / "model.safetensors", os.O_RDWR | os.O_CREAT)
+        os.ftruncate(self._descriptor, manifest.total_bytes)
+        self.mapping = Mapping(root, manifest)
+
+    def land(self, chunk: int) -> None:
+        begin = chunk * CHUNK_BYTES
+        data = (self._complete / "model.safetensors").read_bytes()[begin : begin + CHUNK_BYTES]
+        os.pwrite(self._descriptor, data, begin)
+        self.arrival.land(chunk)
+
+    def on_demand(self, first: int, last: int) -> None:
+        self.demanded.append((first, last))
+        self._threads.append(
+            threading.Thread(target=lambda: [self.land(chunk) for chunk in range(first, last + 1)])
+        )
+        self._threads[-1].start()
+
+    def close(self) -> None:
+        for thread in self._threads:
+            thread.join(20)
+        os.close(self._descriptor)
+
+
+@contextmanager
+def arriving(save: Save, module: nn.Module) -> Iterator[Arriving]:
+    root, manifest = save(dict(module.state_dict()), chunk_bytes=CHUNK_BYTES)
+    (root / "arriving").mkdir()
+    found = Arriving(root, root / "arriving", manifest)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def blank(kind: type[nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return kind()
+
+
+def test_each_operation_waits_for_its_own_bytes_and_no_others(save: Save) -> None:
+    whole = Tied().eval()
+    tokens = torch.tensor([[3, 200, 3]])
+    with arriving(save, whole) as found:
+        module = blank(Tied)
+        restore(make_plan(module, found.mapping.manifest), found.mapping)
+        found.arrival.on_demand(found.on_demand)
+        with torch.inference_mode(), Gate(found.mapping, found.arrival) as gate:
+            answer = module(tokens)
+        assert torch.equal(answer, whole(tokens))
+        assert gate.waited_s > 0
+        names = {tensor.name: tensor for tensor in found.mapping.manifest.tensors}
+        unused = names["unused.weight"]
+        middle = (unused.offset_bytes + unused.size_bytes // 2) // CHUNK_BYTES
+        assert not found.arrival.landed(middle)  # nobody needed it, nobody waited for it
+        # The first thing waited for was two rows of the table, not the table.
+        table = names["table.weight"]
+        row = (table.offset_bytes + 3 * 64 * 4) // CHUNK_BYTES
+        assert found.demanded[0] == (row, row)
+        rest = [chunk for chunk in range(found.arrival.count) if not found.arrival.landed(chunk)]
+        for chunk in rest:
+            found.land(chunk)
+        assert found.arrival.complete
+
+
+def test_fused_layers_that_bypass_their_modules_wait_too(save: Save) -> None:
+    class Fused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+
+        def forward(self, events: torch.Tensor) -> torch.Tensor:
+            return self.layer(events)
+
+    whole = Fused().eval()
+    events = torch.randn(2, 5, 32)
+    with arriving(save, whole) as found:
+        module = blank(Fused).eval()
+        restore(make_plan(module, found.mapping.manifest), found.mapping)
+        found.arrival.on_demand(found.on_demand)
+        with torch.inference_mode():
+            expected = whole(events)
+            with Gate(found.mapping, found.arrival):
+                assert torch.equal(module(events), expected)
+
+
+def test_a_failed_fetch_fails_who_waits(save: Save) -> None:
+    with arriving(save, Tied()) as found:
+        module = blank(Tied)
+        restore(make_plan(module, found.mapping.manifest), found.mapping)
+        found.arrival.fail(FetchFailed("The source burnt down."))
+        with Gate(found.mapping, found.arrival), pytest.raises(FetchFailed, match="burnt down"):
+            module(torch.tensor([[1]]))
+
+
+def test_weights_that_do_not_come_are_an_error_in_time(save: Save) -> None:
+    with arriving(save, Tied()) as found:
+        module = blank(Tied)
+        restore(make_plan(module, found.mapping.manifest), found.mapping)
+        with Gate(found.mapping, found.arrival, timeout_s=0.05), pytest.raises(SourceUnavailable):
+            module(torch.tensor([[1]]))
+
+
+def test_the_recorded_order_is_the_order_of_use(save: Save) -> None:
+    root, manifest = save(dict(Tied().state_dict()), chunk_bytes=CHUNK_BYTES)
+    mapping = Mapping(root, manifest)
+    module = blank(Tied)
+    restore(make_plan(module, manifest), mapping)
+    recorded = record_first_touch(mapping, lambda: module(torch.tensor([[1, 2]])))
+    assert recorded.first_touch == ("table.weight", "b.bias", "b.weight", "a.bias", "a.weight")
+    assert "unused.weight" not in recorded.first_touch
+    assert Manifest.parse(recorded.to_json()) == recorded
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda t: t.tolist(),
+        lambda t: t.numpy().tolist(),
+        lambda t: t[0].clone().tolist(),
+        lambda t: [t[0].item()],
+    ],
+)
+def test_memory_read_without_an_operation_is_waited_for(
+    save: Save, read: Callable[[torch.Tensor], list[float]]
+) -> None:
+    whole = Tied()
+    with arriving(save, whole) as found:
+        module = blank(Tied)
+        restore(make_plan(module, found.mapping.manifest), found.mapping)
+        found.arrival.on_demand(found.on_demand)
+        with Gate(found.mapping, found.arrival):
+            assert read(module.a.bias.detach()) == read(whole.a.bias.detach())

@@ -1,0 +1,98 @@
+"""A folder as a source: ranges, names held inside, links."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from pilotlight.errors import CacheError, SnapshotError
+from pilotlight.snapshot.sources.folder import FolderSource
+
+
+def test_ranges_land_in_the_callers_memory(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"0123456789")
+    source, buffer = FolderSource(tmp_path), bytearray(4)
+    assert source.size("f") == 10
+    assert source.read_into("f", 3, memoryview(buffer)) == 4
+    assert buffer == b"3456"
+    assert source.read_into("f", 8, memoryview(buffer)) == 2
+    assert source.read_into("f", 80, memoryview(buffer)) == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["../f", "/etc/passwd", "", ".", "a/../f", "a\x00", "a\\b", "x" * 2000, "a/"]
+)
+def test_names_that_lead_out_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(SnapshotError, match="not a file name inside"):
+        FolderSource(tmp_path).size(name)
+
+
+def test_a_linked_file_is_followed_as_the_hugging_face_cache_needs(tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots"
+    blobs.mkdir()
+    snapshot.mkdir()
+    (blobs / "abc").write_bytes(b"1234")
+    (snapshot / "model.safetensors").symlink_to("../blobs/abc")
+    assert FolderSource(snapshot).size("model.safetensors") == 4
+
+
+def test_a_linked_directory_that_leaves_the_folder_is_refused(tmp_path: Path) -> None:
+    outside, inside = tmp_path / "outside", tmp_path / "inside"
+    (outside / "f").mkdir(parents=True)
+    (outside / "secret").write_bytes(b"1")
+    inside.mkdir()
+    (inside / "out").symlink_to(outside)
+    (inside / "real").mkdir()
+    (inside / "real" / "f").write_bytes(b"12")
+    (inside / "near").symlink_to("real")
+    with pytest.raises(SnapshotError, match="linked directory"):
+        FolderSource(inside).size("out/secret")
+    assert FolderSource(inside).size("near/f") == 2
+
+
+def test_what_is_not_a_regular_file_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for name in ("pipe", "folder"):
+        with pytest.raises(SnapshotError, match="not a regular file"):
+            FolderSource(tmp_path).size(name)
+    with pytest.raises(SnapshotError, match="No such file"):
+        FolderSource(tmp_path).size("missing")
+
+
+def test_names_are_those_of_files_that_are_not_hidden(tmp_path: Path) -> None:
+    for name in ("b", "a/c", ".hidden", ".git/config", "a/.x/y"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "link").symlink_to("b")
+    (tmp_path / "broken").symlink_to("absent")
+    assert FolderSource(tmp_path).names() == ["a/c", "b", "link"]
+    assert FolderSource(tmp_path / "absent").names() == []
+
+
+def test_put_writes_files_and_bytes_whole(tmp_path: Path) -> None:
+    source, seen = FolderSource(tmp_path / "new"), list[tuple[int, int]]()
+    source.put("a/b", b"12")
+    (tmp_path / "large").write_bytes(b"x" * (17 << 20))
+    source.put("a/large", tmp_path / "large", lambda done, total: seen.append((done, total)))
+    source.put("empty", tmp_path / "new" / "a" / "b")
+    source.put("a/b", b"")
+    assert source.names() == ["a/b", "a/large", "empty"]
+    assert source.size("a/b") == 0
+    assert (tmp_path / "new" / "a" / "large").read_bytes() == (tmp_path / "large").read_bytes()
+    assert seen == [(16 << 20, 17 << 20), (17 << 20, 17 << 20)]
+
+
+def test_put_stays_inside_and_says_what_fails(tmp_path: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "out").symlink_to("../outside")
+    source = FolderSource(tmp_path / "in")
+    for name in ("../x", "out/x", "/x"):
+        with pytest.raises(SnapshotError):
+            source.put(name, b"1")
+    (tmp_path / "in" / "file").touch()
+    with pytest.raises(CacheError, match=r"in/file/x cannot be written"):
+        source.put("file/x", b"1")
+    assert not list((tmp_path / "outside").iterdir())

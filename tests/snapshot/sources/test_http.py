@@ -1,0 +1,518 @@
+"""HTTP as a source: ranges into memory, every wrong answer found, redirects, TLS, credentials kept to themselves."""
+
+from __future__ import annotations
+
+import random
+import socket
+import ssl
+import threading
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import trustme
+from fault_server import Faults, FaultServer
+from pilotlight.errors import (
+    PilotlightError,
+    SnapshotChanged,
+    SourceDenied,
+    SourceError,
+    SourceMissing,
+    SourceUnavailable,
+)
+from pilotlight.snapshot.sources.http import HttpConnection, HttpSource
+
+DATA = random.Random(3).randbytes(1 << 20)
+NAME = "model.safetensors"
+FILES = {NAME: DATA, "empty": b"", "sub/ä b+c%.bin": b"0123456789"}
+
+
+@contextmanager
+def connected(source: HttpSource) -> Iterator[HttpConnection]:
+    connection = source.connect()
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+def read(connection: HttpConnection, begin: int, end: int, version: str = "", name: str = NAME) -> bytes:
+    connection.begin(name, begin, end, version)
+    buffer = memoryview(bytearray(end - begin + 10))
+    done = 0
+    while count := connection.read_into(buffer[done:]):
+        done += count
+    return bytes(buffer[:done])
+
+
+def read_once(server: FaultServer, begin: int = 1000, end: int = 700_000, version: str = "") -> bytes:
+    with connected(HttpSource(server.url, timeout_s=5)) as connection:
+        return read(connection, begin, end, version)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[FaultServer]:
+    """A server without faults."""
+    with FaultServer(FILES) as server:
+        yield server
+
+
+@pytest.fixture
+def server() -> Iterator[FaultServer]:
+    """A server whose faults the test sets."""
+    with FaultServer(FILES) as found:
+        yield found
+
+
+# -- reading
+
+
+def test_ranges_follow_each_other_on_one_connection(plain: FaultServer) -> None:
+    source = HttpSource(plain.url + "/")
+    before = plain.connections
+    with connected(source) as connection:
+        for begin, end in ((0, 1), (500, 300_000), (len(DATA) - 7, len(DATA)), (0, len(DATA))):
+            assert read(connection, begin, end) == DATA[begin:end]
+    assert plain.connections == before + 1
+
+
+def test_bytes_land_in_the_callers_view_and_nowhere_else(plain: FaultServer) -> None:
+    memory = bytearray(b"\xaa" * 300_000)
+    with connected(HttpSource(plain.url)) as connection:
+        info = connection.begin(NAME, 10, 200_010)
+        assert info.size_bytes == len(DATA)
+        at = 5000
+        while count := connection.read_into(memoryview(memory)[at : at + 100_000]):
+            at += count
+    assert at == 205_000
+    assert memory[5000:at] == DATA[10:200_010]
+    assert set(memory[:5000]) == set(memory[at:]) == {0xAA}
+
+
+def test_a_range_that_was_not_read_to_its_end_is_dropped(plain: FaultServer) -> None:
+    with connected(HttpSource(plain.url)) as connection:
+        connection.begin(NAME, 0, len(DATA))
+        assert connection.read_into(memoryview(bytearray(100))) > 0
+        assert read(connection, 77, 1077) == DATA[77:1077]
+
+
+def test_stat_asks_for_one_byte_and_remembers(server: FaultServer) -> None:
+    source = HttpSource(server.url)
+    info = source.stat(NAME)
+    assert (info.size_bytes, info.version) == (len(DATA), '"v0"')
+    assert source.stat(NAME) == info
+    assert source.size(NAME) == len(DATA)
+    assert [request.headers["range"] for request in server.requests] == ["bytes=0-0"]
+    assert source.stat("empty").size_bytes == 0
+    assert source.read_into("empty", 0, memoryview(bytearray(4))) == 0
+
+
+def test_names_are_encoded_and_a_query_of_the_base_is_kept(plain: FaultServer) -> None:
+    source, buffer = HttpSource(f"{plain.url}/sub?token=hush&x=1"), bytearray(4)
+    assert source.read_into("ä b+c%.bin", 3, memoryview(buffer)) == 4
+    assert buffer == b"3456"
+    assert plain.requests[-1].target == "/sub/%C3%A4%20b%2Bc%25.bin?token=hush&x=1"
+    assert source.url == f"{plain.url}/sub"
+
+
+@pytest.mark.parametrize("name", ["../x", "/x", "", "a//b", "a\nb"])
+def test_names_that_lead_out_are_refused_unasked(plain: FaultServer, name: str) -> None:
+    asked = len(plain.requests)
+    with pytest.raises(SourceMissing, match="not a name below"):
+        HttpSource(plain.url).stat(name)
+    assert len(plain.requests) == asked
+
+
+def test_a_strong_tag_is_sent_and_a_weak_or_a_date_is_compared(server: FaultServer) -> None:
+    for etag, sent in (("strong", '"v0"'), ("weak", None), (None, None)):
+        server.faults = Faults(etag=etag)
+        source = HttpSource(server.url)
+        version = source.stat(NAME).version
+        assert version
+        with connected(source) as connection:
+            assert read(connection, 5, 50, version) == DATA[5:50]
+            assert server.requests[-1].headers.get("if-match") == sent
+            server.faults = Faults(etag=etag, changed_from=0)
+            with pytest.raises(SnapshotChanged, match=NAME) as caught:
+                connection.begin(NAME, 5, 50, version)
+        assert caught.value.details == {"object": NAME}
+        assert source.stat(NAME).version != version, "it is remembered although it changed"
+
+
+def test_an_object_of_another_size_has_changed(server: FaultServer) -> None:
+    source = HttpSource(server.url)
+    source.stat(NAME)
+    server.content = {NAME: DATA[:-1]}
+    with (
+        connected(source) as connection,
+        pytest.raises(SnapshotChanged, match="1048575 bytes, and had 1048576"),
+    ):
+        connection.begin(NAME, 0, 10)
+    with connected(source) as connection, pytest.raises(SnapshotChanged, match="shorter"):
+        connection.begin(NAME, len(DATA) + 5, len(DATA) + 10)
+
+
+# -- answers that are wrong
+
+
+@pytest.mark.parametrize(
+    ("faults", "words"),
+    [
+        (Faults(wrong_range_share=1), "bytes 1000 to 700000: the answer is another range, bytes 999 to 699999"),
+        (Faults(short_share=1), "bytes 1000 to 700000: the connection was closed"),
+        (Faults(reset_share=1), "bytes 1000 to 700000: Connection reset"),
+        (Faults(chunked=True, short_share=1), "bytes 1000 to 700000: peer"),
+        (Faults(chunked=True, reset_share=1), "bytes 1000 to 700000: Connection reset"),
+        (Faults(busy_share=1), "HTTP 503"),
+        (Faults(busy_share=1, busy_status=429), "HTTP 429"),
+        (Faults(status=408), "HTTP 408"),
+        (Faults(status=500, body="x" * 200_000), "HTTP 500"),
+    ],
+)  # fmt: skip
+def test_what_may_pass_is_unavailable_and_heals_on_the_same_connection(
+    server: FaultServer, faults: Faults, words: str
+) -> None:
+    with connected(HttpSource(server.url)) as connection:
+        server.faults = faults
+        with pytest.raises(SourceUnavailable, match=words) as caught:
+            read(connection, 1000, 700_000)
+        assert NAME in caught.value.message
+        assert caught.value.details["object"] == NAME
+        server.faults = Faults()
+        assert read(connection, 1000, 700_000) == DATA[1000:700_000]
+
+
+def test_an_answer_that_comes_twice_is_not_taken_for_the_next_one(server: FaultServer) -> None:
+    server.faults = Faults(duplicate_share=1)
+    refused = []
+    with connected(HttpSource(server.url)) as connection:
+        for begin, size in [
+            *((at, 1000) for at in range(0, 50_000, 10_000)),
+            (0, 400_000),
+            (100_000, 400_000),
+        ]:
+            try:
+                data = read(connection, begin, begin + size)
+            except SourceUnavailable as error:  # the second copy came after the next request had been sent
+                refused.append(error.message)
+                data = read(connection, begin, begin + size)
+            assert data == DATA[begin : begin + size]
+    assert all("another range" in message for message in refused)
+
+
+def test_chunked_answers_are_decoded(server: FaultServer) -> None:
+    server.faults = Faults(chunked=True)
+    assert read_once(server) == DATA[1000:700_000]
+
+
+def test_closing_after_each_answer_is_no_failure(server: FaultServer) -> None:
+    for said in (True, False):
+        server.faults = Faults(close_each=True, close_said=said)
+        with connected(HttpSource(server.url)) as connection:
+            for begin in range(0, 5000, 1000):
+                assert read(connection, begin, begin + 900) == DATA[begin : begin + 900]
+    assert server.connections == 10
+
+
+def test_retry_after_is_told_in_seconds_or_as_a_date(server: FaultServer) -> None:
+    for text, wanted in (("7", 7.0), ("Thu, 01 Jan 2015 00:00:00 GMT", 0.0), ("soon", None), ("-3", None)):
+        server.faults = Faults(busy_share=1, retry_after=text)
+        with pytest.raises(SourceUnavailable) as caught:
+            read_once(server)
+        assert caught.value.retry_after_s == wanted
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [
+        (404, SourceMissing),
+        (410, SourceMissing),
+        (401, SourceDenied),
+        (403, SourceDenied),
+        (412, SnapshotChanged),
+    ],
+)
+def test_statuses_mean_what_they_say(server: FaultServer, status: int, error: type[PilotlightError]) -> None:
+    server.faults = Faults(status=status, body="no")
+    with pytest.raises(error, match=NAME):
+        read_once(server)
+    assert len(server.requests) == 1
+
+
+def test_what_no_file_server_answers_is_an_error(server: FaultServer) -> None:
+    server.faults = Faults(status=418)
+    with pytest.raises(SourceError, match="HTTP 418"):
+        read_once(server)
+    server.faults = Faults(headers={"Content-Encoding": "gzip"})
+    with pytest.raises(SourceError, match="encoded as gzip"):
+        read_once(server)
+
+
+def test_a_server_without_ranges_serves_whole_objects_only(server: FaultServer) -> None:
+    server.faults = Faults(ranges=False)
+    assert HttpSource(server.url).size(NAME) == len(DATA)
+    assert read_once(server, 0, len(DATA)) == DATA
+    with pytest.raises(SourceError, match="not served in ranges") as caught:
+        read_once(server, 0, 500)
+    assert "Range" in caught.value.remedy
+    assert not isinstance(caught.value, SourceUnavailable)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"SSH-2.0-OpenSSH_9.6\r\n\r\n",
+        b"HTTP/1.1 206 -\r\nContent-Length: 9, 10\r\n\r\n",
+        b"HTTP/1.1 206 -\r\nX: " + b"x" * 70_000,
+        b"HTTP/1.1 206 -\r\nContent-Range: bytes 0-8/9\r\nContent-Length: 4\r\n\r\n1234",
+        b"HTTP/1.1 206 -\r\nContent-Length: 9\r\n\r\n123456789",
+        b"",
+    ],
+)
+def test_whatever_is_answered_is_an_error_of_ours(answer: bytes) -> None:
+    with (
+        scripted(lambda peer: peer.sendall(answer)) as url,
+        connected(HttpSource(url)) as connection,
+        pytest.raises(SourceUnavailable, match="bytes 0 to 9"),
+    ):
+        read(connection, 0, 9)
+
+
+def test_early_hints_are_passed_over() -> None:
+    answer = b"HTTP/1.1 103 -\r\nLink: x\r\n\r\nHTTP/1.1 206 -\r\nContent-Range: bytes 0-8/9\r\n\r\n123456789"
+    with scripted(lambda peer: peer.sendall(answer)) as url, connected(HttpSource(url)) as connection:
+        assert read(connection, 0, 9) == b"123456789"  # without a length: to the connection's end
+
+
+# -- waiting and closing
+
+
+def test_nothing_in_time_is_unavailable(server: FaultServer) -> None:
+    for stall_at in (None, 5000):
+        server.faults = Faults(stall_share=1, stall_s=60, stall_at=stall_at)
+        with (
+            connected(HttpSource(server.url, timeout_s=0.2)) as connection,
+            pytest.raises(SourceUnavailable, match="nothing came in time"),
+        ):
+            read(connection, 0, 20_000)
+
+
+def test_nobody_listening_is_unavailable() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    with connected(HttpSource(url)) as connection, pytest.raises(SourceUnavailable, match="refused"):
+        connection.begin(NAME, 0, 1)
+
+
+@pytest.mark.parametrize("stall_at", [None, 5000])
+@pytest.mark.parametrize("tls", [False, True])
+def test_close_ends_a_read_that_waits_in_another_thread(stall_at: int | None, tls: bool) -> None:
+    authority = trustme.CA()
+    faults = Faults(stall_share=1, stall_s=60, stall_at=stall_at)
+    with FaultServer(FILES, faults, ssl_context=serving(authority) if tls else None) as server:
+        connection = HttpSource(server.url, ssl_context=trusting(authority)).connect()
+        caught, began = [], threading.Event()
+
+        def wait() -> None:
+            try:
+                began.set()
+                read(connection, 0, 20_000)
+            except SourceUnavailable as error:
+                caught.append(error)
+
+        reader = threading.Thread(target=wait)
+        reader.start()
+        began.wait(10)
+        while not server.requests and reader.is_alive():
+            threading.Event().wait(0.005)
+        connection.close()
+        connection.close()
+        reader.join(10)
+        assert not reader.is_alive()
+        assert len(caught) == 1
+        with pytest.raises(SourceUnavailable, match="closed"):
+            connection.begin(NAME, 0, 1)
+
+
+def descriptors() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def test_close_at_any_moment_leaks_no_descriptor(plain: FaultServer) -> None:
+    source, chance = HttpSource(plain.url), random.Random(1)
+    with connected(source) as connection:
+        read(connection, 0, 10)
+    before = descriptors()
+    for _ in range(40):
+        connection = source.connect()
+
+        def work(connection: HttpConnection = connection) -> None:
+            try:
+                for begin in range(0, 900_000, 100_000):
+                    read(connection, begin, begin + 100_000)
+            except SourceUnavailable:
+                return
+
+        reader = threading.Thread(target=work)
+        reader.start()
+        reader.join(chance.random() * 0.01)
+        connection.close()
+        reader.join(10)
+        assert not reader.is_alive()
+    deadline = threading.Event()
+    for _ in range(200):  # the server's ends, which are in this process, go a moment later
+        if descriptors() <= before:
+            break
+        deadline.wait(0.01)
+    assert descriptors() <= before
+
+
+# -- redirects
+
+
+def test_a_redirect_is_followed_once_and_remembered(server: FaultServer, plain: FaultServer) -> None:
+    server.faults = Faults(redirect=plain.url + "/")
+    source = HttpSource(server.url, headers={"Authorization": "Bearer hush"})
+    with connected(source) as connection:
+        for begin in range(0, 3000, 1000):
+            assert read(connection, begin, begin + 100) == DATA[begin : begin + 100]
+    assert len(server.requests) == 1
+    assert server.requests[0].headers["authorization"] == "Bearer hush"
+    assert "authorization" not in plain.requests[-1].headers
+
+
+def test_a_redirect_that_expired_is_resolved_anew_once(server: FaultServer) -> None:
+    with FaultServer(FILES) as cdn:
+        server.faults = Faults(redirect=cdn.url + "/")
+        source = HttpSource(server.url)
+        with connected(source) as connection:
+            assert read(connection, 0, 9) == DATA[:9]
+            number = len(cdn.requests)
+            cdn.faults = lambda request: Faults(status=403 if request.number == number else None)
+            assert read(connection, 9, 19) == DATA[9:19]
+            assert len(server.requests) == 2
+            cdn.faults = Faults(status=403)
+            with pytest.raises(SourceDenied):
+                read(connection, 9, 19)
+            assert len(server.requests) == 3
+
+
+def test_redirects_end(server: FaultServer) -> None:
+    server.faults = Faults(redirect=server.url + "/again/")
+    with pytest.raises(SourceError, match="more than 5 times"):
+        read_once(server)
+    assert len(server.requests) == 6
+    server.faults = Faults(redirect="ftp://elsewhere/x")
+    with pytest.raises(SourceError, match="no http"):
+        read_once(server)
+
+
+# -- TLS
+
+
+def serving(authority: trustme.CA) -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    return context
+
+
+def trusting(authority: trustme.CA) -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    authority.configure_trust(context)
+    return context
+
+
+def test_tls_reads_the_same_and_trusts_nobody_unasked(plain: FaultServer) -> None:
+    authority = trustme.CA()
+    with FaultServer(FILES, ssl_context=serving(authority)) as server:
+        source = HttpSource(server.url, ssl_context=trusting(authority))
+        with connected(source) as connection:
+            for begin in (0, 1000):
+                assert read(connection, begin, begin + 700_000) == DATA[begin : begin + 700_000]
+        assert server.connections == 1
+        with (
+            connected(HttpSource(server.url)) as connection,
+            pytest.raises(SourceError, match="certificate is not trusted") as caught,
+        ):
+            connection.begin(NAME, 0, 1)
+        assert not isinstance(caught.value, SourceUnavailable)
+        server.faults = Faults(redirect=plain.url + "/")
+        with connected(source) as connection, pytest.raises(SourceError, match="away from TLS"):
+            connection.begin(NAME, 0, 1)
+    source = HttpSource(plain.url.replace("http", "https"), connect_timeout_s=0.3)
+    with connected(source) as connection, pytest.raises(SourceUnavailable):
+        connection.begin(NAME, 0, 1)
+
+
+# -- credentials
+
+
+def test_credentials_are_sent_and_never_shown(server: FaultServer) -> None:
+    source = HttpSource(server.url.replace("//", "//me:hush%40@") + "/sub/?token=secret")
+    with connected(source) as connection:
+        server.faults = lambda request: Faults(status=403 if request.number else 500)
+        shown = [repr(source.url)]
+        for _ in range(2):
+            with pytest.raises(SourceError) as caught:
+                connection.begin(NAME, 0, 1)
+            shown += [str(caught.value), repr(caught.value.to_wire()), str(caught.value.__cause__)]
+    assert server.requests[0].headers["authorization"] == "Basic bWU6aHVzaEA="
+    assert not [text for text in shown if "hush" in text or "secret" in text or "me:" in text]
+
+
+@pytest.mark.parametrize(
+    "url", ["http://", "http://me:hush@/x", "http://h:99999/", "ftp://h/x", "http://[::1/x"]
+)
+def test_what_is_no_url_is_refused_without_its_secrets(url: str) -> None:
+    with pytest.raises(SourceError, match="not a URL of a web server") as caught:
+        HttpSource(url)
+    assert "hush" not in str(caught.value)
+
+
+def test_a_header_that_http_does_not_allow_is_not_quoted(plain: FaultServer) -> None:
+    source = HttpSource(plain.url, headers={"Authorization": "Bearer hush\nhush"})
+    with pytest.raises(SourceError, match="does not allow") as caught:
+        source.stat(NAME)
+    assert "hush" not in str(caught.value)
+
+
+def test_a_range_allocates_next_to_nothing() -> None:
+    with FaultServer(FILES) as server, connected(HttpSource(server.url)) as connection:
+        view = memoryview(bytearray(len(DATA)))
+        read(connection, 0, 10)
+        tracemalloc.start()
+        try:
+            connection.begin(NAME, 0, len(DATA))
+            before = tracemalloc.get_traced_memory()[0]
+            tracemalloc.reset_peak()
+            done = 0
+            while count := connection.read_into(view[done:]):
+                done += count
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert done == len(DATA)
+    assert peak - before < 64 << 10, "a read made a copy of what it read"
+
+
+@contextmanager
+def scripted(answer: Callable[[socket.socket], None]) -> Iterator[str]:
+    """A server that reads one request, gives `answer` and closes."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with listener.accept()[0] as peer:
+            peer.settimeout(10)
+            while b"\r\n\r\n" not in peer.recv(65536):
+                pass
+            answer(peer)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        thread.join(10)
+        listener.close()

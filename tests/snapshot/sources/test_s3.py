@@ -1,0 +1,326 @@
+"""S3 as a source, against moto over HTTP: credentials, refusals in plain words, versions, listing, writing."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+import boto3
+import pytest
+from fault_server import Faults, FaultServer
+from moto.s3.models import s3_backends
+from moto.server import ThreadedMotoServer
+from pilotlight.errors import (
+    PilotlightError,
+    SnapshotChanged,
+    SourceDenied,
+    SourceError,
+    SourceMissing,
+    SourceUnavailable,
+)
+from pilotlight.snapshot.sources.s3 import S3Source
+
+DATA = random.Random(5).randbytes(300_000)
+KEY, SECRET = "AKIAEXAMPLEEXAMPLE00", "hush/secret+key"
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in [name for name in os.environ if name.upper().startswith(("AWS_", "BOTO_", "PILOTLIGHT_"))]:
+        monkeypatch.delenv(name)
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+
+
+@pytest.fixture(scope="module")
+def moto() -> Iterator[str]:
+    """The endpoint of moto's server."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Credentials in the environment."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+
+
+@pytest.fixture
+def store(moto: str, keys: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """boto3's client of an empty store with bucket `weights`; the environment points there."""
+    del keys
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", moto)
+    client = boto3.client("s3")
+    client.create_bucket(Bucket="weights")
+    yield client
+    urlopen(Request(f"{moto}/moto-api/reset", method="POST"), timeout=10).close()
+    client.close()
+
+
+def read(source: S3Source, name: str, size: int, begin: int = 0) -> bytes:
+    buffer = bytearray(size)
+    return bytes(buffer[: source.read_into(name, begin, memoryview(buffer))])
+
+
+def test_ranges_are_read_with_credentials_of_the_environment(store: Any) -> None:
+    store.put_object(Bucket="weights", Key="llama/model.safetensors", Body=DATA)
+    source = S3Source("s3://weights/llama/")
+    info = source.stat("model.safetensors")
+    assert info.size_bytes == len(DATA)
+    assert info.version == store.head_object(Bucket="weights", Key="llama/model.safetensors")["ETag"]
+    assert read(source, "model.safetensors", 1000, 777) == DATA[777:1777]
+    assert source.url == "s3://weights/llama"
+
+
+def test_a_profile_brings_credentials_endpoint_and_region(
+    store: Any, moto: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put_object(Bucket="weights", Key="f", Body=DATA)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL_S3", "AWS_DEFAULT_REGION"):
+        monkeypatch.delenv(name)
+    (tmp_path / "config").write_text(f"[profile lab]\nregion = eu-west-1\nendpoint_url = {moto}\n")
+    (tmp_path / "credentials").write_text(
+        f"[lab]\naws_access_key_id = {KEY}\naws_secret_access_key = {SECRET}\n"
+    )
+    source = S3Source("s3://weights", profile="lab")
+    url = source.locate("f", fresh=False).url
+    assert url.startswith(f"{moto}/weights/f?"), "path style"
+    assert "eu-west-1" in url
+    assert read(source, "f", 100) == DATA[:100]
+    with pytest.raises(SourceMissing, match="s3://weights/missing: there is no such key"):
+        source.stat("missing")
+    with pytest.raises(SourceDenied, match="ProfileNotFound"):
+        S3Source("s3://weights", profile="gone").stat("f")
+
+
+def test_the_endpoint_may_be_given(store: Any, moto: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.put_object(Bucket="weights", Key="f", Body=DATA)
+    monkeypatch.delenv("AWS_ENDPOINT_URL_S3")
+    assert S3Source("s3://weights", endpoint=moto, region="eu-west-1").size("f") == len(DATA)
+
+
+def test_what_is_missing_is_named(store: Any) -> None:
+    with pytest.raises(
+        SourceMissing, match=r"s3://nowhere/a/b: there is no such bucket \(NoSuchBucket\)"
+    ) as caught:
+        S3Source("s3://nowhere/a").stat("b")
+    assert caught.value.details["code"] == "NoSuchBucket"
+    with pytest.raises(SourceMissing, match=r"s3://weights/a/b: there is no such key \(NoSuchKey\)"):
+        S3Source("s3://weights/a").stat("b")
+    with pytest.raises(SourceMissing, match="NoSuchBucket"):
+        S3Source("s3://nowhere").names()
+    with pytest.raises(SourceMissing, match="NoSuchBucket"):
+        S3Source("s3://nowhere").put("f", b"1")
+
+
+def test_names_with_spaces_and_letters_of_any_alphabet(store: Any) -> None:
+    source = S3Source("s3://weights/my models/é+")
+    for name in ("a b.bin", "größe/重み.bin", "50%&x=1.bin"):
+        source.put(name, name.encode())
+        assert read(source, name, 100) == name.encode()
+    assert source.names() == sorted(["a b.bin", "größe/重み.bin", "50%&x=1.bin"])
+
+
+def test_listing_goes_over_pages_and_is_relative(store: Any) -> None:
+    for number in range(1003):
+        s3_backends["123456789012"]["aws"].put_object("weights", f"p/{number:04}", b"")  # 4 s faster
+    store.put_object(Bucket="weights", Key="p/folder/", Body=b"")
+    store.put_object(Bucket="weights", Key="pq/other", Body=b"")
+    names = S3Source("s3://weights/p").names()
+    assert len(names) == 1003
+    assert names[:2] == ["0000", "0001"]
+    assert "p/0000" in S3Source("s3://weights").names()
+
+
+def test_objects_uploaded_in_parts_keep_their_version(store: Any, tmp_path: Path) -> None:
+    data = random.Random(6).randbytes(9 << 20)
+    (tmp_path / "f").write_bytes(data)
+    seen: list[tuple[int, int]] = []
+    source = S3Source("s3://weights/x")
+    source.put("f", tmp_path / "f", lambda done, total: seen.append((done, total)))
+    info = source.stat("f")
+    assert info.version.endswith('-2"'), "not in parts"
+    assert read(source, "f", len(data)) == data
+    assert seen[-1] == (len(data), len(data))
+    assert seen == sorted(seen)
+
+
+def test_an_overwritten_object_has_changed(store: Any) -> None:
+    store.put_object(Bucket="weights", Key="f", Body=DATA)
+    source = S3Source("s3://weights")
+    source.stat("f")
+    store.put_object(Bucket="weights", Key="f", Body=DATA[::-1])
+    with pytest.raises(SnapshotChanged, match="s3://weights/f") as caught:
+        read(source, "f", 100)
+    assert caught.value.details["object"] == "f"
+    assert read(source, "f", 100) == DATA[::-1][:100]
+
+
+def test_in_a_versioned_bucket_reading_goes_on_after_an_overwrite(store: Any) -> None:
+    store.put_bucket_versioning(Bucket="weights", VersioningConfiguration={"Status": "Enabled"})
+    store.put_object(Bucket="weights", Key="f", Body=DATA)
+    source = S3Source("s3://weights")
+    connection = source.connect()
+    version = connection.begin("f", 0, 10).version
+    store.put_object(Bucket="weights", Key="f", Body=DATA[::-1])
+    connection.begin("f", 10, 30, version)
+    buffer = bytearray(20)
+    assert connection.read_into(memoryview(buffer)) == 20
+    connection.close()
+    assert buffer == DATA[10:30]
+    assert read(source, "f", 100) == DATA[:100]
+    assert read(S3Source("s3://weights"), "f", 100) == DATA[::-1][:100]
+
+
+def test_a_private_bucket_refuses_strangers_and_says_why(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.put_object(Bucket="weights", Key="f", Body=DATA)
+    store.put_object(Bucket="weights", Key="open", Body=DATA, ACL="public-read")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    source = S3Source("s3://weights")
+    assert source.size("open") == len(DATA)
+    with pytest.raises(SourceDenied, match=r"s3://weights/f: .*anonymously, since no credentials were found"):
+        source.stat("f")
+
+
+# -- refusals that moto does not give: a store that answers what S3 answers
+
+
+def refusing(status: int, code: str, extra: str = "", **headers: str) -> Faults:
+    return Faults(status=status, body=f"<Error><Code>{code}</Code>{extra}</Error>", headers=headers)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "error", "words"),
+    [
+        (403, "AccessDenied", SourceDenied, "access is denied, asked with the credentials of the environment"),
+        (400, "ExpiredToken", SourceDenied, "token has expired"),
+        (403, "InvalidAccessKeyId", SourceDenied, "not known there"),
+        (403, "SignatureDoesNotMatch", SourceDenied, "signature does not match"),
+        (403, "RequestTimeTooSkewed", SourceDenied, "clock"),
+        (403, "InvalidObjectState", SourceDenied, "archived"),
+        (404, "NoSuchBucket", SourceMissing, "no such bucket"),
+        (404, "NoSuchKey", SourceMissing, "no such key"),
+        (412, "PreconditionFailed", SnapshotChanged, "changed"),
+        (416, "InvalidRange", SnapshotChanged, "shorter"),
+        (503, "SlowDown", SourceUnavailable, "too much"),
+        (500, "InternalError", SourceUnavailable, "failed"),
+        (400, "RequestTimeout", SourceUnavailable, "waited too long"),
+        (400, "SomethingNew", SourceError, "SomethingNew"),
+        (503, "SomethingNew", SourceUnavailable, "SomethingNew"),
+    ],
+)  # fmt: skip
+def test_codes_mean_what_they_say(
+    keys: None, status: int, code: str, error: type[PilotlightError], words: str
+) -> None:
+    with FaultServer({}, refusing(status, code, **{"Retry-After": "3"})) as server:
+        connection = S3Source("s3://weights/p", endpoint=server.url).connect()
+        with pytest.raises(error, match=words) as caught:
+            connection.begin("f", 0, 10)
+        connection.close()
+    assert type(caught.value) is error
+    assert "s3://weights/p/f" in caught.value.message
+    assert code in caught.value.message
+    assert caught.value.remedy
+    wire = repr(caught.value.to_wire())
+    assert KEY not in wire
+    assert SECRET not in wire
+    assert "X-Amz" not in wire
+    if isinstance(caught.value, SourceUnavailable):
+        assert caught.value.retry_after_s == 3.0
+
+
+def test_an_endless_error_body_is_cut_off(keys: None) -> None:
+    with FaultServer({}, Faults(status=403, body="x" * (1 << 20) + "<Code>NoSuchKey</Code>")) as server:
+        connection = S3Source("s3://weights", endpoint=server.url).connect()
+        with pytest.raises(SourceDenied):
+            connection.begin("f", 0, 10)
+        connection.close()
+
+
+def test_rotated_credentials_are_taken_up_by_signing_anew(
+    keys: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def faults(request: Any) -> Faults:
+        # The first signature expires after one use.
+        old = first[0] if first else first.append(request.target) or request.target
+        return refusing(400, "ExpiredToken") if request.number and request.target == old else Faults()
+
+    first: list[str] = []
+    with FaultServer({"weights/f": DATA}, faults) as server:
+        source = S3Source("s3://weights", endpoint=server.url)
+        source.stat("f")
+        source._access().client._request_signer._credentials.access_key = "AKIAROTATED"
+        assert read(source, "f", 100) == DATA[:100]
+        assert [("AKIAROTATED" in request.target) for request in server.requests] == [False, False, True]
+
+
+def test_who_may_not_read_versions_reads_by_etag(keys: None) -> None:
+    def faults(request: Any) -> Faults:
+        if "versionId" in request.target:
+            return refusing(403, "AccessDenied")
+        return Faults(headers={"x-amz-version-id": "v7"})
+
+    with FaultServer({"weights/f": DATA}, faults) as server:
+        assert read(S3Source("s3://weights", endpoint=server.url), "f", 100) == DATA[:100]
+        assert ["versionId=v7" in request.target for request in server.requests] == [False, True, False]
+
+
+def test_a_bucket_elsewhere_is_asked_in_its_region_or_named(keys: None) -> None:
+    with FaultServer(
+        {}, refusing(301, "PermanentRedirect", **{"x-amz-bucket-region": "eu-north-1"})
+    ) as server:
+        connection = S3Source("s3://weights", endpoint=server.url).connect()
+        with pytest.raises(SourceError, match="another region \\(eu-north-1\\)"):
+            connection.begin("f", 0, 10)
+        connection.close()
+    source = S3Source("s3://weights")
+    assert "us-east-1" in source.locate("f", fresh=True).url
+    source._move("eu-north-1")
+    assert "https://weights.s3.eu-north-1.amazonaws.com/f?" in source.locate("f", fresh=True).url
+
+
+@pytest.mark.parametrize("how", ["told", "environment", "nothing"])
+def test_anonymous_requests_are_not_signed(
+    how: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    if how != "nothing":
+        request.getfixturevalue("keys")
+    if how == "environment":
+        monkeypatch.setenv("PILOTLIGHT_S3_ANONYMOUS", "1")
+    with FaultServer({"weights/f": DATA}) as server:
+        source = S3Source("s3://weights", endpoint=server.url, anonymous=True if how == "told" else None)
+        assert read(source, "f", 100) == DATA[:100]
+        assert all(asked.target == "/weights/f" for asked in server.requests)
+        server.faults = refusing(403, "AccessDenied")
+        words = "anonymously, since no credentials were found" if how == "nothing" else "anonymously, as told"
+        with pytest.raises(SourceDenied, match=words):
+            source.stat("g")
+
+
+def test_a_store_that_cannot_be_reached_is_unavailable(keys: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    with FaultServer({}) as server:
+        url = server.url
+    with pytest.raises(SourceUnavailable, match="EndpointConnectionError"):
+        S3Source("s3://weights", endpoint=url).names()
+
+
+@pytest.mark.parametrize("url", ["s3://", "s3:///x", "weights/x", "s3://me:hush@weights/x"])
+def test_what_is_no_url_of_s3_is_refused(url: str) -> None:
+    with pytest.raises(SourceError, match="not a URL of S3") as caught:
+        S3Source(url)
+    assert "hush" not in str(caught.value)
