@@ -364,6 +364,21 @@ def test_an_object_that_changes_is_not_mixed(
     assert error.details["object"] in error.message
 
 
+def test_two_versions_in_the_first_answers_are_not_mixed(tmp_path: Path, weights: Weights) -> None:
+    """Both halves are asked for before any version is known, so no If-Match could tell."""
+    name = weights.shards[0]
+
+    def choose(request: Request) -> Faults:
+        if request.name != name:
+            return Faults()
+        return Faults(latency_s=0.1, changed_from=0 if request.begin else None)
+
+    with FaultServer(weights.folder, choose) as server:
+        error = refused(weights, server.url, tmp_path, part_bytes=8 * CHUNK)
+    assert isinstance(error, SnapshotChanged)
+    assert error.details["object"] == name
+
+
 @pytest.mark.parametrize(
     ("faults", "kind", "words"),
     [
