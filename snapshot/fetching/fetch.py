@@ -138,9 +138,9 @@ class _Fetch:
     # -- the supervisor
 
     def _supervise(self, cancelled: threading.Event | None) -> None:
-        cores = len(os.sched_getaffinity(0))
-        with self._changed:
-            self._pace.look(time.monotonic(), 0, 0.0, cores)
+        processors = os.cpu_count() or 1
+        with self._changed, Path("/proc/uptime").open("rb") as uptime:
+            self._pace.look(time.monotonic(), 0, 0.0, processors)
             while self._error is None and not self._ranges.idle:
                 if cancelled is not None and cancelled.is_set():
                     raise Cancelled(
@@ -151,7 +151,7 @@ class _Fetch:
                 looked_s = time.monotonic()
                 self._changed.wait(asked_s)
                 now_s = time.monotonic()
-                self._pace.look(now_s, self._received_bytes, time.process_time(), cores)
+                self._pace.look(now_s, self._received_bytes, _idle_s(uptime.fileno()), processors)
                 self._give_up_silent(now_s, late_s=now_s - looked_s - asked_s)
 
     def _grow(self) -> None:
@@ -301,3 +301,8 @@ class _Fetch:
             remedy="Check the source, and try again: what has landed is kept.",
             details={"shard": shard.name, "chunk": chunk, "tensors": names[:100]},
         )
+
+
+def _idle_s(uptime: int) -> float:
+    """Time of all processors that nobody used since the machine started: the second number of /proc/uptime."""
+    return float(os.pread(uptime, 64, 0).split()[1])

@@ -14,19 +14,19 @@ MAX_PART_BYTES = 64 << 20
 FIRST_CONNECTIONS = 4
 MAX_CONNECTIONS = 32
 
-FIRST_WINDOW_S = 0.015
+FIRST_WINDOW_S = 0.03
 WINDOW_S = 0.04
-FAR: tuple[tuple[float, int], ...] = ((0.005, 16), (0.015, 32))
+FAR: tuple[tuple[float, int], ...] = ((0.005, 8), (0.015, 16), (0.05, 32))
 """What takes this long to answer comes from far away: latency is to be hidden by so many connections, from the start."""
 PAYS = 0.3
 """Growing n-fold pays if the rate grows by at least this share of n - 1."""
-BUSY = 0.4
-"""A share of all cores: from here on it is this process that is slow, and more connections make it slower."""
-IDLE = 0.2
+BUSY = 0.85
+"""A share of all processors: from here on it is this machine that is slow, and more connections make it slower."""
+IDLE = 0.5
 AGAIN_S = 2.0
 """How long a settled number stands before the next one is tried again."""
 
-LATENCIES_A_PART = 12
+LATENCIES_A_PART = 24
 LEAST_SPLIT_BYTES = 1 << 20
 STALL_S = 0.05
 STALL_LATENCIES = 5
@@ -64,7 +64,7 @@ class Pace:
         self._from_s = 0.0
         self._length_s = FIRST_WINDOW_S
         self._bytes = 0
-        self._busy_s = 0.0
+        self._idle_s = 0.0
 
     @property
     def habit(self) -> Habit:
@@ -82,22 +82,22 @@ class Pace:
             return FAR[0][0]
         return min(LOOK_S, max(0.005, self._window_s + self._length_s - now_s))
 
-    def look(self, now_s: float, received_bytes: int, busy_s: float, cores: int) -> None:
-        """End a window if one is over. `received_bytes` so far in all, `busy_s` of processor time of this process so far."""
+    def look(self, now_s: float, received_bytes: int, idle_s: float, processors: int) -> None:
+        """End a window if one is over. `received_bytes` so far in all, `idle_s` of all processors' time nobody used so far."""
         if received_bytes == 0:
             self._reach_far(now_s)
             return
         if self._window_s is None:
             if now_s >= self._from_s:
-                self._begin(now_s, received_bytes, busy_s)
+                self._begin(now_s, received_bytes, idle_s)
             return
         elapsed_s = now_s - self._window_s
         if elapsed_s < self._length_s:
             return
-        self._length_s = WINDOW_S
+        self._length_s = max(WINDOW_S, self.latency_s)
         self.rate = (received_bytes - self._bytes) / elapsed_s
-        busy = (busy_s - self._busy_s) / elapsed_s / cores
-        self._begin(now_s, received_bytes, busy_s)
+        busy = 1 - (idle_s - self._idle_s) / elapsed_s / processors
+        self._begin(now_s, received_bytes, idle_s)
         if not self._fixed:
             self._decide(now_s, busy)
 
@@ -133,8 +133,8 @@ class Pace:
                 self.connections, *(count for after_s, count in FAR if waited_s >= after_s), 1
             )
 
-    def _begin(self, now_s: float, received_bytes: int, busy_s: float) -> None:
-        self._window_s, self._bytes, self._busy_s = now_s, received_bytes, busy_s
+    def _begin(self, now_s: float, received_bytes: int, idle_s: float) -> None:
+        self._window_s, self._bytes, self._idle_s = now_s, received_bytes, idle_s
 
     def _decide(self, now_s: float, busy: float) -> None:
         before, rate_before = self._before
