@@ -58,6 +58,7 @@ def release_memory(cache: Cache) -> None:
                     with suppress(CacheError):  # somebody else uses it
                         tier.evict(stored.digest)
             tier.drop_spares()
+            tier.remove_if_empty()
 
 
 def _held_bytes(folder: Path) -> int:

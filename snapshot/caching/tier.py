@@ -70,12 +70,25 @@ class Tier:
     @contextmanager
     def locked(self, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
         """Alone with the tier: no other process or thread makes room, starts a fetch or evicts meanwhile."""
-        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = self._lock(timeout_s)
         try:
-            lock(descriptor, self.root / "lock", timeout_s=timeout_s)
             yield
         finally:
+            os.close(descriptor)
+
+    def _lock(self, timeout_s: float) -> int:
+        """The lock file, open and locked; one that was removed while it was waited for locks nobody out."""
+        path = self.root / "lock"
+        while True:
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                lock(descriptor, path, timeout_s=timeout_s)
+                if is_at(descriptor, path):
+                    return descriptor
+            except BaseException:
+                os.close(descriptor)
+                raise
             os.close(descriptor)
 
     def hold(self, digest: str) -> Hold | None:
@@ -156,6 +169,15 @@ class Tier:
         """Give back the memory of the files that are kept for their pages."""
         with suppress(OSError), self.locked():
             self.spares.trim(0)
+
+    def remove_if_empty(self) -> None:
+        """Leave nothing behind where there is nothing: folders without snapshots or spare files go, with their root."""
+        with suppress(OSError), self.locked():
+            for name in ("snapshots", "trash", "spare"):
+                if (self.root / name).is_dir():
+                    (self.root / name).rmdir()
+            (self.root / "lock").unlink()
+            self.root.rmdir()
 
     def sweep(self) -> None:
         """Clear what crashes left: trash, and fetches that nobody has gone on with for a day."""

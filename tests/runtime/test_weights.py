@@ -160,7 +160,12 @@ async def test_a_killed_fetcher_is_replaced_and_goes_on_where_it_was(
     gateway: Gateway, weights: Weights
 ) -> None:
     function = await deployed(gateway, weights, check=False)
-    weights.server.faults = Faults(stall_share=1.0, stall_s=60.0, stall_at=100_000)
+    # One chunk comes, and never another.
+    weights.server.faults = lambda request: Faults(
+        stall_share=float("model" in request.name),
+        stall_s=60.0,
+        stall_at=100_000 if not request.begin else None,
+    )
     call = asyncio.create_task(function.call([1.0] * WIDTH))
     while not any(request.sent >= 100_000 for request in weights.server.requests if "model" in request.name):
         await asyncio.sleep(0.01)
@@ -169,7 +174,11 @@ async def test_a_killed_fetcher_is_replaced_and_goes_on_where_it_was(
     assert response.status_code >= 500
     weights.server.faults = Faults()
     await function.settled(ready=0)
+    asked = len(weights.server.requests)
     assert await function.answer([1.0] * WIDTH) == weights.right
+    again = [request for request in weights.server.requests[asked:] if "model" in request.name]
+    assert again
+    assert min(request.begin for request in again) == 64 << 10  # what had landed is kept
 
 
 async def test_a_snapshot_that_is_not_there_is_said_at_deploy(gateway: Gateway, weights: Weights) -> None:

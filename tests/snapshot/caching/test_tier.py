@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -305,3 +306,30 @@ def test_a_disk_keeps_no_spares(tmp_path: Path, sources: list[tuple[Path, Manife
     assert tier.used_bytes() == 0
     shutil.rmtree(tier.root)
     assert tier.list() == []
+
+
+def test_an_empty_tier_leaves_nothing_and_one_in_use_stays(tmp_path: Path) -> None:
+    tier = Tier(tmp_path / "tier", 1 << 20)
+    with tier.locked():
+        pass
+    tier.remove_if_empty()
+    assert not tier.root.exists()
+    (tier.root / "snapshots" / "0").mkdir(parents=True)
+    tier.remove_if_empty()
+    assert (tier.root / "snapshots" / "0").is_dir()
+
+
+def test_a_lock_file_that_is_removed_meanwhile_locks_nobody_out(tmp_path: Path) -> None:
+    tier = Tier(tmp_path / "tier", 1 << 20)
+    at_the_path: list[bool] = []
+
+    def enter() -> None:
+        with tier.locked():
+            at_the_path.append((tier.root / "lock").exists())
+
+    with tier.locked():
+        waiter = threading.Thread(target=enter)
+        waiter.start()
+        (tier.root / "lock").unlink()
+    waiter.join(20)
+    assert at_the_path == [True]
