@@ -181,8 +181,9 @@ def _fetch_manifest(url: str, folder: Path, say: Callable[[str], None]) -> None:
     """The manifest of a snapshot that lies elsewhere, and its assets: the zygote needs them before there are weights."""
     from ..snapshot.caching.assets import bring_assets  # noqa: PLC0415  see _write_manifest
     from ..snapshot.sources.locate import open_source, read_manifest  # noqa: PLC0415
+    from ..snapshot.sources.location import shown  # noqa: PLC0415
 
-    say(f"reading the manifest of {url}")
+    say(f"reading the manifest of {shown(url)}")
     source = open_source(url)
     manifest = read_manifest(source)
     manifest.write(folder / MANIFEST_FILE)

@@ -27,6 +27,7 @@ from ..snapshot.caching.cache import Cache, Lease
 from ..snapshot.caching.node import node_cache, release_memory
 from ..snapshot.format.manifest import Manifest
 from ..snapshot.sources.locate import open_source
+from ..snapshot.sources.location import shown
 from .lineage import end_with_parent
 
 WAIT_TIMEOUT_S = 6 * 3600.0
@@ -75,8 +76,8 @@ class Fetcher:
             lease.wait(WAIT_TIMEOUT_S)
         except PilotlightError as error:
             self._say(number, "failed", error=error.to_wire())
-        except OSError as error:
-            told = SnapshotError(f"{url} could not be fetched: {error}.")
+        except Exception as error:  # noqa: BLE001  the gateway waits for an answer, whatever it is
+            told = SnapshotError(f"{shown(url)} could not be fetched: {error!r}.")
             self._say(number, "failed", error=told.to_wire())
         else:
             self._say(number, "done", bytes=lease.stats.fetched_bytes if lease.stats is not None else 0)

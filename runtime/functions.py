@@ -13,6 +13,7 @@ import psutil
 from pydantic import BaseModel, ConfigDict
 
 from ..errors import GatewayError, PilotlightError, UnknownFunction
+from ..snapshot.sources.location import shown
 from . import autoscaler
 from .deploy import Order, prepare, worker_spec
 from .launcher import Launcher
@@ -144,7 +145,7 @@ class Functions:
             kind=facts.get("kind", "plain"),
             streaming=facts.get("streaming", False),
             batch=facts.get("batch"),
-            snapshot=record.snapshot_url or (str(record.snapshot_root) if record.snapshot_root else None),
+            snapshot=_weights_of(record),
             workers=Workers(ready=census.ready, starting=census.starting, draining=census.draining),
             standby=census.standby,
             zygote=census.zygote,
@@ -154,7 +155,9 @@ class Functions:
             last_cold_start_ms=cold.total_s * 1000 if cold else None,
             last_cold_start_phases_ms={name: s * 1000 for name, s in cold.phases().items()} if cold else {},
             warnings=live.warnings,
-            settings=record.settings,
+            settings=record.settings.model_copy(update={"snapshot": _weights_of(record)})
+            if record.snapshot_url
+            else record.settings,
             input_schema=facts.get("input_schema", {}),
             output_schema=facts.get("output_schema", {}),
             processes=processes or [],
@@ -315,6 +318,13 @@ def policy_of(record: RevisionRecord) -> Policy:
         standby=scale.standby and scale.rest == "zygote",
         keep_zygote=scale.rest == "zygote",
     )
+
+
+def _weights_of(record: RevisionRecord) -> str | None:
+    """Where a revision's weights lie, as it may be shown: a URL may hold credentials."""
+    if record.snapshot_url:
+        return shown(record.snapshot_url)
+    return str(record.snapshot_root) if record.snapshot_root else None
 
 
 def _sayer(logs: LogBook) -> Callable[[str], None]:

@@ -140,7 +140,11 @@ class Parent:
 
         token = self._listener.expect("worker" if role != "zygote" else role, name, logs, on_link)
         self._forking[token] = future
-        order = {"token": token, "role": role, "spec": spec.model_dump(mode="json") if spec else None}
+        order = {
+            "token": token,
+            "role": role,
+            "spec": spec.model_dump(mode="json", exclude={"source"}) if spec else None,
+        }
         self.child.link.send_json(Kind.FORK, 0, order)
         try:
             if not self.alive:

@@ -184,8 +184,9 @@ class Pool:
                 fork = both.create_task(self._standby_or_fork(standby))
                 activation.fetch = (await self._hold(self._weights)).fetch
         except BaseException as failed:
-            if fork is not None and _succeeded(fork):
-                fork.result().link.close()
+            found = fork.result() if fork is not None and _succeeded(fork) else standby
+            if found is not None:
+                found.link.close()
             if isinstance(failed, ExceptionGroup):
                 raise failed.exceptions[0] from None
             raise

@@ -24,7 +24,7 @@ class State(enum.StrEnum):
 
 
 # How long a worker may take from ACTIVATE to READY, and from saying that it cannot to its end.
-START_TIMEOUT_S = 900.0
+START_TIMEOUT_S = 3660.0
 EXIT_TIMEOUT_S = 30.0
 
 

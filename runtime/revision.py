@@ -318,6 +318,8 @@ class Revision:
         if not self.pool.ready:
             self._fail_waiting(error)
         self._scale()
+        if not self._queue:
+            self.pool.release()
 
     def on_worker_died(
         self, replica: Replica, unstarted: list[Invocation], started: list[Invocation], cause: str

@@ -16,7 +16,7 @@ from ..errors import LauncherError, PilotlightError
 from .spec import WorkerSpec
 from .timeline import Fetch
 
-START_TIMEOUT_S = 60.0
+HOLD_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 10.0
 MAX_LINE_BYTES = 1 << 20
 
@@ -63,7 +63,14 @@ class Weights:
         self._fetchings[fetching.number] = fetching
         self._order(process, op="hold", id=fetching.number, manifest=str(spec.manifest), url=spec.source)
         try:
-            await fetching.held
+            async with asyncio.timeout(HOLD_TIMEOUT_S):
+                await fetching.held
+        except TimeoutError:
+            self.release(fetching)
+            raise LauncherError(
+                f"The fetcher gave no answer within {HOLD_TIMEOUT_S:.0f} s.",
+                remedy="Look whether the disk of the cache answers.",
+            ) from None
         except BaseException:
             self.release(fetching)
             raise
@@ -115,7 +122,10 @@ class Weights:
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
         while process.stdout is not None and (line := await process.stdout.readline()):
-            self._on_word(orjson.loads(line))
+            try:
+                self._on_word(orjson.loads(line))
+            except (ValueError, KeyError, TypeError):  # not its own words: some library's
+                sys.stderr.write(f"fetcher: {line.decode(errors='replace')}")
         await process.wait()
         error = LauncherError(
             f"The fetcher ended (exit code {process.returncode}).",

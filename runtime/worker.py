@@ -37,6 +37,7 @@ from .spec import WorkerSpec
 # How long a worker that goes by itself waits for the gateway's word that nothing more is on its way.
 RELEASE_TIMEOUT_S = 10.0
 WEIGHTS_TIMEOUT_S = 3600.0
+OWN_THREADS = ("main", "handler-0")  # of a standby
 # How long the last answers may take to leave a worker that ends.
 FLUSH_TIMEOUT_S = 10.0
 LOG_FORMAT = "%(levelname)s %(invocation)s %(message)s"
@@ -165,7 +166,11 @@ class Worker:
     async def _set_up_on_loop(self) -> None:
         await self._prepared.wait()
         try:
-            answer = self._restore_and_setup()
+            self._restore()
+            if self._snapshot is not None and self._snapshot.arriving:
+                # Tasks share their thread, and hand work to others: no gate could stand before all of it.
+                await asyncio.to_thread(self._snapshot.wait, WEIGHTS_TIMEOUT_S)
+            answer = self._call_setup()
             if inspect.isawaitable(answer):
                 answer = await answer
         except (Exception, SystemExit) as error:  # noqa: BLE001  told to the gateway, which answers for it
@@ -176,30 +181,34 @@ class Worker:
 
     def _set_up(self) -> bool:
         try:
-            answer = self._restore_and_setup()
-            if inspect.isawaitable(answer):
-                answer = asyncio.run(_await(answer))
+            self._restore()
+            with self._gate():
+                answer = self._call_setup()
+                if inspect.isawaitable(answer):
+                    answer = asyncio.run(_await(answer))
         except (Exception, SystemExit) as error:  # noqa: BLE001  told to the gateway, which answers for it
             self._say_failed(error)
             return False
         self._keep(answer)
         return True
 
-    def _restore_and_setup(self) -> Any:
+    def _restore(self) -> None:
+        """Weights mapped; they may still be arriving."""
         started_s = time.monotonic()
         snapshot = self._snapshot
         if snapshot is not None:
+            foreign = threading.active_count() - len(OWN_THREADS)
             snapshot.open()
             if snapshot.arriving:
                 threading.Thread(target=self._await_weights, args=(snapshot,), daemon=True).start()
-                if self._handler.kind.on_loop:
-                    # Tasks share their thread, and hand work to others: no gate could stand before all of it.
-                    snapshot.wait(WEIGHTS_TIMEOUT_S)
+                if foreign > 0 and not self._handler.kind.on_loop:
+                    snapshot.wait(
+                        WEIGHTS_TIMEOUT_S
+                    )  # a rehearsal started threads; no gate stands before them
         self._restored_s = time.monotonic() - started_s
-        if self._handler.setup is None:
-            return None
-        with self._gate():
-            return self._handler.setup(self._context())
+
+    def _call_setup(self) -> Any:
+        return self._handler.setup(self._context()) if self._handler.setup is not None else None
 
     def _gate(self) -> contextlib.AbstractContextManager[Any]:
         """Around the user's code while weights are still coming: each operation waits for its own."""

@@ -101,7 +101,9 @@ class Feed:
                 while self._awake.recv(4096):
                     pass
         elif ready is self._listener:
-            with suppress(BlockingIOError, ConnectionError):
+            with suppress(
+                OSError
+            ):  # out of descriptors too: who is not let in hears that from the closed end
                 follower = _Follower(self._listener.accept()[0])
                 follower.socket.setblocking(False)
                 self._followers.append(follower)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import stat
 from contextlib import suppress
 from pathlib import Path
 
@@ -36,14 +37,25 @@ def node_tiers(folder: Path) -> list[Tier]:
         return [disk]
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     name = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:12]
+    root = SHARED_MEMORY / f"pilotlight-{os.getuid()}-{name}"
+    if not _is_ours(root):
+        return [disk]
     budget_bytes = int(MEMORY_SHARE * memory_bytes)
     memory = Tier(
-        SHARED_MEMORY / f"pilotlight-{os.getuid()}-{name}",
+        root,
         budget_bytes,
         "tmpfs",
         spare_bytes=budget_bytes // 2,
     )
     return [memory, disk]
+
+
+def _is_ours(root: Path) -> bool:
+    """Whether nobody else can have put, or can put, anything there. Anybody may make folders in shared memory."""
+    with suppress(FileExistsError):
+        root.mkdir(mode=0o700)
+    status = root.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
 def release_memory(cache: Cache) -> None:
@@ -74,7 +86,7 @@ def follow(folder: Path, manifest: Manifest) -> Lease:
 class _Elsewhere(Ranged):
     """The source of those who may not fetch: whoever holds the snapshot does, and knows the credentials."""
 
-    url = "the node's fetcher"
+    url = ""  # so that who takes over from it is not told that there is nothing to be had
 
     def stat(self, name: str) -> ObjectInfo:
         raise self._gone(name)

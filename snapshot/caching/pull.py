@@ -175,6 +175,9 @@ class Pull:
             self._fail(
                 CacheError(f"{self.files}: {error.strerror}.", remedy="Check the disk and its folder.")
             )
+        except BaseException as error:
+            self._fail(CacheError(f"The pull of {self._digest} broke off: {error!r}.", remedy="Try again."))
+            raise
         else:
             self._over.set()
             if self._then is not None:
@@ -187,8 +190,9 @@ class Pull:
 
     def _fail(self, error: PilotlightError) -> None:
         self._error = error
-        # Who follows may have better credentials than ours.
-        self._end_turn(error, dropped=self.cancelled or isinstance(error, SourceDenied))
+        # Who follows may have better credentials than ours, or a source where we have none.
+        gives_up = isinstance(error, SourceDenied) or not self._source.url
+        self._end_turn(error, dropped=self.cancelled or gives_up)
         self.arrival.fail(error)
 
     def _step(self) -> bool:

@@ -160,7 +160,8 @@ class _Download:
                 raise CacheError(f"{path} leads out of the folder by a link.", remedy="Remove the link.")
             if (fault := self._fault(path, size_bytes)) and not self._force:
                 raise CacheError(f"{path} is not the snapshot's: {fault}.", remedy=_ELSEWHERE)
-            if fault:
+            # Never into an inode that another may have mapped: a finetune's file has the same size.
+            if fault or (self._force and not self._known and path.is_file()):
                 found.append(path)
         return found
 
@@ -206,14 +207,14 @@ class _Download:
         return held_bytes > 0
 
     def _check_held(self, held: Sequence[bool], cancelled: threading.Event) -> None:
-        """Refuse files of the right size that share nothing with the snapshot: a finetune's, say."""
+        """Refuse files that nobody began here and that are not the snapshot's to the last byte: a finetune's, say."""
         if cancelled.is_set():
             raise Cancelled("The download was cancelled.")
         for index, shard in enumerate(self._manifest.shards):
             chunks = range(self._arrival.first[index], self._arrival.first[index + 1])
-            if held[index] and chunks and not any(self._arrival.landed(chunk) for chunk in chunks):
+            if held[index] and chunks and not all(self._arrival.landed(chunk) for chunk in chunks):
                 raise CacheError(
-                    f"{self._folder / shard.name} is not the snapshot's: of its size, and nothing of it fits.",
+                    f"{self._folder / shard.name} is not the snapshot's: of its size, and not all of it fits.",
                     remedy=_ELSEWHERE,
                 )
 

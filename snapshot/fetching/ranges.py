@@ -118,8 +118,12 @@ class Ranges:
         middle = longest.at + margin_bytes + (longest.end - longest.at - margin_bytes) // 2
         aligned = middle // self._chunk_bytes * self._chunk_bytes
         cut = aligned if aligned >= longest.at + margin_bytes + least_bytes else middle
-        half = Part(longest.shard, cut, longest.end, 0)
-        longest.end = cut
+        # The cut first, then a look: its reader goes on meanwhile, and from here on stops at the cut.
+        end, longest.end = longest.end, cut
+        if longest.at + margin_bytes > cut:
+            longest.end = end
+            return None
+        half = Part(longest.shard, cut, end, 0)
         self.active.append(half)
         return half
 

@@ -51,6 +51,8 @@ _REMEDY = "Make the manifest anew: pilotlight snapshot create."
 
 def _plain(name: str) -> str:
     fault = name_fault(name)
+    if fault is None and any(part.startswith(".") for part in name.split("/")):
+        fault = "it is hidden"  # readers keep their own notes in hidden files
     if fault is not None:
         raise ValueError(f"not a file inside the snapshot: {fault}")
     return name
@@ -128,7 +130,10 @@ class Manifest(_Frozen):
 
     version: Literal[1] = 1
     algorithm: Literal["xxh3-128"] = "xxh3-128"
-    chunk_bytes: Annotated[int, Field(ge=MIN_CHUNK_BYTES, le=MAX_CHUNK_BYTES)] = DEFAULT_CHUNK_BYTES
+    # Whole pages: a private write to the end of one chunk must not copy the beginning of the next before it is there.
+    chunk_bytes: Annotated[
+        int, Field(ge=MIN_CHUNK_BYTES, le=MAX_CHUNK_BYTES, multiple_of=MIN_CHUNK_BYTES)
+    ] = DEFAULT_CHUNK_BYTES
     shards: Annotated[tuple[Shard, ...], FailFast(), Field(max_length=MAX_SHARDS)]
     tensors: Annotated[tuple[TensorEntry, ...], FailFast(), Field(max_length=MAX_TENSORS)]
     aliases: Annotated[dict[TensorName, TensorName], Field(max_length=MAX_TENSORS)] = {}

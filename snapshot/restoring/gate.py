@@ -3,8 +3,9 @@
 torch calls `__torch_dispatch__` for every operation of the thread that entered the mode, whatever Python or C++ it came
 from, with the tensors that it is about to read. Modules need no hooks and no names: a weight used by a module that does
 not own it (tied, or inside a fused layer) is waited for like any other. Memory that is read without an
-operation (`.numpy()`, `.tolist()`, an address) is waited for when it is asked for. What the gate cannot see is other threads,
-each of which needs a gate of its own, and addresses that were taken before.
+operation (`.numpy()`, `.tolist()`, an address) is waited for when it is asked for. A thread that is
+started inside waits until all has arrived. What the gate cannot see is threads that were there before, each of which needs a
+gate of its own, and addresses that were taken before.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ class Gate(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, mapping: Mapping, arrival: Arrival, *, timeout_s: float = 600.0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.thread = 0
+        """Who entered it; 0 while it waits itself, and what it starts is no user's thread."""
         self.waited_s = 0.0
         """How long operations waited, all together."""
         self._touched = Touched(mapping)
@@ -39,13 +42,14 @@ class Gate(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._chunk_bytes = mapping.manifest.chunk_bytes
 
     def __enter__(self) -> Self:
-        _reads.enter(self)
+        self.thread = threading.get_ident()
+        _exits.enter(self)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *failure: object) -> None:
         super().__exit__(*failure)  # type: ignore[no-untyped-call]
-        _reads.leave(self)
+        _exits.leave(self)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -60,18 +64,26 @@ class Gate(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for shard, begin, end in self._touched.extents(func, args, kwargs):
                 self._wait(shard, begin, end)
 
+    def wait_for_all(self) -> None:
+        """Until everything is there: for those whom no gate stands before."""
+        if self._arrival.count:
+            self._arrival.wait(0, self._arrival.count - 1, self._timeout_s)
+
     def _wait(self, shard: int, begin: int, end: int) -> None:
         first = self._arrival.first[shard]
         low, high = first + begin // self._chunk_bytes, first + (end - 1) // self._chunk_bytes
         if all(self._arrival.landed(chunk) for chunk in range(low, high + 1)):
             return
-        started_s = time.monotonic()
-        self._arrival.wait(low, high, self._timeout_s)
-        self.waited_s += time.monotonic() - started_s
+        started_s, self.thread, thread = time.monotonic(), 0, self.thread
+        try:
+            self._arrival.wait(low, high, self._timeout_s)
+        finally:
+            self.thread = thread
+            self.waited_s += time.monotonic() - started_s
 
 
-class _Reads:
-    """Stands before the methods that give memory away, while any gate is entered.
+class _Exits:
+    """Stands before the methods that give memory away, and before starting threads, while any gate is entered.
 
     Not a TorchFunctionMode: under one torch leaves its fused kernels, and the answer differs in the last bits.
     """
@@ -85,6 +97,7 @@ class _Reads:
             if not self._gates:
                 for name in _READS:
                     setattr(Tensor, name, self._waiting(name))
+                threading.Thread.start = self._starting()  # type: ignore[method-assign, assignment]
             self._gates.append(gate)
 
     def leave(self, gate: Gate) -> None:
@@ -96,6 +109,17 @@ class _Reads:
                         delattr(Tensor, name)
                     else:
                         setattr(Tensor, name, own)
+                threading.Thread.start = _START  # type: ignore[method-assign]
+
+    def _starting(self) -> Callable[[threading.Thread], None]:
+        @functools.wraps(_START)
+        def start(thread: threading.Thread) -> None:
+            for gate in tuple(self._gates):
+                if gate.thread == threading.get_ident():  # others' threads have nothing to do with it
+                    gate.wait_for_all()
+            _START(thread)
+
+        return start
 
     def _waiting(self, name: str) -> Callable[..., Any]:
         plain = getattr(Tensor, name)
@@ -113,4 +137,5 @@ class _Reads:
 _READS: dict[str, Any] = {
     name: vars(Tensor).get(name) for name in ("tolist", "numpy", "data_ptr", "__array__", "__dlpack__")
 }
-_reads = _Reads()
+_START = threading.Thread.start
+_exits = _Exits()

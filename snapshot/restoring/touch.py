@@ -30,9 +30,11 @@ class Touched:
         """The bytes that operation `func` reads or writes of the mapping."""
         if _makes_view(func):
             return
-        if func is torch.ops.aten.embedding.default and (rows := self._rows(args)) is not None:
-            yield from rows
-            return
+        if func is torch.ops.aten.embedding.default:
+            yield from self._extent(args[1])  # before its values are looked at
+            if (rows := self._rows(args)) is not None:
+                yield from rows
+                return
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor):
                 yield from self._extent(value)
@@ -67,11 +69,19 @@ class Touched:
         return [(shard, begin + row * row_bytes, begin + (row + 1) * row_bytes) for row in rows]
 
 
+_NEVER_COPIES = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in (
+        "alias", "as_strided", "detach", "diagonal", "expand", "narrow", "permute", "select", "slice", "split",
+        "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold", "unsqueeze", "view",
+    )
+)  # fmt: skip
+
+
 @cache
 def _makes_view(func: Any) -> bool:
-    """Whether `func` only makes another view of its argument, and touches none of its bytes."""
-    schema = getattr(func, "_schema", None)  # there is no public way to ask
-    returns = schema.returns if schema is not None else ()
-    return bool(returns) and all(
-        item.alias_info is not None and not item.alias_info.is_write for item in returns
-    )
+    """Whether `func` only makes another view of its argument, and touches none of its bytes.
+
+    A list, since schemas do not tell: `to`, `contiguous` and `reshape` say that they may return their argument, and copy.
+    """
+    return getattr(func, "overloadpacket", None) in _NEVER_COPIES

@@ -156,29 +156,22 @@ async def test_corrupt_weights_answer_nobody(gateway: Gateway, weights: Weights)
     assert await function.answer([1.0] * WIDTH) == weights.right
 
 
-async def test_a_killed_fetcher_is_replaced_and_goes_on_where_it_was(
-    gateway: Gateway, weights: Weights
-) -> None:
+async def test_a_killed_fetcher_fails_its_callers_and_is_replaced(gateway: Gateway, weights: Weights) -> None:
     function = await deployed(gateway, weights, check=False)
-    # One chunk comes, and never another.
+    # Nothing but a few bytes ever comes.
     weights.server.faults = lambda request: Faults(
-        stall_share=float("model" in request.name),
-        stall_s=60.0,
-        stall_at=100_000 if not request.begin else None,
+        stall_share=float("model" in request.name), stall_s=60.0, stall_at=10_000
     )
     call = asyncio.create_task(function.call([1.0] * WIDTH))
-    while not any(request.sent >= 100_000 for request in weights.server.requests if "model" in request.name):
+    while not any(request.sent >= 10_000 for request in weights.server.requests if "model" in request.name):
         await asyncio.sleep(0.01)
-    os.kill(fetcher().pid, signal.SIGKILL)
-    response = await call
-    assert response.status_code >= 500
     weights.server.faults = Faults()
+    os.kill(fetcher().pid, signal.SIGKILL)
+    # Told, if its worker had started it; else it waited for the next worker, whose weights another fetcher brings.
+    response = await call
+    assert response.status_code >= 500 or response.json() == weights.right
     await function.settled(ready=0)
-    asked = len(weights.server.requests)
     assert await function.answer([1.0] * WIDTH) == weights.right
-    again = [request for request in weights.server.requests[asked:] if "model" in request.name]
-    assert again
-    assert min(request.begin for request in again) == 64 << 10  # what had landed is kept
 
 
 async def test_a_snapshot_that_is_not_there_is_said_at_deploy(gateway: Gateway, weights: Weights) -> None:

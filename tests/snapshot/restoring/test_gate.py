@@ -179,3 +179,58 @@ def test_memory_read_without_an_operation_is_waited_for(
         found.arrival.on_demand(found.on_demand)
         with Gate(found.mapping, found.arrival):
             assert read(module.a.bias.detach()) == read(whole.a.bias.detach())
+
+
+class Casting(nn.Module):
+    """Weights that are copied and cast before they are used: operations that say they may return their argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(64, 64)
+        self.register_buffer("positions", torch.arange(8))
+        self.table = nn.Embedding(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.a.weight.t().contiguous().to(torch.float64)
+        return (
+            x.double() @ weight
+            + self.a.bias.reshape(-1).double()
+            + self.table(self.positions).sum(0).double()
+        )
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_casts_copies_and_looked_up_indices_wait(save: Save, mode: Callable[[], object]) -> None:
+    whole = Casting()
+    with arriving(save, whole) as found:
+        module = blank(Casting)
+        restore(make_plan(module, found.mapping.manifest), found.mapping)
+        found.arrival.on_demand(found.on_demand)
+        with mode():  # type: ignore[attr-defined]
+            expected = whole(torch.ones(2, 64))
+            with Gate(found.mapping, found.arrival):
+                assert torch.equal(module(torch.ones(2, 64)), expected)
+
+
+def test_a_thread_that_is_started_inside_waits_for_everything(save: Save) -> None:
+    whole = Tied().eval()
+    with arriving(save, whole) as found:
+        module = blank(Tied)
+        restore(make_plan(module, found.mapping.manifest), found.mapping)
+        answers: list[torch.Tensor] = []
+        tokens = torch.tensor([[3, 200]])
+        lander = threading.Thread(target=lambda: [found.land(chunk) for chunk in range(found.arrival.count)])
+        with torch.no_grad(), Gate(found.mapping, found.arrival):
+            late = threading.Timer(0.05, lander.start)  # a thread of somebody else's
+            threading.Thread(target=lambda: None)
+            found._threads.append(lander)
+            other = threading.Thread(target=lambda: answers.append(module(tokens)))
+            plain_start(late)
+            other.start()
+            assert found.arrival.complete
+        other.join(20)
+        late.join(20)
+        assert torch.equal(answers[0], whole(tokens))
+
+
+plain_start = threading.Thread.start
