@@ -48,7 +48,7 @@ def download(
     """Bring the snapshot into `folder`; what is there and fits its digests is kept, whoever put it there.
 
     Blocks. CacheError, with nothing changed, if the folder holds another snapshot's manifest, or files of the snapshot's
-    names that are none of its: links, of another size, or with not one chunk of its; `force` removes those. Else as
+    names that are none of its: links, of another size, or of its size and not its bytes; `force` removes those. Else as
     `fetch`, and SnapshotCorrupt for an asset. Broken off anywhere, even by kill -9, it is resumed by calling it again.
     """
     stopped = cancelled or threading.Event()

@@ -15,6 +15,7 @@ from fault_server import Faults, FaultServer, Request
 from pilotlight.errors import CacheError, PilotlightError, SourceMissing
 from pilotlight.runtime.cli import cli
 from pilotlight.snapshot.caching.node import node_tiers
+from pilotlight.snapshot.fetching.download import MARK_NAME
 from pilotlight.snapshot.format.manifest import MANIFEST_NAME, Manifest
 from pilotlight.snapshot.format.verify import verify
 from pulling import CHUNK_BYTES, Stopping, check, make
@@ -85,6 +86,9 @@ def test_pull_as_json(snapshot: Snapshot, server: FaultServer, origin: Path, tmp
         (tmp_path / "here" / SHARD).write_bytes(
             stream.read(4 * CHUNK_BYTES).ljust((origin / SHARD).stat().st_size, b"\0")
         )
+    (tmp_path / "here" / MARK_NAME).write_text(
+        Manifest.read(origin).digest
+    )  # as a pull that was killed leaves it
     done = snapshot("pull", server.url, tmp_path / "here", "--part-mib", 1, "--json")
     facts = json.loads(done.stdout)
     manifest = Manifest.read(origin)
