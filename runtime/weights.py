@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import socket
 import sys
 import time
 from pathlib import Path
@@ -47,6 +48,7 @@ class Weights:
         self._numbers = itertools.count(1)
         self._fetchings: dict[int, Fetching] = {}
         self._process: asyncio.subprocess.Process | None = None
+        self._orders: asyncio.StreamWriter | None = None
         self._reader: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
         self._closed = False
@@ -58,10 +60,10 @@ class Weights:
 
     async def hold(self, spec: WorkerSpec) -> Fetching:
         """A snapshot whose files can be mapped. Raises SourceError, CacheError, SnapshotError or LauncherError."""
-        process = await self._fetcher()
+        await self._fetcher()
         fetching = Fetching(next(self._numbers))
         self._fetchings[fetching.number] = fetching
-        self._order(process, op="hold", id=fetching.number, manifest=str(spec.manifest), url=spec.source)
+        self._order(op="hold", id=fetching.number, manifest=str(spec.manifest), url=spec.source)
         try:
             async with asyncio.timeout(HOLD_TIMEOUT_S):
                 await fetching.held
@@ -78,16 +80,16 @@ class Weights:
 
     def release(self, fetching: Fetching) -> None:
         """Nobody maps it any more: it may be evicted, and what is still coming need not."""
-        if self._fetchings.pop(fetching.number, None) is not None and self._process is not None:
-            self._order(self._process, op="release", id=fetching.number)
+        if self._fetchings.pop(fetching.number, None) is not None:
+            self._order(op="release", id=fetching.number)
 
     async def close(self) -> None:
         """Ends the fetcher."""
         self._closed = True
         process = self._process
-        if process is None or process.stdin is None:
+        if process is None or self._orders is None:
             return
-        process.stdin.close()
+        self._orders.close()
         try:
             async with asyncio.timeout(STOP_TIMEOUT_S):
                 await process.wait()
@@ -96,6 +98,8 @@ class Weights:
                 process.kill()
         if self._reader is not None:
             await self._reader
+        with contextlib.suppress(OSError):
+            await self._orders.wait_closed()
 
     async def _fetcher(self) -> asyncio.subprocess.Process:
         async with self._starting:
@@ -106,26 +110,37 @@ class Weights:
             return self._process
 
     async def _start(self) -> asyncio.subprocess.Process:
+        # One socket for both ways, and no pipes of asyncio's: those close when they like, this when it is told.
+        ours, theirs = socket.socketpair()
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "pilotlight.runtime.fetcher", str(self.cache),
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=MAX_LINE_BYTES, cwd="/",
+                stdin=theirs, stdout=theirs, cwd="/",
             )  # fmt: skip
         except OSError as error:
+            ours.close()
             raise LauncherError(f"The fetcher cannot be started: {error.strerror}.") from error
-        self._reader = self._tasks.create_task(self._read(process))
+        finally:
+            theirs.close()
+        ours.setblocking(False)
+        words, self._orders = await asyncio.open_unix_connection(sock=ours, limit=MAX_LINE_BYTES)
+        self._reader = self._tasks.create_task(self._read(process, words, self._orders))
         return process
 
-    def _order(self, process: asyncio.subprocess.Process, **order: Any) -> None:
-        if process.stdin is not None and not process.stdin.is_closing():
-            process.stdin.write(orjson.dumps(order) + b"\n")
+    def _order(self, **order: Any) -> None:
+        if self._orders is not None and not self._orders.is_closing():
+            self._orders.write(orjson.dumps(order) + b"\n")
 
-    async def _read(self, process: asyncio.subprocess.Process) -> None:
-        while process.stdout is not None and (line := await process.stdout.readline()):
-            try:
-                self._on_word(orjson.loads(line))
-            except (ValueError, KeyError, TypeError):  # not its own words: some library's
-                sys.stderr.write(f"fetcher: {line.decode(errors='replace')}")
+    async def _read(
+        self, process: asyncio.subprocess.Process, words: asyncio.StreamReader, orders: asyncio.StreamWriter
+    ) -> None:
+        with contextlib.suppress(OSError):  # reset by a fetcher that died with orders unread
+            while line := await words.readline():
+                try:
+                    self._on_word(orjson.loads(line))
+                except (ValueError, KeyError, TypeError):  # not its own words: some library's
+                    sys.stderr.write(f"fetcher: {line.decode(errors='replace')}")
+        orders.close()
         await process.wait()
         error = LauncherError(
             f"The fetcher ended (exit code {process.returncode}).",

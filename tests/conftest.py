@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Mapping
+import shutil
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -19,6 +21,16 @@ from live import Function, Gate, Gateway, gateway_here, short_folder
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     """The loop that the gateway runs on."""
     return {"uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _memory_given_back() -> Iterator[None]:
+    """Caches of tests have their tiers in shared memory, named after folders that go with the test."""
+    shared = Path("/dev/shm")
+    before = set(shared.glob(f"pilotlight-{os.getuid()}-*"))
+    yield
+    for root in set(shared.glob(f"pilotlight-{os.getuid()}-*")) - before:
+        shutil.rmtree(root, ignore_errors=True)
 
 
 @pytest.fixture

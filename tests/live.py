@@ -350,3 +350,7 @@ async def gateway_process(
         if process.returncode is None:
             process.kill()
             await process.wait()
+        # Its children may hold the pipe a moment longer, and a loop cannot be closed before that has ended.
+        if process.stdout is not None:
+            async with asyncio.timeout(LIMIT_S):
+                await process.stdout.read()

@@ -72,7 +72,7 @@ def test_a_folder_is_copied_and_described(store: Store, folder: Path) -> None:
     assert (made.staging.code / "handler.py").read_text() == HANDLER
     assert (made.fields.settings.name, made.fields.python) == ("chime", Path(sys.executable))
     record = published(store, made)
-    spec = worker_spec(store, record)
+    spec = worker_spec(store, record, Path("cache"))
     assert (spec.function, spec.revision, spec.concurrency, spec.threads) == ("chime", record.revision, 3, 2)
     assert (spec.env, spec.snapshot, spec.manifest, spec.preload) == ({"A": "1"}, None, None, ())
     assert (spec.code / spec.handler).read_text() == HANDLER
@@ -98,7 +98,9 @@ def test_overrides_win_over_the_file(store: Store, folder: Path) -> None:
 
 
 def test_threads_are_shared_out_unless_the_owner_says(store: Store, folder: Path) -> None:
-    spec = worker_spec(store, published(store, prepared(store, folder, overrides={"scale.max": 1000})))
+    spec = worker_spec(
+        store, published(store, prepared(store, folder, overrides={"scale.max": 1000})), Path("cache")
+    )
     assert spec.threads == 1
     assert fair_threads(1) >= fair_threads(2) >= fair_threads(10_000) == 1
 
@@ -163,7 +165,7 @@ def test_weights_elsewhere_stay_there_and_get_a_manifest_of_the_revision(
     order = Order(path=folder, overrides={"snapshot": str(weights)})
     made = prepare(store, folder / "env", order, said.append)
     record = published(store, made)
-    spec = worker_spec(store, record)
+    spec = worker_spec(store, record, Path("cache"))
     assert spec.snapshot == weights
     assert spec.manifest is not None
     assert spec.manifest.name == MANIFEST_FILE
@@ -176,7 +178,7 @@ def test_weights_inside_the_folder_are_not_copied(store: Store, folder: Path, we
     weights.rename(folder / "weights")
     made = prepared(store, folder, overrides={"snapshot": "weights"})
     assert not (made.staging.code / "weights").exists()
-    assert worker_spec(store, published(store, made)).snapshot == folder / "weights"
+    assert worker_spec(store, published(store, made), Path("cache")).snapshot == folder / "weights"
 
 
 def test_uploaded_weights_move_with_their_revision(store: Store, weights: Path) -> None:
@@ -186,7 +188,7 @@ def test_uploaded_weights_move_with_their_revision(store: Store, weights: Path) 
         "weights/model.safetensors": data,
         "pilotlight.toml": 'name = "tone"\nsnapshot = "weights"\n',
     }
-    spec = worker_spec(store, published(store, prepared(store, archive=archive(files))))
+    spec = worker_spec(store, published(store, prepared(store, archive=archive(files))), Path("cache"))
     assert spec.snapshot == spec.code / "weights"
     assert (spec.snapshot / "model.safetensors").read_bytes() == data
 
