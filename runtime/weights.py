@@ -115,7 +115,7 @@ class Weights:
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "pilotlight.runtime.fetcher", str(self.cache),
-                stdin=theirs, stdout=theirs, cwd="/",
+                stdin=theirs.fileno(), stdout=theirs.fileno(), cwd="/",
             )  # fmt: skip
         except OSError as error:
             ours.close()
@@ -124,6 +124,7 @@ class Weights:
             theirs.close()
         ours.setblocking(False)
         words, self._orders = await asyncio.open_unix_connection(sock=ours, limit=MAX_LINE_BYTES)
+        self._fetchings = {}
         self._reader = self._tasks.create_task(self._read(process, words, self._orders))
         return process
 
@@ -140,15 +141,16 @@ class Weights:
                     self._on_word(orjson.loads(line))
                 except (ValueError, KeyError, TypeError):  # not its own words: some library's
                     sys.stderr.write(f"fetcher: {line.decode(errors='replace')}")
+        fetchings = self._fetchings  # of this process: the next one has others
         orders.close()
         await process.wait()
         error = LauncherError(
             f"The fetcher ended (exit code {process.returncode}).",
             remedy="Its own words are on the gateway's standard error.",
         )
-        for fetching in self._fetchings.values():
+        for fetching in fetchings.values():
             fetching.fail(error)
-        self._fetchings.clear()
+        fetchings.clear()
 
     def _on_word(self, word: dict[str, Any]) -> None:
         fetching = self._fetchings.get(word["id"])

@@ -1,6 +1,7 @@
 """The description of a gateway: whole, and every reference in it resolves."""
 
 import importlib.util
+import json
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
