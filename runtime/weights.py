@@ -135,13 +135,13 @@ class Weights:
     async def _read(
         self, process: asyncio.subprocess.Process, words: asyncio.StreamReader, orders: asyncio.StreamWriter
     ) -> None:
+        fetchings = self._fetchings  # of this process: the next one has others
         with contextlib.suppress(OSError):  # reset by a fetcher that died with orders unread
             while line := await words.readline():
                 try:
                     self._on_word(orjson.loads(line))
                 except (ValueError, KeyError, TypeError):  # not its own words: some library's
                     sys.stderr.write(f"fetcher: {line.decode(errors='replace')}")
-        fetchings = self._fetchings  # of this process: the next one has others
         orders.close()
         await process.wait()
         error = LauncherError(
