@@ -18,6 +18,7 @@ from .timeline import Activation
 from .weights import Fetching, Weights
 
 STOP_TIMEOUT_S = 30.0
+ZYGOTE_EXIT_TIMEOUT_S = 10.0
 # A zygote that keeps dying is brought back ever more slowly.
 FIRST_RELAUNCH_DELAY_S = 0.5
 LAST_RELAUNCH_DELAY_S = 60.0
@@ -277,7 +278,9 @@ class Pool:
         self._release_weights()
         if self._source is not None:
             self._source.close()
-            await self._source.zygote.child.gone.wait()
+            zygote = self._source.zygote.child
+            zygote.kill_after(ZYGOTE_EXIT_TIMEOUT_S)
+            await zygote.gone.wait()
 
     def _drop_standby(self) -> None:
         if self.standby is not None:
