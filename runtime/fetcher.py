@@ -9,11 +9,12 @@ of JSON on standard input, answers go as lines of JSON to standard output:
     {"id": 1, "event": "done", "bytes": n}      everything is here and verified; n of it were fetched for this
     {"id": 1, "event": "failed", "error": {...}}
 
-It ends when its standard input does.
+It ends when its standard input does: when the gateway says so or, however it ended, is no more.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -28,7 +29,6 @@ from ..snapshot.caching.node import node_cache, release_memory
 from ..snapshot.format.manifest import Manifest
 from ..snapshot.sources.locate import open_source
 from ..snapshot.sources.location import shown
-from .lineage import end_with_parent
 
 WAIT_TIMEOUT_S = 6 * 3600.0
 
@@ -98,7 +98,7 @@ class Fetcher:
 def main() -> None:
     """`python -m pilotlight.runtime.fetcher <folder of the cache>`."""
     setproctitle("pilotlight: fetcher")
-    end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the gateway, which says when to go
     fetcher = Fetcher(node_cache(Path(sys.argv[1])))
     for line in sys.stdin.buffer:
         fetcher.obey(orjson.loads(line))

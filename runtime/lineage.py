@@ -36,12 +36,6 @@ def detach(parent: int) -> None:
         os._exit(0)
 
 
-def end_with_parent() -> None:
-    """In a process that was started, not forked: end when its parent does."""
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which says when to go
-
-
 def reseed() -> None:
     """Random numbers of its own: a fork inherits the generators' states."""
     random.seed()

@@ -7,13 +7,13 @@ import itertools
 import time
 from typing import Protocol
 
-from ..errors import ActivationFailed, FetchFailed, LauncherError, PilotlightError
+from ..errors import ActivationFailed, LauncherError, PilotlightError, SourceDenied
 from .invocation import Invocation
 from .launcher import Child, Launcher, Source
 from .link import Frame, Kind
 from .logs import LogBook
-from .replica import Replica, State
-from .spec import WorkerSpec
+from .replica import START_TIMEOUT_S, Replica, State
+from .spec import WEIGHTS_TIMEOUT_S, WorkerSpec
 from .timeline import Activation
 from .weights import Fetching, Weights
 
@@ -223,7 +223,9 @@ class Pool:
 
     def _activate(self, child: Child, activation: Activation) -> None:
         activation.forked_s = time.monotonic()
-        self.replicas.append(Replica(child, activation, self, {}))
+        # Weights that are still coming may keep `setup` waiting for as long as a worker waits for them.
+        waits_s = START_TIMEOUT_S + (WEIGHTS_TIMEOUT_S if self._weights is not None else 0.0)
+        self.replicas.append(Replica(child, activation, self, {}, waits_s))
 
     async def _fork_standby(self) -> None:
         try:
@@ -254,8 +256,7 @@ class Pool:
             replica.drain(STOP_TIMEOUT_S)
 
     def release(self) -> None:
-        """At zero: nobody maps the weights, so they may be evicted, and what is still coming of them need not.
-        lets the zygote go too, if the owner did not want to keep it."""
+        """At zero: lets the weights go, which nobody maps; the zygote too, if the owner did not want to keep it."""
         if self.replicas or self.restoring:
             return
         self._release_weights()
@@ -307,7 +308,7 @@ class Pool:
     def refined(self, error: PilotlightError) -> PilotlightError:
         """What a worker says of weights that did not come: the fetcher knows better why."""
         cause = self._fetching.error if self._fetching is not None else None
-        if cause is None or error.details.get("cause") != FetchFailed.code:
+        if cause is None or error.details.get("cause") != SourceDenied.code:
             return error
         return ActivationFailed(
             f"The weights are not whole: {cause.message}",

@@ -24,7 +24,7 @@ class State(enum.StrEnum):
 
 
 # How long a worker may take from ACTIVATE to READY, and from saying that it cannot to its end.
-START_TIMEOUT_S = 3660.0
+START_TIMEOUT_S = 900.0
 EXIT_TIMEOUT_S = 30.0
 
 
@@ -42,7 +42,14 @@ class Owner(Protocol):
 class Replica:
     """One worker: how much it may be given, and what it was given."""
 
-    def __init__(self, child: Child, activation: Activation, owner: Owner, env: dict[str, str]) -> None:
+    def __init__(
+        self,
+        child: Child,
+        activation: Activation,
+        owner: Owner,
+        env: dict[str, str],
+        start_timeout_s: float = START_TIMEOUT_S,
+    ) -> None:
         self.child = child
         self.activation = activation
         self.state = State.RESTORING
@@ -56,7 +63,7 @@ class Replica:
         self._started: set[int] = set()
         self._next_channel = 0
         # A worker that hangs while it starts would for ever count as one that is on its way.
-        self._start_timer = asyncio.get_running_loop().call_later(START_TIMEOUT_S, child.kill)
+        self._start_timer = asyncio.get_running_loop().call_later(start_timeout_s, child.kill)
         child.link.bind(self._on_frame, self._on_lost)
         child.link.send_json(Kind.ACTIVATE, 0, {"env": env})
         if child.link.closed:  # it died as a standby, and nobody noticed yet

@@ -6,6 +6,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+WEIGHTS_TIMEOUT_S = 3600.0
+"""How long a worker waits for all of its weights to arrive."""
+
 
 class WorkerSpec(BaseModel):
     """One revision, seen from below. Holds no secrets: those travel over a worker's own link."""

@@ -29,6 +29,7 @@ from typing import Any, Self
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import CodeError, SettingsError, UnknownFunction
+from ..snapshot.format.publish import sync
 from .settings import FunctionSettings, check_name, name_problem
 
 _log = logging.getLogger(__name__)
@@ -149,7 +150,7 @@ class Store:
             temporary = self._aside(record.function)
             self._write(temporary, record.model_dump_json(indent=2))
             temporary.replace(self._folder(record.function) / record.revision / _RECORD)
-            _sync(self._folder(record.function) / record.revision)
+            sync(self._folder(record.function) / record.revision)
             self._set_current(record)
 
     def publish(self, staging: Staging, fields: RevisionFields) -> RevisionRecord:
@@ -207,7 +208,7 @@ class Store:
                 raise UnknownFunction(
                     f"There is no function {name!r}.", remedy="See `pilotlight list` for what is deployed."
                 ) from error
-            _sync(self._functions)
+            sync(self._functions)
         shutil.rmtree(aside)
 
     def prune(self, name: str, keep: int) -> list[str]:
@@ -260,15 +261,15 @@ class Store:
     def _move(self, path: Path, record: RevisionRecord) -> None:
         folder = self._folder(record.function)
         folder.mkdir(exist_ok=True, mode=0o700)
-        _sync(self._functions)
+        sync(self._functions)
         path.rename(folder / record.revision)
-        _sync(folder)
+        sync(folder)
 
     def _set_current(self, record: RevisionRecord) -> None:
         temporary = self._aside(record.function)
         self._write(temporary, f"{record.revision}\n")
         temporary.replace(self._folder(record.function) / _CURRENT)
-        _sync(self._folder(record.function))
+        sync(self._folder(record.function))
 
     @staticmethod
     def _write(path: Path, text: str) -> None:
@@ -305,19 +306,10 @@ def _names(folder: Path) -> list[str]:
         return []
 
 
-def _sync(path: Path) -> None:
-    """Bring a file, or a folder's list of names, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _sync_tree(folder: Path) -> None:
     for path, _, names in os.walk(folder):
         for name in names:
             file = Path(path, name)
             if not file.is_symlink():
-                _sync(file)
-        _sync(Path(path))
+                sync(file)
+        sync(Path(path))

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 SHOWN_DIGEST_CHARS = 16
-LEARNED_FILE = "learned.json"
 
 
 def fetching(command: Any) -> Any:
@@ -101,9 +100,10 @@ def cache(*, evict: str | None, as_json: bool) -> None:
       pilotlight snapshot cache
       pilotlight snapshot cache --evict 3f9c01
     """
-    from ..snapshot.caching.node import node_cache  # noqa: PLC0415  see pull
+    from ..snapshot.caching.cache import Cache  # noqa: PLC0415  see pull
+    from ..snapshot.caching.node import node_tiers  # noqa: PLC0415
 
-    found = node_cache(cache_folder())
+    found = Cache(node_tiers(cache_folder()))
     if evict is not None:
         digest = _the_one(evict, [stored.digest for stored in found.list()])
         found.evict(digest)
@@ -132,17 +132,10 @@ def cache(*, evict: str | None, as_json: bool) -> None:
 
 def open_snapshot(url: str) -> tuple[Source, Manifest]:
     """The source at `url`, a URL or a path, and the manifest in it."""
-    from ..errors import SourceMissing  # noqa: PLC0415
     from ..snapshot.sources.locate import is_remote, open_source, read_manifest  # noqa: PLC0415  see pull
 
     source = open_place(url.rstrip("/"))[0] if is_remote(url) else open_source(url)
-    try:
-        return source, read_manifest(source)
-    except SourceMissing as error:
-        error.remedy = (
-            f"If the weights are there, make their manifest: pilotlight snapshot create {source.url}"
-        )
-        raise
+    return source, read_manifest(source)
 
 
 def cache_folder() -> Path:
@@ -154,8 +147,10 @@ def cache_folder() -> Path:
 
 def _learned() -> Path | None:
     """Where the node keeps what it learned of sources, if it has a cache."""
+    from ..snapshot.caching.node import learned_file  # noqa: PLC0415  see pull
+
     folder = cache_folder()
-    return folder / LEARNED_FILE if folder.is_dir() else None
+    return learned_file(folder) if folder.is_dir() else None
 
 
 def _mib(count: int | None) -> int | None:

@@ -32,11 +32,10 @@ from ..snapshot.attached import Snapshot
 from . import lineage
 from .link import Frame, Kind, Link
 from .runner import Call, Credit, LoopRunner, Runner, ThreadRunner
-from .spec import WorkerSpec
+from .spec import WEIGHTS_TIMEOUT_S, WorkerSpec
 
 # How long a worker that goes by itself waits for the gateway's word that nothing more is on its way.
 RELEASE_TIMEOUT_S = 10.0
-WEIGHTS_TIMEOUT_S = 3600.0
 OWN_THREADS = ("main", "handler-0")  # of a standby
 # How long the last answers may take to leave a worker that ends.
 FLUSH_TIMEOUT_S = 10.0

@@ -29,7 +29,8 @@ FLOORS = """
 0   snapshot.sources.answer snapshot.format.manifest
 0   snapshot.sources.http
 0   snapshot.sources.s3
-0   snapshot.fetching.arrival snapshot.caching.assets snapshot.fetching.ceiling snapshot.format.damage snapshot.caching.flock snapshot.format.layout snapshot.sources.locate snapshot.fetching.pace snapshot.fetching.ranges snapshot.format.readers snapshot.caching.spare snapshot.caching.stored snapshot.fetching.target
+0   snapshot.caching.stored
+0   snapshot.fetching.arrival snapshot.caching.assets snapshot.fetching.ceiling snapshot.format.damage snapshot.caching.flock snapshot.format.layout snapshot.sources.locate snapshot.fetching.pace snapshot.fetching.ranges snapshot.format.readers snapshot.caching.spare snapshot.fetching.target
 0   snapshot.caching.follow snapshot.caching.resume snapshot.caching.tier
 0   snapshot.format.create snapshot.restoring.pin snapshot.restoring.plan snapshot.format.verify
 0   snapshot.fetching.landing snapshot.fetching.learned snapshot.restoring.mapping snapshot.converting.origin snapshot.converting.push

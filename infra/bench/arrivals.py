@@ -15,6 +15,7 @@ from typing import Any
 import checkpoint
 import ours
 from lane import Lane
+from memory_folder import memory_folder
 from nginx import Nginx, start_nginx
 from percentiles import median
 from pilotlight.snapshot.fetching.arrival import Arrival
@@ -100,7 +101,7 @@ class FirstTensor:
         rest = [name for name in self._manifest.first_touch if name != first]
         manifest = self._manifest.build(**{**dict(self._manifest), "first_touch": (first, *rest)})
         meter, arrival = Meter(), Arrival(manifest)
-        files = ours.Files(manifest, ours.TMPFS)
+        files = ours.Files(manifest, memory_folder())
         entry = next(tensor for tensor in manifest.tensors if tensor.name == first)
         low = arrival.first[entry.shard] + entry.offset_bytes // manifest.chunk_bytes
         high = (
@@ -152,7 +153,7 @@ class FirstAnswer:
         from pilotlight.snapshot.restoring.restore import restore  # noqa: PLC0415
 
         started_s = time.perf_counter()
-        files = ours.Files(self._manifest, ours.TMPFS)
+        files = ours.Files(self._manifest, memory_folder())
         arrival, source = (
             Arrival(self._manifest),
             MeteredSource(ours.source_of(self._url), Meter(LIMIT_BYTES_S)),

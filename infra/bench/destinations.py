@@ -22,12 +22,12 @@ import checkpoint
 import xxhash
 from clients import job_of
 from lane import Lane
+from memory_folder import SMALL_PAGES, memory_folder, mounted
 from nginx import start_nginx
 from raw_floor import Job, Stream, file_digest, in_threads
 from rounds import Rounds, plain
 
 RESULT = checkpoint.DATA.parent / "destinations.json"
-TMPFS = Path("/dev/shm")
 CEILING = "recv_into fresh anonymous memory"
 
 
@@ -42,12 +42,14 @@ class IntoFile:
         buffer_kib: int = 512,
         hashed: bool = False,
         disk: bool = False,
+        huge: bool = False,
         **job: Any,
     ) -> None:
         self._job, self._digest = Job(**job), digest
         self._mapped, self._kept, self._hashed = mapped, kept, hashed
         self._buffers = [memoryview(bytearray(buffer_kib << 10)) for _ in range(self._job.connections)]
-        self._folder = checkpoint.DATA if disk else TMPFS
+        memory = memory_folder() if huge else SMALL_PAGES
+        self._folder = checkpoint.DATA if disk else memory
         self._descriptor = -1
         self._view: memoryview | None = None
         if kept:
@@ -121,6 +123,11 @@ def lanes(job: dict[str, Any]) -> list[Lane]:
         Lane("2 MiB buffer, pwrite to fresh tmpfs file", file, mapped=False, buffer_kib=2048, **fresh),
         Lane("512 KiB buffer, pwrite over kept tmpfs pages", file, mapped=False, **kept),
         Lane("recv_into kept tmpfs mapping", file, mapped=True, **kept),
+        Lane("recv_into fresh tmpfs mapping, huge pages", file, mapped=True, huge=True, **fresh),
+        Lane("512 KiB buffer, pwrite to fresh tmpfs file, huge pages", file, mapped=False, huge=True, **fresh),
+        Lane("the same, huge pages, xxh3-128 on the way", file, mapped=False, hashed=True, huge=True, **fresh),
+        Lane("2 MiB buffer, pwrite, huge pages", file, mapped=False, buffer_kib=2048, huge=True, **fresh),
+        Lane("recv_into kept tmpfs mapping, huge pages", file, mapped=True, huge=True, **kept),
         Lane("512 KiB buffer, pwrite to fresh file on disk", file, mapped=False, disk=True, **fresh),
     ]
 
@@ -131,7 +138,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int)
     arguments = parser.parse_args()
     data = checkpoint.checkpoint(checkpoint.QUICK if arguments.quick else checkpoint.FULL)
-    with start_nginx(checkpoint.DATA) as server, ExitStack() as stack:
+    with mounted(), start_nginx(checkpoint.DATA) as server, ExitStack() as stack:
         contestants = lanes(job_of(server, data, file_digest(data.path)))
         for lane in contestants:
             stack.enter_context(lane)

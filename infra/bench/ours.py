@@ -13,6 +13,7 @@ from typing import Any
 
 import checkpoint
 import xxhash
+from memory_folder import SMALL_PAGES, memory_folder
 from nginx import Nginx
 from pilotlight.errors import Cancelled
 from pilotlight.snapshot.fetching.arrival import Arrival
@@ -23,7 +24,6 @@ from pilotlight.snapshot.sources.http import HttpSource
 from pilotlight.snapshot.sources.source import Source
 from raw_floor import file_digest
 
-TMPFS = Path("/dev/shm")
 _TIMEOUT_S = 120.0
 
 
@@ -64,6 +64,7 @@ class Ours:
         digest: str,
         recycled: bool = False,
         disk: bool = False,
+        small: bool = False,
         authority: str = "",
         tensors: bool = False,
     ) -> None:
@@ -71,8 +72,9 @@ class Ours:
         self._url, self._digest = url, digest
         self._path, self._manifest = Path(manifest), Manifest.read(Path(manifest))
         # /tmp may be a tmpfs; the build folder is where the checkout is, on a disk.
-        self._parent = checkpoint.DATA if disk else TMPFS
-        self._kept = Files(self._manifest, TMPFS, recycled=True) if recycled else None
+        memory = SMALL_PAGES if small else memory_folder()
+        self._parent = checkpoint.DATA if disk else memory
+        self._kept = Files(self._manifest, memory, recycled=True) if recycled else None
         self._files = self._kept
         self.tensors: dict[str, Any] = {}
         if tensors:
@@ -142,7 +144,7 @@ class Cached:
 
         del digest, authority  # tensors are compared below
         self._url, self._path = url, Path(manifest)
-        self._folder = tempfile.TemporaryDirectory(prefix="pilotlight-bench-", dir=TMPFS)
+        self._folder = tempfile.TemporaryDirectory(prefix="pilotlight-bench-", dir=memory_folder())
         total_bytes = Manifest.read(self._path).total_bytes
         spare_bytes = 2 * total_bytes if spares else 0
         self._cache = Cache(

@@ -19,6 +19,7 @@ from typing import Any
 import checkpoint
 import ours
 from lane import Lane
+from memory_folder import SMALL_PAGES, memory_folder
 from nginx import start_nginx
 from report import Report
 
@@ -48,7 +49,7 @@ class Load:
         from pilotlight.snapshot.fetching.fetch import fetch  # noqa: PLC0415
 
         before = status_kb()
-        self._files = ours.Files(self._manifest, ours.TMPFS)
+        self._files = ours.Files(self._manifest, memory_folder())
         stats = fetch(self._manifest, ours.source_of(self._url), self._files.targets, Arrival(self._manifest))
         after = status_kb()
         return {
@@ -79,7 +80,7 @@ def status_kb() -> dict[str, int]:
 
 def measure(report: Report, shape: checkpoint.Shape = checkpoint.GIANT) -> None:
     """Enters peak_extra_mb."""
-    with tempfile.TemporaryDirectory(prefix="pilotlight-bench-", dir=ours.TMPFS) as name:
+    with tempfile.TemporaryDirectory(prefix="pilotlight-bench-", dir=SMALL_PAGES) as name:
         made = checkpoint.snapshot(shape, Path(name), sparse=True)
         with (
             start_nginx(Path(name)) as server,

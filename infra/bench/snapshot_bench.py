@@ -10,11 +10,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import arrivals
 import checkpoint
 import local
+import memory_folder
 import peak
 import straggler
 import transfers
@@ -67,7 +67,8 @@ def main() -> int:
     if arguments.quick or arguments.only:
         report.note("a part of the run, or a quick one: not the figures")
     data = checkpoint.checkpoint(checkpoint.QUICK if arguments.quick else checkpoint.FULL)
-    with start_nginx(checkpoint.DATA) as server:
+    with memory_folder.mounted(), start_nginx(checkpoint.DATA) as server:
+        report.note(memory_folder.told())
         rounds = arguments.rounds or (QUICK_ROUNDS if arguments.quick else ROUNDS)
         found = groups(report, transfers.field(server, data, rounds), arguments.quick)
         if unknown := set(arguments.only or ()) - found.keys():
@@ -84,8 +85,6 @@ def main() -> int:
                 print(f"   {name} failed: {error}", file=sys.stderr, flush=True)
             print(f"   {name} took {time.monotonic() - started_s:.0f} s", flush=True)
     report.add("groups_failed", len(failed), "", "== 0")
-    shm = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text().strip()
-    report.note(f"huge pages: shmem {shm}; page size 4096 for files on tmpfs unless it says always")
     return 0 if report.finish() else 1
 
 

@@ -29,6 +29,7 @@ FRESH, UNVERIFIED = "pilotlight, fresh files", "pilotlight, fresh files, not ver
 RECYCLED, RECYCLED_UNVERIFIED = "pilotlight, recycled files", "pilotlight, recycled files, not verified"
 LEARNED, TENSORS = "pilotlight, fresh files, learned", "pilotlight, fresh files, to tensors"
 CACHED, SPARES = "pilotlight, through the cache, to tensors", "pilotlight, through the cache, spare files"
+SMALL, SMALL_RECYCLED = "pilotlight, fresh files, 4 KiB pages", "pilotlight, recycled files, 4 KiB pages"
 DISK, TLS = "pilotlight, onto disk", "pilotlight, fresh files, TLS"
 _OTHERS = (2, 4)
 """Connections of the ceiling besides the eight that the issue names."""
@@ -59,6 +60,8 @@ def ceiling(report: Report, where: Field) -> None:
     with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
         fresh, kept = (stack.enter_context(lane) for lane in clients.ceilings(where.job()))
         mine, recycled = stack.enter_context(where.ours()), stack.enter_context(where.ours(recycled=True))
+        small = stack.enter_context(where.ours(small=True))
+        small_recycled = stack.enter_context(where.ours(small=True, recycled=True))
         entries = [
             Entry(fresh, CEILING),
             Entry(mine, FRESH),
@@ -71,10 +74,14 @@ def ceiling(report: Report, where: Field) -> None:
             ),
             Entry(mine, LEARNED, {"learned": str(Path(folder) / "learned.json")}),
             Entry(recycled, RECYCLED_UNVERIFIED, {"verify": False}),
+            Entry(small, SMALL),
+            Entry(small_recycled, SMALL_RECYCLED),
         ]
         table = _play("ceiling", report, where, entries, 2 * where.rounds)
     report.add("ceiling_share", table.ratio(FRESH, CEILING), "", ">= 0.85")
     report.add("ceiling_share_of_best", _share_of_best(table, FRESH, CEILING))
+    report.add("ceiling_share_small_pages", table.ratio(SMALL, CEILING))
+    report.add("reused_ceiling_share_small_pages", table.ratio(SMALL_RECYCLED, KEPT_CEILING))
     report.add("ceiling_share_learned", table.ratio(LEARNED, CEILING))
     report.add("reused_ceiling_share", table.ratio(RECYCLED, KEPT_CEILING), "", ">= 0.8")
     report.add("reused_ceiling_share_of_best", _share_of_best(table, RECYCLED, KEPT_CEILING))

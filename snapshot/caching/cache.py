@@ -134,6 +134,9 @@ class Cache:
     def __init__(self, tiers: Sequence[Tier], *, learned: Path | None = None) -> None:
         self.tiers = tuple(tiers)
         self._learned = learned
+
+    def sweep(self) -> None:
+        """Clear what crashes left in the tiers: for a process that lives long, at its start."""
         for tier in self.tiers:
             tier.sweep()
 

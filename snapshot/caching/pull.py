@@ -19,6 +19,7 @@ from ..fetching.arrival import Arrival
 from ..fetching.fetch import FetchStats, fetch
 from ..fetching.target import Target
 from ..format.manifest import MANIFEST_NAME, Manifest
+from ..format.publish import sync
 from ..sources.source import Source
 from .assets import bring_assets
 from .flock import Hold, hold, lock, try_lock
@@ -190,9 +191,8 @@ class Pull:
 
     def _fail(self, error: PilotlightError) -> None:
         self._error = error
-        # Who follows may have better credentials than ours, or a source where we have none.
-        gives_up = isinstance(error, SourceDenied) or not self._source.url
-        self._end_turn(error, dropped=self.cancelled or gives_up)
+        # Who follows may have better credentials than ours.
+        self._end_turn(error, dropped=self.cancelled or isinstance(error, SourceDenied))
         self.arrival.fail(error)
 
     def _step(self) -> bool:
@@ -241,13 +241,5 @@ class Pull:
                 folder for path in paths for folder in path.parents if folder.is_relative_to(self.files)
             }
             for path in (*paths, *folders, self.files.parent, self.files.parent.parent):
-                _sync(path)
+                sync(path)
         self._manifest.write(self.files / MANIFEST_NAME)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
-_BLOCK_BYTES = 512
+from .stored import allocated_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def _map_whole(descriptor: int) -> mmap.mmap | None:
 
 def _is_whole(descriptor: int) -> bool:
     status = os.fstat(descriptor)
-    return 0 < status.st_size <= status.st_blocks * _BLOCK_BYTES
+    return 0 < status.st_size <= allocated_bytes(status)
 
 
 def _key(descriptor: int) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from contextlib import suppress
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from ..format.manifest import MANIFEST_NAME, Manifest
 
-_BLOCK_BYTES = 512
+_BLOCK_BYTES = 512  # of st_blocks, whatever the file system's own are
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,11 @@ class Stored:
         return 0 if self.ready else max(0, self.size_bytes - self.allocated_bytes)
 
 
+def allocated_bytes(status: os.stat_result) -> int:
+    """What the file system has given for a file: holes, and what was never written, are not in it."""
+    return status.st_blocks * _BLOCK_BYTES
+
+
 def look_at(folder: Path) -> Stored:
     """What lies in the snapshot's folder `folder`."""
     sizes = []
@@ -41,7 +47,7 @@ def look_at(folder: Path) -> Stored:
         digest=folder.name,
         folder=folder,
         size_bytes=sum(status.st_size for status in sizes),
-        allocated_bytes=sum(status.st_blocks * _BLOCK_BYTES for status in sizes),
+        allocated_bytes=sum(allocated_bytes(status) for status in sizes),
         used_s=folder.stat().st_mtime,
         ready=(folder / "files" / MANIFEST_NAME).is_file(),
     )

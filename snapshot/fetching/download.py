@@ -17,10 +17,10 @@ from ...errors import CacheError, Cancelled, ManifestError
 from ..caching.assets import bring_assets
 from ..caching.flock import is_at, try_lock
 from ..caching.resume import land_what_is_there
-from ..caching.stored import file_sizes
+from ..caching.stored import allocated_bytes, file_sizes
 from ..format.chunk import Progress
 from ..format.manifest import MANIFEST_NAME, Manifest, Shard
-from ..format.publish import sync_folder
+from ..format.publish import sync
 from ..sources.folder import FolderSource
 from ..sources.source import Source
 from .arrival import Arrival
@@ -29,7 +29,6 @@ from .target import Target
 
 MARK_NAME = ".pilotlight.pull"
 _MARK_BYTES = 64
-_BLOCK_BYTES = 512
 _ELSEWHERE = "Name another folder, or overwrite what is there with --force (force=True)."
 
 
@@ -145,10 +144,10 @@ class _Download:
         """All is verified: say so, once the disk has it."""
         paths = [self._folder / name for name in file_sizes(self._manifest)]
         for path in paths:
-            _sync(path)
+            sync(path)
         inside = {above for path in paths for above in path.parents if above.is_relative_to(self._folder)}
         for above in inside:
-            sync_folder(above)
+            sync(above)
         self._manifest.write(self._folder / MANIFEST_NAME)
 
     def _foreign_files(self) -> Sequence[Path]:
@@ -181,7 +180,7 @@ class _Download:
         needed_bytes = 0
         for name, size_bytes in file_sizes(self._manifest).items():
             path = self._folder / name
-            held_bytes = path.lstat().st_blocks * _BLOCK_BYTES if path.is_file() else 0
+            held_bytes = allocated_bytes(path.lstat()) if path.is_file() else 0
             needed_bytes += -held_bytes if path in foreign else 0
             needed_bytes += max(0, size_bytes - (0 if path in foreign else held_bytes))
         status = os.statvfs(self._folder)
@@ -264,11 +263,3 @@ def _present(folder: Path, manifest: Manifest) -> tuple[Manifest | None, str]:
 def _check_apart(source: Source, folder: Path) -> None:
     if isinstance(source, FolderSource) and Path(source.url).resolve() == folder.resolve():
         raise CacheError(f"{folder} is where the snapshot is.", remedy="Name another folder.")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 import xxhash
 
-from ...errors import SnapshotCorrupt
 from ..format.chunk import Progress
 from ..format.damage import corrupt_chunk
 from ..format.manifest import Manifest
@@ -110,11 +109,8 @@ class Landing:
                 self._ranges.again(chunk)
                 self._lock.notify_all()
                 return
-        raise self.corrupt(chunk)
-
-    def corrupt(self, chunk: int) -> SnapshotCorrupt:
         extent = self._ranges.extent(chunk)
-        return corrupt_chunk(self._manifest, extent.shard, extent.begin // self._manifest.chunk_bytes)
+        raise corrupt_chunk(self._manifest, extent.shard, extent.begin // self._manifest.chunk_bytes)
 
     def _reread(self, chunk: int, buffer: memoryview) -> str:
         """The digest of a chunk that came in pieces, from where it was written to."""

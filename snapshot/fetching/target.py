@@ -15,8 +15,8 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 class Target:
     """A file of exactly the shard's size. `touched`: the same bytes mapped shared, if their pages were used before.
 
-    Fresh pages are faster to fill by pwrite from a small kept buffer than through a mapping (1.8 against 1.0 GB/s,
-    a fault for every page); pages that are mapped already take bytes straight from the socket (4 GB/s).
+    Fresh pages are faster to fill by pwrite from a small kept buffer than through a mapping, which faults for every one;
+    pages that are mapped already take bytes straight from the socket (figures: docs/snapshot-choices.md).
     """
 
     name: str

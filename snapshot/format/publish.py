@@ -27,7 +27,7 @@ def publish(path: Path) -> Iterator[IO[bytes]]:
         except BaseException:
             Path(stream.name).unlink(missing_ok=True)
             raise
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
 @contextmanager
@@ -43,9 +43,9 @@ def publish_folder(path: Path) -> Iterator[Path]:
         made.mkdir(parents=True)
         yield made
         for folder, _, _ in os.walk(made, topdown=False):
-            sync_folder(Path(folder))
+            sync(Path(folder))
         made.rename(path)
-        sync_folder(path.parent)
+        sync(path.parent)
     except OSError as error:
         shutil.rmtree(made, ignore_errors=True)
         raise CacheError(
@@ -57,9 +57,9 @@ def publish_folder(path: Path) -> Iterator[Path]:
         raise
 
 
-def sync_folder(folder: Path) -> None:
-    """Make the names in `folder` outlive the machine's death."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: Path) -> None:
+    """Make a file's bytes, or the names in a folder, outlive the machine's death."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:

@@ -164,7 +164,7 @@ def test_what_was_left_behind_is_swept(tier: Tier, sources: list[tuple[Path, Man
             os.utime(tier.folder(two[1].digest), (0, 0))
     os.utime(tier.folder(one[1].digest), (0, 0))
     if tier.has(one[1].digest):
-        Cache([tier])
+        tier.sweep()
     assert not list((tier.root / "trash").glob("*"))
     assert two[1].digest not in {stored.digest for stored in tier.list()}
     assert tier.has(three[1].digest)
@@ -177,7 +177,7 @@ def test_a_stale_fetch_that_is_still_running_is_not_swept(
     stopping = Stopping(one[0], stop_at=CHUNK_BYTES)
     with Cache([tier]).open(one[1], stopping) as lease:
         os.utime(tier.folder(one[1].digest), (0, 0))
-        Cache([tier])
+        tier.sweep()
         stopping.go()
         lease.wait(LIMIT_S)
         verify(lease.root, one[1])
