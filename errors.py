@@ -34,6 +34,18 @@
     │   ├── QueueFull                   the function's queue is at its limit
     │   ├── DeadlineExceeded            the invocation ran out of time
     │   └── Cancelled                   the caller went away
+    ├── JobError                    invocations that are stored
+    │   ├── UnknownJob                  no such job, or not this caller's
+    │   ├── JobExpired                  there was one: its result is no longer kept
+    │   ├── JobConflict                 the job is in a state in which that cannot be done
+    │   ├── IdempotencyConflict         the same idempotency key came with another body
+    │   ├── WebhookRefused              the address of a webhook may not be called
+    │   └── JobStoreFailed              the database of jobs cannot be written or read
+    ├── AccessError                 who asks
+    │   ├── Unauthorized                no API key, or one that is not known
+    │   ├── Forbidden                   the key's scopes or functions do not cover it
+    │   └── QuotaExceeded               the key's rate or concurrency is used up
+    ├── UnsupportedMedia            the body's media type is not one that this route takes
     ├── UnknownFunction             no such function
     ├── LinkError                   the connection between gateway and worker broke its rules or its peer
     ├── LauncherError               a zygote could not be started
@@ -248,6 +260,64 @@ class DeadlineExceeded(InvocationError):
 class Cancelled(InvocationError):
     code = "cancelled"
     status = 499
+
+
+class JobError(PilotlightError):
+    code = "job_error"
+
+
+class UnknownJob(JobError):
+    code = "unknown_job"
+    status = 404
+
+
+class JobExpired(JobError):
+    code = "job_expired"
+    status = 410
+
+
+class JobConflict(JobError):
+    code = "job_conflict"
+    status = 409
+
+
+class IdempotencyConflict(JobError):
+    code = "idempotency_conflict"
+    status = 409
+
+
+class WebhookRefused(JobError):
+    code = "webhook_refused"
+    status = 422
+
+
+class JobStoreFailed(JobError):
+    code = "job_store_failed"
+    status = 503
+
+
+class AccessError(PilotlightError):
+    code = "access_error"
+    status = 403
+
+
+class Unauthorized(AccessError):
+    code = "unauthorized"
+    status = 401
+
+
+class Forbidden(AccessError):
+    code = "forbidden"
+
+
+class QuotaExceeded(AccessError):
+    code = "quota_exceeded"
+    status = 429
+
+
+class UnsupportedMedia(PilotlightError):
+    code = "unsupported_media"
+    status = 415
 
 
 class UnknownFunction(PilotlightError):

@@ -15,7 +15,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import checkpoint
@@ -124,8 +123,12 @@ def lanes(job: dict[str, Any]) -> list[Lane]:
         Lane("512 KiB buffer, pwrite over kept tmpfs pages", file, mapped=False, **kept),
         Lane("recv_into kept tmpfs mapping", file, mapped=True, **kept),
         Lane("recv_into fresh tmpfs mapping, huge pages", file, mapped=True, huge=True, **fresh),
-        Lane("512 KiB buffer, pwrite to fresh tmpfs file, huge pages", file, mapped=False, huge=True, **fresh),
-        Lane("the same, huge pages, xxh3-128 on the way", file, mapped=False, hashed=True, huge=True, **fresh),
+        Lane(
+            "512 KiB buffer, pwrite to fresh tmpfs file, huge pages", file, mapped=False, huge=True, **fresh
+        ),
+        Lane(
+            "the same, huge pages, xxh3-128 on the way", file, mapped=False, hashed=True, huge=True, **fresh
+        ),
         Lane("2 MiB buffer, pwrite, huge pages", file, mapped=False, buffer_kib=2048, huge=True, **fresh),
         Lane("recv_into kept tmpfs mapping, huge pages", file, mapped=True, huge=True, **kept),
         Lane("512 KiB buffer, pwrite to fresh file on disk", file, mapped=False, disk=True, **fresh),

@@ -26,7 +26,10 @@ def node_cache(folder: Path) -> Cache:
     Budgets are taken from the machine: a quarter of its memory, four fifths of what the disk could give.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with suppress(OSError, CacheError), _disk_tier(folder).locked():  # a disk that takes nothing can still be read
+    with (
+        suppress(OSError, CacheError),
+        _disk_tier(folder).locked(),
+    ):  # a disk that takes nothing can still be read
         prepare(_memory_root(folder), _memory_budget_bytes())
     cache = Cache(node_tiers(folder), learned=learned_file(folder))
     cache.sweep()

@@ -1,0 +1,218 @@
+"""The database of jobs: one SQLite file, one thread that writes, one that reads, both away from the event loop.
+
+What callers ask to be written while a commit is on its way is gathered into the next (group commit), so that the price of
+an fsync is shared by all who wait for it. Whoever awaits `write` goes on only when its change is on the disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import sqlite3
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ...errors import JobStoreFailed
+
+T = TypeVar("T")
+Change = Callable[[sqlite3.Connection], T]
+
+MAX_GROUP = 512
+BUSY_TIMEOUT_S = 10.0
+PAGE_CACHE_KIB = 32 << 10
+
+
+class Database:
+    """One file. `scripts[n]` brings it from version n to n + 1; what has been released is never edited."""
+
+    def __init__(self, path: Path, scripts: Sequence[str]) -> None:
+        self._path = path
+        self._scripts = scripts
+        self._writes: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._reads: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+
+    def open(self) -> None:
+        """Open or make the file and bring it up to date; blocks. JobStoreFailed if that cannot be."""
+        writer = self._connect()
+        try:
+            self._update(writer)
+        except BaseException:
+            writer.close()
+            raise
+        reader = self._connect()
+        reader.execute("PRAGMA query_only=ON")
+        for name, connection, works, serve in (
+            ("jobs-writer", writer, self._writes, _serve_writes),
+            ("jobs-reader", reader, self._reads, _serve_reads),
+        ):
+            thread = threading.Thread(target=serve, args=(connection, works), name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def close(self) -> None:
+        """Finish what was asked for and close the file; blocks."""
+        for works in (self._writes, self._reads):
+            works.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+
+    async def write(self, change: Change[T]) -> T:
+        """Run `change` within a transaction, and return what it did once that is on the disk.
+
+        If it raises, nothing of it stays, and others' changes are not touched. It runs in the writer's thread.
+        JobStoreFailed if the disk refuses.
+        """
+        return await self._ask(self._writes, change)
+
+    async def read(self, look: Change[T]) -> T:
+        """Run `look`, which only reads, in the reader's thread."""
+        return await self._ask(self._reads, look)
+
+    async def _ask(self, works: queue.SimpleQueue[_Work | None], run: Change[T]) -> T:
+        if not self._threads:
+            raise JobStoreFailed("The store of jobs is closed.")
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[T] = loop.create_future()
+        works.put(_Work(run, answer, loop))
+        return await answer
+
+    def _connect(self) -> sqlite3.Connection:
+        try:
+            connection = sqlite3.connect(
+                self._path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+            )
+            connection.row_factory = sqlite3.Row
+            connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.execute("PRAGMA synchronous=FULL")  # a commit that returned is on the disk
+            connection.execute("PRAGMA foreign_keys=ON")
+            connection.execute(f"PRAGMA cache_size=-{PAGE_CACHE_KIB}")
+        except sqlite3.Error as error:
+            raise self._unusable(error) from error
+        return connection
+
+    def _update(self, connection: sqlite3.Connection) -> None:
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        if version > len(self._scripts):
+            raise JobStoreFailed(
+                f"{self._path} is of version {version}, this pilotlight knows {len(self._scripts)}.",
+                remedy="Use the pilotlight that made it, or a newer one.",
+            )
+        try:
+            for number in range(version, len(self._scripts)):
+                connection.executescript(
+                    f"BEGIN IMMEDIATE; {self._scripts[number]}; PRAGMA user_version={number + 1}; COMMIT;"
+                )
+        except sqlite3.Error as error:
+            raise self._unusable(error) from error
+
+    def _unusable(self, error: sqlite3.Error) -> JobStoreFailed:
+        return JobStoreFailed(
+            f"The store of jobs, {self._path}, cannot be used: {error}.",
+            remedy="Look at the disk and the permissions of the state folder; a damaged file can be moved away.",
+        )
+
+
+class _Work:
+    """One change or look, and who waits for it."""
+
+    __slots__ = ("answer", "error", "loop", "result", "run")
+
+    def __init__(
+        self, run: Change[Any], answer: asyncio.Future[Any], loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self.run = run
+        self.answer = answer
+        self.loop = loop
+        self.result: Any = None
+        self.error: Exception | None = None
+
+
+def _serve_writes(connection: sqlite3.Connection, works: queue.SimpleQueue[_Work | None]) -> None:
+    ended = False
+    while not ended:
+        group, ended = _gather(works)
+        if group:
+            _commit(connection, group)
+            _answer(group)
+    connection.close()
+
+
+def _serve_reads(connection: sqlite3.Connection, works: queue.SimpleQueue[_Work | None]) -> None:
+    ended = False
+    while not ended:
+        group, ended = _gather(works)
+        for work in group:
+            _run(connection, work)
+        if group:
+            _answer(group)
+    connection.close()
+
+
+def _gather(works: queue.SimpleQueue[_Work | None]) -> tuple[list[_Work], bool]:
+    """What there is, at least one; and whether that was the end."""
+    found = works.get()
+    group: list[_Work] = []
+    while found is not None:
+        group.append(found)
+        if len(group) == MAX_GROUP or works.empty():
+            return group, False
+        found = works.get()
+    return group, True
+
+
+def _commit(connection: sqlite3.Connection, group: list[_Work]) -> None:
+    try:
+        connection.execute("BEGIN IMMEDIATE")
+        for work in group:
+            connection.execute("SAVEPOINT work")
+            _run(connection, work)
+            connection.execute("RELEASE work" if work.error is None else "ROLLBACK TO work")
+        connection.execute("COMMIT")
+    except sqlite3.Error as error:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        for work in group:
+            work.error = _refused(error)
+
+
+def _run(connection: sqlite3.Connection, work: _Work) -> None:
+    try:
+        work.result = work.run(connection)
+    except sqlite3.IntegrityError as error:
+        work.error = error  # the asker's to make sense of
+    except sqlite3.Error as error:
+        work.error = _refused(error)
+    except Exception as error:  # noqa: BLE001  raised again where it was asked for
+        work.error = error
+
+
+def _refused(error: sqlite3.Error) -> JobStoreFailed:
+    return JobStoreFailed(
+        f"The store of jobs could not be written or read: {error}.",
+        remedy="Look whether the disk of the state folder is full.",
+    )
+
+
+def _answer(group: list[_Work]) -> None:
+    """Tell everybody, by one wake-up of each loop."""
+    loops: dict[asyncio.AbstractEventLoop, list[_Work]] = {}
+    for work in group:
+        loops.setdefault(work.loop, []).append(work)
+    for loop, works in loops.items():
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(_settle, works)
+
+
+def _settle(works: list[_Work]) -> None:
+    for work in works:
+        if work.answer.done():  # who asked was cancelled; the change stands
+            continue
+        if work.error is not None:
+            work.answer.set_exception(work.error)
+        else:
+            work.answer.set_result(work.result)

@@ -1,0 +1,136 @@
+"""The job: an invocation that was stored, its states, and which may follow which."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+LOW_PRIORITY = 1
+BATCH_PRIORITY = 2
+"""The larger the later; callers' jobs have 0."""
+
+EVENTS = ("start", "output", "logs", "completed")
+"""What a webhook may ask to be told of."""
+
+
+class State(enum.StrEnum):
+    """Where a job stands."""
+
+    IN_QUEUE = "IN_QUEUE"
+    IN_PROGRESS = "IN_PROGRESS"
+    COMPLETED = "COMPLETED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+    TIMED_OUT = "TIMED_OUT"
+
+    @property
+    def final(self) -> bool:
+        """Whether it stays so, unless somebody asks for a retry."""
+        return self not in (State.IN_QUEUE, State.IN_PROGRESS)
+
+
+TRANSITIONS: Mapping[State, frozenset[State]] = {
+    State.IN_QUEUE: frozenset({State.IN_PROGRESS, State.CANCELLED, State.TIMED_OUT, State.FAILED}),
+    State.IN_PROGRESS: frozenset(
+        {State.IN_QUEUE, State.COMPLETED, State.FAILED, State.CANCELLED, State.TIMED_OUT}
+    ),
+    State.COMPLETED: frozenset(),
+    State.FAILED: frozenset({State.IN_QUEUE}),
+    State.CANCELLED: frozenset(),
+    State.TIMED_OUT: frozenset({State.IN_QUEUE}),
+}
+"""All that may happen. Back into the queue: its worker died, or somebody asked for a retry."""
+
+
+@dataclass(frozen=True, slots=True)
+class Webhook:
+    """Who is to be told, and of what."""
+
+    url: str
+    events: tuple[str, ...] = ("completed",)
+
+
+@dataclass(frozen=True, slots=True)
+class NewJob:
+    """What a caller submits. `content_type` "" is JSON. Times in seconds; `owner` is the id of an API key or ""."""
+
+    function: str
+    input: bytes
+    execution_timeout_s: float
+    ttl_s: float
+    content_type: str = ""
+    owner: str = ""
+    priority: int = 0
+    max_attempts: int = 3
+    webhook: Webhook | None = None
+    idempotency: str = ""
+    """Another submit with the same, of the same owner to the same function, gives the same job."""
+    wanted_id: str = ""
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job as it is stored. Times are Unix timestamps in seconds, 0 where that has not happened yet."""
+
+    id: str
+    function: str
+    state: State
+    input: bytes
+    content_type: str
+    owner: str
+    priority: int
+    execution_timeout_s: float
+    ttl_s: float
+    max_attempts: int
+    created_s: float
+    attempts: int = 0
+    """How often it was given to a worker; also the fence: who holds an older number may not finish it."""
+    retries: int = 0
+    """How often somebody asked for a retry."""
+    started_s: float = 0.0
+    ended_s: float = 0.0
+    due_s: float = 0.0
+    """In the queue: not to be taken before."""
+    worker: str = ""
+    output: bytes | None = None
+    output_type: str = ""
+    """"" is JSON."""
+    error: Mapping[str, Any] | None = None
+    """As `PilotlightError.to_wire()` has it."""
+    progress: bytes | None = None
+    """JSON: what the handler last said of how far it is."""
+    logs: str = ""
+    """The last lines of a job that failed."""
+    pieces: int = 0
+    """How many pieces of a streamed answer are stored."""
+    webhook: Webhook | None = None
+    traceparent: str = ""
+    expires_s: float = 0.0
+    """When a final job and its result are forgotten."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an attempt ended: a final state, with what it brought."""
+
+    state: State
+    output: bytes | None = None
+    output_type: str = ""
+    error: Mapping[str, Any] | None = None
+    logs: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """A function's jobs. Finished ones are counted from the beginning, forgotten ones too."""
+
+    in_queue: int = 0
+    in_progress: int = 0
+    completed: int = 0
+    failed: int = 0
+    """Timed out ones too."""
+    cancelled: int = 0
+    retried: int = 0
