@@ -306,14 +306,17 @@ def test_the_packages_listed_are_the_folders() -> None:
         if path.parent.name not in ("build", "tests") and not path.parent.name.startswith(".")
     }
     assert folders == set(PACKAGES)
-    rooms = {path.parent.name for path in (ROOT / "snapshot").glob("*/__init__.py")}
-    assert rooms == ROOMS
+    inner = {
+        f"{path.parts[-3]}.{path.parts[-2]}"
+        for folder in folders
+        for path in (ROOT / folder).glob("*/__init__.py")
+    }
+    assert inner == set(ROOMS)
     listed = pyproject()["tool"]["setuptools"]["packages"]
-    inner = {f"snapshot.{room}" for room in rooms}
     assert sorted(listed) == sorted(["pilotlight", *(f"pilotlight.{name}" for name in folders | inner)])
     nested = {path.parent for folder in folders - {"templates"} for path in (ROOT / folder).glob("*/**/*.py")}
     assert {path for path in nested if path.name != "__pycache__"} == {
-        ROOT / "snapshot" / room for room in rooms
+        ROOT.joinpath(*room.split(".")) for room in ROOMS
     }
 
 
