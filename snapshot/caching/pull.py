@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from mmap import mmap
 from pathlib import Path
 
 from ...errors import CacheError, PilotlightError, SourceDenied, SourceUnavailable
@@ -24,6 +25,7 @@ from ..sources.source import Source
 from .assets import bring_assets
 from .flock import Hold, hold, lock, try_lock
 from .follow import Feed, Following
+from .memory import has_huge_pages
 from .resume import land_what_is_there
 from .stored import file_sizes, is_whole
 from .tier import Tier
@@ -211,7 +213,8 @@ class Pull:
 
     def _fetch(self, *, new: bool) -> None:
         with ExitStack() as opened:
-            targets = [self._target(shard.name, opened) for shard in self._manifest.shards]
+            huge = self.tier.kind == "tmpfs" and has_huge_pages(self.files)
+            targets = [self._target(shard.name, opened, huge=huge) for shard in self._manifest.shards]
             if not new:
                 land_what_is_there(self._manifest, targets, self.arrival, self._cancelled)
             self.stats = fetch(
@@ -225,10 +228,12 @@ class Pull:
         if not self.arrival.complete:
             raise CacheError(_CLOSED, remedy=_CLOSED_REMEDY)
 
-    def _target(self, name: str, opened: ExitStack) -> Target:
+    def _target(self, name: str, opened: ExitStack, *, huge: bool) -> Target:
         descriptor = os.open(self.files / name, os.O_RDWR | os.O_CLOEXEC)
         opened.callback(os.close, descriptor)
         touched = self.tier.spares.touched(descriptor) if self.tier.kind == "tmpfs" else None
+        if touched is None and huge and (size_bytes := os.fstat(descriptor).st_size):
+            return Target(str(self.files / name), descriptor, memoryview(mmap(descriptor, size_bytes)), fresh=True)
         return Target(str(self.files / name), descriptor, touched)
 
     def _publish(self) -> None:
