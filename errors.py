@@ -30,6 +30,7 @@
     │   ├── HandlerFailed               the handler raised
     │   ├── WorkerDied                  the worker died while it ran this invocation
     │   ├── ActivationFailed            no worker could be started
+    │   │   └── RevisionRetired             the revision was replaced, deleted or shut down first
     │   ├── ActivationTimeout           no worker was ready within the hold time
     │   ├── QueueFull                   the function's queue is at its limit
     │   ├── DeadlineExceeded            the invocation ran out of time
@@ -240,6 +241,11 @@ class WorkerDied(InvocationError):
 
 class ActivationFailed(InvocationError):
     code = "activation_failed"
+
+
+class RevisionRetired(ActivationFailed):
+    code = "revision_retired"
+    status = 503
 
 
 class ActivationTimeout(InvocationError):

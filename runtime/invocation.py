@@ -42,6 +42,12 @@ class Stream:
                 return None
             self._arrived.clear()
             await self._arrived.wait()
+        return self.get_nowait()
+
+    def get_nowait(self) -> bytes | None:
+        """The next piece, if one is here."""
+        if not self._pieces:
+            return None
         piece = self._pieces.popleft()
         self.on_taken(1)
         return piece
@@ -50,8 +56,8 @@ class Stream:
 class Invocation:
     """A request on its way. Ends once: answered, failed or abandoned; whoever ends it first wins."""
 
-    __slots__ = ("_ended", "answer", "attempt", "body", "content_type", "deadline_s", "hold_until_s", "id", "stream",
-                 "timeline", "timer", "traceparent", "worker")  # fmt: skip
+    __slots__ = ("_ended", "answer", "attempt", "body", "content_type", "deadline_s", "execution_s", "hold_until_s", "id",
+                 "on_sent", "stream", "timeline", "timer", "traceparent", "worker")  # fmt: skip
 
     def __init__(
         self,
@@ -64,13 +70,18 @@ class Invocation:
         content_type: str = "",
         traceparent: str = "",
         streaming: bool = False,
+        execution_s: float | None = None,
+        on_sent: Callable[[], None] | None = None,
     ) -> None:
+        """`execution_s`: `deadline_s` is how long it may wait; sent to a worker, it has so long. `on_sent`: called then."""
         self.id = invocation_id
         self.body = body
         self.content_type = content_type
         self.traceparent = traceparent
         self.deadline_s = deadline_s
         self.hold_until_s = hold_until_s
+        self.execution_s = execution_s
+        self.on_sent = on_sent
         self.attempt = 1
         self.worker = ""
         self.timeline = Timeline(now_s)
