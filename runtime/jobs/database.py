@@ -71,9 +71,9 @@ class Database:
             if not self._opened:
                 return
             self._opened = False
-            for works in (self._writes, self._reads):
-                works.put(None)
-        for thread in self._threads:
+        # The writer last: only a connection that may write brings the log into the file when it closes.
+        for works, thread in zip((self._reads, self._writes), reversed(self._threads), strict=True):
+            works.put(None)
             thread.join()
         self._threads = []
 
