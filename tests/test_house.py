@@ -47,7 +47,11 @@ FLOORS = """
 1   handlers.resolve
 
 2   runtime.jobs
-2   runtime.jobs.database runtime.jobs.job
+2   runtime.jobs.database runtime.jobs.identity runtime.jobs.job runtime.jobs.schema
+2   runtime.jobs.counters runtime.jobs.rows
+2   runtime.jobs.turn
+2   runtime.jobs.changes runtime.jobs.expiry runtime.jobs.looks
+2   runtime.jobs.store
 2   runtime.autoscaler runtime.batcher runtime.lineage runtime.logs runtime.spec runtime.timeline runtime.wording
 2   runtime.code runtime.invocation runtime.link runtime.metrics runtime.requirements runtime.settings runtime.state_dir
 2   runtime.environment runtime.listener runtime.store runtime.unpack runtime.weights
