@@ -41,6 +41,7 @@
     │   ├── JobConflict                 the job is in a state in which that cannot be done
     │   ├── IdempotencyConflict         the same idempotency key came with another body
     │   ├── WebhookRefused              the address of a webhook may not be called
+    │   ├── UnknownDelivery             no such delivery of a webhook, or not this function's
     │   └── JobStoreFailed              the database of jobs cannot be written or read
     ├── AccessError                 who asks
     │   ├── Unauthorized                no API key, or one that is not known
@@ -295,6 +296,11 @@ class IdempotencyConflict(JobError):
 class WebhookRefused(JobError):
     code = "webhook_refused"
     status = 422
+
+
+class UnknownDelivery(JobError):
+    code = "unknown_delivery"
+    status = 404
 
 
 class JobStoreFailed(JobError):

@@ -51,7 +51,12 @@ FLOORS = """
 2   runtime.jobs.counters runtime.jobs.rows
 2   runtime.jobs.turn
 2   runtime.jobs.changes runtime.jobs.expiry runtime.jobs.looks
+2   runtime.jobs.addresses runtime.jobs.backoff runtime.jobs.signing
 2   runtime.jobs.store
+2   runtime.jobs.message runtime.jobs.posting
+2   runtime.jobs.delivery
+2   runtime.jobs.outbox
+2   runtime.jobs.courier
 2   runtime.autoscaler runtime.batcher runtime.lineage runtime.logs runtime.spec runtime.timeline runtime.wording
 2   runtime.code runtime.invocation runtime.link runtime.metrics runtime.requirements runtime.settings runtime.state_dir
 2   runtime.environment runtime.listener runtime.store runtime.unpack runtime.weights
@@ -208,6 +213,7 @@ def test_packages_are_named_and_empty() -> None:
     [
         "runtime.autoscaler",
         "runtime.batcher",
+        "runtime.jobs.backoff",
         "runtime.timeline",
         "snapshot.restoring.plan",
         "snapshot.fetching.pace",

@@ -85,19 +85,20 @@ CREATE TABLE deliveries (
     function TEXT NOT NULL,
     event TEXT NOT NULL,
     url TEXT NOT NULL,
+    host TEXT NOT NULL,             -- scheme, name and port of the url: who may be slow
     body BLOB NOT NULL,
-    state TEXT NOT NULL,             -- PENDING, DELIVERED or DEAD
-    attempts INTEGER NOT NULL DEFAULT 0,
+    state TEXT NOT NULL,            -- PENDING, DELIVERED, DEAD
+    attempts INTEGER NOT NULL,
     next_s REAL NOT NULL,
     created_s REAL NOT NULL,
-    last_status INTEGER,
-    last_error TEXT,
-    log TEXT NOT NULL DEFAULT '[]'   -- JSON
+    last_status INTEGER NOT NULL,   -- 0: none came
+    last_error TEXT NOT NULL,
+    log TEXT NOT NULL               -- JSON: the last attempts
 );
-CREATE INDEX deliveries_due ON deliveries (state, next_s);
-CREATE INDEX deliveries_function ON deliveries (function, created_s);
+CREATE INDEX deliveries_due ON deliveries (host, next_s) WHERE state = 'PENDING';
+CREATE INDEX deliveries_ended ON deliveries (created_s) WHERE state <> 'PENDING';
 CREATE INDEX deliveries_job ON deliveries (job_id);
-CREATE INDEX deliveries_ended ON deliveries (created_s) WHERE state IN ('DELIVERED', 'DEAD');
+CREATE INDEX deliveries_function ON deliveries (function, created_s);
 """
 
 SCRIPTS = (_JOBS + _COUNTERS + _TOMBSTONES + _DELIVERIES,)
