@@ -58,6 +58,8 @@ class FunctionStatus(BaseModel):
     name: str
     revision: str
     created_at: datetime
+    dialect: str = "pilotlight"
+    entry: str = ""
     kind: str
     streaming: bool
     batch: int | None
@@ -142,6 +144,8 @@ class Functions:
             name=record.function,
             revision=record.revision,
             created_at=record.created_at,
+            dialect=facts.get("dialect", "pilotlight"),
+            entry=facts.get("entry", ""),
             kind=facts.get("kind", "plain"),
             streaming=facts.get("streaming", False),
             batch=facts.get("batch"),

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("handlers", "runtime", "snapshot", "templates")
 ROOMS = (
     *(f"snapshot.{room}" for room in ("caching", "converting", "fetching", "format", "restoring", "sources")),
+    "handlers.foreign",
     "runtime.jobs",
 )
 
@@ -43,7 +44,11 @@ FLOORS = """
 0   snapshot.caching.node snapshot.restoring.restore
 0   snapshot.attached
 
-1   handlers.codec handlers.contract handlers.failure
+1   handlers.foreign
+1   handlers.codec handlers.contract handlers.failure handlers.foreign.files handlers.foreign.recognise
+1   handlers.handler handlers.loading handlers.foreign.bodies handlers.foreign.cog_sdk handlers.foreign.runpod_sdk
+1   handlers.foreign.aws_lambda handlers.foreign.cog_inputs handlers.foreign.runpod
+1   handlers.foreign.cog
 1   handlers.resolve
 
 2   runtime.jobs
@@ -62,6 +67,7 @@ FLOORS = """
 2   runtime.environment runtime.listener runtime.store runtime.unpack runtime.weights
 
 3   runtime.deploy runtime.fetcher runtime.launcher runtime.runner
+3   runtime.host
 3   runtime.worker
 3   runtime.zygote
 3   runtime.first_call
