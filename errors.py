@@ -46,7 +46,9 @@
     ├── AccessError                 who asks
     │   ├── Unauthorized                no API key, or one that is not known
     │   ├── Forbidden                   the key's scopes or functions do not cover it
-    │   └── QuotaExceeded               the key's rate or concurrency is used up
+    │   ├── QuotaExceeded               the key's rate or concurrency is used up
+    │   ├── UnknownKey                  no API key with this id
+    │   └── UnknownSecret               the function has no secret of this name
     ├── UnsupportedMedia            the body's media type is not one that this route takes
     ├── UnknownFunction             no such function
     ├── LinkError                   the connection between gateway and worker broke its rules or its peer
@@ -327,6 +329,16 @@ class QuotaExceeded(AccessError):
     status = 429
 
 
+class UnknownKey(AccessError):
+    code = "unknown_key"
+    status = 404
+
+
+class UnknownSecret(AccessError):
+    code = "unknown_secret"
+    status = 404
+
+
 class UnsupportedMedia(PilotlightError):
     code = "unsupported_media"
     status = 415
@@ -335,6 +347,11 @@ class UnsupportedMedia(PilotlightError):
 class UnknownFunction(PilotlightError):
     code = "unknown_function"
     status = 404
+
+    @classmethod
+    def named(cls, name: str) -> UnknownFunction:
+        """The one answer for a function that is not there, and for one that the caller is not to know of."""
+        return cls(f"There is no function {name[:64]!r}.", remedy="See `pilotlight list`, or deploy it.")
 
 
 class LinkError(PilotlightError):

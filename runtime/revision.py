@@ -81,13 +81,14 @@ class Revision:
         tasks: asyncio.TaskGroup,
         on_activation: Callable[[str], None] = lambda _outcome: None,
         weights: Weights | None = None,
+        secrets: Callable[[], dict[str, str]] = dict,
     ) -> None:
         self.spec = spec
         self.streaming = False
         self.policy = policy
         self.pool = Pool(
             spec, launcher, logs, tasks, self,
-            standby=policy.standby, keep_zygote=policy.keep_zygote, weights=weights,
+            standby=policy.standby, keep_zygote=policy.keep_zygote, weights=weights, secrets=secrets,
         )  # fmt: skip
         self._queue: deque[Invocation] = deque()
         self._loop = asyncio.get_running_loop()

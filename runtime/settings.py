@@ -233,6 +233,11 @@ class GatewaySettings(BaseModel):
         default_factory=lambda: default_cache_dir(os.environ),
         description="Folder of the node's cache of snapshots fetched from elsewhere.",
     )
+    auth: Literal["auto", "always"] = Field(
+        "auto",
+        description="Whether callers need an API key: auto, if others than this machine can reach the gateway or a"
+        " key was made; or always.",
+    )
     drain_s: float = Field(
         30.0,
         ge=0,

@@ -1,0 +1,109 @@
+"""The commands of access, as processes: the first key without a gateway and with one, keys and secrets over HTTP."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from pilotlight.runtime.access.commands import COMMANDS
+from pilotlight.runtime.cli import cli
+
+# Fixtures of the command line's tests stand one folder higher: run, start, served, pilotlight, deployed.
+Run = Callable[..., Any]
+
+TELLS = "import os\ndef handler(event):\n    return os.environ.get('TOKEN')\n"
+
+
+@pytest.mark.parametrize("group", COMMANDS)
+def test_every_command_teaches_with_an_example(group: Any):
+    for name in group.commands:
+        shown = CliRunner().invoke(cli, [group.name, name, "--help"])
+        assert shown.exit_code == 0
+        assert f"pilotlight {group.name} {name}" in shown.output
+
+
+def test_the_life_of_keys_with_and_without_a_gateway(run: Run, start: Run, short_tmp: Path):
+    """Made in the files, used and revoked through the gateway, seen in the files again."""
+    home = ("--state-dir", short_tmp / "keys-home")
+    assert run("keys", "list", *home).stderr == "no keys: pilotlight keys create NAME\n"
+    made = run("keys", "create", "laptop", "--scope", "admin", "--expires", "30d", *home)
+    admin = made.stdout.strip()
+    assert made.stdout.startswith("pl_")
+    assert made.stdout.count("\n") == 1
+    assert "laptop: admin all" in made.stderr
+    with_key = {"PILOTLIGHT_API_KEY": admin}
+    process = start("serve", "--json", "--port", 0, *home)
+    url = json.loads(process.stdout.readline())["url"]
+    refused = run("list", "--url", url)
+    assert refused.returncode == 1
+    assert "PILOTLIGHT_API_KEY" in refused.stderr
+    assert run("list", "--url", url, **with_key).returncode == 0
+    assert run("list", "--url", url, "--api-key", admin).returncode == 0
+    # Through the gateway's own socket, without a key; and over HTTP with one.
+    shop = json.loads(run("keys", "create", "shop", "--function", "f", "--rate", 5, *home, "--json").stdout)
+    listed = json.loads(run("keys", "list", "--json", "--url", url, **with_key).stdout)["keys"]
+    assert [key["name"] for key in listed] == ["laptop", "shop"]
+    assert run("keys", "list", "--url", url).returncode == 1
+    shown = run("keys", "list", *home).stdout
+    assert "5 a second" in shown
+    assert shop["key"].rpartition("_")[2] not in shown
+    # By a whole key as well, which is not repeated.
+    revoked = run("keys", "revoke", shop["key"], "--url", url, **with_key)
+    assert revoked.stdout == f"{shop['id']} is revoked\n"
+    again = run("keys", "revoke", shop["key"], *home)
+    assert again.returncode == 1
+    assert shop["key"] not in again.stderr
+    process.terminate()
+    assert process.wait(30) == 0
+    assert [key["name"] for key in json.loads(run("keys", "list", *home, "--json").stdout)["keys"]] == [
+        "laptop"
+    ]
+
+
+@pytest.mark.parametrize(
+    "option", [("--expires", "soon"), ("--expires", "0d"), ("--scope", "root"), ("--rate", "x")]
+)
+def test_a_wrong_option_is_told(run: Run, short_tmp: Path, option: tuple[str, str]):
+    done = run("keys", "create", "a", *option, "--state-dir", short_tmp / "wrong")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert not (short_tmp / "wrong" / "access").exists()
+
+
+def test_a_wish_that_cannot_be_is_one_paragraph(run: Run, short_tmp: Path):
+    done = run(
+        "keys", "create", "a", "--scope", "admin", "--function", "f", "--state-dir", short_tmp / "wish"
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "covers all functions" in done.stderr
+
+
+def test_a_key_that_is_none_is_not_echoed(run: Run):
+    done = run("list", "--api-key", "s3cr3t wörd")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "s3cr3t" not in done.stderr
+    assert "s3cr3t" not in run("list", "--help", PILOTLIGHT_API_KEY="s3cr3t").stdout
+
+
+def test_secrets_come_from_a_file_or_standard_input(pilotlight: Run, deployed: Run, tmp_path: Path):
+    (tmp_path / "token").write_text("from a file\n")
+    early = pilotlight("secrets", "set", "early", "TOKEN", "--from-file", tmp_path / "token")
+    assert early.returncode == 0
+    assert "no function early is deployed yet" in early.stderr
+    assert pilotlight("secrets", "unset", "early", "TOKEN").returncode == 0
+    name = deployed(TELLS)
+    assert pilotlight("secrets", "list", name).stderr == f"{name} has no secrets\n"
+    done = pilotlight("secrets", "set", name, "TOKEN", given=b"from a pipe\n")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "from a pipe" not in done.stdout
+    assert pilotlight("secrets", "list", name).stdout == "TOKEN\n"
+    assert json.loads(pilotlight("secrets", "list", name, "--json").stdout)["secrets"] == ["TOKEN"]
+    pilotlight("deploy", tmp_path / name, "--name", name)
+    assert pilotlight("invoke", name).stdout == '"from a pipe"\n'
+    unknown = pilotlight("secrets", "unset", name, "NONE")
+    assert unknown.returncode == 1
+    assert "'NONE'" in unknown.stderr
+    assert pilotlight("secrets", "set", name, "TOKEN", given=b"\xff").returncode == 2
