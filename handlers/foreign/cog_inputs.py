@@ -87,7 +87,9 @@ class CogInputs:
         return {name: getattr(model, own) for name, own in self._fields.items()}
 
     def _field(self, name: str, said: Any, annotation: Any) -> Any:
-        described = hasattr(said, "choices") and hasattr(said, "regex")  # Cog's Input(...), the real one's too
+        described = hasattr(said, "choices") and hasattr(
+            said, "regex"
+        )  # Cog's Input(...), the real one's too
         kept: dict[str, Any] = {"alias": name, "title": name.replace("_", " ").capitalize()}
         if described:
             kept |= {key: value for key in _BOUNDS if (value := getattr(said, key)) is not None}
@@ -215,8 +217,6 @@ def _schema_of(annotation: Any) -> dict[str, Any]:
         return TypeAdapter(annotation, config=_config_for(annotation)).json_schema(mode="serialization")
     except (PydanticUserError, PydanticSchemaGenerationError):
         return {}
-
-
 
 
 def _config_for(annotation: Any) -> ConfigDict | None:

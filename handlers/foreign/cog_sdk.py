@@ -19,12 +19,17 @@ CONCURRENCY_MARK = "__cog_concurrent_max__"
 
 def stand_in() -> dict[str, ModuleType]:
     """The modules, by name."""
-    cog, types = ModuleType("cog", "Pilotlight's stand-in."), ModuleType("cog.types", "Pilotlight's stand-in.")
+    cog, types = (
+        ModuleType("cog", "Pilotlight's stand-in."),
+        ModuleType("cog.types", "Pilotlight's stand-in."),
+    )
     for module in (cog, types):
         vars(module).update(_NAMES)
 
     def missing(attribute: str) -> Any:
-        raise AttributeError(f"pilotlight's stand-in for cog has no {attribute!r}: add cog to requirements.txt")
+        raise AttributeError(
+            f"pilotlight's stand-in for cog has no {attribute!r}: add cog to requirements.txt"
+        )
 
     cog.__path__ = []  # a package, so that `import cog.types` looks no further
     vars(cog).update(types=types, __getattr__=missing)

@@ -23,7 +23,9 @@ RUNPOD_START = "runpod.serverless.start"
 MAX_SOURCE_BYTES = 1 << 20
 MAX_SOURCES = 200
 _WORDS = (b"runpod", b"cog", b"handler")
-_COG_ENTRY = re.compile(r"""^(?:predict|run):\s*["']?([\w./-]+\.py)(?::(\w+))?["']?\s*(?:#.*)?$""", re.MULTILINE)
+_COG_ENTRY = re.compile(
+    r"""^(?:predict|run):\s*["']?([\w./-]+\.py)(?::(\w+))?["']?\s*(?:#.*)?$""", re.MULTILINE
+)
 
 
 class Entry(NamedTuple):
@@ -73,7 +75,9 @@ class _Source:
     """What a file says about itself."""
 
     names: dict[str, str] = field(default_factory=dict)  # what was imported, by the name it has here
-    arity: dict[str, int | None] = field(default_factory=dict)  # top-level names; None: no function, or any number
+    arity: dict[str, int | None] = field(
+        default_factory=dict
+    )  # top-level names; None: no function, or any number
     classes: list[ast.ClassDef] = field(default_factory=list)
     starts_runpod: bool = False
 
@@ -86,7 +90,9 @@ class _Source:
         if not self.imports("cog"):
             return ""
         bases = ("cog.BasePredictor", "cog.BaseRunner")
-        derived = [one.name for one in self.classes if any(_dotted(base, self.names) in bases for base in one.bases)]
+        derived = [
+            one.name for one in self.classes if any(_dotted(base, self.names) in bases for base in one.bases)
+        ]
         named = [one.name for one in self.classes if COG_METHODS.get(one.name) in _methods(one)]
         usual = [name for name in ("Runner", "Predictor") if name in derived or name in named]
         return next(iter([*usual, *derived]), "")
@@ -181,7 +187,8 @@ def _read(path: Path) -> _Source | None:
     for node in _top_level(tree.body):
         _note_definition(node, source)
     source.starts_runpod = any(
-        isinstance(node, ast.Call) and _dotted(node.func, source.names) == RUNPOD_START for node in ast.walk(tree)
+        isinstance(node, ast.Call) and _dotted(node.func, source.names) == RUNPOD_START
+        for node in ast.walk(tree)
     )
     return source
 

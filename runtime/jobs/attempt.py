@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 
@@ -11,6 +12,7 @@ from ...errors import (
     Cancelled,
     DeadlineExceeded,
     GatewayError,
+    JobStoreFailed,
     PilotlightError,
     RevisionRetired,
     WorkerDied,
@@ -33,9 +35,16 @@ class Attempt:
     """Submits a job's invocation to a revision, and sees it to its end."""
 
     def __init__(
-        self, job: Job, revision: Revision, store: JobStore, board: Board, last_lines: Callable[[str], str]
+        self,
+        job: Job,
+        revision: Revision,
+        store: JobStore,
+        board: Board,
+        tasks: asyncio.TaskGroup,
+        last_lines: Callable[[str], str],
     ) -> None:
         """`last_lines` gives what a worker printed last."""
+        self._tasks = tasks
         self.job = job
         self._revision = revision
         self._store = store
@@ -43,6 +52,8 @@ class Attempt:
         self._last_lines = last_lines
         self._sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._fence = 0
+        self._progress: bytes | None = None
+        self._writing: asyncio.Task[None] | None = None
         self._cancelled = False
         now_s, waited_s = time.monotonic(), max(0.0, time.time() - job.created_s)
         deadline_s = now_s + max(0.0, job.ttl_s - waited_s)
@@ -51,6 +62,7 @@ class Attempt:
             now_s=now_s, deadline_s=deadline_s, hold_until_s=deadline_s,
             content_type=job.content_type, traceparent=job.traceparent,
             streaming=revision.streaming, execution_s=job.execution_timeout_s, on_sent=self._on_sent,
+            extra={"job": {"id": job.id, "attempt": job.attempts + 1}}, on_progress=self._on_progress,
         )  # fmt: skip
         self.invocation.answer.add_done_callback(self._on_sent)
 
@@ -84,6 +96,24 @@ class Attempt:
                 await self._finish(Outcome(State.COMPLETED, await self._aggregate()))
         finally:
             self._board.tell(self.job.id)
+
+    # -- progress: the last word counts, and one is written at a time
+
+    def _on_progress(self, said: bytes) -> None:
+        self._progress = said
+        if self._writing is None or self._writing.done():
+            self._writing = self._tasks.create_task(self._write_progress())
+
+    async def _write_progress(self) -> None:
+        with contextlib.suppress(
+            JobStoreFailed
+        ):  # its end is what must be stored, and says so if it cannot be
+            await self._sent
+            while (said := self._progress) is not None:
+                self._progress = None
+                if self._fence:
+                    await self._store.set_progress(self.job.id, self._fence, said)
+                    self._board.tell(self.job.id)
 
     async def _take(self) -> bool:
         """Wait until a worker has it, and say so; False if it is nobody's any more. Raises what kept it from that."""

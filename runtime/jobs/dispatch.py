@@ -114,7 +114,10 @@ class Dispatcher:
         return None if due_s is None or due_s <= time.time() else due_s - time.time()
 
     def _start(self, function: str, lane: _Lane, job: Job, target: Target) -> None:
-        attempt = Attempt(job, target.revision, self._store, self._board, lambda worker: _tail(target.logs, worker))
+        attempt = Attempt(
+            job, target.revision, self._store, self._board, self._tasks,
+            lambda worker: _tail(target.logs, worker),
+        )  # fmt: skip
         attempt.submit()
         lane.running.add(job.id)
         self._running[job.id] = attempt

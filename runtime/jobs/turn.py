@@ -13,7 +13,7 @@ from . import counters, rows
 from .identity import tombstone_key
 from .job import TRANSITIONS, Job, Outcome, State
 
-Tell = Callable[[sqlite3.Connection, Job, str, float], None]
+Tell = Callable[[sqlite3.Connection, Job, str, float], object]
 """Called with each event that a job's webhook asked for, within the transaction that brings it about."""
 
 
