@@ -87,8 +87,9 @@ FLOORS = """
 5   runtime.jobs.dispatch
 5   runtime.jobs.jobs
 
-6   runtime.gateway runtime.openapi runtime.watch
-6   runtime.access.guard runtime.admin
+6   runtime.intake runtime.openapi runtime.watch
+6   runtime.gateway
+6   runtime.access.guard runtime.admin runtime.queue_api
 6   runtime.access.control
 
 7   runtime.display runtime.main

@@ -149,10 +149,16 @@ class Jobs:
     async def counts(self, function: str) -> Counts:
         return await self.store.counts(function)
 
-    async def forget(self, function: str) -> None:
-        """The function is deleted: nothing of it runs any more."""
-        for job_id in await self.store.forget(function):
-            await self.cancel(function, job_id)
+    def forget(self, function: str) -> None:
+        """The function is deleted: nothing of it is to run any more."""
+        self._tasks.create_task(self._forget(function))
+
+    async def _forget(self, function: str) -> None:
+        with contextlib.suppress(
+            JobStoreFailed
+        ):  # then they wait for a function of this name until their ttl ends
+            for job_id in await self.store.forget(function):
+                await self.cancel(function, job_id)
 
     def wake(self, function: str) -> None:
         """The function is live (again): what waits for it may run."""
