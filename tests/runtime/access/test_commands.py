@@ -29,7 +29,6 @@ def test_every_command_teaches_with_an_example(group: Any):
 def test_the_life_of_keys_with_and_without_a_gateway(run: Run, start: Run, short_tmp: Path):
     """Made in the files, used and revoked through the gateway, seen in the files again."""
     home = ("--state-dir", short_tmp / "keys-home")
-    assert run("keys", "list", *home).stderr == "no keys: pilotlight keys create NAME\n"
     made = run("keys", "create", "laptop", "--scope", "admin", "--expires", "30d", *home)
     admin = made.stdout.strip()
     assert made.stdout.startswith("pl_")
@@ -41,13 +40,11 @@ def test_the_life_of_keys_with_and_without_a_gateway(run: Run, start: Run, short
     refused = run("list", "--url", url)
     assert refused.returncode == 1
     assert "PILOTLIGHT_API_KEY" in refused.stderr
-    assert run("list", "--url", url, **with_key).returncode == 0
     assert run("list", "--url", url, "--api-key", admin).returncode == 0
     # Through the gateway's own socket, without a key; and over HTTP with one.
     shop = json.loads(run("keys", "create", "shop", "--function", "f", "--rate", 5, *home, "--json").stdout)
     listed = json.loads(run("keys", "list", "--json", "--url", url, **with_key).stdout)["keys"]
     assert [key["name"] for key in listed] == ["laptop", "shop"]
-    assert run("keys", "list", "--url", url).returncode == 1
     shown = run("keys", "list", *home).stdout
     assert "5 a second" in shown
     assert shop["key"].rpartition("_")[2] not in shown

@@ -43,15 +43,9 @@ ELSEWHERE = [
 ]
 
 
-def at_home(gateway: Gateway) -> httpx.AsyncClient:
-    """Its owner, on its own socket."""
-    transport = httpx.AsyncHTTPTransport(uds=str(gateway.state / "run" / "own.sock"))
-    return httpx.AsyncClient(base_url="http://home", transport=transport, timeout=60)
-
-
 async def made(gateway: Gateway, **wanted: Any) -> dict[str, Any]:
     """A new key."""
-    async with at_home(gateway) as home:
+    async with gateway.at_home() as home:
         response = await home.post("/v1/keys", json={"name": "test", **wanted})
     assert response.status_code == 201, response.text
     return dict(response.json())
@@ -161,7 +155,7 @@ async def test_on_loopback_the_first_key_closes_it_and_no_revocation_opens_it(st
         assert (await gateway.client.get("/v1/functions")).status_code == 401
     async with gateway_here(state) as gateway:
         assert (await gateway.client.get("/v1/functions")).status_code == 401
-        async with at_home(gateway) as home:
+        async with gateway.at_home() as home:
             assert (await home.get("/v1/keys")).json() == {"keys": []}
 
 
