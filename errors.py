@@ -30,6 +30,7 @@
     │   ├── HandlerFailed               the handler raised
     │   ├── WorkerDied                  the worker died while it ran this invocation
     │   ├── ActivationFailed            no worker could be started
+    │   │   └── RevisionRetired             the revision was replaced, deleted or shut down first
     │   ├── ActivationTimeout           no worker was ready within the hold time
     │   ├── QueueFull                   the function's queue is at its limit
     │   ├── DeadlineExceeded            the invocation ran out of time
@@ -40,6 +41,7 @@
     │   ├── JobConflict                 the job is in a state in which that cannot be done
     │   ├── IdempotencyConflict         the same idempotency key came with another body
     │   ├── WebhookRefused              the address of a webhook may not be called
+    │   ├── UnknownDelivery             no such delivery of a webhook, or not this function's
     │   └── JobStoreFailed              the database of jobs cannot be written or read
     ├── AccessError                 who asks
     │   ├── Unauthorized                no API key, or one that is not known
@@ -244,6 +246,11 @@ class ActivationFailed(InvocationError):
     code = "activation_failed"
 
 
+class RevisionRetired(ActivationFailed):
+    code = "revision_retired"
+    status = 503
+
+
 class ActivationTimeout(InvocationError):
     code = "activation_timeout"
     status = 503
@@ -291,6 +298,11 @@ class IdempotencyConflict(JobError):
 class WebhookRefused(JobError):
     code = "webhook_refused"
     status = 422
+
+
+class UnknownDelivery(JobError):
+    code = "unknown_delivery"
+    status = 404
 
 
 class JobStoreFailed(JobError):

@@ -54,7 +54,7 @@ class InputCodec:
         try:
             return self._adapter.validate_json(body or b"null")
         except ValidationError as error:
-            raise _input_error(error) from None
+            raise input_error(error) from None
 
     def _validate(self, event: str | bytes) -> Any:
         if self._adapter is None:
@@ -62,7 +62,7 @@ class InputCodec:
         try:
             return self._adapter.validate_python(event)
         except ValidationError as error:
-            raise _input_error(error) from None
+            raise input_error(error) from None
 
 
 class OutputCodec:
@@ -142,7 +142,8 @@ def _bad_json(why: str) -> BadInput:
     )
 
 
-def _input_error(error: ValidationError) -> BadInput | InputInvalid:
+def input_error(error: ValidationError) -> BadInput | InputInvalid:
+    """What the caller is told of an input that does not fit, by the path of each field."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     if first["type"] == "json_invalid":
         return _bad_json(first["msg"].removeprefix("Invalid JSON: "))

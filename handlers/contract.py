@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ..errors import HandlerSignatureError, SnapshotError
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 BATCH_MARK = "__pilotlight_batch__"
 MAX_BATCH = 4096
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -61,14 +63,22 @@ class Cancellation:
         self.flag = False
 
 
+class Host(Protocol):
+    """What a worker does for the invocations that it runs. Any thread may ask."""
+
+    def progress(self, channel: int, value: Any) -> None: ...
+    def retire(self) -> None: ...
+    def resize(self, concurrency: int) -> None: ...
+
+
 class Context:
     """What a handler may ask about its function and its invocation.
 
     In `build`, `rehearse`, `setup` and `teardown` there is no invocation: `id` is empty and there is no deadline.
     """
 
-    __slots__ = ("_cancellation", "_deadline_s", "_snapshot", "attempt", "function", "id", "items", "revision", "state",
-                 "traceparent")  # fmt: skip
+    __slots__ = ("_cancellation", "_channel", "_deadline_s", "_host", "_snapshot", "attempt", "extra", "function", "id",
+                 "items", "revision", "state", "traceparent")  # fmt: skip
 
     def __init__(
         self,
@@ -83,6 +93,9 @@ class Context:
         cancellation: Cancellation | None = None,
         traceparent: str = "",
         items: Sequence[Context] = (),
+        extra: Mapping[str, Any] = NOTHING,
+        host: Host | None = None,
+        channel: int = 0,
     ) -> None:
         self.function = function
         self.revision = revision
@@ -91,6 +104,9 @@ class Context:
         self.state = state  # what `build` returned, replaced by what `setup` returned if that was not None
         self.traceparent = traceparent
         self.items = items  # for a batch handler: the contexts of its events, in order
+        self.extra = extra  # what came along with the invocation, beside its body
+        self._host = host
+        self._channel = channel
         self._deadline_s = deadline_s
         self._snapshot = snapshot
         self._cancellation = cancellation or Cancellation()
@@ -115,6 +131,25 @@ class Context:
             return all(item.cancelled for item in self.items)
         expired = self._deadline_s is not None and time.monotonic() > self._deadline_s
         return self._cancellation.flag or expired
+
+    def progress(self, value: Any) -> None:
+        """Says how far the invocation is, in JSON of any shape; who asks for its status is told the last one said.
+
+        Cheap to call often, from any thread. Does nothing where nobody can ask, as in `setup`.
+        """
+        for context in self.items or (self,):
+            if context._host is not None:
+                context._host.progress(context._channel, value)
+
+    def retire(self) -> None:
+        """This worker takes nothing more, and ends when what it runs is answered: the next one starts fresh."""
+        if self._host is not None:
+            self._host.retire()
+
+    def resize(self, concurrency: int) -> None:
+        """From now on this worker runs so many invocations at the same time. Of async handlers only."""
+        if self._host is not None:
+            self._host.resize(concurrency)
 
     @property
     def log(self) -> logging.LoggerAdapter[logging.Logger]:

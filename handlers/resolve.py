@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import enum
-import functools
-import importlib.util
 import inspect
-import os
-import sys
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,67 +12,36 @@ from typing import Any
 from pydantic import PydanticUserError
 from pydantic.errors import PydanticSchemaGenerationError
 
-from ..errors import HandlerImportError, HandlerSignatureError
+from ..errors import HandlerSignatureError
 from .codec import InputCodec, OutputCodec
 from .contract import BATCH_MARK, BatchSpec
-from .failure import explain
-
-Hook = Callable[..., Any]
-
-
-class Kind(enum.StrEnum):
-    """How a handler runs."""
-
-    PLAIN = "plain"
-    ASYNC = "async"
-    GENERATOR = "generator"
-    ASYNC_GENERATOR = "async_generator"
-
-    @property
-    def streaming(self) -> bool:
-        return self in (Kind.GENERATOR, Kind.ASYNC_GENERATOR)
-
-    @property
-    def on_loop(self) -> bool:
-        """True if the handler runs on the event loop, False if it needs a thread."""
-        return self in (Kind.ASYNC, Kind.ASYNC_GENERATOR)
+from .foreign.recognise import DEFAULT, recognise
+from .handler import Handler, Hook, Kind, kind_of, written
+from .loading import import_file
 
 
-@dataclass(frozen=True, slots=True)
-class Handler:
-    """A user's handler, resolved: the callables, and what they take and give."""
+def resolve(root: Path, reference: str = DEFAULT, function: str = "") -> Handler:
+    """Imports what `reference` names below `root` ("file.py", "file.py:name", "runpod:file.py") and returns its handler.
 
-    call: Callable[..., Any]
-    kind: Kind
-    takes_context: bool
-    batch: BatchSpec | None
-    input: InputCodec
-    output: OutputCodec
-    build: Hook | None
-    rehearse: Hook | None
-    setup: Hook | None
-    teardown: Hook | None
-
-    def facts(self) -> dict[str, Any]:
-        """What the gateway keeps of it: plain JSON."""
-        return {
-            "kind": self.kind.value,
-            "streaming": self.kind.streaming,
-            "batch": self.batch.max_size if self.batch else None,
-            "input_schema": self.input.schema(),
-            "output_schema": self.output.schema(),
-        }
-
-
-def resolve(root: Path, reference: str = "handler.py") -> Handler:
-    """Imports `reference` ("file.py" or "file.py:name") below `root` and returns its handler.
-
-    The folder becomes the working directory and the first entry of `sys.path`, as if the user had run it there.
-    Raises HandlerImportError or HandlerSignatureError.
+    A RunPod, Cog or Lambda handler is recognised, or named as one by the reference. The folder becomes the working
+    directory and the first entry of `sys.path`, as if the user had run it there; `function` is what the function is
+    called. Raises HandlerImportError or HandlerSignatureError.
     """
-    file, _, name = reference.partition(":")
-    module = _import(root, root / file)
-    return handler_of(module, name or "handler", file)
+    entry = recognise(root, reference)
+    if entry.dialect == "runpod":
+        from .foreign.runpod import resolve_runpod  # noqa: PLC0415  only such functions pay for it
+
+        return resolve_runpod(root, entry)
+    if entry.dialect == "cog":
+        from .foreign.cog import resolve_cog  # noqa: PLC0415  as above
+
+        return resolve_cog(root, entry)
+    if entry.dialect == "lambda":
+        from .foreign.aws_lambda import resolve_lambda  # noqa: PLC0415  as above
+
+        return resolve_lambda(root, entry, function)
+    module = import_file(root, root / entry.file)
+    return handler_of(module, entry.name, entry.file)
 
 
 def handler_of(module: ModuleType, name: str, file: str) -> Handler:
@@ -93,7 +56,7 @@ def handler_of(module: ModuleType, name: str, file: str) -> Handler:
         raise HandlerSignatureError(
             f"`{name}` in {file} is {_a(call)}, not a function.", remedy=f"Define `def {name}(event): ...`."
         )
-    kind, spec = _kind(call), getattr(call, BATCH_MARK, None)
+    kind, spec = kind_of(call), getattr(call, BATCH_MARK, None)
     takes_context = _arity(call, f"{name} in {file}") == 2
     given, answered = _annotations(call, kind, spec, f"{name} in {file}")
     if spec and kind.streaming:
@@ -102,52 +65,7 @@ def handler_of(module: ModuleType, name: str, file: str) -> Handler:
             remedy="Stream or batch: remove one of the two.",
         )
     hooks = {hook: _hook(module, hook, file) for hook in ("build", "rehearse", "setup", "teardown")}
-    return Handler(call, kind, takes_context, spec, given, answered, **hooks)
-
-
-def _import(root: Path, path: Path) -> ModuleType:
-    if not path.is_file():
-        there = ", ".join(sorted(entry.name for entry in root.iterdir())[:8]) if root.is_dir() else "nothing"
-        raise HandlerImportError(
-            f"{path.name} is not in the function's folder (there: {there or 'nothing'}).",
-            remedy="Create it with `def handler(event): ...`, or set `handler` in pilotlight.toml.",
-        )
-    os.chdir(root)
-    sys.path.insert(0, str(path.parent))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise HandlerImportError(f"{path.name} is not a Python file.", remedy="Name a .py file.")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # as an import would: annotations and dataclasses look the module up
-    try:
-        spec.loader.exec_module(module)
-    except ModuleNotFoundError as error:
-        remedy = (
-            f"Add the package that provides `{error.name}` to requirements.txt and deploy with --install."
-        )
-        raise explain(HandlerImportError, f"Importing {path.name}", error, root, remedy=remedy) from error
-    except (Exception, SystemExit) as error:
-        raise explain(HandlerImportError, f"Importing {path.name}", error, root) from error
-    return module
-
-
-def _kind(call: Callable[..., Any]) -> Kind:
-    function = _function(call)
-    if inspect.isasyncgenfunction(function):
-        return Kind.ASYNC_GENERATOR
-    if inspect.isgeneratorfunction(function):
-        return Kind.GENERATOR
-    return Kind.ASYNC if inspect.iscoroutinefunction(function) else Kind.PLAIN
-
-
-def _function(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that was written, below partials, decorators that say so, and `__call__`."""
-    while isinstance(call, functools.partial):
-        call = call.func
-    written: Any = call
-    return typing.cast(
-        "Callable[..., Any]", inspect.unwrap(written if inspect.isroutine(call) else written.__call__)
-    )
+    return Handler(call, kind, takes_context, spec, given, answered, **hooks, entry=f"{file}:{name}")
 
 
 def _arity(call: Callable[..., Any], what: str, *, allowed: tuple[int, ...] = (1, 2)) -> int:
@@ -171,7 +89,7 @@ def _hook(module: ModuleType, name: str, file: str) -> Hook | None:
         raise HandlerSignatureError(
             f"`{name}` in {file} is {_a(call)}, not a function.", remedy=f"Rename it: `{name}` is a hook."
         )
-    kind = _kind(call)
+    kind = kind_of(call)
     if kind.streaming or (name == "build" and kind is Kind.ASYNC):
         raise HandlerSignatureError(
             f"`{name}` in {file} is {kind.value.replace('_', ' ')}.",
@@ -187,7 +105,7 @@ def _annotations(
 ) -> tuple[InputCodec, OutputCodec]:
     first = next(iter(inspect.signature(call).parameters))
     try:
-        hints = _hints(_function(call), (first, "return"))
+        hints = _hints(written(call), (first, "return"))
         given, answered = hints.get(first), hints.get("return")
         if kind.streaming or spec:
             answered = _element(answered)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import RequirementsError, SettingsError, SnapshotError
+from ..handlers.foreign.recognise import recognise
 from . import code, requirements
 from .environment import ensure_environment
 from .settings import FunctionSettings, read_settings
@@ -99,7 +100,7 @@ def worker_spec(store: Store, record: RevisionRecord, cache: Path) -> WorkerSpec
         concurrency=settings.concurrency,
         threads=settings.threads or fair_threads(settings.scale.max),
         env=settings.env,
-        preload=heavy_imports(folder / settings.handler_file),
+        preload=heavy_imports(folder / recognise(folder, settings.handler).file),
     )
 
 

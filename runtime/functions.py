@@ -59,6 +59,8 @@ class FunctionStatus(BaseModel):
     name: str
     revision: str
     created_at: datetime
+    dialect: str = "pilotlight"
+    entry: str = ""
     kind: str
     streaming: bool
     batch: int | None
@@ -111,6 +113,8 @@ class Functions:
         self._vault = vault
         self._drain_s = drain_s
         self.on_activation: Callable[[str, str], None] = _unheard
+        self.on_live: Callable[[str], None] = _ignore
+        self.on_gone: Callable[[str], None] = _ignore
         self._live: dict[str, Live] = {}
         self._changing: dict[str, asyncio.Lock] = {}
         self._closing = False
@@ -143,6 +147,8 @@ class Functions:
             name=record.function,
             revision=record.revision,
             created_at=record.created_at,
+            dialect=facts.get("dialect", "pilotlight"),
+            entry=facts.get("entry", ""),
             kind=facts.get("kind", "plain"),
             streaming=facts.get("streaming", False),
             batch=facts.get("batch"),
@@ -212,6 +218,7 @@ class Functions:
         self._live[name] = live
         live.revision.refresh()
         live.logs.write("gateway", f"revision {live.record.revision} is live")
+        self.on_live(name)
         leaving = self._tasks.create_task(self._retire(name, old))
         self._leaving.add(leaving)
         leaving.add_done_callback(self._leaving.discard)
@@ -246,6 +253,7 @@ class Functions:
 
     async def _take_away(self, name: str, live: Live) -> None:
         del self._live[name]
+        self.on_gone(name)
         await live.revision.retire(self._drain_s)
         # Before its files: after a crash between the two, the name must not come back with secrets of nobody's.
         await asyncio.to_thread(self._vault.forget, name)

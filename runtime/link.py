@@ -57,6 +57,7 @@ class Kind(enum.IntEnum):
     EXITED = 19  # up, from a zygote: a child ended
     PRIMED = 20  # up: a standby has done all it can ahead of time
     UNFORKED = 21  # up, from a zygote: a FORK that the system refused
+    PROGRESS = 22  # up: how far a channel is; the payload is JSON, the latest counts
 
 
 class Frame(NamedTuple):

@@ -26,10 +26,12 @@ from .admin import MAX_ARCHIVE_BYTES, Admin
 from .deploy import Order
 from .functions import Functions
 from .gateway import Gateway
+from .jobs.jobs import Jobs, JobSettings
 from .launcher import Launcher
 from .listener import Listener
 from .loopback import is_loopback
 from .metrics import Metrics
+from .queue_api import QueueApi
 from .settings import GatewaySettings
 from .state_dir import StateDir
 from .store import Store
@@ -52,6 +54,7 @@ class Server:
     functions: Functions
     admin: Admin
     tasks: asyncio.TaskGroup
+    jobs: Jobs
 
 
 def run(
@@ -132,18 +135,39 @@ async def _server(
                 max_body_bytes=settings.max_body_bytes, body_timeout_s=settings.body_timeout_s,
             )  # fmt: skip
             access = AccessControl(keyring, vault, functions)
-            routes = [*gateway.routes(), *admin.routes(), *access.routes()]
-            with door(state) as own:
-                async with _http([sock, own], routes, guard, settings.header_timeout_s):
-                    try:
-                        yield Server(_url(sock), functions, admin, tasks)
-                    finally:
-                        admin.draining = True
-                        await functions.close()
+            async with _jobs(state, functions, tasks, settings) as jobs:
+                queue = QueueApi(
+                    functions, jobs,
+                    max_body_bytes=settings.max_body_bytes, body_timeout_s=settings.body_timeout_s,
+                )  # fmt: skip
+                routes = [*gateway.routes(), *admin.routes(), *access.routes(), *queue.routes()]
+                with door(state) as own:
+                    async with _http([sock, own], routes, guard, settings.header_timeout_s):
+                        try:
+                            yield Server(_url(sock), functions, admin, tasks, jobs)
+                        finally:
+                            admin.draining = True
+                            jobs.stop()
+                            await functions.close()
             await weights.close()
             await launcher.close()
     finally:
         sock.close()
+
+
+@contextlib.asynccontextmanager
+async def _jobs(
+    state: Path, functions: Functions, tasks: asyncio.TaskGroup, settings: GatewaySettings
+) -> AsyncIterator[Jobs]:
+    """The jobs of these functions, from those that the last life of the gateway left on."""
+    jobs = Jobs(state, functions.get, tasks, JobSettings(settings.keep_result_s, settings.webhook_networks))
+    await jobs.start()
+    functions.on_live = jobs.wake
+    functions.on_gone = jobs.forget
+    try:
+        yield jobs
+    finally:
+        await jobs.close()
 
 
 @contextlib.asynccontextmanager

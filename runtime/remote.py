@@ -11,6 +11,9 @@ import click
 from ..errors import CodeError
 from . import display, options
 
+# What was written for another platform, as its people call it.
+PLATFORMS = {"runpod": "RunPod", "cog": "Cog", "lambda": "Lambda"}
+
 
 @click.command()
 @options.function_folder
@@ -61,6 +64,8 @@ def deploy(
     if as_json:
         return display.print_json(status)
     display.warn(status["warnings"])
+    if (platform := PLATFORMS.get(status["dialect"])) is not None:
+        display.say(f"recognised a {platform} handler: {status['entry']}")
     click.echo(
         f"{status['name']} {status['revision']} is deployed; call it: pilotlight invoke {status['name']} JSON"
     )
@@ -294,7 +299,7 @@ def _facts(status: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         ("function", status["name"]),
         ("revision", f"{status['revision']}, deployed {status['created_at']}"),
-        ("handler", f"{status['settings']['handler']}, {status['kind'].replace('_', ' ')}{batch}"),
+        ("handler", f"{_handler(status)}, {status['kind'].replace('_', ' ')}{batch}"),
         ("snapshot", status["snapshot"] or "none"),
         ("workers", _workers(status)),
         ("at rest", _at_rest(status)),
@@ -304,6 +309,12 @@ def _facts(status: dict[str, Any]) -> list[tuple[str, str]]:
             f"{status['activations']}, the last cold start {display.milliseconds(status['last_cold_start_ms'])}",
         ),
     ]
+
+
+def _handler(status: dict[str, Any]) -> str:
+    if (platform := PLATFORMS.get(status["dialect"])) is not None:
+        return f"{status['entry']} ({platform})"
+    return str(status["settings"]["handler"])
 
 
 def _process_row(process: dict[str, Any]) -> tuple[str, ...]:

@@ -124,6 +124,8 @@ class Replica:
             self._started.update(channel for (channel,) in CHANNELS.iter_unpack(frame.payload))
         elif kind in (Kind.CHUNK, Kind.END, Kind.ERROR, Kind.RETURNED):
             self._on_other_outcome(frame)
+        elif kind == Kind.PROGRESS:
+            self._on_progress(frame)
         else:
             self._on_word(frame)
 
@@ -135,6 +137,11 @@ class Replica:
         kind = frame.head[TIMING.size :].decode() if len(frame.head) > TIMING.size else JSON_TYPE
         invocation.resolve(Answer(frame.payload, kind))
         self._owner.on_free(self)
+
+    def _on_progress(self, frame: Frame) -> None:
+        invocation = self.in_flight.get(frame.channel)
+        if invocation is not None and not invocation.ended:
+            invocation.on_progress(frame.payload)
 
     def _on_other_outcome(self, frame: Frame) -> None:
         if frame.kind == Kind.CHUNK:
@@ -167,6 +174,8 @@ class Replica:
             self._owner.on_ready(self)
         elif frame.kind == Kind.WINDOW:
             self.window = int(head["window"])
+            if "slots" in head:
+                self._slots = int(head["slots"])
         elif frame.kind == Kind.DRAIN:
             if (
                 self.state is not State.DRAINING

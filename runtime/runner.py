@@ -34,7 +34,7 @@ from ..errors import (
 from ..handlers.codec import JSON_TYPE
 from ..handlers.contract import Cancellation, Context
 from ..handlers.failure import explain
-from ..handlers.resolve import Handler
+from ..handlers.handler import Handler
 from . import batcher
 from .link import CHANNELS, Kind, Link, Timing, encode, encode_json
 
@@ -91,14 +91,14 @@ class Runner(ABC):
         self, handler: Handler, root: Path, link: Link, concurrency: int, on_idle: Callable[[], None]
     ) -> None:
         self.handler = handler
-        self.slots = concurrency * (handler.batch.max_size if handler.batch else 1)
         self._root = root
         self._link = link
         self._concurrency = concurrency
+        self._batch = handler.batch.max_size if handler.batch else 1
         self._on_idle = on_idle
         self._exec_s: float | None = None
         self._calls: dict[int, Call] = {}
-        self.window = self.slots
+        self.slots = self.window = concurrency * self._batch
 
     def submit(self, call: Call) -> None:
         """Queues a call. Loop thread only, as all but `work` and what it calls."""
@@ -125,6 +125,9 @@ class Runner(ABC):
     def close(self) -> list[Call]:
         """Takes nothing more; returns the calls that never started. `on_idle` is called once the last has ended."""
 
+    def resize(self, concurrency: int) -> None:  # noqa: B027  a thread's handler was not written for company
+        """From now on so many at the same time, if the handler is async. Loop thread only."""
+
     def forget(self, group: list[Call]) -> None:
         """These are answered."""
         for call in group:
@@ -148,7 +151,7 @@ class Runner(ABC):
 
     def describe(self, error: BaseException) -> PilotlightError:
         """What the caller is told of an exception in the handler."""
-        if isinstance(error, (BadInput, InputInvalid, OutputInvalid)):
+        if isinstance(error, (BadInput, HandlerFailed, InputInvalid, OutputInvalid)):
             return error
         if isinstance(
             error, SnapshotError
@@ -246,7 +249,7 @@ class Runner(ABC):
         """Follows how long a dispatch takes, and asks the gateway for more or less at a time."""
         known = self._exec_s
         self._exec_s = exec_s if known is None else known + SMOOTHING * (exec_s - known)
-        wanted = batcher.window(self.slots, self._exec_s)
+        wanted = batcher.window(self._concurrency * self._batch, self._exec_s)
         if wanted != self.window:
             self.window = wanted
             self._link.send(Kind.WINDOW, 0, orjson.dumps({"window": wanted}))
@@ -368,8 +371,19 @@ class LoopRunner(Runner):
         if call is not None and call.task is not None:
             call.task.cancel()
 
+    def resize(self, concurrency: int) -> None:
+        if concurrency == self._concurrency:
+            return
+        self._concurrency = concurrency
+        # Never fewer than before: of those at a worker that dies, too many counted as begun fail, too few run twice.
+        self.slots = max(self.slots, concurrency * self._batch)
+        self.window = batcher.window(concurrency * self._batch, self._exec_s)
+        slots = {} if self.handler.batch else {"slots": self.slots}
+        self._link.send(Kind.WINDOW, 0, orjson.dumps({"window": self.window, **slots}))
+        self._dispatch()
+
     def _dispatch(self) -> None:
-        size = self.handler.batch.max_size if self.handler.batch else 1
+        size = self._batch
         while self._queue and self._running < self._concurrency:
             count = batcher.decide(batcher.Load(len(self._queue), size))
             group = [self._queue.popleft() for _ in range(count)]

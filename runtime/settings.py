@@ -29,6 +29,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from ..errors import SettingsError
+from ..handlers.foreign import recognise
 from ..snapshot.sources.locate import is_remote
 from . import wording
 
@@ -96,7 +97,9 @@ class FunctionSettings(BaseModel):
 
     name: str = Field(description="The function's name in URLs; by default made from the folder's name.")
     handler: str = Field(
-        "handler.py", description='The handler\'s file inside the folder, optionally ":callable" after it.'
+        "handler.py",
+        description='The handler\'s file inside the folder, optionally ":callable" after it; "runpod:", "cog:" or'
+        ' "lambda:" before it where it is not recognised as such.',
     )
     snapshot: str | None = Field(
         None,
@@ -121,6 +124,15 @@ class FunctionSettings(BaseModel):
         allow_inf_nan=False,
         description="Seconds a request waits for a worker to be ready.",
     )
+    ttl_s: float = Field(
+        86_400.0, gt=0, le=_YEAR_S, allow_inf_nan=False, description="Seconds a job may wait in the queue."
+    )
+    attempts: int = Field(
+        3,
+        ge=1,
+        le=100,
+        description="How often a job is given to a worker, if workers die of it or cannot start.",
+    )
     max_queue: int = Field(
         1000, ge=1, le=1_000_000, description="Waiting invocations before new ones are refused."
     )
@@ -131,12 +143,12 @@ class FunctionSettings(BaseModel):
     @property
     def handler_file(self) -> str:
         """The handler's file, relative to the function's folder."""
-        return self.handler.partition(":")[0]
+        return recognise.parse(self.handler).file
 
     @property
     def handler_callable(self) -> str:
         """The name of the callable in it."""
-        return self.handler.partition(":")[2] or "handler"
+        return recognise.parse(self.handler).name or "handler"
 
     @property
     def snapshot_url(self) -> str | None:
@@ -159,7 +171,8 @@ class FunctionSettings(BaseModel):
     @field_validator("handler")
     @classmethod
     def _handler_inside(cls, handler: str) -> str:
-        file, colon, callable_name = handler.partition(":")
+        dialect, _, rest = handler.partition(":")
+        file, colon, callable_name = (rest if dialect in recognise.DIALECTS else handler).partition(":")
         path = PurePosixPath(file)
         plain = str(path) == file and not path.is_absolute() and ".." not in path.parts and file.isprintable()
         if not plain or path.suffix != ".py":
@@ -233,6 +246,12 @@ class GatewaySettings(BaseModel):
         "auto",
         description="Whether callers need an API key: auto, if others than this machine can reach the gateway or a"
         " key was made; or always.",
+    )
+    keep_result_s: float = Field(
+        1800.0, gt=0, le=_YEAR_S, allow_inf_nan=False, description="Seconds for which a job's result is kept."
+    )
+    webhook_networks: tuple[str, ...] = Field(
+        (), description="Private networks that webhooks may call, as 10.0.0.0/8; by default none."
     )
     drain_s: float = Field(
         30.0,

@@ -25,11 +25,12 @@ import uvloop
 from setproctitle import setproctitle
 
 from ..errors import HandlerSetupError, PilotlightError
-from ..handlers.contract import Cancellation, Context
+from ..handlers.contract import NOTHING, Cancellation, Context
 from ..handlers.failure import explain
-from ..handlers.resolve import Handler, Hook
+from ..handlers.handler import Handler, Hook
 from ..snapshot.attached import Snapshot
 from . import lineage
+from .host import WorkerHost
 from .link import Frame, Kind, Link
 from .runner import Call, Credit, LoopRunner, Runner, ThreadRunner
 from .spec import WEIGHTS_TIMEOUT_S, WorkerSpec
@@ -81,6 +82,7 @@ class Worker:
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             self._runner = self._make_runner(tasks)
+            self._host = WorkerHost(self._link, self._loop, self._runner, self._drain)
             self._link.bind(self._on_frame, self._on_lost)
             if self._handler.kind.on_loop:
                 lineage.own_threads(self._threads)
@@ -270,6 +272,9 @@ class Worker:
             snapshot=self._snapshot,
             cancellation=cancellation,
             traceparent=head.get("traceparent", ""),
+            extra=head.get("extra", NOTHING),
+            host=self._host,
+            channel=frame.channel,
         )
         call = Call(frame.channel, frame.payload, head.get("type", ""), context, cancellation)
         if self._handler.kind.streaming:
@@ -277,7 +282,13 @@ class Worker:
         self._runner.submit(call)
 
     def _context(self) -> Context:
-        return Context(self._spec.function, self._spec.revision, state=self._state, snapshot=self._snapshot)
+        return Context(
+            self._spec.function,
+            self._spec.revision,
+            state=self._state,
+            snapshot=self._snapshot,
+            host=self._host,
+        )
 
     # -- the end
 

@@ -25,7 +25,8 @@ from setproctitle import setproctitle
 from ..errors import HandlerBuildError, PilotlightError
 from ..handlers.contract import Context
 from ..handlers.failure import explain
-from ..handlers.resolve import Handler, resolve
+from ..handlers.handler import Handler
+from ..handlers.resolve import resolve
 from ..snapshot.attached import Snapshot
 from . import lineage
 from .link import Address, BlockingLink, Kind
@@ -243,7 +244,7 @@ def build(spec: WorkerSpec) -> Built:
     """Imports the handler and calls its `build`. Raises HandlerError."""
     os.environ.update(spec.env)
     threads = spec.threads or int(os.environ.get("PILOTLIGHT_TORCH_THREADS", "0")) or lineage.torch_threads()
-    handler = resolve(spec.code, spec.handler)
+    handler = resolve(spec.code, spec.handler, spec.function)
     quiet_torch()
     snapshot = _attach(spec)
     state = _call_build(handler, Context(spec.function, spec.revision, snapshot=snapshot), spec.code)

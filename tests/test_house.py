@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("handlers", "runtime", "snapshot", "templates")
 ROOMS = (
     *(f"snapshot.{room}" for room in ("caching", "converting", "fetching", "format", "restoring", "sources")),
+    "handlers.foreign",
     "runtime.access",
     "runtime.jobs",
 )
@@ -44,12 +45,25 @@ FLOORS = """
 0   snapshot.caching.node snapshot.restoring.restore
 0   snapshot.attached
 
-1   handlers.codec handlers.contract handlers.failure
+1   handlers.foreign
+1   handlers.codec handlers.contract handlers.failure handlers.foreign.files handlers.foreign.recognise
+1   handlers.handler handlers.loading handlers.foreign.bodies handlers.foreign.cog_sdk handlers.foreign.runpod_sdk
+1   handlers.foreign.aws_lambda handlers.foreign.cog_inputs handlers.foreign.runpod
+1   handlers.foreign.cog
 1   handlers.resolve
 
 2   runtime.access runtime.jobs
-2   runtime.jobs.database runtime.jobs.job
 2   runtime.access.private runtime.access.quota runtime.loopback
+2   runtime.jobs.database runtime.jobs.identity runtime.jobs.job runtime.jobs.schema
+2   runtime.jobs.counters runtime.jobs.rows
+2   runtime.jobs.turn
+2   runtime.jobs.changes runtime.jobs.expiry runtime.jobs.looks
+2   runtime.jobs.addresses runtime.jobs.backoff runtime.jobs.signing
+2   runtime.jobs.store
+2   runtime.jobs.message runtime.jobs.posting
+2   runtime.jobs.delivery
+2   runtime.jobs.outbox
+2   runtime.jobs.courier
 2   runtime.autoscaler runtime.batcher runtime.lineage runtime.logs runtime.spec runtime.timeline runtime.wording
 2   runtime.code runtime.invocation runtime.link runtime.metrics runtime.requirements runtime.settings runtime.state_dir
 2   runtime.access.keys
@@ -58,6 +72,7 @@ FLOORS = """
 2   runtime.environment runtime.listener runtime.store runtime.unpack runtime.weights
 
 3   runtime.deploy runtime.fetcher runtime.launcher runtime.runner
+3   runtime.host
 3   runtime.worker
 3   runtime.zygote
 3   runtime.first_call
@@ -67,9 +82,14 @@ FLOORS = """
 
 5   runtime.revision
 5   runtime.functions
+5   runtime.jobs.board
+5   runtime.jobs.attempt
+5   runtime.jobs.dispatch
+5   runtime.jobs.jobs
 
-6   runtime.gateway runtime.openapi runtime.watch
-6   runtime.access.guard runtime.admin
+6   runtime.intake runtime.openapi runtime.watch
+6   runtime.gateway
+6   runtime.access.guard runtime.admin runtime.queue_api
 6   runtime.access.control
 
 7   runtime.display runtime.main
@@ -212,6 +232,7 @@ def test_packages_are_named_and_empty() -> None:
     [
         "runtime.autoscaler",
         "runtime.batcher",
+        "runtime.jobs.backoff",
         "runtime.timeline",
         "snapshot.restoring.plan",
         "snapshot.fetching.pace",

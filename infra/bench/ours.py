@@ -16,6 +16,7 @@ import xxhash
 from memory_folder import SMALL_PAGES, memory_folder
 from nginx import Nginx
 from pilotlight.errors import Cancelled
+from pilotlight.snapshot.caching.memory import has_huge_pages
 from pilotlight.snapshot.fetching.arrival import Arrival
 from pilotlight.snapshot.fetching.fetch import fetch
 from pilotlight.snapshot.fetching.target import Target
@@ -40,9 +41,11 @@ class Files:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         os.ftruncate(descriptor, size_bytes)
-        if not recycled:
+        if not recycled and not has_huge_pages(self.folder):
             return Target(name, descriptor)
         view = memoryview(mmap.mmap(descriptor, size_bytes, mmap.MAP_SHARED))
+        if not recycled:
+            return Target(name, descriptor, view, fresh=True)
         for offset in range(0, size_bytes, mmap.PAGESIZE):
             view[offset] = 1
         return Target(name, descriptor, view)

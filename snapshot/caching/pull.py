@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from mmap import mmap
 from pathlib import Path
 
 from ...errors import CacheError, PilotlightError, SourceDenied, SourceUnavailable
@@ -24,6 +25,7 @@ from ..sources.source import Source
 from .assets import bring_assets
 from .flock import Hold, hold, lock, try_lock
 from .follow import Feed, Following
+from .memory import has_huge_pages
 from .resume import land_what_is_there
 from .stored import file_sizes, is_whole
 from .tier import Tier
@@ -211,7 +213,8 @@ class Pull:
 
     def _fetch(self, *, new: bool) -> None:
         with ExitStack() as opened:
-            targets = [self._target(shard.name, opened) for shard in self._manifest.shards]
+            huge = self.tier.kind == "tmpfs" and has_huge_pages(self.files)
+            targets = [self._target(shard.name, opened, huge=huge) for shard in self._manifest.shards]
             if not new:
                 land_what_is_there(self._manifest, targets, self.arrival, self._cancelled)
             self.stats = fetch(
@@ -225,11 +228,16 @@ class Pull:
         if not self.arrival.complete:
             raise CacheError(_CLOSED, remedy=_CLOSED_REMEDY)
 
-    def _target(self, name: str, opened: ExitStack) -> Target:
+    def _target(self, name: str, opened: ExitStack, *, huge: bool) -> Target:
         descriptor = os.open(self.files / name, os.O_RDWR | os.O_CLOEXEC)
         opened.callback(os.close, descriptor)
-        touched = self.tier.spares.touched(descriptor) if self.tier.kind == "tmpfs" else None
-        return Target(str(self.files / name), descriptor, touched)
+        memory = self.tier.spares.touched(descriptor) if self.tier.kind == "tmpfs" else None
+        fresh = memory is None and huge
+        if fresh and (size_bytes := os.fstat(descriptor).st_size):
+            memory = memoryview(mmap(descriptor, size_bytes))
+        if memory is not None:
+            opened.callback(_unmap, memory)
+        return Target(str(self.files / name), descriptor, memory, fresh=fresh)
 
     def _publish(self) -> None:
         """All chunks are verified: say so, for good. On a disk, once the disk has them."""
@@ -243,3 +251,12 @@ class Pull:
             for path in (*paths, *folders, self.files.parent, self.files.parent.parent):
                 sync(path)
         self._manifest.write(self.files / MANIFEST_NAME)
+
+
+def _unmap(memory: memoryview) -> None:
+    """At once, and not when somebody who knows of the fetch is forgotten: until then the file is in use."""
+    mapped = memory.obj
+    with suppress(BufferError):  # the traceback of a failed thread still has a slice of it
+        memory.release()
+        if isinstance(mapped, mmap):
+            mapped.close()

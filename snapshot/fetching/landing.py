@@ -63,7 +63,9 @@ class Landing:
         extent, target = self._ranges.extent(chunk), self._targets[part.shard]
         begin, whole = part.at, part.at == extent.begin
         hasher = xxhash.xxh3_128() if self._verify and whole else None
-        direct = target.touched
+        direct = target.memory
+        if direct is not None:
+            target.reserve(begin, min(part.end, extent.end))
         try:
             while (left := min(part.end, extent.end) - part.at) > 0:
                 if direct is not None:
@@ -116,8 +118,8 @@ class Landing:
         """The digest of a chunk that came in pieces, from where it was written to."""
         extent = self._ranges.extent(chunk)
         target = self._targets[extent.shard]
-        if target.touched is not None:
-            return xxhash.xxh3_128_hexdigest(target.touched[extent.begin : extent.end])
+        if target.memory is not None:
+            return xxhash.xxh3_128_hexdigest(target.memory[extent.begin : extent.end])
         hasher, at = xxhash.xxh3_128(), extent.begin
         while at < extent.end:
             count = target.read_into(at, buffer[: min(len(buffer), extent.end - at)])

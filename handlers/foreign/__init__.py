@@ -1,0 +1,1 @@
+"""Handlers written for others: RunPod, Cog and Lambda files, run as they are."""

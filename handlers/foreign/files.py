@@ -1,0 +1,139 @@
+"""Files in inputs and answers: fetched from the addresses that callers send, returned as data URLs."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import enum
+import http.client
+import io
+import mimetypes
+import os
+import tempfile
+import urllib.parse
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path, PurePath
+from typing import IO, Any, Self
+
+from pydantic import BaseModel
+
+from ...errors import OutputInvalid
+
+SCHEMES = ("http", "https", "data")
+# How long a source may say nothing; the invocation's own deadline counts beside it.
+SILENCE_S = 30.0
+MAX_FILE_BYTES = 4 << 30
+BLOCK_BYTES = 1 << 20
+MAX_SUFFIX_CHARS = 100
+OCTETS = "application/octet-stream"
+# What the standard library learned later than our oldest Python.
+_NEWER_TYPES = {".webp": "image/webp", ".avif": "image/avif", ".safetensors": OCTETS}
+
+
+class Fetched:
+    """The files of one invocation's input; they go when it ends."""
+
+    def __init__(self, remaining_ms: Callable[[], int | None] = lambda: None) -> None:
+        self._remaining_ms = remaining_ms
+        self._paths: list[Path] = []
+        self._opened: list[IO[bytes]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for opened in self._opened:
+            opened.close()
+        for path in self._paths:
+            path.unlink(missing_ok=True)
+
+    def fetch(self, url: str) -> Path:
+        """The content of an http, https or data URL as a file. Raises ValueError, saying why not."""
+        shown = url if len(url) <= MAX_SUFFIX_CHARS else f"{url[:MAX_SUFFIX_CHARS]}…"
+        if urllib.parse.urlsplit(url).scheme not in SCHEMES:
+            raise ValueError(f"{shown!r} is not the address of a file: send an http, https or data URL")
+        try:
+            with urllib.request.urlopen(url, timeout=self._patience_s()) as answer:  # noqa: S310  the scheme was checked
+                kind = answer.headers.get_content_type()
+                descriptor, name = tempfile.mkstemp(prefix="pilotlight-", suffix=_suffix(url, kind))
+                self._paths.append(Path(name))
+                with os.fdopen(descriptor, "wb") as target:
+                    self._copy(answer, target)
+        except (OSError, http.client.HTTPException) as error:
+            raise ValueError(f"{shown} cannot be fetched: {error}") from None
+        return self._paths[-1]
+
+    def open(self, url: str) -> IO[bytes]:
+        """As `fetch`, opened for reading."""
+        opened = self.fetch(url).open("rb")
+        self._opened.append(opened)
+        return opened
+
+    def _patience_s(self) -> float:
+        remaining_ms = self._remaining_ms()
+        return SILENCE_S if remaining_ms is None else min(SILENCE_S, max(0.001, remaining_ms / 1000))
+
+    def _copy(self, source: IO[bytes], target: IO[bytes]) -> None:
+        size = 0
+        while block := source.read(BLOCK_BYTES):
+            size += len(block)
+            if size > MAX_FILE_BYTES:
+                raise OSError(f"it is larger than {MAX_FILE_BYTES >> 30} GiB")
+            if self._remaining_ms() == 0:
+                raise TimeoutError("the invocation's time was up first")
+            target.write(block)
+
+
+def presented(answer: Any, path: str = "answer") -> Any:
+    """An answer with each file in it as a data URL. Blocking. Raises OutputInvalid naming one that is not there."""
+    if isinstance(answer, PurePath):
+        return _data_url(Path(answer), path)
+    if isinstance(answer, io.IOBase):
+        return _encoded(_contents(answer), _type(str(getattr(answer, "name", ""))))
+    if isinstance(answer, enum.Enum):
+        return answer.value
+    if isinstance(answer, BaseModel):
+        return {name: presented(value, f"{path}.{name}") for name, value in answer}
+    if dataclasses.is_dataclass(answer) and not isinstance(answer, type):
+        names = [field.name for field in dataclasses.fields(answer)]
+        return {name: presented(getattr(answer, name), f"{path}.{name}") for name in names}
+    if isinstance(answer, dict):
+        return {key: presented(value, f"{path}.{key}") for key, value in answer.items()}
+    if isinstance(answer, (list, tuple)):
+        return [presented(value, f"{path}[{number}]") for number, value in enumerate(answer)]
+    return answer
+
+
+def _data_url(file: Path, path: str) -> str:
+    try:
+        return _encoded(file.read_bytes(), _type(file.name))
+    except OSError as error:
+        raise OutputInvalid(
+            f"The {path} is the file {file}, which cannot be read: {error.strerror}.",
+            remedy="Return the path of a file that was written.",
+        ) from None
+
+
+def _contents(opened: io.IOBase) -> bytes:
+    if opened.seekable():
+        opened.seek(0)
+    content = opened.read()  # type: ignore[attr-defined]
+    return content.encode() if isinstance(content, str) else bytes(content)
+
+
+def _encoded(content: bytes, kind: str) -> str:
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def _type(name: str) -> str:
+    return _NEWER_TYPES.get(PurePath(name).suffix.lower()) or mimetypes.guess_type(name)[0] or OCTETS
+
+
+def _suffix(url: str, kind: str) -> str:
+    """What the file's name should end with, so that who looks at it sees what it is."""
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme == "data":
+        return mimetypes.guess_extension(kind) or ""
+    name = urllib.parse.unquote(PurePath(parts.path).name).replace("/", "_").replace("\0", "_")
+    return name.encode()[-MAX_SUFFIX_CHARS:].decode("utf-8", "ignore")

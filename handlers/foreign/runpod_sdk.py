@@ -1,0 +1,226 @@
+"""A stand-in for the `runpod` package, where it is not installed: what handlers use of it, and nothing that calls out."""
+
+from __future__ import annotations
+
+import logging
+import mimetypes
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from .files import Fetched
+
+_LEVELS = {"DEBUG": logging.DEBUG, "INFO": logging.INFO, "WARN": logging.WARNING, "ERROR": logging.ERROR}
+_FOLDERS = ("input_objects", "output_objects", "job_files")
+
+
+def stand_in(start: Callable[..., Any], progress_update: Callable[..., Any]) -> dict[str, ModuleType]:
+    """The modules, by name, whose `start` and `progress_update` are these."""
+    serverless = {"start": start, "progress_update": progress_update}
+    uploads = {
+        "upload_file_to_bucket": upload_file_to_bucket,
+        "upload_image": upload_image,
+        "upload_in_memory_object": upload_in_memory_object,
+    }
+    downloads = {"download_files_from_urls": download_files_from_urls, "file": file}
+    contents: dict[str, Mapping[str, Any]] = {
+        "runpod": {"RunPodLogger": RunPodLogger, "api_key": None},
+        "runpod.serverless": {**serverless, "register_fitness_check": lambda check: check},
+        "runpod.serverless.modules": {},
+        "runpod.serverless.modules.rp_logger": {"RunPodLogger": RunPodLogger},
+        "runpod.serverless.modules.rp_progress": {"progress_update": progress_update},
+        "runpod.serverless.utils": {**uploads, "download_files_from_urls": download_files_from_urls},
+        "runpod.serverless.utils.rp_cleanup": {"clean": clean},
+        "runpod.serverless.utils.rp_download": downloads,
+        "runpod.serverless.utils.rp_upload": uploads,
+        "runpod.serverless.utils.rp_validator": {"validate": validate},
+    }
+    modules = {name: _module(name, names) for name, names in contents.items()}
+    for name, module in modules.items():
+        above, _, last = name.rpartition(".")
+        if above:
+            setattr(modules[above], last, module)
+    return modules
+
+
+def _module(name: str, names: Mapping[str, Any]) -> ModuleType:
+    module = ModuleType(name, "Pilotlight's stand-in.")
+    module.__path__ = []  # a package, so that `import runpod.serverless` looks no further
+    vars(module).update(names)
+
+    def missing(attribute: str) -> Any:
+        raise AttributeError(
+            f"pilotlight's stand-in for {name} has no {attribute!r}: add runpod to requirements.txt"
+        )
+
+    vars(module)["__getattr__"] = missing
+    return module
+
+
+class RunPodLogger:
+    """Writes to the function's log."""
+
+    def __init__(self) -> None:
+        self._logger = logging.getLogger("runpod")
+
+    def set_level(self, new_level: str) -> None:
+        self._logger.setLevel(_LEVELS.get(str(new_level).upper(), logging.INFO))
+
+    def log(self, message: object, message_level: str = "INFO", job_id: str | None = None) -> None:
+        level = _LEVELS.get(str(message_level).upper(), logging.INFO)
+        self._logger.log(level, "%s", message, extra={"invocation": job_id or "-"})
+
+    def secret(self, secret_name: str, secret: str) -> None:
+        self.info(f"{secret_name}: {'*' * min(len(secret), 8)}")
+
+    def debug(self, message: object, request_id: str | None = None) -> None:
+        self.log(message, "DEBUG", request_id)
+
+    def info(self, message: object, request_id: str | None = None) -> None:
+        self.log(message, "INFO", request_id)
+
+    def warn(self, message: object, request_id: str | None = None) -> None:
+        self.log(message, "WARN", request_id)
+
+    def error(self, message: object, request_id: str | None = None) -> None:
+        self.log(message, "ERROR", request_id)
+
+    def tip(self, message: object) -> None:
+        self.log(message, "INFO")
+
+    def trace(self, message: object, request_id: str | None = None) -> None:
+        self.log(message, "DEBUG", request_id)
+
+
+# -- files
+
+
+def clean(folder_list: list[str] | None = None) -> None:
+    """Removes what a job left in the working directory."""
+    for folder in (*_FOLDERS, *(folder_list or ())):
+        shutil.rmtree(folder, ignore_errors=True)
+    Path("output.zip").unlink(missing_ok=True)
+
+
+def download_files_from_urls(job_id: str, urls: str | list[str]) -> list[str | None]:
+    """Each file below jobs/<id>/downloaded_files, by its absolute path; None for one that cannot be had."""
+    folder = (Path("jobs") / job_id / "downloaded_files").resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    return [_download(url, folder) if url else None for url in ([urls] if isinstance(urls, str) else urls)]
+
+
+def file(file_url: str) -> dict[str, str]:
+    """One file below job_files, as RunPod describes it."""
+    folder = Path("job_files").resolve()
+    folder.mkdir(exist_ok=True)
+    path = Path(_download(file_url, folder) or "")
+    return {
+        "file_path": str(path),
+        "type": path.suffix.lstrip("."),
+        "original_name": path.name,
+        "extracted_path": "",
+    }
+
+
+def _download(url: str, folder: Path) -> str | None:
+    with Fetched() as fetched:
+        try:
+            found = fetched.fetch(url)
+        except ValueError:
+            return None
+        return str(shutil.copyfile(found, folder / f"{uuid.uuid4().hex}{found.suffix}"))
+
+
+def upload_image(job_id: str, image_location: str, *_: Any, **__: Any) -> str:
+    """Where the image was put."""
+    return upload_file_to_bucket(Path(image_location).name, image_location, prefix=job_id)
+
+
+def upload_file_to_bucket(
+    file_name: str,
+    file_location: str,
+    bucket_creds: dict[str, str] | None = None,
+    bucket_name: str | None = None,
+    prefix: str | None = None,
+    extra_args: dict[str, str] | None = None,
+) -> str:
+    """An address of the file in the bucket; without one's credentials, its path in `simulated_uploaded`."""
+    return upload_in_memory_object(
+        file_name, Path(file_location).read_bytes(), bucket_creds, bucket_name, prefix
+    )
+
+
+def upload_in_memory_object(
+    file_name: str,
+    file_data: bytes,
+    bucket_creds: dict[str, str] | None = None,
+    bucket_name: str | None = None,
+    prefix: str | None = None,
+) -> str:
+    """As `upload_file_to_bucket`, of bytes."""
+    creds = bucket_creds or {
+        "endpointUrl": os.environ.get("BUCKET_ENDPOINT_URL", ""),
+        "accessId": os.environ.get("BUCKET_ACCESS_KEY_ID", ""),
+        "accessSecret": os.environ.get("BUCKET_SECRET_ACCESS_KEY", ""),
+    }
+    key = f"{prefix}/{file_name}" if prefix else file_name
+    if not creds.get("endpointUrl"):
+        path = Path("simulated_uploaded") / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(file_data)
+        return str(path)
+    return _put(creds, bucket_name or "uploads", key, file_data)
+
+
+def _put(creds: Mapping[str, str], bucket: str, key: str, data: bytes) -> str:
+    import boto3  # noqa: PLC0415  only those who upload need it; its absence is told by its name
+
+    client = boto3.client(
+        "s3",
+        endpoint_url=creds["endpointUrl"],
+        aws_access_key_id=creds["accessId"],
+        aws_secret_access_key=creds["accessSecret"],
+    )
+    kind = mimetypes.guess_type(key)[0] or "application/octet-stream"
+    client.put_object(Bucket=bucket, Key=key, Body=data, ContentType=kind)
+    return str(
+        client.generate_presigned_url("get_object", Params={"Bucket": bucket, "Key": key}, ExpiresIn=604800)
+    )
+
+
+# -- checking
+
+
+def validate(raw_input: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    """{"validated_input": …} with defaults filled in, or {"errors": […]}, in RunPod's words."""
+    errors = [
+        f"Unexpected input. {key} is not a valid input option." for key in raw_input if key not in schema
+    ]
+    checked = dict(raw_input)
+    for key, rules in schema.items():
+        errors += _check(key, rules, checked)
+    return {"errors": errors} if errors else {"validated_input": checked}
+
+
+def _check(key: str, rules: dict[str, Any], checked: dict[str, Any]) -> list[str]:
+    if "type" not in rules:
+        return [f"Schema error, missing type for {key}."]
+    if key not in checked:
+        if rules.get("required", True):
+            return [f"{key} is a required input."]
+        if "default" not in rules:
+            return [f"Schema error, missing default value for {key}."]
+        checked[key] = rules["default"]
+    wanted, errors = rules["type"], []
+    if wanted is float and type(checked[key]) is int:
+        checked[key] = float(checked[key])
+    same_as_default = "default" in rules and isinstance(checked[key], type(rules["default"]))
+    if not same_as_default and not isinstance(checked[key], wanted):
+        errors.append(f"{key} should be {wanted} type, not {type(checked[key])}.")
+    if "constraints" in rules and not rules["constraints"](checked[key]):
+        errors.append(f"{key} does not meet the constraints.")
+    return errors

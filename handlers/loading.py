@@ -1,0 +1,51 @@
+"""Loading: a user's file imported as if the user had run it in its folder."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+from ..errors import HandlerImportError
+from .failure import explain
+
+
+def import_file(
+    root: Path, path: Path, *, as_main: bool = False, prepare: Callable[[], None] | None = None
+) -> ModuleType:
+    """The module of `path`, a file below `root`. Raises HandlerImportError.
+
+    The folder becomes the working directory and the file's folder the first entry of `sys.path`. `prepare` is called
+    then, before the file runs. With `as_main` it runs as `python file.py` would run it: as `__main__`.
+    """
+    if not path.is_file():
+        there = ", ".join(sorted(entry.name for entry in root.iterdir())[:8]) if root.is_dir() else "nothing"
+        raise HandlerImportError(
+            f"{path.name} is not in the function's folder (there: {there or 'nothing'}).",
+            remedy="Create it with `def handler(event): ...`, or set `handler` in pilotlight.toml.",
+        )
+    os.chdir(root)
+    sys.path.insert(0, str(path.parent))
+    if prepare is not None:
+        prepare()
+    spec = importlib.util.spec_from_file_location("__main__" if as_main else path.stem, path)
+    if spec is None or spec.loader is None:
+        raise HandlerImportError(f"{path.name} is not a Python file.", remedy="Name a .py file.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # as an import would: annotations and dataclasses look the module up
+    if as_main:
+        sys.modules["__main__"] = module
+        sys.argv = [str(path)]  # ours would be read as the file's own arguments
+    try:
+        spec.loader.exec_module(module)
+    except ModuleNotFoundError as error:
+        remedy = (
+            f"Add the package that provides `{error.name}` to requirements.txt and deploy with --install."
+        )
+        raise explain(HandlerImportError, f"Importing {path.name}", error, root, remedy=remedy) from error
+    except (Exception, SystemExit) as error:
+        raise explain(HandlerImportError, f"Importing {path.name}", error, root) from error
+    return module
