@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
@@ -101,6 +102,7 @@ class Revision:
         self._rest_until_s = 0.0
         self._proof: asyncio.Future[None] | None = None
         self._retiring = False
+        self._over = False
         self._empty = asyncio.Event()
         self._on_activation = on_activation
 
@@ -108,10 +110,17 @@ class Revision:
     def id(self) -> str:
         return self.spec.revision
 
+    @property
+    def retiring(self) -> bool:
+        """Whether it takes nothing new, and ends what runs."""
+        return self._retiring
+
     # -- invocations
 
     def submit(self, invocation: Invocation) -> None:
-        """Takes an invocation: to a worker if one is free, else into the queue. Raises QueueFull."""
+        """Takes an invocation: to a worker if one is free, else into the queue. Raises QueueFull, RevisionRetired."""
+        if self._over:
+            raise self._retired()
         if len(self._queue) >= self.policy.max_queue:
             raise QueueFull(
                 f"Function {self.spec.function!r} has {len(self._queue)} invocations waiting, its limit.",
@@ -291,13 +300,12 @@ class Revision:
         started_s = time.monotonic()
         self._retiring = True
         self._scale()
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._empty.wait()
-        except TimeoutError:
-            self._fail_waiting(
-                RevisionRetired(f"Revision {self.id} was stopped before this invocation could run.")
-            )
+        # From here on nobody would hand out what comes back from workers that end.
+        self._over = True
+        self._fail_waiting(self._retired())
         if self._wake is not None:
             self._wake.cancel()
         left_s = timeout_s - (time.monotonic() - started_s)
@@ -320,10 +328,21 @@ class Revision:
         self._scale()
 
     def on_returned(self, invocation: Invocation) -> None:
-        if not invocation.ended:
-            invocation.worker = ""
-            self._queue.appendleft(invocation)
+        self._put_back(invocation)
         self._pump()
+
+    def _put_back(self, invocation: Invocation) -> None:
+        """In front: it has waited longest."""
+        if invocation.ended:
+            return
+        invocation.worker = ""
+        if self._over:
+            invocation.fail(self._retired())
+        else:
+            self._queue.appendleft(invocation)
+
+    def _retired(self) -> RevisionRetired:
+        return RevisionRetired(f"Revision {self.id} was stopped before this invocation could run.")
 
     def on_start_failed(self, error: PilotlightError) -> None:
         """A worker said why it cannot start: so will the next, so those who wait for one are told."""
@@ -340,12 +359,8 @@ class Revision:
         self, replica: Replica, unstarted: list[Invocation], started: list[Invocation], cause: str
     ) -> None:
         repeated = [invocation for invocation in started if self._may_repeat(invocation, cause)]
-        for invocation in reversed(
-            [*repeated, *unstarted]
-        ):  # in front, in their order: they have waited longest
-            if not invocation.ended:
-                invocation.worker = ""
-                self._queue.appendleft(invocation)
+        for invocation in reversed([*repeated, *unstarted]):  # in their order
+            self._put_back(invocation)
         if not replica.activation.ready_s and not replica.failure_told:
             self._count_silent_failure(cause)
         self._pump()
