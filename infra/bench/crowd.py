@@ -90,15 +90,14 @@ class Crowd:
                 for promise in list(self._open.values()):
                     await self.look(session, promise)
                 await asyncio.sleep(0.05)
-            for function in functions:
-                while any(
-                    (await self._jobs(session, function))[state] for state in ("inQueue", "inProgress")
-                ):
-                    await asyncio.sleep(0.05)
+            left = set(functions)
+            while left:
+                left = {function for function in left if await self._busy(session, function)}
+                await asyncio.sleep(0.05)
 
-    async def _jobs(self, session: aiohttp.ClientSession, function: str) -> Mapping[str, int]:
+    async def _busy(self, session: aiohttp.ClientSession, function: str) -> bool:
         _, _, health = await self._ask(session, "GET", f"/v2/{function}/health")
-        return dict(health["jobs"])
+        return bool(health["jobs"]["inQueue"] or health["jobs"]["inProgress"])
 
     async def look(self, session: aiohttp.ClientSession, promise: Promise) -> None:
         """A job as it is now; final, it must stay as it was first seen."""
@@ -128,7 +127,10 @@ class Crowd:
     # -- how it is done
 
     async def _new(self, session: aiohttp.ClientSession) -> None:
-        number, function = next(self._numbers), self._chance.choice(list(self._functions))
+        number, names = next(self._numbers), list(self._functions)
+        (function,) = self._chance.choices(
+            names, [1 if self._functions[name] == "slow" else 5 for name in names]
+        )
         key = f"key-{number}" if self._chance.random() < KEYED else ""
         order: dict[str, Any] = {"input": {"number": number}}
         if hooked := self._chance.random() < HOOKED:

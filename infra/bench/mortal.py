@@ -11,7 +11,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import process_tree
@@ -102,21 +101,20 @@ class Mortal:
         process.kill()
         return await process.wait()
 
-    def kill_one(self, roles: Sequence[str], chance: random.Random) -> str:
-        """SIGKILL to one process in one of these roles, if there is one; its role."""
+    def kill_one(self, role: str, chance: random.Random) -> bool:
+        """SIGKILL to one process in this role; whether there was one."""
         if self._process is None:
-            return ""
-        found: dict[str, list[psutil.Process]] = {}
-        for process in process_tree.tree(self._process.pid)[1:]:
-            found.setdefault(_role(process), []).append(process)
-        for role in roles:
-            if role in found:
-                victim = chance.choice(found[role])
-                self._seen.add(victim)
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    victim.kill()
-                    return role
-        return ""
+            return False
+        found = [process for process in process_tree.tree(self._process.pid)[1:] if _role(process) == role]
+        if not found:
+            return False
+        victim = chance.choice(found)
+        self._seen.add(victim)
+        try:
+            victim.kill()
+        except psutil.NoSuchProcess:
+            return False
+        return True
 
     async def left(self, timeout_s: float) -> list[str]:
         """Who is still there of all that was ever under a gateway, though none runs any more; they are ended."""

@@ -40,6 +40,7 @@ ROLES = {"gateway": 8, "worker": 8, "zygote": 3, "standby": 1, "base": 1}
 AT_START = 0.15
 """Of gateways that come back, so many are killed before they listen."""
 STATE_FILES = 200
+VICTIM_S = 2.0
 HEAD = """
 import asyncio, os, time
 
@@ -88,6 +89,7 @@ class Soak:
         self.killed = Counter[str]()
         self.kill_s: dict[str, list[float]] = {}
         self._root = root
+        self._seed = seed
         self._chance = random.Random(
             seed
         )  # its own: who is killed is the same each time, whatever callers do
@@ -98,7 +100,7 @@ class Soak:
         try:
             async with receiving(self._gateway.state / "webhook-secret") as hooked:
                 await self._deploy()
-                crowd = Crowd(self._gateway, self.functions, hooked.url, random.Random(seed))
+                crowd = Crowd(self._gateway, self.functions, hooked.url, random.Random(self._seed))
                 for name, phase in (
                     ("storm", self._storm(kills, crowd)), ("calm", self._calm(crowd)),
                     ("hooks", self._hooks(crowd, hooked)),
@@ -165,11 +167,18 @@ class Soak:
         if role == "gateway":
             await self._kill_gateway()
         else:
-            others = [other for other in ROLES if other not in (role, "gateway")]
-            role = self._gateway.kill_one([role, *others], self._chance)
-        if role:
-            self.killed[role] += 1
-            self.kill_s.setdefault(role, []).append(time.monotonic() - began)
+            role = await self._kill_one(role)
+        self.killed[role] += 1
+        self.kill_s.setdefault(role, []).append(time.monotonic() - began)
+
+    async def _kill_one(self, role: str) -> str:
+        """One in that role as soon as there is one; if there is none for long, one in another."""
+        until = time.monotonic() + VICTIM_S
+        while not self._gateway.kill_one(role, self._chance):
+            await asyncio.sleep(0.02)
+            if time.monotonic() > until:
+                role = self._chance.choice(["base", "zygote", "worker"])
+        return role
 
     async def _kill_gateway(self) -> None:
         await self._gateway.kill()
