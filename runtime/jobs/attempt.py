@@ -71,6 +71,11 @@ class Attempt:
         """Raises QueueFull."""
         self._revision.submit(self.invocation)
 
+    @property
+    def sent(self) -> bool:
+        """Whether a worker has it, or had."""
+        return self._sent.done()
+
     def cancel(self) -> None:
         """The job was cancelled: the store knows already."""
         self._cancelled = True

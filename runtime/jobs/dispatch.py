@@ -65,6 +65,12 @@ class Dispatcher:
         if (attempt := self._running.get(job_id)) is not None:
             attempt.cancel()
 
+    def withdraw(self, function: str) -> None:
+        """The queue was purged: what no worker has yet is taken back. What is still queued after all comes again."""
+        for attempt in list(self._running.values()):
+            if attempt.job.function == function and not attempt.sent:
+                attempt.cancel()
+
     def stop(self) -> None:
         """Takes nothing more from the store."""
         self._closed = True

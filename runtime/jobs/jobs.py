@@ -148,7 +148,9 @@ class Jobs:
 
     async def purge(self, function: str) -> int:
         """Cancels all that wait; how many."""
-        return await self.store.purge(function)
+        removed = await self.store.purge(function)
+        self._dispatcher.withdraw(function)
+        return removed
 
     async def list(
         self, function: str, states: Collection[State] = (), limit: int = 100, before_id: str = ""
