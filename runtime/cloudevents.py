@@ -150,7 +150,14 @@ def _structured(found: Any, where: str = "") -> Event:
     data, kind = found["data"], _kind(content_type)
     if kind and isinstance(data, str):
         return Event(attributes, data.encode(), kind)
-    return Event(attributes, orjson.dumps(data))  # what is no text was sent as JSON, whatever it is called
+    try:
+        return Event(
+            attributes, orjson.dumps(data)
+        )  # what is no text was sent as JSON, whatever it is called
+    except orjson.JSONEncodeError as error:  # it reads deeper than it writes
+        raise EventInvalid(
+            f"{where}The data cannot be taken: {error}.", remedy="Nest it less deeply."
+        ) from None
 
 
 def _bytes(data: Any, where: str) -> bytes:

@@ -16,7 +16,8 @@ from .jobs import message
 from .jobs.job import EVENTS, Job, State
 
 MOST_WAIT_S = 300.0
-ID = re.compile(r"[A-Za-z0-9._~-]{1,128}")
+ID = re.compile(r"(?!job-)[A-Za-z0-9._~-]{1,128}")
+"""What a caller may call a prediction: nothing that looks as if we had called it so."""
 STATUSES = {
     State.IN_QUEUE: "starting",
     State.IN_PROGRESS: "processing",
@@ -35,7 +36,7 @@ class Order(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
     input: Any = Field(default_factory=dict)
-    id: str | None = Field(None, pattern=f"^{ID.pattern}$")
+    id: str | None = Field(None, max_length=1024)
     version: str | None = Field(None, max_length=256)
     webhook: str | None = Field(None, max_length=2048)
     webhook_events_filter: list[Literal["start", "output", "logs", "completed"]] | None = Field(

@@ -17,9 +17,12 @@ from aiohttp import web
 from .._version import __version__
 from ..errors import GatewayError, InputInvalid, PilotlightError, UnknownFunction
 from .access.caller import caller_of
+from .access.keys import Scope
 from .functions import Functions, Live
 from .gateway import EVENT_STREAM_TYPE, HEARTBEAT_S, error_response
 from .intake import Limits, read_body, request_id_of, too_large, traceparent_of
+from .jobs import looks
+from .jobs.identity import GENERATED
 from .jobs.job import Job, NewJob, State, Webhook
 from .jobs.jobs import Jobs
 from .prediction import ID, Order, Preference, parse, shown
@@ -192,8 +195,13 @@ class Predictions:
 
     async def _job(self, request: web.Request) -> Job:
         """Of a function that was deleted, too: what it did can be looked up."""
-        allows, names = caller_of(request).allows, self._names(request)
-        return await self._jobs.find(request.match_info["id"], allows, names)
+        caller, job_id = caller_of(request), request.match_info["id"]
+        job = await self._jobs.find(job_id, caller.allows, self._names(request))
+        # An id that somebody chose can be guessed, so what it names is shown to whoever chose it.
+        others = job.owner not in ("", caller.owner) and not job.id.startswith(GENERATED)
+        if others and Scope.ADMIN not in caller.scopes:
+            raise looks.unknown(job_id)
+        return job
 
 
 def _named(request: web.Request) -> str:
@@ -202,18 +210,17 @@ def _named(request: web.Request) -> str:
 
 def _wanted(order: Order, path_id: str | None) -> str:
     """The id that the caller chose; "" if he did not."""
-    if path_id is None:
-        return order.id or ""
-    if not ID.fullmatch(path_id):
-        raise InputInvalid(
-            f"{path_id[:128]!r} cannot be a prediction's id.",
-            remedy="Use 1 to 128 of A-Z a-z 0-9 . _ ~ and -.",
-        )
-    if order.id is not None and order.id != path_id:
+    if path_id is not None and order.id not in (None, path_id):
         raise InputInvalid(
             "The id in the body is not the one in the path.", remedy="Leave it out of the body."
         )
-    return path_id
+    wanted = path_id or order.id or ""
+    if wanted and not ID.fullmatch(wanted):
+        raise InputInvalid(
+            f"{wanted[:128]!r} cannot be a prediction's id.",
+            remedy="Use 1 to 128 of A-Z a-z 0-9 . _ ~ and -, not job- at first.",
+        )
+    return wanted
 
 
 def _new_job(request: web.Request, live: Live, order: Order, wanted: str) -> NewJob:

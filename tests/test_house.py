@@ -87,10 +87,11 @@ FLOORS = """
 5   runtime.jobs.dispatch
 5   runtime.jobs.jobs
 
-6   runtime.cloudevents runtime.intake runtime.openapi runtime.watch
+6   runtime.cloudevents runtime.intake runtime.watch
 6   runtime.gateway runtime.prediction
-6   runtime.access.guard runtime.admin runtime.events_api runtime.lambda_api
-6   runtime.predictions runtime.queue_api
+6   runtime.described runtime.events_api runtime.lambda_api
+6   runtime.access.guard runtime.openapi runtime.predictions
+6   runtime.admin runtime.queue_api
 6   runtime.access.control
 
 7   runtime.display runtime.main

@@ -37,7 +37,12 @@ def find(
     for function in among if row is None else ():
         if isinstance(why := missing(connection, function, job_id), JobExpired):
             raise why
-    raise UnknownJob(
+    raise unknown(job_id)
+
+
+def unknown(job_id: str) -> UnknownJob:
+    """The one answer for a job that is not there, and for one that the caller is not to know of."""
+    return UnknownJob(
         f"There is no job {job_id[:128]!r}.", remedy="Look at the id, and at what the API key covers."
     )
 
