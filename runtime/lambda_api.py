@@ -15,19 +15,16 @@ from ..errors import (
     HandlerError,
     HandlerFailed,
     InputInvalid,
-    InputTooLarge,
     OutputInvalid,
     PilotlightError,
-    QueueFull,
-    QuotaExceeded,
     RevisionRetired,
     UnknownFunction,
     WorkerDied,
 )
 from ..handlers.codec import JSON_TYPE
 from .access.caller import caller_of
+from .aws_error import PATHS, aws_error
 from .functions import Functions, Live
-from .gateway import RETRY_AFTER_S
 from .intake import Limits, read_body, request_id_of, traceparent_of
 from .invocation import Answer, Invocation
 from .jobs.job import NewJob
@@ -48,13 +45,6 @@ ERROR_TYPES = (
     (ActivationFailed, "Runtime.InitError"),
     (OutputInvalid, "Runtime.MarshalError"),
 )
-NAMES = (
-    (UnknownFunction, "ResourceNotFoundException"),
-    (BadInput, "InvalidRequestContentException"),
-    (InputTooLarge, "RequestTooLargeException"),
-    (QueueFull, "TooManyRequestsException"),
-    (QuotaExceeded, "TooManyRequestsException"),
-)
 
 
 class LambdaApi:
@@ -68,7 +58,7 @@ class LambdaApi:
 
     def routes(self) -> list[web.RouteDef]:
         # Not {function}: a name may come as an ARN, and with a version. What the key covers is checked here.
-        return [web.post("/2015-03-31/functions/{name}/invocations", self.invoke)]
+        return [web.post(f"{PATHS}functions/{{name}}/invocations", self.invoke)]
 
     async def invoke(self, request: web.Request) -> web.StreamResponse:
         """`X-Amz-Invocation-Type`: RequestResponse (the default), Event or DryRun."""
@@ -86,7 +76,7 @@ class LambdaApi:
                 f"X-Amz-Invocation-Type is {kind[:40]!r}.", remedy="RequestResponse, Event or DryRun."
             )
         except PilotlightError as error:
-            return refusal(error, request_id)
+            return aws_error(error, request_id)
 
     async def _leave(self, request: web.Request, live: Live) -> web.Response:
         """A job, on the disk when this answers."""
@@ -206,18 +196,6 @@ def function_error(error: PilotlightError, request_id: str) -> dict[str, object]
         "requestId": request_id,
         **({"stackTrace": trace} if trace else {}),
     }
-
-
-def refusal(error: PilotlightError, request_id: str) -> web.Response:
-    """An error that is not the function's, as AWS's clients understand it."""
-    ours = error.status >= 500
-    name = next((name for cls, name in NAMES if isinstance(error, cls)), "")
-    name = name or ("ServiceException" if ours else "InvalidParameterValueException")
-    headers = _headers(request_id) | {"x-amzn-ErrorType": name}
-    if error.status in RETRY_AFTER_S:
-        headers["Retry-After"] = RETRY_AFTER_S[error.status]
-    body = {"Type": "Service" if ours else "User", "Message": str(error)}
-    return web.Response(body=orjson.dumps(body), status=error.status, headers=headers, content_type=JSON_TYPE)
 
 
 async def _answer(invocation: Invocation) -> Answer:

@@ -89,8 +89,8 @@ FLOORS = """
 
 6   runtime.cloudevents runtime.intake runtime.watch
 6   runtime.gateway runtime.prediction
-6   runtime.described runtime.events_api runtime.lambda_api
-6   runtime.access.guard runtime.openapi runtime.predictions
+6   runtime.aws_error runtime.described runtime.events_api
+6   runtime.access.guard runtime.lambda_api runtime.openapi runtime.predictions
 6   runtime.admin runtime.queue_api
 6   runtime.access.control
 

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from ...errors import AccessError, GatewayError, PilotlightError, QuotaExceeded, Unauthorized, UnknownFunction
+from ..aws_error import PATHS, aws_error
 from ..gateway import error_response
 from .caller import ANYBODY, CALLER, Caller
 from .keyring import Held, Keyring
@@ -56,7 +57,7 @@ class Guard:
                 return await self._pass(request, path, ANYBODY, handler)
             _enter(held)
         except PilotlightError as error:
-            return _refusal(error)
+            return _refusal(request, error)
         try:
             return await self._pass(request, path, held.caller, handler)
         finally:
@@ -71,7 +72,7 @@ class Guard:
             if (function := request.match_info.get("function")) is not None:
                 caller.check(function)
         except (AccessError, UnknownFunction) as error:
-            return _refusal(error)
+            return _refusal(request, error)
         request[CALLER] = caller
         return await handler(request)
 
@@ -121,8 +122,8 @@ def _enter(held: Held) -> None:
         )
 
 
-def _refusal(error: PilotlightError) -> web.Response:
-    response = error_response(error)
+def _refusal(request: web.Request, error: PilotlightError) -> web.Response:
+    response = aws_error(error) if request.path.startswith(PATHS) else error_response(error)
     if isinstance(error, Unauthorized):
         response.headers["WWW-Authenticate"] = CHALLENGE
     elif isinstance(error, QuotaExceeded):

@@ -9,10 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from live import LIMIT_S, Function, Gate, Gateway, failure, gateway_here, until
-from pilotlight.runtime.prediction import Preference
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -357,24 +354,3 @@ async def test_health_of_what_cannot_start(deploy, gate: Gate):
         assert (await call).status_code >= 500
     response = await function.client.get("/health-check", params={"function": function.name})
     assert response.json()["status"] == "SETUP_FAILED"
-
-
-# -- what is preferred
-
-
-@pytest.mark.parametrize(
-    ("lines", "wait_s"),
-    [
-        ([], None), (["respond-async"], 0.0), (["Respond-Async; x=1"], 0.0), (["wait=5"], 5.0), (['wait = "5"'], 5.0),
-        (["respond-async, wait=5"], 5.0), (["respond-async", "wait=5"], 5.0), (["wait=0"], 0.0), (["wait=99999"], 300.0),
-        (["wait=x", "return=minimal"], None),
-    ],
-)  # fmt: skip
-def test_preferences(lines: list[str], wait_s: float | None):
-    assert Preference.of(lines).wait_s == wait_s
-
-
-@given(st.lists(st.text(max_size=30), max_size=3))
-def test_no_preference_breaks_it(lines: list[str]):
-    wait_s = Preference.of(lines).wait_s
-    assert wait_s is None or 0 <= wait_s <= 300
