@@ -283,7 +283,11 @@ class Worker:
 
     def _context(self) -> Context:
         return Context(
-            self._spec.function, self._spec.revision, state=self._state, snapshot=self._snapshot, host=self._host
+            self._spec.function,
+            self._spec.revision,
+            state=self._state,
+            snapshot=self._snapshot,
+            host=self._host,
         )
 
     # -- the end

@@ -35,7 +35,8 @@ def resolve_lambda(root: Path, entry: Entry, function: str) -> Handler:
     kind = kind_of(call)
     if kind.streaming:
         raise HandlerSignatureError(
-            f"`{entry.name}` in {entry.file} is a generator, which Lambda does not call.", remedy="Return the answer."
+            f"`{entry.name}` in {entry.file} is a generator, which Lambda does not call.",
+            remedy="Return the answer.",
         )
     caller = Caller(call, root)
     return Handler(
@@ -100,7 +101,9 @@ class Caller:
     def _failed(self, error: Exception) -> HandlerFailed:
         told = explain(HandlerFailed, "The handler", error, self._root)
         frames = [
-            frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(OWN_FOLDER)
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if not frame.filename.startswith(OWN_FOLDER)
         ]
         told.details |= {
             "errorType": type(error).__name__,

@@ -146,7 +146,10 @@ def _method_of(target: Any, what: str) -> str:
         return ""
     for name in ("predict", "run"):
         owner = next((base for base in target.__mro__ if name in vars(base)), None)
-        if owner is not None and owner.__module__.partition(".")[0] not in ("cog", __name__.partition(".")[0]):
+        if owner is not None and owner.__module__.partition(".")[0] not in (
+            "cog",
+            __name__.partition(".")[0],
+        ):
             return name
     raise HandlerSignatureError(
         f"{what} has no method `predict`.", remedy="Define `def predict(self, …)` in it, as Cog wants it."

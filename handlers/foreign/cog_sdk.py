@@ -19,12 +19,17 @@ CONCURRENCY_MARK = "__cog_concurrent_max__"
 
 def stand_in() -> dict[str, ModuleType]:
     """The modules, by name."""
-    cog, types = ModuleType("cog", "Pilotlight's stand-in."), ModuleType("cog.types", "Pilotlight's stand-in.")
+    cog, types = (
+        ModuleType("cog", "Pilotlight's stand-in."),
+        ModuleType("cog.types", "Pilotlight's stand-in."),
+    )
     for module in (cog, types):
         vars(module).update(_NAMES)
 
     def missing(attribute: str) -> Any:
-        raise AttributeError(f"pilotlight's stand-in for cog has no {attribute!r}: add cog to requirements.txt")
+        raise AttributeError(
+            f"pilotlight's stand-in for cog has no {attribute!r}: add cog to requirements.txt"
+        )
 
     cog.__path__ = []  # a package, so that `import cog.types` looks no further
     vars(cog).update(types=types, __getattr__=missing)
@@ -79,6 +84,10 @@ class Path(type(pathlib.Path())):  # type: ignore[misc]
     @classmethod
     def __get_pydantic_core_schema__(cls, *_: Any) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(cls)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, *_: Any) -> dict[str, Any]:
+        return {"type": "string", "format": "uri"}
 
 
 class File(io.IOBase):
@@ -159,14 +168,11 @@ class ExperimentalFeatureWarning(FutureWarning):
 
 
 _NAMES: dict[str, Any] = {
-    name: value
-    for name, value in {
-        **{one.__name__: one for one in (
-            AsyncConcatenateIterator, BaseModel, BasePredictor, BaseRunner, CancelationException, ConcatenateIterator,
-            ExperimentalFeatureWarning, FieldInfo, File, Input, Path, Secret, concurrent, current_scope, emit_metric,
-            streaming,
-        )},
-        "URLPath": Path,
-        "URLFile": File,
-    }.items()
+    **{one.__name__: one for one in (
+        AsyncConcatenateIterator, BaseModel, BasePredictor, BaseRunner, CancelationException, ConcatenateIterator,
+        ExperimentalFeatureWarning, FieldInfo, File, Input, Path, Secret, concurrent, current_scope, emit_metric,
+        streaming,
+    )},
+    "URLPath": Path,
+    "URLFile": File,
 }  # fmt: skip

@@ -22,8 +22,9 @@ COG_METHODS = {"Predictor": "predict", "Runner": "run"}
 RUNPOD_START = "runpod.serverless.start"
 MAX_SOURCE_BYTES = 1 << 20
 MAX_SOURCES = 200
-_WORDS = (b"runpod", b"cog", b"handler")
-_COG_ENTRY = re.compile(r"""^(?:predict|run):\s*["']?([\w./-]+\.py)(?::(\w+))?["']?\s*(?:#.*)?$""", re.MULTILINE)
+_COG_ENTRY = re.compile(
+    r"""^(?:predict|run):\s*["']?([\w./-]+\.py)(?::(\w+))?["']?\s*(?:#.*)?$""", re.MULTILINE
+)
 
 
 class Entry(NamedTuple):
@@ -73,7 +74,9 @@ class _Source:
     """What a file says about itself."""
 
     names: dict[str, str] = field(default_factory=dict)  # what was imported, by the name it has here
-    arity: dict[str, int | None] = field(default_factory=dict)  # top-level names; None: no function, or any number
+    arity: dict[str, int | None] = field(
+        default_factory=dict
+    )  # top-level names; None: no function, or any number
     classes: list[ast.ClassDef] = field(default_factory=list)
     starts_runpod: bool = False
 
@@ -81,12 +84,21 @@ class _Source:
         return any(name.partition(".")[0] == package for name in self.names.values())
 
     @property
+    def lambda_name(self) -> str:
+        """The function that Lambda would call in a file of its own, or ""."""
+        if LAMBDA_NAME in self.arity:
+            return LAMBDA_NAME
+        return "handler" if self.arity.get("handler") == 2 else ""
+
+    @property
     def predictor(self) -> str:
         """The class that Cog would take, or ""."""
         if not self.imports("cog"):
             return ""
         bases = ("cog.BasePredictor", "cog.BaseRunner")
-        derived = [one.name for one in self.classes if any(_dotted(base, self.names) in bases for base in one.bases)]
+        derived = [
+            one.name for one in self.classes if any(_dotted(base, self.names) in bases for base in one.bases)
+        ]
         named = [one.name for one in self.classes if COG_METHODS.get(one.name) in _methods(one)]
         usual = [name for name in ("Runner", "Predictor") if name in derived or name in named]
         return next(iter([*usual, *derived]), "")
@@ -100,14 +112,11 @@ def _told_by(file: str, name: str, source: _Source | None) -> Entry | None:
         dialect = "lambda" if name == LAMBDA_NAME else "cog" if name == source.predictor else "pilotlight"
         return Entry(dialect, file, name)
     owned = "handler" in source.arity
-    if owned and source.imports("pilotlight"):
-        return Entry("pilotlight", file, "handler")
-    if source.starts_runpod:
+    if source.starts_runpod and not (owned and source.imports("pilotlight")):
         return Entry("runpod", file, "")
-    if owned and Path(file).name in LAMBDA_FILES and source.arity["handler"] == 2:
-        return Entry("lambda", file, LAMBDA_NAME if LAMBDA_NAME in source.arity else "handler")
     if owned:
-        return Entry("pilotlight", file, "handler")
+        theirs = Path(file).name in LAMBDA_FILES and not source.imports("pilotlight") and source.lambda_name
+        return Entry("lambda", file, theirs) if theirs else Entry("pilotlight", file, "handler")
     if source.predictor:
         return Entry("cog", file, source.predictor)
     return Entry("lambda", file, LAMBDA_NAME) if LAMBDA_NAME in source.arity else None
@@ -165,14 +174,11 @@ def _files(root: Path, folder: str) -> Iterator[str]:
 
 
 def _read(path: Path) -> _Source | None:
-    """None where there is nothing to see: no such file, none of the words, or no Python (its import says why)."""
+    """None where nothing can be seen: no such file, or no Python (its import says why)."""
     try:
         if path.stat().st_size > MAX_SOURCE_BYTES:
             return None
-        text = path.read_bytes()
-        if not any(word in text for word in _WORDS):
-            return None
-        tree = ast.parse(text)
+        tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return None
     source = _Source()
@@ -181,7 +187,8 @@ def _read(path: Path) -> _Source | None:
     for node in _top_level(tree.body):
         _note_definition(node, source)
     source.starts_runpod = any(
-        isinstance(node, ast.Call) and _dotted(node.func, source.names) == RUNPOD_START for node in ast.walk(tree)
+        isinstance(node, ast.Call) and _dotted(node.func, source.names) == RUNPOD_START
+        for node in ast.walk(tree)
     )
     return source
 

@@ -35,7 +35,10 @@ def resolve_runpod(root: Path, entry: Entry) -> Handler:
     try:
         import_file(root, root / entry.file, as_main=True, prepare=jobs.take_over)
     except Started:
-        for name, module in jobs.loaded.items():  # those whose import `start` ended stay, as they would at RunPod
+        for (
+            name,
+            module,
+        ) in jobs.loaded.items():  # those whose import `start` ended stay, as they would at RunPod
             sys.modules.setdefault(name, module)
     call = _handler_of(jobs.config, entry.file)
     kind = jobs.serve(call)
@@ -204,7 +207,9 @@ def _piece(piece: Any) -> Any:
 def _failed(error: Any, rest: Mapping[str, Any]) -> HandlerFailed:
     """What the handler says went wrong, in its own words."""
     text = error if isinstance(error, str) else json.dumps(error, default=str)
-    return HandlerFailed(text, details={"returned": json.loads(json.dumps(rest, default=str))} if rest else {})
+    return HandlerFailed(
+        text, details={"returned": json.loads(json.dumps(rest, default=str))} if rest else {}
+    )
 
 
 async def _awaited(awaitable: Any) -> Any:

@@ -118,7 +118,12 @@ def file(file_url: str) -> dict[str, str]:
     folder = Path("job_files").resolve()
     folder.mkdir(exist_ok=True)
     path = Path(_download(file_url, folder) or "")
-    return {"file_path": str(path), "type": path.suffix.lstrip("."), "original_name": path.name, "extracted_path": ""}
+    return {
+        "file_path": str(path),
+        "type": path.suffix.lstrip("."),
+        "original_name": path.name,
+        "extracted_path": "",
+    }
 
 
 def _download(url: str, folder: Path) -> str | None:
@@ -192,7 +197,9 @@ def _put(creds: Mapping[str, str], bucket: str, key: str, data: bytes) -> str:
 
 def validate(raw_input: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
     """{"validated_input": …} with defaults filled in, or {"errors": […]}, in RunPod's words."""
-    errors = [f"Unexpected input. {key} is not a valid input option." for key in raw_input if key not in schema]
+    errors = [
+        f"Unexpected input. {key} is not a valid input option." for key in raw_input if key not in schema
+    ]
     checked = dict(raw_input)
     for key, rules in schema.items():
         errors += _check(key, rules, checked)
