@@ -87,13 +87,7 @@ class CogInputs:
         return {name: getattr(model, own) for name, own in self._fields.items()}
 
     def _field(self, name: str, said: Any, annotation: Any) -> Any:
-<<<<<<< HEAD
-        described = hasattr(said, "choices") and hasattr(
-            said, "regex"
-        )  # Cog's Input(...), the real one's too
-=======
         described = hasattr(said, "choices") and hasattr(said, "regex")  # Input(...), the real one's too
->>>>>>> helper-c
         kept: dict[str, Any] = {"alias": name, "title": name.replace("_", " ").capitalize()}
         if described:
             kept |= {key: value for key in _BOUNDS if (value := getattr(said, key)) is not None}

@@ -22,10 +22,6 @@ COG_METHODS = {"Predictor": "predict", "Runner": "run"}
 RUNPOD_START = "runpod.serverless.start"
 MAX_SOURCE_BYTES = 1 << 20
 MAX_SOURCES = 200
-<<<<<<< HEAD
-_WORDS = (b"runpod", b"cog", b"handler")
-=======
->>>>>>> helper-c
 _COG_ENTRY = re.compile(
     r"""^(?:predict|run):\s*["']?([\w./-]+\.py)(?::(\w+))?["']?\s*(?:#.*)?$""", re.MULTILINE
 )
