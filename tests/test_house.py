@@ -60,8 +60,9 @@ FLOORS = """
 2   runtime.jobs.changes runtime.jobs.expiry runtime.jobs.looks
 2   runtime.jobs.addresses runtime.jobs.backoff runtime.jobs.signing
 2   runtime.jobs.store
-2   runtime.jobs.message runtime.jobs.posting
+2   runtime.jobs.message
 2   runtime.jobs.delivery
+2   runtime.jobs.posting
 2   runtime.jobs.outbox
 2   runtime.jobs.courier
 2   runtime.autoscaler runtime.batcher runtime.lineage runtime.logs runtime.spec runtime.timeline runtime.wording

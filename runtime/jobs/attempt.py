@@ -107,19 +107,22 @@ class Attempt:
 
     def _on_progress(self, said: bytes) -> None:
         self._progress = said
-        if self._writing is None or self._writing.done():
+        self._start_writing()
+
+    def _start_writing(self) -> None:
+        """Not before the store knows of this attempt."""
+        idle = self._writing is None or self._writing.done()
+        if idle and self._fence and self._progress is not None:
             self._writing = self._tasks.create_task(self._write_progress())
 
     async def _write_progress(self) -> None:
         with contextlib.suppress(
             JobStoreFailed
         ):  # its end is what must be stored, and says so if it cannot be
-            await self._sent
             while (said := self._progress) is not None:
                 self._progress = None
-                if self._fence:
-                    await self._store.set_progress(self.job.id, self._fence, said)
-                    self._board.tell(self.job.id)
+                await self._store.set_progress(self.job.id, self._fence, said)
+                self._board.tell(self.job.id)
 
     async def _take(self) -> bool:
         """Wait until a worker has it, and say so; False if it is nobody's any more. Raises what kept it from that."""
@@ -132,6 +135,7 @@ class Attempt:
             return False
         self._fence = taken.attempts
         self._board.tell(self.job.id)
+        self._start_writing()
         return True
 
     async def _store_pieces(self, stream: Stream) -> None:

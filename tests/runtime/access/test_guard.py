@@ -30,6 +30,15 @@ ROUTES = [
     ("DELETE", "/v1/functions/{f}/secrets/TOKEN"),
     ("DELETE", "/v1/functions/{f}"),
     ("POST", "/v2/{f}/warmup"),
+    ("POST", "/v2/{f}/run"),
+    ("POST", "/v2/{f}/runsync"),
+    ("GET", "/v2/{f}/status/job-x"),
+    ("GET", "/v2/{f}/stream/job-x"),
+    ("POST", "/v2/{f}/cancel/job-x"),
+    ("POST", "/v2/{f}/retry/job-x"),
+    ("POST", "/v2/{f}/purge-queue"),
+    ("GET", "/v2/{f}/health"),
+    ("GET", "/v2/{f}/requests"),
 ]
 ELSEWHERE = [
     ("GET", "/v1/functions"),
@@ -218,6 +227,23 @@ async def test_a_key_for_one_function_cannot_tell_others_from_nothing(gateway: G
         assert answers[0] == answers[1], path
         assert failure(response)["type"] == "unknown_function"
     assert (await gateway.client.get("/v1/functions/theirs")).status_code == 200
+
+
+async def test_a_key_for_one_function_cannot_reach_the_jobs_of_others(gateway: Gateway, keyed: Opened):
+    job = (await gateway.client.post("/v2/theirs/run", json={"input": "a word of theirs"})).json()["id"]
+    absent = job[:-4] + ("aaaa" if job[-4:] != "aaaa" else "bbbb")
+    mine = await keyed(scopes=["invoke", "deploy"], functions=["mine"])
+    for method, path in [
+        ("GET", "status"), ("GET", "stream"), ("POST", "cancel"), ("POST", "retry"),
+    ]:  # fmt: skip
+        answers = [
+            await mine.request(method, f"/v2/mine/{path}/{one}", headers={"X-Request-Id": "same"})
+            for one in (job, absent)
+        ]
+        assert [answer.status_code for answer in answers] == [404, 404], path
+        assert answers[0].text.replace(job, "?") == answers[1].text.replace(absent, "?"), path
+    assert job not in (await mine.get("/v2/mine/requests")).text
+    assert (await gateway.client.get(f"/v2/theirs/status/{job}")).json()["id"] == job
 
 
 async def test_nobodys_404_is_the_same_as_the_guards(gateway: Gateway, keyed: Opened):
