@@ -116,7 +116,8 @@ def _binary(given: list[tuple[str, str]], content_type: str, body: bytes) -> Eve
             attributes[name] = _decoded(header, value)
     if content_type:
         attributes["datacontenttype"] = content_type
-    return Event(_checked(attributes, ""), body, _kind(content_type))
+    checked, kind = _checked(attributes, ""), _kind(content_type)
+    return Event(checked, body if kind else _normal(body, ""), kind)
 
 
 def _decoded(header: str, value: str) -> str:
@@ -144,20 +145,15 @@ def _structured(found: Any, where: str = "") -> Event:
     if found.get("data_base64") is not None:
         if "data" in found:
             raise EventInvalid(f"{where}It has both data and data_base64.", remedy="Send one of them.")
-        return Event(attributes, _bytes(found["data_base64"], where), _kind(content_type or BYTES_TYPE))
+        data, kind = _bytes(found["data_base64"], where), _kind(content_type or BYTES_TYPE)
+        return Event(attributes, data if kind else _normal(data, where), kind)
     if "data" not in found:
         return Event(attributes, b"", _kind(content_type))
     data, kind = found["data"], _kind(content_type)
     if kind and isinstance(data, str):
         return Event(attributes, data.encode(), kind)
-    try:
-        return Event(
-            attributes, orjson.dumps(data)
-        )  # what is no text was sent as JSON, whatever it is called
-    except orjson.JSONEncodeError as error:  # it reads deeper than it writes
-        raise EventInvalid(
-            f"{where}The data cannot be taken: {error}.", remedy="Nest it less deeply."
-        ) from None
+    # What is no text was sent as JSON, whatever it is called.
+    return Event(attributes, _dumped(data, where))
 
 
 def _bytes(data: Any, where: str) -> bytes:
@@ -170,6 +166,26 @@ def _bytes(data: Any, where: str) -> bytes:
 
 
 # -- both
+
+
+def _normal(data: bytes, where: str) -> bytes:
+    """JSON as we write it: an event may come again in another mode, and is the same. None stays none."""
+    try:
+        return _dumped(orjson.loads(data), where) if data else b""
+    except orjson.JSONDecodeError as error:
+        raise EventInvalid(
+            f"{where}The data is not JSON: {error}.",
+            remedy="Say in Content-Type, or datacontenttype, what it is.",
+        ) from None
+
+
+def _dumped(data: Any, where: str) -> bytes:
+    try:
+        return orjson.dumps(data)
+    except orjson.JSONEncodeError as error:  # it reads deeper than it writes
+        raise EventInvalid(
+            f"{where}The data cannot be taken: {error}.", remedy="Nest it less deeply."
+        ) from None
 
 
 def _kind(content_type: str) -> str:

@@ -142,6 +142,14 @@ def test_times_are_kept_as_they_came(time: str) -> None:
     assert one(parse(binary(time=time), b"")).attributes["time"] == time
 
 
+def test_data_that_is_said_to_be_json_is_and_is_written_one_way() -> None:
+    assert one(parse(binary(), b' {"a" : [1, 2]}\n')).data == b'{"a":[1,2]}'
+    with pytest.raises(EventInvalid, match="not JSON"):
+        parse(binary() | {"Content-Type": "application/json"}, b"a,b")
+    with pytest.raises(EventInvalid):
+        parse(binary(), b"[" * 400 + b"]" * 400)
+
+
 # -- the structured mode
 
 
