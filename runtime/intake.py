@@ -7,8 +7,9 @@ import math
 import re
 import secrets
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import orjson
 from aiohttp import web
 
 from ..errors import BadInput, InputTimeout, InputTooLarge
@@ -41,6 +42,14 @@ async def read_body(request: web.Request, limit: int, timeout_s: float) -> bytes
         ) from None
     except web.RequestPayloadError as error:
         raise BadInput(f"The body broke off or is malformed: {error}.") from None
+
+
+def dump_json(value: Any) -> bytes:
+    """JSON of what was read from JSON. BadInput: more can be read than written."""
+    try:
+        return orjson.dumps(value)
+    except orjson.JSONEncodeError as error:
+        raise BadInput(f"The body cannot be taken: {error}.", remedy="Nest it less deeply.") from None
 
 
 def seconds(headers: Mapping[str, str], name: str, default: float, most: float) -> float:

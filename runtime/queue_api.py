@@ -19,7 +19,7 @@ from . import cloudevents, events_api
 from .access.caller import caller_of
 from .functions import Functions, Live
 from .gateway import error_response
-from .intake import read_body, request_id_of, traceparent_of
+from .intake import dump_json, read_body, request_id_of, traceparent_of
 from .jobs import message
 from .jobs.job import BATCH_PRIORITY, LOW_PRIORITY, Job, NewJob, State, Webhook
 from .jobs.jobs import Jobs
@@ -214,7 +214,7 @@ def new_job(live: Live, order: Order, *, owner: str, key: str, headers: web.Requ
     priority = _PRIORITIES[policy.priority] if policy.priority else int(policy.lowPriority)
     return NewJob(
         live.record.function,
-        orjson.dumps(order.input),
+        dump_json(order.input),
         execution_timeout_s=timeout_s,
         ttl_s=settings.ttl_s if policy.ttl is None else policy.ttl / 1000,
         owner=owner,
