@@ -62,7 +62,8 @@ class Attempt:
             now_s=now_s, deadline_s=deadline_s, hold_until_s=deadline_s,
             content_type=job.content_type, traceparent=job.traceparent,
             streaming=revision.streaming, execution_s=job.execution_timeout_s, on_sent=self._on_sent,
-            extra={"job": {"id": job.id, "attempt": job.attempts + 1}}, on_progress=self._on_progress,
+            extra={**(job.extra or {}), "job": {"id": job.id, "attempt": job.attempts + 1}},
+            on_progress=self._on_progress,
         )  # fmt: skip
         self.invocation.answer.add_done_callback(self._on_sent)
 
