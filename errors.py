@@ -30,6 +30,7 @@
     │   ├── HandlerFailed               the handler raised
     │   ├── WorkerDied                  the worker died while it ran this invocation
     │   ├── ActivationFailed            no worker could be started
+    │   │   └── RevisionRetired             the revision was replaced, deleted or shut down first
     │   ├── ActivationTimeout           no worker was ready within the hold time
     │   ├── QueueFull                   the function's queue is at its limit
     │   ├── DeadlineExceeded            the invocation ran out of time
@@ -40,11 +41,14 @@
     │   ├── JobConflict                 the job is in a state in which that cannot be done
     │   ├── IdempotencyConflict         the same idempotency key came with another body
     │   ├── WebhookRefused              the address of a webhook may not be called
+    │   ├── UnknownDelivery             no such delivery of a webhook, or not this function's
     │   └── JobStoreFailed              the database of jobs cannot be written or read
     ├── AccessError                 who asks
     │   ├── Unauthorized                no API key, or one that is not known
     │   ├── Forbidden                   the key's scopes or functions do not cover it
-    │   └── QuotaExceeded               the key's rate or concurrency is used up
+    │   ├── QuotaExceeded               the key's rate or concurrency is used up
+    │   ├── UnknownKey                  no API key with this id
+    │   └── UnknownSecret               the function has no secret of this name
     ├── UnsupportedMedia            the body's media type is not one that this route takes
     ├── UnknownFunction             no such function
     ├── LinkError                   the connection between gateway and worker broke its rules or its peer
@@ -242,6 +246,11 @@ class ActivationFailed(InvocationError):
     code = "activation_failed"
 
 
+class RevisionRetired(ActivationFailed):
+    code = "revision_retired"
+    status = 503
+
+
 class ActivationTimeout(InvocationError):
     code = "activation_timeout"
     status = 503
@@ -291,6 +300,11 @@ class WebhookRefused(JobError):
     status = 422
 
 
+class UnknownDelivery(JobError):
+    code = "unknown_delivery"
+    status = 404
+
+
 class JobStoreFailed(JobError):
     code = "job_store_failed"
     status = 503
@@ -315,6 +329,16 @@ class QuotaExceeded(AccessError):
     status = 429
 
 
+class UnknownKey(AccessError):
+    code = "unknown_key"
+    status = 404
+
+
+class UnknownSecret(AccessError):
+    code = "unknown_secret"
+    status = 404
+
+
 class UnsupportedMedia(PilotlightError):
     code = "unsupported_media"
     status = 415
@@ -323,6 +347,11 @@ class UnsupportedMedia(PilotlightError):
 class UnknownFunction(PilotlightError):
     code = "unknown_function"
     status = 404
+
+    @classmethod
+    def named(cls, name: str) -> UnknownFunction:
+        """The one answer for a function that is not there, and for one that the caller is not to know of."""
+        return cls(f"There is no function {name[:64]!r}.", remedy="See `pilotlight list`, or deploy it.")
 
 
 class LinkError(PilotlightError):

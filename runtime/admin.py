@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import BadInput, CodeError, InputTooLarge, PilotlightError, SettingsError
+from .access.caller import caller_of
 from .deploy import Order
 from .functions import Functions, FunctionStatus
 from .gateway import error_response
@@ -46,12 +48,12 @@ class Admin:
 
     def routes(self) -> list[web.RouteDef]:
         return [
-            web.post("/v1/functions", _typed(self.deploy)),
-            web.get("/v1/functions", _typed(self.list)),
-            web.get("/v1/functions/{function}", _typed(self.status)),
-            web.delete("/v1/functions/{function}", _typed(self.delete)),
-            web.get("/v1/functions/{function}/logs", _typed(self.logs)),
-            web.post("/v2/{function}/warmup", _typed(self.warmup)),
+            web.post("/v1/functions", typed(self.deploy)),
+            web.get("/v1/functions", typed(self.list)),
+            web.get("/v1/functions/{function}", typed(self.status)),
+            web.delete("/v1/functions/{function}", typed(self.delete)),
+            web.get("/v1/functions/{function}/logs", typed(self.logs)),
+            web.post("/v2/{function}/warmup", typed(self.warmup)),
             web.get("/healthz", self.health),
             web.get("/readyz", self.ready),
             web.get("/metrics", self.metrics),
@@ -59,11 +61,13 @@ class Admin:
         ]
 
     async def deploy(self, request: web.Request) -> web.StreamResponse:
-        live = await self._functions.deploy(await self._order(request))
+        live = await self._functions.deploy(
+            replace(await self._order(request), may=caller_of(request).check_deploy)
+        )
         return _json(self._functions.status(live), 201)
 
-    async def list(self, _request: web.Request) -> web.StreamResponse:
-        functions = [self._functions.status(live).model_dump(mode="json") for live in self._functions.all()]
+    async def list(self, request: web.Request) -> web.StreamResponse:
+        functions = [status.model_dump(mode="json") for status in self._statuses(request)]
         return web.json_response({"functions": functions})
 
     async def status(self, request: web.Request) -> web.StreamResponse:
@@ -107,9 +111,19 @@ class Admin:
     async def metrics(self, _request: web.Request) -> web.StreamResponse:
         return web.Response(body=self._metrics.text(), headers={"Content-Type": METRICS_TYPE})
 
-    async def openapi(self, _request: web.Request) -> web.StreamResponse:
-        statuses = [self._functions.status(live) for live in self._functions.all()]
-        return web.json_response(describe(statuses), dumps=lambda value: orjson.dumps(value).decode())
+    async def openapi(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response(
+            describe(self._statuses(request)), dumps=lambda value: orjson.dumps(value).decode()
+        )
+
+    def _statuses(self, request: web.Request) -> Iterator[FunctionStatus]:
+        """Of the functions that the caller may know of."""
+        caller = caller_of(request)
+        return (
+            self._functions.status(live)
+            for live in self._functions.all()
+            if caller.allows(live.record.function)
+        )
 
     async def _order(self, request: web.Request) -> Order:
         if (request.content_length or 0) > MAX_ARCHIVE_BYTES:
@@ -139,7 +153,7 @@ class Admin:
         return Order(path=order.path, overrides=order.overrides, install=order.install, check=order.check)
 
 
-def _typed(route: Route) -> Route:
+def typed(route: Route) -> Route:
     """Answers errors of the tree as typed JSON."""
 
     async def answer(request: web.Request) -> web.StreamResponse:

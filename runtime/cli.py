@@ -14,6 +14,7 @@ import click
 from .._version import __version__
 from ..errors import GatewayUnreachable, PilotlightError
 from . import display, options
+from .access.commands import COMMANDS as ACCESS
 from .benches import COMMANDS as BENCHES
 from .recording import COMMANDS as RECORDING
 from .remote import COMMANDS as REMOTE_COMMANDS
@@ -24,9 +25,6 @@ EXIT_ERROR = 1
 EXIT_USAGE = 2
 EXIT_UNREACHABLE = 3
 EXIT_INTERRUPTED = 130
-
-# Variables with our prefix that are not the gateway's settings.
-OTHER_VARIABLES = (options.URL_VARIABLE,)
 
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
@@ -96,14 +94,21 @@ def _gateway_options(command: Any) -> Any:
 @click.option(
     "--drain", "drain_s", type=float, metavar="SECONDS", help="How long started calls may take at shutdown."
 )
+@click.option(
+    "--auth", type=click.Choice(["auto", "always"]), help="Whether to ask for API keys.  [default: auto]"
+)
 @click.option("--json", "as_json", is_flag=True, help='Print {"url": ...} on stdout once it listens.')
 def serve(
-    *, host: str | None, port: int | None, state_dir: Path | None, drain_s: float | None, as_json: bool
-) -> None:
+    *, host: str | None, port: int | None, state_dir: Path | None, drain_s: float | None, auth: str | None,
+    as_json: bool,
+) -> None:  # fmt: skip
     """Run the gateway until Ctrl-C, then let it finish what it has started.
 
     What was deployed before is there again, at zero workers. Every option is also an environment variable:
     PILOTLIGHT_HOST, PILOTLIGHT_PORT, PILOTLIGHT_STATE_DIR, PILOTLIGHT_DRAIN_S, PILOTLIGHT_MAX_BODY_BYTES.
+
+    With --auth auto a gateway that others than this machine can reach, or for which a key was made, answers nothing
+    but health to those without a key; see `pilotlight keys`.
 
     \b
     Example:
@@ -114,11 +119,12 @@ def serve(
 
     settings = read_gateway_settings(
         os.environ,
-        other_variables=OTHER_VARIABLES,
+        other_variables=options.OTHER_VARIABLES,
         host=host,
         port=port,
         state_dir=state_dir,
         drain_s=drain_s,
+        auth=auth,
     )
 
     def listening(url: str) -> None:
@@ -164,7 +170,7 @@ def dev(
     with ExitStack() as stack:
         kept = state_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pilotlight-dev-")))
         gateway = read_gateway_settings(
-            os.environ, other_variables=OTHER_VARIABLES, host=host, port=port, state_dir=kept
+            os.environ, other_variables=options.OTHER_VARIABLES, host=host, port=port, state_dir=kept
         )
         run(
             gateway,
@@ -229,7 +235,7 @@ def doctor(state_dir: Path | None, as_json: bool) -> None:
     from .doctor import examine  # noqa: PLC0415
     from .settings import read_gateway_settings  # noqa: PLC0415
 
-    settings = read_gateway_settings(os.environ, other_variables=OTHER_VARIABLES, state_dir=state_dir)
+    settings = read_gateway_settings(os.environ, other_variables=options.OTHER_VARIABLES, state_dir=state_dir)
     with display.waiting("looking around"):
         checks = list(examine(settings))
     if as_json:
@@ -243,7 +249,7 @@ def doctor(state_dir: Path | None, as_json: bool) -> None:
 
 for command in (*TRANSFERS, *BENCHES, *RECORDING):
     snapshot.add_command(command)
-for command in (*REMOTE_COMMANDS, snapshot):
+for command in (*REMOTE_COMMANDS, *ACCESS, snapshot):
     cli.add_command(command)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from ipaddress import ip_address
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -13,7 +12,8 @@ from urllib.parse import quote
 
 import httpx
 
-from ..errors import GatewayError, GatewayUnreachable, PilotlightError
+from ..errors import GatewayError, GatewayUnreachable, PilotlightError, Unauthorized
+from .loopback import is_loopback
 from .timeline import parse_server_timing
 
 DEFAULT_URL = "http://127.0.0.1:8600"
@@ -68,9 +68,9 @@ class Reply:
 
 
 class Client:
-    """A connection to the gateway at `url`. A context manager."""
+    """A connection to the gateway at `url`, or at its own unix socket `own`. A context manager."""
 
-    def __init__(self, url: str = DEFAULT_URL) -> None:
+    def __init__(self, url: str = DEFAULT_URL, *, api_key: str = "", own: Path | None = None) -> None:
         self.url = url.rstrip("/")
         try:
             parsed = httpx.URL(self.url)
@@ -78,12 +78,14 @@ class Client:
             raise _bad_url(url, str(error)) from None
         if parsed.scheme not in ("http", "https") or not parsed.host:
             raise _bad_url(url, "it must begin with http:// or https:// and name a host")
-        self.on_loopback = _is_loopback(parsed.host)
+        self.on_loopback = is_loopback(parsed.host)
         # A proxy set for the outside world is of no use on this machine.
         self._http = httpx.Client(
             base_url=self.url,
             timeout=httpx.Timeout(REPLY_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
             trust_env=not self.on_loopback,
+            headers=_authorization(api_key),
+            transport=None if own is None else httpx.HTTPTransport(uds=str(own)),
         )
 
     def __enter__(self) -> Self:
@@ -187,6 +189,32 @@ class Client:
                 if line:
                     yield json.loads(line)
 
+    def create_key(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        """A new API key as it was made, with its token as `key`: told this once."""
+        return self._json("POST", "/v1/keys", json=dict(wanted))
+
+    def keys(self) -> list[dict[str, Any]]:
+        """The API keys, without what opens anything."""
+        found: list[dict[str, Any]] = self._json("GET", "/v1/keys")["keys"]
+        return found
+
+    def revoke_key(self, key_id: str) -> None:
+        self._json("DELETE", _path("v1/keys", key_id))
+
+    def set_secret(self, name: str, key: str, value: str) -> dict[str, Any]:
+        """Gives `name`'s workers a secret as an environment variable, from their next activation on."""
+        return self._json(
+            "PUT", _path("v1/functions", name, f"secrets/{quote(key, safe='')}"), json={"value": value}
+        )
+
+    def secrets(self, name: str) -> list[str]:
+        """The names of a function's secrets; their values are never told."""
+        found: list[str] = self._json("GET", _path("v1/functions", name, "secrets"))["secrets"]
+        return found
+
+    def unset_secret(self, name: str, key: str) -> None:
+        self._json("DELETE", _path("v1/functions", name, f"secrets/{quote(key, safe='')}"))
+
     def ready(self) -> bool:
         """Whether the gateway takes requests."""
         with self._told():
@@ -278,14 +306,16 @@ def _bad_url(url: str, why: str) -> GatewayError:
     )
 
 
+def _authorization(api_key: str) -> dict[str, str]:
+    if not api_key:
+        return {}
+    if not (api_key.isascii() and api_key.isprintable()) or " " in api_key:
+        raise Unauthorized(
+            "What was given as the API key is none: it holds spaces, or what is no plain character.",
+            remedy="Look at --api-key and PILOTLIGHT_API_KEY; a key looks like pl_…",
+        )
+    return {"Authorization": f"Bearer {api_key}"}
+
+
 def _path(before: str, name: str, after: str = "") -> str:
     return f"/{before}/{quote(name, safe='')}" + (f"/{after}" if after else "")
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False

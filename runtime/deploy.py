@@ -26,6 +26,10 @@ REQUIREMENTS_FILE = "requirements.txt"
 HEAVY = ("numpy", "torch", "transformers")
 
 
+def _anybody_may(_function: str) -> None:
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class Order:
     """What somebody wants deployed: a folder on this node, or an uploaded archive (tar.gz)."""
@@ -35,6 +39,8 @@ class Order:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     install: bool = False
     check: bool = True
+    may: Callable[[str], None] = _anybody_may
+    """Raises if whoever ordered it may not deploy a function of this name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,7 @@ def prepare(store: Store, environments: Path, order: Order, say: Callable[[str],
     try:
         folder = _take(order, staging)
         settings = read_settings(folder, overrides=order.overrides)
+        order.may(settings.name)
         staging.name = settings.name
         snapshot = _snapshot_root(settings, folder)
         if order.path is not None:

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from ..errors import GatewayError, PilotlightError, UnknownFunction
 from ..snapshot.sources.location import shown
 from . import autoscaler
+from .access.vault import Vault
 from .deploy import Order, prepare, worker_spec
 from .launcher import Launcher
 from .logs import LogBook
@@ -100,6 +101,7 @@ class Functions:
         launcher: Launcher,
         tasks: asyncio.TaskGroup,
         weights: Weights,
+        vault: Vault,
         *,
         drain_s: float,
     ) -> None:
@@ -108,8 +110,11 @@ class Functions:
         self._launcher = launcher
         self._tasks = tasks
         self._weights = weights
+        self._vault = vault
         self._drain_s = drain_s
         self.on_activation: Callable[[str, str], None] = _unheard
+        self.on_live: Callable[[str], None] = _ignore
+        self.on_gone: Callable[[str], None] = _ignore
         self._live: dict[str, Live] = {}
         self._changing: dict[str, asyncio.Lock] = {}
         self._closing = False
@@ -124,9 +129,7 @@ class Functions:
     def get(self, name: str) -> Live:
         live = self._live.get(name)
         if live is None:
-            raise UnknownFunction(
-                f"There is no function {name[:64]!r}.", remedy="See `pilotlight list`, or deploy it."
-            )
+            raise UnknownFunction.named(name)
         if self._closing:
             raise GatewayError("The gateway is shutting down.", remedy="Send the request to another one.")
         return live
@@ -215,6 +218,7 @@ class Functions:
         self._live[name] = live
         live.revision.refresh()
         live.logs.write("gateway", f"revision {live.record.revision} is live")
+        self.on_live(name)
         leaving = self._tasks.create_task(self._retire(name, old))
         self._leaving.add(leaving)
         leaving.add_done_callback(self._leaving.discard)
@@ -249,7 +253,10 @@ class Functions:
 
     async def _take_away(self, name: str, live: Live) -> None:
         del self._live[name]
+        self.on_gone(name)
         await live.revision.retire(self._drain_s)
+        # Before its files: after a crash between the two, the name must not come back with secrets of nobody's.
+        await asyncio.to_thread(self._vault.forget, name)
         await asyncio.to_thread(self._store.delete, name)
 
     async def restore(self) -> None:
@@ -282,6 +289,7 @@ class Functions:
             self._tasks,
             lambda outcome: self.on_activation(record.function, outcome),
             self._weights,
+            lambda: self._vault.of(record.function),
         )
         revision.streaming = bool(record.handler.get("streaming"))
         return Live(record, revision, logs)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import math
-import re
-import secrets
 import time
-from collections.abc import Mapping
 
 import orjson
 from aiohttp import web
 
-from ..errors import BadInput, InputTimeout, InputTooLarge, PilotlightError
+from ..errors import BadInput, PilotlightError
 from ..handlers.codec import JSON_TYPE
 from .functions import Functions
+from .intake import read_body, request_id_of, seconds, traceparent_of
 from .invocation import Invocation
 from .metrics import Metrics
 from .revision import Revision
@@ -23,8 +20,6 @@ EVENT_STREAM_TYPE = "text/event-stream"
 # While a streamed call waits for an activation, so often a comment keeps proxies from hanging up.
 HEARTBEAT_S = 5.0
 RETRY_AFTER_S = {429: "1", 503: "2"}
-REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[\x21-\x7e]{0,256})?")
 MAX_HOLD_S = 3600.0
 
 
@@ -46,13 +41,15 @@ class Gateway:
         """Body in, body out."""
         received_s = time.monotonic()
         name = request.match_info["function"]
-        request_id = _request_id(request.headers)
+        request_id = request_id_of(request.headers)
         try:
             revision = self._functions.live(name)
         except PilotlightError as error:  # not counted by name: anybody can make names up
             return error_response(error, request_id)
         try:
-            body = await self._read(request, revision)
+            body = await read_body(
+                request, min(self._max_body_bytes, revision.policy.max_body_bytes), self._body_timeout_s
+            )
             revision = self._functions.live(name)  # another one may have become live while the body came
             invocation = _invocation(request, revision, request_id, body, received_s)
             revision.submit(invocation)
@@ -118,60 +115,16 @@ class Gateway:
         if invocation.timeline.cold:
             self._functions.note_cold(name, invocation.timeline)
 
-    async def _read(self, request: web.Request, revision: Revision) -> bytes:
-        limit = min(self._max_body_bytes, revision.policy.max_body_bytes)
-        if (request.content_length or 0) > limit:
-            raise _too_large(limit)
-        if not request.can_read_body:
-            return b""
-        try:
-            if request.content.is_eof():  # as with most requests, all of it came with the header
-                return _within(request.content.read_nowait(), limit)
-            async with asyncio.timeout(self._body_timeout_s):
-                return await _collect(request, limit)
-        except TimeoutError:
-            raise InputTimeout(
-                f"The body did not arrive within {self._body_timeout_s:.0f} s.",
-                remedy="Send it faster, or less of it.",
-            ) from None
-        except web.RequestPayloadError as error:
-            raise BadInput(f"The body broke off or is malformed: {error}.") from None
-
-
-def _within(body: bytes, limit: int) -> bytes:
-    if len(body) > limit:
-        raise _too_large(limit)
-    return body
-
-
-async def _collect(request: web.Request, limit: int) -> bytes:
-    """The whole body; stops reading as soon as it is over the limit, however it is encoded."""
-    parts, size = [], 0
-    async for part in request.content.iter_any():
-        size += len(part)
-        if size > limit:
-            raise _too_large(limit)
-        parts.append(part)
-    return b"".join(parts)
-
-
-def _too_large(limit: int) -> InputTooLarge:
-    return InputTooLarge(
-        f"The body is larger than {limit} bytes.",
-        remedy="Send a reference (an object's address) instead, or raise max_body_bytes in pilotlight.toml.",
-    )
-
 
 def _invocation(
     request: web.Request, revision: Revision, request_id: str, body: bytes, received_s: float
 ) -> Invocation:
     headers, policy = request.headers, revision.policy
-    timeout_s = _seconds(headers, "X-Request-Timeout", policy.timeout_s, policy.timeout_s)
-    hold_s = _seconds(headers, "X-Scale-Up-Timeout", policy.hold_s, MAX_HOLD_S)
+    timeout_s = seconds(headers, "X-Request-Timeout", policy.timeout_s, policy.timeout_s)
+    hold_s = seconds(headers, "X-Scale-Up-Timeout", policy.hold_s, MAX_HOLD_S)
     content_type = headers.get("Content-Type", "")
     if not content_type.isascii():
         raise BadInput("The Content-Type is not ASCII.", remedy="Send a media type, as application/json.")
-    traceparent = headers.get("traceparent", "")
     return Invocation(
         request_id,
         body,
@@ -179,28 +132,9 @@ def _invocation(
         deadline_s=received_s + timeout_s,
         hold_until_s=received_s + hold_s,
         content_type="" if content_type == JSON_TYPE else content_type,
-        traceparent=traceparent if TRACEPARENT.fullmatch(traceparent) else "",
+        traceparent=traceparent_of(headers),
         streaming=revision.streaming,
     )
-
-
-def _seconds(headers: Mapping[str, str], name: str, default: float, most: float) -> float:
-    text = headers.get(name)
-    if text is None:
-        return default
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise BadInput(f"The header {name} is {text!r}.", remedy="It must be a positive number of seconds.")
-    return min(seconds, most)
-
-
-def _request_id(headers: Mapping[str, str]) -> str:
-    """The caller's id if it is a sane one, else a new one."""
-    given = headers.get("X-Request-Id")
-    return given if given is not None and REQUEST_ID.fullmatch(given) else secrets.token_hex(8)
 
 
 def _headers(invocation: Invocation) -> dict[str, str]:

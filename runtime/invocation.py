@@ -46,6 +46,12 @@ class Stream:
                 return None
             self._arrived.clear()
             await self._arrived.wait()
+        return self.get_nowait()
+
+    def get_nowait(self) -> bytes | None:
+        """The next piece, if one is here."""
+        if not self._pieces:
+            return None
         piece = self._pieces.popleft()
         self.on_taken(1)
         return piece
@@ -54,8 +60,9 @@ class Stream:
 class Invocation:
     """A request on its way. Ends once: answered, failed or abandoned; whoever ends it first wins."""
 
-    __slots__ = ("_ended", "answer", "attempt", "body", "content_type", "deadline_s", "extra", "hold_until_s", "id",
-                 "on_progress", "stream", "timeline", "timer", "traceparent", "worker")  # fmt: skip
+    __slots__ = ("_ended", "answer", "attempt", "body", "content_type", "deadline_s", "execution_s", "extra",
+                 "hold_until_s", "id", "on_progress", "on_sent", "stream", "timeline", "timer", "traceparent",
+                 "worker")  # fmt: skip
 
     def __init__(
         self,
@@ -70,8 +77,14 @@ class Invocation:
         streaming: bool = False,
         extra: Mapping[str, Any] | None = None,
         on_progress: Callable[[bytes], None] = _ignore,
+        execution_s: float | None = None,
+        on_sent: Callable[[], None] | None = None,
     ) -> None:
-        """`extra` is JSON that the handler finds in `context.extra`; `on_progress` hears each word of how far it is."""
+        """`extra` is JSON that the handler finds in `context.extra`; `on_progress` hears each word of how far it is.
+
+        With `execution_s`, `deadline_s` is how long it may wait: from when it is sent to a worker, it has so long.
+        `on_sent` is called then, each time that is done.
+        """
         self.id = invocation_id
         self.body = body
         self.content_type = content_type
@@ -80,6 +93,8 @@ class Invocation:
         self.on_progress = on_progress
         self.deadline_s = deadline_s
         self.hold_until_s = hold_until_s
+        self.execution_s = execution_s
+        self.on_sent = on_sent
         self.attempt = 1
         self.worker = ""
         self.timeline = Timeline(now_s)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shlex
 import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,21 @@ import uvloop
 from aiohttp import web
 
 from ..errors import GatewayError
+from .access.control import AccessControl
+from .access.door import door
+from .access.guard import Guard
+from .access.keyring import Keyring
+from .access.vault import Vault
 from .admin import MAX_ARCHIVE_BYTES, Admin
 from .deploy import Order
 from .functions import Functions
 from .gateway import Gateway
+from .jobs.jobs import Jobs, JobSettings
 from .launcher import Launcher
 from .listener import Listener
+from .loopback import is_loopback
 from .metrics import Metrics
+from .queue_api import QueueApi
 from .settings import GatewaySettings
 from .state_dir import StateDir
 from .store import Store
@@ -32,6 +40,10 @@ from .weights import Weights
 
 KEEPALIVE_S = 75.0
 BACKLOG = 1024
+NO_KEY_YET = (
+    "{url} can be reached by others than this machine, and there is no API key yet: all but /healthz and /readyz is"
+    " refused. Make a key: pilotlight keys create NAME --scope admin --state-dir {state}"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +54,7 @@ class Server:
     functions: Functions
     admin: Admin
     tasks: asyncio.TaskGroup
+    jobs: Jobs
 
 
 def run(
@@ -99,27 +112,43 @@ async def _server(
 ) -> AsyncIterator[Server]:
     sock = _bind(settings)
     try:
+        keyring, vault = Keyring(state), Vault(state)
+        await asyncio.to_thread(keyring.load)
+        await asyncio.to_thread(vault.load)
+        local = is_loopback(sock.getsockname()[0])
+        if not local and not keyring.exists:
+            _say(NO_KEY_YET.format(url=_url(sock), state=shlex.quote(str(state))))
         async with asyncio.TaskGroup() as tasks:
             launcher = Launcher(listener, tasks)
             weights = Weights(settings.cache_dir, tasks)
             functions = Functions(
-                store, state / "environments", launcher, tasks, weights, drain_s=settings.drain_s
-            )
+                store, state / "environments", launcher, tasks, weights, vault,
+                drain_s=settings.drain_s,
+            )  # fmt: skip
             metrics = Metrics(functions.census)
             functions.on_activation = metrics.activated
             await functions.restore()
-            local = _is_loopback(settings.host)
+            guard = Guard(keyring, tasks, required=settings.auth == "always" or not local)
             admin = Admin(functions, metrics, local=local)
             gateway = Gateway(
                 functions, metrics,
                 max_body_bytes=settings.max_body_bytes, body_timeout_s=settings.body_timeout_s,
             )  # fmt: skip
-            async with _http(sock, gateway, admin, settings.header_timeout_s):
-                try:
-                    yield Server(_url(sock), functions, admin, tasks)
-                finally:
-                    admin.draining = True
-                    await functions.close()
+            access = AccessControl(keyring, vault, functions)
+            async with _jobs(state, functions, tasks, settings) as jobs:
+                queue = QueueApi(
+                    functions, jobs,
+                    max_body_bytes=settings.max_body_bytes, body_timeout_s=settings.body_timeout_s,
+                )  # fmt: skip
+                routes = [*gateway.routes(), *admin.routes(), *access.routes(), *queue.routes()]
+                with door(state) as own:
+                    async with _http([sock, own], routes, guard, settings.header_timeout_s):
+                        try:
+                            yield Server(_url(sock), functions, admin, tasks, jobs)
+                        finally:
+                            admin.draining = True
+                            jobs.stop()
+                            await functions.close()
             await weights.close()
             await launcher.close()
     finally:
@@ -127,23 +156,41 @@ async def _server(
 
 
 @contextlib.asynccontextmanager
+async def _jobs(
+    state: Path, functions: Functions, tasks: asyncio.TaskGroup, settings: GatewaySettings
+) -> AsyncIterator[Jobs]:
+    """The jobs of these functions, from those that the last life of the gateway left on."""
+    jobs = Jobs(state, functions.get, tasks, JobSettings(settings.keep_result_s, settings.webhook_networks))
+    await jobs.start()
+    functions.on_live = jobs.wake
+    functions.on_gone = jobs.forget
+    try:
+        yield jobs
+    finally:
+        await jobs.close()
+
+
+@contextlib.asynccontextmanager
 async def _http(
-    sock: socket.socket, gateway: Gateway, admin: Admin, header_timeout_s: float
+    socks: list[socket.socket], routes: list[web.RouteDef], guard: Guard, header_timeout_s: float
 ) -> AsyncIterator[None]:
-    app = web.Application(client_max_size=MAX_ARCHIVE_BYTES)
-    app.add_routes([*gateway.routes(), *admin.routes()])
+    app = web.Application(client_max_size=MAX_ARCHIVE_BYTES, middlewares=[guard.middleware])
+    app.add_routes(routes)
     runner = web.AppRunner(
         app, access_log=None, handler_cancellation=True, keepalive_timeout=KEEPALIVE_S, shutdown_timeout=1.0
     )
     await runner.setup()
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(_accepting(runner, header_timeout_s), sock=sock, backlog=BACKLOG)
+    accept = _accepting(runner, header_timeout_s)
+    servers = [await loop.create_server(accept, sock=sock, backlog=BACKLOG) for sock in socks]
     try:
         yield
     finally:
-        server.close()
+        for server in servers:
+            server.close()
         await runner.cleanup()
-        await server.wait_closed()
+        for server in servers:
+            await server.wait_closed()
 
 
 def _accepting(runner: web.AppRunner, header_timeout_s: float) -> Callable[[], asyncio.Protocol]:
@@ -192,15 +239,6 @@ def _bind(settings: GatewaySettings) -> socket.socket:
 def _url(sock: socket.socket) -> str:
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .._version import __version__
+from .access.described import SECURITY_SCHEMES, access_paths, access_schemas, guarded
 from .functions import FunctionStatus
 
 ERROR = {"$ref": "#/components/schemas/Error"}
@@ -29,8 +30,8 @@ def describe(functions: Iterable[FunctionStatus]) -> dict[str, Any]:
             "version": __version__,
             "description": "Functions that start when called.",
         },
-        "paths": paths,
-        "components": {"schemas": schemas},
+        "paths": guarded(paths | access_paths(ERROR), ERROR),
+        "components": {"schemas": schemas | access_schemas(), "securitySchemes": SECURITY_SCHEMES},
     }
 
 

@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 URL_VARIABLE = "PILOTLIGHT_URL"
+KEY_VARIABLE = "PILOTLIGHT_API_KEY"
+OTHER_VARIABLES = (URL_VARIABLE, KEY_VARIABLE)
+"""Variables with our prefix that are not the gateway's settings."""
+
+_KEY_META = "pilotlight.api_key"
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, one line, for programs.")
 snapshot = click.option(
@@ -33,7 +38,11 @@ settings = click.option(
 
 
 def gateway(command: F) -> F:
-    """`--url`: which gateway to talk to."""
+    """`--url`: which gateway to talk to; `--api-key`: as whom, which `connect` finds by itself."""
+    command = click.option(
+        "--api-key", envvar=KEY_VARIABLE, show_envvar=True, metavar="KEY", expose_value=False, callback=_keep_key,
+        help="The key to send; better in the environment, where nobody sees it in a list of processes.",
+    )(command)  # fmt: skip
     return click.option(
         "--url", envvar=URL_VARIABLE, default="http://127.0.0.1:8600", show_default=True, show_envvar=True,
         help="The gateway's address.",
@@ -50,7 +59,17 @@ def function_folder(command: F) -> F:
 def connect(url: str) -> Client:
     from .client import Client  # noqa: PLC0415  httpx takes time to import, and --help needs none of it
 
-    return Client(url)
+    return Client(url, api_key=given_key())
+
+
+def given_key() -> str:
+    """The API key that the command was given; "" if none."""
+    context = click.get_current_context(silent=True)
+    return str(context.meta.get(_KEY_META, "")) if context is not None else ""
+
+
+def _keep_key(context: click.Context, _option: click.Parameter, value: str | None) -> None:
+    context.meta[_KEY_META] = value or ""
 
 
 def overrides(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from ..errors import ActivationFailed, LauncherError, PilotlightError, SourceDenied
@@ -48,6 +49,7 @@ class Pool:
     def __init__(
         self, spec: WorkerSpec, launcher: Launcher, logs: LogBook, tasks: asyncio.TaskGroup, keeper: Keeper,
         *, standby: bool = True, keep_zygote: bool = True, weights: Weights | None = None,
+        secrets: Callable[[], dict[str, str]] = dict,
     ) -> None:  # fmt: skip
         self.spec = spec
         self.replicas: list[Replica] = []
@@ -59,6 +61,7 @@ class Pool:
         self._with_standby = standby
         self._keep_zygote = keep_zygote
         self._weights = weights if spec.source else None
+        self._secrets = secrets
         self._fetching: Fetching | None = None
         self._holding = asyncio.Lock()
         self._source: Source | None = None
@@ -225,7 +228,7 @@ class Pool:
         activation.forked_s = time.monotonic()
         # Weights that are still coming may keep `setup` waiting for as long as a worker waits for them.
         waits_s = START_TIMEOUT_S + (WEIGHTS_TIMEOUT_S if self._weights is not None else 0.0)
-        self.replicas.append(Replica(child, activation, self, {}, waits_s))
+        self.replicas.append(Replica(child, activation, self, self._secrets(), waits_s))
 
     async def _fork_standby(self) -> None:
         try:

@@ -14,6 +14,7 @@ from ..errors import (
     DeadlineExceeded,
     PilotlightError,
     QueueFull,
+    RevisionRetired,
     WorkerDied,
 )
 from . import autoscaler
@@ -80,13 +81,14 @@ class Revision:
         tasks: asyncio.TaskGroup,
         on_activation: Callable[[str], None] = lambda _outcome: None,
         weights: Weights | None = None,
+        secrets: Callable[[], dict[str, str]] = dict,
     ) -> None:
         self.spec = spec
         self.streaming = False
         self.policy = policy
         self.pool = Pool(
             spec, launcher, logs, tasks, self,
-            standby=policy.standby, keep_zygote=policy.keep_zygote, weights=weights,
+            standby=policy.standby, keep_zygote=policy.keep_zygote, weights=weights, secrets=secrets,
         )  # fmt: skip
         self._queue: deque[Invocation] = deque()
         self._loop = asyncio.get_running_loop()
@@ -170,8 +172,21 @@ class Revision:
             line = invocation.timeline
             if line.waits_cold and replica.activation.ready_s > line.received_s:
                 line.activation = replica.activation
-            replica.send(invocation, time.monotonic())
+            now_s = time.monotonic()
+            if invocation.execution_s is not None:
+                self._start_clock(invocation, now_s + invocation.execution_s)
+            replica.send(invocation, now_s)
+            if invocation.on_sent is not None:
+                invocation.on_sent()
         self._scale()
+
+    def _start_clock(self, invocation: Invocation, deadline_s: float) -> None:
+        """From here on its deadline is that of its execution; until now it was that of its waiting."""
+        invocation.deadline_s = deadline_s
+        if invocation.timer is not None:
+            invocation.timer.cancel()
+        left_s = max(0.0, invocation.deadline_s - time.monotonic())
+        invocation.timer = self._loop.call_later(left_s, self._on_timer, invocation)
 
     # -- the number of workers
 
@@ -281,7 +296,7 @@ class Revision:
                 await self._empty.wait()
         except TimeoutError:
             self._fail_waiting(
-                ActivationFailed(f"Revision {self.id} was stopped before this invocation could run.")
+                RevisionRetired(f"Revision {self.id} was stopped before this invocation could run.")
             )
         if self._wake is not None:
             self._wake.cancel()

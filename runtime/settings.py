@@ -124,6 +124,15 @@ class FunctionSettings(BaseModel):
         allow_inf_nan=False,
         description="Seconds a request waits for a worker to be ready.",
     )
+    ttl_s: float = Field(
+        86_400.0, gt=0, le=_YEAR_S, allow_inf_nan=False, description="Seconds a job may wait in the queue."
+    )
+    attempts: int = Field(
+        3,
+        ge=1,
+        le=100,
+        description="How often a job is given to a worker, if workers die of it or cannot start.",
+    )
     max_queue: int = Field(
         1000, ge=1, le=1_000_000, description="Waiting invocations before new ones are refused."
     )
@@ -232,6 +241,17 @@ class GatewaySettings(BaseModel):
     cache_dir: Path = Field(
         default_factory=lambda: default_cache_dir(os.environ),
         description="Folder of the node's cache of snapshots fetched from elsewhere.",
+    )
+    auth: Literal["auto", "always"] = Field(
+        "auto",
+        description="Whether callers need an API key: auto, if others than this machine can reach the gateway or a"
+        " key was made; or always.",
+    )
+    keep_result_s: float = Field(
+        1800.0, gt=0, le=_YEAR_S, allow_inf_nan=False, description="Seconds for which a job's result is kept."
+    )
+    webhook_networks: tuple[str, ...] = Field(
+        (), description="Private networks that webhooks may call, as 10.0.0.0/8; by default none."
     )
     drain_s: float = Field(
         30.0,

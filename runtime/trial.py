@@ -26,6 +26,7 @@ DRAIN_S = 5.0
 STOP_TIMEOUT_S = 15.0
 LOG_LINES = 20
 _PR_SET_PDEATHSIG = 1
+AUTH_VARIABLE = "PILOTLIGHT_AUTH"  # nobody but us finds this gateway, so it asks for no key
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,7 @@ def _start(state_dir: Path, errors: IO[bytes]) -> subprocess.Popen[bytes]:
         stderr=errors,
         # Ctrl-C on the terminal is for us alone: we stop it. And should we be killed, it goes as well.
         process_group=0,
+        env={name: value for name, value in os.environ.items() if name != AUTH_VARIABLE},
         preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),  # noqa: PLW1509  one thread here
     )
 

@@ -16,6 +16,7 @@ import pytest
 import pytest_asyncio
 import uvloop
 from live import Function, Gate, Gateway, gateway_here, short_folder
+from pilotlight.snapshot.caching.memory import unmount
 
 
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
@@ -30,6 +31,8 @@ def _memory_given_back() -> Iterator[None]:
     before = set(shared.glob(f"pilotlight-{os.getuid()}-*"))
     yield
     for root in set(shared.glob(f"pilotlight-{os.getuid()}-*")) - before:
+        if root.is_mount():
+            unmount(root)
         shutil.rmtree(root, ignore_errors=True)
 
 

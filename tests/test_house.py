@@ -19,6 +19,7 @@ PACKAGES = ("handlers", "runtime", "snapshot", "templates")
 ROOMS = (
     *(f"snapshot.{room}" for room in ("caching", "converting", "fetching", "format", "restoring", "sources")),
     "handlers.foreign",
+    "runtime.access",
     "runtime.jobs",
 )
 
@@ -51,10 +52,24 @@ FLOORS = """
 1   handlers.foreign.cog
 1   handlers.resolve
 
-2   runtime.jobs
-2   runtime.jobs.database runtime.jobs.job
+2   runtime.access runtime.jobs
+2   runtime.access.private runtime.access.quota runtime.loopback
+2   runtime.jobs.database runtime.jobs.identity runtime.jobs.job runtime.jobs.schema
+2   runtime.jobs.counters runtime.jobs.rows
+2   runtime.jobs.turn
+2   runtime.jobs.changes runtime.jobs.expiry runtime.jobs.looks
+2   runtime.jobs.addresses runtime.jobs.backoff runtime.jobs.signing
+2   runtime.jobs.store
+2   runtime.jobs.message
+2   runtime.jobs.delivery
+2   runtime.jobs.posting
+2   runtime.jobs.outbox
+2   runtime.jobs.courier
 2   runtime.autoscaler runtime.batcher runtime.lineage runtime.logs runtime.spec runtime.timeline runtime.wording
 2   runtime.code runtime.invocation runtime.link runtime.metrics runtime.requirements runtime.settings runtime.state_dir
+2   runtime.access.keys
+2   runtime.access.caller runtime.access.rules runtime.access.vault
+2   runtime.access.described runtime.access.door runtime.access.keyring
 2   runtime.environment runtime.listener runtime.store runtime.unpack runtime.weights
 
 3   runtime.deploy runtime.fetcher runtime.launcher runtime.runner
@@ -68,13 +83,21 @@ FLOORS = """
 
 5   runtime.revision
 5   runtime.functions
+5   runtime.jobs.board
+5   runtime.jobs.attempt
+5   runtime.jobs.dispatch
+5   runtime.jobs.jobs
 
-6   runtime.gateway runtime.openapi runtime.watch
-6   runtime.admin
+6   runtime.intake runtime.openapi runtime.watch
+6   runtime.gateway
+6   runtime.access.guard runtime.admin runtime.queue_api
+6   runtime.access.control
 
 7   runtime.display runtime.main
 7   runtime.client runtime.doctor runtime.scaffold
 7   runtime.contents runtime.options runtime.trial
+7   runtime.access.home
+7   runtime.access.commands
 7   runtime.moves runtime.recording runtime.transfers
 7   runtime.benches runtime.remote runtime.snapshots
 7   runtime.cli
@@ -210,6 +233,7 @@ def test_packages_are_named_and_empty() -> None:
     [
         "runtime.autoscaler",
         "runtime.batcher",
+        "runtime.jobs.backoff",
         "runtime.timeline",
         "snapshot.restoring.plan",
         "snapshot.fetching.pace",

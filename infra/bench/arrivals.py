@@ -25,7 +25,7 @@ from pilotlight.snapshot.sources.source import Connection, ObjectInfo, Source
 from report import Report
 
 LIMIT_BYTES_S = 200e6
-TOKENS = 384
+TOKENS = 512
 _SMALL = "model.layers.0.input_layernorm.weight"
 _LARGE = "model.embed_tokens.weight"
 

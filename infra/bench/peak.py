@@ -2,9 +2,9 @@
 
     python infra/bench/peak.py [--quick]
 
-What is measured: the child fetches into fresh files and has nothing of them mapped meanwhile, so the kernel's own high
-water mark of its resident memory (VmHWM: no sampling, no gap) is the peak above the mapped file, interpreter, libraries
-and all. Then it maps, restores and reads a value of every page: what it holds then that is not the file (RssAnon;
+What is measured: the child fetches into fresh files, which it may have mapped meanwhile. The kernel's own high water mark
+of its resident memory (VmHWM: no sampling, no gap), less what of the files is mapped at the end, when all of them is, is
+the peak above the mapped file, interpreter, libraries and all. Then it maps, restores and reads a value of every page: what it holds then that is not the file (RssAnon;
 libraries' file pages left out, they are torch's) counts too. The greater of the two is the figure.
 """
 
@@ -53,7 +53,7 @@ class Load:
         stats = fetch(self._manifest, ours.source_of(self._url), self._files.targets, Arrival(self._manifest))
         after = status_kb()
         return {
-            "peak_kb": after["VmHWM"],
+            "peak_kb": after["VmHWM"] - after["RssShmem"],
             "before_kb": before["VmRSS"],
             "connections": stats.connections,
             "bytes": self._manifest.total_bytes,

@@ -64,7 +64,7 @@ def unmount(folder: Path) -> bool:
 def give_back(root: Path) -> None:
     """Leave nothing of an empty `root` behind. To be called by one process at a time."""
     with suppress(OSError):
-        if root.is_mount() and not any(os.scandir(root)):
+        if root.is_mount() and not any(root.iterdir()):
             unmount(root)
         root.rmdir()
 

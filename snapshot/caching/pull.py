@@ -231,10 +231,13 @@ class Pull:
     def _target(self, name: str, opened: ExitStack, *, huge: bool) -> Target:
         descriptor = os.open(self.files / name, os.O_RDWR | os.O_CLOEXEC)
         opened.callback(os.close, descriptor)
-        touched = self.tier.spares.touched(descriptor) if self.tier.kind == "tmpfs" else None
-        if touched is None and huge and (size_bytes := os.fstat(descriptor).st_size):
-            return Target(str(self.files / name), descriptor, memoryview(mmap(descriptor, size_bytes)), fresh=True)
-        return Target(str(self.files / name), descriptor, touched)
+        memory = self.tier.spares.touched(descriptor) if self.tier.kind == "tmpfs" else None
+        fresh = memory is None and huge
+        if fresh and (size_bytes := os.fstat(descriptor).st_size):
+            memory = memoryview(mmap(descriptor, size_bytes))
+        if memory is not None:
+            opened.callback(_unmap, memory)
+        return Target(str(self.files / name), descriptor, memory, fresh=fresh)
 
     def _publish(self) -> None:
         """All chunks are verified: say so, for good. On a disk, once the disk has them."""
@@ -248,3 +251,12 @@ class Pull:
             for path in (*paths, *folders, self.files.parent, self.files.parent.parent):
                 sync(path)
         self._manifest.write(self.files / MANIFEST_NAME)
+
+
+def _unmap(memory: memoryview) -> None:
+    """At once, and not when somebody who knows of the fetch is forgotten: until then the file is in use."""
+    mapped = memory.obj
+    with suppress(BufferError):  # the traceback of a failed thread still has a slice of it
+        memory.release()
+        if isinstance(mapped, mmap):
+            mapped.close()

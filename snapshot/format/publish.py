@@ -15,13 +15,13 @@ from ...errors import CacheError, SnapshotError
 
 
 @contextmanager
-def publish(path: Path) -> Iterator[IO[bytes]]:
+def publish(path: Path, mode: int = 0o644) -> Iterator[IO[bytes]]:
     """A stream whose bytes become file `path` when the block ends; if it raises, nothing is left and `path` as it was."""
     with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name[:100]}.", delete=False) as stream:
         try:
             yield stream
             stream.flush()
-            os.fchmod(stream.fileno(), 0o644)
+            os.fchmod(stream.fileno(), mode)
             os.fsync(stream.fileno())
             Path(stream.name).replace(path)
         except BaseException:

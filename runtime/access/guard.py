@@ -1,0 +1,131 @@
+"""The guard: before every route, asks who comes, and whether he may.
+
+A gateway that only this machine reaches, and for which no key was ever made, asks nobody. Any other answers nothing but
+health to those without a key. Requests on the socket in the state folder need none: who can open that is its owner.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from ...errors import AccessError, GatewayError, PilotlightError, QuotaExceeded, Unauthorized, UnknownFunction
+from ..gateway import error_response
+from .caller import ANYBODY, CALLER, Caller
+from .keyring import Held, Keyring
+from .rules import OPEN, scope_of
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+CHALLENGE = "Bearer"
+
+
+class Guard:
+    """`required` says that keys are asked for even if there are none yet."""
+
+    def __init__(self, keyring: Keyring, tasks: asyncio.TaskGroup, *, required: bool) -> None:
+        self._keyring = keyring
+        self._tasks = tasks
+        self._required = required
+
+    @property
+    def closed(self) -> bool:
+        """Whether a request needs a key."""
+        return self._required or self._keyring.exists
+
+    @web.middleware
+    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if not self.closed:
+            return await handler(request)
+        resource = request.match_info.route.resource
+        path = resource.canonical if resource is not None else ""  # no such route
+        if path in OPEN:
+            return await handler(request)
+        try:
+            held = self._held(request)
+            if held is None:
+                return await self._pass(request, path, ANYBODY, handler)
+            _enter(held)
+        except PilotlightError as error:
+            return _refusal(error)
+        try:
+            return await self._pass(request, path, held.caller, handler)
+        finally:
+            held.meter.leave()
+
+    async def _pass(
+        self, request: web.Request, path: str, caller: Caller, handler: Handler
+    ) -> web.StreamResponse:
+        try:
+            if path and (scope := scope_of(path)) is not None:
+                caller.check_scope(scope)
+            if (function := request.match_info.get("function")) is not None:
+                caller.check(function)
+        except (AccessError, UnknownFunction) as error:
+            return _refusal(error)
+        request[CALLER] = caller
+        return await handler(request)
+
+    def _held(self, request: web.Request) -> Held | None:
+        """The key that came with a request; None: its sender owns this gateway. Raises Unauthorized."""
+        given = request.headers.get("Authorization")
+        if given is None:
+            if _on_own_socket(request):
+                return None
+            raise Unauthorized(
+                "This gateway answers only to those who send an API key.",
+                remedy="Send `Authorization: Bearer KEY`, or set PILOTLIGHT_API_KEY; `pilotlight keys create` makes one.",
+            )
+        now_s = time.time()
+        held = self._keyring.find(token_in(given), now_s)
+        if held is None:
+            raise Unauthorized(
+                "The API key that was sent is not one of this gateway's, was revoked, or has expired.",
+                remedy="See `pilotlight keys list` on the gateway's machine.",
+            )
+        if held.used(now_s):
+            self._tasks.create_task(asyncio.to_thread(self._save))
+        return held
+
+    def _save(self) -> None:
+        try:
+            self._keyring.save()
+        except GatewayError as error:  # nobody is let in or kept out by when a key was last used
+            sys.stderr.write(f"pilotlight: {error}\n")
+
+
+def token_in(header: str) -> str:
+    """What an Authorization header brings. Some of RunPod's code sends a bare key: that is taken too."""
+    scheme, space, rest = header.strip().partition(" ")
+    return rest.strip() if space and scheme.lower() == "bearer" else header.strip()
+
+
+def _enter(held: Held) -> None:
+    wait_s = held.meter.enter(time.monotonic())
+    if wait_s:
+        raise QuotaExceeded(
+            "This API key's quota is used up.",
+            remedy="Try again after the seconds in Retry-After, or ask for a larger quota.",
+            details={"retry_after_s": wait_s},
+        )
+
+
+def _refusal(error: PilotlightError) -> web.Response:
+    response = error_response(error)
+    if isinstance(error, Unauthorized):
+        response.headers["WWW-Authenticate"] = CHALLENGE
+    elif isinstance(error, QuotaExceeded):
+        response.headers["Retry-After"] = str(max(1, math.ceil(error.details["retry_after_s"])))
+    return response
+
+
+def _on_own_socket(request: web.Request) -> bool:
+    transport = request.transport
+    sock = transport.get_extra_info("socket") if transport is not None else None
+    return sock is not None and sock.family == socket.AF_UNIX

@@ -1,0 +1,50 @@
+"""Counters: how many jobs a function has in which state, kept by whoever changes a state. Nothing is ever counted."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Mapping
+
+from .job import Counts, State
+
+COLUMNS: Mapping[State, str] = {
+    State.IN_QUEUE: "in_queue",
+    State.IN_PROGRESS: "in_progress",
+    State.COMPLETED: "completed",
+    State.FAILED: "failed",
+    State.TIMED_OUT: "failed",
+    State.CANCELLED: "cancelled",
+}
+_NAMES = ("in_queue", "in_progress", "completed", "failed", "cancelled", "retried")
+
+
+def arrived(connection: sqlite3.Connection, function: str) -> None:
+    """One more is in the queue."""
+    connection.execute(
+        "INSERT INTO counters (function, in_queue) VALUES (?, 1) "
+        "ON CONFLICT (function) DO UPDATE SET in_queue = in_queue + 1",
+        (function,),
+    )
+
+
+def moved(
+    connection: sqlite3.Connection, function: str, was: State, to: State, *, retried: bool = False
+) -> None:
+    """One has changed its state."""
+    one_less, one_more = COLUMNS[was], COLUMNS[to]
+    more = ", retried = retried + 1" if retried else ""
+    if one_less != one_more:
+        more += f", {one_less} = {one_less} - 1, {one_more} = {one_more} + 1"
+    if more:
+        connection.execute(f"UPDATE counters SET {more[2:]} WHERE function = ?", (function,))  # noqa: S608  our names
+
+
+def counts(connection: sqlite3.Connection, function: str) -> Counts:
+    row = connection.execute("SELECT * FROM counters WHERE function = ?", (function,)).fetchone()
+    return Counts(**{name: row[name] for name in _NAMES}) if row is not None else Counts()
+
+
+def waiting(connection: sqlite3.Connection) -> list[str]:
+    """The functions with jobs in the queue."""
+    rows = connection.execute("SELECT function FROM counters WHERE in_queue > 0 ORDER BY function")
+    return [function for (function,) in rows]

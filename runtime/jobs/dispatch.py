@@ -1,0 +1,159 @@
+"""The dispatcher: gives stored jobs to the live revisions of their functions, as fast as these take them.
+
+A lane a function, for as long as it has jobs: it looks for the next ones when it is woken (a job came, one ended, one that
+rested is due) and submits as many as the revision can hold, so that those who wait for an answer never queue behind a heap.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from ...errors import GatewayError, JobStoreFailed, QueueFull, UnknownFunction
+from ..logs import LogBook
+from ..revision import Revision
+from .attempt import LOG_LINES, Attempt
+from .board import Board
+from .job import Job
+from .store import JobStore
+
+AHEAD = 2
+"""For each invocation that all workers can run at a time, one more is at hand when it ends."""
+MAX_AT_ONCE = 1024
+FULL_RETRY_S = 1.0
+STORE_RETRY_S = 5.0
+
+
+class Target(Protocol):
+    """What is known of a live function."""
+
+    revision: Revision
+    logs: LogBook
+
+
+class Dispatcher:
+    """Runs jobs. `target` gives a function that is live, or raises UnknownFunction or GatewayError."""
+
+    def __init__(
+        self, store: JobStore, board: Board, target: Callable[[str], Target], tasks: asyncio.TaskGroup
+    ) -> None:
+        self._store = store
+        self._board = board
+        self._target = target
+        self._tasks = tasks
+        self._lanes: dict[str, _Lane] = {}
+        self._running: dict[str, Attempt] = {}
+        self._closed = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def wake(self, function: str) -> None:
+        """There may be something to do for a function."""
+        if self._closed:
+            return
+        lane = self._lanes.get(function)
+        if lane is None:
+            lane = self._lanes[function] = _Lane()
+            self._tasks.create_task(self._serve(function, lane))
+        lane.news.set()
+
+    def cancel(self, job_id: str) -> None:
+        """The job was cancelled in the store: stop what runs of it."""
+        if (attempt := self._running.get(job_id)) is not None:
+            attempt.cancel()
+
+    def withdraw(self, function: str) -> None:
+        """The queue was purged: what no worker has yet is taken back. What is still queued after all comes again."""
+        for attempt in list(self._running.values()):
+            if attempt.job.function == function and not attempt.sent:
+                attempt.cancel()
+
+    def stop(self) -> None:
+        """Takes nothing more from the store."""
+        self._closed = True
+        for lane in self._lanes.values():
+            lane.news.set()
+
+    async def join(self, timeout_s: float) -> None:
+        """Until all that was taken has ended and is stored."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+
+    async def _serve(self, function: str, lane: _Lane) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while not self._closed:
+                lane.news.clear()
+                again_s = await self._fill(function, lane)
+                if again_s is None and not lane.running and not lane.news.is_set():
+                    return
+                timer = loop.call_later(max(0.0, again_s), lane.news.set) if again_s is not None else None
+                await lane.news.wait()
+                if timer is not None:
+                    timer.cancel()
+        finally:
+            if self._lanes.get(function) is lane:
+                del self._lanes[function]
+
+    async def _fill(self, function: str, lane: _Lane) -> float | None:
+        """Submit what the revision can hold; in how many seconds to look again, None: when woken."""
+        try:
+            target = self._target(function)
+            scale = target.revision.policy.scale
+            room = min(MAX_AT_ONCE, AHEAD * scale.max * scale.concurrency) - len(lane.running)
+            if room <= 0:
+                return None
+            jobs = await self._store.next(function, room + len(lane.running))
+            for job in [job for job in jobs if job.id not in lane.running][:room]:
+                self._start(function, lane, job, target)
+            due_s = await self._store.next_due(function)
+        except (UnknownFunction, GatewayError):
+            return None  # deleted, or going down: whoever brings it back wakes us
+        except QueueFull:
+            return FULL_RETRY_S
+        except JobStoreFailed:
+            return STORE_RETRY_S
+        return None if due_s is None or due_s <= time.time() else due_s - time.time()
+
+    def _start(self, function: str, lane: _Lane, job: Job, target: Target) -> None:
+        attempt = Attempt(
+            job, target.revision, self._store, self._board, self._tasks,
+            lambda worker: _tail(target.logs, worker),
+        )  # fmt: skip
+        attempt.submit()
+        lane.running.add(job.id)
+        self._running[job.id] = attempt
+        self._idle.clear()
+        self._tasks.create_task(self._run(function, lane, attempt))
+
+    async def _run(self, function: str, lane: _Lane, attempt: Attempt) -> None:
+        job_id = attempt.job.id
+        try:
+            await attempt.run()
+        except JobStoreFailed as error:
+            # Said where its owner looks. The job stays in progress until the gateway starts again, and is run then.
+            with contextlib.suppress(UnknownFunction, GatewayError):
+                self._target(function).logs.write("gateway", f"job {job_id}: {error.message}")
+        finally:
+            lane.running.discard(job_id)
+            self._running.pop(job_id, None)
+            if not self._running:
+                self._idle.set()
+            lane.news.set()
+
+
+class _Lane:
+    """One function's jobs at work."""
+
+    def __init__(self) -> None:
+        self.news = asyncio.Event()
+        self.running: set[str] = set()
+
+
+def _tail(logs: LogBook, worker: str) -> str:
+    lines = [line.text for line in logs.tail(10 * LOG_LINES) if line.source == worker]
+    return "\n".join(lines[-LOG_LINES:])

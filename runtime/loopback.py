@@ -1,0 +1,15 @@
+"""Loopback: whether an address is this machine alone."""
+
+from __future__ import annotations
+
+from ipaddress import ip_address
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nobody beyond this machine can reach `host`, a name or an address; no, if that is not certain."""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False

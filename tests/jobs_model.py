@@ -1,0 +1,155 @@
+"""What the store of jobs is to do, said a second time and simply: jobs in a dictionary, no disk, no indexes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pilotlight.errors import IdempotencyConflict, JobConflict, JobExpired, PilotlightError, UnknownJob
+from pilotlight.runtime.jobs.job import Counts, NewJob, Outcome, State
+
+KEEP_S = 100.0
+QUEUED, RUNNING = State.IN_QUEUE, State.IN_PROGRESS
+
+
+@dataclass
+class Kept:
+    """A job."""
+
+    new: NewJob
+    number: int
+    created_s: float
+    stale_s: float
+    max_attempts: int
+    state: State = QUEUED
+    attempts: int = 0
+    retries: int = 0
+    due_s: float = 0.0
+    expires_s: float = 0.0
+    output: bytes | None = None
+    logs: str = ""
+    progress: bytes | None = None
+    pieces: list[bytes] = field(default_factory=list)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.new.priority, self.number
+
+
+class Model:
+    """`events` are those that webhooks are to be told of: (id, event)."""
+
+    def __init__(self) -> None:
+        self.now_s = 1_000_000.0
+        self.jobs: dict[str, Kept] = {}
+        self.forgotten: dict[str, tuple[str, float]] = {}
+        self.finished: dict[tuple[str, str], int] = {}
+        self.retried: dict[str, int] = {}
+        self.events: list[tuple[str, str]] = []
+        self.arrived = 0
+
+    def replayed(self, new: NewJob) -> str | PilotlightError | None:
+        """The id of the job that a submit gives again, what it raises, or None: a new job."""
+        for job_id, job in self.jobs.items():
+            same = (job.new.function, job.new.owner, job.new.idempotency)
+            if new.idempotency and same == (new.function, new.owner, new.idempotency):
+                return job_id if job.new.input == new.input else IdempotencyConflict("")
+        return JobConflict("") if new.wanted_id in self.jobs else None
+
+    def submit(self, job_id: str, new: NewJob) -> None:
+        self.arrived += 1
+        self.jobs[job_id] = Kept(new, self.arrived, self.now_s, self.now_s + new.ttl_s, new.max_attempts)
+
+    def absent(self, function: str, job_id: str) -> type[PilotlightError] | None:
+        job = self.jobs.get(job_id)
+        if job is not None and job.new.function == function:
+            return None
+        return JobExpired if self.forgotten.get(job_id, ("",))[0] == function else UnknownJob
+
+    def held(self, job_id: str, fence: int) -> bool:
+        job = self.jobs.get(job_id)
+        return job is not None and job.state is RUNNING and job.attempts == fence
+
+    def take(self, job_id: str) -> bool:
+        job = self.jobs.get(job_id)
+        if job is None or job.state is not QUEUED:
+            return False
+        job.state, job.due_s = RUNNING, 0.0
+        job.attempts += 1
+        self.tell(job_id, "start")
+        return True
+
+    def end(self, job_id: str, outcome: Outcome) -> None:
+        job = self.jobs[job_id]
+        job.state, job.output, job.logs = outcome.state, outcome.output, outcome.logs
+        job.expires_s = self.now_s + KEEP_S
+        self.tell(job_id, "completed")
+
+    def requeue(self, job_id: str, delay_s: float, *, counted: bool, logs: str = "") -> None:
+        job = self.jobs[job_id]
+        if counted and job.attempts >= job.max_attempts:
+            self.end(job_id, Outcome(State.FAILED, logs=logs))
+            return
+        job.max_attempts += 0 if counted else 1
+        self.queue(job, delay_s)
+
+    def queue(self, job: Kept, delay_s: float = 0.0) -> None:
+        job.state, job.due_s, job.expires_s = QUEUED, self.now_s + delay_s if delay_s else 0.0, 0.0
+        job.output, job.logs, job.progress, job.pieces = None, "", None, []
+
+    def retry(self, job_id: str) -> bool:
+        job = self.jobs[job_id]
+        if job.state not in (State.FAILED, State.TIMED_OUT):
+            return False
+        self.queue(job)
+        job.retries += 1
+        job.max_attempts = job.attempts + job.new.max_attempts
+        job.stale_s = self.now_s + job.new.ttl_s
+        self.retried[job.new.function] = self.retried.get(job.new.function, 0) + 1
+        return True
+
+    def expire(self) -> None:
+        for job_id, job in list(self.jobs.items()):
+            if job.state is QUEUED and job.stale_s <= self.now_s:
+                self.end(job_id, Outcome(State.TIMED_OUT))
+            elif job.state.final and job.expires_s <= self.now_s:
+                key = (job.new.function, job.state)
+                self.finished[key] = self.finished.get(key, 0) + 1
+                self.forgotten[job_id] = (job.new.function, self.now_s + KEEP_S)
+                del self.jobs[job_id]
+        for job_id, (_, until_s) in list(self.forgotten.items()):
+            if until_s <= self.now_s:
+                del self.forgotten[job_id]
+
+    def tell(self, job_id: str, event: str) -> None:
+        webhook = self.jobs[job_id].new.webhook
+        if webhook is not None and event in webhook.events:
+            self.events.append((job_id, event))
+
+    def due(self, function: str) -> list[str]:
+        found = [
+            (job.place, job_id)
+            for job_id, job in self.jobs.items()
+            if job.new.function == function and job.state is QUEUED
+            and job.due_s <= self.now_s and job.stale_s > self.now_s
+        ]  # fmt: skip
+        return [job_id for _, job_id in sorted(found)]
+
+    def next_due(self, function: str) -> float | None:
+        queued = [job for job in self.jobs.values() if job.new.function == function and job.state is QUEUED]
+        return min((job.due_s for job in queued if job.due_s), default=None)
+
+    def next_expiry(self) -> float | None:
+        times = [job.stale_s for job in self.jobs.values() if job.state is QUEUED]
+        times += [job.expires_s for job in self.jobs.values() if job.state.final]
+        times += [until_s for _, until_s in self.forgotten.values()]
+        return min(times, default=None)
+
+    def counts(self, function: str) -> Counts:
+        def count(*states: State) -> int:
+            kept = [job for job in self.jobs.values() if job.new.function == function and job.state in states]
+            return len(kept) + sum(self.finished.get((function, state), 0) for state in states)
+
+        return Counts(
+            count(QUEUED), count(RUNNING), count(State.COMPLETED), count(State.FAILED, State.TIMED_OUT),
+            count(State.CANCELLED), self.retried.get(function, 0),
+        )  # fmt: skip

@@ -1,0 +1,122 @@
+"""The keyring: what is created outlives the process, what is revoked is gone, and no file that is broken opens the gateway."""
+
+from __future__ import annotations
+
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+from pilotlight.errors import GatewayError, UnknownKey
+from pilotlight.runtime.access.keyring import USE_GRAIN_S, Keyring
+from pilotlight.runtime.access.keys import NewKey
+
+
+def loaded(state: Path) -> Keyring:
+    keyring = Keyring(state)
+    keyring.load()
+    return keyring
+
+
+def test_keys_outlive_the_process(tmp_path: Path):
+    key, token = loaded(tmp_path).create(NewKey(name="a", functions=("f",), rate_per_s=2.0), 100.0)
+    again = loaded(tmp_path)
+    held = again.find(token, 101.0)
+    assert held is not None
+    assert held.key == key
+    assert (held.caller.owner, held.caller.allows("f"), held.caller.allows("g")) == (key.id, True, False)
+
+
+def test_the_file_is_its_owners_and_holds_no_token(tmp_path: Path):
+    keyring = loaded(tmp_path)
+    assert not keyring.exists
+    _, token = keyring.create(NewKey(name="a"), 0.0)
+    assert keyring.exists
+    assert stat.S_IMODE(keyring.path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(keyring.path.parent.stat().st_mode) == 0o700
+    assert token.rpartition("_")[2] not in keyring.path.read_text()
+    assert [path.name for path in keyring.path.parent.iterdir()] == ["keys.json"]
+
+
+def test_a_revoked_key_is_gone_and_the_gateway_stays_closed(tmp_path: Path):
+    keyring = loaded(tmp_path)
+    key, token = keyring.create(NewKey(name="a"), 0.0)
+    keyring.revoke(key.id)
+    for one in (keyring, loaded(tmp_path)):
+        assert one.find(token, 1.0) is None
+        assert one.all() == []
+        assert one.exists
+    with pytest.raises(UnknownKey, match=key.id):
+        keyring.revoke(key.id)
+
+
+@pytest.mark.parametrize("token", ["", "pl_", "Bearer", "pl_000000000000_" + "0" * 64, "ä" * 80])
+def test_what_is_no_key_finds_none(tmp_path: Path, token: str):
+    keyring = loaded(tmp_path)
+    keyring.create(NewKey(name="a"), 0.0)
+    assert keyring.find(token, 1.0) is None
+
+
+def test_uses_are_noted_coarsely_and_saved(tmp_path: Path):
+    keyring = loaded(tmp_path)
+    _, token = keyring.create(NewKey(name="a"), 0.0)
+    held = keyring.find(token, 0.0)
+    assert held is not None
+    at_s = 10 * USE_GRAIN_S + 17
+    assert held.used(at_s)
+    assert not held.used(at_s + 5)
+    keyring.save()
+    assert loaded(tmp_path).all()[0].last_used_s == 10 * USE_GRAIN_S
+    assert held.used(at_s + USE_GRAIN_S)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"keys": [{}]}', '{"version": 1, "keys": [], "more": 1}'])
+def test_a_broken_file_is_told_and_opens_nothing(tmp_path: Path, text: str):
+    keyring = loaded(tmp_path)
+    keyring.create(NewKey(name="a"), 0.0)
+    keyring.path.write_text(text)
+    with pytest.raises(GatewayError, match=r"keys\.json"):
+        Keyring(tmp_path).load()
+
+
+def test_what_cannot_be_written_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    keyring = loaded(tmp_path)
+    key, token = keyring.create(NewKey(name="a"), 0.0)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", full)
+        with pytest.raises(GatewayError, match="No space left"):
+            keyring.create(NewKey(name="b"), 0.0)
+        with pytest.raises(GatewayError, match="No space left"):
+            keyring.revoke(key.id)
+    for one in (keyring, loaded(tmp_path)):
+        assert [known.name for known in one.all()] == ["a"]
+        assert one.find(token, 1.0) is not None
+
+
+def test_what_a_crash_left_half_written_is_removed(tmp_path: Path):
+    keyring = loaded(tmp_path)
+    keyring.create(NewKey(name="a"), 0.0)
+    (keyring.path.parent / ".keys.json.x1y2").write_text('{"ver')
+    assert len(loaded(tmp_path)) == 1
+    assert [path.name for path in keyring.path.parent.iterdir()] == ["keys.json"]
+
+
+def test_many_may_change_it_at_once(tmp_path: Path):
+    keyring = loaded(tmp_path)
+
+    def change(number: int) -> None:
+        key, _ = keyring.create(NewKey(name=f"n{number}"), float(number))
+        if number % 2:
+            keyring.revoke(key.id)
+
+    threads = [threading.Thread(target=change, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [key.name for key in keyring.all()] == ["n0", "n2", "n4", "n6"]
+    assert loaded(tmp_path).all() == keyring.all()

@@ -1,0 +1,41 @@
+"""A process that submits jobs until it is killed, and says the id of each that was accepted: `submitter.py FILE`."""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+from pilotlight.runtime.jobs.database import Database
+from pilotlight.runtime.jobs.job import NewJob, Outcome, State
+from pilotlight.runtime.jobs.schema import SCRIPTS
+from pilotlight.runtime.jobs.store import JobStore
+
+
+async def submit(store: JobStore, caller: int) -> None:
+    number = 0
+    while True:
+        number += 1
+        new = NewJob(
+            "tone", b"%d-%d" % (caller, number), 60.0, 3600.0, idempotency=f"{os.getpid()}-{caller}-{number}"
+        )
+        job, _ = await store.submit(new)
+        os.write(1, f"{job.id} {State.IN_QUEUE} {new.input.decode()}\n".encode())
+        if number % 2:
+            taken = await store.take(job.id)
+            if taken is None:
+                raise SystemExit("the job was not queued")
+            await store.finish(job.id, taken.attempts, Outcome(State.COMPLETED, output=new.input))
+            os.write(1, f"{job.id} {State.COMPLETED} {new.input.decode()}\n".encode())
+
+
+async def main() -> None:
+    database = Database(Path(sys.argv[1]), SCRIPTS)
+    database.open()
+    store = JobStore(database, keep_s=3600.0)
+    await store.recover()
+    async with asyncio.TaskGroup() as tasks:
+        for caller in range(8):
+            tasks.create_task(submit(store, caller))
+
+
+asyncio.run(main())

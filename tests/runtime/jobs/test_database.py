@@ -1,0 +1,280 @@
+"""The database: what it says is on the disk is there; refusals harm nobody else and do not last."""
+
+import asyncio
+import os
+import sqlite3
+import subprocess
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from pilotlight.errors import JobConflict, JobStoreFailed
+from pilotlight.runtime.jobs.database import MAX_GROUP, Database
+
+SCRIPTS = ("CREATE TABLE rows (number INTEGER PRIMARY KEY, body BLOB UNIQUE)",)
+
+
+def put(body: bytes) -> "Insert":
+    return Insert(body)
+
+
+class Insert:
+    def __init__(self, body: bytes) -> None:
+        self.body = body
+
+    def __call__(self, connection: sqlite3.Connection) -> int:
+        return connection.execute("INSERT INTO rows (body) VALUES (?)", (self.body,)).lastrowid or 0
+
+
+def bodies(connection: sqlite3.Connection) -> list[bytes]:
+    return [row["body"] for row in connection.execute("SELECT body FROM rows ORDER BY number")]
+
+
+def opened(path: Path) -> Database:
+    database = Database(path, SCRIPTS)
+    database.open()
+    return database
+
+
+class Held:
+    """Keeps the writer busy until it is let go, so that what comes meanwhile becomes one group."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.go = threading.Event()
+
+    def __call__(self, _: sqlite3.Connection) -> None:
+        self.reached.set()
+        assert self.go.wait(20)
+
+
+async def together(database: Database, *changes: object) -> list[object]:
+    """Asks for all while the writer is held: they are one group."""
+    held = Held()
+    holding = asyncio.ensure_future(database.write(held))
+    await asyncio.to_thread(held.reached.wait, 20)
+    asked = [asyncio.ensure_future(database.write(change)) for change in changes]  # type: ignore[arg-type]
+    await asyncio.sleep(0)  # so that each has asked
+    held.go.set()
+    await holding
+    return list(await asyncio.gather(*asked, return_exceptions=True))
+
+
+@pytest_asyncio.fixture
+async def database(tmp_path: Path) -> AsyncIterator[Database]:
+    found = opened(tmp_path / "jobs.db")
+    yield found
+    await asyncio.to_thread(found.close)
+
+
+async def test_what_is_written_can_be_read_and_is_there_after_opening_again(tmp_path: Path) -> None:
+    database = opened(tmp_path / "jobs.db")
+    assert await database.write(put(b"a")) == 1
+    assert await database.read(bodies) == [b"a"]
+    await asyncio.to_thread(database.close)
+    database = opened(tmp_path / "jobs.db")
+    assert await database.read(bodies) == [b"a"]
+    await asyncio.to_thread(database.close)
+    assert [path.name for path in tmp_path.iterdir()] == ["jobs.db"], "the log was not brought into the file"
+
+
+async def test_the_file_is_set_up_as_it_must_be(database: Database) -> None:
+    def settings(connection: sqlite3.Connection) -> list[object]:
+        names = ("auto_vacuum", "journal_mode", "synchronous")
+        return [connection.execute(f"PRAGMA {name}").fetchone()[0] for name in names]
+
+    assert await database.read(settings) == [2, "wal", 2]
+    assert await database.write(settings) == [2, "wal", 2]
+
+
+async def test_a_look_cannot_change_anything(database: Database) -> None:
+    with pytest.raises(JobStoreFailed, match="readonly"):
+        await database.read(put(b"a"))
+    assert await database.read(bodies) == []
+
+
+async def test_of_a_group_each_stands_or_falls_alone(database: Database) -> None:
+    def conflict(connection: sqlite3.Connection) -> None:
+        put(b"undone")(connection)
+        raise JobConflict("no")
+
+    def wrong(connection: sqlite3.Connection) -> None:
+        put(b"undone too")(connection)
+        connection.execute("SELECT nonsense")
+
+    done = await together(database, put(b"a"), conflict, put(b"b"), put(b"a"), wrong, put(b"c"))
+    assert [type(answer) for answer in done] == [
+        int, JobConflict, int, sqlite3.IntegrityError, JobStoreFailed, int,
+    ]  # fmt: skip
+    assert await database.read(bodies) == [b"a", b"b", b"c"]
+
+
+async def test_more_than_a_group_at_once(database: Database) -> None:
+    count = 2 * MAX_GROUP + 3
+    await asyncio.gather(*(database.write(put(b"%d" % number)) for number in range(count)))
+    assert len(await database.read(bodies)) == count
+
+
+async def test_a_caller_that_is_cancelled_has_written_and_who_must_know_is_told(database: Database) -> None:
+    told = asyncio.Event()
+    held = Held()
+    holding = asyncio.ensure_future(database.write(held))
+    await asyncio.to_thread(held.reached.wait, 20)
+    asked = asyncio.ensure_future(database.write(put(b"a"), told.set))
+    await asyncio.sleep(0)
+    asked.cancel()
+    held.go.set()
+    await holding
+    await asyncio.wait_for(told.wait(), 20)
+    assert asked.cancelled()
+    assert await database.read(bodies) == [b"a"]
+
+
+async def test_nobody_is_told_of_what_failed(database: Database) -> None:
+    told = asyncio.Event()
+
+    def conflict(_: sqlite3.Connection) -> None:
+        raise JobConflict("no")
+
+    with pytest.raises(JobConflict):
+        await database.write(conflict, told.set)
+    await database.write(put(b"a"))
+    assert not told.is_set()
+
+
+async def test_closing_finishes_what_was_asked_and_refuses_the_rest(tmp_path: Path) -> None:
+    database = opened(tmp_path / "jobs.db")
+    asked = [asyncio.ensure_future(database.write(put(b"%d" % number))) for number in range(50)]
+    await asyncio.sleep(0)
+    await asyncio.to_thread(database.close)
+    assert await asyncio.gather(*asked) == list(range(1, 51))
+    with pytest.raises(JobStoreFailed, match="closed"):
+        await database.write(put(b"late"))
+    with pytest.raises(JobStoreFailed, match="closed"):
+        await database.read(bodies)
+    database.close()
+
+
+def test_a_loop_that_has_ended_does_not_end_the_writer(tmp_path: Path) -> None:
+    database = opened(tmp_path / "jobs.db")
+    held = Held()
+
+    async def leave() -> None:
+        asked = asyncio.ensure_future(database.write(held))
+        await asyncio.to_thread(held.reached.wait, 20)
+        asked.cancel()
+
+    asyncio.run(leave())
+    held.go.set()
+    asyncio.run(database.write(put(b"a")))
+    assert asyncio.run(database.read(bodies)) == [b"a"]
+    database.close()
+
+
+# -- versions
+
+
+async def test_an_older_file_is_brought_up_to_date(tmp_path: Path) -> None:
+    database = opened(tmp_path / "jobs.db")
+    await database.write(put(b"a"))
+    await asyncio.to_thread(database.close)
+    newer = Database(tmp_path / "jobs.db", (*SCRIPTS, "ALTER TABLE rows ADD COLUMN more TEXT DEFAULT 'm'"))
+    newer.open()
+    assert (
+        await newer.read(lambda connection: connection.execute("SELECT more FROM rows").fetchone()[0]) == "m"
+    )
+    await asyncio.to_thread(newer.close)
+    with pytest.raises(JobStoreFailed, match="version 2, this pilotlight knows 1"):
+        opened(tmp_path / "jobs.db")
+
+
+def test_a_script_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    broken = Database(tmp_path / "jobs.db", ("CREATE TABLE a (b); CREATE TABLE a (b)",))
+    with pytest.raises(JobStoreFailed, match="already exists"):
+        broken.open()
+    opened(tmp_path / "jobs.db").close()
+
+
+# -- damage and full disks
+
+
+def test_a_file_that_is_none_of_ours_is_refused_with_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.db"
+    path.write_bytes(b"no database" * 1000)
+    with pytest.raises(JobStoreFailed, match=r"jobs\.db.*not a database.*moved away"):
+        opened(path)
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(JobStoreFailed, match="unable to open"):
+        opened(tmp_path / "nowhere" / "jobs.db")
+
+
+async def test_damage_is_reported_and_the_rest_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.db"
+    database = opened(path)
+    await asyncio.gather(*(database.write(put(os.urandom(500))) for _ in range(500)))
+    await asyncio.to_thread(database.close)
+    content = bytearray(path.read_bytes())
+    content[4096 * 8 : 4096 * 60] = os.urandom(4096 * 52)
+    path.write_bytes(content)
+    database = opened(path)
+    with pytest.raises(JobStoreFailed, match="malformed"):
+        await database.read(bodies)
+    with pytest.raises(JobStoreFailed, match="malformed"):
+        await database.write(lambda connection: connection.execute("DELETE FROM rows"))
+    assert await database.read(lambda connection: connection.execute("SELECT 1").fetchone()[0]) == 1
+    await asyncio.to_thread(database.close)
+
+
+async def test_what_does_not_fit_is_refused_alone_and_later_it_fits(database: Database) -> None:
+    def limit(pages: int) -> object:
+        return lambda connection: connection.execute(f"PRAGMA max_page_count={pages}").fetchone()
+
+    await database.write(limit(50))  # type: ignore[arg-type]
+    done = await together(database, put(b"a"), put(b"large" * 100_000), put(b"b"))
+    assert [type(answer) for answer in done] == [int, JobStoreFailed, int]
+    assert "full" in str(done[1])
+    assert await database.read(bodies) == [b"a", b"b"]
+    await database.write(limit(5000))  # type: ignore[arg-type]
+    await database.write(put(b"large" * 100_000))
+
+
+async def refused_or(writing: Coroutine[None, None, object]) -> JobStoreFailed | None:
+    try:
+        await writing
+    except JobStoreFailed as error:
+        return error
+    return None
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs to mount a file system")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+async def test_a_full_disk_is_reported_and_once_there_is_room_it_works_again(small_disk: Path) -> None:
+    ballast = small_disk / "ballast"
+    database = opened(small_disk / "jobs.db")
+    await database.write(put(b"first"))
+    ballast.write_bytes(b"x" * 700_000)
+    asked = [b"%4d" % number + os.urandom(9_000) for number in range(200)]
+    answers = [await refused_or(database.write(put(body))) for body in asked]
+    kept = [body for body, answer in zip(asked, answers, strict=True) if answer is None]
+    assert 0 < len(kept) < 200
+    assert all(answer is None or "full" in str(answer) for answer in answers)
+    assert await database.read(bodies) == [b"first", *kept]
+    ballast.unlink()
+    await database.write(put(b"last"))
+    await asyncio.to_thread(database.close)
+    database = opened(small_disk / "jobs.db")
+    assert await database.read(bodies) == [b"first", *kept, b"last"]
+    await asyncio.to_thread(database.close)

@@ -1,0 +1,618 @@
+"""The store of jobs beside a simple model of it, through restarts, kills and full disks."""
+
+import asyncio
+import dataclasses
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
+from jobs_model import KEEP_S, QUEUED, Kept, Model
+from pilotlight.errors import (
+    IdempotencyConflict,
+    JobConflict,
+    JobExpired,
+    JobStoreFailed,
+    PilotlightError,
+    UnknownJob,
+)
+from pilotlight.runtime.jobs import expiry
+from pilotlight.runtime.jobs.database import Database
+from pilotlight.runtime.jobs.job import Counts, Job, NewJob, Outcome, State, Webhook
+from pilotlight.runtime.jobs.schema import SCRIPTS
+from pilotlight.runtime.jobs.store import JobStore
+
+FUNCTIONS = ("tone", "echo")
+HOOK = Webhook("http://127.0.0.1/hook", ("start", "output", "completed"))
+DONE = Outcome(State.COMPLETED, output=b'"done"')
+
+
+def new(function: str = "tone", given: bytes = b"{}", **more: Any) -> NewJob:
+    return NewJob(function, given, execution_timeout_s=60.0, **{"ttl_s": 1000.0, **more})
+
+
+def write_down(connection: sqlite3.Connection, job: Job, event: str, now_s: float) -> None:
+    """Stands for the outbox: one row in the same transaction."""
+    connection.execute(
+        "INSERT INTO deliveries (id, job_id, function, event, url, host, body, state, attempts, next_s, created_s, "
+        "last_status, last_error, log) "
+        "VALUES (lower(hex(randomblob(9))), ?, ?, ?, ?, '', x'', 'PENDING', 0, ?, ?, 0, '', '[]')",
+        (job.id, job.function, event, job.webhook.url if job.webhook else "", now_s, now_s),
+    )
+
+
+def written_down(connection: sqlite3.Connection) -> list[tuple[str, str]]:
+    rows = connection.execute("SELECT job_id, event FROM deliveries ORDER BY rowid")
+    return [(job_id, event) for job_id, event in rows]
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """All that may be asked, in any order; after each step all that can be seen is as the model has it."""
+
+    ids = Bundle("ids")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp(prefix="pl-jobs-"))
+        self.runner = asyncio.Runner()
+        self.model = Model()
+        self.wakes: list[str] = []
+        self.told = 0
+        self.open()
+
+    def open(self) -> None:
+        self.database = Database(self.folder / "jobs.db", SCRIPTS)
+        self.database.open()
+        self.store = JobStore(
+            self.database, keep_s=KEEP_S, tell=write_down, wake=self.wakes.append, told=self.was_told
+        )
+
+    def was_told(self) -> None:
+        self.told += 1
+
+    def teardown(self) -> None:
+        self.database.close()
+        self.runner.close()
+        shutil.rmtree(self.folder)
+
+    def run(self, asked: Coroutine[None, None, Any]) -> Any:
+        return self.runner.run(asked)
+
+    def refused(self, error: type[PilotlightError], asked: Coroutine[None, None, Any]) -> None:
+        with pytest.raises(error):
+            self.run(asked)
+
+    @initialize(target=ids)
+    def unknown(self) -> str:
+        return "job-unknown"
+
+    @rule(
+        target=ids,
+        function=st.sampled_from(FUNCTIONS),
+        given=st.sampled_from([b"a", b"b"]),
+        key=st.sampled_from(["", "", "k1", "k2"]),
+        wanted=st.sampled_from(["", "", "mine"]),
+        priority=st.integers(0, 2),
+        max_attempts=st.integers(1, 3),
+        ttl_s=st.sampled_from([30.0, 5000.0]),
+        webhook=st.sampled_from([None, HOOK]),
+    )
+    def submit(self, function: str, given: bytes, key: str, wanted: str, **more: Any) -> str:
+        asked = new(function, given, idempotency=key, wanted_id=wanted, **more)
+        expected = self.model.replayed(asked)
+        self.wakes.clear()
+        if isinstance(expected, PilotlightError):
+            self.refused(type(expected), self.store.submit(asked, now_s=self.model.now_s))
+            assert not self.wakes
+            return wanted or "job-unknown"
+        job, replayed = self.run(self.store.submit(asked, now_s=self.model.now_s))
+        assert (job.id if replayed else None) == expected
+        if not replayed:
+            assert job.id == wanted or (not wanted and job.id not in self.model.jobs)
+            self.model.submit(job.id, asked)
+            assert job == self.run(self.store.get(function, job.id))
+        assert self.wakes == [function] * (not replayed)
+        return str(job.id)
+
+    @rule(job_id=ids)
+    def take(self, job_id: str) -> None:
+        job = self.run(self.store.take(job_id, "w", now_s=self.model.now_s))
+        assert (job is not None) == self.model.take(job_id)
+        if job is not None:
+            assert (job.worker, job.started_s, job.state) == ("w", self.model.now_s, State.IN_PROGRESS)
+
+    def fence(self, job_id: str, off: int) -> int:
+        return self.model.jobs[job_id].attempts - off if job_id in self.model.jobs else 1
+
+    @rule(
+        job_id=ids,
+        off=st.sampled_from([0, 0, 0, 1, -1]),
+        state=st.sampled_from([s for s in State if s.final]),
+    )
+    def finish(self, job_id: str, off: int, state: State) -> None:
+        fence = self.fence(job_id, off)
+        outcome = Outcome(state, output=b"o" if state is State.COMPLETED else None, logs="l")
+        job = self.run(self.store.finish(job_id, fence, outcome, now_s=self.model.now_s))
+        assert (job is not None) == self.model.held(job_id, fence)
+        if job is not None:
+            self.model.end(job_id, outcome)
+
+    @rule(
+        job_id=ids,
+        off=st.sampled_from([0, 0, 0, 1]),
+        delay_s=st.sampled_from([0.0, 50.0]),
+        counted=st.booleans(),
+    )
+    def requeue(self, job_id: str, off: int, delay_s: float, counted: bool) -> None:
+        fence, error = self.fence(job_id, off), {"type": "worker_died"}
+        job = self.run(
+            self.store.requeue(
+                job_id, fence, error=error, delay_s=delay_s, counted=counted, logs="l", now_s=self.model.now_s
+            )
+        )
+        assert (job is not None) == self.model.held(job_id, fence)
+        if job is not None:
+            self.model.requeue(job_id, delay_s, counted=counted, logs="l")
+            assert job.error == error
+
+    @rule(job_id=ids, off=st.sampled_from([0, 0, 1]), again=st.integers(0, 2), count=st.integers(0, 3))
+    def add_pieces(self, job_id: str, off: int, again: int, count: int) -> None:
+        fence = self.fence(job_id, off)
+        job = self.model.jobs.get(job_id)
+        first = max(1, len(job.pieces) + 1 - again) if job else 1
+        more = [b"%d" % number for number in range(first, first + count)]
+        stored = self.run(self.store.add_pieces(job_id, fence, first, more))
+        assert stored == self.model.held(job_id, fence)
+        if stored and job:
+            fresh = more[len(job.pieces) + 1 - first :]
+            job.pieces += fresh
+            if fresh:
+                self.model.tell(job_id, "output")
+            self.refused(JobConflict, self.store.add_pieces(job_id, fence, len(job.pieces) + 2, [b"gap"]))
+
+    @rule(job_id=ids, off=st.sampled_from([0, 0, 1]))
+    def set_progress(self, job_id: str, off: int) -> None:
+        fence = self.fence(job_id, off)
+        stored = self.run(self.store.set_progress(job_id, fence, b"50"))
+        assert stored == self.model.held(job_id, fence)
+        if stored:
+            self.model.jobs[job_id].progress = b"50"
+            self.model.tell(job_id, "output")
+
+    @rule(job_id=ids, function=st.sampled_from(FUNCTIONS))
+    def cancel(self, job_id: str, function: str) -> None:
+        if error := self.model.absent(function, job_id):
+            self.refused(error, self.store.cancel(function, job_id))
+            return
+        was = self.model.jobs[job_id].state
+        job, was_running = self.run(self.store.cancel(function, job_id, now_s=self.model.now_s))
+        assert was_running == (was is State.IN_PROGRESS)
+        if not was.final:
+            self.model.end(job_id, Outcome(State.CANCELLED))
+        assert job.state is self.model.jobs[job_id].state
+
+    @rule(job_id=ids, function=st.sampled_from(FUNCTIONS))
+    def retry(self, job_id: str, function: str) -> None:
+        if error := self.model.absent(function, job_id):
+            self.refused(error, self.store.retry(function, job_id))
+        elif self.model.retry(job_id):
+            self.wakes.clear()
+            job = self.run(self.store.retry(function, job_id, now_s=self.model.now_s))
+            assert (job.id, job.state, self.wakes) == (job_id, QUEUED, [function])
+        else:
+            self.refused(JobConflict, self.store.retry(function, job_id))
+
+    @rule(function=st.sampled_from(FUNCTIONS), delete=st.booleans())
+    def purge(self, function: str, delete: bool) -> None:
+        jobs = {job_id: job for job_id, job in self.model.jobs.items() if job.new.function == function}
+        queued = [job_id for job_id, job in jobs.items() if job.state is QUEUED]
+        if delete:
+            running = [job_id for job_id, job in jobs.items() if job.state is State.IN_PROGRESS]
+            assert self.run(self.store.forget(function, now_s=self.model.now_s)) == running
+        else:
+            assert self.run(self.store.purge(function, now_s=self.model.now_s)) == len(queued)
+        for job_id in queued:
+            self.model.end(job_id, Outcome(State.CANCELLED))
+
+    @rule(passes_s=st.sampled_from([10.0, 60.0, 150.0]), limit=st.sampled_from([1, 2, 100]))
+    def expire(self, passes_s: float, limit: int) -> None:
+        self.model.now_s += passes_s
+        self.model.expire()
+        while self.due_by_now(self.run(self.store.next_expiry())):
+            assert self.run(self.store.expire(limit, now_s=self.model.now_s))
+        self.run(
+            self.database.write(lambda connection: connection.execute("UPDATE deliveries SET rowid = rowid"))
+        )
+
+    def due_by_now(self, at_s: float | None) -> bool:
+        return at_s is not None and at_s <= self.model.now_s
+
+    @rule()
+    def restart(self) -> None:
+        self.database.close()
+        self.open()
+        running = [job_id for job_id, job in self.model.jobs.items() if job.state is State.IN_PROGRESS]
+        assert self.run(self.store.recover(now_s=self.model.now_s)) == len(running)
+        for job_id in running:
+            self.model.requeue(job_id, 0.0, counted=True)
+
+    @invariant()
+    def all_is_as_it_should(self) -> None:
+        self.run(self.check())
+
+    async def check(self) -> None:
+        for job_id, kept in self.model.jobs.items():
+            await self.check_job(job_id, kept)
+        for job_id, (function, _) in self.model.forgotten.items():
+            if job_id not in self.model.jobs:
+                with pytest.raises(JobExpired):
+                    await self.store.get(function, job_id)
+        with pytest.raises(UnknownJob):
+            await self.store.get("tone", "job-unknown")
+        for function in FUNCTIONS:
+            await self.check_function(function)
+        waiting = [function for function in sorted(FUNCTIONS) if self.model.counts(function).in_queue]
+        assert await self.store.functions_waiting() == waiting
+        assert await self.store.next_expiry() == self.model.next_expiry()
+        assert await self.database.read(written_down) == self.model.events
+
+    async def check_job(self, job_id: str, kept: Kept) -> None:
+        job = await self.store.get(kept.new.function, job_id)
+        assert (job.state, job.attempts, job.max_attempts, job.retries, job.due_s, job.expires_s) == (
+            kept.state, kept.attempts, kept.max_attempts, kept.retries, kept.due_s, kept.expires_s,
+        )  # fmt: skip
+        assert (job.input, job.output, job.logs, job.progress, job.pieces, job.webhook, job.created_s) == (
+            kept.new.input, kept.output, kept.logs, kept.progress, len(kept.pieces), kept.new.webhook,
+            kept.created_s,
+        )  # fmt: skip
+        if kept.pieces:
+            assert await self.store.pieces(job_id, 0, 100) == list(enumerate(kept.pieces, 1))
+
+    async def check_function(self, function: str) -> None:
+        assert await self.store.counts(function) == self.model.counts(function)
+        due = await self.store.next(function, 100, now_s=self.model.now_s)
+        assert [job.id for job in due] == self.model.due(function)
+        assert await self.store.next_due(function) == self.model.next_due(function)
+        ours = [item for item in self.model.jobs.items() if item[1].new.function == function]
+        ours.sort(key=lambda item: -item[1].number)
+        assert [job.id for job in await self.store.list(function)] == [job_id for job_id, _ in ours]
+
+
+StoreMachine.TestCase.settings = settings(
+    max_examples=25, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestStore = StoreMachine.TestCase
+
+
+# -- what the model does not show
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+@pytest_asyncio.fixture
+async def open_store(tmp_path: Path) -> AsyncIterator[Callable[..., tuple[JobStore, Database]]]:
+    databases: list[Database] = []
+
+    def open_one(**more: Any) -> tuple[JobStore, Database]:
+        databases.append(Database(tmp_path / "jobs.db", SCRIPTS))
+        databases[-1].open()
+        return JobStore(databases[-1], **{"keep_s": KEEP_S, **more}), databases[-1]
+
+    yield open_one
+    for database in databases:
+        await asyncio.to_thread(database.close)
+
+
+@pytest.fixture
+def store(open_store: Callable[..., tuple[JobStore, Database]]) -> JobStore:
+    return open_store()[0]
+
+
+async def run_once(store: JobStore, job: Job) -> Job:
+    taken = await store.take(job.id)
+    assert taken is not None
+    done = await store.finish(job.id, taken.attempts, DONE)
+    assert done is not None
+    return done
+
+
+async def test_concurrent_duplicates_give_one_job(store: JobStore) -> None:
+    answers = await asyncio.gather(*(store.submit(new(idempotency="k")) for _ in range(200)))
+    assert len({job.id for job, _ in answers}) == 1
+    assert sorted(replayed for _, replayed in answers) == [False] + [True] * 199
+    assert (await store.counts("tone")).in_queue == 1
+
+
+async def test_a_key_is_of_its_owner_and_function(store: JobStore) -> None:
+    asked = [new(idempotency="k"), new(idempotency="k", owner="o"), new("echo", idempotency="k")]
+    assert len({(await store.submit(each))[0].id for each in asked}) == 3
+    with pytest.raises(IdempotencyConflict):
+        await store.submit(new(idempotency="k", content_type="text/plain"))
+
+
+async def test_all_that_was_submitted_and_all_that_came_of_it_comes_back(store: JobStore) -> None:
+    asked = new(
+        given=b"\x00\xff", content_type="application/octet-stream", owner="key-1", priority=1, max_attempts=2,
+        webhook=HOOK, traceparent="00-1", idempotency="\udcff",
+    )  # fmt: skip
+    job, _ = await store.submit(asked, now_s=5.0)
+    assert {field.name: getattr(asked, field.name) for field in dataclasses.fields(asked)} == {
+        **{field.name: getattr(job, field.name, None) for field in dataclasses.fields(asked)},
+        "idempotency": "\udcff",
+        "wanted_id": "",
+    }
+    taken = await store.take(job.id, "w1", now_s=6.0)
+    assert taken == dataclasses.replace(job, state=State.IN_PROGRESS, attempts=1, worker="w1", started_s=6.0)
+    outcome = Outcome(State.FAILED, b"\x01", "image/png", {"type": "handler_failed"}, "a line\n")
+    done = await store.finish(job.id, 1, outcome, now_s=7.0)
+    assert done == dataclasses.replace(
+        taken, state=State.FAILED, output=b"\x01", output_type="image/png", error={"type": "handler_failed"},
+        logs="a line\n", ended_s=7.0, expires_s=7.0 + KEEP_S,
+    )  # fmt: skip
+    assert await store.get("tone", job.id) == done
+    assert await store.list("tone") == [
+        dataclasses.replace(done, input=b"", output=None, output_type="", logs="")
+    ]
+
+
+async def test_lists_are_cut_into_pages_by_state(store: JobStore) -> None:
+    jobs = [(await store.submit(new()))[0] for _ in range(6)]
+    for job in jobs[:3]:
+        await run_once(store, job)
+    ids = [job.id for job in reversed(jobs)]
+    assert [job.id for job in await store.list("tone", limit=4)] == ids[:4]
+    assert [job.id for job in await store.list("tone", before_id=ids[3])] == ids[4:]
+    assert [job.id for job in await store.list("tone", [State.COMPLETED], 2)] == ids[3:5]
+    with pytest.raises(UnknownJob):
+        await store.list("echo", before_id=ids[0])
+
+
+async def test_only_a_final_state_ends_a_job(store: JobStore) -> None:
+    job, _ = await store.submit(new())
+    await store.take(job.id)
+    with pytest.raises(JobConflict):
+        await store.finish(job.id, 1, Outcome(State.IN_QUEUE))
+
+
+async def test_an_id_that_is_no_text_is_unknown(store: JobStore) -> None:
+    with pytest.raises(UnknownJob):
+        await store.get("tone", "job-\udcff")
+    with pytest.raises(UnknownJob):
+        await store.cancel("tone", "job-\udcff")
+
+
+async def test_of_two_who_take_a_job_one_has_it(store: JobStore) -> None:
+    job, _ = await store.submit(new())
+    taken = await asyncio.gather(*(store.take(job.id, str(number)) for number in range(20)))
+    assert [bool(each) for each in taken].count(True) == 1
+
+
+async def test_a_worker_back_from_the_dead_changes_nothing(store: JobStore) -> None:
+    job, _ = await store.submit(new())
+    await store.take(job.id)
+    await store.requeue(job.id, 1, error=None)
+    await store.take(job.id)
+    assert await store.finish(job.id, 1, DONE) is None
+    assert not await store.set_progress(job.id, 1, b"1")
+    assert not await store.add_pieces(job.id, 1, 1, [b"1"])
+    assert await store.requeue(job.id, 1, error=None) is None
+    assert (await store.get("tone", job.id)).state is State.IN_PROGRESS
+    assert await store.finish(job.id, 2, DONE) is not None
+    assert await store.finish(job.id, 2, Outcome(State.FAILED)) is None
+    assert (await store.get("tone", job.id)).output == b'"done"'
+
+
+async def test_a_cancelled_submit_still_wakes_who_takes_its_job(
+    open_store: Callable[..., tuple[JobStore, Database]],
+) -> None:
+    woken = asyncio.Event()
+    store, _ = open_store(wake=lambda _: woken.set())
+    asked = asyncio.ensure_future(store.submit(new()))
+    await asyncio.sleep(0)
+    asked.cancel()
+    await asyncio.wait_for(woken.wait(), 20)
+    assert (await store.counts("tone")).in_queue == 1
+
+
+async def test_if_the_outbox_fails_nothing_has_happened(
+    open_store: Callable[..., tuple[JobStore, Database]],
+) -> None:
+    def fail(*_: object) -> None:
+        raise JobConflict("no")
+
+    told: list[None] = []
+    store, _ = open_store(tell=fail, told=lambda: told.append(None))
+    job, _ = await store.submit(new(webhook=Webhook(HOOK.url, ("completed",))))
+    await store.take(job.id)
+    with pytest.raises(JobConflict):
+        await store.finish(job.id, 1, DONE)
+    assert (await store.get("tone", job.id)).state is State.IN_PROGRESS
+    assert (await store.counts("tone")) == Counts(in_progress=1)
+    assert told == []
+
+
+async def test_a_purge_takes_its_turns_and_leaves_what_comes_later(
+    open_store: Callable[..., tuple[JobStore, Database]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pilotlight.runtime.jobs.changes.PURGE_SLICE", 10)
+    store, _ = open_store()
+    await asyncio.gather(*(store.submit(new()) for _ in range(95)))
+    purging = asyncio.ensure_future(store.purge("tone"))
+    later = await asyncio.gather(*(store.submit(new("echo")) for _ in range(5)))
+    assert await purging == 95
+    assert (await store.counts("echo")).in_queue == len(later)
+
+
+# -- forgetting
+
+
+async def expire_all(store: JobStore, now_s: float) -> None:
+    while (at_s := await store.next_expiry(now_s=now_s)) is not None and at_s <= now_s:
+        await store.expire(now_s=now_s)
+
+
+async def test_what_is_forgotten_leaves_nothing_and_the_file_shrinks(
+    open_store: Callable[..., tuple[JobStore, Database]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expiry, "SPARE_PAGES", 10)
+    store, database = open_store(tell=write_down)
+    jobs = await asyncio.gather(*(store.submit(new(given=b"x" * 20_000, webhook=HOOK)) for _ in range(200)))
+    for job, _ in jobs:
+        await store.take(job.id)
+        await store.add_pieces(job.id, 1, 1, [b"piece"])
+        await store.finish(job.id, 1, DONE)
+    await database.write(lambda connection: connection.execute("UPDATE deliveries SET state = 'DELIVERED'"))
+    await expire_all(store, time.time() + 2 * KEEP_S)
+    await expire_all(store, time.time() + 4 * KEEP_S)
+
+    def left(connection: sqlite3.Connection) -> dict[str, int]:
+        tables = ("jobs", "inputs", "results", "pieces", "tombstones", "deliveries")
+        return {name: connection.execute(f"SELECT count(*) FROM {name}").fetchone()[0] for name in tables}
+
+    assert not any((await database.read(left)).values())
+    assert (await store.counts("tone")).completed == 200
+    await asyncio.to_thread(database.close)
+    assert (tmp_path / "jobs.db").stat().st_size < 400_000
+
+
+async def test_a_delivery_that_is_still_to_be_made_outlives_its_job(
+    open_store: Callable[..., tuple[JobStore, Database]],
+) -> None:
+    store, database = open_store(tell=write_down)
+    job, _ = await store.submit(new(webhook=Webhook(HOOK.url)))
+    await run_once(store, job)
+    await expire_all(store, time.time() + 2 * KEEP_S)
+    assert await database.read(written_down) == [(job.id, "completed")]
+    await database.write(lambda connection: connection.execute("UPDATE deliveries SET state = 'DEAD'"))
+    await store.expire(now_s=time.time() + 2 * KEEP_S)
+    assert await database.read(written_down) == []
+
+
+async def test_tombstones_are_bounded(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expiry, "MAX_TOMBSTONES", 5)
+    ids = [(await run_once(store, (await store.submit(new()))[0])).id for _ in range(8)]
+    await store.expire(now_s=time.time() + KEEP_S + 1)
+    await store.expire(now_s=time.time() + KEEP_S + 1)
+    errors = await asyncio.gather(*(store.get("tone", job_id) for job_id in ids), return_exceptions=True)
+    assert [type(error) for error in errors].count(JobExpired) == 5
+
+
+async def test_a_slice_ends_when_it_took_long(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    await asyncio.gather(*(store.submit(new()) for _ in range(3)))
+    monkeypatch.setattr(expiry, "SLICE_S", -1.0)
+    assert await store.expire(now_s=time.time() + 2000.0) == 1
+
+
+# -- by an index
+
+
+@pytest.mark.parametrize(
+    "call", ["get", "next", "next_due", "list", "counts", "next_expiry", "take", "recover"]
+)
+async def test_nothing_scans_a_table(store: JobStore, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What SQLite says it will do for each statement of a call."""
+    plans: list[str] = []
+
+    class Told:
+        def __init__(self, connection: sqlite3.Connection) -> None:
+            self.connection = connection
+
+        def execute(self, query: str, values: Any = ()) -> sqlite3.Cursor:
+            if query.startswith(("SELECT", "UPDATE", "DELETE")):
+                plan = self.connection.execute(f"EXPLAIN QUERY PLAN {query}", values)
+                plans.extend(row[3] for row in plan)
+            return self.connection.execute(query, values)
+
+    read, write = store._database.read, store._database.write
+    monkeypatch.setattr(store._database, "read", lambda look: read(lambda c: look(Told(c))))
+    monkeypatch.setattr(store._database, "write", lambda change, told: write(lambda c: change(Told(c)), told))
+    job, _ = await store.submit(new(idempotency="k"))
+    calls = {
+        "get": lambda: store.get("tone", job.id),
+        "next": lambda: store.next("tone", 5),
+        "next_due": lambda: store.next_due("tone"),
+        "list": lambda: store.list("tone", [State.FAILED, State.COMPLETED], 5, job.id),
+        "counts": lambda: store.counts("tone"),
+        "next_expiry": store.next_expiry,
+        "take": lambda: store.take(job.id),
+        "recover": store.recover,
+    }
+    await calls[call]()
+    assert plans
+    scans = [plan for plan in plans if plan.startswith("SCAN") and "tombstones" not in plan]
+    assert not [plan for plan in scans if "INDEX" not in plan], plans
+
+
+# -- the disk
+
+
+async def test_a_full_disk_refuses_what_is_new_and_later_takes_it(
+    open_store: Callable[..., tuple[JobStore, Database]],
+) -> None:
+    store, database = open_store()
+    job, _ = await store.submit(new())
+    await database.write(lambda connection: connection.execute("PRAGMA max_page_count=60").fetchall())
+    with pytest.raises(JobStoreFailed, match="full"):
+        await store.submit(new(given=b"x" * 1_000_000, idempotency="k"))
+    assert (await store.counts("tone")).in_queue == 1
+    assert (await run_once(store, job)).state is State.COMPLETED
+    await database.write(lambda connection: connection.execute("PRAGMA max_page_count=6000").fetchall())
+    _, replayed = await store.submit(new(given=b"x" * 1_000_000, idempotency="k"))
+    assert not replayed
+
+
+def test_what_was_acknowledged_is_there_after_a_kill(tmp_path: Path) -> None:
+    """20 processes that submit and finish, each killed at another moment."""
+    path = tmp_path / "jobs.db"
+    said: dict[str, list[str]] = {}
+    for kill in range(20):
+        command = [sys.executable, str(Path(__file__).with_name("submitter.py")), str(path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            lines = [process.stdout.readline() for _ in range(1 + 37 * kill % 150)]
+            process.send_signal(signal.SIGKILL)
+            lines += process.stdout.readlines()
+        assert all(lines)
+        for line in lines:
+            job_id, state, given = line.decode().split()
+            said[job_id] = [state, given]
+    asyncio.run(check_acknowledged(path, said))
+
+
+async def check_acknowledged(path: Path, said: dict[str, list[str]]) -> None:
+    database = Database(path, SCRIPTS)
+    database.open()
+    store = JobStore(database, keep_s=3600.0)
+    await store.recover()
+    assert said
+    for job_id, (state, given) in said.items():
+        job = await store.get("tone", job_id)
+        assert job.input.decode() == given
+        if state == State.COMPLETED:
+            assert (job.state, job.output) == (State.COMPLETED, job.input)
+    counts = await store.counts("tone")
+    found = await database.read(
+        lambda connection: dict(
+            connection.execute("SELECT state, count(*) FROM jobs GROUP BY state").fetchall()
+        )
+    )
+    assert found == {State.IN_QUEUE: counts.in_queue, State.COMPLETED: counts.completed}
+    assert (
+        await database.read(lambda connection: connection.execute("PRAGMA integrity_check").fetchone()[0])
+        == "ok"
+    )
+    await asyncio.to_thread(database.close)

@@ -1,0 +1,107 @@
+"""Memory as a file system: huge pages where this user may mount, and nothing left behind."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pilotlight.errors import CacheError
+from pilotlight.snapshot.caching.memory import (
+    give_back,
+    has_huge_pages,
+    is_ours,
+    mount,
+    prepare,
+    unmount,
+)
+from pilotlight.snapshot.caching.node import node_cache, node_tiers, release_memory
+from pilotlight.snapshot.fetching.target import Target
+from pilotlight.snapshot.sources.folder import FolderSource
+from pulling import make
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs with huge pages, of 8 MiB."""
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    if not mount(folder, 8 * MIB):
+        pytest.skip("this user may not mount")
+    yield folder
+    unmount(folder)
+
+
+def test_huge_pages_are_told_from_small_ones(mounted: Path) -> None:
+    assert has_huge_pages(mounted)
+    assert not has_huge_pages(mounted.parent)
+
+
+def test_a_mounted_folder_is_private_and_runs_nothing(mounted: Path) -> None:
+    assert is_ours(mounted)
+    program = mounted / "program"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    with pytest.raises(PermissionError):
+        os.posix_spawn(program, [str(program)], {})
+
+
+def test_reserved_pages_are_zeros_until_they_are_written(mounted: Path) -> None:
+    with (mounted / "file").open("w+b") as file:
+        file.truncate(3 * MIB)
+        target = Target("file", file.fileno(), memoryview(bytearray()), fresh=True)
+        target.reserve(MIB, 3 * MIB)
+        assert os.fstat(file.fileno()).st_blocks * 512 >= 2 * MIB
+        assert os.pread(file.fileno(), 16, MIB) == bytes(16)
+
+
+def test_a_full_one_says_so_before_anybody_is_killed(mounted: Path) -> None:
+    with (mounted / "file").open("w+b") as file:
+        file.truncate(64 * MIB)
+        target = Target("model.safetensors", file.fileno(), memoryview(bytearray()), fresh=True)
+        target.reserve(0, 4 * MIB)
+        with pytest.raises(CacheError, match=r"model\.safetensors cannot be written: No space left"):
+            target.reserve(4 * MIB, 64 * MIB)
+
+
+def test_somebody_elses_folder_is_not_taken(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir(mode=0o755)
+    assert not prepare(root, MIB)
+    root.chmod(0o700)
+    assert prepare(root, MIB)
+    link = tmp_path / "link"
+    link.symlink_to(root)
+    assert not prepare(link, MIB)
+    assert not is_ours(tmp_path / "nothing")
+
+
+def test_what_is_there_stays(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    assert prepare(root, MIB)
+    (root / "snapshot").write_text("kept")
+    assert prepare(root, MIB)
+    give_back(root)
+    assert (root / "snapshot").read_text() == "kept"
+    (root / "snapshot").unlink()
+    give_back(root)
+    assert not root.exists()
+
+
+def test_a_cache_is_prepared_to_fetch_and_leaves_nothing(tmp_path: Path) -> None:
+    source, folder = tmp_path / "source", tmp_path / "cache"
+    manifest = make(source)
+    assert [tier.kind for tier in node_tiers(folder)] == ["disk"]  # looking makes nothing
+    cache = node_cache(folder)
+    memory = cache.tiers[0]
+    assert memory.kind == "tmpfs"
+    with cache.open(manifest, FolderSource(source)) as lease:
+        lease.wait(30, copied=True)
+        assert lease.root.is_relative_to(memory.root)
+        assert has_huge_pages(memory.root) == memory.root.is_mount()
+        for shard in manifest.shards:
+            assert (lease.root / shard.name).read_bytes() == (source / shard.name).read_bytes()
+    release_memory(cache)
+    assert not memory.root.exists()
+    assert [tier.kind for tier in node_tiers(folder)] == ["disk"]
