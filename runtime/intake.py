@@ -7,13 +7,22 @@ import math
 import re
 import secrets
 from collections.abc import Mapping
+from typing import Any, NamedTuple
 
+import orjson
 from aiohttp import web
 
 from ..errors import BadInput, InputTimeout, InputTooLarge
 
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[\x21-\x7e]{0,256})?")
+
+
+class Limits(NamedTuple):
+    """Of every function's bodies: how large, and how long they may take to arrive."""
+
+    max_body_bytes: int
+    body_timeout_s: float
 
 
 async def read_body(request: web.Request, limit: int, timeout_s: float) -> bytes:
@@ -33,6 +42,14 @@ async def read_body(request: web.Request, limit: int, timeout_s: float) -> bytes
         ) from None
     except web.RequestPayloadError as error:
         raise BadInput(f"The body broke off or is malformed: {error}.") from None
+
+
+def dump_json(value: Any) -> bytes:
+    """JSON of what was read from JSON. BadInput: more can be read than written."""
+    try:
+        return orjson.dumps(value)
+    except orjson.JSONEncodeError as error:
+        raise BadInput(f"The body cannot be taken: {error}.", remedy="Nest it less deeply.") from None
 
 
 def seconds(headers: Mapping[str, str], name: str, default: float, most: float) -> float:

@@ -86,6 +86,8 @@ class Revision:
     ) -> None:
         self.spec = spec
         self.streaming = False
+        self.aggregates = True
+        """Whether all pieces of a streamed answer are a job's output too."""
         self.policy = policy
         self.pool = Pool(
             spec, launcher, logs, tasks, self,
@@ -111,8 +113,13 @@ class Revision:
         return self.spec.revision
 
     @property
+    def failures(self) -> int:
+        """How many starts of workers have failed in a row."""
+        return self._failures
+
+    @property
     def retiring(self) -> bool:
-        """Whether it takes nothing new, and ends what runs."""
+        """Whether it ends what runs, and takes nothing new after that."""
         return self._retiring
 
     # -- invocations

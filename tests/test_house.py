@@ -88,9 +88,11 @@ FLOORS = """
 5   runtime.jobs.dispatch
 5   runtime.jobs.jobs
 
-6   runtime.intake runtime.openapi runtime.watch
-6   runtime.gateway
-6   runtime.access.guard runtime.admin runtime.queue_api
+6   runtime.cloudevents runtime.intake runtime.watch
+6   runtime.gateway runtime.prediction
+6   runtime.aws_error runtime.described runtime.events_api
+6   runtime.access.guard runtime.lambda_api runtime.openapi runtime.predictions
+6   runtime.admin runtime.queue_api
 6   runtime.access.control
 
 7   runtime.display runtime.main

@@ -63,7 +63,8 @@ class Attempt:
             now_s=now_s, deadline_s=deadline_s, hold_until_s=deadline_s,
             content_type=job.content_type, traceparent=job.traceparent,
             streaming=revision.streaming, execution_s=job.execution_timeout_s, on_sent=self._on_sent,
-            extra={"job": {"id": job.id, "attempt": job.attempts + 1}}, on_progress=self._on_progress,
+            extra={**(job.extra or {}), "bare": True, "job": {"id": job.id, "attempt": job.attempts + 1}},
+            on_progress=self._on_progress,
         )  # fmt: skip
         self.invocation.answer.add_done_callback(self._on_sent)
 
@@ -152,7 +153,8 @@ class Attempt:
             kind = "" if answer.content_type == "application/json" else answer.content_type
             await self._finish(Outcome(State.COMPLETED, answer.payload, kind))
         else:
-            await self._finish(Outcome(State.COMPLETED, await self._surely(self._aggregate)))
+            aggregate = await self._surely(self._aggregate) if self._revision.aggregates else b"[]"
+            await self._finish(Outcome(State.COMPLETED, aggregate))
 
     async def _aggregate(self) -> bytes:
         """All pieces as one list, as far as that is not too much."""

@@ -19,8 +19,8 @@ from .attempt import LOG_LINES, STORE_RETRY_S, Attempt
 from .job import Job
 from .store import JobStore
 
-AHEAD = 2
-"""For each invocation that all workers can run at a time, one more is at hand when it ends."""
+LEAST_AHEAD = 8
+"""For each invocation that all workers can run at a time, one more is at hand when it ends; so many at least."""
 MAX_AT_ONCE = 1024
 FULL_RETRY_S = 1.0
 
@@ -106,7 +106,7 @@ class Dispatcher:
             # Those that were due by then are in `jobs`; what waits for another moment is seen at that moment.
             due_s = await self._store.next_due(function, after_s=now_s)
             # What ended meanwhile was perhaps seen as it stood before: its end has woken us, to look again.
-            passed = lane.running | lane.ended
+            passed = lane.running.keys() | lane.ended
             for job in [job for job in jobs if job.id not in passed][:room]:
                 self._start(function, lane, job)
         except (UnknownFunction, GatewayError):
@@ -119,7 +119,9 @@ class Dispatcher:
 
     def _room(self, function: str, lane: _Lane) -> int:
         scale = self._target(function).revision.policy.scale
-        return min(MAX_AT_ONCE, AHEAD * scale.max * scale.concurrency) - len(lane.running)
+        at_once = scale.max * scale.concurrency
+        room = min(MAX_AT_ONCE, at_once + max(at_once, LEAST_AHEAD)) - lane.unanswered
+        return min(room, MAX_AT_ONCE - len(lane.running))
 
     def _start(self, function: str, lane: _Lane, job: Job) -> None:
         if self._closing.is_set():
@@ -130,7 +132,8 @@ class Dispatcher:
             lambda worker: _tail(target.logs, worker),
         )  # fmt: skip
         attempt.submit()
-        lane.running.add(job.id)
+        lane.running[job.id] = attempt
+        attempt.invocation.answer.add_done_callback(lambda _: lane.news.set())
         self._running[job.id] = attempt
         self._idle.clear()
         self._tasks.create_task(self._run(function, lane, attempt))
@@ -143,7 +146,7 @@ class Dispatcher:
             # The job stays in progress until the gateway starts again, and is run then.
             self._say(function, f"job {job_id}: {error.message}")
         finally:
-            lane.running.discard(job_id)
+            lane.running.pop(job_id, None)
             lane.ended.add(job_id)
             self._running.pop(job_id, None)
             if not self._running:
@@ -170,9 +173,14 @@ class _Lane:
 
     def __init__(self) -> None:
         self.news = asyncio.Event()
-        self.running: set[str] = set()
+        self.running: dict[str, Attempt] = {}
         self.ended: set[str] = set()
         """Since the store was asked last."""
+
+    @property
+    def unanswered(self) -> int:
+        """How many a worker has, or is to have; the others are only still to be stored."""
+        return sum(not attempt.invocation.ended for attempt in self.running.values())
 
 
 def _tail(logs: LogBook, worker: str) -> str:

@@ -169,14 +169,15 @@ async def test_low_priority_goes_last(deploy, gate: Gate):
     queue = Queue(await deploy(WAITS, {"scale.max": "1"}, gate=gate))
     await queue.run("first")
     first = await gate.next("first")
-    for number in range(4):  # more than are at hand already
-        await queue.run(f"low{number}", policy={"lowPriority": True})
+    for number in range(12):  # more than are at hand already
+        low = await queue.run(f"low{number}", policy={"lowPriority": True})
     last = await queue.run("soon")
     first.go()
     gate.open()
     await queue.ended(last)
+    await queue.ended(low)
     words = [arrival.word for arrival in gate.arrived]
-    assert words.index("soon") < words.index("low3")
+    assert words.index("soon") < words.index("low11")
 
 
 # -- the same again

@@ -45,8 +45,9 @@ def new(function: str = "tone", given: bytes = b"{}", **more: Any) -> NewJob:
 def write_down(connection: sqlite3.Connection, job: Job, event: str, now_s: float) -> None:
     """Stands for the outbox: one row in the same transaction."""
     connection.execute(
-        "INSERT INTO deliveries (id, job_id, function, event, url, body, state, next_s, created_s) "
-        "VALUES (lower(hex(randomblob(9))), ?, ?, ?, ?, x'', 'PENDING', ?, ?)",
+        "INSERT INTO deliveries (id, job_id, function, event, url, host, body, state, attempts, next_s, created_s, "
+        "last_status, last_error, log) "
+        "VALUES (lower(hex(randomblob(9))), ?, ?, ?, ?, '', x'', 'PENDING', 0, ?, ?, 0, '', '[]')",
         (job.id, job.function, event, job.webhook.url if job.webhook else "", now_s, now_s),
     )
 
