@@ -197,7 +197,7 @@ class Revision:
         self._scale()
 
     def _start_clock(self, invocation: Invocation, deadline_s: float) -> None:
-        """From here on its deadline is that of its execution; until now it was that of its waiting."""
+        """From here on its deadline is that of its execution; or again that of its waiting."""
         invocation.deadline_s = deadline_s
         if invocation.timer is not None:
             invocation.timer.cancel()
@@ -345,8 +345,10 @@ class Revision:
         invocation.worker = ""
         if self._over:
             invocation.fail(self._retired())
-        else:
-            self._queue.appendleft(invocation)
+            return
+        if invocation.execution_s is not None:
+            self._start_clock(invocation, invocation.hold_until_s)
+        self._queue.appendleft(invocation)
 
     def _retired(self) -> RevisionRetired:
         return RevisionRetired(f"Revision {self.id} was stopped before this invocation could run.")
