@@ -258,11 +258,13 @@ class Soak:
                 table: connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0]
                 for table in ("jobs", "inputs", "results", "pieces", "deliveries")
             }
+            (attempts,) = connection.execute("SELECT max(attempts) FROM jobs").fetchone()
             (healthy,) = connection.execute("PRAGMA integrity_check").fetchone()
         asked = len(crowd.promises) + crowd.counts["unanswered"]
         report.add("rows_too_many", max(0, rows["jobs"] - asked), "jobs", "<= 0")
         report.add("rows_lost", max(0, len(crowd.promises) - rows["jobs"]), "jobs", "<= 0")
         report.add("rows_not_ended", states.get("IN_QUEUE", 0) + states.get("IN_PROGRESS", 0), "jobs", "<= 0")
+        report.add("most_attempts", attempts)
         report.add("database_damaged", healthy != "ok", "", "<= 0")
         report.row(**rows, **states)
         files = [path for path in self._gateway.state.rglob("*") if path.is_file()]
