@@ -196,6 +196,16 @@ async def test_the_same_key_gives_the_same_job(deploy):
     assert (error["status"], error["type"]) == (409, "idempotency_conflict")
 
 
+async def test_a_call_that_prefers_not_to_wait_is_a_job(deploy):
+    queue = Queue(await deploy(ECHO))
+    response = await queue.function.call(4, Prefer="respond-async", Idempotency_Key="later")
+    assert response.status_code == 202
+    assert response.headers["location"] == f"{queue.base}/status/{response.json()['id']}"
+    assert (await queue.ended(response.json()["id"]))["output"] == {"twice": 8}
+    again = await queue.function.call(4, Prefer="respond-async", Idempotency_Key="later")
+    assert again.json()["id"] == response.json()["id"]
+
+
 # -- streams
 
 
