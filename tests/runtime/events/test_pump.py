@@ -248,13 +248,18 @@ async def test_a_queue_that_is_not_there_is_said(deploy, queue) -> None:
 async def test_a_gateway_that_ends_finishes_what_runs(moto: str, state, gate: Gate, queue) -> None:
     mine = queue()
     async with gateway_process(state, drain_s=20.0) as gateway:
-        await gateway.deploy(
-            HANDLER, {**source(mine, visibility_s=600, concurrency=2), "scale.max": 1}, gate=gate
-        )
+        settings = {**source(mine, visibility_s=600, concurrency=2), "scale.max": 1}
+        function = await gateway.deploy(HANDLER, settings, gate=gate)
         await mine.send('"one"')
         await mine.send('"two"')
         running = await gate.next()
         await until(lambda: taken(mine), "both messages are taken")
+
+        async def one_runs() -> bool:
+            health = (await function.client.get(f"/v2/{function.name}/health")).json()
+            return bool(health["jobs"]["inProgress"] == 1)
+
+        await until(one_runs, "it is stored that one runs")
         assert gateway.process is not None
         gateway.process.send_signal(signal.SIGTERM)
 
