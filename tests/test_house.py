@@ -99,7 +99,9 @@ FLOORS = """
 
 7   runtime.display runtime.main
 7   runtime.client runtime.doctor runtime.scaffold
-7   runtime.contents runtime.options runtime.trial
+7   runtime.bulk.asking runtime.bulk.inputs runtime.bulk.journal runtime.contents runtime.options runtime.trial
+7   runtime.bulk.window
+7   runtime.bulk.commands
 7   runtime.access.home
 7   runtime.access.commands
 7   runtime.moves runtime.recording runtime.transfers
