@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import subprocess
@@ -13,7 +12,6 @@ from typing import Any
 
 import boto3
 import httpx
-import pytest
 from moto.server import ThreadedMotoServer
 
 HANDLER = """
@@ -157,7 +155,7 @@ def test_from_s3_to_s3(pilotlight: Any, deployed: Callable[..., str], tmp_path: 
         body = store.get_object(Bucket="lots", Key="out/all.jsonl")["Body"]
         assert body.read() == b'{"got":1}\n{"got":2}\n{"got":3}\n'
         body.close()
-        assert not os.listdir(tmp_path / "pilotlight" / "batches")
+        assert not list((tmp_path / "pilotlight" / "batches").iterdir())
         twice = pilotlight("batch", name, "s3://lots/in/a.jsonl", "s3://lots/out/all.jsonl", **aws)
         assert twice.returncode == 1
         assert "is there already" in twice.stderr
