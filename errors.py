@@ -24,6 +24,7 @@
     ├── InvocationError             one request
     │   ├── BadInput                    the body is not JSON
     │   ├── InputInvalid                the body does not fit the handler's annotated input
+    │   ├── EventInvalid                the CloudEvent lacks or garbles what every event must say
     │   ├── InputTooLarge               the body is over the limit
     │   ├── InputTimeout                the body arrived too slowly
     │   ├── OutputInvalid               the answer does not fit the annotated output, or is not JSON
@@ -220,6 +221,11 @@ class BadInput(InvocationError):
 class InputInvalid(InvocationError):
     code = "input_invalid"
     status = 422
+
+
+class EventInvalid(InvocationError):
+    code = "event_invalid"
+    status = 400
 
 
 class InputTooLarge(InvocationError):

@@ -137,9 +137,10 @@ class Context:
 
         Cheap to call often, from any thread. Does nothing where nobody can ask, as in `setup`.
         """
-        for context in self.items or (self,):
-            if context._host is not None:
-                context._host.progress(context._channel, value)
+        for context in self.items:
+            context.progress(value)
+        if self._host is not None:
+            self._host.progress(self._channel, value)
 
     def retire(self) -> None:
         """This worker takes nothing more, and ends when what it runs is answered: the next one starts fresh."""

@@ -64,8 +64,13 @@ def handler_of(module: ModuleType, name: str, file: str) -> Handler:
             f"`{name}` in {file} is a generator with @batch.",
             remedy="Stream or batch: remove one of the two.",
         )
-    hooks = {hook: _hook(module, hook, file) for hook in ("build", "rehearse", "setup", "teardown")}
-    return Handler(call, kind, takes_context, spec, given, answered, **hooks, entry=f"{file}:{name}")
+    build, rehearse, setup, teardown = (
+        _hook(module, hook, file) for hook in ("build", "rehearse", "setup", "teardown")
+    )
+    return Handler(
+        call, kind, takes_context, spec, given, answered, build, rehearse, setup, teardown,
+        entry=f"{file}:{name}",
+    )  # fmt: skip
 
 
 def _arity(call: Callable[..., Any], what: str, *, allowed: tuple[int, ...] = (1, 2)) -> int:

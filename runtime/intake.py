@@ -7,6 +7,7 @@ import math
 import re
 import secrets
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from aiohttp import web
 
@@ -14,6 +15,13 @@ from ..errors import BadInput, InputTimeout, InputTooLarge
 
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[\x21-\x7e]{0,256})?")
+
+
+class Limits(NamedTuple):
+    """Of every function's bodies: how large, and how long they may take to arrive."""
+
+    max_body_bytes: int
+    body_timeout_s: float
 
 
 async def read_body(request: web.Request, limit: int, timeout_s: float) -> bytes:

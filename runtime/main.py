@@ -25,13 +25,17 @@ from .access.vault import Vault
 from .admin import MAX_ARCHIVE_BYTES, Admin
 from .deploy import Order
 from .events.sources import Sources
+from .events_api import EventsApi
 from .functions import Functions
 from .gateway import Gateway
+from .intake import Limits
 from .jobs.jobs import Jobs, JobSettings
+from .lambda_api import LambdaApi
 from .launcher import Launcher
 from .listener import Listener
 from .loopback import is_loopback
 from .metrics import Metrics
+from .predictions import Predictions
 from .queue_api import QueueApi
 from .settings import GatewaySettings
 from .state_dir import StateDir
@@ -141,7 +145,8 @@ async def _server(
                     functions, jobs,
                     max_body_bytes=settings.max_body_bytes, body_timeout_s=settings.body_timeout_s,
                 )  # fmt: skip
-                routes = [*gateway.routes(), *admin.routes(), *access.routes(), *queue.routes()]
+                others = _others(functions, jobs, metrics, settings)
+                routes = [*gateway.routes(), *admin.routes(), *access.routes(), *queue.routes(), *others]
                 with door(state) as own:
                     async with _http([sock, own], routes, guard, settings.header_timeout_s):
                         try:
@@ -154,6 +159,18 @@ async def _server(
             await launcher.close()
     finally:
         sock.close()
+
+
+def _others(
+    functions: Functions, jobs: Jobs, metrics: Metrics, settings: GatewaySettings
+) -> list[web.RouteDef]:
+    """The same jobs and calls, as callers of Cog and Lambda and senders of CloudEvents spell them."""
+    limits = Limits(settings.max_body_bytes, settings.body_timeout_s)
+    return [
+        *Predictions(functions, jobs, limits).routes(),
+        *LambdaApi(functions, jobs, metrics, limits).routes(),
+        *EventsApi(functions).routes(),
+    ]
 
 
 @contextlib.asynccontextmanager

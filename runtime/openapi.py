@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from .._version import __version__
+from .access.described import SECURITY_SCHEMES, access_paths, access_schemas, guarded
+from .described import spelled_paths, spelled_schemas
 from .functions import FunctionStatus
 
 ERROR = {"$ref": "#/components/schemas/Error"}
@@ -29,8 +31,11 @@ def describe(functions: Iterable[FunctionStatus]) -> dict[str, Any]:
             "version": __version__,
             "description": "Functions that start when called.",
         },
-        "paths": paths,
-        "components": {"schemas": schemas},
+        "paths": guarded(paths | access_paths(ERROR) | spelled_paths(ERROR), ERROR),
+        "components": {
+            "schemas": schemas | access_schemas() | spelled_schemas(),
+            "securitySchemes": SECURITY_SCHEMES,
+        },
     }
 
 

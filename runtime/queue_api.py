@@ -15,6 +15,7 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import BadInput, InputInvalid, PilotlightError
+from . import cloudevents, events_api
 from .access.caller import caller_of
 from .functions import Functions, Live
 from .gateway import error_response
@@ -87,14 +88,20 @@ class QueueApi:
         ]
 
     async def run(self, request: web.Request) -> web.StreamResponse:
+        """An order, or CloudEvents."""
         live = self._live(request)
-        job, replayed = await self._submit(request, live, ASYNC_BODY_BYTES)
+        body = await self._body(request, live, ASYNC_BODY_BYTES)
+        if (events := cloudevents.parse(request.headers, body)) is not None:
+            found = await events_api.submit(self._jobs, live, events, owner=caller_of(request).owner)
+            return events_api.accepted(request, found)
+        job, replayed = await self._submit(request, live, body)
         return _json({"id": job.id, "status": str(job.state)}, job, replayed)
 
     async def runsync(self, request: web.Request) -> web.StreamResponse:
         live = self._live(request)
         wait_s = min(max(_number(request, "wait", WAIT_MS), LEAST_WAIT_MS), MOST_WAIT_MS) / 1000
-        job, replayed = await self._submit(request, live, self._max_body_bytes)
+        body = await self._body(request, live, self._max_body_bytes)
+        job, replayed = await self._submit(request, live, body)
         job = await self._jobs.wait(job.function, job.id, wait_s)
         return _json(shown(job), job, replayed)
 
@@ -189,9 +196,12 @@ class QueueApi:
         """Of a function that was deleted, too: what it did can be looked up."""
         return await self._jobs.get(request.match_info["function"], request.match_info["job"])
 
-    async def _submit(self, request: web.Request, live: Live, limit: int) -> tuple[Job, bool]:
+    async def _body(self, request: web.Request, live: Live, limit: int) -> bytes:
         most = min(limit, self._max_body_bytes, live.revision.policy.max_body_bytes)
-        order = _order(await read_body(request, most, self._body_timeout_s))
+        return await read_body(request, most, self._body_timeout_s)
+
+    async def _submit(self, request: web.Request, live: Live, body: bytes) -> tuple[Job, bool]:
+        order = _order(body)
         return await self._jobs.submit(
             new_job(live, order, owner=caller_of(request).owner, key=_key(request), headers=request)
         )

@@ -108,6 +108,11 @@ class Revision:
     def id(self) -> str:
         return self.spec.revision
 
+    @property
+    def failures(self) -> int:
+        """How many starts of workers have failed in a row."""
+        return self._failures
+
     # -- invocations
 
     def submit(self, invocation: Invocation) -> None:

@@ -7,6 +7,7 @@ nearest valid key where one was misspelt: an option that has silently no effect 
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 import tomllib
@@ -387,9 +388,11 @@ def _parsed(field: FieldInfo, value: Any) -> Any:
     if not value and NoneType in get_args(field.annotation):
         return None
     try:
+        if wording.table(field):  # --set source='[{"type": "sqs", ...}]'
+            return json.loads(value)
         adapter: TypeAdapter[Any] = TypeAdapter(field.annotation or Any)
         return adapter.validate_strings(value)
-    except ValidationError:
+    except ValueError:  # ValidationError is one
         return value
 
 

@@ -40,14 +40,14 @@ def entries(model: type[BaseModel]) -> dict[str, FieldInfo]:
     return {
         f"{name}.{key}": field
         for name, listing in model.model_fields.items()
-        if (table := _table(listing))
-        for key, field in leaves(table).items()
+        if (entry := table(listing))
+        for key, field in leaves(entry).items()
     }
 
 
 def allowed(field: FieldInfo) -> str:
     """What a field takes, in words: `whole number, 1 to 1024`."""
-    if _table(field):
+    if table(field):
         return "tables"
     kind = _kind(field.annotation)
     if isinstance(kind, str):
@@ -122,7 +122,7 @@ def _section(field: FieldInfo) -> type[BaseModel] | None:
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
-def _table(field: FieldInfo) -> type[BaseModel] | None:
+def table(field: FieldInfo) -> type[BaseModel] | None:
     """What a list of tables holds."""
     kinds = get_args(field.annotation) if get_origin(field.annotation) is tuple else ()
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)

@@ -63,15 +63,16 @@ FLOORS = """
 2   runtime.jobs.addresses runtime.jobs.backoff runtime.jobs.signing
 2   runtime.jobs.store runtime.events.bus runtime.events.aws
 2   runtime.events.sinks runtime.events.sqs
-2   runtime.jobs.message runtime.jobs.posting
+2   runtime.jobs.message
 2   runtime.jobs.delivery
+2   runtime.jobs.posting
 2   runtime.jobs.outbox
 2   runtime.jobs.courier
 2   runtime.autoscaler runtime.batcher runtime.lineage runtime.logs runtime.spec runtime.timeline runtime.wording
 2   runtime.code runtime.invocation runtime.link runtime.metrics runtime.requirements runtime.settings runtime.state_dir
 2   runtime.access.keys
 2   runtime.access.caller runtime.access.rules runtime.access.vault
-2   runtime.access.door runtime.access.keyring
+2   runtime.access.described runtime.access.door runtime.access.keyring
 2   runtime.environment runtime.listener runtime.store runtime.unpack runtime.weights
 
 3   runtime.deploy runtime.fetcher runtime.launcher runtime.runner
@@ -90,17 +91,17 @@ FLOORS = """
 5   runtime.jobs.dispatch
 5   runtime.jobs.jobs
 
-6   runtime.intake runtime.openapi runtime.watch
-6   runtime.events.body runtime.gateway
-6   runtime.events.pump
-6   runtime.events.sources
-6   runtime.access.guard runtime.admin runtime.queue_api
+6   runtime.cloudevents runtime.intake runtime.watch
+6   runtime.events.body runtime.gateway runtime.prediction
+6   runtime.events.pump runtime.aws_error runtime.described runtime.events_api
+6   runtime.events.sources runtime.access.guard runtime.lambda_api runtime.openapi runtime.predictions
+6   runtime.admin runtime.queue_api
 6   runtime.access.control
 
 7   runtime.display runtime.main
 7   runtime.client runtime.doctor runtime.scaffold
-7   runtime.bulk.asking runtime.bulk.inputs runtime.bulk.journal runtime.contents runtime.options runtime.trial
-7   runtime.bulk.window
+7   runtime.bulk.inputs runtime.bulk.journal runtime.contents runtime.options runtime.trial
+7   runtime.bulk.asking runtime.bulk.window
 7   runtime.bulk.commands
 7   runtime.access.home
 7   runtime.access.commands

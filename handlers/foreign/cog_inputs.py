@@ -53,7 +53,7 @@ class CogInputs:
                     continue
                 self.names += (name,)
                 fields[_PREFIX + name] = self._field(name, parameter.default, hints.get(name, Any))
-            self._model = create_model("Input", __config__=_CONFIG, **fields)  # type: ignore[call-overload]
+            self._model = create_model("Input", __config__=_CONFIG, **fields)
             self._fields = dict(zip(self.names, fields, strict=True))
             self.schema: Mapping[str, Any] = self._model.model_json_schema()
             self.returned = hints.get("return")
@@ -87,9 +87,7 @@ class CogInputs:
         return {name: getattr(model, own) for name, own in self._fields.items()}
 
     def _field(self, name: str, said: Any, annotation: Any) -> Any:
-        described = hasattr(said, "choices") and hasattr(
-            said, "regex"
-        )  # Cog's Input(...), the real one's too
+        described = hasattr(said, "choices") and hasattr(said, "regex")  # Input(...), the real one's too
         kept: dict[str, Any] = {"alias": name, "title": name.replace("_", " ").capitalize()}
         if described:
             kept |= {key: value for key in _BOUNDS if (value := getattr(said, key)) is not None}
@@ -101,8 +99,10 @@ class CogInputs:
         if described and said.regex:
             kind = _constrained(kind, lambda inner: Annotated[inner, _Pattern.of(said.regex)])
         default = _default(said, described, annotation)
+        if default is None:
+            kind = Union[kind, None]  # noqa: UP007  of a computed type
         # A default that is an address is fetched too.
-        return kind if default is not None else kind | None, Field(default, validate_default=fetches, **kept)
+        return kind, Field(default, validate_default=fetches, **kept)
 
     def _type(self, annotation: Any) -> Any:
         """The annotation as pydantic is to read it: files are fetched, secrets wrapped."""

@@ -85,6 +85,10 @@ class Path(type(pathlib.Path())):  # type: ignore[misc]
     def __get_pydantic_core_schema__(cls, *_: Any) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(cls)
 
+    @classmethod
+    def __get_pydantic_json_schema__(cls, *_: Any) -> dict[str, Any]:
+        return {"type": "string", "format": "uri"}
+
 
 class File(io.IOBase):
     """An input that is opened."""
@@ -164,14 +168,11 @@ class ExperimentalFeatureWarning(FutureWarning):
 
 
 _NAMES: dict[str, Any] = {
-    name: value
-    for name, value in {
-        **{one.__name__: one for one in (
-            AsyncConcatenateIterator, BaseModel, BasePredictor, BaseRunner, CancelationException, ConcatenateIterator,
-            ExperimentalFeatureWarning, FieldInfo, File, Input, Path, Secret, concurrent, current_scope, emit_metric,
-            streaming,
-        )},
-        "URLPath": Path,
-        "URLFile": File,
-    }.items()
+    **{one.__name__: one for one in (
+        AsyncConcatenateIterator, BaseModel, BasePredictor, BaseRunner, CancelationException, ConcatenateIterator,
+        ExperimentalFeatureWarning, FieldInfo, File, Input, Path, Secret, concurrent, current_scope, emit_metric,
+        streaming,
+    )},
+    "URLPath": Path,
+    "URLFile": File,
 }  # fmt: skip

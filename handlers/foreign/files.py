@@ -60,7 +60,7 @@ class Fetched:
                 self._paths.append(Path(name))
                 with os.fdopen(descriptor, "wb") as target:
                     self._copy(answer, target)
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             raise ValueError(f"{shown} cannot be fetched: {error}") from None
         return self._paths[-1]
 
@@ -87,43 +87,46 @@ class Fetched:
 
 def presented(answer: Any, path: str = "answer") -> Any:
     """An answer with each file in it as a data URL. Blocking. Raises OutputInvalid naming one that is not there."""
-    if isinstance(answer, PurePath):
-        return _data_url(Path(answer), path)
-    if isinstance(answer, io.IOBase):
-        return _encoded(_contents(answer), _type(str(getattr(answer, "name", ""))))
+    if isinstance(answer, (PurePath, io.IOBase)):
+        return _data_url(answer, path)
     if isinstance(answer, enum.Enum):
         return answer.value
-    if isinstance(answer, BaseModel):
-        return {name: presented(value, f"{path}.{name}") for name, value in answer}
-    if dataclasses.is_dataclass(answer) and not isinstance(answer, type):
-        names = [field.name for field in dataclasses.fields(answer)]
-        return {name: presented(getattr(answer, name), f"{path}.{name}") for name in names}
-    if isinstance(answer, dict):
-        return {key: presented(value, f"{path}.{key}") for key, value in answer.items()}
     if isinstance(answer, (list, tuple)):
         return [presented(value, f"{path}[{number}]") for number, value in enumerate(answer)]
-    return answer
+    named = _named(answer)
+    return (
+        answer
+        if named is None
+        else {name: presented(value, f"{path}.{name}") for name, value in named.items()}
+    )
 
 
-def _data_url(file: Path, path: str) -> str:
+def _named(answer: Any) -> dict[Any, Any] | None:
+    """The parts of what has named parts."""
+    if isinstance(answer, BaseModel):
+        return dict(answer)
+    if dataclasses.is_dataclass(answer) and not isinstance(answer, type):
+        return {field.name: getattr(answer, field.name) for field in dataclasses.fields(answer)}
+    return answer if isinstance(answer, dict) else None
+
+
+def _data_url(file: PurePath | io.IOBase, path: str) -> str:
+    name = str(getattr(file, "name", ""))
     try:
-        return _encoded(file.read_bytes(), _type(file.name))
-    except OSError as error:
+        content = Path(file).read_bytes() if isinstance(file, PurePath) else _contents(file)
+    except (OSError, ValueError) as error:  # ValueError: it is closed
         raise OutputInvalid(
-            f"The {path} is the file {file}, which cannot be read: {error.strerror}.",
+            f"The {path} is the file {name!r}, which cannot be read: {error}.",
             remedy="Return the path of a file that was written.",
         ) from None
+    return f"data:{_type(name)};base64,{base64.b64encode(content).decode()}"
 
 
 def _contents(opened: io.IOBase) -> bytes:
     if opened.seekable():
         opened.seek(0)
-    content = opened.read()  # type: ignore[attr-defined]
+    content = opened.read()
     return content.encode() if isinstance(content, str) else bytes(content)
-
-
-def _encoded(content: bytes, kind: str) -> str:
-    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
 def _type(name: str) -> str:

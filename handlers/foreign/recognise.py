@@ -22,7 +22,6 @@ COG_METHODS = {"Predictor": "predict", "Runner": "run"}
 RUNPOD_START = "runpod.serverless.start"
 MAX_SOURCE_BYTES = 1 << 20
 MAX_SOURCES = 200
-_WORDS = (b"runpod", b"cog", b"handler")
 _COG_ENTRY = re.compile(
     r"""^(?:predict|run):\s*["']?([\w./-]+\.py)(?::(\w+))?["']?\s*(?:#.*)?$""", re.MULTILINE
 )
@@ -85,6 +84,13 @@ class _Source:
         return any(name.partition(".")[0] == package for name in self.names.values())
 
     @property
+    def lambda_name(self) -> str:
+        """The function that Lambda would call in a file of its own, or ""."""
+        if LAMBDA_NAME in self.arity:
+            return LAMBDA_NAME
+        return "handler" if self.arity.get("handler") == 2 else ""
+
+    @property
     def predictor(self) -> str:
         """The class that Cog would take, or ""."""
         if not self.imports("cog"):
@@ -106,14 +112,11 @@ def _told_by(file: str, name: str, source: _Source | None) -> Entry | None:
         dialect = "lambda" if name == LAMBDA_NAME else "cog" if name == source.predictor else "pilotlight"
         return Entry(dialect, file, name)
     owned = "handler" in source.arity
-    if owned and source.imports("pilotlight"):
-        return Entry("pilotlight", file, "handler")
-    if source.starts_runpod:
+    if source.starts_runpod and not (owned and source.imports("pilotlight")):
         return Entry("runpod", file, "")
-    if owned and Path(file).name in LAMBDA_FILES and source.arity["handler"] == 2:
-        return Entry("lambda", file, LAMBDA_NAME if LAMBDA_NAME in source.arity else "handler")
     if owned:
-        return Entry("pilotlight", file, "handler")
+        theirs = Path(file).name in LAMBDA_FILES and not source.imports("pilotlight") and source.lambda_name
+        return Entry("lambda", file, theirs) if theirs else Entry("pilotlight", file, "handler")
     if source.predictor:
         return Entry("cog", file, source.predictor)
     return Entry("lambda", file, LAMBDA_NAME) if LAMBDA_NAME in source.arity else None
@@ -171,14 +174,11 @@ def _files(root: Path, folder: str) -> Iterator[str]:
 
 
 def _read(path: Path) -> _Source | None:
-    """None where there is nothing to see: no such file, none of the words, or no Python (its import says why)."""
+    """None where nothing can be seen: no such file, or no Python (its import says why)."""
     try:
         if path.stat().st_size > MAX_SOURCE_BYTES:
             return None
-        text = path.read_bytes()
-        if not any(word in text for word in _WORDS):
-            return None
-        tree = ast.parse(text)
+        tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return None
     source = _Source()

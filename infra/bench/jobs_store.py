@@ -123,7 +123,7 @@ async def submits(report: Report, folder: Path, amounts: Amounts) -> None:
                 await ended(store, job)
                 yield
 
-        report.add("submits_per_s", await in_parallel(submitting, amounts.seconds), "/s", ">= 2000")
+        report.add("store_submits_per_s", await in_parallel(submitting, amounts.seconds), "/s", ">= 2000")
         report.add("store_lives_per_s", await in_parallel(living, amounts.seconds), "/s")
 
 

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from ...errors import AccessError, GatewayError, PilotlightError, QuotaExceeded, Unauthorized, UnknownFunction
+from ..aws_error import PATHS, aws_error
 from ..gateway import error_response
 from .caller import ANYBODY, CALLER, Caller
 from .keyring import Held, Keyring
@@ -24,6 +25,9 @@ from .rules import OPEN, scope_of
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 CHALLENGE = "Bearer"
+SIGNED = "AWS4-"
+SESSION_TOKEN = "X-Amz-Security-Token"  # noqa: S105  a header's name
+"""AWS's clients sign with a secret that is not stored here; the session token that they send along may be the API key."""
 
 
 class Guard:
@@ -53,7 +57,7 @@ class Guard:
                 return await self._pass(request, path, ANYBODY, handler)
             _enter(held)
         except PilotlightError as error:
-            return _refusal(error)
+            return _refusal(request, error)
         try:
             return await self._pass(request, path, held.caller, handler)
         finally:
@@ -68,7 +72,7 @@ class Guard:
             if (function := request.match_info.get("function")) is not None:
                 caller.check(function)
         except (AccessError, UnknownFunction) as error:
-            return _refusal(error)
+            return _refusal(request, error)
         request[CALLER] = caller
         return await handler(request)
 
@@ -83,6 +87,8 @@ class Guard:
                 remedy="Send `Authorization: Bearer KEY`, or set PILOTLIGHT_API_KEY; `pilotlight keys create` makes one.",
             )
         now_s = time.time()
+        if given.startswith(SIGNED):  # of a signature only the key's holder could tell whether it is right
+            given = request.headers.get(SESSION_TOKEN, "")
         held = self._keyring.find(token_in(given), now_s)
         if held is None:
             raise Unauthorized(
@@ -116,8 +122,8 @@ def _enter(held: Held) -> None:
         )
 
 
-def _refusal(error: PilotlightError) -> web.Response:
-    response = error_response(error)
+def _refusal(request: web.Request, error: PilotlightError) -> web.Response:
+    response = aws_error(error) if request.path.startswith(PATHS) else error_response(error)
     if isinstance(error, Unauthorized):
         response.headers["WWW-Authenticate"] = CHALLENGE
     elif isinstance(error, QuotaExceeded):

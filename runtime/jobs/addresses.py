@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from errno import EACCES
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import Any, Self
 
@@ -99,7 +100,7 @@ class AddressPolicy:
         if reason := self.fault(str(address[0])):
             # An OSError is what the connector expects here: it tries the name's other addresses. The address is not
             # told: whoever names a host would learn what it is within our network.
-            raise PermissionError(f"webhooks may not be sent to its address: {reason}")
+            raise PermissionError(EACCES, f"webhooks may not be sent to its address: {reason}")
         return socket.socket(family, kind, protocol)
 
     def check(self, url: str) -> URL:

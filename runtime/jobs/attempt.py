@@ -62,13 +62,19 @@ class Attempt:
             now_s=now_s, deadline_s=deadline_s, hold_until_s=deadline_s,
             content_type=job.content_type, traceparent=job.traceparent,
             streaming=revision.streaming, execution_s=job.execution_timeout_s, on_sent=self._on_sent,
-            extra={"job": {"id": job.id, "attempt": job.attempts + 1}}, on_progress=self._on_progress,
+            extra={**(job.extra or {}), "job": {"id": job.id, "attempt": job.attempts + 1}},
+            on_progress=self._on_progress,
         )  # fmt: skip
         self.invocation.answer.add_done_callback(self._on_sent)
 
     def submit(self) -> None:
         """Raises QueueFull."""
         self._revision.submit(self.invocation)
+
+    @property
+    def sent(self) -> bool:
+        """Whether a worker has it, or had."""
+        return self._sent.done()
 
     def cancel(self) -> None:
         """The job was cancelled: the store knows already."""
@@ -101,19 +107,22 @@ class Attempt:
 
     def _on_progress(self, said: bytes) -> None:
         self._progress = said
-        if self._writing is None or self._writing.done():
+        self._start_writing()
+
+    def _start_writing(self) -> None:
+        """Not before the store knows of this attempt."""
+        idle = self._writing is None or self._writing.done()
+        if idle and self._fence and self._progress is not None:
             self._writing = self._tasks.create_task(self._write_progress())
 
     async def _write_progress(self) -> None:
         with contextlib.suppress(
             JobStoreFailed
         ):  # its end is what must be stored, and says so if it cannot be
-            await self._sent
             while (said := self._progress) is not None:
                 self._progress = None
-                if self._fence:
-                    await self._store.set_progress(self.job.id, self._fence, said)
-                    self._board.tell(self.job.id)
+                await self._store.set_progress(self.job.id, self._fence, said)
+                self._board.tell(self.job.id)
 
     async def _take(self) -> bool:
         """Wait until a worker has it, and say so; False if it is nobody's any more. Raises what kept it from that."""
@@ -126,6 +135,7 @@ class Attempt:
             return False
         self._fence = taken.attempts
         self._board.tell(self.job.id)
+        self._start_writing()
         return True
 
     async def _store_pieces(self, stream: Stream) -> None:

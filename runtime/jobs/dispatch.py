@@ -20,8 +20,8 @@ from .board import Board
 from .job import Job
 from .store import JobStore
 
-AHEAD = 2
-"""For each invocation that all workers can run at a time, one more is at hand when it ends."""
+LEAST_AHEAD = 8
+"""For each invocation that all workers can run at a time, one more is at hand when it ends; so many at least."""
 MAX_AT_ONCE = 1024
 FULL_RETRY_S = 1.0
 STORE_RETRY_S = 5.0
@@ -65,6 +65,12 @@ class Dispatcher:
         if (attempt := self._running.get(job_id)) is not None:
             attempt.cancel()
 
+    def withdraw(self, function: str) -> None:
+        """The queue was purged: what no worker has yet is taken back. What is still queued after all comes again."""
+        for attempt in list(self._running.values()):
+            if attempt.job.function == function and not attempt.sent:
+                attempt.cancel()
+
     def stop(self) -> None:
         """Takes nothing more from the store."""
         self._closed = True
@@ -98,7 +104,9 @@ class Dispatcher:
         try:
             target = self._target(function)
             scale = target.revision.policy.scale
-            room = min(MAX_AT_ONCE, AHEAD * scale.max * scale.concurrency) - len(lane.running)
+            at_once = scale.max * scale.concurrency
+            room = min(MAX_AT_ONCE, at_once + max(at_once, LEAST_AHEAD)) - lane.unanswered
+            room = min(room, MAX_AT_ONCE - len(lane.running))
             if room <= 0:
                 return None
             jobs = await self._store.next(function, room + len(lane.running))
@@ -119,7 +127,8 @@ class Dispatcher:
             lambda worker: _tail(target.logs, worker),
         )  # fmt: skip
         attempt.submit()
-        lane.running.add(job.id)
+        lane.running[job.id] = attempt
+        attempt.invocation.answer.add_done_callback(lambda _: lane.news.set())
         self._running[job.id] = attempt
         self._idle.clear()
         self._tasks.create_task(self._run(function, lane, attempt))
@@ -133,7 +142,7 @@ class Dispatcher:
             with contextlib.suppress(UnknownFunction, GatewayError):
                 self._target(function).logs.write("gateway", f"job {job_id}: {error.message}")
         finally:
-            lane.running.discard(job_id)
+            lane.running.pop(job_id, None)
             self._running.pop(job_id, None)
             if not self._running:
                 self._idle.set()
@@ -145,7 +154,12 @@ class _Lane:
 
     def __init__(self) -> None:
         self.news = asyncio.Event()
-        self.running: set[str] = set()
+        self.running: dict[str, Attempt] = {}
+
+    @property
+    def unanswered(self) -> int:
+        """How many a worker has, or is to have; the others are only still to be stored."""
+        return sum(not attempt.invocation.ended for attempt in self.running.values())
 
 
 def _tail(logs: LogBook, worker: str) -> str:

@@ -66,7 +66,7 @@ def _forget(turn: Turn, row: sqlite3.Row) -> None:
     if row["pieces"]:
         execute("DELETE FROM pieces WHERE job = ?", number)
     if row["webhook"] is not None:
-        execute("DELETE FROM deliveries WHERE job_id = ? AND state IN ('DELIVERED', 'DEAD')", (row["id"],))
+        execute("DELETE FROM deliveries WHERE job_id = ? AND state <> 'PENDING'", (row["id"],))
     execute(
         "INSERT INTO tombstones (key, until_s) VALUES (?, ?)",
         (tombstone_key(row["function"], row["id"]), turn.now_s + turn.keep_s),
@@ -88,7 +88,7 @@ def _remove_deliveries(turn: Turn, limit: int) -> None:
     """Those that were made, or given up, after their job was forgotten."""
     turn.connection.execute(
         "DELETE FROM deliveries WHERE rowid IN (SELECT rowid FROM deliveries "
-        "WHERE state IN ('DELIVERED', 'DEAD') AND created_s <= ? "
+        "WHERE state <> 'PENDING' AND created_s <= ? "
         "AND NOT EXISTS (SELECT 1 FROM jobs WHERE id = job_id) ORDER BY created_s LIMIT ?)",
         (turn.now_s - turn.keep_s, limit),
     )

@@ -6,6 +6,8 @@ import base64
 import hashlib
 import secrets
 
+GENERATED = "job-"
+"""How ids begin that nobody chose."""
 _TIME_BYTES = 6
 _RANDOM_BYTES = 10
 _LENGTH = 26
@@ -15,7 +17,7 @@ def new_job_id(now_s: float) -> str:
     """An id that sorts by time, so that the index of ids is appended to, and that nobody can guess (80 random bits)."""
     time_ms = max(0, int(now_s * 1000)) % (1 << 8 * _TIME_BYTES)
     number = time_ms.to_bytes(_TIME_BYTES, "big") + secrets.token_bytes(_RANDOM_BYTES)
-    return "job-" + base64.b32hexencode(number).decode().lower()[:_LENGTH]
+    return GENERATED + base64.b32hexencode(number).decode().lower()[:_LENGTH]
 
 
 def idempotency_digest(function: str, owner: str, key: str) -> bytes | None:

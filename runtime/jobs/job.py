@@ -69,6 +69,8 @@ class NewJob:
     """Another submit with the same, of the same owner to the same function, gives the same job."""
     wanted_id: str = ""
     traceparent: str = ""
+    extra: Mapping[str, Any] | None = None
+    """JSON that the handler finds in `context.extra`, as the attributes of the event that it came as."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,7 @@ class Job:
     """How many pieces of a streamed answer are stored."""
     webhook: Webhook | None = None
     traceparent: str = ""
+    extra: Mapping[str, Any] | None = None
     expires_s: float = 0.0
     """When a final job and its result are forgotten."""
 

@@ -98,6 +98,10 @@ class Jobs:
         """UnknownJob, JobExpired."""
         return await self.store.get(function, job_id)
 
+    async def find(self, job_id: str, allows: Callable[[str], bool], among: Collection[str]) -> Job:
+        """A job of a function that `allows`, where only its id is said. UnknownJob, or JobExpired of one `among`."""
+        return await self.store.find(job_id, allows, among)
+
     async def wait(self, function: str, job_id: str, timeout_s: float) -> Job:
         """The job once it has ended, or as it is after `timeout_s`."""
         with self.board.reading(job_id) as news, contextlib.suppress(TimeoutError):
@@ -109,9 +113,12 @@ class Jobs:
         return await self.store.get(function, job_id)
 
     async def follow(
-        self, function: str, job_id: str, after: int
+        self, function: str, job_id: str, after: int, *, every_s: float = LONGEST_SLEEP_S
     ) -> AsyncIterator[tuple[Job, list[tuple[int, bytes]]]]:
-        """The job and its pieces numbered above `after`, again and again as they come, until it has ended."""
+        """The job and its pieces numbered above `after`, again and again as they come, until it has ended.
+
+        If nothing has come for `every_s`, the job as it is.
+        """
         with self.board.reading(job_id) as news:
             while True:
                 news.clear()
@@ -122,7 +129,9 @@ class Jobs:
                 if job.state.final and not pieces:
                     return
                 if not pieces:
-                    await news.wait()
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(every_s):
+                            await news.wait()
 
     async def cancel(self, function: str, job_id: str) -> Job:
         """The job, CANCELLED unless it had ended."""
@@ -139,7 +148,9 @@ class Jobs:
 
     async def purge(self, function: str) -> int:
         """Cancels all that wait; how many."""
-        return await self.store.purge(function)
+        removed = await self.store.purge(function)
+        self._dispatcher.withdraw(function)
+        return removed
 
     async def list(
         self, function: str, states: Collection[State] = (), limit: int = 100, before_id: str = ""

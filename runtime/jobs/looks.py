@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
+from ...errors import JobExpired, UnknownJob
 from . import rows
 from .job import Job, State
 from .turn import missing
@@ -24,6 +25,26 @@ def get(connection: sqlite3.Connection, function: str, job_id: str) -> Job:
     if row is None or row["function"] != function:
         raise missing(connection, function, job_id)
     return rows.job(row)
+
+
+def find(
+    connection: sqlite3.Connection, job_id: str, allows: Callable[[str], bool], among: Collection[str]
+) -> Job:
+    """A job of a function that `allows`; JobExpired if one of those `among` had it, UnknownJob."""
+    row = rows.row(connection, job_id, rows.WHOLE)
+    if row is not None and allows(row["function"]):
+        return rows.job(row)
+    for function in among if row is None else ():
+        if isinstance(why := missing(connection, function, job_id), JobExpired):
+            raise why
+    raise unknown(job_id)
+
+
+def unknown(job_id: str) -> UnknownJob:
+    """The one answer for a job that is not there, and for one that the caller is not to know of."""
+    return UnknownJob(
+        f"There is no job {job_id[:128]!r}.", remedy="Look at the id, and at what the API key covers."
+    )
 
 
 def due(connection: sqlite3.Connection, function: str, limit: int, now_s: float) -> list[Job]:

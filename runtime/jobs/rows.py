@@ -13,7 +13,7 @@ from .job import Job, NewJob, State, Webhook
 _FIELDS = (
     "jobs.number, id, function, state, owner, priority, content_type, execution_timeout_s, ttl_s, max_attempts, "
     "attempts, retries, created_s, started_s, ended_s, due_s, expires_s, worker, error, progress, pieces, webhook, "
-    "traceparent, allowed, stale_s, "
+    "traceparent, extra, allowed, stale_s, "
 )
 _JOINS = "FROM jobs LEFT JOIN inputs ON inputs.number = jobs.number LEFT JOIN results ON results.number = jobs.number"
 
@@ -24,8 +24,8 @@ SLIM = f"SELECT {_FIELDS} x'' AS input, NULL AS output, '' AS output_type, '' AS
 
 _INSERT = """
 INSERT INTO jobs (id, function, state, owner, priority, content_type, execution_timeout_s, ttl_s, allowed,
-    max_attempts, created_s, stale_s, until_s, webhook, traceparent, idempotency)
-VALUES (?, ?, 'IN_QUEUE', ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+    max_attempts, created_s, stale_s, until_s, webhook, traceparent, extra, idempotency)
+VALUES (?, ?, 'IN_QUEUE', ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 """
 
 
@@ -35,13 +35,14 @@ def insert(connection: sqlite3.Connection, new: NewJob, job_id: str, now_s: floa
     cursor = connection.execute(_INSERT, (
         job_id, new.function, new.owner, new.priority, new.content_type, new.execution_timeout_s, new.ttl_s,
         new.max_attempts, new.max_attempts, now_s, stale_s, stale_s, _from_webhook(new.webhook), new.traceparent,
+        orjson.dumps(new.extra).decode() if new.extra else None,
         idempotency_digest(new.function, new.owner, new.idempotency),
     ))  # fmt: skip
     connection.execute("INSERT INTO inputs VALUES (?, ?)", (cursor.lastrowid, new.input))
     return Job(
         job_id, new.function, State.IN_QUEUE, new.input, new.content_type, new.owner, new.priority,
         new.execution_timeout_s, new.ttl_s, new.max_attempts, now_s,
-        webhook=new.webhook, traceparent=new.traceparent,
+        webhook=new.webhook, traceparent=new.traceparent, extra=new.extra or None,
     )  # fmt: skip
 
 
@@ -91,6 +92,7 @@ def job(row: sqlite3.Row) -> Job:
         pieces=row["pieces"],
         webhook=_to_webhook(row["webhook"]),
         traceparent=row["traceparent"],
+        extra=orjson.loads(row["extra"]) if row["extra"] is not None else None,
         expires_s=row["expires_s"],
     )
 

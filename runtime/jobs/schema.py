@@ -36,6 +36,7 @@ CREATE TABLE jobs (
     pieces INTEGER NOT NULL DEFAULT 0,
     webhook TEXT,                    -- JSON
     traceparent TEXT NOT NULL,
+    extra TEXT,                      -- JSON
     idempotency BLOB                 -- a digest of function, owner and key; NULL without a key
 );
 CREATE INDEX jobs_state ON jobs (function, state);

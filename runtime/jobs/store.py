@@ -138,6 +138,10 @@ class JobStore:
         """A function's job; UnknownJob, or JobExpired if it was forgotten."""
         return await self._database.read(partial(looks.get, function=function, job_id=job_id))
 
+    async def find(self, job_id: str, allows: Callable[[str], bool], among: Collection[str]) -> Job:
+        """A job of a function that `allows`; JobExpired if one of those `among` had it, UnknownJob."""
+        return await self._database.read(partial(looks.find, job_id=job_id, allows=allows, among=among))
+
     async def next(self, function: str, limit: int, *, now_s: float | None = None) -> list[Job]:
         """The queued jobs that may be taken, by priority, then by age."""
         now_s = time.time() if now_s is None else now_s

@@ -81,8 +81,11 @@ def test_the_kind_is_found_without_calling(made: Resolve, text: str, kind: Kind)
     assert handler.kind.streaming is ("generator" in kind.value)
     assert handler.kind.on_loop is ("async" in kind.value)
     assert handler.facts() == {
+        "dialect": "pilotlight",
+        "entry": "handler.py:handler",
         "kind": kind.value,
         "streaming": kind.streaming,
+        "aggregate": True,
         "batch": None,
         "input_schema": {},
         "output_schema": {},

@@ -145,7 +145,8 @@ async def test_a_deploy_of_another_type(client):
 
 async def test_a_folder_is_not_read_for_callers_from_elsewhere(state, tmp_path: Path):
     async with gateway_here(state, host="0.0.0.0") as gateway:
-        error = failure(await gateway.client.post("/v1/functions", json={"path": str(tmp_path)}))
+        async with gateway.at_home() as owner:
+            error = failure(await owner.post("/v1/functions", json={"path": str(tmp_path)}))
         assert (error["status"], error["type"]) == (422, "code_invalid")
         assert "--upload" in error["remedy"]
 

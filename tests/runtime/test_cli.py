@@ -365,3 +365,18 @@ def test_init_lists_and_refuses(run, tmp_path: Path):
     one_paragraph(run("init", tmp_path), str(tmp_path), "not empty")
     one_paragraph(run("init", tmp_path / "x", "-t", "helo"), "helo", "text-embedding")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+# -- handlers written for others
+
+
+def test_deploy_says_whose_handler_it_recognised(pilotlight, tmp_path):
+    folder = tmp_path / "greeter"
+    folder.mkdir()
+    (folder / "app.py").write_text("def lambda_handler(event, context):\n    return event['name']\n")
+    done = pilotlight("deploy", folder)
+    assert done.returncode == 0, done.stderr
+    assert "recognised a Lambda handler: app.py:lambda_handler" in done.stderr
+    assert "app.py:lambda_handler (Lambda), plain" in pilotlight("status", "greeter").stdout
+    assert pilotlight("invoke", "greeter", '{"name": "Ada"}').stdout.strip() == '"Ada"'
+    pilotlight("delete", "greeter", "--yes")

@@ -56,7 +56,7 @@ async def test_a_drain_ends_in_time(state, gate: Gate):
         assert gateway.process is not None
         gateway.process.terminate()
         for response in await asyncio.gather(*calls):
-            assert failure(response)["type"] in ("worker_died", "activation_failed")
+            assert failure(response)["type"] in ("worker_died", "revision_retired")
         async with asyncio.timeout(LIMIT_S):
             assert await gateway.process.wait() == 0
 

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 from live import Gateway, failure, gateway_here, gateway_process
@@ -156,8 +155,7 @@ async def test_keys_are_told_once_and_revoked(state: Path):
         assert made.status_code == 201
         key = made.json()
         token = key.pop("key")
-        transport = httpx.AsyncHTTPTransport(uds=str(state / "run" / "own.sock"))
-        async with httpx.AsyncClient(base_url="http://own", transport=transport) as owner:
+        async with gateway.at_home() as owner:
             listed = await owner.get("/v1/keys")
             assert listed.json() == {"keys": [key]}
             assert token.rpartition("_")[2] not in listed.text

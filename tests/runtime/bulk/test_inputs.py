@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from pilotlight.errors import BatchFailed, SourceMissing
 from pilotlight.runtime.bulk import inputs
@@ -26,6 +27,7 @@ def test_a_folders_files_are_read_in_the_order_of_their_names(tmp_path: Path) ->
     assert [line.text for line in found.lines(2)] == [b"3", b"4"]
 
 
+@hypothesis_settings(max_examples=30, deadline=None)
 @given(
     texts=st.lists(st.binary(max_size=9).filter(lambda text: not set(text) & {10, 13, 0xEF})),
     piece=st.integers(1, 16),

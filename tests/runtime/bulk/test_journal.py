@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from pilotlight.errors import BatchFailed
 from pilotlight.runtime.bulk.asking import dumped
@@ -22,6 +23,7 @@ def opened(folder: Path, *, function: str = "f", digest: str = "d", restart: boo
     return Journal(folder / "out.jsonl", function=function, digest=digest, restart=restart)
 
 
+@hypothesis_settings(max_examples=25, deadline=None)
 @given(values=LINES, data=st.data())
 def test_cut_anywhere_it_goes_on_after_the_last_whole_line(
     tmp_path_factory: pytest.TempPathFactory, values: list[object], data: st.DataObject

@@ -41,7 +41,7 @@ def test_a_queue_that_is_not_amazons_is_asked_where_its_url_says(tmp_path: Path)
         ('result = "ftp://x"', "source.result"),
         ('result = "sqs://a/b"', "source.result"),
         ('endpoint_url = "http://user:hush@host"', "it may hold no user"),
-        ('type = "kafka"', 'source.0.type is \'kafka\'; allowed: "sqs"'),
+        ('type = "kafka"', "source.0.type is 'kafka'; allowed: \"sqs\""),
         ('queue = "orders"', "source.queue is not a queue's URL"),
     ],
 )

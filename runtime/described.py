@@ -1,0 +1,147 @@
+"""The OpenAPI description of calls and jobs as others spell them: Cog's, Lambda's and CloudEvents' routes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .cloudevents import BATCHED, REQUIRED, STRUCTURED
+from .prediction import STATUSES, Order
+
+_TEXT = {"type": "string"}
+_MAYBE = {"type": ["string", "null"]}
+_MOMENT = {"type": ["string", "null"], "format": "date-time"}
+_HEALTH = {"type": "string", "enum": ["STARTING", "READY", "BUSY", "SETUP_FAILED", "DEFUNCT"]}
+_PREDICTION = {"$ref": "#/components/schemas/Prediction"}
+_EVENTS = {"text/event-stream": {"schema": _TEXT}}
+
+
+def spelled_paths(error: dict[str, Any]) -> dict[str, Any]:
+    """Their paths; `error` is the schema of a typed error."""
+    return _predictions(error) | _lambda(error) | _events(error)
+
+
+def spelled_schemas() -> dict[str, Any]:
+    """The schemas that those paths refer to."""
+    fields: dict[str, Any] = {
+        "id": _TEXT, "version": _TEXT, "status": {"type": "string", "enum": sorted(set(STATUSES.values()))},
+        "input": {}, "output": {}, "error": _MAYBE, "logs": _TEXT,
+        "metrics": {"type": "object", "properties": {"predict_time": {"type": "number", "minimum": 0}}},
+        "created_at": _MOMENT, "started_at": _MOMENT, "completed_at": _MOMENT, "webhook": _MAYBE,
+    }  # fmt: skip
+    event = {
+        "type": "object",
+        "required": list(REQUIRED),
+        "properties": {name: {"type": "string", "minLength": 1} for name in REQUIRED}
+        | {"specversion": {"const": "1.0"}, "data": {}, "data_base64": _TEXT},
+    }
+    accepted = {"type": "object", "required": ["id", "status"], "properties": {"id": _TEXT, "status": _TEXT}}
+    refusal = {"type": "object", "required": ["Type", "Message"], "properties": {"Type": {"enum": ["User", "Service"]}, "Message": _TEXT}}  # fmt: skip
+    return {
+        "Prediction": {"type": "object", "required": list(fields), "properties": fields},
+        "CloudEvent": event,
+        "Accepted": accepted,
+        "LambdaError": refusal,
+    }
+
+
+def _predictions(error: dict[str, Any]) -> dict[str, Any]:
+    which = {"name": "function", "in": "query", "schema": _TEXT}
+    header = {"name": "X-Pilotlight-Function", "in": "header", "schema": _TEXT}
+    prefer = {"name": "Prefer", "in": "header", "schema": _TEXT, "description": "respond-async, wait=seconds"}
+    job = {"name": "id", "in": "path", "required": True, "schema": _TEXT}
+    shown = {"application/json": {"schema": _PREDICTION}, **_EVENTS}
+    made = {
+        "200": {"description": "The prediction, ended.", "content": shown},
+        "202": _json("The prediction, going on.", _PREDICTION),
+        **_errors(error, 400, 404, 408, 409, 413, 422, 503),
+    }
+    new = {"requestBody": _body(Order.model_json_schema()), "responses": made}
+    seen = {"200": {"description": "The prediction.", "content": shown}, **_errors(error, 404, 410, 503)}
+    health = {
+        "type": "object",
+        "required": ["status"],
+        "properties": {"status": _HEALTH, "functions": {"type": "object", "additionalProperties": _HEALTH}},
+    }
+    return {
+        "/predictions": {"post": {"summary": "Makes a prediction and waits for it.", "parameters": [which, header, prefer], **new}},
+        "/predictions/{id}": {
+            "put": {"summary": "Makes the prediction with this id, or gives it if it was made.", "parameters": [job, which, header, prefer], **new},
+            "get": {"summary": "Shows a prediction.", "parameters": [job], "responses": seen},
+        },
+        "/predictions/{id}/cancel": {"post": {"summary": "Cancels a prediction unless it has ended.", "parameters": [job], "responses": seen}},
+        "/health-check": {"get": {"summary": "How the function is, or all are.", "parameters": [which, header], "responses": {"200": _json("How it is.", health), **_errors(error, 404)}}},
+    }  # fmt: skip
+
+
+def _lambda(error: dict[str, Any]) -> dict[str, Any]:
+    either = {"anyOf": [{"$ref": "#/components/schemas/LambdaError"}, error]}
+    kind = {"name": "X-Amz-Invocation-Type", "in": "header", "schema": {"enum": ["RequestResponse", "Event", "DryRun"], "default": "RequestResponse"}}  # fmt: skip
+    name = {
+        "name": "name",
+        "in": "path",
+        "required": True,
+        "schema": _TEXT,
+        "description": "A name or an ARN.",
+    }
+    qualifier = {"name": "Qualifier", "in": "query", "schema": _TEXT}
+    post = {
+        "summary": "Calls a function as AWS Lambda is called.",
+        "parameters": [name, qualifier, kind],
+        "requestBody": {"content": {"application/json": {"schema": {}}}},
+        "responses": {
+            "200": {
+                "description": "The answer; with X-Amz-Function-Error how the function failed.",
+                "content": {"application/json": {"schema": {}}, "*/*": {}},
+            },
+            "202": {"description": "Event: the job is on the disk."},
+            "204": {"description": "DryRun: it could be called."},
+            **_errors(either, 400, 401, 403, 404, 408, 413, 429, 500, 503),
+        },
+    }
+    return {"/2015-03-31/functions/{name}/invocations": {"post": post}}
+
+
+def _events(error: dict[str, Any]) -> dict[str, Any]:
+    name = {"name": "function", "in": "path", "required": True, "schema": _TEXT}
+    event = {"$ref": "#/components/schemas/CloudEvent"}
+    accepted = {"$ref": "#/components/schemas/Accepted"}
+    order = {"type": "object", "required": ["input"], "properties": {"input": {}}}
+    many = {
+        "type": "object",
+        "required": ["jobs"],
+        "properties": {"jobs": {"type": "array", "items": accepted}},
+    }
+    content = {
+        "application/json": {"schema": order},
+        STRUCTURED: {"schema": event},
+        BATCHED: {"schema": {"type": "array", "items": event}},
+    }
+    run = {
+        "summary": "Submits a job, or one for each CloudEvent.",
+        "parameters": [name],
+        "requestBody": {"required": True, "content": content},
+        "responses": {
+            "200": _json("The job is on the disk.", accepted),
+            "202": _json("The events' jobs are on the disk.", many),
+            **_errors(error, 400, 404, 408, 409, 413, 415, 422, 503),
+        },
+    }
+    origin = {"name": "WebHook-Request-Origin", "in": "header", "required": True, "schema": _TEXT}
+    shake = {
+        "summary": "Whether events may be sent here.",
+        "parameters": [name, origin],
+        "responses": {"200": {"description": "They may."}, **_errors(error, 400, 404, 503)},
+    }
+    return {"/v2/{function}/run": {"post": run, "options": shake}}
+
+
+def _json(description: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"description": description, "content": {"application/json": {"schema": schema}}}
+
+
+def _errors(schema: dict[str, Any], *codes: int) -> dict[str, Any]:
+    return {str(code): _json("A typed error.", schema) for code in codes}
+
+
+def _body(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"required": True, "content": {"application/json": {"schema": schema}}}

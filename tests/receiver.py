@@ -1,0 +1,136 @@
+"""A receiver of webhooks, for tests: a real HTTP server on loopback that answers as it is told and remembers what came."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+from live import LIMIT_S
+from pilotlight.runtime.jobs.database import Change, Database, T
+from pilotlight.runtime.jobs.delivery import Delivery
+from pilotlight.runtime.jobs.job import Job, State, Webhook
+from pilotlight.runtime.jobs.outbox import newest
+
+Answer = int | Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True)
+class Came:
+    """One request."""
+
+    path: str
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def id(self) -> str:
+        return self.headers["webhook-id"]
+
+    @property
+    def event(self) -> str:
+        return str(json.loads(self.body)["type"])
+
+
+class Receiver:
+    """`answers` are used up in order; after that it is 204."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.answers: list[Answer] = []
+        self.came: list[Came] = []
+        self._changed = asyncio.Condition()
+
+    async def take(self, request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        self.came.append(Came(request.path, headers, body))
+        async with self._changed:
+            self._changed.notify_all()
+        answer = self.answers.pop(0) if self.answers else 204
+        return web.Response(status=answer) if isinstance(answer, int) else await answer(request)
+
+    async def received(self, count: int) -> list[Came]:
+        async with asyncio.timeout(LIMIT_S), self._changed:
+            await self._changed.wait_for(lambda: len(self.came) >= count)
+        return self.came
+
+
+@asynccontextmanager
+async def receiving(host: str = "127.0.0.1") -> AsyncIterator[Receiver]:
+    app = web.Application()
+    # 0 would mean to wait without an end for handlers that are held
+    runner = web.AppRunner(app, shutdown_timeout=0.01, access_log=None)
+    receiver = Receiver("")
+    app.router.add_route("*", "/{tail:.*}", receiver.take)
+    await runner.setup()
+    site = web.TCPSite(runner, host, 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    receiver.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    try:
+        yield receiver
+    finally:
+        await runner.cleanup()
+
+
+class Held:
+    """An answer that waits until it is let go."""
+
+    def __init__(self, status: int = 204) -> None:
+        self.status = status
+        self.let_go = asyncio.Event()
+
+    async def __call__(self, request: web.Request) -> web.Response:
+        await self.let_go.wait()
+        return web.Response(status=self.status)
+
+
+async def reset(request: web.Request) -> web.Response:
+    """Break the connection off."""
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+def answer(status: int, **headers: str) -> Callable[[web.Request], Awaitable[web.Response]]:
+    async def answered(request: web.Request) -> web.Response:
+        return web.Response(status=status, headers={k.replace("_", "-"): v for k, v in headers.items()})
+
+    return answered
+
+
+class Watched(Database):
+    """Tells when something was written, so that tests wait for what they look for and not for a time."""
+
+    async def write(self, change: Change[T]) -> T:
+        result = await super().write(change)
+        async with self._condition:
+            self._condition.notify_all()
+        return result
+
+    @property
+    def _condition(self) -> asyncio.Condition:
+        return self.__dict__.setdefault("_changed", asyncio.Condition())
+
+    async def until(self, holds: Callable[[list[Delivery]], bool], function: str = "f") -> list[Delivery]:
+        """The deliveries, newest first, as soon as they are as wanted."""
+        async with asyncio.timeout(LIMIT_S), self._condition:
+            while not holds(found := await self.read(lambda connection: newest(connection, function))):
+                await self._condition.wait()
+        return found
+
+
+def job(url: str = "http://127.0.0.1:1/hook", **fields: Any) -> Job:
+    """A running job of function "f" that wants to be told of everything."""
+    return Job(
+        **{
+            "id": "job-1", "function": "f", "state": State.IN_PROGRESS, "input": b"{}", "content_type": "", "owner": "",
+            "priority": 0, "execution_timeout_s": 60.0, "ttl_s": 60.0, "max_attempts": 3, "created_s": 100.0,
+            "webhook": Webhook(url, ("start", "output", "logs", "completed")), **fields,
+        }
+    )  # fmt: skip

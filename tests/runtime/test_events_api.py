@@ -1,0 +1,153 @@
+"""CloudEvents at a function's door, as the SDK's users send them: each is one job, however often it comes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from cloudevents.core.bindings.http import HTTPMessage, to_binary, to_structured
+from cloudevents.core.formats.json import JSONFormat
+from cloudevents.core.v1.event import CloudEvent
+from live import Function, failure, until
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+SEES = """
+def handler(event, context):
+    data = event.decode("latin-1") if isinstance(event, bytes) else event
+    return {"data": data, "event": context.extra["event"]}
+"""
+BATCH = "application/cloudevents-batch+json"
+
+
+def made(name: str = "1", data: Any = None, **more: Any) -> CloudEvent:
+    attributes = {
+        "type": "com.example.made",
+        "source": "/tests",
+        "id": name,
+        "datacontenttype": "application/json",
+    }
+    return CloudEvent(attributes | more, {"n": 1} if data is None else data)
+
+
+def batch(*events: CloudEvent) -> HTTPMessage:
+    """The SDK writes no batches: an array of what it writes of each."""
+    bodies = [JSONFormat().write(event).decode() for event in events]
+    return HTTPMessage({"content-type": BATCH}, f"[{','.join(bodies)}]".encode())
+
+
+async def send(function: Function, message: HTTPMessage, **headers: str) -> httpx.Response:
+    return await function.client.post(
+        f"/v2/{function.name}/run", content=message.body, headers={**message.headers, **headers}
+    )
+
+
+async def output(function: Function, job: str) -> Any:
+    found: dict[str, Any] = {}
+
+    async def done() -> bool:
+        found.update((await function.client.get(f"/v2/{function.name}/status/{job}")).json())
+        return found["status"] not in ("IN_QUEUE", "IN_PROGRESS")
+
+    await until(done, f"the end of {job}")
+    assert found["status"] == "COMPLETED", found
+    return found["output"]
+
+
+@pytest.mark.parametrize("write", [to_binary, to_structured], ids=["binary", "structured"])
+async def test_an_event_is_a_job(deploy, write):
+    function = await deploy(SEES)
+    response = await send(function, write(made(subject="straße 1", tier="gold"), JSONFormat()))
+    assert response.status_code == 202, response.text
+    found = response.json()
+    assert found["jobs"] == [{"id": found["id"], "status": found["status"]}]
+    assert response.headers["X-Job-Id"] == found["id"]
+    seen = await output(function, found["id"])
+    assert seen["data"] == {"n": 1}
+    assert seen["event"].items() >= {
+        "specversion": "1.0", "id": "1", "source": "/tests", "type": "com.example.made", "subject": "straße 1",
+        "tier": "gold", "datacontenttype": "application/json",
+    }.items()  # fmt: skip
+
+
+@pytest.mark.parametrize("write", [to_binary, to_structured], ids=["binary", "structured"])
+async def test_data_that_is_no_json(deploy, write):
+    function = await deploy(SEES)
+    event = made(data=b"\x00\xff", datacontenttype="application/x-thing")
+    found = (await send(function, write(event, JSONFormat()))).json()
+    assert (await output(function, found["id"]))["data"] == "\x00\xff"
+
+
+async def test_a_batch_is_a_job_for_each(deploy):
+    function = await deploy(SEES)
+    response = await send(function, batch(*(made(str(n), {"n": n}) for n in range(20))))
+    assert response.status_code == 202
+    jobs = [job["id"] for job in response.json()["jobs"]]
+    assert len(set(jobs)) == 20
+    assert [(await output(function, job))["event"]["id"] for job in jobs] == [str(n) for n in range(20)]
+    assert (await send(function, batch())).json() == {"jobs": []}
+
+
+async def test_the_same_event_is_the_same_job(deploy):
+    function = await deploy(SEES)
+    first = await send(function, to_binary(made(), JSONFormat()))
+    again = await send(function, to_structured(made(), JSONFormat()))
+    assert again.json()["id"] == first.json()["id"]
+    assert "Idempotent-Replayed" not in first.headers
+    assert again.headers["Idempotent-Replayed"] == "true"
+    other = await send(function, to_binary(made(source="/elsewhere"), JSONFormat()))
+    assert other.json()["id"] != first.json()["id"]
+    twice = (await send(function, batch(made(), made("2"), made("2")))).json()["jobs"]
+    assert twice[0]["id"] == first.json()["id"]
+    assert twice[1]["id"] == twice[2]["id"]
+    error = failure(await send(function, to_binary(made(data={"n": 2}), JSONFormat())))
+    assert (error["status"], error["type"]) == (409, "idempotency_conflict")
+
+
+async def test_who_takes_a_body_for_an_event_gets_none(deploy):
+    function = await deploy(SEES)
+    response = await send(function, to_binary(made(), JSONFormat()), Prefer="reply")
+    assert (response.status_code, response.content) == (202, b"")
+    assert (await output(function, response.headers["X-Job-Id"]))["data"] == {"n": 1}
+
+
+async def test_what_is_no_event_is_named(deploy):
+    function = await deploy(SEES)
+    headers = dict(to_binary(made(), JSONFormat()).headers)
+    del headers["ce-id"]
+    error = failure(await send(function, HTTPMessage(headers, b"{}")))
+    assert (error["status"], error["type"]) == (400, "event_invalid")
+    assert "'id'" in error["message"]
+    error = failure(await send(function, HTTPMessage({"content-type": "application/cloudevents+avro"}, b"")))
+    assert (error["status"], error["type"]) == (415, "unsupported_media")
+    body = json.dumps([{"specversion": "1.0"}]).encode()
+    assert failure(await send(function, HTTPMessage({"content-type": BATCH}, body)))["status"] == 400
+    twice = [("ce-specversion", "1.0"), ("ce-id", "1"), ("ce-id", "2"), ("ce-type", "t"), ("ce-source", "s")]
+    response = await function.client.post(f"/v2/{function.name}/run", headers=twice)
+    assert "twice" in failure(response)["message"]
+    assert failure(await function.client.post("/v2/none/run", headers=headers))["status"] == 404
+
+
+async def test_the_handshake(deploy):
+    function = await deploy(SEES)
+
+    async def asked(**headers: str) -> httpx.Response:
+        named = {key.replace("_", "-"): value for key, value in headers.items()}
+        return await function.client.options(f"/v2/{function.name}/run", headers=named)
+
+    response = await asked(WebHook_Request_Origin="eventemitter.example.com", WebHook_Request_Rate="120")
+    assert response.status_code == 200
+    assert response.headers["WebHook-Allowed-Origin"] == "eventemitter.example.com"
+    assert response.headers["WebHook-Allowed-Rate"] == "*"
+    assert "POST" in response.headers["Allow"]
+    assert failure(await asked())["type"] == "event_invalid"
+    for rate in ("0", "-1", "often", "²"):
+        refused = await function.client.options(
+            f"/v2/{function.name}/run",
+            headers=[(b"WebHook-Request-Origin", b"x"), (b"WebHook-Request-Rate", rate.encode())],
+        )
+        assert refused.status_code == 400
+    unknown = await function.client.options("/v2/none/run", headers={"WebHook-Request-Origin": "x"})
+    assert failure(unknown)["status"] == 404

@@ -1,0 +1,248 @@
+"""Lambda's invocations, by AWS's own client and by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from typing import Any
+
+import boto3
+import httpx
+import pytest
+from botocore.config import Config
+from botocore.exceptions import ClientError
+from live import Function, Gate, Gateway, gateway_here, until
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+ECHO = "def handler(event):\n    print('heard', event, flush=True)\n    return {'got': event}\n"
+LAMBDA = """
+def lambda_handler(event, context):
+    if event.get("fail"):
+        raise ValueError(event["fail"])
+    return {"id": context.aws_request_id, "name": context.function_name, "event": event}
+"""
+FAILS = "def handler(event):\n    raise ValueError('no good')\n"
+DIES = "import os\ndef handler(event):\n    os._exit(3)\n"
+SLOW = "import gate\ndef handler(event):\n    gate.wait()\n"
+STREAMS = "def handler(event):\n    for n in range(event):\n        yield n\n"
+WAITS_ASYNC = """
+import asyncio, gate
+async def handler(event):
+    try:
+        await gate.wait_async("begun")
+    except asyncio.CancelledError:
+        gate.say("cancelled")
+        raise
+"""
+
+
+def client_of(url: str, token: str | None = None) -> Any:
+    """AWS's client, as its users make it."""
+    return boto3.client(
+        "lambda", endpoint_url=url, region_name="us-east-1", aws_access_key_id="any", aws_secret_access_key="any",
+        aws_session_token=token, config=Config(retries={"total_max_attempts": 1}, proxies={}),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def aws(gateway: Gateway) -> Any:
+    return client_of(gateway.url)
+
+
+async def invoke(client: Any, name: str, event: Any = None, **more: Any) -> dict[str, Any]:
+    """An invocation; its payload is read."""
+
+    def called() -> dict[str, Any]:
+        payload = {} if event is None else {"Payload": json.dumps(event)}
+        found = dict(client.invoke(FunctionName=name, **payload, **more))
+        body = found["Payload"].read()
+        found["Payload"] = json.loads(body) if body else None
+        return found
+
+    return await asyncio.to_thread(called)
+
+
+async def refused(client: Any, name: str, **more: Any) -> tuple[str, int]:
+    """(error code, HTTP status) of an invocation that must be refused."""
+    with pytest.raises(ClientError) as raised:
+        await invoke(client, name, **more)
+    told = raised.value.response
+    assert told["Error"]["Message"]
+    return told["Error"]["Code"], told["ResponseMetadata"]["HTTPStatusCode"]
+
+
+# -- AWS's client
+
+
+async def test_request_and_response(deploy, aws):
+    function = await deploy(ECHO)
+    found = await invoke(aws, function.name, {"n": 1})
+    assert (found["StatusCode"], found["Payload"]) == (200, {"got": {"n": 1}})
+    assert found["ExecutedVersion"] == "$LATEST"
+    assert "FunctionError" not in found
+    assert found["ResponseMetadata"]["RequestId"]
+
+
+async def test_a_function_written_for_lambda(gateway: Gateway, aws):
+    assert (await gateway.send(None, files={"lambda_function.py": LAMBDA}, name="thumbs")).status_code == 201
+    found = await invoke(aws, "thumbs", {"n": 1})
+    assert found["Payload"] == {
+        "id": found["ResponseMetadata"]["RequestId"], "name": "thumbs", "event": {"n": 1},
+    }  # fmt: skip
+    assert (await invoke(aws, "thumbs"))["Payload"]["event"] == {}
+    failed = await invoke(aws, "thumbs", {"fail": "no good"})
+    assert (failed["StatusCode"], failed["FunctionError"]) == (200, "Unhandled")
+    told = failed["Payload"]
+    assert (told["errorType"], told["errorMessage"]) == ("ValueError", "no good")
+    assert "lambda_function.py" in told["stackTrace"][-1]
+    await gateway.client.delete("/v1/functions/thumbs")
+
+
+async def test_an_event_is_a_job(deploy, aws, gate: Gate):
+    function = await deploy(
+        "import gate\ndef handler(event):\n    gate.wait(event['word'])\n    return 1\n", gate=gate
+    )
+    found = await invoke(aws, function.name, {"word": "left"}, InvocationType="Event")
+    assert (found["StatusCode"], found["Payload"]) == (202, None)
+    (await gate.next("left")).go()
+    job = found["ResponseMetadata"]["RequestId"]
+
+    async def done() -> bool:
+        response = await function.client.get(f"/v2/{function.name}/status/{job}")
+        return bool(response.json()["status"] == "COMPLETED")
+
+    await until(done, "the end of the job")
+
+
+async def test_a_dry_run_runs_nothing(deploy, aws):
+    function = await deploy(ECHO, check=False)
+    assert (await invoke(aws, function.name, {}, InvocationType="DryRun"))["StatusCode"] == 204
+    assert (await function.status())["activations"] == 0
+    assert await refused(aws, "none", InvocationType="DryRun") == ("ResourceNotFoundException", 404)
+
+
+async def test_names_as_aws_has_them(deploy, aws):
+    function = await deploy(ECHO)
+    arn = f"arn:aws:lambda:us-east-1:000000000000:function:{function.name}"
+    revision = (await function.status())["revision"]
+    for name in (
+        arn,
+        f"{arn}:$LATEST",
+        f"{function.name}:{revision}",
+        f"000000000000:function:{function.name}",
+    ):
+        assert (await invoke(aws, name, 1))["Payload"] == {"got": 1}
+    assert (await invoke(aws, function.name, 1, Qualifier="$LATEST"))["Payload"] == {"got": 1}
+    for name in (f"{function.name}:7", f"{arn}:nightly"):
+        assert await refused(aws, name) == ("ResourceNotFoundException", 404)
+    assert await refused(aws, function.name, Qualifier="7") == ("ResourceNotFoundException", 404)
+
+
+async def test_the_end_of_the_log(deploy, aws):
+    function = await deploy(ECHO)
+    found = await invoke(aws, function.name, 1, LogType="Tail")
+    assert f"REPORT RequestId: {found['ResponseMetadata']['RequestId']}" in base64.b64decode(found["LogResult"]).decode()  # fmt: skip
+    assert "LogResult" not in await invoke(aws, function.name, 1)
+
+
+async def test_refusals_are_aws_exceptions(deploy, aws, gate: Gate):
+    function = await deploy(SLOW, {"max_queue": 1, "max_body_bytes": 1000, "scale.max": 1}, gate=gate)
+    with pytest.raises(aws.exceptions.ResourceNotFoundException):
+        await invoke(aws, "none")
+    with pytest.raises(aws.exceptions.RequestTooLargeException):
+        await invoke(aws, function.name, "x" * 1000)
+    with pytest.raises(aws.exceptions.RequestTooLargeException):
+        await invoke(aws, function.name, "x" * 1000, InvocationType="Event")
+    running = asyncio.ensure_future(function.call())
+    await gate.next()
+    waiting = asyncio.ensure_future(function.call())
+
+    async def full() -> bool:
+        return bool((await function.status())["queued"] == 1)
+
+    await until(full, "a full queue")
+    with pytest.raises(aws.exceptions.TooManyRequestsException):
+        await invoke(aws, function.name)
+    gate.open()
+    await asyncio.gather(running, waiting)
+
+
+async def test_how_functions_fail(deploy, aws, gate: Gate):
+    for source, settings, kind in (
+        (FAILS, {}, "ValueError"),
+        (DIES, {}, "Runtime.ExitError"),
+        (SLOW, {"timeout_s": 0.5}, "Sandbox.Timedout"),
+        ("def handler(event):\n    return float('nan')\n", {}, "Runtime.MarshalError"),
+        ("def handler(event: int) -> int:\n    return event\n", {}, "input_invalid"),
+    ):
+        found = await invoke(aws, (await deploy(source, settings, gate=gate)).name, "x")
+        assert (found["StatusCode"], found["FunctionError"], found["Payload"]["errorType"]) == (200, "Unhandled", kind)  # fmt: skip
+        assert found["Payload"]["errorMessage"]
+
+
+async def test_a_stream_is_a_list(deploy, aws):
+    function = await deploy(STREAMS)
+    assert (await invoke(aws, function.name, 3))["Payload"] == [0, 1, 2]
+    assert (await invoke(aws, function.name, 0))["Payload"] == []
+
+
+# -- by hand
+
+
+def path(function: Function) -> str:
+    return f"/2015-03-31/functions/{function.name}/invocations"
+
+
+async def test_what_is_not_json(deploy):
+    function = await deploy(ECHO)
+    for kind in ("Event", "RequestResponse"):
+        response = await function.client.post(path(function), content=b"{", headers={"X-Amz-Invocation-Type": kind})  # fmt: skip
+        assert response.status_code == 400
+        assert response.headers["x-amzn-ErrorType"] == "InvalidRequestContentException"
+        assert response.json()["Type"] == "User"
+    response = await function.client.post(path(function), headers={"X-Amz-Invocation-Type": "Later"})
+    assert response.status_code == 400
+
+
+async def test_who_hangs_up_cancels(deploy, gate: Gate):
+    function = await deploy(WAITS_ASYNC, gate=gate)
+    call = asyncio.ensure_future(function.client.post(path(function)))
+    await gate.next("begun")
+    call.cancel()
+    await gate.next("cancelled")
+
+
+async def test_calls_are_counted(deploy):
+    function = await deploy(ECHO)
+    await function.client.post(path(function), json=1)
+    text = (await function.client.get("/metrics")).text
+    assert any(f'function="{function.name}"' in line and 'code="200"' in line and line.endswith(" 1.0") for line in text.splitlines())  # fmt: skip
+
+
+# -- with keys
+
+
+async def test_the_session_token_is_the_api_key(state):
+    async with gateway_here(state, auth="always", drain_s=1.0) as gateway:
+        transport = httpx.AsyncHTTPTransport(uds=str(gateway.state / "run" / "own.sock"))
+        async with httpx.AsyncClient(base_url="http://home", transport=transport, timeout=60) as home:
+
+            async def key(**wanted: Any) -> str:
+                return str((await home.post("/v1/keys", json={"name": "k", **wanted})).json()["key"])
+
+            gateway.client.headers["Authorization"] = f"Bearer {await key(scopes=['admin'])}"
+            await gateway.deploy(ECHO, name="mine")
+            await gateway.deploy(ECHO, name="theirs")
+            token = await key(functions=["mine"])
+        client = client_of(gateway.url, token)
+        assert (await invoke(client, "mine", 1))["Payload"] == {"got": 1}
+        assert (await invoke(client, "mine:$LATEST", 1, InvocationType="Event"))["StatusCode"] == 202
+        assert await refused(client, "theirs") == ("ResourceNotFoundException", 404)
+        assert await refused(client, "arn:aws:lambda:us-east-1:000000000000:function:theirs") == ("ResourceNotFoundException", 404)  # fmt: skip
+        for wrong in (None, "pl_000000000000_" + "0" * 64):
+            assert await refused(client_of(gateway.url, wrong), "mine") == (
+                "UnrecognizedClientException",
+                401,
+            )
