@@ -22,6 +22,7 @@ PAUSE_S = 0.1
 MAX_PAUSE_S = 5.0
 PATIENCE_S = 60.0
 """How long nothing may succeed, while the gateway is away or refuses, before the batch is given up."""
+FIRST_PATIENCE_S = 10.0
 _OF_THE_LINE = frozenset({400, 409, 410, 413, 415, 422})
 _PASSING = frozenset({408, 429, 500, 502, 503, 504})
 _FINAL = frozenset({"COMPLETED", "FAILED", "CANCELLED", "TIMED_OUT"})
@@ -40,7 +41,8 @@ class Asker:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._run = run
         self._patience_s = patience_s
-        self._heard_s = time.monotonic()
+        self._answered = False
+        self._failing_since_s: float | None = None
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
@@ -73,7 +75,7 @@ class Asker:
                 self._check_patience(f"{type(error).__name__}: {error}")
             else:
                 if status < 300:
-                    self._heard_s = time.monotonic()
+                    self._answered, self._failing_since_s = True, None
                     if found.get("status") in _FINAL:
                         return _answer(line, found)
                     pause_s = PAUSE_S
@@ -97,10 +99,16 @@ class Asker:
         return response.status, found
 
     def _check_patience(self, why: str) -> None:
-        if time.monotonic() - self._heard_s > self._patience_s:
+        """Nothing succeeded just now; GatewayError if that goes on for too long."""
+        now_s = time.monotonic()
+        if self._failing_since_s is None:
+            self._failing_since_s = now_s
+        # An address at which nobody ever answered is more likely wrong than away for a moment.
+        patience_s = self._patience_s if self._answered else min(self._patience_s, FIRST_PATIENCE_S)
+        if now_s - self._failing_since_s > patience_s:
             raise GatewayError(
-                f"The gateway at {self._gateway} has taken nothing for {self._patience_s:.0f} s: {why.rstrip('.')}.",
-                remedy="See its log. The same command goes on where it stopped.",
+                f"The gateway at {self._gateway} has taken nothing for {patience_s:.0f} s: {why.rstrip('.')}.",
+                remedy="See whether it runs, and its log. The same command goes on where it stopped.",
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
@@ -97,6 +98,7 @@ class Aws:
             ) from error
 
 
+@cache
 def missing() -> str:
     """What sources need and is not installed here, with the remedy; "" if nothing is."""
     return "" if find_spec("boto3") else f"boto3 is not installed: {INSTALL}"
