@@ -44,6 +44,8 @@
     │   ├── WebhookRefused              the address of a webhook may not be called
     │   ├── UnknownDelivery             no such delivery of a webhook, or not this function's
     │   └── JobStoreFailed              the database of jobs cannot be written or read
+    ├── BusFailed                   a queue of messages, or where its answers go, could not be asked
+    ├── BatchFailed                 many lines for one function: where they come from, or go to, will not do
     ├── AccessError                 who asks
     │   ├── Unauthorized                no API key, or one that is not known
     │   ├── Forbidden                   the key's scopes or functions do not cover it
@@ -314,6 +316,16 @@ class UnknownDelivery(JobError):
 class JobStoreFailed(JobError):
     code = "job_store_failed"
     status = 503
+
+
+class BusFailed(PilotlightError):
+    code = "bus_failed"
+    status = 502
+
+
+class BatchFailed(PilotlightError):
+    code = "batch_failed"
+    status = 422
 
 
 class AccessError(PilotlightError):

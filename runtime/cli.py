@@ -16,6 +16,7 @@ from ..errors import GatewayUnreachable, PilotlightError
 from . import display, options
 from .access.commands import COMMANDS as ACCESS
 from .benches import COMMANDS as BENCHES
+from .bulk.commands import COMMANDS as BULK
 from .recording import COMMANDS as RECORDING
 from .remote import COMMANDS as REMOTE_COMMANDS
 from .snapshots import snapshot
@@ -249,7 +250,7 @@ def doctor(state_dir: Path | None, as_json: bool) -> None:
 
 for command in (*TRANSFERS, *BENCHES, *RECORDING):
     snapshot.add_command(command)
-for command in (*REMOTE_COMMANDS, *ACCESS, snapshot):
+for command in (*REMOTE_COMMANDS, *BULK, *ACCESS, snapshot):
     cli.add_command(command)
 
 

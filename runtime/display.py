@@ -133,6 +133,25 @@ def progress(text: str) -> Iterator[Progress]:
         yield lambda done, total: shown.update(task, completed=done, total=total)
 
 
+@contextmanager
+def tally(text: str) -> Iterator[Callable[[int, int, str], None]]:
+    """A bar with time left on a terminal, for what is counted in something else than bytes: call what it gives with
+    (done, total, what to say of it)."""
+    from rich import progress as parts  # noqa: PLC0415  see print_table
+
+    console = _console(err=True)
+    columns = (
+        parts.TextColumn("{task.description}"),
+        parts.BarColumn(),
+        parts.TaskProgressColumn(),
+        parts.TextColumn("{task.fields[said]}"),
+        parts.TimeRemainingColumn(),
+    )
+    with parts.Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as shown:
+        task = shown.add_task(text, total=None, said="")
+        yield lambda done, total, said: shown.update(task, completed=done, total=total, said=said)
+
+
 def _console(*, err: bool) -> Console:
     from rich.console import Console  # noqa: PLC0415  see print_table
 

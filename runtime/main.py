@@ -24,6 +24,7 @@ from .access.keyring import Keyring
 from .access.vault import Vault
 from .admin import MAX_ARCHIVE_BYTES, Admin
 from .deploy import Order
+from .events.sources import Sources
 from .events_api import EventsApi
 from .functions import Functions
 from .gateway import Gateway
@@ -135,7 +136,7 @@ async def _server(
             guard = Guard(keyring, tasks, required=settings.auth == "always" or not local)
             admin = Admin(functions, metrics, local=local)
             access = AccessControl(keyring, vault, functions)
-            async with _jobs(state, functions, tasks, settings) as jobs:
+            async with _jobs(state, functions, tasks, settings) as (jobs, sources):
                 queue = QueueApi(
                     functions, jobs,
                     max_body_bytes=settings.max_body_bytes, body_timeout_s=settings.body_timeout_s,
@@ -153,7 +154,7 @@ async def _server(
                         finally:
                             admin.draining = True
                             jobs.stop()
-                            await functions.close()
+                            await _close(functions, sources)
             await weights.close()
             await launcher.close()
     finally:
@@ -175,16 +176,35 @@ def _others(
 @contextlib.asynccontextmanager
 async def _jobs(
     state: Path, functions: Functions, tasks: asyncio.TaskGroup, settings: GatewaySettings
-) -> AsyncIterator[Jobs]:
-    """The jobs of these functions, from those that the last life of the gateway left on."""
+) -> AsyncIterator[tuple[Jobs, Sources]]:
+    """The jobs of these functions, from those that the last life of the gateway left on; and what sources bring."""
     jobs = Jobs(state, functions.get, tasks, JobSettings(settings.keep_result_s, settings.webhook_networks))
     await jobs.start()
-    functions.on_live = jobs.wake
-    functions.on_gone = jobs.forget
+    sources = Sources(jobs, tasks, functions.say, drain_s=settings.drain_s)
+
+    def live(name: str) -> None:
+        jobs.wake(name)
+        with contextlib.suppress(GatewayError):  # going down: then there is nothing to begin any more
+            sources.start(name, functions.get(name).record.settings)
+
+    def gone(name: str) -> None:
+        sources.stop(name)
+        jobs.forget(name)
+
+    for function in functions.all():
+        sources.start(function.record.function, function.record.settings)
+    functions.on_live, functions.on_gone = live, gone
     try:
-        yield jobs
+        yield jobs, sources
     finally:
         await jobs.close()
+
+
+async def _close(functions: Functions, sources: Sources) -> None:
+    """Together: what sources brought and runs may end, and is then deleted where it came from."""
+    async with asyncio.TaskGroup() as closing:
+        closing.create_task(sources.close())
+        closing.create_task(functions.close())
 
 
 @contextlib.asynccontextmanager

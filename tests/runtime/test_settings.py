@@ -1,5 +1,6 @@
 """Settings: what pilotlight.toml, the overrides and the environment may say, and how a mistake is told."""
 
+import json
 import math
 import os
 from pathlib import Path
@@ -10,6 +11,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from pilotlight.errors import SettingsError
+from pilotlight.runtime.events.source import Source
 from pilotlight.runtime.settings import (
     FunctionSettings,
     GatewaySettings,
@@ -196,6 +198,8 @@ def test_an_override_hides_no_broken_section(tmp_path: Path) -> None:
 
 
 def _text(value: object) -> str:
+    if isinstance(value, tuple):
+        return json.dumps(value)
     return str(value).lower() if isinstance(value, bool) else "" if value is None else str(value)
 
 
@@ -219,6 +223,18 @@ _valid = st.builds(
         st.text(st.characters(exclude_characters="\0", codec="utf-8")),
         max_size=3,
     ),
+    source=st.lists(
+        st.builds(
+            Source,
+            type=st.just("sqs"),
+            queue=st.just("https://sqs.eu-west-1.amazonaws.com/1/orders"),
+            concurrency=st.none() | st.integers(1, 100),
+            visibility_s=st.integers(1, 600),
+            backoff_s=st.integers(0, 900),
+            result=st.sampled_from([None, "s3://bucket/prefix", "sqs://answers"]),
+        ),
+        max_size=2,
+    ).map(tuple),
     scale=st.builds(
         Scale,
         min=st.integers(0, 8),
