@@ -243,7 +243,6 @@ def new_job(live: Live, order: Order, *, owner: str, key: str, headers: web.Requ
         webhook=Webhook(order.webhook, order.webhook_events) if order.webhook else None,
         idempotency=f"key:{key}" if key else "",
         traceparent=traceparent_of(headers.headers) if headers is not None else "",
-        extra={"bare": True},  # the envelope is off: an "input" in it is the caller's own
     )
 
 
