@@ -19,7 +19,6 @@ import uvloop
 from live import Function, Gate, Gateway, gateway_here, short_folder
 from pilotlight.snapshot.caching.memory import unmount
 
-
 # Half of what hypothesis would draw unless a test says: CI is to stay short. PILOTLIGHT_TEST_EXAMPLES draws more.
 hypothesis.settings.register_profile(
     "house", max_examples=int(os.environ.get("PILOTLIGHT_TEST_EXAMPLES", "50"))
