@@ -144,11 +144,15 @@ class Context:
 
     def retire(self) -> None:
         """This worker takes nothing more, and ends when what it runs is answered: the next one starts fresh."""
+        for context in self.items:
+            context.retire()
         if self._host is not None:
             self._host.retire()
 
     def resize(self, concurrency: int) -> None:
         """From now on this worker runs so many invocations at the same time. Of async handlers only."""
+        for context in self.items:
+            context.resize(concurrency)
         if self._host is not None:
             self._host.resize(concurrency)
 

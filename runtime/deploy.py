@@ -116,7 +116,7 @@ def heavy_imports(file: Path) -> tuple[str, ...]:
     """Which of the heavy packages a handler's file imports, read without running it; none if it does not parse."""
     try:
         tree = ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError):
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return ()  # importing it in the zygote says what is wrong, with the line
     found: set[str] = set()
     for node in ast.walk(tree):

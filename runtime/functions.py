@@ -297,6 +297,7 @@ class Functions:
             lambda: self._vault.of(record.function),
         )
         revision.streaming = bool(record.handler.get("streaming"))
+        revision.aggregates = bool(record.handler.get("aggregate", True))
         return Live(record, revision, logs)
 
     async def _prove(self, live: Live, *, check: bool) -> None:
@@ -305,6 +306,7 @@ class Functions:
         live.record = live.record.model_copy(update={"handler": source.facts})
         live.revision.policy = policy_of(live.record)
         live.revision.streaming = bool(source.facts["streaming"])
+        live.revision.aggregates = bool(source.facts.get("aggregate", True))
         if not source.forks:
             live.warnings.append(f"Workers are spawned, not forked: {source.why_not}.")
         if check:

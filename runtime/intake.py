@@ -7,11 +7,13 @@ import math
 import re
 import secrets
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import orjson
 from aiohttp import web
 
 from ..errors import BadInput, InputTimeout, InputTooLarge
+from ..handlers.codec import JSON_TYPE
 
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[\x21-\x7e]{0,256})?")
@@ -43,6 +45,14 @@ async def read_body(request: web.Request, limit: int, timeout_s: float) -> bytes
         raise BadInput(f"The body broke off or is malformed: {error}.") from None
 
 
+def dump_json(value: Any) -> bytes:
+    """JSON of what was read from JSON. BadInput: more can be read than written."""
+    try:
+        return orjson.dumps(value)
+    except orjson.JSONEncodeError as error:
+        raise BadInput(f"The body cannot be taken: {error}.", remedy="Nest it less deeply.") from None
+
+
 def seconds(headers: Mapping[str, str], name: str, default: float, most: float) -> float:
     """A header that holds a number of seconds; `most` at most. BadInput if it is none."""
     text = headers.get(name)
@@ -67,6 +77,14 @@ def traceparent_of(headers: Mapping[str, str]) -> str:
     """The caller's trace context, if it is one."""
     given = headers.get("traceparent", "")
     return given if TRACEPARENT.fullmatch(given) else ""
+
+
+def content_type_of(headers: Mapping[str, str]) -> str:
+    """The body's media type, "" for JSON. BadInput if it cannot be one."""
+    found = headers.get("Content-Type", "")
+    if not found.isascii():
+        raise BadInput("The Content-Type is not ASCII.", remedy="Send a media type, as application/json.")
+    return "" if found == JSON_TYPE else found
 
 
 def too_large(limit: int) -> InputTooLarge:

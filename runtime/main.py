@@ -135,10 +135,6 @@ async def _server(
             await functions.restore()
             guard = Guard(keyring, tasks, required=settings.auth == "always" or not local)
             admin = Admin(functions, metrics, local=local)
-            gateway = Gateway(
-                functions, metrics,
-                max_body_bytes=settings.max_body_bytes, body_timeout_s=settings.body_timeout_s,
-            )  # fmt: skip
             access = AccessControl(keyring, vault, functions)
             async with _jobs(state, functions, tasks, settings) as (jobs, sources):
                 queue = QueueApi(
@@ -146,6 +142,10 @@ async def _server(
                     max_body_bytes=settings.max_body_bytes, body_timeout_s=settings.body_timeout_s,
                 )  # fmt: skip
                 others = _others(functions, jobs, metrics, settings)
+                gateway = Gateway(
+                    functions, metrics, queue.later,
+                    max_body_bytes=settings.max_body_bytes, body_timeout_s=settings.body_timeout_s,
+                )  # fmt: skip
                 routes = [*gateway.routes(), *admin.routes(), *access.routes(), *queue.routes(), *others]
                 with door(state) as own:
                     async with _http([sock, own], routes, guard, settings.header_timeout_s):

@@ -12,6 +12,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import BadInput, InputInvalid
+from .intake import dump_json
 from .jobs import message
 from .jobs.job import EVENTS, Job, State
 
@@ -50,10 +51,7 @@ class Order(BaseModel):
 
     def input_json(self) -> bytes:
         """The handler's event."""
-        try:
-            return orjson.dumps(self.input)
-        except orjson.JSONEncodeError as error:  # it reads deeper than it writes
-            raise BadInput(f"The input cannot be taken: {error}.", remedy="Nest it less deeply.") from None
+        return dump_json(self.input)
 
 
 def parse(body: bytes) -> Order:

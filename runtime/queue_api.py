@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 import orjson
@@ -19,7 +20,7 @@ from . import cloudevents, events_api
 from .access.caller import caller_of
 from .functions import Functions, Live
 from .gateway import error_response
-from .intake import read_body, request_id_of, traceparent_of
+from .intake import content_type_of, dump_json, read_body, request_id_of, traceparent_of
 from .jobs import message
 from .jobs.job import BATCH_PRIORITY, LOW_PRIORITY, Job, NewJob, State, Webhook
 from .jobs.jobs import Jobs
@@ -104,6 +105,25 @@ class QueueApi:
         job, replayed = await self._submit(request, live, body)
         job = await self._jobs.wait(job.function, job.id, wait_s)
         return _json(shown(job), job, replayed)
+
+    async def later(self, request: web.Request) -> web.StreamResponse:
+        """`Prefer: respond-async` on /invoke: the bare body becomes a job. 202, and where to look."""
+        try:
+            live = self._live(request)
+            body = await self._body(request, live, ASYNC_BODY_BYTES)
+            kind = content_type_of(request.headers)
+            order = new_job(
+                live, Order(input=None), owner=caller_of(request).owner, key=_key(request), headers=request
+            )
+            bare = replace(order, input=body, content_type=kind)
+            job, replayed = await self._jobs.submit(bare)
+        except PilotlightError as error:
+            return error_response(error, request_id_of(request.headers))
+        response = _json({"id": job.id, "status": str(job.state)}, job, replayed)
+        response.set_status(202)
+        response.headers["Location"] = f"/v2/{job.function}/status/{job.id}"
+        response.headers["Preference-Applied"] = "respond-async"
+        return response
 
     async def status(self, request: web.Request) -> web.StreamResponse:
         return _json(shown(await self._job(request)))
@@ -214,7 +234,7 @@ def new_job(live: Live, order: Order, *, owner: str, key: str, headers: web.Requ
     priority = _PRIORITIES[policy.priority] if policy.priority else int(policy.lowPriority)
     return NewJob(
         live.record.function,
-        orjson.dumps(order.input),
+        dump_json(order.input),
         execution_timeout_s=timeout_s,
         ttl_s=settings.ttl_s if policy.ttl is None else policy.ttl / 1000,
         owner=owner,

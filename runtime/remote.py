@@ -64,7 +64,7 @@ def deploy(
     if as_json:
         return display.print_json(status)
     display.warn(status["warnings"])
-    if (platform := PLATFORMS.get(status["dialect"])) is not None:
+    if (platform := PLATFORMS.get(status.get("dialect", ""))) is not None:
         display.say(f"recognised a {platform} handler: {status['entry']}")
     click.echo(
         f"{status['name']} {status['revision']} is deployed; call it: pilotlight invoke {status['name']} JSON"
@@ -312,7 +312,7 @@ def _facts(status: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _handler(status: dict[str, Any]) -> str:
-    if (platform := PLATFORMS.get(status["dialect"])) is not None:
+    if (platform := PLATFORMS.get(status.get("dialect", ""))) is not None:
         return f"{status['entry']} ({platform})"
     return str(status["settings"]["handler"])
 

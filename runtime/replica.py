@@ -174,8 +174,10 @@ class Replica:
             self._owner.on_ready(self)
         elif frame.kind == Kind.WINDOW:
             self.window = int(head["window"])
-            if "slots" in head:
+            if "slots" in head:  # its handler asked for another size: what waits may fit now
                 self._slots = int(head["slots"])
+                if self.state is State.READY:
+                    self._owner.on_free(self)
         elif frame.kind == Kind.DRAIN:
             if (
                 self.state is not State.DRAINING

@@ -85,6 +85,8 @@ class Revision:
     ) -> None:
         self.spec = spec
         self.streaming = False
+        self.aggregates = True
+        """Whether all pieces of a streamed answer are a job's output too."""
         self.policy = policy
         self.pool = Pool(
             spec, launcher, logs, tasks, self,

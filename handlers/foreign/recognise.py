@@ -136,7 +136,12 @@ def _cog_yaml(root: Path) -> Entry | None:
         found = _COG_ENTRY.search((root / "cog.yaml").read_text(encoding="utf-8"))
     except (OSError, UnicodeError):
         return None
-    if found is None or not (root / found[1]).is_file():
+    if (
+        found is None
+        or found[1].startswith("/")
+        or ".." in found[1].split("/")
+        or not (root / found[1]).is_file()
+    ):
         return None
     return Entry("cog", found[1], found[2] or _default_name("cog", _read(root / found[1])))
 

@@ -62,7 +62,7 @@ class Attempt:
             now_s=now_s, deadline_s=deadline_s, hold_until_s=deadline_s,
             content_type=job.content_type, traceparent=job.traceparent,
             streaming=revision.streaming, execution_s=job.execution_timeout_s, on_sent=self._on_sent,
-            extra={**(job.extra or {}), "job": {"id": job.id, "attempt": job.attempts + 1}},
+            extra={**(job.extra or {}), "bare": True, "job": {"id": job.id, "attempt": job.attempts + 1}},
             on_progress=self._on_progress,
         )  # fmt: skip
         self.invocation.answer.add_done_callback(self._on_sent)
@@ -99,7 +99,8 @@ class Attempt:
                 kind = "" if answer.content_type == "application/json" else answer.content_type
                 await self._finish(Outcome(State.COMPLETED, answer.payload, kind))
             else:
-                await self._finish(Outcome(State.COMPLETED, await self._aggregate()))
+                aggregate = await self._aggregate() if self._revision.aggregates else b"[]"
+                await self._finish(Outcome(State.COMPLETED, aggregate))
         finally:
             self._board.tell(self.job.id)
 

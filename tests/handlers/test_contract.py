@@ -49,6 +49,36 @@ def test_past_the_deadline_nothing_remains_and_nobody_waits() -> None:
     assert context.cancelled
 
 
+class Host:
+    """Writes down what it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[object, ...]] = []
+
+    def progress(self, channel: int, value: object) -> None:
+        self.asked.append(("progress", channel, value))
+
+    def retire(self) -> None:
+        self.asked.append(("retire",))
+
+    def resize(self, concurrency: int) -> None:
+        self.asked.append(("resize", concurrency))
+
+
+def test_what_is_asked_of_the_worker_goes_to_it_for_each_event_of_a_batch() -> None:
+    host = Host()
+    items = [Context("tone", "r1", host=host, channel=channel, extra={"n": channel}) for channel in (1, 2)]
+    for context in (items[1], Context("tone", "r1", items=items), Context("tone", "r1")):
+        context.progress({"done": 1})
+        context.retire()
+        context.resize(3)
+    words = [("progress", 2, {"done": 1}), ("retire",), ("resize", 3)]
+    both = [("progress", 1, {"done": 1}), *words[:1], ("retire",), ("retire",), ("resize", 3), ("resize", 3)]
+    assert host.asked == [*words, *both]
+    assert [dict(item.extra) for item in items] == [{"n": 1}, {"n": 2}]
+    assert dict(Context("tone", "r1").extra) == {}
+
+
 def test_a_cancellation_is_seen_at_once() -> None:
     cancellation = Cancellation()
     context = Context("tone", "r1", cancellation=cancellation)

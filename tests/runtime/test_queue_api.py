@@ -170,11 +170,12 @@ async def test_low_priority_goes_last(deploy, gate: Gate):
     await queue.run("first")
     first = await gate.next("first")
     for number in range(12):  # more than are at hand already
-        await queue.run(f"low{number}", policy={"lowPriority": True})
+        low = await queue.run(f"low{number}", policy={"lowPriority": True})
     last = await queue.run("soon")
     first.go()
     gate.open()
     await queue.ended(last)
+    await queue.ended(low)
     words = [arrival.word for arrival in gate.arrived]
     assert words.index("soon") < words.index("low11")
 
@@ -193,6 +194,16 @@ async def test_the_same_key_gives_the_same_job(deploy):
     assert (found["status"], found["output"]) == ("COMPLETED", {"twice": 6})
     error = failure(await queue.post("run", {"input": 4}, Idempotency_Key="once"))
     assert (error["status"], error["type"]) == (409, "idempotency_conflict")
+
+
+async def test_a_call_that_prefers_not_to_wait_is_a_job(deploy):
+    queue = Queue(await deploy(ECHO))
+    response = await queue.function.call(4, Prefer="respond-async", Idempotency_Key="later")
+    assert response.status_code == 202
+    assert response.headers["location"] == f"{queue.base}/status/{response.json()['id']}"
+    assert (await queue.ended(response.json()["id"]))["output"] == {"twice": 8}
+    again = await queue.function.call(4, Prefer="respond-async", Idempotency_Key="later")
+    assert again.json()["id"] == response.json()["id"]
 
 
 # -- streams

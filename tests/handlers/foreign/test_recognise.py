@@ -85,8 +85,11 @@ def test_cog_yaml_says_where_the_predictor_is(tmp_path: Path, line: str) -> None
 
 
 def test_cog_yaml_that_names_nothing_is_passed_over(tmp_path: Path) -> None:
-    folder = write(tmp_path, **{"cog.yaml": "predict: gone.py:P\n", "predict": COG})
-    assert recognise(folder) == ("cog", "predict.py", "Predictor")
+    inner = tmp_path / "inner"
+    write(tmp_path, outside=COG)
+    for line in ("gone.py:P", "../outside.py:Predictor", f"{tmp_path}/outside.py:Predictor", "[1]"):
+        folder = write(inner, **{"cog.yaml": f"predict: {line}\n", "predict": COG})
+        assert recognise(folder) == ("cog", "predict.py", "Predictor")
 
 
 @pytest.mark.parametrize(
@@ -171,7 +174,14 @@ def test_who_says_it_is_believed(tmp_path: Path, reference: str, entry: tuple[st
 
 
 def test_what_cannot_be_read_is_left_to_its_import(tmp_path: Path) -> None:
-    for content in (b"\0", b"\xff\xfe handler", b"x = " + b"(" * 5000 + b" handler", b"#" * (2 << 20)):
+    for content in (
+        b"\0",
+        b"\xff\xfe handler",
+        b"x = " + b"(" * 5000,
+        b"x = " + b"-" * 100_000 + b"1",
+        b"a" + b".a" * 100_000,
+        b"#" * (2 << 20),
+    ):
         (tmp_path / "handler.py").write_bytes(content)
         assert recognise(tmp_path) == ("pilotlight", "handler.py", "handler")
     assert recognise(tmp_path / "gone") == ("pilotlight", "handler.py", "handler")

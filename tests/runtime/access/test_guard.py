@@ -181,6 +181,20 @@ async def test_a_key_may_come_with_or_without_bearer(gateway: Gateway):
             assert response.status_code == 200, header
 
 
+async def test_a_key_may_come_as_the_session_token_of_a_signed_request(gateway: Gateway):
+    key = await made(gateway)
+    signed = {
+        "Authorization": "AWS4-HMAC-SHA256 Credential=x/20260101/us-east-1/lambda/aws4_request, Signature=0"
+    }
+    async with httpx.AsyncClient(base_url=gateway.url, headers=signed) as client:
+        for token, status in ((key["key"], 200), ("", 401), (key["key"][:-1] + "x", 401)):
+            response = await client.post("/invoke/mine", json=1, headers={"X-Amz-Security-Token": token})
+            assert response.status_code == status, token
+        # It stands for the signature, not for whatever else was sent.
+        both = {"Authorization": "Bearer pl_x", "X-Amz-Security-Token": key["key"]}
+        assert (await client.post("/invoke/mine", json=1, headers=both)).status_code == 401
+
+
 @pytest.mark.parametrize(
     ("header", "token"), [("Bearer x", "x"), ("BEARER x ", "x"), ("x", "x"), ("Basic x", "Basic x"), ("", "")]
 )

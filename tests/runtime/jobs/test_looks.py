@@ -1,0 +1,59 @@
+"""Looking for a job by its id alone: what the caller is not to know of is as if it were not there."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from pilotlight.errors import JobExpired, UnknownJob
+from pilotlight.runtime.jobs.database import Database
+from pilotlight.runtime.jobs.job import NewJob
+from pilotlight.runtime.jobs.schema import SCRIPTS
+from pilotlight.runtime.jobs.store import JobStore
+
+BOTH = ("tone", "echo")
+
+
+@pytest_asyncio.fixture
+async def store(tmp_path: Path) -> AsyncIterator[JobStore]:
+    database = Database(tmp_path / "jobs.db", SCRIPTS)
+    database.open()
+    yield JobStore(database, keep_s=10.0)
+    database.close()
+
+
+def new(**more: Any) -> NewJob:
+    return NewJob("tone", b"{}", execution_timeout_s=1.0, **{"ttl_s": 1000.0, **more})
+
+
+async def test_a_job_is_found_by_who_may_know_its_function(store: JobStore) -> None:
+    job, _ = await store.submit(new(wanted_id="mine"))
+    assert await store.find("mine", BOTH.__contains__, BOTH) == job
+    assert await store.find("mine", BOTH.__contains__, ()) == job  # of a function that is gone
+    for job_id, allowed in (("mine", ("echo",)), ("other", BOTH), ("\udcff", BOTH), ("x" * 10_000, BOTH)):
+        with pytest.raises(UnknownJob):
+            await store.find(job_id, allowed.__contains__, allowed)
+
+
+async def test_a_forgotten_job_is_told_of_to_who_might_have_known_it(store: JobStore) -> None:
+    await store.submit(new(wanted_id="mine", ttl_s=1.0), now_s=1000.0)
+    await store.expire(now_s=1002.0)
+    await store.expire(now_s=1020.0)
+    with pytest.raises(JobExpired):
+        await store.find("mine", BOTH.__contains__, BOTH)
+    with pytest.raises(UnknownJob):
+        await store.find("mine", ("echo",).__contains__, ("echo",))
+
+
+async def test_what_the_handler_is_to_find_is_kept(store: JobStore) -> None:
+    extra = {"event": {"id": "1", "source": "straße", "n": 2, "yes": True}}
+    job, _ = await store.submit(new(extra=extra))
+    assert job.extra == extra
+    assert (await store.get("tone", job.id)).extra == extra
+    (queued,) = await store.next("tone", 10)
+    assert queued.extra == extra
+    plain, _ = await store.submit(new(extra={}))
+    assert (await store.get("tone", plain.id)).extra is None is plain.extra
