@@ -77,6 +77,7 @@ FLOORS = """
 
 3   runtime.deploy runtime.fetcher runtime.launcher runtime.runner
 3   runtime.host
+3   runtime.loop_runner runtime.thread_runner
 3   runtime.worker
 3   runtime.zygote
 3   runtime.first_call
