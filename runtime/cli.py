@@ -16,10 +16,12 @@ from ..errors import GatewayUnreachable, PilotlightError
 from . import display, options
 from .access.commands import COMMANDS as ACCESS
 from .benches import COMMANDS as BENCHES
+from .jobs_commands import COMMANDS as JOBS
 from .recording import COMMANDS as RECORDING
 from .remote import COMMANDS as REMOTE_COMMANDS
 from .snapshots import snapshot
 from .transfers import COMMANDS as TRANSFERS
+from .webhooks_commands import COMMANDS as WEBHOOKS
 
 EXIT_ERROR = 1
 EXIT_USAGE = 2
@@ -249,7 +251,7 @@ def doctor(state_dir: Path | None, as_json: bool) -> None:
 
 for command in (*TRANSFERS, *BENCHES, *RECORDING):
     snapshot.add_command(command)
-for command in (*REMOTE_COMMANDS, *ACCESS, snapshot):
+for command in (*REMOTE_COMMANDS, *JOBS, *WEBHOOKS, *ACCESS, snapshot):
     cli.add_command(command)
 
 

@@ -36,6 +36,7 @@ from .settings import GatewaySettings
 from .state_dir import StateDir
 from .store import Store
 from .watch import watch
+from .webhooks_api import WebhooksApi
 from .weights import Weights
 
 KEEPALIVE_S = 75.0
@@ -141,6 +142,7 @@ async def _server(
                     max_body_bytes=settings.max_body_bytes, body_timeout_s=settings.body_timeout_s,
                 )  # fmt: skip
                 routes = [*gateway.routes(), *admin.routes(), *access.routes(), *queue.routes()]
+                routes += WebhooksApi(functions, jobs).routes()
                 with door(state) as own:
                     async with _http([sock, own], routes, guard, settings.header_timeout_s):
                         try:

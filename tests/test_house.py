@@ -91,14 +91,14 @@ FLOORS = """
 6   runtime.intake runtime.openapi runtime.watch
 6   runtime.gateway
 6   runtime.access.guard runtime.admin runtime.queue_api
-6   runtime.access.control
+6   runtime.access.control runtime.webhooks_api
 
 7   runtime.display runtime.main
 7   runtime.client runtime.doctor runtime.scaffold
 7   runtime.contents runtime.options runtime.trial
 7   runtime.access.home
 7   runtime.access.commands
-7   runtime.moves runtime.recording runtime.transfers
+7   runtime.jobs_commands runtime.moves runtime.recording runtime.transfers runtime.webhooks_commands
 7   runtime.benches runtime.remote runtime.snapshots
 7   runtime.cli
 """
