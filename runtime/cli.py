@@ -46,7 +46,7 @@ def cli() -> None:
 
     \b
     Exit codes: 0 done, 1 it failed (one paragraph on stderr says what and why), 2 the command line is
-    wrong, 3 no gateway answers, 130 interrupted.
+    wrong, 3 no gateway answers (or the job that was waited for did not complete), 130 interrupted.
     """
 
 

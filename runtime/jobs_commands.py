@@ -43,7 +43,7 @@ _JOB_IDS = click.argument("job_ids", metavar="ID...", nargs=-1, required=True)
     "ttl_s",
     type=click.FloatRange(min=0.001),
     metavar="SECONDS",
-    help="How long it may wait in the queue and run, in all.  [default: the function's ttl_s]",
+    help="How long it may wait in the queue.  [default: the function's ttl_s]",
 )
 @options.gateway
 @options.as_json
@@ -133,7 +133,9 @@ def list_jobs(*, name: str, states: tuple[str, ...], limit: int, url: str, as_js
 @options.gateway
 @options.as_json
 def get_job(*, name: str, job_id: str, output_only: bool, url: str, as_json: bool) -> None:
-    """Show one job: where it stands, its output or error, the last log lines of one that failed.
+    """Show all of one job.
+
+    Where it stands, its output or error, and of one that failed the last log lines.
 
     Exit code 0 whatever became of it; with --output-only 3 if it failed, timed out or was cancelled, and 1 if it has
     not ended.
@@ -184,9 +186,9 @@ def cancel_jobs(*, name: str, job_ids: tuple[str, ...], url: str, as_json: bool)
 @options.gateway
 @options.as_json
 def retry_jobs(*, name: str, job_ids: tuple[str, ...], url: str, as_json: bool) -> None:
-    """Put jobs that failed or timed out into the queue again, under their ids.
+    """Run jobs that failed or timed out again.
 
-    Exit code 1 if one of them could not be; the others are all the same.
+    They keep their ids. Exit code 1 if one of them could not be; the others are all the same.
 
     \b
     Example:
@@ -229,7 +231,9 @@ def purge_jobs(*, name: str, yes: bool, url: str, as_json: bool) -> None:
     "--json", "as_json", is_flag=True, help="Print each event as JSON, for programs; the last has the job."
 )
 def follow_job(*, name: str, job_id: str, url: str, as_json: bool) -> None:
-    """Print what a job yields, one JSON value a line from its first, until it has ended; or else its output then.
+    """Print what a job yields until it has ended.
+
+    One JSON value a line, from the first piece on; of a function that does not stream, the output at its end.
 
     Exit codes: 0 it completed, 3 it failed, timed out or was cancelled. Ctrl-C ends the following, not the job.
 

@@ -9,6 +9,9 @@ import click
 from . import display, options
 from .jobs.delivery import DeliveryState
 
+MAX_ERROR_CHARS = 40
+"""In a table; --json has all of it."""
+
 
 @click.group()
 def webhooks() -> None:
@@ -33,9 +36,9 @@ def webhooks() -> None:
 def list_deliveries(
     *, name: str, job_id: str, states: tuple[str, ...], limit: int, url: str, as_json: bool
 ) -> None:
-    """List deliveries of webhooks, the newest first: to whom, how often it was tried, how it was answered.
+    """List deliveries, the newest first.
 
-    One that is PENDING is tried again by itself; DEAD is one that was given up. --json has the log of its attempts.
+    To whom each goes, how often that was tried, and what the last answer was. One that is PENDING is tried again by itself; DEAD is one that was given up. --json has the log of its attempts.
 
     \b
     Examples:
@@ -59,7 +62,9 @@ def list_deliveries(
 @options.gateway
 @options.as_json
 def redeliver(*, name: str, delivery_id: str, url: str, as_json: bool) -> None:
-    """Send a delivery again now, with the same id and body, whatever became of it; on failure as often as a new one.
+    """Send a delivery again now.
+
+    It has the same id and body, whatever became of it before, and is tried as often as a new one.
 
     \b
     Example:
@@ -85,7 +90,11 @@ def _row(delivery: dict[str, Any]) -> tuple[str, ...]:
         delivery["state"],
         display.ago(delivery["created_at"]),
         str(delivery["attempts"]),
-        str(status) if status is not None else error or "-",
+        str(status) if status is not None else _short(error) or "-",
         delivery["next_at"] or "-",
         delivery["url"],
     )
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= MAX_ERROR_CHARS else f"{text[: MAX_ERROR_CHARS - 1]}…"
