@@ -41,6 +41,7 @@ from .settings import GatewaySettings
 from .state_dir import StateDir
 from .store import Store
 from .watch import watch
+from .webhooks_api import WebhooksApi
 from .weights import Weights
 
 KEEPALIVE_S = 75.0
@@ -164,12 +165,13 @@ async def _server(
 def _others(
     functions: Functions, jobs: Jobs, metrics: Metrics, settings: GatewaySettings
 ) -> list[web.RouteDef]:
-    """The same jobs and calls, as callers of Cog and Lambda and senders of CloudEvents spell them."""
+    """The same jobs and calls as callers of Cog and Lambda and senders of CloudEvents spell them; webhooks' deliveries."""
     limits = Limits(settings.max_body_bytes, settings.body_timeout_s)
     return [
         *Predictions(functions, jobs, limits).routes(),
         *LambdaApi(functions, jobs, metrics, limits).routes(),
         *EventsApi(functions).routes(),
+        *WebhooksApi(functions, jobs).routes(),
     ]
 
 

@@ -21,6 +21,7 @@ def describe(functions: Iterable[FunctionStatus]) -> dict[str, Any]:
     )
     schemas.update(status.pop("$defs", {}))
     schemas["FunctionStatus"] = status
+    schemas["Delivery"] = _delivery_schema()
     paths = _control_paths()
     for function in functions:
         paths[f"/invoke/{function.name}"] = {"post": _invoke(function)}
@@ -68,6 +69,9 @@ def _control_paths() -> dict[str, Any]:
     name = {"name": "function", "in": "path", "required": True, "schema": {"type": "string"}}
     status = {"$ref": "#/components/schemas/FunctionStatus"}
     listing = {"type": "object", "properties": {"functions": {"type": "array", "items": status}}}
+    one_delivery = {"$ref": "#/components/schemas/Delivery"}
+    deliveries = {"type": "object", "properties": {"deliveries": {"type": "array", "items": one_delivery}}}
+    delivery = {"name": "delivery", "in": "path", "required": True, "schema": {"type": "string"}}
     one = {"parameters": [name], "responses": {"200": _json("The function.", status), **_errors(404)}}
     deploy = {
         "summary": "Deploys a folder of this node, or an uploaded tar.gz: a new revision of its function.",
@@ -79,11 +83,14 @@ def _control_paths() -> dict[str, Any]:
         },
         "responses": {"201": _json("The function, live.", status), **_errors(400, 413, 415, 422)},
     }
+    webhooks = "/v1/functions/{function}/webhooks"
     workers = {"name": "workers", "in": "query", "schema": {"type": "integer", "minimum": 0, "default": 1}}
     return {
         "/v1/functions": {"get": {"responses": {"200": _json("All functions.", listing)}}, "post": deploy},
         "/v1/functions/{function}": {"get": one, "delete": {"parameters": [name], "responses": {"200": _json("Deleted.", {}), **_errors(404)}}},
         "/v1/functions/{function}/logs": {"get": {"parameters": [name], "responses": {"200": {"description": "Lines as NDJSON."}, **_errors(404)}}},
+        webhooks: {"get": {"summary": "Lists deliveries of webhooks, the newest first.", "parameters": [name, *_filters()], "responses": {"200": _json("The deliveries.", deliveries), **_errors(400, 404)}}},
+        f"{webhooks}/{{delivery}}/redeliver": {"post": {"summary": "Sends a delivery again, under its id.", "parameters": [name, delivery], "responses": {"200": _json("The delivery, pending.", one_delivery), **_errors(404)}}},
         "/v2/{function}/warmup": {"post": {"parameters": [name, workers], "responses": {"200": _json("Workers now.", {}), **_errors(400, 404)}}},
         "/healthz": {"get": {"responses": {"200": _json("Alive.", {})}}},
         "/readyz": {"get": {"responses": {"200": _json("Takes requests.", {}), "503": _json("Is shutting down.", {})}}},
@@ -114,6 +121,29 @@ def _deploy_schema() -> dict[str, Any]:
             "check": {"type": "boolean", "default": True},
         },
     }
+
+
+def _filters() -> list[dict[str, Any]]:
+    """What deliveries may be chosen by."""
+    states = {"type": "array", "items": {"enum": ["PENDING", "DELIVERED", "DEAD"]}}
+    return [
+        {"name": "job", "in": "query", "schema": {"type": "string"}},
+        {"name": "state", "in": "query", "schema": states},
+        {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "default": 100}},
+    ]
+
+
+def _delivery_schema() -> dict[str, Any]:
+    text, moment = {"type": "string"}, {"type": "string", "format": "date-time"}
+    later = {"type": ["string", "null"], "format": "date-time"}
+    count, status = {"type": "integer"}, {"type": ["integer", "null"]}
+    attempt = {"type": "object", "properties": {"at": moment, "status": status, "error": text, "ms": count}}
+    properties = {
+        "id": text, "job_id": text, "event": text, "url": text, "state": text, "attempts": count,
+        "next_at": later, "created_at": moment, "last_status": status, "last_error": text,
+        "log": {"type": "array", "items": attempt},
+    }  # fmt: skip
+    return {"type": "object", "required": list(properties), "properties": properties}
 
 
 def _error_schema() -> dict[str, Any]:

@@ -9,6 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 import orjson
@@ -249,6 +250,12 @@ def new_job(live: Live, order: Order, *, owner: str, key: str, headers: web.Requ
 def shown(job: Job) -> dict[str, Any]:
     """A job as these routes show it: `error` is text, as RunPod's callers know it; `errorDetails` has all of it."""
     found = message.status(job, time.time())
+    created = datetime.fromtimestamp(job.created_s, UTC).isoformat(timespec="milliseconds")
+    found |= {
+        "attempts": job.attempts, "retries": job.retries, "createdAt": created.replace("+00:00", "Z"),
+    }  # fmt: skip
+    if job.logs:
+        found["logs"] = job.logs
     if job.error is not None:
         found["error"], found["errorDetails"] = str(job.error.get("message", "")), dict(job.error)
     return found

@@ -257,7 +257,7 @@ class GatewaySettings(BaseModel):
         1800.0, gt=0, le=_YEAR_S, allow_inf_nan=False, description="Seconds for which a job's result is kept."
     )
     webhook_networks: tuple[str, ...] = Field(
-        (), description="Private networks that webhooks may call, as 10.0.0.0/8; by default none."
+        (), description="Private networks that webhooks may call, as 10.0.0.0/8,fd00::/8; by default none."
     )
     drain_s: float = Field(
         30.0,
@@ -281,6 +281,14 @@ class GatewaySettings(BaseModel):
         allow_inf_nan=False,
         description="Seconds a request's header may take to arrive.",
     )
+
+    @field_validator("webhook_networks", mode="before")
+    @classmethod
+    def _split(cls, networks: Any) -> Any:
+        """The environment has text only: networks with commas between them."""
+        if not isinstance(networks, str):
+            return networks
+        return tuple(network.strip() for network in networks.split(",") if network.strip())
 
     @field_validator("state_dir", "cache_dir")
     @classmethod

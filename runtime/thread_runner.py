@@ -1,5 +1,7 @@
-"""Plain handlers and generators run on threads: the event loop must hear of cancels, drains and the gateway's end whatever
-a handler does."""
+"""Plain handlers and generators run on threads.
+
+Not on the event loop, which must hear of cancels, drains and the gateway's end whatever a handler does.
+"""
 
 from __future__ import annotations
 

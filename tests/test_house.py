@@ -97,7 +97,7 @@ FLOORS = """
 6   runtime.events.pump runtime.aws_error runtime.described runtime.events_api
 6   runtime.events.sources runtime.access.guard runtime.lambda_api runtime.openapi runtime.predictions
 6   runtime.admin runtime.queue_api
-6   runtime.access.control
+6   runtime.access.control runtime.webhooks_api
 
 7   runtime.display runtime.main
 7   runtime.client runtime.doctor runtime.scaffold
@@ -106,7 +106,7 @@ FLOORS = """
 7   runtime.bulk.commands
 7   runtime.access.home
 7   runtime.access.commands
-7   runtime.moves runtime.recording runtime.transfers
+7   runtime.jobs_commands runtime.moves runtime.recording runtime.transfers runtime.webhooks_commands
 7   runtime.benches runtime.remote runtime.snapshots
 7   runtime.cli
 """
@@ -380,7 +380,7 @@ SOURCES = sorted([*modules().items(), ("__init__", ROOT / "__init__.py")])
 # Where an exception ends although it is none of Exception's: (file, function), and why.
 SWALLOWED = {
     ("runtime.events.calls", "_run"),  # handed to who waits, in another thread
-    ("runtime.runner", "_execute"),
+    ("runtime.thread_runner", "_execute"),
     ("snapshot.fetching.fetch", "_work"),
 }  # the end of a thread of the user's; there is nobody above it
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .inputs import Inputs
     from .journal import Journal
 
-EXIT_SOME_FAILED = 3
+EXIT_SOME_FAILED = 4
 IN_FLIGHT = 64
 
 
@@ -42,7 +42,7 @@ def batch(
     After Ctrl-C, kill -9 or a crash the same command goes on where it stopped; what has an answer is not run again.
 
     \b
-    Exit codes: 0 all lines have answers, 1 the batch could not go on, 3 some lines failed, 130 interrupted.
+    Exit codes: 0 all lines have answers, 1 the batch could not go on, 4 some lines failed, 130 interrupted.
 
     \b
     Examples:

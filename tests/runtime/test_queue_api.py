@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 import httpx
@@ -110,9 +111,13 @@ async def test_a_failure_is_data(deploy):
     assert found["status"] == "FAILED"
     assert "no good" in found["error"]
     assert found["errorDetails"]["type"] == "handler_failed"
+    assert found["logs"] == "the last words"
+    assert (found["attempts"], found["retries"]) == (1, 0)
+    assert datetime.fromisoformat(found["createdAt"]) <= datetime.now(UTC)
     retried = (await queue.post(f"retry/{found['id']}")).json()
     assert retried["id"] == found["id"]
-    assert (await queue.ended(found["id"]))["status"] == "FAILED"
+    found = await queue.ended(found["id"])
+    assert (found["status"], found["attempts"], found["retries"]) == ("FAILED", 2, 1)
     assert (await queue.get("health"))["jobs"]["retried"] == 1
 
 

@@ -309,6 +309,12 @@ def test_a_bad_value_in_the_environment_is_told() -> None:
         read_gateway_settings({"PILOTLIGHT_PORT": "99999"})
 
 
+def test_networks_in_the_environment_have_commas_between_them() -> None:
+    found = read_gateway_settings({"PILOTLIGHT_WEBHOOK_NETWORKS": "10.0.0.0/8, fd00::/8"})
+    assert found.webhook_networks == ("10.0.0.0/8", "fd00::/8")
+    assert read_gateway_settings({"PILOTLIGHT_WEBHOOK_NETWORKS": ""}).webhook_networks == ()
+
+
 def test_the_gateways_defaults_need_no_environment() -> None:
     assert GatewaySettings().state_dir == read_gateway_settings(dict(os.environ)).state_dir
 

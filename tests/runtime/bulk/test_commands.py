@@ -52,7 +52,7 @@ def test_every_line_in_order_and_what_fails_says_why_and_where(
     text[50], text[60] = b'1,"webhook":"http://127.0.0.1"', b'{"fail": true}'
     source.write_bytes(b"\n".join(text))
     done = pilotlight("batch", name, source, tmp_path / "out.jsonl", "--json")
-    assert done.returncode == 3, done.stderr
+    assert done.returncode == 4, done.stderr
     summary = json.loads(done.stdout)
     assert (summary["lines"], summary["failed"], summary["resumed_at"]) == (103, 2, 0)
     found = read(tmp_path / "out.jsonl")
