@@ -4,7 +4,7 @@ BIN := .venv/bin
 SOURCES := $(shell find runtime snapshot handlers templates -type f -not -name '*.pyc') $(wildcard *.py) pyproject.toml
 EXTRAS := test
 
-.PHONY: help demo test coverage lint bench bench-snapshot bench-jobs soak clean
+.PHONY: help demo test coverage lint bench bench-snapshot bench-jobs soak soak-jobs clean
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
 
@@ -56,6 +56,9 @@ bench-jobs: .venv/installed-bench ## Durable jobs: submits, status among a milli
 
 soak: .venv/wheel ## 1,000 activations in a row, and what they leave behind
 	$(BIN)/python infra/bench/soak.py --activations 1000
+
+soak-jobs: .venv/wheel ## Jobs under 500 kills of gateways, zygotes and workers; none may be lost
+	$(BIN)/python infra/bench/soak_jobs.py --kills 500
 
 clean: ## Remove the environment and what was built
 	rm -rf .venv build

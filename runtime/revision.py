@@ -103,6 +103,7 @@ class Revision:
         self._rest_until_s = 0.0
         self._proof: asyncio.Future[None] | None = None
         self._retiring = False
+        self._over = False
         self._empty = asyncio.Event()
         self._on_activation = on_activation
 
@@ -115,10 +116,17 @@ class Revision:
         """How many starts of workers have failed in a row."""
         return self._failures
 
+    @property
+    def retiring(self) -> bool:
+        """Whether it ends what runs, and takes nothing new after that."""
+        return self._retiring
+
     # -- invocations
 
     def submit(self, invocation: Invocation) -> None:
-        """Takes an invocation: to a worker if one is free, else into the queue. Raises QueueFull."""
+        """Takes an invocation: to a worker if one is free, else into the queue. Raises QueueFull, RevisionRetired."""
+        if self._over:
+            raise self._retired()
         if len(self._queue) >= self.policy.max_queue:
             raise QueueFull(
                 f"Function {self.spec.function!r} has {len(self._queue)} invocations waiting, its limit.",
@@ -188,7 +196,7 @@ class Revision:
         self._scale()
 
     def _start_clock(self, invocation: Invocation, deadline_s: float) -> None:
-        """From here on its deadline is that of its execution; until now it was that of its waiting."""
+        """From here on its deadline is that of its execution; or again that of its waiting."""
         invocation.deadline_s = deadline_s
         if invocation.timer is not None:
             invocation.timer.cancel()
@@ -298,13 +306,12 @@ class Revision:
         started_s = time.monotonic()
         self._retiring = True
         self._scale()
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._empty.wait()
-        except TimeoutError:
-            self._fail_waiting(
-                RevisionRetired(f"Revision {self.id} was stopped before this invocation could run.")
-            )
+        # From here on nobody would hand out what comes back from workers that end.
+        self._over = True
+        self._fail_waiting(self._retired())
         if self._wake is not None:
             self._wake.cancel()
         left_s = timeout_s - (time.monotonic() - started_s)
@@ -327,10 +334,23 @@ class Revision:
         self._scale()
 
     def on_returned(self, invocation: Invocation) -> None:
-        if not invocation.ended:
-            invocation.worker = ""
-            self._queue.appendleft(invocation)
+        self._put_back(invocation)
         self._pump()
+
+    def _put_back(self, invocation: Invocation) -> None:
+        """In front: it has waited longest."""
+        if invocation.ended:
+            return
+        invocation.worker = ""
+        if self._over:
+            invocation.fail(self._retired())
+            return
+        if invocation.execution_s is not None:
+            self._start_clock(invocation, invocation.hold_until_s)
+        self._queue.appendleft(invocation)
+
+    def _retired(self) -> RevisionRetired:
+        return RevisionRetired(f"Revision {self.id} was stopped before this invocation could run.")
 
     def on_start_failed(self, error: PilotlightError) -> None:
         """A worker said why it cannot start: so will the next, so those who wait for one are told."""
@@ -347,12 +367,8 @@ class Revision:
         self, replica: Replica, unstarted: list[Invocation], started: list[Invocation], cause: str
     ) -> None:
         repeated = [invocation for invocation in started if self._may_repeat(invocation, cause)]
-        for invocation in reversed(
-            [*repeated, *unstarted]
-        ):  # in front, in their order: they have waited longest
-            if not invocation.ended:
-                invocation.worker = ""
-                self._queue.appendleft(invocation)
+        for invocation in reversed([*repeated, *unstarted]):  # in their order
+            self._put_back(invocation)
         if not replica.activation.ready_s and not replica.failure_told:
             self._count_silent_failure(cause)
         self._pump()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from ...errors import (
-    ActivationFailed,
     Cancelled,
     DeadlineExceeded,
     GatewayError,
@@ -17,11 +17,12 @@ from ...errors import (
     RevisionRetired,
     WorkerDied,
 )
-from ..invocation import Invocation, Stream
+from ..invocation import Answer, Invocation, Stream
 from ..revision import Revision
-from .board import Board
 from .job import Job, Outcome, State
 from .store import JobStore
+
+T = TypeVar("T")
 
 MAX_PIECES_AT_ONCE = 64
 MAX_AGGREGATE_BYTES = 20 << 20
@@ -29,6 +30,7 @@ MAX_AGGREGATE_BYTES = 20 << 20
 BACKOFF_S = 2.0
 MAX_BACKOFF_S = 300.0
 LOG_LINES = 20
+STORE_RETRY_S = 5.0
 
 
 class Attempt:
@@ -39,22 +41,21 @@ class Attempt:
         job: Job,
         revision: Revision,
         store: JobStore,
-        board: Board,
         tasks: asyncio.TaskGroup,
+        closing: asyncio.Event,
         last_lines: Callable[[str], str],
     ) -> None:
-        """`last_lines` gives what a worker printed last."""
+        """`last_lines` gives what a worker printed last. Once `closing`, what the disk refuses is left to the next life."""
         self._tasks = tasks
         self.job = job
         self._revision = revision
         self._store = store
-        self._board = board
+        self._closing = closing
         self._last_lines = last_lines
         self._sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._fence = 0
         self._progress: bytes | None = None
         self._writing: asyncio.Task[None] | None = None
-        self._cancelled = False
         now_s, waited_s = time.monotonic(), max(0.0, time.time() - job.created_s)
         deadline_s = now_s + max(0.0, job.ttl_s - waited_s)
         self.invocation = Invocation(
@@ -68,7 +69,7 @@ class Attempt:
         self.invocation.answer.add_done_callback(self._on_sent)
 
     def submit(self) -> None:
-        """Raises QueueFull."""
+        """Raises QueueFull, RevisionRetired."""
         self._revision.submit(self.invocation)
 
     @property
@@ -78,76 +79,82 @@ class Attempt:
 
     def cancel(self) -> None:
         """The job was cancelled: the store knows already."""
-        self._cancelled = True
         self._revision.cancel(self.invocation)
 
     async def run(self) -> None:
-        """To the end of the attempt; what is raised is the store's."""
-        try:
-            if not await self._take():
-                return
-            if self.invocation.stream is not None:
-                await self._store_pieces(self.invocation.stream)
-            answer = await self.invocation.answer
-        except PilotlightError as error:
+        """To the end of the attempt. JobStoreFailed if the gateway closes before the disk took what became of it."""
+        answer = self.invocation.answer
+        await self._sent
+        went = bool(self.invocation.worker) or not answer.done()  # else it ended before a worker had it
+        if went and not (await self._take() and await self._store_pieces(self.invocation.stream)):
+            self.cancel()  # it is another's by now, or nobody's
+            return
+        await asyncio.wait([answer])  # which never raises what the answer holds
+        if answer.cancelled():
+            return
+        if (error := answer.exception()) is not None:
             await self._fail(error)
-        except asyncio.CancelledError:
-            if not self._cancelled:
-                raise
         else:
-            if self.invocation.stream is None:
-                kind = "" if answer.content_type == "application/json" else answer.content_type
-                await self._finish(Outcome(State.COMPLETED, answer.payload, kind))
-            else:
-                aggregate = await self._aggregate() if self._revision.aggregates else b"[]"
-                await self._finish(Outcome(State.COMPLETED, aggregate))
-        finally:
-            self._board.tell(self.job.id)
+            await self._complete(answer.result())
+
+    async def give_up(self, error: Exception) -> None:
+        """It broke in our own hands: nobody is to wait for it for ever."""
+        self.cancel()
+        wire = GatewayError(f"What became of the job could not be stored: {type(error).__name__}.").to_wire()
+        await self._finish(Outcome(State.FAILED, error=wire))
 
     # -- progress: the last word counts, and one is written at a time
 
     def _on_progress(self, said: bytes) -> None:
         self._progress = said
-        self._start_writing()
+        self._write_soon()
 
-    def _start_writing(self) -> None:
-        """Not before the store knows of this attempt."""
+    def _write_soon(self) -> None:
         idle = self._writing is None or self._writing.done()
-        if idle and self._fence and self._progress is not None:
+        if self._fence and self._progress is not None and idle:
             self._writing = self._tasks.create_task(self._write_progress())
 
     async def _write_progress(self) -> None:
-        with contextlib.suppress(
-            JobStoreFailed
-        ):  # its end is what must be stored, and says so if it cannot be
+        # Its end is what must be stored, and says so if it cannot be.
+        with contextlib.suppress(JobStoreFailed):
             while (said := self._progress) is not None:
                 self._progress = None
                 await self._store.set_progress(self.job.id, self._fence, said)
-                self._board.tell(self.job.id)
+
+    # -- what the store is told
 
     async def _take(self) -> bool:
-        """Wait until a worker has it, and say so; False if it is nobody's any more. Raises what kept it from that."""
-        await self._sent
-        if not self.invocation.worker and self.invocation.answer.done():
-            self.invocation.answer.result()
-        taken = await self._store.take(self.job.id, self.invocation.worker)
-        if taken is None:
-            self._revision.cancel(self.invocation)
-            return False
-        self._fence = taken.attempts
-        self._board.tell(self.job.id)
-        self._start_writing()
+        """Say that a worker has it, if that was not said yet; False if it is nobody's any more."""
+        if not self._fence:
+            taken = await self._surely(lambda: self._store.take(self.job.id, self.invocation.worker))
+            if taken is None:
+                return False
+            self._fence = taken.attempts
+            self._write_soon()
         return True
 
-    async def _store_pieces(self, stream: Stream) -> None:
+    async def _store_pieces(self, stream: Stream | None) -> bool:
+        """The pieces of a streamed answer as they come; False as `_take`."""
         number = 1
-        while (piece := await stream.get()) is not None:
+        while stream is not None and (piece := await stream.get()) is not None:
             pieces = [piece]
             while len(pieces) < MAX_PIECES_AT_ONCE and (piece := stream.get_nowait()) is not None:
                 pieces.append(piece)
-            await self._store.add_pieces(self.job.id, self._fence, number, pieces)
+            if not await self._surely(self._adding(number, pieces)):
+                return False
             number += len(pieces)
-            self._board.tell(self.job.id)
+        return True
+
+    def _adding(self, number: int, pieces: list[bytes]) -> Callable[[], Awaitable[bool]]:
+        return lambda: self._store.add_pieces(self.job.id, self._fence, number, pieces)
+
+    async def _complete(self, answer: Answer) -> None:
+        if self.invocation.stream is None:
+            kind = "" if answer.content_type == "application/json" else answer.content_type
+            await self._finish(Outcome(State.COMPLETED, answer.payload, kind))
+        else:
+            aggregate = await self._surely(self._aggregate) if self._revision.aggregates else b"[]"
+            await self._finish(Outcome(State.COMPLETED, aggregate))
 
     async def _aggregate(self) -> bytes:
         """All pieces as one list, as far as that is not too much."""
@@ -161,37 +168,51 @@ class Attempt:
                 found.append(piece)
         return b"[" + b",".join(found) + b"]"
 
-    async def _fail(self, error: PilotlightError) -> None:
+    async def _fail(self, error: BaseException) -> None:
+        if not isinstance(error, PilotlightError):
+            raise error
         wire = error.to_wire()
-        if isinstance(error, (RevisionRetired, GatewayError)):
-            await self._requeue(wire, 0.0, counted=False)
-        elif isinstance(error, (WorkerDied, ActivationFailed)):
-            delay_s = min(MAX_BACKOFF_S, BACKOFF_S * 4.0 ** (self.job.attempts))
-            await self._requeue(wire, 0.0 if isinstance(error, WorkerDied) else delay_s, counted=True)
+        if isinstance(error, Cancelled):
+            await self._finish(Outcome(State.CANCELLED, error=wire))
         elif isinstance(error, DeadlineExceeded):
             await self._finish(Outcome(State.TIMED_OUT, error=wire, logs=self._logs()))
-        elif isinstance(error, Cancelled):
-            await self._finish(Outcome(State.CANCELLED, error=wire))
+        elif isinstance(error, (RevisionRetired, GatewayError)):
+            await self._requeue(wire, counted=False)
+        elif not self.invocation.worker:  # none could start: the next one may, a little later
+            delay_s = min(MAX_BACKOFF_S, BACKOFF_S * 4.0**self.job.attempts)
+            await self._requeue(wire, delay_s)
+        elif isinstance(
+            error, WorkerDied
+        ):  # at the end of a revision those are killed that are late: not the job's fault
+            await self._requeue(wire, counted=not self._revision.retiring)
         else:
             await self._finish(Outcome(State.FAILED, error=wire, logs=self._logs()))
 
-    async def _requeue(self, error: dict[str, object], delay_s: float, *, counted: bool) -> None:
-        if not self._fence:  # it failed before a worker had it
-            if not counted:
-                return
-            taken = await self._store.take(self.job.id)
-            if taken is None:
-                return
-            self._fence = taken.attempts
-        await self._store.requeue(self.job.id, self._fence, error=error, delay_s=delay_s, counted=counted)
+    async def _requeue(self, error: dict[str, object], delay_s: float = 0.0, *, counted: bool = True) -> None:
+        if not self._fence and not counted:
+            return  # it is still queued
+        if await self._take():
+            await self._surely(
+                lambda: self._store.requeue(
+                    self.job.id, self._fence, error=error, delay_s=delay_s, counted=counted, logs=self._logs()
+                )
+            )
 
     async def _finish(self, outcome: Outcome) -> None:
-        if not self._fence:
-            taken = await self._store.take(self.job.id)
-            if taken is None:
-                return
-            self._fence = taken.attempts
-        await self._store.finish(self.job.id, self._fence, outcome)
+        if await self._take():
+            await self._surely(lambda: self._store.finish(self.job.id, self._fence, outcome))
+
+    async def _surely(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """Asks the store until the disk does not refuse: what a worker has done is not to be done again for that."""
+        while True:
+            try:
+                return await ask()
+            except JobStoreFailed:
+                if self._closing.is_set():
+                    raise
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(STORE_RETRY_S):
+                    await self._closing.wait()
 
     def _logs(self) -> str:
         return self._last_lines(self.invocation.worker)

@@ -112,6 +112,7 @@ def add_pieces(turn: Turn, job_id: str, fence: int, first_number: int, pieces: S
     if new:
         turn.connection.executemany("INSERT INTO pieces (job, number, body) VALUES (?, ?, ?)", new)
         turn.connection.execute("UPDATE jobs SET pieces = ? WHERE number = ?", (new[-1][1], row["number"]))
+        turn.changed.append(job_id)
         turn.announce(row, "output")
     return True
 
@@ -122,6 +123,7 @@ def set_progress(turn: Turn, job_id: str, fence: int, progress: bytes) -> bool:
     if row is None:
         return False
     turn.connection.execute("UPDATE jobs SET progress = ? WHERE number = ?", (progress, row["number"]))
+    turn.changed.append(job_id)
     turn.announce(row, "output")
     return True
 

@@ -12,11 +12,10 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from ...errors import GatewayError, JobStoreFailed, QueueFull, UnknownFunction
+from ...errors import GatewayError, JobStoreFailed, QueueFull, RevisionRetired, UnknownFunction
 from ..logs import LogBook
 from ..revision import Revision
-from .attempt import LOG_LINES, Attempt
-from .board import Board
+from .attempt import LOG_LINES, STORE_RETRY_S, Attempt
 from .job import Job
 from .store import JobStore
 
@@ -24,7 +23,6 @@ LEAST_AHEAD = 8
 """For each invocation that all workers can run at a time, one more is at hand when it ends; so many at least."""
 MAX_AT_ONCE = 1024
 FULL_RETRY_S = 1.0
-STORE_RETRY_S = 5.0
 
 
 class Target(Protocol):
@@ -37,22 +35,19 @@ class Target(Protocol):
 class Dispatcher:
     """Runs jobs. `target` gives a function that is live, or raises UnknownFunction or GatewayError."""
 
-    def __init__(
-        self, store: JobStore, board: Board, target: Callable[[str], Target], tasks: asyncio.TaskGroup
-    ) -> None:
+    def __init__(self, store: JobStore, target: Callable[[str], Target], tasks: asyncio.TaskGroup) -> None:
         self._store = store
-        self._board = board
         self._target = target
         self._tasks = tasks
         self._lanes: dict[str, _Lane] = {}
         self._running: dict[str, Attempt] = {}
-        self._closed = False
+        self._closing = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
 
     def wake(self, function: str) -> None:
         """There may be something to do for a function."""
-        if self._closed:
+        if self._closing.is_set():
             return
         lane = self._lanes.get(function)
         if lane is None:
@@ -73,7 +68,7 @@ class Dispatcher:
 
     def stop(self) -> None:
         """Takes nothing more from the store."""
-        self._closed = True
+        self._closing.set()
         for lane in self._lanes.values():
             lane.news.set()
 
@@ -86,7 +81,7 @@ class Dispatcher:
     async def _serve(self, function: str, lane: _Lane) -> None:
         loop = asyncio.get_running_loop()
         try:
-            while not self._closed:
+            while not self._closing.is_set():
                 lane.news.clear()
                 again_s = await self._fill(function, lane)
                 if again_s is None and not lane.running and not lane.news.is_set():
@@ -102,28 +97,38 @@ class Dispatcher:
     async def _fill(self, function: str, lane: _Lane) -> float | None:
         """Submit what the revision can hold; in how many seconds to look again, None: when woken."""
         try:
-            target = self._target(function)
-            scale = target.revision.policy.scale
-            at_once = scale.max * scale.concurrency
-            room = min(MAX_AT_ONCE, at_once + max(at_once, LEAST_AHEAD)) - lane.unanswered
-            room = min(room, MAX_AT_ONCE - len(lane.running))
+            room = self._room(function, lane)
             if room <= 0:
                 return None
-            jobs = await self._store.next(function, room + len(lane.running))
-            for job in [job for job in jobs if job.id not in lane.running][:room]:
-                self._start(function, lane, job, target)
-            due_s = await self._store.next_due(function)
+            lane.ended.clear()
+            now_s = time.time()
+            jobs = await self._store.next(function, room + len(lane.running), now_s=now_s)
+            # Those that were due by then are in `jobs`; what waits for another moment is seen at that moment.
+            due_s = await self._store.next_due(function, after_s=now_s)
+            # What ended meanwhile was perhaps seen as it stood before: its end has woken us, to look again.
+            passed = lane.running.keys() | lane.ended
+            for job in [job for job in jobs if job.id not in passed][:room]:
+                self._start(function, lane, job)
         except (UnknownFunction, GatewayError):
             return None  # deleted, or going down: whoever brings it back wakes us
-        except QueueFull:
+        except (QueueFull, RevisionRetired):
             return FULL_RETRY_S
         except JobStoreFailed:
             return STORE_RETRY_S
-        return None if due_s is None or due_s <= time.time() else due_s - time.time()
+        return None if due_s is None else max(0.0, due_s - time.time())
 
-    def _start(self, function: str, lane: _Lane, job: Job, target: Target) -> None:
+    def _room(self, function: str, lane: _Lane) -> int:
+        scale = self._target(function).revision.policy.scale
+        at_once = scale.max * scale.concurrency
+        room = min(MAX_AT_ONCE, at_once + max(at_once, LEAST_AHEAD)) - lane.unanswered
+        return min(room, MAX_AT_ONCE - len(lane.running))
+
+    def _start(self, function: str, lane: _Lane, job: Job) -> None:
+        if self._closing.is_set():
+            return
+        target = self._target(function)  # as it is now: it may have been replaced since we asked the store
         attempt = Attempt(
-            job, target.revision, self._store, self._board, self._tasks,
+            job, target.revision, self._store, self._tasks, self._closing,
             lambda worker: _tail(target.logs, worker),
         )  # fmt: skip
         attempt.submit()
@@ -136,17 +141,31 @@ class Dispatcher:
     async def _run(self, function: str, lane: _Lane, attempt: Attempt) -> None:
         job_id = attempt.job.id
         try:
-            await attempt.run()
+            await self._see_through(function, attempt)
         except JobStoreFailed as error:
-            # Said where its owner looks. The job stays in progress until the gateway starts again, and is run then.
-            with contextlib.suppress(UnknownFunction, GatewayError):
-                self._target(function).logs.write("gateway", f"job {job_id}: {error.message}")
+            # The job stays in progress until the gateway starts again, and is run then.
+            self._say(function, f"job {job_id}: {error.message}")
         finally:
             lane.running.pop(job_id, None)
+            lane.ended.add(job_id)
             self._running.pop(job_id, None)
             if not self._running:
                 self._idle.set()
             lane.news.set()
+
+    async def _see_through(self, function: str, attempt: Attempt) -> None:
+        try:
+            await attempt.run()
+        except JobStoreFailed:
+            raise
+        except Exception as error:  # noqa: BLE001  what is wrong with one job must not end the gateway, and all others
+            self._say(function, f"job {attempt.job.id} was given up: {type(error).__name__}: {error}")
+            await attempt.give_up(error)
+
+    def _say(self, function: str, text: str) -> None:
+        """Said where its owner looks."""
+        with contextlib.suppress(UnknownFunction, GatewayError):
+            self._target(function).logs.write("gateway", text)
 
 
 class _Lane:
@@ -155,6 +174,8 @@ class _Lane:
     def __init__(self) -> None:
         self.news = asyncio.Event()
         self.running: dict[str, Attempt] = {}
+        self.ended: set[str] = set()
+        """Since the store was asked last."""
 
     @property
     def unanswered(self) -> int:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...errors import JobStoreFailed
+from ...errors import JobExpired, JobStoreFailed, UnknownJob
 from . import outbox
 from .addresses import AddressPolicy
 from .board import Board
@@ -51,9 +51,9 @@ class Jobs:
         self.board = Board()
         self.store = JobStore(
             self._database, keep_s=settings.keep_s,
-            tell=outbox.add, wake=self._wake, told=self._wake_courier,
+            tell=outbox.add, wake=self._wake, told=self._wake_courier, changed=self.board.tell,
         )  # fmt: skip
-        self._dispatcher = Dispatcher(self.store, self.board, target, tasks)
+        self._dispatcher = Dispatcher(self.store, target, tasks)
         self._courier: Courier | None = None
         self._keeping: asyncio.Task[None] | None = None
         self._due_s = 0.0
@@ -137,14 +137,11 @@ class Jobs:
         """The job, CANCELLED unless it had ended."""
         job, _ = await self.store.cancel(function, job_id)
         self._dispatcher.cancel(job_id)
-        self.board.tell(job_id)
         return job
 
     async def retry(self, function: str, job_id: str) -> Job:
         """Queues a job that FAILED or TIMED_OUT again, under its id. JobConflict for any other."""
-        job = await self.store.retry(function, job_id)
-        self.board.tell(job_id)
-        return job
+        return await self.store.retry(function, job_id)
 
     async def purge(self, function: str) -> int:
         """Cancels all that wait; how many."""
@@ -165,11 +162,13 @@ class Jobs:
         self._tasks.create_task(self._forget(function))
 
     async def _forget(self, function: str) -> None:
-        with contextlib.suppress(
-            JobStoreFailed
-        ):  # then they wait for a function of this name until their ttl ends
+        # If the store fails, they wait for a function of this name until their ttl ends.
+        with contextlib.suppress(JobStoreFailed):
             for job_id in await self.store.forget(function):
-                await self.cancel(function, job_id)
+                with contextlib.suppress(
+                    UnknownJob, JobExpired
+                ):  # it has ended meanwhile, and was not kept for long
+                    await self.cancel(function, job_id)
 
     def wake(self, function: str) -> None:
         """The function is live (again): what waits for it may run."""

@@ -58,9 +58,11 @@ def due(connection: sqlite3.Connection, function: str, limit: int, now_s: float)
     return rows.jobs(found[:limit])
 
 
-def next_due(connection: sqlite3.Connection, function: str) -> float | None:
-    query = "SELECT min(due_s) FROM jobs WHERE function = ? AND state = 'IN_QUEUE' AND due_s > 0"
-    due_s: float | None = connection.execute(query, (function,)).fetchone()[0]
+def next_due(connection: sqlite3.Connection, function: str, after_s: float) -> float | None:
+    query = (
+        "SELECT min(due_s) FROM jobs WHERE function = ? AND state = 'IN_QUEUE' AND due_s > 0 AND due_s > ?"
+    )
+    due_s: float | None = connection.execute(query, (function, after_s)).fetchone()[0]
     return due_s
 
 

@@ -26,7 +26,8 @@ class JobStore:
 
     `tell` is called within the transaction of an event that a job's webhook asked for, in the writer's thread; `told`
     once such a transaction is on the disk. `wake(function)` is called when something may be taken, or has got another
-    time at which it may. Both come on the event loop, also if the caller was cancelled while it waited.
+    time at which it may; `changed(job id)` for each job that has another state, another piece or another progress, whoever
+    brought that about. They come on the event loop, also if the caller was cancelled while it waited.
     """
 
     def __init__(
@@ -37,12 +38,14 @@ class JobStore:
         tell: Tell = _nobody,
         wake: Callable[[str], None] = _nobody,
         told: Callable[[], None] = _nobody,
+        changed: Callable[[str], None] = _nobody,
     ) -> None:
         self._database = database
         self._keep_s = keep_s
         self._tell = tell
         self._wake = wake
         self._told = told
+        self._changed = changed
 
     async def recover(self, *, now_s: float | None = None) -> int:
         """At the start: what ran when the gateway died is queued again, or FAILED after its last attempt; how many."""
@@ -147,9 +150,12 @@ class JobStore:
         now_s = time.time() if now_s is None else now_s
         return await self._database.read(partial(looks.due, function=function, limit=limit, now_s=now_s))
 
-    async def next_due(self, function: str) -> float | None:
-        """When the first of the queued jobs that must wait may be taken; past if it may be now. None if none waits."""
-        return await self._database.read(partial(looks.next_due, function=function))
+    async def next_due(self, function: str, *, after_s: float = 0.0) -> float | None:
+        """When the first of the queued jobs that must wait may be taken; past if it may be now. None if none waits.
+
+        With `after_s`, of those that may be taken after that.
+        """
+        return await self._database.read(partial(looks.next_due, function=function, after_s=after_s))
 
     async def pieces(self, job_id: str, after: int, limit: int) -> list[tuple[int, bytes]]:
         """(number, piece) of a streamed answer, those with numbers above `after`."""
@@ -179,6 +185,8 @@ class JobStore:
         def committed() -> None:
             for function in sorted(turns[-1].wakes):
                 self._wake(function)
+            for job_id in turns[-1].changed:
+                self._changed(job_id)
             if turns[-1].told:
                 self._told()
 

@@ -18,9 +18,11 @@ Tell = Callable[[sqlite3.Connection, Job, str, float], object]
 
 
 class Turn:
-    """`wakes` and `told` say who is to be woken once it is on the disk: functions, and those who tell webhooks."""
+    """`wakes`, `told` and `changed` say who is to be woken once it is on the disk: functions, those who tell webhooks,
+    those who wait for news of these jobs.
+    """
 
-    __slots__ = ("connection", "keep_s", "now_s", "tell", "told", "wakes")
+    __slots__ = ("changed", "connection", "keep_s", "now_s", "tell", "told", "wakes")
 
     def __init__(self, connection: sqlite3.Connection, now_s: float, keep_s: float, tell: Tell) -> None:
         self.connection = connection
@@ -29,6 +31,7 @@ class Turn:
         self.tell = tell
         self.wakes: set[str] = set()
         self.told = False
+        self.changed: list[str] = []
 
     def row_of(self, function: str, job_id: str) -> sqlite3.Row:
         """A function's job; UnknownJob, or JobExpired if it was forgotten."""
@@ -60,6 +63,7 @@ class Turn:
         )
         if changed.rowcount != 1:
             raise JobConflict(f"Job {row['id']} is no longer {was} in its attempt {row['attempts']}.")
+        self.changed.append(row["id"])
         counters.moved(self.connection, row["function"], was, to, retried=retried)
         if to is State.IN_QUEUE:
             self._clear(row)

@@ -183,7 +183,7 @@ def test_an_event_that_is_none_is_explained(pilotlight: Run, does: str, event: s
 def test_settings_of_a_job_arrive(pilotlight: Run, does: str, fifo: Path):
     """While one runs: of those that wait, the low one comes last, and one runs out of time."""
     running = pilotlight("run", does, json.dumps({"wait": str(fifo)})).stdout.strip()
-    low = [pilotlight("run", does, f'"low{n}"', "--low-priority").stdout.strip() for n in range(4)]
+    low = [pilotlight("run", does, f'"low{n}"', "--low-priority").stdout.strip() for n in range(12)]
     late = pilotlight("run", does, '"late"', "--ttl", "0.05").stdout.strip()
     soon = pilotlight("run", does, '"soon"').stdout.strip()
     failed(pilotlight("jobs", "follow", does, late), 4, "TIMED_OUT")
@@ -194,7 +194,7 @@ def test_settings_of_a_job_arrive(pilotlight: Run, does: str, fifo: Path):
     }
     assert {job["status"] for job in ended.values()} == {"COMPLETED"}
     lines = [line["text"] for line in map(json.loads, pilotlight("logs", does, "--json").stdout.splitlines())]
-    assert lines.index("doing soon") < lines.index("doing low3")
+    assert lines.index("doing soon") < lines.index("doing low11")
 
 
 # -- jobs
@@ -235,7 +235,7 @@ def test_a_job_is_shown_whole(pilotlight: Run, does: str):
         assert text in shown.stdout, shown.stdout
     found = json.loads(pilotlight("jobs", "get", does, job, "--json").stdout)
     assert "doing {'fail': 'shown'}" in found["logs"]
-    failed(pilotlight("jobs", "get", does, job, "--output-only"), 3, job, "FAILED", "shown")
+    failed(pilotlight("jobs", "get", does, job, "--output-only"), 4, job, "FAILED", "shown")
     done = json.loads(pilotlight("run", does, '{"deep": [1]}', "--wait", "--json").stdout)["id"]
     assert pilotlight("jobs", "get", does, done, "--output-only").stdout == '{"deep": [1]}\n'
     assert '\noutput:\n{"deep": [1]}\n' in pilotlight("jobs", "get", does, done).stdout

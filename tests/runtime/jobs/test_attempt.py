@@ -1,0 +1,206 @@
+"""Attempts under faults: a disk that refuses, a job that is another's by now, a worker that cannot start, a shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from live import LIMIT_S, Function, Gate, Gateway, gateway_here, until
+from pilotlight.errors import JobStoreFailed, RevisionRetired
+from pilotlight.runtime.invocation import Invocation
+from pilotlight.runtime.jobs import attempt
+from pilotlight.runtime.jobs.job import Outcome, State
+from pilotlight.runtime.jobs.store import JobStore
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+WAITS = "import gate\ndef handler(event):\n    gate.wait('at work')\n    return event\n"
+STREAMS = """
+import gate, time
+def handler(event):
+    gate.say("at work")
+    try:
+        while True:
+            yield 1
+            time.sleep(0.001)
+    finally:
+        gate.say("stopped")
+"""
+SETS_UP = """
+import pathlib
+def setup():
+    file = pathlib.Path(__file__).with_name("starts")
+    starts = len(file.read_text()) if file.exists() else 0
+    file.write_text("x" * (starts + 1))
+    if starts < %d:
+        raise RuntimeError("not yet")
+def handler(event):
+    return event
+"""
+
+
+@pytest.fixture
+def store(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> JobStore:
+    """The gateway's, which is asked again without delay when it refuses."""
+    monkeypatch.setattr(attempt, "STORE_RETRY_S", 0.001)
+    monkeypatch.setattr(attempt, "BACKOFF_S", 0.001)
+    assert gateway.server is not None
+    return gateway.server.jobs.store
+
+
+async def run(function: Function, event: Any = None, **more: Any) -> str:
+    response = await function.client.post(f"/v2/{function.name}/run", json={"input": event, **more})
+    assert response.status_code == 200, response.text
+    return str(response.json()["id"])
+
+
+async def ended(function: Function, job: str) -> dict[str, Any]:
+    return await seen(function, job, lambda found: found["status"] not in ("IN_QUEUE", "IN_PROGRESS"))
+
+
+async def seen(function: Function, job: str, holds: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+
+    async def so() -> bool:
+        found.clear()
+        found.update((await function.client.get(f"/v2/{function.name}/status/{job}")).json())
+        return bool(holds(found))
+
+    await until(so, f"{job} as wanted: {found}")
+    return found
+
+
+def refusing(
+    real: Callable[..., Awaitable[Any]], error: Exception, times: int
+) -> Callable[..., Awaitable[Any]]:
+    left = [error] * times
+
+    async def asked(*args: Any, **more: Any) -> Any:
+        if left:
+            raise left.pop()
+        return await real(*args, **more)
+
+    return asked
+
+
+@pytest.mark.parametrize("what", ["take", "finish"])
+async def test_what_the_disk_refuses_is_written_later_and_nothing_runs_twice(
+    deploy, gate: Gate, store: JobStore, monkeypatch: pytest.MonkeyPatch, what: str
+):
+    function = await deploy(WAITS, gate=gate)
+    gate.open()
+    monkeypatch.setattr(store, what, refusing(getattr(store, what), JobStoreFailed("The disk is full."), 3))
+    job = await run(function, 7)
+    assert (await ended(function, job))["output"] == 7
+    assert len(gate.arrived) == 1
+
+
+async def test_what_breaks_in_our_own_hands_ends_the_job_and_not_the_gateway(
+    deploy, store: JobStore, monkeypatch: pytest.MonkeyPatch
+):
+    function = await deploy("def handler(event):\n    return event\n")
+    monkeypatch.setattr(store, "finish", refusing(store.finish, TypeError("no text"), 1))
+    found = await ended(function, await run(function, 1))
+    assert (found["status"], found["errorDetails"]["type"]) == ("FAILED", "gateway_error")
+    assert (await ended(function, await run(function, 2)))["output"] == 2
+
+
+async def test_a_stream_of_a_job_that_is_no_longer_its_own_is_stopped(deploy, gate: Gate, store: JobStore):
+    function = await deploy(STREAMS, gate=gate)
+    job = await run(function)
+    await gate.next("at work")
+    await seen(function, job, lambda found: found.get("pieces"))
+    assert await store.finish(job, 1, Outcome(State.CANCELLED)) is not None  # past the dispatcher
+    await gate.next("stopped")
+    assert (await ended(function, job))["status"] == "CANCELLED"
+
+
+async def test_progress_said_before_the_job_is_taken_is_shown(
+    deploy, gate: Gate, store: JobStore, monkeypatch: pytest.MonkeyPatch
+):
+    source = "import gate\ndef handler(event, context):\n    context.progress(5)\n    gate.wait('at work')\n"
+    function = await deploy(source, gate=gate)
+    real, said = store.take, asyncio.Event()
+
+    async def late(*args: Any) -> Any:
+        await said.wait()
+        return await real(*args)
+
+    monkeypatch.setattr(store, "take", late)
+    job = await run(function)
+    await gate.next("at work")
+    said.set()
+    await seen(function, job, lambda found: found.get("output") == 5)
+    gate.open()
+    await ended(function, job)
+
+
+@pytest.mark.parametrize(("failures", "status"), [(1, "COMPLETED"), (9, "FAILED")])
+async def test_a_worker_that_cannot_start_costs_an_attempt(
+    deploy, store: JobStore, failures: int, status: str
+):
+    function = await deploy(SETS_UP % failures, {"attempts": 2}, check=False)
+    job = await run(function, 3)
+    found = await ended(function, job)
+    assert found["status"] == status
+    assert (await store.get(function.name, job)).attempts == 2
+    if status == "FAILED":
+        assert found["errorDetails"]["type"] == "handler_setup_failed"
+
+
+async def test_who_waits_for_a_job_is_told_whoever_ends_it(deploy, gate: Gate):
+    function = await deploy(WAITS, {"scale.max": 1}, gate=gate)
+    await run(function)
+    await gate.next("at work")
+    waiting = [
+        asyncio.create_task(
+            function.client.post(f"/v2/{function.name}/runsync?wait=300000", json={"input": n})
+        )
+        for n in range(14)
+    ]
+    async with asyncio.timeout(LIMIT_S):
+        while (await function.client.get(f"/v2/{function.name}/health")).json()["jobs"]["inQueue"] < 14:
+            await asyncio.sleep(0.005)
+        await function.client.post(f"/v2/{function.name}/purge-queue")
+        answers = await asyncio.gather(*waiting)
+    assert {answer.json()["status"] for answer in answers} == {"CANCELLED"}
+
+
+async def test_a_revision_that_is_over_holds_nothing_back(deploy, gateway: Gateway):
+    function = await deploy("def handler(event):\n    return event\n")
+    assert gateway.server is not None
+    revision = gateway.server.functions.live(function.name)
+    await revision.retire(0.0)
+    moment_s = time.monotonic()
+    late = Invocation("late", b"1", now_s=moment_s, deadline_s=moment_s + 60, hold_until_s=moment_s + 60)
+    with pytest.raises(RevisionRetired):
+        revision.submit(late)
+    revision.on_returned(late)  # a worker that ended gave it back
+    with pytest.raises(RevisionRetired):
+        await late.answer
+
+
+async def test_what_comes_back_from_a_worker_waits_again_as_long_as_it_may(deploy, gateway: Gateway):
+    function = await deploy("def handler(event):\n    return event\n")
+    assert gateway.server is not None
+    moment_s = time.monotonic()
+    back = Invocation(
+        "back", b"1", now_s=moment_s, deadline_s=moment_s, hold_until_s=moment_s + 60, execution_s=30.0
+    )
+    gateway.server.functions.live(function.name).on_returned(back)
+    assert back.deadline_s == back.hold_until_s  # none is ready yet
+    assert (await back.answer).payload == b"1"
+
+
+async def test_a_shutdown_that_cuts_a_job_off_costs_no_attempt(state, gate: Gate):
+    async with gateway_here(state, drain_s=0.0) as gateway:
+        function = await gateway.deploy(WAITS, {"attempts": 1}, gate=gate)
+        job = await run(function, 4)
+        await gate.next("at work")
+        await seen(function, job, lambda found: found["status"] == "IN_PROGRESS")
+    gate.open()
+    async with gateway_here(state) as gateway:
+        assert (await ended(gateway.function(function.name), job))["output"] == 4
