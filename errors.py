@@ -53,6 +53,8 @@
     │   ├── UnknownKey                  no API key with this id
     │   └── UnknownSecret               the function has no secret of this name
     ├── UnsupportedMedia            the body's media type is not one that this route takes
+    ├── UnknownRoute                nothing answers at this path
+    ├── MethodNotAllowed            something answers at this path, but not to this method
     ├── UnknownFunction             no such function
     ├── LinkError                   the connection between gateway and worker broke its rules or its peer
     ├── LauncherError               a zygote could not be started
@@ -360,6 +362,16 @@ class UnknownSecret(AccessError):
 class UnsupportedMedia(PilotlightError):
     code = "unsupported_media"
     status = 415
+
+
+class UnknownRoute(PilotlightError):
+    code = "unknown_route"
+    status = 404
+
+
+class MethodNotAllowed(PilotlightError):
+    code = "method_not_allowed"
+    status = 405
 
 
 class UnknownFunction(PilotlightError):

@@ -23,6 +23,7 @@ from .access.guard import Guard
 from .access.keyring import Keyring
 from .access.vault import Vault
 from .admin import MAX_ARCHIVE_BYTES, Admin
+from .connection import Connection
 from .deploy import Order
 from .events.sources import Sources
 from .events_api import EventsApi
@@ -40,6 +41,7 @@ from .queue_api import QueueApi
 from .settings import GatewaySettings
 from .state_dir import StateDir
 from .store import Store
+from .unrouted import unrouted
 from .watch import watch
 from .webhooks_api import WebhooksApi
 from .weights import Weights
@@ -213,11 +215,9 @@ async def _close(functions: Functions, sources: Sources) -> None:
 async def _http(
     socks: list[socket.socket], routes: list[web.RouteDef], guard: Guard, header_timeout_s: float
 ) -> AsyncIterator[None]:
-    app = web.Application(client_max_size=MAX_ARCHIVE_BYTES, middlewares=[guard.middleware])
+    app = web.Application(client_max_size=MAX_ARCHIVE_BYTES, middlewares=[unrouted, guard.middleware])
     app.add_routes(routes)
-    runner = web.AppRunner(
-        app, access_log=None, handler_cancellation=True, keepalive_timeout=KEEPALIVE_S, shutdown_timeout=1.0
-    )
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
     await runner.setup()
     loop = asyncio.get_running_loop()
     accept = _accepting(runner, header_timeout_s)
@@ -233,23 +233,14 @@ async def _http(
 
 
 def _accepting(runner: web.AppRunner, header_timeout_s: float) -> Callable[[], asyncio.Protocol]:
-    """Makes a protocol for each connection, and hangs up on one that sends no request in time."""
-    loop = asyncio.get_running_loop()
+    """Makes a protocol for each connection."""
 
     def accept() -> asyncio.Protocol:
         if runner.server is None:
             raise GatewayError("The gateway is shutting down.")
-        connection = runner.server()
-        loop.call_later(header_timeout_s, _hang_up_if_silent, connection)
-        return connection
+        return Connection(runner.server, header_timeout_s=header_timeout_s, keepalive_s=KEEPALIVE_S)
 
     return accept
-
-
-def _hang_up_if_silent(connection: web.RequestHandler) -> None:
-    # aiohttp has no time limit for a request's header, and no public way to ask whether one has come.
-    if connection._request_count == 0:  # noqa: SLF001
-        connection.force_close()
 
 
 def _bind(settings: GatewaySettings) -> socket.socket:

@@ -191,7 +191,7 @@ class QueueApi:
 
     async def _events(self, request: web.Request, job: Job) -> web.StreamResponse:
         last = request.headers.get("Last-Event-ID", "0")
-        after = int(last) if last.isdecimal() and len(last) < 10 else 0
+        after = int(last) if last.isascii() and last.isdecimal() and len(last) < 10 else 0
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
         )

@@ -92,11 +92,14 @@ FLOORS = """
 5   runtime.jobs.dispatch
 5   runtime.jobs.jobs
 
-6   runtime.cloudevents runtime.intake runtime.watch
+6   runtime.cloudevents runtime.connection runtime.intake runtime.watch
 6   runtime.events.body runtime.gateway runtime.prediction
 6   runtime.events.pump runtime.aws_error runtime.described runtime.events_api
-6   runtime.events.sources runtime.access.guard runtime.lambda_api runtime.openapi runtime.predictions
-6   runtime.admin runtime.queue_api
+6   runtime.events.sources runtime.access.guard runtime.lambda_api runtime.predictions runtime.unrouted
+6   runtime.queue_api
+6   runtime.described_queue runtime.described_webhooks
+6   runtime.openapi
+6   runtime.admin
 6   runtime.access.control runtime.webhooks_api
 
 7   runtime.display runtime.main
