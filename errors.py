@@ -44,6 +44,8 @@
     │   ├── WebhookRefused              the address of a webhook may not be called
     │   ├── UnknownDelivery             no such delivery of a webhook, or not this function's
     │   └── JobStoreFailed              the database of jobs cannot be written or read
+    ├── BusFailed                   a queue of messages, or where its answers go, could not be asked
+    ├── BatchFailed                 many lines for one function: where they come from, or go to, will not do
     ├── AccessError                 who asks
     │   ├── Unauthorized                no API key, or one that is not known
     │   ├── Forbidden                   the key's scopes or functions do not cover it
@@ -51,6 +53,8 @@
     │   ├── UnknownKey                  no API key with this id
     │   └── UnknownSecret               the function has no secret of this name
     ├── UnsupportedMedia            the body's media type is not one that this route takes
+    ├── UnknownRoute                nothing answers at this path
+    ├── MethodNotAllowed            something answers at this path, but not to this method
     ├── UnknownFunction             no such function
     ├── LinkError                   the connection between gateway and worker broke its rules or its peer
     ├── LauncherError               a zygote could not be started
@@ -316,6 +320,16 @@ class JobStoreFailed(JobError):
     status = 503
 
 
+class BusFailed(PilotlightError):
+    code = "bus_failed"
+    status = 502
+
+
+class BatchFailed(PilotlightError):
+    code = "batch_failed"
+    status = 422
+
+
 class AccessError(PilotlightError):
     code = "access_error"
     status = 403
@@ -348,6 +362,16 @@ class UnknownSecret(AccessError):
 class UnsupportedMedia(PilotlightError):
     code = "unsupported_media"
     status = 415
+
+
+class UnknownRoute(PilotlightError):
+    code = "unknown_route"
+    status = 404
+
+
+class MethodNotAllowed(PilotlightError):
+    code = "method_not_allowed"
+    status = 405
 
 
 class UnknownFunction(PilotlightError):

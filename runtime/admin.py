@@ -11,16 +11,18 @@ import orjson
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..errors import BadInput, CodeError, InputTooLarge, PilotlightError, SettingsError
+from ..errors import BadInput, CodeError, InputTooLarge, PilotlightError, SettingsError, UnsupportedMedia
 from .access.caller import caller_of
 from .deploy import Order
 from .functions import Functions, FunctionStatus
 from .gateway import error_response
+from .intake import read_body, request_id_of
 from .metrics import Metrics
-from .openapi import describe
+from .openapi import MAX_LOG_LINES, describe
 
 MAX_ARCHIVE_BYTES = 256 << 20
-MAX_LOG_LINES = 10_000
+UPLOAD_TIMEOUT_S = 600.0
+MAX_DIGITS = 9
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Route = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -135,7 +137,10 @@ class Admin:
                 install=_flag(request, "install"), check=_flag(request, "check", default=True),
             )  # fmt: skip
         if request.content_type != "application/json":
-            raise web.HTTPUnsupportedMediaType
+            raise UnsupportedMedia(
+                f"A deploy cannot be {request.content_type[:64]!r}.",
+                remedy='Send {"path": "/folder"} as application/json, or a tar.gz as application/gzip.',
+            )
         try:
             order = DeployRequest.model_validate_json(await _body(request))
         except ValidationError as error:
@@ -160,15 +165,15 @@ def typed(route: Route) -> Route:
         try:
             return await route(request)
         except PilotlightError as error:
-            return error_response(error)
+            return error_response(error, request_id_of(request.headers))
 
     return answer
 
 
 async def _body(request: web.Request) -> bytes:
     try:
-        return await request.read()
-    except web.HTTPRequestEntityTooLarge:
+        return await read_body(request, MAX_ARCHIVE_BYTES, UPLOAD_TIMEOUT_S)
+    except InputTooLarge:
         raise _archive_too_large() from None
 
 
@@ -191,18 +196,20 @@ def _flag(request: web.Request, name: str, *, default: bool = False) -> bool:
         return True
     if text.lower() in ("0", "false", "no", ""):
         return False
-    raise BadInput(f"{name} is {text!r}.", remedy="It must be 1 or 0.")
+    raise BadInput(f"{name} is {text[:40]!r}.", remedy="It must be 1 or 0.")
 
 
 def _number(request: web.Request, name: str, default: int, most: int) -> int:
     text = request.query.get(name, str(default))
-    if not text.isdecimal() or int(text) > most:
-        raise BadInput(f"{name} is {text!r}.", remedy=f"It must be a whole number from 0 to {most}.")
+    if not (text.isascii() and text.isdecimal()) or len(text) > MAX_DIGITS or int(text) > most:
+        raise BadInput(f"{name} is {text[:40]!r}.", remedy=f"It must be a whole number from 0 to {most}.")
     return int(text)
 
 
 def _pair(text: str) -> tuple[str, str]:
     key, sign, value = text.partition("=")
     if not sign:
-        raise SettingsError(f"set={text!r} is not key=value.", remedy="Write for example set=scale.max=8.")
+        raise SettingsError(
+            f"set={text[:80]!r} is not key=value.", remedy="Write for example set=scale.max=8."
+        )
     return key, value

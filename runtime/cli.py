@@ -16,10 +16,13 @@ from ..errors import GatewayUnreachable, PilotlightError
 from . import display, options
 from .access.commands import COMMANDS as ACCESS
 from .benches import COMMANDS as BENCHES
+from .bulk.commands import COMMANDS as BULK
+from .jobs_commands import COMMANDS as JOBS
 from .recording import COMMANDS as RECORDING
 from .remote import COMMANDS as REMOTE_COMMANDS
 from .snapshots import snapshot
 from .transfers import COMMANDS as TRANSFERS
+from .webhooks_commands import COMMANDS as WEBHOOKS
 
 EXIT_ERROR = 1
 EXIT_USAGE = 2
@@ -44,7 +47,7 @@ def cli() -> None:
 
     \b
     Exit codes: 0 done, 1 it failed (one paragraph on stderr says what and why), 2 the command line is
-    wrong, 3 no gateway answers, 130 interrupted.
+    wrong, 3 no gateway answers, 4 the job that was waited for (or a line of a batch) failed, 130 interrupted.
     """
 
 
@@ -249,7 +252,7 @@ def doctor(state_dir: Path | None, as_json: bool) -> None:
 
 for command in (*TRANSFERS, *BENCHES, *RECORDING):
     snapshot.add_command(command)
-for command in (*REMOTE_COMMANDS, *ACCESS, snapshot):
+for command in (*REMOTE_COMMANDS, *JOBS, *WEBHOOKS, *BULK, *ACCESS, snapshot):
     cli.add_command(command)
 
 

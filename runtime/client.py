@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +23,8 @@ CONNECT_TIMEOUT_S = 5.0
 REPLY_TIMEOUT_S = 30.0
 # A deploy imports the handler, and with `install` builds an environment.
 DEPLOY_TIMEOUT_S = 1800.0
+# A number above that of any piece: of a job that one waits for, only the end is of interest.
+ALL_PIECES = 999_999_999
 
 
 class Event(NamedTuple):
@@ -125,6 +127,86 @@ class Client:
         with self.call(name, json.dumps(event).encode(), timeout_s=timeout_s) as reply:
             return reply.value()
 
+    # -- jobs
+
+    def submit(self, name: str, order: Mapping[str, Any], *, key: str = "") -> dict[str, Any]:
+        """Submits `{"input": …, "webhook": …, "policy": …}`; the job's id, status, and `replayed`: it was there before."""
+        headers = {"Content-Type": JSON_TYPE} | ({"Idempotency-Key": key} if key else {})
+        with self._told():
+            # httpx writes lone surrogates as they are, which no UTF-8 can hold.
+            response = self._http.post(
+                _path("v2", name, "run"), content=json.dumps(order).encode(), headers=headers
+            )
+        _check(response)
+        return self._answer(response) | {"replayed": response.headers.get("Idempotent-Replayed") == "true"}
+
+    def job(self, name: str, job_id: str) -> dict[str, Any]:
+        return self._json("GET", _job_path(name, "status", job_id))
+
+    def jobs(self, name: str, states: Sequence[str] = (), limit: int = 100) -> list[dict[str, Any]]:
+        """The newest jobs first, without their outputs."""
+        params = {"status": list(states), "limit": limit}
+        found: list[dict[str, Any]] = self._json("GET", _path("v2", name, "requests"), params=params)[
+            "requests"
+        ]
+        return found
+
+    def cancel(self, name: str, job_id: str) -> dict[str, Any]:
+        """The job, CANCELLED unless it had ended."""
+        return self._json("POST", _job_path(name, "cancel", job_id))
+
+    def retry(self, name: str, job_id: str) -> dict[str, Any]:
+        """The job, in the queue again: one that failed or timed out."""
+        return self._json("POST", _job_path(name, "retry", job_id))
+
+    def purge(self, name: str) -> int:
+        """Cancels the jobs that wait; how many."""
+        return int(self._json("POST", _path("v2", name, "purge-queue"))["removed"])
+
+    def health(self, name: str) -> dict[str, Any]:
+        """How many jobs and workers a function has, by state."""
+        return self._json("GET", _path("v2", name, "health"))
+
+    def follow(self, name: str, job_id: str, *, after: int = 0) -> Iterator[tuple[str, Any]]:
+        """A job's events as they come, after piece number `after`: ("status", …), ("output", piece), and at last
+        ("completed" or "error", the whole job).
+        """
+        headers = {"Accept": EVENT_STREAM_TYPE, "Last-Event-ID": str(after)}
+        # The gateway ends it when the job ends, which it knows and we do not.
+        timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
+        path = _job_path(name, "stream", job_id)
+        with self._told(), self._http.stream("GET", path, headers=headers, timeout=timeout) as response:
+            _check(response)
+            for event in parse_events(response.iter_bytes()):
+                yield event.name, json.loads(event.data)
+                if event.name in ("completed", "error"):
+                    return
+        raise GatewayError(
+            "The stream broke off before its end; the job goes on.", remedy="Follow the job again, by its id."
+        )
+
+    def wait(self, name: str, job_id: str) -> dict[str, Any]:
+        """The whole job, once it has ended."""
+        job: dict[str, Any] = {}
+        for _, job in self.follow(name, job_id, after=ALL_PIECES):  # noqa: B007  the last word counts
+            pass
+        return job
+
+    def deliveries(
+        self, name: str, *, job_id: str = "", states: Sequence[str] = (), limit: int = 100
+    ) -> list[dict[str, Any]]:
+        """The newest deliveries of a function's webhooks first."""
+        params = {"state": list(states), "limit": limit} | ({"job": job_id} if job_id else {})
+        found: list[dict[str, Any]] = self._json(
+            "GET", _path("v1/functions", name, "webhooks"), params=params
+        )["deliveries"]
+        return found
+
+    def redeliver(self, name: str, delivery_id: str) -> dict[str, Any]:
+        """Sends a delivery again, under its id."""
+        delivery = quote(delivery_id, safe="")
+        return self._json("POST", _path("v1/functions", name, f"webhooks/{delivery}/redeliver"))
+
     # -- control
 
     def deploy(
@@ -226,6 +308,10 @@ class Client:
         with self._told():
             response = self._http.request(method, path, **request)
         _check(response)
+        return self._answer(response)
+
+    @staticmethod
+    def _answer(response: httpx.Response) -> dict[str, Any]:
         try:
             answer: dict[str, Any] = response.json()
         except ValueError:
@@ -319,3 +405,7 @@ def _authorization(api_key: str) -> dict[str, str]:
 
 def _path(before: str, name: str, after: str = "") -> str:
     return f"/{before}/{quote(name, safe='')}" + (f"/{after}" if after else "")
+
+
+def _job_path(name: str, verb: str, job_id: str) -> str:
+    return _path("v2", name, f"{verb}/{quote(job_id, safe='')}")

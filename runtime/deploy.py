@@ -14,6 +14,7 @@ from ..errors import RequirementsError, SettingsError, SnapshotError
 from ..handlers.foreign.recognise import recognise
 from . import code, requirements
 from .environment import ensure_environment
+from .events.aws import missing
 from .settings import FunctionSettings, read_settings
 from .spec import WorkerSpec
 from .store import RevisionFields, RevisionRecord, Staging, Store
@@ -59,6 +60,7 @@ def prepare(store: Store, environments: Path, order: Order, say: Callable[[str],
         settings = read_settings(folder, overrides=order.overrides)
         order.may(settings.name)
         staging.name = settings.name
+        _check_sources(settings)
         snapshot = _snapshot_root(settings, folder)
         if order.path is not None:
             code.copy_folder(folder, staging.code, exclude=snapshot)
@@ -139,6 +141,11 @@ def _take(order: Order, staging: Staging) -> Path:
             f"path is {str(order.path)!r}, which is not absolute.", remedy="Give the whole path."
         )
     return order.path
+
+
+def _check_sources(settings: FunctionSettings) -> None:
+    if settings.source and (problem := missing()):
+        raise SettingsError(f"The sources of {settings.name!r} cannot be asked: {problem}.")
 
 
 def _snapshot_root(settings: FunctionSettings, folder: Path) -> Path | None:

@@ -105,7 +105,7 @@ def _events(error: dict[str, Any]) -> dict[str, Any]:
     name = {"name": "function", "in": "path", "required": True, "schema": _TEXT}
     event = {"$ref": "#/components/schemas/CloudEvent"}
     accepted = {"$ref": "#/components/schemas/Accepted"}
-    order = {"type": "object", "required": ["input"], "properties": {"input": {}}}
+    order = {"$ref": "#/components/schemas/JobOrder"}
     many = {
         "type": "object",
         "required": ["jobs"],

@@ -95,6 +95,22 @@ def milliseconds(ms: float | None) -> str:
     return f"{ms / 1000:.2f} s" if ms >= 10_000 else f"{ms:.1f} ms" if ms >= 1 else f"{ms:.2f} ms"
 
 
+def ago(moment: str) -> str:
+    """How long ago an ISO 8601 moment was, as a person says it."""
+    return lasting((datetime.now(UTC) - datetime.fromisoformat(moment)).total_seconds())
+
+
+def lasting(seconds: float) -> str:
+    """A duration in its largest units: 45 s, 3 min, 2 h 5 min, 4 d 3 h."""
+    minutes = int(max(0.0, seconds)) // 60
+    hours, days = minutes // 60, minutes // 1440
+    if not minutes:
+        return f"{max(0.0, seconds):.0f} s"
+    if not hours:
+        return f"{minutes} min"
+    return f"{hours} h {minutes % 60} min" if not days else f"{days} d {hours % 24} h"
+
+
 def size(count: float) -> str:
     """Bytes as a person says them."""
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -131,6 +147,25 @@ def progress(text: str) -> Iterator[Progress]:
     with parts.Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as shown:
         task = shown.add_task(text, total=None)
         yield lambda done, total: shown.update(task, completed=done, total=total)
+
+
+@contextmanager
+def tally(text: str) -> Iterator[Callable[[int, int, str], None]]:
+    """A bar with time left on a terminal, for what is counted in something else than bytes: call what it gives with
+    (done, total, what to say of it)."""
+    from rich import progress as parts  # noqa: PLC0415  see print_table
+
+    console = _console(err=True)
+    columns = (
+        parts.TextColumn("{task.description}"),
+        parts.BarColumn(),
+        parts.TaskProgressColumn(),
+        parts.TextColumn("{task.fields[said]}"),
+        parts.TimeRemainingColumn(),
+    )
+    with parts.Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as shown:
+        task = shown.add_task(text, total=None, said="")
+        yield lambda done, total, said: shown.update(task, completed=done, total=total, said=said)
 
 
 def _console(*, err: bool) -> Console:

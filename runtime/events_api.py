@@ -82,7 +82,7 @@ def new_job(live: Live, event: Event, *, owner: str) -> NewJob:
         max_attempts=settings.attempts,
         idempotency=event.idempotency,
         traceparent=traceparent_of({"traceparent": str(attributes.get("traceparent", ""))}),
-        extra={"bare": True, "event": dict(attributes)},
+        extra={"event": dict(attributes)},
     )
 
 

@@ -175,6 +175,11 @@ class Functions:
         if (live := self._live.get(name)) is not None:
             live.last_cold = timeline
 
+    def say(self, name: str, text: str) -> None:
+        """A line of the gateway's in a function's log, if the function is still there."""
+        if (live := self._live.get(name)) is not None:
+            live.logs.write("gateway", text)
+
     async def processes(self, live: Live) -> list[Process]:
         """What each process of the function holds; reading it takes the kernel a moment, so in a thread."""
         pool = live.revision.pool

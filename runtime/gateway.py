@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 
 import orjson
 from aiohttp import web
 
-from ..errors import BadInput, PilotlightError
+from ..errors import PilotlightError
 from ..handlers.codec import JSON_TYPE
 from .functions import Functions
-from .intake import read_body, request_id_of, seconds, traceparent_of
+from .intake import content_type_of, read_body, request_id_of, seconds, traceparent_of
 from .invocation import Invocation
 from .metrics import Metrics
 from .revision import Revision
@@ -27,8 +28,16 @@ class Gateway:
     """Routes of invocations."""
 
     def __init__(
-        self, functions: Functions, metrics: Metrics, *, max_body_bytes: int, body_timeout_s: float
+        self,
+        functions: Functions,
+        metrics: Metrics,
+        later: Callable[[web.Request], Awaitable[web.StreamResponse]],
+        *,
+        max_body_bytes: int,
+        body_timeout_s: float,
     ) -> None:
+        """`later` answers a caller who prefers not to wait."""
+        self._later = later
         self._functions = functions
         self._metrics = metrics
         self._max_body_bytes = max_body_bytes
@@ -39,6 +48,8 @@ class Gateway:
 
     async def invoke(self, request: web.Request) -> web.StreamResponse:
         """Body in, body out."""
+        if "respond-async" in request.headers.get("Prefer", ""):
+            return await self._later(request)
         received_s = time.monotonic()
         name = request.match_info["function"]
         request_id = request_id_of(request.headers)
@@ -122,16 +133,13 @@ def _invocation(
     headers, policy = request.headers, revision.policy
     timeout_s = seconds(headers, "X-Request-Timeout", policy.timeout_s, policy.timeout_s)
     hold_s = seconds(headers, "X-Scale-Up-Timeout", policy.hold_s, MAX_HOLD_S)
-    content_type = headers.get("Content-Type", "")
-    if not content_type.isascii():
-        raise BadInput("The Content-Type is not ASCII.", remedy="Send a media type, as application/json.")
     return Invocation(
         request_id,
         body,
         now_s=received_s,
         deadline_s=received_s + timeout_s,
         hold_until_s=received_s + hold_s,
-        content_type="" if content_type == JSON_TYPE else content_type,
+        content_type=content_type_of(headers),
         traceparent=traceparent_of(headers),
         streaming=revision.streaming,
     )

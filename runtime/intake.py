@@ -13,6 +13,7 @@ import orjson
 from aiohttp import web
 
 from ..errors import BadInput, InputTimeout, InputTooLarge
+from ..handlers.codec import JSON_TYPE
 
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[\x21-\x7e]{0,256})?")
@@ -76,6 +77,14 @@ def traceparent_of(headers: Mapping[str, str]) -> str:
     """The caller's trace context, if it is one."""
     given = headers.get("traceparent", "")
     return given if TRACEPARENT.fullmatch(given) else ""
+
+
+def content_type_of(headers: Mapping[str, str]) -> str:
+    """The body's media type, "" for JSON. BadInput if it cannot be one."""
+    found = headers.get("Content-Type", "")
+    if not found.isascii():
+        raise BadInput("The Content-Type is not ASCII.", remedy="Send a media type, as application/json.")
+    return "" if found == JSON_TYPE else found
 
 
 def too_large(limit: int) -> InputTooLarge:

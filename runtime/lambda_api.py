@@ -108,6 +108,7 @@ class LambdaApi:
             request_id, body,
             now_s=received_s, deadline_s=received_s + policy.timeout_s, hold_until_s=received_s + policy.hold_s,
             traceparent=traceparent_of(request.headers), streaming=revision.streaming,
+            extra={"bare": True},  # the payload is the event, as it is where a job is left
         )  # fmt: skip
         try:
             revision.submit(invocation)

@@ -23,7 +23,9 @@ from .access.guard import Guard
 from .access.keyring import Keyring
 from .access.vault import Vault
 from .admin import MAX_ARCHIVE_BYTES, Admin
+from .connection import Connection
 from .deploy import Order
+from .events.sources import Sources
 from .events_api import EventsApi
 from .functions import Functions
 from .gateway import Gateway
@@ -39,7 +41,9 @@ from .queue_api import QueueApi
 from .settings import GatewaySettings
 from .state_dir import StateDir
 from .store import Store
+from .unrouted import unrouted
 from .watch import watch
+from .webhooks_api import WebhooksApi
 from .weights import Weights
 
 KEEPALIVE_S = 75.0
@@ -134,17 +138,17 @@ async def _server(
             await functions.restore()
             guard = Guard(keyring, tasks, required=settings.auth == "always" or not local)
             admin = Admin(functions, metrics, local=local)
-            gateway = Gateway(
-                functions, metrics,
-                max_body_bytes=settings.max_body_bytes, body_timeout_s=settings.body_timeout_s,
-            )  # fmt: skip
             access = AccessControl(keyring, vault, functions)
-            async with _jobs(state, functions, tasks, settings) as jobs:
+            async with _jobs(state, functions, tasks, settings) as (jobs, sources):
                 queue = QueueApi(
                     functions, jobs,
                     max_body_bytes=settings.max_body_bytes, body_timeout_s=settings.body_timeout_s,
                 )  # fmt: skip
                 others = _others(functions, jobs, metrics, settings)
+                gateway = Gateway(
+                    functions, metrics, queue.later,
+                    max_body_bytes=settings.max_body_bytes, body_timeout_s=settings.body_timeout_s,
+                )  # fmt: skip
                 routes = [*gateway.routes(), *admin.routes(), *access.routes(), *queue.routes(), *others]
                 with door(state) as own:
                     async with _http([sock, own], routes, guard, settings.header_timeout_s):
@@ -153,7 +157,7 @@ async def _server(
                         finally:
                             admin.draining = True
                             jobs.stop()
-                            await functions.close()
+                            await _close(functions, sources)
             await weights.close()
             await launcher.close()
     finally:
@@ -163,39 +167,57 @@ async def _server(
 def _others(
     functions: Functions, jobs: Jobs, metrics: Metrics, settings: GatewaySettings
 ) -> list[web.RouteDef]:
-    """The same jobs and calls, as callers of Cog and Lambda and senders of CloudEvents spell them."""
+    """The same jobs and calls as callers of Cog and Lambda and senders of CloudEvents spell them; webhooks' deliveries."""
     limits = Limits(settings.max_body_bytes, settings.body_timeout_s)
     return [
         *Predictions(functions, jobs, limits).routes(),
         *LambdaApi(functions, jobs, metrics, limits).routes(),
         *EventsApi(functions).routes(),
+        *WebhooksApi(functions, jobs).routes(),
     ]
 
 
 @contextlib.asynccontextmanager
 async def _jobs(
     state: Path, functions: Functions, tasks: asyncio.TaskGroup, settings: GatewaySettings
-) -> AsyncIterator[Jobs]:
-    """The jobs of these functions, from those that the last life of the gateway left on."""
+) -> AsyncIterator[tuple[Jobs, Sources]]:
+    """The jobs of these functions, from those that the last life of the gateway left on; and what sources bring."""
     jobs = Jobs(state, functions.get, tasks, JobSettings(settings.keep_result_s, settings.webhook_networks))
     await jobs.start()
-    functions.on_live = jobs.wake
-    functions.on_gone = jobs.forget
+    sources = Sources(jobs, tasks, functions.say, drain_s=settings.drain_s)
+
+    def live(name: str) -> None:
+        jobs.wake(name)
+        with contextlib.suppress(GatewayError):  # going down: then there is nothing to begin any more
+            sources.start(name, functions.get(name).record.settings)
+
+    def gone(name: str) -> None:
+        sources.stop(name)
+        jobs.forget(name)
+
+    for function in functions.all():
+        sources.start(function.record.function, function.record.settings)
+    functions.on_live, functions.on_gone = live, gone
     try:
-        yield jobs
+        yield jobs, sources
     finally:
         await jobs.close()
+
+
+async def _close(functions: Functions, sources: Sources) -> None:
+    """Together: what sources brought and runs may end, and is then deleted where it came from."""
+    async with asyncio.TaskGroup() as closing:
+        closing.create_task(sources.close())
+        closing.create_task(functions.close())
 
 
 @contextlib.asynccontextmanager
 async def _http(
     socks: list[socket.socket], routes: list[web.RouteDef], guard: Guard, header_timeout_s: float
 ) -> AsyncIterator[None]:
-    app = web.Application(client_max_size=MAX_ARCHIVE_BYTES, middlewares=[guard.middleware])
+    app = web.Application(client_max_size=MAX_ARCHIVE_BYTES, middlewares=[unrouted, guard.middleware])
     app.add_routes(routes)
-    runner = web.AppRunner(
-        app, access_log=None, handler_cancellation=True, keepalive_timeout=KEEPALIVE_S, shutdown_timeout=1.0
-    )
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
     await runner.setup()
     loop = asyncio.get_running_loop()
     accept = _accepting(runner, header_timeout_s)
@@ -211,23 +233,14 @@ async def _http(
 
 
 def _accepting(runner: web.AppRunner, header_timeout_s: float) -> Callable[[], asyncio.Protocol]:
-    """Makes a protocol for each connection, and hangs up on one that sends no request in time."""
-    loop = asyncio.get_running_loop()
+    """Makes a protocol for each connection."""
 
     def accept() -> asyncio.Protocol:
         if runner.server is None:
             raise GatewayError("The gateway is shutting down.")
-        connection = runner.server()
-        loop.call_later(header_timeout_s, _hang_up_if_silent, connection)
-        return connection
+        return Connection(runner.server, header_timeout_s=header_timeout_s, keepalive_s=KEEPALIVE_S)
 
     return accept
-
-
-def _hang_up_if_silent(connection: web.RequestHandler) -> None:
-    # aiohttp has no time limit for a request's header, and no public way to ask whether one has come.
-    if connection._request_count == 0:  # noqa: SLF001
-        connection.force_close()
 
 
 def _bind(settings: GatewaySettings) -> socket.socket:

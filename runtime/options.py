@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from ..errors import CodeError
 from ..snapshot.sources.locate import is_remote
 
 if TYPE_CHECKING:
@@ -54,6 +57,22 @@ def function_folder(command: F) -> F:
     return click.argument(
         "folder", type=click.Path(exists=True, file_okay=False, path_type=Path), default="."
     )(command)
+
+
+def event_body(event: str | None) -> bytes:
+    """The bytes of an EVENT: itself, of @FILE, or of standard input for -; none without it."""
+    if event is None:
+        return b""
+    if event == "-":
+        return sys.stdin.buffer.read()
+    if not event.startswith("@"):
+        return os.fsencode(event)
+    try:
+        return Path(event[1:]).read_bytes()
+    except OSError as error:
+        raise CodeError(
+            f"{event[1:]} cannot be read: {error.strerror}.", remedy="Check the path after the @."
+        ) from None
 
 
 def connect(url: str) -> Client:

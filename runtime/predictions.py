@@ -236,7 +236,6 @@ def _new_job(request: web.Request, live: Live, order: Order, wanted: str) -> New
         idempotency=f"prediction:{wanted}" if wanted else "",
         wanted_id=wanted,
         traceparent=traceparent_of(request.headers),
-        extra={"bare": True},
     )
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 import orjson
@@ -19,7 +21,7 @@ from . import cloudevents, events_api
 from .access.caller import caller_of
 from .functions import Functions, Live
 from .gateway import error_response
-from .intake import dump_json, read_body, request_id_of, traceparent_of
+from .intake import content_type_of, dump_json, read_body, request_id_of, traceparent_of
 from .jobs import message
 from .jobs.job import BATCH_PRIORITY, LOW_PRIORITY, Job, NewJob, State, Webhook
 from .jobs.jobs import Jobs
@@ -105,6 +107,25 @@ class QueueApi:
         job = await self._jobs.wait(job.function, job.id, wait_s)
         return _json(shown(job), job, replayed)
 
+    async def later(self, request: web.Request) -> web.StreamResponse:
+        """`Prefer: respond-async` on /invoke: the bare body becomes a job. 202, and where to look."""
+        try:
+            live = self._live(request)
+            body = await self._body(request, live, ASYNC_BODY_BYTES)
+            kind = content_type_of(request.headers)
+            order = new_job(
+                live, Order(input=None), owner=caller_of(request).owner, key=_key(request), headers=request
+            )
+            bare = replace(order, input=body, content_type=kind)
+            job, replayed = await self._jobs.submit(bare)
+        except PilotlightError as error:
+            return error_response(error, request_id_of(request.headers))
+        response = _json({"id": job.id, "status": str(job.state)}, job, replayed)
+        response.set_status(202)
+        response.headers["Location"] = f"/v2/{job.function}/status/{job.id}"
+        response.headers["Preference-Applied"] = "respond-async"
+        return response
+
     async def status(self, request: web.Request) -> web.StreamResponse:
         return _json(shown(await self._job(request)))
 
@@ -170,7 +191,7 @@ class QueueApi:
 
     async def _events(self, request: web.Request, job: Job) -> web.StreamResponse:
         last = request.headers.get("Last-Event-ID", "0")
-        after = int(last) if last.isdecimal() and len(last) < 10 else 0
+        after = int(last) if last.isascii() and last.isdecimal() and len(last) < 10 else 0
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
         )
@@ -223,13 +244,18 @@ def new_job(live: Live, order: Order, *, owner: str, key: str, headers: web.Requ
         webhook=Webhook(order.webhook, order.webhook_events) if order.webhook else None,
         idempotency=f"key:{key}" if key else "",
         traceparent=traceparent_of(headers.headers) if headers is not None else "",
-        extra={"bare": True},  # the envelope is off: an "input" in it is the caller's own
     )
 
 
 def shown(job: Job) -> dict[str, Any]:
     """A job as these routes show it: `error` is text, as RunPod's callers know it; `errorDetails` has all of it."""
     found = message.status(job, time.time())
+    created = datetime.fromtimestamp(job.created_s, UTC).isoformat(timespec="milliseconds")
+    found |= {
+        "attempts": job.attempts, "retries": job.retries, "createdAt": created.replace("+00:00", "Z"),
+    }  # fmt: skip
+    if job.logs:
+        found["logs"] = job.logs
     if job.error is not None:
         found["error"], found["errorDetails"] = str(job.error.get("message", "")), dict(job.error)
     return found

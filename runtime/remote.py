@@ -8,7 +8,6 @@ from typing import Any
 
 import click
 
-from ..errors import CodeError
 from . import display, options
 
 # What was written for another platform, as its people call it.
@@ -103,7 +102,7 @@ def invoke(
     """
     with (
         options.connect(url) as client,
-        client.call(name, _body(event), content_type=content_type, timeout_s=timeout_s) as reply,
+        client.call(name, options.event_body(event), content_type=content_type, timeout_s=timeout_s) as reply,
     ):
         if as_json:
             display.print_json(
@@ -253,21 +252,6 @@ def warmup(*, name: str, workers: int, url: str, as_json: bool) -> None:
 
 
 COMMANDS = (deploy, invoke, list_functions, status, logs, delete, warmup)
-
-
-def _body(event: str | None) -> bytes:
-    if event is None:
-        return b""
-    if event == "-":
-        return sys.stdin.buffer.read()
-    if not event.startswith("@"):
-        return event.encode()
-    try:
-        return Path(event[1:]).read_bytes()
-    except OSError as error:
-        raise CodeError(
-            f"{event[1:]} cannot be read: {error.strerror}.", remedy="Check the path after the @."
-        ) from None
 
 
 def _row(status: dict[str, Any]) -> tuple[str, ...]:

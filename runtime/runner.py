@@ -1,21 +1,17 @@
-"""The runner: executes a worker's invocations, on threads for plain handlers, on the event loop for async ones.
+"""The runner: executes a worker's invocations. What is common to those on threads and those on the event loop.
 
 After a crash it must be known which invocations never ran. Both kinds start in order of arrival and send what has
 finished before they start what follows, so the oldest ones at a worker are those that run; a batch, whose size only
-the worker knows, is announced before it starts (STARTED). Plain handlers do not run on the event loop: it must hear of cancels, drains and the gateway's
-end whatever the handler does.
+the worker knows, is announced before it starts (STARTED).
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Set, Sized
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Set, Sized
 from pathlib import Path
 from typing import Any
 
@@ -255,200 +251,5 @@ class Runner(ABC):
             self._link.send(Kind.WINDOW, 0, orjson.dumps({"window": wanted}))
 
 
-class ThreadRunner(Runner):
-    """Plain handlers and generators: `concurrency` threads take groups from the batcher."""
-
-    def __init__(
-        self,
-        handler: Handler,
-        root: Path,
-        link: Link,
-        concurrency: int,
-        on_idle: Callable[[], None],
-        loop: asyncio.AbstractEventLoop,
-        gate: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    ) -> None:
-        """`gate` is entered around every call of the handler."""
-        super().__init__(handler, root, link, concurrency, on_idle)
-        self._loop = loop
-        self._gate = gate
-        self._batcher: batcher.Batcher[Call] = batcher.Batcher(handler.batch.max_size if handler.batch else 1)
-        self._ended = 0
-        self._lock = threading.Lock()
-
-    def enqueue(self, call: Call) -> None:
-        self._batcher.put(call)
-
-    def close(self) -> list[Call]:
-        return self._batcher.close(self._concurrency)
-
-    def work(self) -> None:
-        """The life of one thread: ends after `close`, and the last one to end reports idle."""
-        group = self._batcher.take()
-        finished: list[bytes] = []
-        while group:
-            # What has just finished travels with what starts now: one system call for both.
-            if words := b"".join([*finished, self.started(group)]):
-                self._link.send_encoded(words)
-            finished = self._execute(group)
-            self.forget(group)
-            group = self._batcher.take_nowait()
-            if not group:
-                self._link.send_encoded(*finished)
-                finished = []
-                group = self._batcher.take()
-        with self._lock:
-            self._ended += 1
-            last = self._ended == self._concurrency
-        if last:
-            self._loop.call_soon_threadsafe(self._on_idle)
-
-    def _execute(self, group: list[Call]) -> list[bytes]:
-        calls, events, frames = self.decode(group)
-        if not calls:
-            return frames
-        started_s = time.monotonic()
-        try:
-            with self._gate():
-                if self.handler.kind.streaming:
-                    return frames + self._stream(calls[0], events, started_s)
-                return frames + self.results(
-                    calls, self.handler.call(*self.arguments(calls, events)), started_s
-                )
-        except BaseException as error:  # noqa: BLE001  whatever the handler raises is its caller's to know, not this thread's end
-            return frames + self.failures(calls, error)
-
-    def _stream(self, call: Call, events: list[Any], started_s: float) -> list[bytes]:
-        pieces: Iterator[Any] = self.handler.call(*self.arguments([call], events))
-        try:
-            for piece in pieces:
-                if not self._may_send(call):
-                    return [self.failed(call, Cancelled("The caller went away while the handler streamed."))]
-                self._link.send_encoded(self.chunk(call, piece))
-        finally:
-            _close(pieces)
-        return [self.end(call, started_s)]
-
-    def _may_send(self, call: Call) -> bool:
-        remaining_ms = call.context.remaining_ms()
-        timeout_s = None if remaining_ms is None else remaining_ms / 1000
-        granted = call.credit is None or call.credit.spend(timeout_s)
-        return granted and not call.cancellation.flag
-
-
-class LoopRunner(Runner):
-    """Async handlers and async generators: up to `concurrency` tasks at a time."""
-
-    def __init__(
-        self,
-        handler: Handler,
-        root: Path,
-        link: Link,
-        concurrency: int,
-        on_idle: Callable[[], None],
-        tasks: asyncio.TaskGroup,
-    ) -> None:
-        super().__init__(handler, root, link, concurrency, on_idle)
-        self._tasks = tasks
-        self._queue: deque[Call] = deque()
-        self._running = 0
-        self._closed = False
-
-    def enqueue(self, call: Call) -> None:
-        self._queue.append(call)
-        self._dispatch()
-
-    def close(self) -> list[Call]:
-        self._closed = True
-        left = list(self._queue)
-        self._queue.clear()
-        self._report_idle()
-        return left
-
-    def cancel(self, channel: int) -> None:
-        super().cancel(channel)
-        call = self._calls.get(channel)
-        if call is not None and call.task is not None:
-            call.task.cancel()
-
-    def resize(self, concurrency: int) -> None:
-        if concurrency == self._concurrency:
-            return
-        self._concurrency = concurrency
-        # Never fewer than before: of those at a worker that dies, too many counted as begun fail, too few run twice.
-        self.slots = max(self.slots, concurrency * self._batch)
-        self.window = batcher.window(concurrency * self._batch, self._exec_s)
-        slots = {} if self.handler.batch else {"slots": self.slots}
-        self._link.send(Kind.WINDOW, 0, orjson.dumps({"window": self.window, **slots}))
-        self._dispatch()
-
-    def _dispatch(self) -> None:
-        size = self._batch
-        while self._queue and self._running < self._concurrency:
-            count = batcher.decide(batcher.Load(len(self._queue), size))
-            group = [self._queue.popleft() for _ in range(count)]
-            if words := self.started(group):
-                self._link.send_encoded(words)
-            self._running += 1
-            self._tasks.create_task(self._execute(group))
-
-    async def _execute(self, group: list[Call]) -> None:
-        try:
-            frames = await self._run(group)
-        finally:
-            self._running -= 1
-            self.forget(group)
-        self._link.send_encoded(*frames)
-        self._dispatch()
-        self._report_idle()
-
-    async def _run(self, group: list[Call]) -> list[bytes]:
-        calls, events, frames = self.decode(group)
-        if not calls:
-            return frames
-        if self.handler.batch is None:
-            calls[0].task = asyncio.current_task()  # from here on `cancel` may interrupt it
-        started_s = time.monotonic()
-        try:
-            if self.handler.kind.streaming:
-                await self._stream(calls[0], events)
-                return [*frames, self.end(calls[0], started_s)]
-            answer = await self.handler.call(*self.arguments(calls, events))
-            return frames + self.results(calls, answer, started_s)
-        except asyncio.CancelledError as error:
-            if calls[0].task is None or not calls[0].cancellation.flag:
-                return frames + self.failures(calls, error)  # something inside the handler was cancelled
-            # `cancel` did this for the caller; the task itself goes on to say so.
-            if calls[0].task is not None:
-                calls[0].task.uncancel()
-            return frames + [
-                self.failed(call, Cancelled("The caller went away; the handler was cancelled."))
-                for call in calls
-            ]
-        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001  whatever the handler raises is its caller's to know
-            return frames + self.failures(calls, error)
-
-    async def _stream(self, call: Call, events: list[Any]) -> None:
-        pieces: AsyncIterator[Any] = self.handler.call(*self.arguments([call], events))
-        try:
-            async for piece in pieces:
-                if call.credit is not None:
-                    await call.credit.spend_async()
-                self._link.send_encoded(self.chunk(call, piece))
-        finally:
-            if inspect.isasyncgen(pieces):
-                await pieces.aclose()
-
-    def _report_idle(self) -> None:
-        if self._closed and self._running == 0:
-            self._on_idle()
-
-
 def _writable(text: str) -> str:
     return str(text).encode("utf-8", "replace").decode()
-
-
-def _close(pieces: Iterator[Any]) -> None:
-    close = getattr(pieces, "close", None)
-    if close is not None:
-        close()

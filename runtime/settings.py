@@ -7,6 +7,7 @@ nearest valid key where one was misspelt: an option that has silently no effect 
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 import tomllib
@@ -14,12 +15,13 @@ import unicodedata
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from types import NoneType
-from typing import Any, Literal, NamedTuple, Self, TypeVar, get_args
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    Strict,
     TypeAdapter,
     ValidationError,
     ValidationInfo,
@@ -32,6 +34,7 @@ from ..errors import SettingsError
 from ..handlers.foreign import recognise
 from ..snapshot.sources.locate import is_remote
 from . import wording
+from .events.source import Source
 
 _ModelT = TypeVar("_ModelT", bound=BaseModel)
 
@@ -139,6 +142,9 @@ class FunctionSettings(BaseModel):
     max_body_bytes: int = Field(20 * _MIB, ge=1, description="Largest request body.")
     env: dict[str, str] = Field(default_factory=dict, description="Environment variables of the workers.")
     scale: Scale = Field(default_factory=Scale, description="How many workers there are.")
+    source: Annotated[tuple[Source, ...], Strict(False)] = Field(
+        (), max_length=100, description="Queues whose messages are run as jobs: tables, [[source]]."
+    )
 
     @property
     def handler_file(self) -> str:
@@ -251,7 +257,7 @@ class GatewaySettings(BaseModel):
         1800.0, gt=0, le=_YEAR_S, allow_inf_nan=False, description="Seconds for which a job's result is kept."
     )
     webhook_networks: tuple[str, ...] = Field(
-        (), description="Private networks that webhooks may call, as 10.0.0.0/8; by default none."
+        (), description="Private networks that webhooks may call, as 10.0.0.0/8,fd00::/8; by default none."
     )
     drain_s: float = Field(
         30.0,
@@ -275,6 +281,14 @@ class GatewaySettings(BaseModel):
         allow_inf_nan=False,
         description="Seconds a request's header may take to arrive.",
     )
+
+    @field_validator("webhook_networks", mode="before")
+    @classmethod
+    def _split(cls, networks: Any) -> Any:
+        """The environment has text only: networks with commas between them."""
+        if not isinstance(networks, str):
+            return networks
+        return tuple(network.strip() for network in networks.split(",") if network.strip())
 
     @field_validator("state_dir", "cache_dir")
     @classmethod
@@ -338,7 +352,7 @@ def settings_reference(model: type[BaseModel] = FunctionSettings) -> list[Settin
     """Every setting with its type, default and meaning, in order, for the documentation and `--help`."""
     return [
         SettingRow(key, wording.allowed(field), wording.default_text(field), field.description or "")
-        for key, field in wording.leaves(model).items()
+        for key, field in (wording.leaves(model) | wording.entries(model)).items()
     ]
 
 
@@ -382,9 +396,11 @@ def _parsed(field: FieldInfo, value: Any) -> Any:
     if not value and NoneType in get_args(field.annotation):
         return None
     try:
+        if wording.table(field):  # --set source='[{"type": "sqs", ...}]'
+            return json.loads(value)
         adapter: TypeAdapter[Any] = TypeAdapter(field.annotation or Any)
         return adapter.validate_strings(value)
-    except ValidationError:
+    except ValueError:  # ValidationError is one
         return value
 
 

@@ -35,8 +35,20 @@ def leaves(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
     return found
 
 
+def entries(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """The keys of what a model holds as lists of tables, dotted without numbers: `source.queue`."""
+    return {
+        f"{name}.{key}": field
+        for name, listing in model.model_fields.items()
+        if (entry := table(listing))
+        for key, field in leaves(entry).items()
+    }
+
+
 def allowed(field: FieldInfo) -> str:
     """What a field takes, in words: `whole number, 1 to 1024`."""
+    if table(field):
+        return "tables"
     kind = _kind(field.annotation)
     if isinstance(kind, str):
         return kind
@@ -71,7 +83,7 @@ def unknown(key: str, known: Iterable[str]) -> str:
 
 def problems(model: type[BaseModel], error: ValidationError) -> list[str]:
     """Each of pydantic's findings as one sentence about one key."""
-    known = leaves(model)
+    known = leaves(model) | entries(model)
     return [_problem(details, known) for details in error.errors(include_url=False)]
 
 
@@ -81,15 +93,19 @@ def sentence(text: str) -> str:
 
 
 def _problem(details: ErrorDetails, known: dict[str, FieldInfo]) -> str:
-    key = ".".join(str(part) for part in details["loc"] if part != "[key]")
+    loc = [part for part in details["loc"] if part != "[key]"]
+    key = ".".join(str(part) for part in loc)
+    plain = ".".join(
+        part for part in loc if isinstance(part, str)
+    )  # in a list of tables all have the same keys
     if details["type"] == "extra_forbidden":
-        return unknown(key, known)
+        return unknown(plain, known)
     if details["type"] == "missing":
-        return f"{key} is missing; allowed: {allowed(known[key])}"
+        return f"{key} is missing; allowed: {allowed(known[plain])}"
     if details["type"] == "value_error":  # our own validators name their key themselves
         return str(details["ctx"]["error"])
-    if key in known:
-        return f"{key} is {_shown(details['input'])}; allowed: {allowed(known[key])}"
+    if plain in known:
+        return f"{key} is {_shown(details['input'])}; allowed: {allowed(known[plain])}"
     section = key.partition(".")[0]
     if section in known:  # an entry of a table: it may be a secret, so its value is not shown
         return f"{key} is of type {type(details['input']).__name__}; allowed: text"
@@ -104,6 +120,12 @@ def _shown(value: Any) -> str:
 def _section(field: FieldInfo) -> type[BaseModel] | None:
     kind = field.annotation
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def table(field: FieldInfo) -> type[BaseModel] | None:
+    """What a list of tables holds."""
+    kinds = get_args(field.annotation) if get_origin(field.annotation) is tuple else ()
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
 def _kind(annotation: Any) -> type | str | None:

@@ -32,8 +32,10 @@ from ..snapshot.attached import Snapshot
 from . import lineage
 from .host import WorkerHost
 from .link import Frame, Kind, Link
-from .runner import Call, Credit, LoopRunner, Runner, ThreadRunner
+from .loop_runner import LoopRunner
+from .runner import Call, Credit, Runner
 from .spec import WEIGHTS_TIMEOUT_S, WorkerSpec
+from .thread_runner import ThreadRunner
 
 # How long a worker that goes by itself waits for the gateway's word that nothing more is on its way.
 RELEASE_TIMEOUT_S = 10.0

@@ -12,11 +12,18 @@ from typing import Any
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import httpx
+import hypothesis
 import pytest
 import pytest_asyncio
 import uvloop
 from live import Function, Gate, Gateway, gateway_here, short_folder
 from pilotlight.snapshot.caching.memory import unmount
+
+# Half of what hypothesis would draw unless a test says: CI is to stay short. PILOTLIGHT_TEST_EXAMPLES draws more.
+hypothesis.settings.register_profile(
+    "house", max_examples=int(os.environ.get("PILOTLIGHT_TEST_EXAMPLES", "50"))
+)
+hypothesis.settings.load_profile("house")
 
 
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:

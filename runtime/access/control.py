@@ -8,9 +8,10 @@ import time
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ...errors import BadInput, InputTimeout, InputTooLarge
+from ...errors import BadInput, InputTooLarge
 from ..admin import typed
 from ..functions import Functions
+from ..intake import read_body
 from .keyring import Keyring
 from .keys import parse_new_key
 from .vault import MAX_VALUE_BYTES, Vault
@@ -80,19 +81,10 @@ class AccessControl:
 
 
 async def _body(request: web.Request) -> bytes:
-    parts, size = [], 0
     try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            async for part in request.content.iter_any():
-                size += len(part)
-                if size > MAX_BODY_BYTES:
-                    raise InputTooLarge(f"The body is larger than {MAX_BODY_BYTES} bytes.")
-                parts.append(part)
-    except TimeoutError:
-        raise InputTimeout(f"The body did not arrive within {BODY_TIMEOUT_S:.0f} s.") from None
-    except web.RequestPayloadError as error:
-        raise BadInput(f"The body broke off or is malformed: {error}.") from None
-    return b"".join(parts)
+        return await read_body(request, MAX_BODY_BYTES, BODY_TIMEOUT_S)
+    except InputTooLarge:
+        raise InputTooLarge(f"The body is larger than {MAX_BODY_BYTES} bytes.") from None
 
 
 def _parse_value(body: bytes) -> str:

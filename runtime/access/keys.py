@@ -113,7 +113,8 @@ def key_id_of(token: str) -> str | None:
 
 
 def digest(token: str) -> str:
-    return hashlib.sha256(token.encode()).hexdigest()
+    # Bytes of a header that are no UTF-8 arrive as halves of surrogate pairs.
+    return hashlib.sha256(token.encode(errors="surrogateescape")).hexdigest()
 
 
 def spend_the_time(token: str) -> None:

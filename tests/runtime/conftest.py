@@ -56,7 +56,7 @@ def short_tmp() -> Iterator[Path]:
 def served(short_tmp: Path) -> Iterator[str]:
     """The address of a gateway that `pilotlight serve` runs."""
     arguments = ("serve", "--json", "--port", 0, "--state-dir", short_tmp / "served", "--drain", 5)
-    with started(*arguments) as process:
+    with started(*arguments, PILOTLIGHT_WEBHOOK_NETWORKS="127.0.0.0/8") as process:
         assert process.stdout is not None
         yield json.loads(process.stdout.readline())["url"]
         process.send_signal(signal.SIGTERM)

@@ -168,3 +168,12 @@ def test_an_error_of_a_newer_gateway_is_still_told(server):
         pytest.raises(Exception, match=r"Something\. Do it\."),
     ):
         client.functions()
+
+
+def test_a_followed_job_that_is_cut_off_goes_on(server: Callable[[int, str, bytes], str]):
+    cut = b'event: output\nid: 1\ndata: {"n": 0}\n\nevent: outp'
+    with Client(server(200, "text/event-stream", cut)) as client:
+        events = client.follow("f", "job-1")
+        assert next(events) == ("output", {"n": 0})
+        with pytest.raises(GatewayError, match="the job goes on"):
+            next(events)

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 import httpx
@@ -110,9 +111,13 @@ async def test_a_failure_is_data(deploy):
     assert found["status"] == "FAILED"
     assert "no good" in found["error"]
     assert found["errorDetails"]["type"] == "handler_failed"
+    assert found["logs"] == "the last words"
+    assert (found["attempts"], found["retries"]) == (1, 0)
+    assert datetime.fromisoformat(found["createdAt"]) <= datetime.now(UTC)
     retried = (await queue.post(f"retry/{found['id']}")).json()
     assert retried["id"] == found["id"]
-    assert (await queue.ended(found["id"]))["status"] == "FAILED"
+    found = await queue.ended(found["id"])
+    assert (found["status"], found["attempts"], found["retries"]) == ("FAILED", 2, 1)
     assert (await queue.get("health"))["jobs"]["retried"] == 1
 
 
@@ -194,6 +199,16 @@ async def test_the_same_key_gives_the_same_job(deploy):
     assert (found["status"], found["output"]) == ("COMPLETED", {"twice": 6})
     error = failure(await queue.post("run", {"input": 4}, Idempotency_Key="once"))
     assert (error["status"], error["type"]) == (409, "idempotency_conflict")
+
+
+async def test_a_call_that_prefers_not_to_wait_is_a_job(deploy):
+    queue = Queue(await deploy(ECHO))
+    response = await queue.function.call(4, Prefer="respond-async", Idempotency_Key="later")
+    assert response.status_code == 202
+    assert response.headers["location"] == f"{queue.base}/status/{response.json()['id']}"
+    assert (await queue.ended(response.json()["id"]))["output"] == {"twice": 8}
+    again = await queue.function.call(4, Prefer="respond-async", Idempotency_Key="later")
+    assert again.json()["id"] == response.json()["id"]
 
 
 # -- streams

@@ -18,7 +18,9 @@ from pilotlight.handlers.resolve import Kind as HandlerKind
 from pilotlight.handlers.resolve import handler_of
 from pilotlight.runtime.batcher import window
 from pilotlight.runtime.link import CHANNELS, TIMING, Frame, FrameReader, Kind, Link, Timing
-from pilotlight.runtime.runner import Call, Credit, LoopRunner, Runner, ThreadRunner
+from pilotlight.runtime.loop_runner import LoopRunner
+from pilotlight.runtime.runner import Call, Credit, Runner
+from pilotlight.runtime.thread_runner import ThreadRunner
 from pydantic import BaseModel, field_validator
 
 LIMIT_S = 30.0

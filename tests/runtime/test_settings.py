@@ -1,5 +1,6 @@
 """Settings: what pilotlight.toml, the overrides and the environment may say, and how a mistake is told."""
 
+import json
 import math
 import os
 from pathlib import Path
@@ -10,6 +11,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from pilotlight.errors import SettingsError
+from pilotlight.runtime.events.source import Source
 from pilotlight.runtime.settings import (
     FunctionSettings,
     GatewaySettings,
@@ -196,6 +198,8 @@ def test_an_override_hides_no_broken_section(tmp_path: Path) -> None:
 
 
 def _text(value: object) -> str:
+    if isinstance(value, tuple):
+        return json.dumps(value)
     return str(value).lower() if isinstance(value, bool) else "" if value is None else str(value)
 
 
@@ -219,6 +223,18 @@ _valid = st.builds(
         st.text(st.characters(exclude_characters="\0", codec="utf-8")),
         max_size=3,
     ),
+    source=st.lists(
+        st.builds(
+            Source,
+            type=st.just("sqs"),
+            queue=st.just("https://sqs.eu-west-1.amazonaws.com/1/orders"),
+            concurrency=st.none() | st.integers(1, 100),
+            visibility_s=st.integers(1, 600),
+            backoff_s=st.integers(0, 900),
+            result=st.sampled_from([None, "s3://bucket/prefix", "sqs://answers"]),
+        ),
+        max_size=2,
+    ).map(tuple),
     scale=st.builds(
         Scale,
         min=st.integers(0, 8),
@@ -291,6 +307,12 @@ def test_a_typo_in_the_environment_is_told() -> None:
 def test_a_bad_value_in_the_environment_is_told() -> None:
     with pytest.raises(SettingsError, match="port is '99999'; allowed: whole number, 0 to 65535"):
         read_gateway_settings({"PILOTLIGHT_PORT": "99999"})
+
+
+def test_networks_in_the_environment_have_commas_between_them() -> None:
+    found = read_gateway_settings({"PILOTLIGHT_WEBHOOK_NETWORKS": "10.0.0.0/8, fd00::/8"})
+    assert found.webhook_networks == ("10.0.0.0/8", "fd00::/8")
+    assert read_gateway_settings({"PILOTLIGHT_WEBHOOK_NETWORKS": ""}).webhook_networks == ()
 
 
 def test_the_gateways_defaults_need_no_environment() -> None:

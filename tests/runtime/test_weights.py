@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 from fault_server import Faults, FaultServer
-from live import Function, Gateway, failure, gateway_here
+from live import Function, Gateway, failure, gateway_here, until
 from pilotlight.runtime.timeline import parse_server_timing
 from pilotlight.snapshot.format.create import create
 from pilotlight.snapshot.format.manifest import MANIFEST_NAME
@@ -163,8 +163,12 @@ async def test_a_killed_fetcher_fails_its_callers_and_is_replaced(gateway: Gatew
         stall_share=float("model" in request.name), stall_s=60.0, stall_at=10_000
     )
     call = asyncio.create_task(function.call([1.0] * WIDTH))
-    while not any(request.sent >= 10_000 for request in weights.server.requests if "model" in request.name):
-        await asyncio.sleep(0.01)
+
+    async def stalled() -> bool:
+        asked = [request for request in weights.server.requests if "model" in request.name]
+        return any(request.sent >= 10_000 for request in asked)
+
+    await until(stalled, "a stalled fetch")
     weights.server.faults = Faults()
     os.kill(fetcher().pid, signal.SIGKILL)
     # Told, if its worker had started it; else it waited for the next worker, whose weights another fetcher brings.

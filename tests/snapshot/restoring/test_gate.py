@@ -221,15 +221,13 @@ def test_a_thread_that_is_started_inside_waits_for_everything(save: Save) -> Non
         tokens = torch.tensor([[3, 200]])
         lander = threading.Thread(target=lambda: [found.land(chunk) for chunk in range(found.arrival.count)])
         with torch.no_grad(), Gate(found.mapping, found.arrival):
-            late = threading.Timer(0.05, lander.start)  # a thread of somebody else's
-            threading.Thread(target=lambda: None)
             found._threads.append(lander)
+            # Nothing lands before it is waited for, and then from a thread of somebody else's.
+            found.arrival.on_demand(lambda *_: lander.is_alive() or plain_start(lander))
             other = threading.Thread(target=lambda: answers.append(module(tokens)))
-            plain_start(late)
             other.start()
             assert found.arrival.complete
         other.join(20)
-        late.join(20)
         assert torch.equal(answers[0], whole(tokens))
 
 

@@ -1,0 +1,42 @@
+"""The configuration with which schemathesis checks a gateway: a key, names that exist, and what it must leave out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+TEMPLATE = """
+headers = {{ Authorization = "Bearer {key}" }}
+request-timeout = 30.0
+generation.database = "none"
+
+[dictionaries.functions]
+values = {functions}
+[dictionaries.jobs]
+values = {jobs}
+[dictionaries.secrets]
+values = ["TOKEN", "lower", "A"]
+
+[parameters]
+"path.function" = {{ dictionary = "functions", probability = 0.7 }}
+"path.name" = {{ dictionary = "functions", probability = 0.7 }}
+"path.job" = {{ dictionary = "jobs", probability = 0.7 }}
+"path.key" = {{ dictionary = "secrets", probability = 0.7 }}
+"query.function" = {{ dictionary = "functions", probability = 0.7 }}
+
+# A log that is followed does not end.
+[[operations]]
+include-path = "/v1/functions/{{function}}/logs"
+parameters = {{ "query.follow" = "0" }}
+
+# The functions under test stay; one that nothing else uses goes.
+[[operations]]
+include-path = "/v1/functions/{{function}}"
+include-method = "DELETE"
+parameters = {{ "path.function" = "spare" }}
+"""
+
+
+def text(key: str, functions: Sequence[str], jobs: Sequence[str]) -> str:
+    """The file's text."""
+    return TEMPLATE.format(key=key, functions=json.dumps(list(functions)), jobs=json.dumps(list(jobs)))

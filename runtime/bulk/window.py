@@ -1,0 +1,112 @@
+"""The window: many lines in flight, answers written in the order of the lines, and only so far ahead as fits memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator
+
+from ...errors import PilotlightError
+from .inputs import Line
+from .journal import Journal, is_failure
+
+AHEAD = 8
+"""For each line in flight, as many answers may wait for one before them."""
+READ_LINES = 512
+READ_BYTES = 4 << 20
+
+
+class Window:
+    """Sends lines through `ask`. `told` is called with the last line that was written."""
+
+    def __init__(
+        self,
+        lines: Iterator[Line],
+        ask: Callable[[Line], Awaitable[bytes]],
+        journal: Journal,
+        *,
+        max_in_flight: int,
+        told: Callable[[Line], None],
+    ) -> None:
+        self._lines = lines
+        self._ask = ask
+        self._journal = journal
+        self._max_in_flight = max_in_flight
+        self._told = told
+        self._ready: deque[Line] = deque()
+        self._reading = asyncio.Lock()
+        self._ended = False
+        self._answers: dict[int, tuple[Line, bytes]] = {}
+        self._advanced = asyncio.Condition()
+        self._failure: PilotlightError | None = None
+
+    async def run(self) -> None:
+        """To the end of the lines. What concerns all of them is raised; answers that were there by then are written."""
+        async with asyncio.TaskGroup() as tasks:
+            workers = [tasks.create_task(self._work()) for _ in range(self._max_in_flight)]
+            for worker in workers:
+                worker.add_done_callback(lambda _: self._stop(workers))
+        if self._failure is not None:
+            raise self._failure
+
+    def _stop(self, workers: list[asyncio.Task[None]]) -> None:
+        if self._failure is not None:
+            for worker in workers:
+                worker.cancel()
+
+    async def _work(self) -> None:
+        while (line := await self._next()) is not None:
+            try:
+                answer = await self._ask(line)
+            except PilotlightError as error:
+                self._failure = self._failure or error
+                return
+            self._answers[line.number] = line, answer
+            if line.number == self._journal.done + 1:
+                self._write()
+                async with self._advanced:
+                    self._advanced.notify_all()
+
+    async def _next(self) -> Line | None:
+        """The next line that is not too far ahead; None after the last."""
+        async with self._reading:
+            if not self._ready and not self._ended:
+                try:
+                    await self._read()
+                except PilotlightError as error:
+                    self._failure, self._ended = self._failure or error, True
+            if not self._ready or self._failure is not None:
+                return None
+            async with self._advanced:
+                farthest = AHEAD * self._max_in_flight
+                await self._advanced.wait_for(lambda: self._ready[0].number - self._journal.done <= farthest)
+            return self._ready.popleft()
+
+    async def _read(self) -> None:
+        def some() -> list[Line]:
+            found: list[Line] = []
+            size_bytes = 0
+            for line in self._lines:
+                found.append(line)
+                size_bytes += len(line.text)
+                if len(found) >= READ_LINES or size_bytes >= READ_BYTES:
+                    break
+            return found
+
+        found = await asyncio.to_thread(some)
+        self._ready.extend(found)
+        self._ended = not found
+
+    def _write(self) -> None:
+        """All answers that have their turn, at once."""
+        lines: list[bytes] = []
+        number = self._journal.done + 1
+        last: Line | None = None
+        while (found := self._answers.pop(number, None)) is not None:
+            last, answer = found
+            lines.append(answer)
+            self._journal.failed += is_failure(answer)
+            number += 1
+        self._journal.append(lines)
+        if last is not None:
+            self._told(last)

@@ -1,0 +1,1 @@
+"""Event sources: buses whose messages are run as jobs."""

@@ -1,0 +1,127 @@
+"""Async handlers and async generators run on the worker's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from ..errors import Cancelled
+from ..handlers.handler import Handler
+from . import batcher
+from .link import Kind, Link
+from .runner import Call, Runner
+
+
+class LoopRunner(Runner):
+    """Async handlers and async generators: up to `concurrency` tasks at a time."""
+
+    def __init__(
+        self,
+        handler: Handler,
+        root: Path,
+        link: Link,
+        concurrency: int,
+        on_idle: Callable[[], None],
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        super().__init__(handler, root, link, concurrency, on_idle)
+        self._tasks = tasks
+        self._queue: deque[Call] = deque()
+        self._running = 0
+        self._closed = False
+
+    def enqueue(self, call: Call) -> None:
+        self._queue.append(call)
+        self._dispatch()
+
+    def close(self) -> list[Call]:
+        self._closed = True
+        left = list(self._queue)
+        self._queue.clear()
+        self._report_idle()
+        return left
+
+    def cancel(self, channel: int) -> None:
+        super().cancel(channel)
+        call = self._calls.get(channel)
+        if call is not None and call.task is not None:
+            call.task.cancel()
+
+    def resize(self, concurrency: int) -> None:
+        if concurrency == self._concurrency:
+            return
+        self._concurrency = concurrency
+        # Never fewer than before: of those at a worker that dies, too many counted as begun fail, too few run twice.
+        self.slots = max(self.slots, concurrency * self._batch)
+        self.window = batcher.window(concurrency * self._batch, self._exec_s)
+        slots = {} if self.handler.batch else {"slots": self.slots}
+        self._link.send(Kind.WINDOW, 0, orjson.dumps({"window": self.window, **slots}))
+        self._dispatch()
+
+    def _dispatch(self) -> None:
+        size = self._batch
+        while self._queue and self._running < self._concurrency:
+            count = batcher.decide(batcher.Load(len(self._queue), size))
+            group = [self._queue.popleft() for _ in range(count)]
+            if words := self.started(group):
+                self._link.send_encoded(words)
+            self._running += 1
+            self._tasks.create_task(self._execute(group))
+
+    async def _execute(self, group: list[Call]) -> None:
+        try:
+            frames = await self._run(group)
+        finally:
+            self._running -= 1
+            self.forget(group)
+        self._link.send_encoded(*frames)
+        self._dispatch()
+        self._report_idle()
+
+    async def _run(self, group: list[Call]) -> list[bytes]:
+        calls, events, frames = self.decode(group)
+        if not calls:
+            return frames
+        if self.handler.batch is None:
+            calls[0].task = asyncio.current_task()  # from here on `cancel` may interrupt it
+        started_s = time.monotonic()
+        try:
+            if self.handler.kind.streaming:
+                await self._stream(calls[0], events)
+                return [*frames, self.end(calls[0], started_s)]
+            answer = await self.handler.call(*self.arguments(calls, events))
+            return frames + self.results(calls, answer, started_s)
+        except asyncio.CancelledError as error:
+            if calls[0].task is None or not calls[0].cancellation.flag:
+                return frames + self.failures(calls, error)  # something inside the handler was cancelled
+            # `cancel` did this for the caller; the task itself goes on to say so.
+            if calls[0].task is not None:
+                calls[0].task.uncancel()
+            return frames + [
+                self.failed(call, Cancelled("The caller went away; the handler was cancelled."))
+                for call in calls
+            ]
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001  whatever the handler raises is its caller's to know
+            return frames + self.failures(calls, error)
+
+    async def _stream(self, call: Call, events: list[Any]) -> None:
+        pieces: AsyncIterator[Any] = self.handler.call(*self.arguments([call], events))
+        try:
+            async for piece in pieces:
+                if call.credit is not None:
+                    await call.credit.spend_async()
+                self._link.send_encoded(self.chunk(call, piece))
+        finally:
+            if inspect.isasyncgen(pieces):
+                await pieces.aclose()
+
+    def _report_idle(self) -> None:
+        if self._closed and self._running == 0:
+            self._on_idle()

@@ -1,0 +1,97 @@
+"""The window: answers in order whatever comes first, never too far ahead, and nothing lost when it must stop."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from pilotlight.errors import GatewayError, UnknownFunction
+from pilotlight.runtime.bulk.inputs import Line
+from pilotlight.runtime.bulk.journal import Journal
+from pilotlight.runtime.bulk.window import AHEAD, Window
+
+
+@pytest.fixture
+async def journal(tmp_path: Path) -> AsyncIterator[Journal]:
+    found = Journal(tmp_path / "out.jsonl", function="f", digest="d", restart=False)
+    yield found
+    found.close()
+
+
+def lines(count: int) -> list[Line]:
+    return [Line(number, f"line {number}", b"%d" % number, number) for number in range(1, count + 1)]
+
+
+async def test_answers_are_in_order_and_few_are_in_flight(journal: Journal) -> None:
+    chance, flying, most = random.Random(3), 0, 0
+
+    async def ask(line: Line) -> bytes:
+        nonlocal flying, most
+        flying += 1
+        most = max(most, flying)
+        for _ in range(chance.randrange(80)):
+            await asyncio.sleep(0)
+        flying -= 1
+        return line.text
+
+    told: list[int] = []
+    window = Window(
+        iter(lines(1000)), ask, journal, max_in_flight=16, told=lambda line: told.append(line.number)
+    )
+    await window.run()
+    assert journal.path.read_bytes().split() == [b"%d" % number for number in range(1, 1001)]
+    assert most == 16
+    assert told == sorted(told)
+    assert told[-1] == 1000
+
+
+async def test_one_slow_line_does_not_let_the_others_run_away(journal: Journal) -> None:
+    go, full, farthest = asyncio.Event(), asyncio.Event(), 0
+
+    async def ask(line: Line) -> bytes:
+        nonlocal farthest
+        if line.number == 1:
+            await go.wait()
+        elif not go.is_set():
+            farthest = max(farthest, line.number)
+            if line.number == 4 * AHEAD:
+                full.set()
+        return line.text
+
+    window = Window(iter(lines(500)), ask, journal, max_in_flight=4, told=lambda _: None)
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        tasks.create_task(window.run())
+        await full.wait()
+        for _ in range(100):  # whoever could go on would by now
+            await asyncio.sleep(0)
+        assert farthest == 4 * AHEAD
+        go.set()
+    assert journal.done == 500
+
+
+async def test_what_concerns_all_lines_stops_it_and_what_was_answered_is_kept(journal: Journal) -> None:
+    async def ask(line: Line) -> bytes:
+        if line.number == 41:
+            raise UnknownFunction.named("f")
+        return line.text
+
+    window = Window(iter(lines(5000)), ask, journal, max_in_flight=1, told=lambda _: None)
+    with pytest.raises(UnknownFunction):
+        await window.run()
+    assert journal.done == 40
+
+
+async def test_a_source_that_breaks_off_stops_it(journal: Journal) -> None:
+    def breaking():
+        yield from lines(600)
+        raise GatewayError("gone")
+
+    async def ask(line: Line) -> bytes:
+        return line.text
+
+    with pytest.raises(GatewayError):
+        await Window(breaking(), ask, journal, max_in_flight=8, told=lambda _: None).run()
+    assert journal.done <= 600

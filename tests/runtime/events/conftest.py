@@ -1,0 +1,88 @@
+"""Fixtures of the event sources' tests: moto over HTTP, in whose queues a test may look, and credentials for it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import boto3
+import pytest
+from moto.server import ThreadedMotoServer
+from moto.sqs.models import sqs_backends
+
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="module")
+def moto() -> Iterator[str]:
+    """The endpoint of moto's server; the environment has credentials for it, and nothing else of AWS."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.upper().startswith(("AWS_", "BOTO_"))]:
+            patch.delenv(name)
+        for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"):
+            patch.delenv(name, raising=False)
+        patch.setenv("AWS_ACCESS_KEY_ID", "AKIAEXAMPLEEXAMPLE00")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "hush/secret+key")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        patch.setenv("AWS_CONFIG_FILE", "/nonexistent")
+        patch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+        server.start()
+        host, port = server.get_host_and_port()
+        yield f"http://{host}:{port}"
+        server.stop()
+
+
+class Queue:
+    """A queue in moto, as its sender sees it; and what only moto knows."""
+
+    def __init__(self, client: Any, name: str, **attributes: str) -> None:
+        self._client = client
+        self.name = name
+        self.url = client.create_queue(QueueName=name, Attributes=attributes)["QueueUrl"]
+
+    @property
+    def arn(self) -> str:
+        got = self._client.get_queue_attributes(QueueUrl=self.url, AttributeNames=["QueueArn"])
+        return str(got["Attributes"]["QueueArn"])
+
+    async def send(self, body: str, **more: Any) -> str:
+        sent = await asyncio.to_thread(self._client.send_message, QueueUrl=self.url, MessageBody=body, **more)
+        return str(sent["MessageId"])
+
+    async def take(self) -> list[dict[str, Any]]:
+        """Receives what is there now."""
+        got = await asyncio.to_thread(
+            self._client.receive_message, QueueUrl=self.url, MaxNumberOfMessages=10,
+            MessageAttributeNames=["All"], WaitTimeSeconds=0,
+        )  # fmt: skip
+        return list(got.get("Messages", ()))
+
+    @property
+    def messages(self) -> list[Any]:
+        """All that is in it, kept from others or not."""
+        return list(sqs_backends["123456789012"]["us-east-1"].queues[self.name]._messages)
+
+    @property
+    def bodies(self) -> list[str]:
+        return sorted(message.body for message in self.messages)
+
+    async def empty(self) -> bool:
+        return not self.messages
+
+
+@pytest.fixture(scope="module")
+def sqs(moto: str) -> Iterator[Any]:
+    client = boto3.client("sqs", endpoint_url=moto)
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def queue(sqs: Any) -> Callable[..., Queue]:
+    """`queue(RedrivePolicy=…)`: a new queue."""
+    return lambda **attributes: Queue(sqs, f"queue-{next(_numbers)}", **attributes)

@@ -1,0 +1,375 @@
+"""The commands of jobs and webhooks against a real gateway: what they print, where, and their exit codes."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from pilotlight.runtime.cli import cli, run_command
+from pilotlight.runtime.client import Client
+
+Run = Callable[..., Any]
+
+# One function for all: it does what its event says. Who waits does so until the test opens the same FIFO.
+DOES = """
+def handler(event):
+    print('doing', event, flush=True)
+    if isinstance(event, dict) and 'fail' in event:
+        raise ValueError(event['fail'])
+    if isinstance(event, dict) and 'wait' in event:
+        with open(event['wait']) as fifo:
+            return fifo.read()
+    return event
+"""
+STREAMS = "def handler(event):\n    for n in range(event):\n        yield {'n': n}\n"
+PIXELS = "def handler(event) -> bytes:\n    return b'\\x89PNG'\n"
+NO_JOB = "job-aaaaaaaaaaaaaaaaaaaaaaaaaa"
+
+
+class Stdin(io.TextIOWrapper):
+    """What a command reads; a person may seem to write it."""
+
+
+@pytest.fixture
+def run(capsysbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs a command in this process: starting one takes longer than all that it does."""
+
+    def ran(
+        *arguments: object, given: bytes = b"", person: bool = False, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        with monkeypatch.context() as patch:
+            for name in ("PILOTLIGHT_URL", "PILOTLIGHT_API_KEY"):
+                patch.delenv(name, raising=False)
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            patch.setattr(sys, "stdin", Stdin(io.BytesIO(given)))
+            patch.setattr(sys.stdin, "isatty", lambda: person)
+            words = [str(argument) for argument in arguments]
+            code = run_command(words)
+            said = capsysbinary.readouterr()
+            return subprocess.CompletedProcess(
+                words, code, said.out.decode("utf-8", "replace"), said.err.decode()
+            )
+
+    return ran
+
+
+@pytest.fixture(scope="module")
+def deploy_once(served: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
+    """Deploys a source the first time it is asked for; gone after the module."""
+    names: dict[str, str] = {}
+    with Client(served) as client:
+
+        def deploy(source: str, **settings: Any) -> str:
+            if source not in names:
+                folder = tmp_path_factory.mktemp("job-function")
+                (folder / "handler.py").write_text(source)
+                names[source] = f"jobs-{len(names)}"
+                client.deploy(folder, overrides={"name": names[source], **settings})
+            return names[source]
+
+        yield deploy
+        for name in names.values():
+            client.delete(name)
+
+
+@pytest.fixture
+def does(deploy_once: Callable[..., str]) -> str:
+    return deploy_once(DOES, **{"scale.max": 1})
+
+
+@pytest.fixture
+def fifo(tmp_path: Path) -> Iterator[Path]:
+    """Where a handler waits; one that was cancelled meanwhile must not wait on, and keep the others from running."""
+    os.mkfifo(tmp_path / "fifo")
+    yield tmp_path / "fifo"
+    os.close(os.open(tmp_path / "fifo", os.O_RDWR | os.O_NONBLOCK))
+
+
+def go(fifo: Path, word: str = "gone on") -> None:
+    """Meets the handler that waits: opening ends when both are there."""
+    fifo.write_text(word)
+
+
+def failed(done: Any, code: int, *named: str) -> None:
+    """It ended with this code, one line on stderr that names these, and nothing on stdout."""
+    assert (done.returncode, done.stdout) == (code, ""), done.stderr
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith("error: ")
+    for text in named:
+        assert text in line
+
+
+# -- help
+
+
+@pytest.mark.parametrize("group", ["jobs", "webhooks"])
+def test_every_command_teaches_with_an_example(group: str):
+    for name in cli.commands[group].commands:  # type: ignore[attr-defined]
+        shown = CliRunner().invoke(cli, [group, name, "--help"])
+        assert shown.exit_code == 0
+        assert f"pilotlight {group} {name}" in shown.output
+
+
+# -- run
+
+
+def test_a_job_is_submitted_and_its_id_printed(pilotlight: Run, does: str):
+    done = pilotlight("run", does, '{"n": 1}')
+    assert (done.returncode, done.stderr) == (0, "")
+    job_id = done.stdout.strip()
+    assert pilotlight("jobs", "follow", does, job_id).stdout == '{"n": 1}\n'
+    told = json.loads(pilotlight("run", does, "1", "--json").stdout)
+    assert set(told) == {"id", "status", "replayed"}
+    assert told["replayed"] is False
+
+
+def test_wait_prints_the_output(pilotlight: Run, does: str, tmp_path: Path):
+    done = pilotlight("run", does, '["später"]', "--wait")
+    assert (done.returncode, done.stdout) == (0, '["später"]\n')
+    assert done.stderr.startswith("job job-")
+    (tmp_path / "event.json").write_text('{"from": "file"}')
+    assert pilotlight("run", does, f"@{tmp_path / 'event.json'}", "--wait").stdout == '{"from": "file"}\n'
+    assert pilotlight("run", does, "-", "--wait", given=b'"stdin"').stdout == '"stdin"\n'
+    assert pilotlight("run", does, "--wait").stdout == "null\n"
+    job = json.loads(pilotlight("run", does, "7", "--wait", "--json").stdout)
+    assert (job["status"], job["output"], job["attempts"]) == ("COMPLETED", 7, 1)
+
+
+def test_output_of_other_types_is_printed_as_it_is(pilotlight: Run, deploy_once: Callable[..., str]):
+    name = deploy_once(PIXELS)
+    assert pilotlight("run", name, "--wait").stdout == "\ufffdPNG"
+    streams = deploy_once(STREAMS)
+    assert json.loads(pilotlight("run", streams, "2", "--wait").stdout) == [{"n": 0}, {"n": 1}]
+
+
+def test_a_job_that_does_not_complete_is_exit_code_4(pilotlight: Run, does: str, fifo: Path):
+    failed(pilotlight("run", does, '{"fail": "no good"}', "--wait"), 4, "FAILED", "no good", "line 5")
+    slow = pilotlight("run", does, json.dumps({"wait": str(fifo)}), "--timeout", "0.2", "--wait", "--json")
+    assert slow.returncode == 4
+    assert json.loads(slow.stdout)["status"] == "TIMED_OUT"
+
+
+def test_the_same_key_is_the_same_job(pilotlight: Run, does: str):
+    first = pilotlight("run", does, "5", "--idempotency-key", "once")
+    again = pilotlight("run", does, "5", "--idempotency-key", "once", "--wait")
+    assert f"job {first.stdout.strip()}" in again.stderr
+    assert "before" in again.stderr
+    assert again.stdout == "5\n"
+    failed(pilotlight("run", does, "6", "--idempotency-key", "once"), 1, "key")
+
+
+@pytest.mark.parametrize(
+    ("event", "named"),
+    [("{wrong", "not JSON"), ("NaN", "NaN"), ("@/no/such/file", "/no/such/file"), ("text", "quotes")],
+)
+def test_an_event_that_is_none_is_explained(pilotlight: Run, does: str, event: str, named: str):
+    failed(pilotlight("run", does, event), 1, named)
+
+
+def test_settings_of_a_job_arrive(pilotlight: Run, does: str, fifo: Path):
+    """While one runs: of those that wait, the low one comes last, and one runs out of time."""
+    running = pilotlight("run", does, json.dumps({"wait": str(fifo)})).stdout.strip()
+    low = [pilotlight("run", does, f'"low{n}"', "--low-priority").stdout.strip() for n in range(12)]
+    late = pilotlight("run", does, '"late"', "--ttl", "0.05").stdout.strip()
+    soon = pilotlight("run", does, '"soon"').stdout.strip()
+    failed(pilotlight("jobs", "follow", does, late), 4, "TIMED_OUT")
+    go(fifo)
+    ended = {
+        job: json.loads(pilotlight("jobs", "follow", does, job, "--json").stdout.splitlines()[-1])["data"]
+        for job in (running, soon, *low)
+    }
+    assert {job["status"] for job in ended.values()} == {"COMPLETED"}
+    lines = [line["text"] for line in map(json.loads, pilotlight("logs", does, "--json").stdout.splitlines())]
+    assert lines.index("doing soon") < lines.index("doing low11")
+
+
+# -- jobs
+
+
+def test_jobs_are_listed(pilotlight: Run, does: str):
+    for event in ("1", '{"fail": "listed"}'):
+        pilotlight("run", does, event, "--wait")
+    shown = pilotlight("jobs", "list", does, "--limit", 2).stdout.splitlines()
+    assert shown[0].split() == ["id", "status", "age", "attempts", "delay", "execution"]
+    assert [line.split()[1] for line in shown[1:]] == ["FAILED", "COMPLETED"]
+    found = json.loads(pilotlight("jobs", "list", does, "--status", "failed", "--json").stdout)["jobs"]
+    assert {job["status"] for job in found} == {"FAILED"}
+    assert pilotlight("jobs", "list", does, "--status", "nonsense").returncode == 2
+
+
+def test_a_function_without_jobs_says_how(pilotlight: Run, deployed: Callable[..., str]):
+    name = deployed("def handler(event):\n    return event\n")
+    done = pilotlight("jobs", "list", name)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert f"pilotlight run {name}" in done.stderr
+
+
+def test_a_job_is_shown_whole(pilotlight: Run, does: str):
+    job = json.loads(pilotlight("run", does, '{"fail": "shown"}', "--wait", "--json").stdout)["id"]
+    shown = pilotlight("jobs", "get", does, job)
+    assert shown.returncode == 0
+    for text in (
+        job,
+        "FAILED",
+        "ago",
+        "handler_failed",
+        "ValueError: shown",
+        "handler.py",
+        "last log lines",
+        "doing",
+    ):
+        assert text in shown.stdout, shown.stdout
+    found = json.loads(pilotlight("jobs", "get", does, job, "--json").stdout)
+    assert "doing {'fail': 'shown'}" in found["logs"]
+    failed(pilotlight("jobs", "get", does, job, "--output-only"), 4, job, "FAILED", "shown")
+    done = json.loads(pilotlight("run", does, '{"deep": [1]}', "--wait", "--json").stdout)["id"]
+    assert pilotlight("jobs", "get", does, done, "--output-only").stdout == '{"deep": [1]}\n'
+    assert '\noutput:\n{"deep": [1]}\n' in pilotlight("jobs", "get", does, done).stdout
+
+
+def test_jobs_are_cancelled_and_purged(pilotlight: Run, does: str, fifo: Path):
+    running = pilotlight("run", does, json.dumps({"wait": str(fifo)})).stdout.strip()
+    waiting = [pilotlight("run", does, str(n)).stdout.strip() for n in range(3)]
+    failed(
+        pilotlight("jobs", "get", does, waiting[1], "--output-only"), 1, waiting[1], "pilotlight jobs follow"
+    )
+    assert pilotlight("jobs", "cancel", does, waiting[0]).stdout == f"{waiting[0]} CANCELLED\n"
+    assert pilotlight("jobs", "purge", does).returncode == 2  # nobody is there to be asked
+    assert pilotlight("jobs", "purge", does, "--yes").stdout == "2 cancelled\n"
+    assert json.loads(pilotlight("jobs", "purge", does, "-y", "--json").stdout) == {"removed": 0}
+    assert pilotlight("jobs", "cancel", does, running).stdout == f"{running} CANCELLED\n"
+    failed(pilotlight("jobs", "follow", does, running), 4, "CANCELLED")
+
+
+def test_a_purge_asks_a_person(pilotlight: Run, does: str):
+    asked = pilotlight("jobs", "purge", does, given=b"n\n", person=True)
+    assert (asked.returncode, asked.stdout.strip()) == (130, "")
+    assert f"0 jobs that wait for {does}?" in asked.stderr
+    assert pilotlight("jobs", "purge", does, given=b"y\n", person=True).stdout.lstrip() == "0 cancelled\n"
+
+
+def test_one_that_is_refused_does_not_keep_the_others(pilotlight: Run, does: str):
+    bad = json.loads(pilotlight("run", does, '{"fail": "again"}', "--wait", "--json").stdout)["id"]
+    good = json.loads(pilotlight("run", does, "1", "--wait", "--json").stdout)["id"]
+    done = pilotlight("jobs", "retry", does, good, NO_JOB, bad, "--json")
+    assert done.returncode == 1
+    told = json.loads(done.stdout)
+    assert [job["id"] for job in told["jobs"]] == [bad]
+    assert {name: error["type"] for name, error in told["errors"].items()} == {good: "job_conflict", NO_JOB: "unknown_job"}  # fmt: skip
+    failed(pilotlight("jobs", "follow", does, bad), 4, "FAILED")
+    assert "retried by hand 1" in pilotlight("jobs", "get", does, bad).stdout
+    assert pilotlight("jobs", "cancel", does, good).stdout == f"{good} COMPLETED\n"
+
+
+def test_a_stream_is_followed(pilotlight: Run, deploy_once: Callable[..., str]):
+    name = deploy_once(STREAMS)
+    job = pilotlight("run", name, "3").stdout.strip()
+    assert pilotlight("jobs", "follow", name, job).stdout == '{"n": 0}\n{"n": 1}\n{"n": 2}\n'
+    events = [
+        json.loads(line) for line in pilotlight("jobs", "follow", name, job, "--json").stdout.splitlines()
+    ]
+    assert [event["event"] for event in events] == ["output"] * 3 + ["completed"]
+    assert events[-1]["data"]["id"] == job
+
+
+def test_ctrl_c_ends_the_following_not_the_job(
+    pilotlight: Run, start: Run, served: str, does: str, fifo: Path
+):
+    job = pilotlight("run", does, json.dumps({"wait": str(fifo)})).stdout.strip()
+    process = start("jobs", "follow", does, job, PILOTLIGHT_URL=served)
+    assert "IN_PROGRESS\n" in iter(process.stderr.readline, "")
+    process.send_signal(signal.SIGINT)
+    out, rest = process.communicate(timeout=20)
+    assert (process.returncode, out) == (130, "")
+    assert f"pilotlight jobs follow {does} {job}" in rest
+    go(fifo)
+    assert pilotlight("jobs", "follow", does, job).stdout == '"gone on"\n'
+
+
+def test_what_is_unknown_is_named(pilotlight: Run, does: str):
+    for command in ("get", "follow", "cancel", "retry"):
+        failed(pilotlight("jobs", command, does, NO_JOB), 1, NO_JOB)
+    for command in (("run", "nobody"), ("jobs", "list", "nobody"), ("jobs", "purge", "nobody", "--yes"), ("webhooks", "list", "nobody")):  # fmt: skip
+        failed(pilotlight(*command), 1, "nobody")
+    failed(pilotlight("webhooks", "redeliver", does, "msg_0"), 1, "msg_0", "pilotlight webhooks list")
+
+
+# -- webhooks
+
+
+class _Taker(BaseHTTPRequestHandler):
+    """Refuses the first delivery for good, takes the rest."""
+
+    came: Queue[str]
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        first = not hasattr(self.server, "seen")
+        self.server.seen = True  # type: ignore[attr-defined]
+        self.send_response(410 if first else 204)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+        self.came.put(self.headers["webhook-id"])
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def receiver() -> Iterator[tuple[str, Queue[str]]]:
+    came: Queue[str] = Queue()
+    with HTTPServer(("127.0.0.1", 0), type("Taker", (_Taker,), {"came": came})) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/done?token=hidden", came
+        server.shutdown()
+        thread.join()
+
+
+def test_deliveries_are_listed_and_sent_again(pilotlight: Run, does: str, receiver: tuple[str, Queue[str]]):
+    url, came = receiver
+    job = pilotlight("run", does, "1", "--webhook", url).stdout.strip()
+    delivery = came.get(timeout=20)
+    found = ended(pilotlight, does, job, "DEAD")
+    assert (found["id"], found["job_id"], found["last_status"]) == (delivery, job, 410)
+    assert found["url"] == url.removesuffix("?token=hidden")
+    assert [tried["status"] for tried in found["log"]] == [410]
+    assert pilotlight("webhooks", "redeliver", does, delivery).stdout.startswith(
+        f"{delivery} goes to http://127"
+    )
+    assert came.get(timeout=20) == delivery
+    assert ended(pilotlight, does, job, "DELIVERED")["last_status"] == 204
+    shown = pilotlight("webhooks", "list", does, "--state", "delivered").stdout
+    for text in (delivery, job, "completed", "DELIVERED", "204"):
+        assert text in shown
+    assert "hidden" not in shown
+    none = pilotlight("webhooks", "list", does, "--job", NO_JOB)
+    assert (none.returncode, none.stdout) == (0, "")
+
+
+def test_a_private_address_is_refused(pilotlight: Run, does: str):
+    failed(pilotlight("run", does, "1", "--webhook", "http://10.0.0.1/x"), 1, "10.0.0.1")
+
+
+def ended(pilotlight: Run, name: str, job: str, state: str) -> dict[str, Any]:
+    """The job's one delivery, once its attempt is written down: the receiver knows of it a moment earlier."""
+    until_s = time.monotonic() + 20
+    while time.monotonic() < until_s:
+        told = pilotlight("webhooks", "list", name, "--job", job, "--state", state, "--json").stdout
+        if found := json.loads(told)["deliveries"]:
+            return dict(found[0])
+    raise AssertionError(f"no {state} delivery of {job}")
