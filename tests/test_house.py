@@ -299,19 +299,25 @@ def test_every_file_imports_alone() -> None:
         import importlib, json, os, sys, traceback
         for other in {others!r}:
             importlib.import_module(other)
-        failed = []
-        for name in {names!r}:
-            pid = os.fork()
-            if pid == 0:
-                code = 0
-                try:
-                    importlib.import_module(name)
-                except BaseException:
-                    traceback.print_exc()
-                    code = 1
-                sys.stderr.flush()
-                os._exit(code)
-            if os.waitpid(pid, 0)[1]:
+        failed, running, names = [], {{}}, {names!r}
+        while names or running:
+            if names and len(running) < (os.cpu_count() or 1):
+                name = names.pop()
+                pid = os.fork()
+                if pid == 0:
+                    code = 0
+                    try:
+                        importlib.import_module(name)
+                    except BaseException:
+                        traceback.print_exc()
+                        code = 1
+                    sys.stderr.flush()
+                    os._exit(code)
+                running[pid] = name
+                continue
+            pid, status = os.wait()
+            name = running.pop(pid)
+            if status:
                 failed.append(name)
         print(json.dumps(failed))
     """)
