@@ -13,16 +13,16 @@ import click
 
 from .._version import __version__
 from ..errors import GatewayUnreachable, PilotlightError
-from . import display, options
-from .access.commands import COMMANDS as ACCESS
-from .benches import COMMANDS as BENCHES
-from .bulk.commands import COMMANDS as BULK
-from .jobs_commands import COMMANDS as JOBS
-from .recording import COMMANDS as RECORDING
-from .remote import COMMANDS as REMOTE_COMMANDS
-from .snapshots import snapshot
-from .transfers import COMMANDS as TRANSFERS
-from .webhooks_commands import COMMANDS as WEBHOOKS
+from .commands import display, options
+from .commands.access import COMMANDS as ACCESS
+from .commands.benches import COMMANDS as BENCHES
+from .commands.bulk import COMMANDS as BULK
+from .commands.jobs import COMMANDS as JOBS
+from .commands.recording import COMMANDS as RECORDING
+from .commands.remote import COMMANDS as REMOTE_COMMANDS
+from .commands.snapshots import snapshot
+from .commands.transfers import COMMANDS as TRANSFERS
+from .commands.webhooks import COMMANDS as WEBHOOKS
 
 EXIT_ERROR = 1
 EXIT_USAGE = 2
@@ -65,7 +65,7 @@ def init(*, folder: Path | None, template: str, listing: bool, as_json: bool) ->
     Example:
       pilotlight init my-embeddings --template text-embedding
     """
-    from .scaffold import scaffold, templates  # noqa: PLC0415
+    from .commands.scaffold import scaffold, templates  # noqa: PLC0415
 
     if listing:
         rows = [(known.name, known.summary) for known in templates()]
@@ -209,7 +209,7 @@ def test(
     Example:
       pilotlight test hello
     """
-    from .trial import run_trial  # noqa: PLC0415  httpx takes time to import, and --help needs none of it
+    from .commands.trial import run_trial  # noqa: PLC0415  httpx takes time to import, and --help needs none of it
 
     with display.waiting(f"testing {folder}"):
         outcome = run_trial(folder, options.overrides(settings, name, snapshot, local=True), install=install)
@@ -235,7 +235,7 @@ def doctor(state_dir: Path | None, as_json: bool) -> None:
     Example:
       pilotlight doctor
     """
-    from .doctor import examine  # noqa: PLC0415
+    from .commands.doctor import examine  # noqa: PLC0415
     from .settings import read_gateway_settings  # noqa: PLC0415
 
     settings = read_gateway_settings(os.environ, other_variables=options.OTHER_VARIABLES, state_dir=state_dir)

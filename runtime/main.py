@@ -22,28 +22,28 @@ from .access.door import door
 from .access.guard import Guard
 from .access.keyring import Keyring
 from .access.vault import Vault
-from .admin import MAX_ARCHIVE_BYTES, Admin
-from .connection import Connection
+from .api.admin import MAX_ARCHIVE_BYTES, Admin
+from .api.aws_lambda import LambdaApi
+from .api.connection import Connection
+from .api.events import EventsApi
+from .api.gateway import Gateway
+from .api.intake import Limits
+from .api.predictions import Predictions
+from .api.queue import QueueApi
+from .api.unrouted import unrouted
+from .api.webhooks import WebhooksApi
 from .deploy import Order
 from .events.sources import Sources
-from .events_api import EventsApi
 from .functions import Functions
-from .gateway import Gateway
-from .intake import Limits
 from .jobs.jobs import Jobs, JobSettings
-from .lambda_api import LambdaApi
 from .launcher import Launcher
 from .listener import Listener
 from .loopback import is_loopback
 from .metrics import Metrics
-from .predictions import Predictions
-from .queue_api import QueueApi
 from .settings import GatewaySettings
 from .state_dir import StateDir
 from .store import Store
-from .unrouted import unrouted
 from .watch import watch
-from .webhooks_api import WebhooksApi
 from .weights import Weights
 
 KEEPALIVE_S = 75.0

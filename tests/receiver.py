@@ -12,9 +12,9 @@ from typing import Any
 from aiohttp import web
 from live import LIMIT_S
 from pilotlight.runtime.jobs.database import Change, Database, T
-from pilotlight.runtime.jobs.delivery import Delivery
 from pilotlight.runtime.jobs.job import Job, State, Webhook
-from pilotlight.runtime.jobs.outbox import newest
+from pilotlight.runtime.webhooks.delivery import Delivery
+from pilotlight.runtime.webhooks.outbox import newest
 
 Answer = int | Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -19,10 +19,7 @@ PACKAGES = ("handlers", "runtime", "snapshot", "templates")
 ROOMS = (
     *(f"snapshot.{room}" for room in ("caching", "converting", "fetching", "format", "restoring", "sources")),
     "handlers.foreign",
-    "runtime.access",
-    "runtime.bulk",
-    "runtime.events",
-    "runtime.jobs",
+    *(f"runtime.{room}" for room in ("access", "api", "bulk", "commands", "events", "jobs", "webhooks")),
 )
 
 # DESIGN section 6. A file imports only from lower lines; one on its own line may not even see its neighbours.
@@ -54,20 +51,20 @@ FLOORS = """
 1   handlers.foreign.cog
 1   handlers.resolve
 
-2   runtime.access runtime.bulk runtime.events runtime.jobs
+2   runtime.access runtime.api runtime.bulk runtime.commands runtime.events runtime.jobs runtime.webhooks
 2   runtime.access.private runtime.access.quota runtime.events.calls runtime.events.source runtime.loopback
 2   runtime.jobs.database runtime.jobs.identity runtime.jobs.job runtime.jobs.schema
 2   runtime.jobs.counters runtime.jobs.rows
 2   runtime.jobs.turn
 2   runtime.jobs.changes runtime.jobs.expiry runtime.jobs.looks
-2   runtime.jobs.addresses runtime.jobs.backoff runtime.jobs.signing
+2   runtime.webhooks.addresses runtime.webhooks.backoff runtime.webhooks.signing
 2   runtime.jobs.store runtime.events.bus runtime.events.aws
 2   runtime.events.sinks runtime.events.sqs
 2   runtime.jobs.message
-2   runtime.jobs.delivery
-2   runtime.jobs.posting
-2   runtime.jobs.outbox
-2   runtime.jobs.courier
+2   runtime.webhooks.delivery
+2   runtime.webhooks.posting
+2   runtime.webhooks.outbox
+2   runtime.webhooks.courier
 2   runtime.autoscaler runtime.batcher runtime.lineage runtime.logs runtime.spec runtime.timeline runtime.wording
 2   runtime.code runtime.invocation runtime.link runtime.metrics runtime.requirements runtime.settings runtime.state_dir
 2   runtime.access.keys
@@ -80,7 +77,7 @@ FLOORS = """
 3   runtime.loop_runner runtime.thread_runner
 3   runtime.worker
 3   runtime.zygote
-3   runtime.first_call
+3   runtime.commands.first_call
 
 4   runtime.replica
 4   runtime.pool
@@ -92,37 +89,37 @@ FLOORS = """
 5   runtime.jobs.dispatch
 5   runtime.jobs.jobs
 
-6   runtime.cloudevents runtime.connection runtime.intake runtime.watch
-6   runtime.events.body runtime.gateway runtime.prediction
-6   runtime.events.pump runtime.aws_error runtime.described runtime.events_api
-6   runtime.events.sources runtime.access.guard runtime.lambda_api runtime.predictions runtime.unrouted
-6   runtime.queue_api
-6   runtime.described_queue runtime.described_webhooks
-6   runtime.openapi
-6   runtime.admin
-6   runtime.access.control runtime.webhooks_api
+6   runtime.api.cloudevents runtime.api.connection runtime.api.intake runtime.watch
+6   runtime.events.body runtime.api.gateway runtime.api.prediction
+6   runtime.events.pump runtime.api.aws_error runtime.api.described runtime.api.events
+6   runtime.events.sources runtime.access.guard runtime.api.aws_lambda runtime.api.predictions runtime.api.unrouted
+6   runtime.api.queue
+6   runtime.api.described_queue runtime.api.described_webhooks
+6   runtime.api.openapi
+6   runtime.api.admin
+6   runtime.access.control runtime.api.webhooks
 
-7   runtime.display runtime.main
-7   runtime.client runtime.doctor runtime.scaffold
-7   runtime.bulk.inputs runtime.bulk.journal runtime.contents runtime.options runtime.trial
+7   runtime.commands.display runtime.main
+7   runtime.client runtime.commands.doctor runtime.commands.scaffold
+7   runtime.bulk.inputs runtime.bulk.journal runtime.commands.contents runtime.commands.options runtime.commands.trial
 7   runtime.bulk.asking runtime.bulk.window
-7   runtime.bulk.commands
+7   runtime.commands.bulk
 7   runtime.access.home
-7   runtime.access.commands
-7   runtime.jobs_commands runtime.moves runtime.recording runtime.transfers runtime.webhooks_commands
-7   runtime.benches runtime.remote runtime.snapshots
+7   runtime.commands.access
+7   runtime.commands.jobs runtime.commands.moves runtime.commands.recording runtime.commands.transfers runtime.commands.webhooks
+7   runtime.commands.benches runtime.commands.remote runtime.commands.snapshots
 7   runtime.cli
 """
 # The command line's own: they write to the terminal.
 SPEAKING = {
-    "runtime.benches",
+    "runtime.commands.benches",
     "runtime.cli",
-    "runtime.display",
-    "runtime.moves",
-    "runtime.recording",
-    "runtime.remote",
-    "runtime.snapshots",
-    "runtime.transfers",
+    "runtime.commands.display",
+    "runtime.commands.moves",
+    "runtime.commands.recording",
+    "runtime.commands.remote",
+    "runtime.commands.snapshots",
+    "runtime.commands.transfers",
 }
 # What must not be loaded by those who never use it.
 HEAVY = {"aiohttp", "boto3", "httpx", "numpy", "pydantic", "safetensors", "torch", "transformers", "uvloop"}
@@ -244,7 +241,7 @@ def test_packages_are_named_and_empty() -> None:
     [
         "runtime.autoscaler",
         "runtime.batcher",
-        "runtime.jobs.backoff",
+        "runtime.webhooks.backoff",
         "runtime.timeline",
         "snapshot.restoring.plan",
         "snapshot.fetching.pace",
@@ -261,7 +258,7 @@ def test_workers_load_no_http_and_no_gateway(name: str) -> None:
     ours, others = closure(name)
     assert not others & {"aiohttp", "httpx", "click", "rich", "prometheus_client", "psutil", "torch", "numpy"}
     assert not ours & {
-        "runtime.gateway",
+        "runtime.api.gateway",
         "runtime.functions",
         "runtime.revision",
         "runtime.main",
@@ -470,9 +467,9 @@ TOGETHER = {"corruptions", "faults", "format", "hostile", "large", "templates", 
 
 def test_this_table_would_notice() -> None:
     """The checks above, on sources that break them: a check that cannot fail holds nothing."""
-    broken = ast.parse("from ..runtime import gateway\nimport pilotlight.errors\nfrom .. import batch\n")
+    broken = ast.parse("from ..runtime.api import gateway\nimport pilotlight.errors\nfrom .. import batch\n")
     assert list(imports("handlers.contract", broken)) == [
-        ("runtime.gateway", True),
+        ("runtime.api.gateway", True),
         ("pilotlight.errors", False),
         ("", True),
     ]

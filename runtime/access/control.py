@@ -9,9 +9,9 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...errors import BadInput, InputTooLarge
-from ..admin import typed
+from ..api.admin import typed
+from ..api.intake import read_body
 from ..functions import Functions
-from ..intake import read_body
 from .keyring import Keyring
 from .keys import parse_new_key
 from .vault import MAX_VALUE_BYTES, Vault

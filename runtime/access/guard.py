@@ -16,8 +16,8 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from ...errors import AccessError, GatewayError, PilotlightError, QuotaExceeded, Unauthorized, UnknownFunction
-from ..aws_error import PATHS, aws_error
-from ..gateway import error_response
+from ..api.aws_error import PATHS, aws_error
+from ..api.gateway import error_response
 from .caller import ANYBODY, CALLER, Caller
 from .keyring import Held, Keyring
 from .rules import OPEN, scope_of

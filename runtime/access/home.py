@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import orjson
 
-from .. import options
 from ..client import Client
+from ..commands import options
 from ..settings import read_gateway_settings
 from ..state_dir import StateDir
 from .door import someone_home

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import orjson
 
-from ..intake import TRACEPARENT
+from ..api.intake import TRACEPARENT
 
 
 def job_input(body: bytes) -> bytes:

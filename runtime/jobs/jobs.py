@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import JobExpired, JobStoreFailed, UnknownJob
-from . import outbox
-from .addresses import AddressPolicy
+from ..webhooks import outbox
+from ..webhooks.addresses import AddressPolicy
+from ..webhooks.courier import Courier
+from ..webhooks.delivery import Delivery, DeliveryState
+from ..webhooks.signing import load_key
 from .board import Board
-from .courier import Courier
 from .database import Database
-from .delivery import Delivery, DeliveryState
 from .dispatch import Dispatcher, Target
 from .job import Counts, Job, NewJob, State
 from .schema import SCRIPTS
-from .signing import load_key
 from .store import JobStore
 
 DATABASE_FILE = "jobs.sqlite3"

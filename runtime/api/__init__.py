@@ -1,0 +1,1 @@
+"""The routes: HTTP to invocations and jobs, in every spelling, and back."""

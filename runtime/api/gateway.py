@@ -1,0 +1,188 @@
+"""The gateway: `POST /invoke/{function}`. Translates HTTP to invocations and back; owns nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+import orjson
+from aiohttp import web
+
+from ...errors import PilotlightError
+from ...handlers.codec import JSON_TYPE
+from ..functions import Functions
+from ..invocation import Invocation
+from ..metrics import Metrics
+from ..revision import Revision
+from .intake import content_type_of, read_body, request_id_of, seconds, traceparent_of
+
+EVENT_STREAM_TYPE = "text/event-stream"
+# While a streamed call waits for an activation, so often a comment keeps proxies from hanging up.
+HEARTBEAT_S = 5.0
+RETRY_AFTER_S = {429: "1", 503: "2"}
+MAX_HOLD_S = 3600.0
+
+
+class Gateway:
+    """Routes of invocations."""
+
+    def __init__(
+        self,
+        functions: Functions,
+        metrics: Metrics,
+        later: Callable[[web.Request], Awaitable[web.StreamResponse]],
+        *,
+        max_body_bytes: int,
+        body_timeout_s: float,
+    ) -> None:
+        """`later` answers a caller who prefers not to wait."""
+        self._later = later
+        self._functions = functions
+        self._metrics = metrics
+        self._max_body_bytes = max_body_bytes
+        self._body_timeout_s = body_timeout_s
+
+    def routes(self) -> list[web.RouteDef]:
+        return [web.post("/invoke/{function}", self.invoke)]
+
+    async def invoke(self, request: web.Request) -> web.StreamResponse:
+        """Body in, body out."""
+        if "respond-async" in request.headers.get("Prefer", ""):
+            return await self._later(request)
+        received_s = time.monotonic()
+        name = request.match_info["function"]
+        request_id = request_id_of(request.headers)
+        try:
+            revision = self._functions.live(name)
+        except PilotlightError as error:  # not counted by name: anybody can make names up
+            return error_response(error, request_id)
+        try:
+            body = await read_body(
+                request, min(self._max_body_bytes, revision.policy.max_body_bytes), self._body_timeout_s
+            )
+            revision = self._functions.live(name)  # another one may have become live while the body came
+            invocation = _invocation(request, revision, request_id, body, received_s)
+            revision.submit(invocation)
+        except PilotlightError as error:
+            self._metrics.refused(name, error.status)
+            return error_response(error, request_id)
+        try:
+            if invocation.stream is not None:
+                return await self._stream(request, name, invocation)
+            return await self._answer(name, invocation)
+        except (
+            asyncio.CancelledError,
+            ConnectionError,
+        ):  # the caller has gone, noticed by reading or by writing
+            revision.cancel(invocation)
+            raise
+
+    async def _answer(self, name: str, invocation: Invocation) -> web.Response:
+        try:
+            answer = await invocation.answer
+        except PilotlightError as error:
+            invocation.timeline.responded_s = time.monotonic()
+            self._note(name, error.status, invocation)
+            return error_response(error, invocation.id, invocation)
+        invocation.timeline.responded_s = time.monotonic()
+        self._note(name, 200, invocation)
+        headers = _headers(invocation)
+        headers["Content-Type"] = answer.content_type
+        return web.Response(body=answer.payload, headers=headers)
+
+    async def _stream(self, request: web.Request, name: str, invocation: Invocation) -> web.StreamResponse:
+        """Server-sent events: `output` for each piece, then `completed` or `error`."""
+        response: web.StreamResponse | None = None
+        stream, number = invocation.stream, 0
+        if stream is None:
+            raise TypeError("not a streamed invocation")
+        while True:
+            try:
+                async with asyncio.timeout(HEARTBEAT_S):
+                    piece = await stream.get()
+            except TimeoutError:
+                response = response or await _open_stream(request, invocation)
+                await response.write(b": waiting\n\n")
+                continue
+            if piece is None:
+                break
+            response = response or await _open_stream(request, invocation)
+            number += 1
+            await response.write(_event("output", piece, number))
+        error = invocation.answer.exception()
+        invocation.timeline.responded_s = time.monotonic()
+        status = error.status if isinstance(error, PilotlightError) else 200
+        self._note(name, status, invocation)
+        if isinstance(error, PilotlightError) and response is None:
+            return error_response(error, invocation.id, invocation)
+        response = response or await _open_stream(request, invocation)
+        await response.write(_last_event(error, number + 1))
+        await response.write_eof()
+        return response
+
+    def _note(self, name: str, status: int, invocation: Invocation) -> None:
+        self._metrics.answered(name, status, invocation.timeline)
+        if invocation.timeline.cold:
+            self._functions.note_cold(name, invocation.timeline)
+
+
+def _invocation(
+    request: web.Request, revision: Revision, request_id: str, body: bytes, received_s: float
+) -> Invocation:
+    headers, policy = request.headers, revision.policy
+    timeout_s = seconds(headers, "X-Request-Timeout", policy.timeout_s, policy.timeout_s)
+    hold_s = seconds(headers, "X-Scale-Up-Timeout", policy.hold_s, MAX_HOLD_S)
+    return Invocation(
+        request_id,
+        body,
+        now_s=received_s,
+        deadline_s=received_s + timeout_s,
+        hold_until_s=received_s + hold_s,
+        content_type=content_type_of(headers),
+        traceparent=traceparent_of(headers),
+        streaming=revision.streaming,
+    )
+
+
+def _headers(invocation: Invocation) -> dict[str, str]:
+    headers = {
+        "X-Request-Id": invocation.id,
+        "X-Worker-Id": invocation.worker,
+        "X-Cold-Start": "true" if invocation.timeline.cold else "false",
+        "Server-Timing": invocation.timeline.server_timing(),
+    }
+    if invocation.traceparent:
+        headers["traceparent"] = invocation.traceparent
+    return headers
+
+
+def error_response(
+    error: PilotlightError, request_id: str = "", invocation: Invocation | None = None
+) -> web.Response:
+    """The typed JSON error: `{"error": {"type", "message", "remedy", "details"}}`."""
+    headers = (
+        _headers(invocation) if invocation is not None else {"X-Request-Id": request_id} if request_id else {}
+    )
+    if error.status in RETRY_AFTER_S:
+        headers["Retry-After"] = RETRY_AFTER_S[error.status]
+    body = {"error": {**error.to_wire(), **({"request_id": request_id} if request_id else {})}}
+    return web.Response(body=orjson.dumps(body), status=error.status, headers=headers, content_type=JSON_TYPE)
+
+
+async def _open_stream(request: web.Request, invocation: Invocation) -> web.StreamResponse:
+    """Sends the head of an event stream. Its Server-Timing ends where the first piece left."""
+    headers = _headers(invocation) | {"Content-Type": EVENT_STREAM_TYPE, "Cache-Control": "no-store"}
+    response = web.StreamResponse(headers=headers)
+    await response.prepare(request)
+    return response
+
+
+def _event(name: str, data: bytes, number: int) -> bytes:
+    return b"id: %d\nevent: %s\ndata: %s\n\n" % (number, name.encode(), data)
+
+
+def _last_event(error: BaseException | None, number: int) -> bytes:
+    if isinstance(error, PilotlightError):
+        return _event("error", orjson.dumps(error.to_wire()), number)
+    return _event("completed", b"{}", number)

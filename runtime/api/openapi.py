@@ -1,0 +1,231 @@
+"""The OpenAPI description of a gateway: its own routes, and each function's input and output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ..._version import __version__
+from ..access.described import SECURITY_SCHEMES, access_paths, access_schemas, guarded
+from ..functions import FunctionStatus
+from .described import spelled_paths, spelled_schemas
+from .described_queue import queue_paths, queue_schemas
+from .described_webhooks import webhook_paths, webhook_schemas
+
+ERROR = {"$ref": "#/components/schemas/Error"}
+MAX_LOG_LINES = 10_000
+_STATUS = {"$ref": "#/components/schemas/FunctionStatus"}
+_TEXT = {"type": "string"}
+_FLAG = {"type": "string", "enum": ["0", "1"]}
+_SECONDS = {"type": "number", "exclusiveMinimum": 0}
+# What every answer of an invocation says in its header.
+_ANSWERED = {
+    "X-Request-Id": {"schema": _TEXT, "required": True},
+    "X-Worker-Id": {"schema": _TEXT, "required": True},
+    "X-Cold-Start": {"schema": {"type": "string", "enum": ["true", "false"]}, "required": True},
+    "Server-Timing": {"schema": _TEXT, "required": True},
+}
+
+
+def describe(functions: Iterable[FunctionStatus]) -> dict[str, Any]:
+    """OpenAPI 3.1, with one path a function."""
+    schemas: dict[str, Any] = {"Error": _error_schema()}
+    status = FunctionStatus.model_json_schema(
+        mode="serialization", ref_template="#/components/schemas/{model}"
+    )
+    schemas.update(status.pop("$defs", {}))
+    schemas["FunctionStatus"] = status
+    paths = _control_paths()
+    for function in functions:
+        paths[f"/invoke/{function.name}"] = {"post": _invoke(function)}
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "pilotlight",
+            "version": __version__,
+            "description": "Functions that start when called.",
+        },
+        "paths": guarded(
+            paths | access_paths(ERROR) | queue_paths(ERROR) | spelled_paths(ERROR) | webhook_paths(ERROR),
+            ERROR,
+        ),
+        "components": {
+            "schemas": schemas | access_schemas() | queue_schemas() | spelled_schemas() | webhook_schemas(),
+            "securitySchemes": SECURITY_SCHEMES,
+        },
+    }
+
+
+def _invoke(function: FunctionStatus) -> dict[str, Any]:
+    output = _inline(f"{function.name}:output", function.output_schema)
+    answer: dict[str, Any] = {"application/json": {"schema": output}}
+    if function.streaming:
+        answer = {"text/event-stream": {"schema": {"type": "string"}}}
+    elif not function.output_schema:  # not annotated: bytes and text are sent as what they are
+        answer |= {"text/plain": {"schema": {"type": "string"}}, "application/octet-stream": {"schema": {}}}
+    return {
+        "operationId": f"invoke_{function.name}",
+        "summary": f"Calls {function.name} ({function.revision}) and waits for its answer.",
+        "parameters": [
+            _header("X-Request-Timeout", _SECONDS, "Seconds until the answer must be there."),
+            _header("X-Scale-Up-Timeout", _SECONDS, "Seconds that it may wait for a worker."),
+            _header("X-Request-Id", _TEXT, "1 to 128 visible ASCII characters; of others, one is made."),
+            _header("traceparent", _TEXT, "A W3C trace context; the answer brings it back."),
+        ],
+        "requestBody": {
+            "content": {
+                "application/json": {"schema": _inline(f"{function.name}:input", function.input_schema)}
+            }
+        },
+        "responses": {
+            "200": {"description": "The answer.", "headers": _ANSWERED, "content": answer},
+            **_errors(400, 408, 413, 422, 429, 500, 503, 504),
+        },
+    }
+
+
+def _inline(function: str, schema: dict[str, Any]) -> dict[str, Any]:
+    """A pydantic schema as a resource of its own, so that its `#/$defs/…` references find its own `$defs`."""
+    return {"$id": f"urn:pilotlight:{function}", **schema} if "$defs" in schema else schema
+
+
+def _control_paths() -> dict[str, Any]:
+    name = {"name": "function", "in": "path", "required": True, "schema": _TEXT}
+    listing = {
+        "type": "object",
+        "required": ["functions"],
+        "properties": {"functions": {"type": "array", "items": _STATUS}},
+    }
+    memory = _query("memory", _FLAG, "Whether to tell its processes and what they hold.")
+    look = {
+        "summary": "Shows a function.",
+        "parameters": [name, memory],
+        "responses": {"200": _json("The function.", _STATUS), **_errors(400, 404, 503)},
+    }
+    gone = {"type": "object", "required": ["deleted"], "properties": {"deleted": _TEXT}}
+    delete = {
+        "summary": "Deletes a function.",
+        "parameters": [name],
+        "responses": {"200": _json("Deleted.", gone), **_errors(404, 503)},
+    }
+    ready = {
+        "type": "object",
+        "required": ["status"],
+        "properties": {"status": {"enum": ["ready", "draining"]}},
+    }
+    return {
+        "/v1/functions": {
+            "get": {"summary": "Lists the functions.", "responses": {"200": _json("All functions.", listing)}},
+            "post": _deploy(),
+        },
+        "/v1/functions/{function}": {"get": look, "delete": delete},
+        "/v1/functions/{function}/logs": {"get": _logs(name)},
+        "/v2/{function}/warmup": {"post": _warmup(name)},
+        "/healthz": {"get": {"summary": "Whether it lives.", "responses": {"200": _json("Alive.", {"type": "object", "properties": {"status": {"const": "alive"}}})}}},
+        "/readyz": {"get": {"summary": "Whether it takes requests.", "responses": {"200": _json("Takes requests.", ready), "503": _json("Is shutting down.", ready)}}},
+        "/metrics": {"get": {"summary": "Prometheus exposition.", "responses": {"200": {"description": "Counts and times.", "content": {"text/plain": {"schema": _TEXT}}}}}},
+        "/openapi.json": {"get": {"summary": "This description.", "responses": {"200": _json("OpenAPI 3.1.", {"type": "object"})}}},
+    }  # fmt: skip
+
+
+def _deploy() -> dict[str, Any]:
+    return {
+        "summary": "Deploys a folder of this node, or an uploaded tar.gz: a new revision of its function.",
+        "parameters": [
+            _query("set", {"type": "array", "items": _TEXT}, "Of an upload: settings, as scale.max=8."),
+            _query("install", _FLAG, "Of an upload: whether its requirements may be installed."),
+            _query("check", _FLAG, "Of an upload: whether a worker must have started before it is live."),
+        ],
+        "requestBody": {
+            "required": True,
+            "content": {
+                "application/json": {"schema": _deploy_schema()},
+                "application/gzip": {"schema": {"type": "string", "format": "binary"}},
+            },
+        },
+        "responses": {
+            "201": _json("The function, live.", _STATUS),
+            **_errors(400, 408, 413, 415, 422, 500, 502, 503, 507),
+        },
+    }
+
+
+def _logs(name: dict[str, Any]) -> dict[str, Any]:
+    lines = {"type": "integer", "minimum": 0, "maximum": MAX_LOG_LINES, "default": 100}
+    return {
+        "summary": "The last lines that a function's processes printed.",
+        "parameters": [
+            name,
+            _query("lines", lines, "At most so many."),
+            _query("follow", _FLAG, "Whether to go on with lines as they come; that answer does not end."),
+        ],
+        "responses": {
+            "200": {
+                "description": "Lines, one JSON object each.",
+                "content": {"application/x-ndjson": {"schema": _TEXT}},
+            },
+            **_errors(400, 404, 503),
+        },
+    }
+
+
+def _warmup(name: dict[str, Any]) -> dict[str, Any]:
+    schema = {"type": "integer", "minimum": 0, "default": 1}
+    count = {"type": "integer", "minimum": 0}
+    states = ("ready", "starting", "draining")
+    workers = {"type": "object", "required": list(states), "properties": dict.fromkeys(states, count)}
+    answer = {"type": "object", "required": ["workers"], "properties": {"workers": workers}}
+    return {
+        "summary": "Starts workers before they are called.",
+        "parameters": [name, _query("workers", schema, "So many in all; scale.max at most.")],
+        "responses": {"200": _json("Workers now.", answer), **_errors(400, 404, 503)},
+    }
+
+
+def _query(name: str, schema: dict[str, Any], description: str) -> dict[str, Any]:
+    return {"name": name, "in": "query", "schema": schema, "description": description}
+
+
+def _header(name: str, schema: dict[str, Any], description: str) -> dict[str, Any]:
+    return {"name": name, "in": "header", "schema": schema, "description": description}
+
+
+def _json(description: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"description": description, "content": {"application/json": {"schema": schema}}}
+
+
+def _errors(*codes: int) -> dict[str, Any]:
+    return {str(code): _json("A typed error.", ERROR) for code in codes}
+
+
+def _deploy_schema() -> dict[str, Any]:
+    return {
+        "type": "object",
+        "required": ["path"],
+        "additionalProperties": False,
+        "properties": {
+            "path": {
+                "type": "string",
+                "description": "Absolute path of the function's folder on the gateway's node.",
+            },
+            "overrides": {"type": "object", "description": "Dotted settings, as scale.max."},
+            "install": {"type": "boolean", "default": False},
+            "check": {"type": "boolean", "default": True},
+        },
+    }
+
+
+def _error_schema() -> dict[str, Any]:
+    text = {"type": "string"}
+    error = {
+        "type": "object",
+        "required": ["type", "message"],
+        "properties": {
+            "type": text,
+            "message": text,
+            "remedy": text,
+            "request_id": text,
+            "details": {"type": "object"},
+        },
+    }
+    return {"type": "object", "required": ["error"], "properties": {"error": error}}

@@ -1,0 +1,324 @@
+"""The queue's routes, in RunPod's spelling: submit, wait, look, stream, cancel, retry, purge. None waits for a cold start.
+
+A handler's failure is data here: 200 with `status: FAILED`. Only what could not be accepted is an error.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+import orjson
+from aiohttp import web
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ...errors import BadInput, InputInvalid, PilotlightError
+from ..access.caller import caller_of
+from ..functions import Functions, Live
+from ..jobs import message
+from ..jobs.job import BATCH_PRIORITY, LOW_PRIORITY, Job, NewJob, State, Webhook
+from ..jobs.jobs import Jobs
+from . import cloudevents
+from . import events as events_api
+from .gateway import error_response
+from .intake import content_type_of, dump_json, read_body, request_id_of, traceparent_of
+
+ASYNC_BODY_BYTES = 10 << 20
+WAIT_MS = 90_000
+LEAST_WAIT_MS, MOST_WAIT_MS = 1000, 300_000
+MAX_LISTED = 1000
+MAX_POLLERS = 10_000
+IDEMPOTENCY = "Idempotency-Key"
+MAX_KEY_CHARS = 255
+PIECES_A_POLL = 1000
+_PRIORITIES = {"normal": 0, "low": LOW_PRIORITY, "batch": BATCH_PRIORITY}
+
+Route = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class JobPolicy(BaseModel):
+    """How a job is to be treated; milliseconds, as RunPod has them."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    executionTimeout: int | None = Field(None, ge=1, le=7 * 86_400_000)  # noqa: N815  theirs
+    ttl: int | None = Field(None, ge=1, le=365 * 86_400_000)
+    lowPriority: bool = False  # noqa: N815
+    priority: Literal["normal", "low", "batch"] | None = None
+
+
+class Order(BaseModel):
+    """What is submitted. Keys that are not known are left alone, as RunPod's callers are used to."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    input: Any
+    webhook: str | None = Field(None, max_length=2048)
+    webhook_events: tuple[Literal["start", "output", "logs", "completed"], ...] = ("completed",)
+    policy: JobPolicy = JobPolicy()
+
+
+class QueueApi:
+    """Routes of jobs below /v2/{function}."""
+
+    def __init__(
+        self, functions: Functions, jobs: Jobs, *, max_body_bytes: int, body_timeout_s: float
+    ) -> None:
+        self._functions = functions
+        self._jobs = jobs
+        self._max_body_bytes = max_body_bytes
+        self._body_timeout_s = body_timeout_s
+        self._polled: OrderedDict[str, int] = OrderedDict()
+
+    def routes(self) -> list[web.RouteDef]:
+        base = "/v2/{function}"
+        return [
+            web.post(f"{base}/run", _typed(self.run)),
+            web.post(f"{base}/runsync", _typed(self.runsync)),
+            web.get(f"{base}/status/{{job}}", _typed(self.status)),
+            web.post(f"{base}/status/{{job}}", _typed(self.status)),
+            web.get(f"{base}/stream/{{job}}", _typed(self.stream)),
+            web.post(f"{base}/stream/{{job}}", _typed(self.stream)),
+            web.post(f"{base}/cancel/{{job}}", _typed(self.cancel)),
+            web.post(f"{base}/retry/{{job}}", _typed(self.retry)),
+            web.post(f"{base}/purge-queue", _typed(self.purge)),
+            web.get(f"{base}/health", _typed(self.health)),
+            web.get(f"{base}/requests", _typed(self.requests)),
+        ]
+
+    async def run(self, request: web.Request) -> web.StreamResponse:
+        """An order, or CloudEvents."""
+        live = self._live(request)
+        body = await self._body(request, live, ASYNC_BODY_BYTES)
+        if (events := cloudevents.parse(request.headers, body)) is not None:
+            found = await events_api.submit(self._jobs, live, events, owner=caller_of(request).owner)
+            return events_api.accepted(request, found)
+        job, replayed = await self._submit(request, live, body)
+        return _json({"id": job.id, "status": str(job.state)}, job, replayed)
+
+    async def runsync(self, request: web.Request) -> web.StreamResponse:
+        live = self._live(request)
+        wait_s = min(max(_number(request, "wait", WAIT_MS), LEAST_WAIT_MS), MOST_WAIT_MS) / 1000
+        body = await self._body(request, live, self._max_body_bytes)
+        job, replayed = await self._submit(request, live, body)
+        job = await self._jobs.wait(job.function, job.id, wait_s)
+        return _json(shown(job), job, replayed)
+
+    async def later(self, request: web.Request) -> web.StreamResponse:
+        """`Prefer: respond-async` on /invoke: the bare body becomes a job. 202, and where to look."""
+        try:
+            live = self._live(request)
+            body = await self._body(request, live, ASYNC_BODY_BYTES)
+            kind = content_type_of(request.headers)
+            order = new_job(
+                live, Order(input=None), owner=caller_of(request).owner, key=_key(request), headers=request
+            )
+            bare = replace(order, input=body, content_type=kind)
+            job, replayed = await self._jobs.submit(bare)
+        except PilotlightError as error:
+            return error_response(error, request_id_of(request.headers))
+        response = _json({"id": job.id, "status": str(job.state)}, job, replayed)
+        response.set_status(202)
+        response.headers["Location"] = f"/v2/{job.function}/status/{job.id}"
+        response.headers["Preference-Applied"] = "respond-async"
+        return response
+
+    async def status(self, request: web.Request) -> web.StreamResponse:
+        return _json(shown(await self._job(request)))
+
+    async def cancel(self, request: web.Request) -> web.StreamResponse:
+        job = await self._job(request)
+        return _json(shown(await self._jobs.cancel(job.function, job.id)))
+
+    async def retry(self, request: web.Request) -> web.StreamResponse:
+        self._live(request)
+        job = await self._job(request)
+        return _json(shown(await self._jobs.retry(job.function, job.id)))
+
+    async def purge(self, request: web.Request) -> web.StreamResponse:
+        removed = await self._jobs.purge(self._live(request).record.function)
+        return _json({"removed": removed, "status": "completed"})
+
+    async def health(self, request: web.Request) -> web.StreamResponse:
+        live = self._live(request)
+        counts, census = await self._jobs.counts(live.record.function), live.revision.census()
+        running = min(census.ready, census.in_flight)
+        jobs = {
+            "completed": counts.completed, "failed": counts.failed, "inProgress": counts.in_progress,
+            "inQueue": counts.in_queue, "retried": counts.retried, "cancelled": counts.cancelled,
+        }  # fmt: skip
+        workers = {
+            "idle": census.ready - running, "running": running, "initializing": census.starting,
+            "ready": census.ready, "throttled": 0, "unhealthy": 0, "draining": census.draining,
+        }  # fmt: skip
+        return _json({"jobs": jobs, "workers": workers})
+
+    async def requests(self, request: web.Request) -> web.StreamResponse:
+        """The newest jobs first, without their outputs; `?status=`, `?limit=`, `?before=` an id."""
+        live = self._live(request)
+        limit = min(max(1, _number(request, "limit", 100)), MAX_LISTED)
+        found = await self._jobs.list(
+            live.record.function, _states(request), limit, request.query.get("before", "")
+        )
+        return _json({"requests": [shown(job) for job in found]})
+
+    async def stream(self, request: web.Request) -> web.StreamResponse:
+        """What came since the last poll; all that comes, as events, for who accepts those."""
+        job = await self._job(request)
+        if "text/event-stream" in request.headers.get("Accept", ""):
+            return await self._events(request, job)
+        asked = request.query.get("after")
+        after = self._polled.get(job.id, 0) if asked is None else _number(request, "after", 0)
+        pieces = await self._jobs.store.pieces(job.id, after, PIECES_A_POLL)
+        job = await self._jobs.get(job.function, job.id) if not pieces else job
+        if asked is None:
+            self._remember(job, pieces[-1][0] if pieces else 0)
+        found = [{"output": orjson.Fragment(piece), "number": number} for number, piece in pieces]
+        return _json({"id": job.id, "status": str(job.state), "stream": found})
+
+    def _remember(self, job: Job, number: int) -> None:
+        """RunPod's callers name no place: each poll goes on where the last one ended."""
+        if number:
+            self._polled[job.id] = number
+            self._polled.move_to_end(job.id)
+            if len(self._polled) > MAX_POLLERS:
+                self._polled.popitem(last=False)
+        elif job.state.final:
+            self._polled.pop(job.id, None)  # told all: who asks again hears it again
+
+    async def _events(self, request: web.Request, job: Job) -> web.StreamResponse:
+        last = request.headers.get("Last-Event-ID", "0")
+        after = int(last) if last.isascii() and last.isdecimal() and len(last) < 10 else 0
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
+        )
+        await response.prepare(request)
+        state = None
+        async for job, pieces in self._jobs.follow(job.function, job.id, after):  # noqa: B020, PLR1704  as it is by now
+            if job.state is not state and not job.state.final:
+                state = job.state
+                await response.write(_event("status", orjson.dumps({"status": str(state)})))
+            for number, piece in pieces:
+                await response.write(_event("output", piece, number))
+        name = "completed" if job.state is State.COMPLETED else "error"
+        await response.write(_event(name, orjson.dumps(shown(job))))
+        await response.write_eof()
+        return response
+
+    # -- what all of them ask
+
+    def _live(self, request: web.Request) -> Live:
+        return self._functions.get(request.match_info["function"])
+
+    async def _job(self, request: web.Request) -> Job:
+        """Of a function that was deleted, too: what it did can be looked up."""
+        return await self._jobs.get(request.match_info["function"], request.match_info["job"])
+
+    async def _body(self, request: web.Request, live: Live, limit: int) -> bytes:
+        most = min(limit, self._max_body_bytes, live.revision.policy.max_body_bytes)
+        return await read_body(request, most, self._body_timeout_s)
+
+    async def _submit(self, request: web.Request, live: Live, body: bytes) -> tuple[Job, bool]:
+        order = _order(body)
+        return await self._jobs.submit(
+            new_job(live, order, owner=caller_of(request).owner, key=_key(request), headers=request)
+        )
+
+
+def new_job(live: Live, order: Order, *, owner: str, key: str, headers: web.Request | None = None) -> NewJob:
+    """A job for a live function, as an order says; its settings where it says nothing."""
+    settings, policy = live.record.settings, order.policy
+    timeout_s = settings.timeout_s if policy.executionTimeout is None else policy.executionTimeout / 1000
+    priority = _PRIORITIES[policy.priority] if policy.priority else int(policy.lowPriority)
+    return NewJob(
+        live.record.function,
+        dump_json(order.input),
+        execution_timeout_s=timeout_s,
+        ttl_s=settings.ttl_s if policy.ttl is None else policy.ttl / 1000,
+        owner=owner,
+        priority=priority,
+        max_attempts=settings.attempts,
+        webhook=Webhook(order.webhook, order.webhook_events) if order.webhook else None,
+        idempotency=f"key:{key}" if key else "",
+        traceparent=traceparent_of(headers.headers) if headers is not None else "",
+    )
+
+
+def shown(job: Job) -> dict[str, Any]:
+    """A job as these routes show it: `error` is text, as RunPod's callers know it; `errorDetails` has all of it."""
+    found = message.status(job, time.time())
+    created = datetime.fromtimestamp(job.created_s, UTC).isoformat(timespec="milliseconds")
+    found |= {
+        "attempts": job.attempts, "retries": job.retries, "createdAt": created.replace("+00:00", "Z"),
+    }  # fmt: skip
+    if job.logs:
+        found["logs"] = job.logs
+    if job.error is not None:
+        found["error"], found["errorDetails"] = str(job.error.get("message", "")), dict(job.error)
+    return found
+
+
+def _order(body: bytes) -> Order:
+    try:
+        return Order.model_validate(orjson.loads(body))
+    except orjson.JSONDecodeError as error:
+        raise BadInput(f"The body is not JSON: {error}.", remedy='Send {"input": …}.') from None
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        where = ".".join(str(step) for step in problem["loc"]) or "the body"
+        if problem["type"] in ("missing", "model_type") and len(problem["loc"]) <= 1:
+            raise BadInput(f"{where}: {problem['msg']}.", remedy='Send {"input": …}.') from None
+        raise InputInvalid(f"{where}: {problem['msg']}.", details={"field": where}) from None
+
+
+def _key(request: web.Request) -> str:
+    key = request.headers.get(IDEMPOTENCY, "")
+    if len(key) > MAX_KEY_CHARS:
+        raise BadInput(
+            f"The header {IDEMPOTENCY} has {len(key)} characters.", remedy=f"At most {MAX_KEY_CHARS}."
+        )
+    return key
+
+
+def _number(request: web.Request, name: str, default: int) -> int:
+    text = request.query.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdecimal()) or len(text) > 9:
+        raise BadInput(f"{name} is {text[:40]!r}.", remedy="It must be a whole number.")
+    return int(text)
+
+
+def _states(request: web.Request) -> list[State]:
+    try:
+        return [State(text.upper()) for text in request.query.getall("status", [])]
+    except ValueError as error:
+        raise BadInput(f"{error}.", remedy=f"One of {', '.join(State)}.") from None
+
+
+def _event(name: str, data: bytes, number: int = 0) -> bytes:
+    place = b"id: %d\n" % number if number else b""
+    return place + b"event: %s\ndata: %s\n\n" % (name.encode(), data)
+
+
+def _json(body: dict[str, Any], job: Job | None = None, replayed: bool = False) -> web.Response:
+    headers = {"X-Request-Id": job.id} if job is not None else {}
+    if replayed:
+        headers["Idempotent-Replayed"] = "true"
+    return web.Response(body=orjson.dumps(body), headers=headers, content_type="application/json")
+
+
+def _typed(route: Route) -> Route:
+    """Answers errors of the tree as typed JSON."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        try:
+            return await route(request)
+        except PilotlightError as error:
+            return error_response(error, request_id_of(request.headers))
+
+    return answer

@@ -1,0 +1,1 @@
+"""Webhooks: what is to be told to whom, signed, and sent until it was taken."""

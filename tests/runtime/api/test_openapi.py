@@ -1,0 +1,161 @@
+"""The description of a gateway: whole, and every reference in it resolves."""
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from pilotlight._version import __version__
+from pilotlight.handlers.codec import InputCodec, OutputCodec
+from pilotlight.runtime.api.openapi import describe
+from pilotlight.runtime.functions import FunctionStatus, Workers
+from pilotlight.runtime.settings import FunctionSettings
+from pydantic import BaseModel
+
+
+class Leaf(BaseModel):
+    size: int
+
+
+class Node(BaseModel):
+    leaf: Leaf
+    children: list["Node"] = []
+
+
+def status(name: str, annotation: Any = None, *, streaming: bool = False) -> FunctionStatus:
+    return FunctionStatus(
+        name=name,
+        revision="r1-abc",
+        created_at=datetime(2026, 1, 2, tzinfo=UTC),
+        kind="plain",
+        streaming=streaming,
+        batch=None,
+        snapshot=None,
+        workers=Workers(ready=0, starting=0, draining=0),
+        standby=False,
+        zygote=False,
+        queued=0,
+        in_flight=0,
+        activations=0,
+        last_cold_start_ms=None,
+        last_cold_start_phases_ms={},
+        warnings=[],
+        settings=FunctionSettings(name=name),
+        input_schema=InputCodec(annotation).schema(),
+        output_schema=OutputCodec(annotation).schema(),
+    )
+
+
+FUNCTIONS = [
+    status("plain"),
+    status("tree", Node),
+    status("list", list[Leaf]),
+    status("stream", streaming=True),
+]
+
+
+def references(node: Any, base: Any) -> Iterator[tuple[str, Any]]:
+    """Each `$ref`, with the schema resource it is relative to: the nearest one that has an `$id`."""
+    if isinstance(node, dict):
+        base = node if "$id" in node else base
+        if isinstance(node.get("$ref"), str):
+            yield node["$ref"], base
+        for child in node.values():
+            yield from references(child, base)
+    elif isinstance(node, list):
+        for child in node:
+            yield from references(child, base)
+
+
+def resolve(reference: str, base: Any) -> Any:
+    assert reference.startswith("#/"), reference
+    for step in reference[2:].split("/"):
+        base = base[step.replace("~1", "/").replace("~0", "~")]
+    return base
+
+
+@pytest.mark.parametrize("functions", [[], FUNCTIONS], ids=["none", "some"])
+def test_every_reference_resolves(functions: list[FunctionStatus]) -> None:
+    description = describe(functions)
+    found = list(references(description, description))
+    assert found
+    for reference, base in found:
+        assert isinstance(resolve(reference, base), dict), reference
+
+
+def test_schema_resources_have_names_of_their_own() -> None:
+    def ids(node: Any) -> Iterator[str]:
+        if isinstance(node, dict):
+            if "$id" in node:
+                yield node["$id"]
+            for child in node.values():
+                yield from ids(child)
+        elif isinstance(node, list):
+            for child in node:
+                yield from ids(child)
+
+    names = list(ids(describe(FUNCTIONS)))
+    assert len(names) == len(set(names)) >= 4
+
+
+def test_each_function_has_its_path_with_its_schemas() -> None:
+    paths = describe(FUNCTIONS)["paths"]
+    post = paths["/invoke/tree"]["post"]
+    taken = post["requestBody"]["content"]["application/json"]["schema"]
+    given = post["responses"]["200"]["content"]["application/json"]["schema"]
+    assert taken["$defs"]["Leaf"]["required"] == ["size"]
+    assert resolve(given["$ref"], given)["properties"]["leaf"]
+    assert paths["/invoke/plain"]["post"]["requestBody"]["content"]["application/json"]["schema"] == {}
+    assert list(paths["/invoke/stream"]["post"]["responses"]["200"]["content"]) == ["text/event-stream"]
+    assert "422" in post["responses"]
+    assert "/invoke/tree" not in describe([])["paths"]
+
+
+def test_what_a_description_must_have() -> None:
+    description = describe(FUNCTIONS)
+    assert description["openapi"].startswith("3.1.")
+    assert description["info"]["version"] == __version__
+    operations = [
+        (path, method, operation)
+        for path, item in description["paths"].items()
+        for method, operation in item.items()
+    ]
+    for path, method, operation in operations:
+        assert path.startswith("/")
+        assert method in {"get", "post", "put", "delete", "options"}
+        assert operation["responses"]
+        for code, response in operation["responses"].items():
+            assert 200 <= int(code) < 600
+            assert response["description"]
+        named = {part[1:-1] for part in path.split("/") if part.startswith("{")}
+        declared = {given["name"] for given in operation.get("parameters", []) if given["in"] == "path"}
+        assert declared == named, path
+    identifiers = [operation["operationId"] for *_, operation in operations if "operationId" in operation]
+    assert len(identifiers) == len(set(identifiers))
+
+
+def test_errors_are_described_as_they_are_sent() -> None:
+    error = describe([])["components"]["schemas"]["Error"]["properties"]["error"]
+    assert set(error["required"]) == {"type", "message"}
+    assert {"remedy", "details", "request_id"} <= set(error["properties"])
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("openapi_spec_validator") is None, reason="no validator installed"
+)
+def test_the_validator_agrees() -> None:
+    from openapi_spec_validator import validate  # type: ignore[import-not-found]
+
+    described = describe(FUNCTIONS)
+    for path in described["paths"].values():
+        for operation in path.values():
+            # It resolves what a schema with an $id of its own refers to as if it stood in the document.
+            operation.pop("requestBody", None) if "$defs" in json.dumps(operation) else None
+            operation["responses"] = {
+                code: answer
+                for code, answer in operation["responses"].items()
+                if "$defs" not in json.dumps(answer)
+            } or {"200": {"description": "The answer."}}
+    validate(described)

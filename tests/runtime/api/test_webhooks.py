@@ -1,0 +1,135 @@
+"""The routes of webhooks' deliveries over real HTTP: what is told of each, to whom, and sending one again."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from live import Function, Gateway, failure, gateway_here, short_folder, until
+from pilotlight.runtime.api.webhooks import bare
+from receiver import Receiver, receiving
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+ECHO = "def handler(event):\n    return event\n"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def gateway() -> AsyncIterator[Gateway]:
+    """One that may call this machine."""
+    with short_folder() as folder:
+        async with gateway_here(folder / "state", drain_s=5.0, webhook_networks=("127.0.0.0/8",)) as found:
+            yield found
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def receiver() -> AsyncIterator[Receiver]:
+    async with receiving() as found:
+        yield found
+
+
+async def run(function: Function, receiver: Receiver, *events: str) -> str:
+    """A job whose webhooks go to the receiver; its id."""
+    order = {
+        "input": 1,
+        "webhook": f"{receiver.url}/done?token=hidden",
+        "webhook_events": events or ["completed"],
+    }
+    response = await function.client.post(f"/v2/{function.name}/run", json=order)
+    assert response.status_code == 200, response.text
+    return str(response.json()["id"])
+
+
+async def deliveries(function: Function, **query: Any) -> list[dict[str, Any]]:
+    response = await function.client.get(f"/v1/functions/{function.name}/webhooks", params=query)
+    assert response.status_code == 200, response.text
+    return list(response.json()["deliveries"])
+
+
+async def settled(function: Function, count: int, state: str) -> list[dict[str, Any]]:
+    """As many deliveries in this state."""
+    found: list[dict[str, Any]] = []
+
+    async def so() -> bool:
+        found[:] = await deliveries(function, state=state)
+        return len(found) == count
+
+    await until(so, f"{count} {state}")
+    return found
+
+
+async def test_what_became_of_a_delivery_is_told(deploy, receiver: Receiver):
+    function = await deploy(ECHO)
+    assert await deliveries(function) == []
+    receiver.answers = [500]
+    job = await run(function, receiver)
+    (came,) = await receiver.received(1)
+
+    async def so() -> bool:
+        return bool((await deliveries(function))[0]["attempts"])
+
+    await until(so, "the attempt, written down")
+    (found,) = await deliveries(function)
+    assert found["next_at"] >= found["created_at"] > "2026"
+    assert (found["id"], found["job_id"], found["event"]) == (came.id, job, "completed")
+    assert (found["state"], found["attempts"], found["last_status"]) == ("PENDING", 1, 500)
+    assert found["url"] == f"{receiver.url}/done"
+    assert [(tried["status"], tried["error"]) for tried in found["log"]] == [(500, found["last_error"])]
+
+
+async def test_a_delivery_is_sent_again_under_its_id(deploy, receiver: Receiver):
+    function = await deploy(ECHO)
+    await run(function, receiver)
+    (found,) = await settled(function, 1, "DELIVERED")
+    assert (found["next_at"], found["last_status"]) == (None, 204)
+    path = f"/v1/functions/{function.name}/webhooks/{found['id']}/redeliver"
+    told = (await function.client.post(path)).json()
+    assert (told["id"], told["state"], told["attempts"]) == (found["id"], "PENDING", 0)
+    assert [came.id for came in await receiver.received(2)] == [found["id"]] * 2
+    await settled(function, 1, "DELIVERED")
+    assert len((await deliveries(function))[0]["log"]) == 2
+
+
+async def test_deliveries_are_chosen(deploy, receiver: Receiver):
+    function = await deploy(ECHO)
+    first = await run(function, receiver, "start", "completed")
+    await settled(function, 2, "DELIVERED")
+    second = await run(function, receiver)
+    await settled(function, 3, "DELIVERED")
+    assert [row["job_id"] for row in await deliveries(function)] == [second, first, first]
+    assert [row["event"] for row in await deliveries(function, job=first)] == ["completed", "start"]
+    assert [row["job_id"] for row in await deliveries(function, limit=1)] == [second]
+    assert await deliveries(function, state=["dead", "pending"]) == []
+    assert await deliveries(function, job="job-x") == []
+
+
+async def test_what_is_unknown_or_wrong_is_refused(deploy, gateway: Gateway, receiver: Receiver):
+    function, other = await deploy(ECHO), await deploy(ECHO)
+    await run(function, receiver)
+    (found,) = await settled(function, 1, "DELIVERED")
+    for path, kind in (
+        ("nobody/webhooks", "unknown_function"),
+        (f"{function.name}/webhooks?state=lost", "bad_json"),
+        (f"{function.name}/webhooks?limit=0", "bad_json"),
+        (f"{function.name}/webhooks?limit=many", "bad_json"),
+    ):
+        assert failure(await gateway.client.get(f"/v1/functions/{path}"))["type"] == kind
+    for name in (other.name, "nobody"):
+        path = f"/v1/functions/{name}/webhooks/{found['id']}/redeliver"
+        assert failure(await gateway.client.post(path))["type"] == "unknown_delivery"
+    await gateway.client.delete(f"/v1/functions/{function.name}")
+    assert [row["id"] for row in await deliveries(function)] == [found["id"]]
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("https://a.example/hook", "https://a.example/hook"),
+        ("https://me:secret@a.example:8443/hook?key=secret#secret", "https://a.example:8443/hook"),
+        ("http://[::1]:80/?x=1", "http://[::1]:80/"),
+    ],
+)
+async def test_a_url_is_shown_without_its_secrets(url: str, shown: str):
+    assert bare(url) == shown
