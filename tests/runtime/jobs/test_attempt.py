@@ -108,6 +108,14 @@ async def test_what_breaks_in_our_own_hands_ends_the_job_and_not_the_gateway(
     assert (await ended(function, await run(function, 2)))["output"] == 2
 
 
+async def test_a_failure_whose_words_are_no_text_is_stored(deploy):
+    function = await deploy("def handler(event):\n    print('\\udcff')\n    raise ValueError('\\udcff')\n")
+    hook = {"webhook": "https://example.invalid/", "webhook_events": ["completed"]}
+    found = await ended(function, await run(function, 1, **hook))
+    assert found["status"] == "FAILED"
+    assert found["errorDetails"]["type"] == "handler_failed"
+
+
 async def test_a_stream_of_a_job_that_is_no_longer_its_own_is_stopped(deploy, gate: Gate, store: JobStore):
     function = await deploy(STREAMS, gate=gate)
     job = await run(function)
