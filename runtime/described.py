@@ -12,7 +12,16 @@ _MAYBE = {"type": ["string", "null"]}
 _MOMENT = {"type": ["string", "null"], "format": "date-time"}
 _HEALTH = {"type": "string", "enum": ["STARTING", "READY", "BUSY", "SETUP_FAILED", "DEFUNCT"]}
 _PREDICTION = {"$ref": "#/components/schemas/Prediction"}
-_EVENTS = {"text/event-stream": {"schema": _TEXT}}
+EVENTS = {
+    "text/event-stream": {
+        "schema": {
+            "type": "object",
+            "required": ["event", "data"],
+            "properties": {"event": _TEXT, "data": _TEXT, "id": _TEXT},
+            "description": "Each event.",
+        }
+    }
+}
 
 
 def spelled_paths(error: dict[str, Any]) -> dict[str, Any]:
@@ -49,7 +58,7 @@ def _predictions(error: dict[str, Any]) -> dict[str, Any]:
     header = {"name": "X-Pilotlight-Function", "in": "header", "schema": _TEXT}
     prefer = {"name": "Prefer", "in": "header", "schema": _TEXT, "description": "respond-async, wait=seconds"}
     job = {"name": "id", "in": "path", "required": True, "schema": _TEXT}
-    shown = {"application/json": {"schema": _PREDICTION}, **_EVENTS}
+    shown = {"application/json": {"schema": _PREDICTION}, **EVENTS}
     made = {
         "200": {"description": "The prediction, ended.", "content": shown},
         "202": _json("The prediction, going on.", _PREDICTION),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .described import EVENTS
 from .jobs.job import State
 from .queue_api import MAX_KEY_CHARS, MAX_LISTED, MOST_WAIT_MS, WAIT_MS, Order
 
@@ -11,7 +12,6 @@ _TEXT = {"type": "string"}
 _COUNT = {"type": "integer", "minimum": 0}
 _JOB = {"$ref": "#/components/schemas/Job"}
 _STATE = {"type": "string", "enum": [state.value for state in State]}
-_EVENTS = {"text/event-stream": {"schema": _TEXT}}
 
 
 def queue_schemas() -> dict[str, Any]:
@@ -151,7 +151,7 @@ def _pieces() -> dict[str, Any]:
             "stream": {"type": "array", "items": {"$ref": "#/components/schemas/JobPiece"}},
         },
     }
-    content = {"application/json": {"schema": answer}, **_EVENTS}
+    content = {"application/json": {"schema": answer}, **EVENTS}
     return {"description": "The pieces.", "content": content}
 
 

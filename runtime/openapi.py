@@ -7,7 +7,7 @@ from typing import Any
 
 from .._version import __version__
 from .access.described import SECURITY_SCHEMES, access_paths, access_schemas, guarded
-from .described import spelled_paths, spelled_schemas
+from .described import EVENTS, spelled_paths, spelled_schemas
 from .described_queue import queue_paths, queue_schemas
 from .functions import FunctionStatus
 
@@ -56,7 +56,7 @@ def _invoke(function: FunctionStatus) -> dict[str, Any]:
     output = _inline(f"{function.name}:output", function.output_schema)
     answer: dict[str, Any] = {"application/json": {"schema": output}}
     if function.streaming:
-        answer = {"text/event-stream": {"schema": {"type": "string"}}}
+        answer = EVENTS
     elif not function.output_schema:  # not annotated: bytes and text are sent as what they are
         answer |= {"text/plain": {"schema": {"type": "string"}}, "application/octet-stream": {"schema": {}}}
     return {

@@ -88,9 +88,9 @@ FLOORS = """
 5   runtime.jobs.dispatch
 5   runtime.jobs.jobs
 
-6   runtime.cloudevents runtime.connection runtime.intake runtime.watch
+6   runtime.cloudevents runtime.intake runtime.watch
 6   runtime.gateway runtime.prediction
-6   runtime.aws_error runtime.described runtime.events_api
+6   runtime.aws_error runtime.connection runtime.described runtime.events_api
 6   runtime.access.guard runtime.lambda_api runtime.predictions runtime.unrouted
 6   runtime.queue_api
 6   runtime.described_queue

@@ -24,6 +24,11 @@ values = ["TOKEN", "lower", "A"]
 "path.key" = {{ dictionary = "secrets", probability = 0.7 }}
 "query.function" = {{ dictionary = "functions", probability = 0.7 }}
 
+# A deadline or a hold time that is asked for may pass at once: typed, and described.
+[[operations]]
+include-path-regex = "^/invoke/"
+checks.not_a_server_error.expected-statuses = ["2xx", "3xx", "4xx", 503, 504]
+
 # A log that is followed does not end.
 [[operations]]
 include-path = "/v1/functions/{{function}}/logs"
