@@ -51,6 +51,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--least", type=int, default=2000, help="so many requests must have been made")
     parser.add_argument("--phases", default="examples,coverage,fuzzing,stateful")
+    parser.add_argument("--report", default="", help="a file for all requests and answers, as NDJSON")
     arguments = parser.parse_args()
     with (
         tempfile.TemporaryDirectory(prefix="pl-", dir="/tmp", ignore_cleanup_errors=True) as folder,
