@@ -24,6 +24,7 @@ def queue_schemas() -> dict[str, Any]:
         "errorDetails": {"type": "object", "required": ["type", "message"], "properties": {"type": _TEXT, "message": _TEXT}},
         "pieces": _COUNT, "delayTime": _COUNT, "executionTime": _COUNT, "workerId": _TEXT,
     }  # fmt: skip
+    order = Order.model_json_schema(ref_template="#/components/schemas/{model}")
     piece = {
         "type": "object",
         "required": ["output", "number"],
@@ -35,7 +36,8 @@ def queue_schemas() -> dict[str, Any]:
             "required": ["id", "status", "function", "delayTime", "executionTime", "workerId"],
             "properties": job,
         },
-        "JobOrder": Order.model_json_schema(ref_template="#/components/schemas/JobOrder/$defs/{model}"),
+        **order.pop("$defs"),
+        "JobOrder": order,
         "JobPiece": piece,
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 TEMPLATE = """
 headers = {{ Authorization = "Bearer {key}" }}
@@ -14,12 +15,15 @@ generation.database = "none"
 values = {functions}
 [dictionaries.jobs]
 values = {jobs}
+[dictionaries.folders]
+values = {folders}
 [dictionaries.secrets]
 values = ["TOKEN", "lower", "A"]
 
 [parameters]
 "path.function" = {{ dictionary = "functions", probability = 0.7 }}
 "path.name" = {{ dictionary = "functions", probability = 0.7 }}
+"path.id" = {{ dictionary = "jobs", probability = 0.7 }}
 "path.job" = {{ dictionary = "jobs", probability = 0.7 }}
 "path.key" = {{ dictionary = "secrets", probability = 0.7 }}
 "query.function" = {{ dictionary = "functions", probability = 0.7 }}
@@ -39,9 +43,23 @@ parameters = {{ "query.follow" = "0" }}
 include-path = "/v1/functions/{{function}}"
 include-method = "DELETE"
 parameters = {{ "path.function" = "spare" }}
+
+# So does the key that all this is sent with.
+[[operations]]
+include-path = "/v1/keys/{{id}}"
+parameters = {{ "path.id" = "{spare_key}" }}
+
+# Folders of this machine that are not deployable are all alike: one that is, among them.
+[[operations]]
+include-path = "/v1/functions"
+include-method = "POST"
+generation.dictionaries.string = {{ dictionary = "folders", probability = 0.5 }}
 """
 
 
-def text(key: str, functions: Sequence[str], jobs: Sequence[str]) -> str:
+def text(key: str, spare_key: str, functions: Sequence[str], jobs: Sequence[str], folder: Path) -> str:
     """The file's text."""
-    return TEMPLATE.format(key=key, functions=json.dumps(list(functions)), jobs=json.dumps(list(jobs)))
+    return TEMPLATE.format(
+        key=key, spare_key=spare_key,
+        functions=json.dumps(list(functions)), jobs=json.dumps(list(jobs)), folders=json.dumps([str(folder)]),
+    )  # fmt: skip
