@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .cloudevents import BATCHED, REQUIRED, STRUCTURED
-from .prediction import STATUSES, Order
+from .prediction import ID, STATUSES, Order
 
 _TEXT = {"type": "string"}
 _MAYBE = {"type": ["string", "null"]}
@@ -58,6 +58,7 @@ def _predictions(error: dict[str, Any]) -> dict[str, Any]:
     header = {"name": "X-Pilotlight-Function", "in": "header", "schema": _TEXT}
     prefer = {"name": "Prefer", "in": "header", "schema": _TEXT, "description": "respond-async, wait=seconds"}
     job = {"name": "id", "in": "path", "required": True, "schema": _TEXT}
+    chosen = {**job, "schema": {"type": "string", "pattern": f"^{ID.pattern}$"}}
     shown = {"application/json": {"schema": _PREDICTION}, **EVENTS}
     made = {
         "200": {"description": "The prediction, ended.", "content": shown},
@@ -74,7 +75,7 @@ def _predictions(error: dict[str, Any]) -> dict[str, Any]:
     return {
         "/predictions": {"post": {"summary": "Makes a prediction and waits for it.", "parameters": [which, header, prefer], **new}},
         "/predictions/{id}": {
-            "put": {"summary": "Makes the prediction with this id, or gives it if it was made.", "parameters": [job, which, header, prefer], **new},
+            "put": {"summary": "Makes the prediction with this id, or gives it if it was made.", "parameters": [chosen, which, header, prefer], **new},
             "get": {"summary": "Shows a prediction.", "parameters": [job], "responses": seen},
         },
         "/predictions/{id}/cancel": {"post": {"summary": "Cancels a prediction unless it has ended.", "parameters": [job], "responses": seen}},

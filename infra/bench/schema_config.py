@@ -17,8 +17,12 @@ values = {functions}
 values = {jobs}
 [dictionaries.folders]
 values = {folders}
+[dictionaries.failed]
+values = {failed}
+[dictionaries.new]
+values = ["mine", "yours-2", "~.~"]
 [dictionaries.secrets]
-values = ["TOKEN", "lower", "A"]
+values = ["TOKEN", "lower"]
 
 [parameters]
 "path.function" = {{ dictionary = "functions", probability = 0.7 }}
@@ -27,6 +31,7 @@ values = ["TOKEN", "lower", "A"]
 "path.job" = {{ dictionary = "jobs", probability = 0.7 }}
 "path.key" = {{ dictionary = "secrets", probability = 0.7 }}
 "query.function" = {{ dictionary = "functions", probability = 0.7 }}
+"header.X-Pilotlight-Function" = {{ dictionary = "functions", probability = 0.7 }}
 
 # A deadline or a hold time that is asked for may pass at once: typed, and described.
 [[operations]]
@@ -44,6 +49,21 @@ include-path = "/v1/functions/{{function}}"
 include-method = "DELETE"
 parameters = {{ "path.function" = "spare" }}
 
+# What can be retried has failed.
+[[operations]]
+include-path = "/v2/{{function}}/retry/{{job}}"
+[operations.parameters]
+"path.function" = "typed"
+"path.job" = {{ dictionary = "failed", probability = 0.8 }}
+
+# Who names a prediction does not name it as another one is.
+[[operations]]
+include-path = "/predictions/{{id}}"
+include-method = "PUT"
+[operations.parameters]
+"path.id" = {{ dictionary = "new", probability = 0.7 }}
+"query.function" = "plain"
+
 # So does the key that all this is sent with.
 [[operations]]
 include-path = "/v1/keys/{{id}}"
@@ -57,9 +77,16 @@ generation.dictionaries.string = {{ dictionary = "folders", probability = 0.5 }}
 """
 
 
-def text(key: str, spare_key: str, functions: Sequence[str], jobs: Sequence[str], folder: Path) -> str:
+def text(
+    key: str,
+    spare_key: str,
+    functions: Sequence[str],
+    jobs: Sequence[str],
+    failed: Sequence[str],
+    folder: Path,
+) -> str:
     """The file's text."""
     return TEMPLATE.format(
         key=key, spare_key=spare_key,
-        functions=json.dumps(list(functions)), jobs=json.dumps(list(jobs)), folders=json.dumps([str(folder)]),
+        functions=json.dumps(list(functions)), jobs=json.dumps(list(jobs)), folders=json.dumps([str(folder)]), failed=json.dumps(list(failed)),
     )  # fmt: skip
