@@ -53,6 +53,7 @@
     │   ├── UnknownKey                  no API key with this id
     │   └── UnknownSecret               the function has no secret of this name
     ├── UnsupportedMedia            the body's media type is not one that this route takes
+    ├── MalformedRequest            what came is not HTTP
     ├── UnknownRoute                nothing answers at this path
     ├── MethodNotAllowed            something answers at this path, but not to this method
     ├── UnknownFunction             no such function
@@ -362,6 +363,11 @@ class UnknownSecret(AccessError):
 class UnsupportedMedia(PilotlightError):
     code = "unsupported_media"
     status = 415
+
+
+class MalformedRequest(PilotlightError):
+    code = "malformed_request"
+    status = 400
 
 
 class UnknownRoute(PilotlightError):

@@ -89,9 +89,9 @@ FLOORS = """
 5   runtime.jobs.dispatch
 5   runtime.jobs.jobs
 
-6   runtime.api.cloudevents runtime.api.connection runtime.api.intake runtime.watch
+6   runtime.api.cloudevents runtime.api.intake runtime.watch
 6   runtime.events.body runtime.api.gateway runtime.api.prediction
-6   runtime.events.pump runtime.api.aws_error runtime.api.described runtime.api.events
+6   runtime.events.pump runtime.api.aws_error runtime.api.connection runtime.api.described runtime.api.events
 6   runtime.events.sources runtime.access.guard runtime.api.aws_lambda runtime.api.predictions runtime.api.unrouted
 6   runtime.api.queue
 6   runtime.api.described_queue runtime.api.described_webhooks

@@ -34,10 +34,11 @@ class Control:
     def close(self) -> None:
         self._connection.close()
 
-    def request(self, method: str, path: str, body: Any = None) -> Any:
+    def request(self, method: str, path: str, body: Any = None, *, key: str = "") -> Any:
         """JSON in, JSON out. Raises RuntimeError on a status that is no success."""
         payload = None if body is None else json.dumps(body)
-        self._connection.request(method, path, payload, {"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+        self._connection.request(method, path, payload, headers)
         answer = self._connection.getresponse()
         text = answer.read()
         if answer.status >= 300:

@@ -32,7 +32,7 @@ def access_paths(error: dict[str, Any]) -> dict[str, Any]:
     secrets = "/v1/functions/{function}/secrets"
     return {
         "/v1/keys": {
-            "post": {"summary": "Makes an API key, told this once.", "requestBody": _body(NewKey.model_json_schema()), "responses": {"201": _answer("The key.", made), **answers}},
+            "post": {"summary": "Makes an API key, told this once.", "requestBody": _body({"$ref": "#/components/schemas/NewKey"}), "responses": {"201": _answer("The key.", made), **answers}},
             "get": {"summary": "Lists the API keys.", "responses": {"200": _answer("The keys.", listing)}},
         },
         "/v1/keys/{id}": {"delete": {"summary": "Revokes an API key.", "parameters": [_parameter("id")], "responses": {"200": _answer("Revoked.", {}), **answers}}},
@@ -51,7 +51,12 @@ def access_schemas() -> dict[str, Any]:
         "functions": {"type": ["array", "null"], "items": _TEXT}, "rate_per_s": _NUMBER, "burst": _NUMBER,
         "concurrency": _NUMBER, "created_at": _MOMENT, "expires_at": _MOMENT, "last_used_at": _MOMENT,
     }  # fmt: skip
-    return {"ApiKey": {"type": "object", "required": list(properties), "properties": properties}}
+    new = NewKey.model_json_schema(ref_template="#/components/schemas/{model}")
+    return {
+        "ApiKey": {"type": "object", "required": list(properties), "properties": properties},
+        **new.pop("$defs"),
+        "NewKey": new,
+    }
 
 
 def guarded(paths: dict[str, Any], error: dict[str, Any]) -> dict[str, Any]:
@@ -73,12 +78,7 @@ def _parameter(name: str) -> dict[str, Any]:
 
 
 def _body(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"required": True, "content": {"application/json": {"schema": _inline(schema)}}}
-
-
-def _inline(schema: dict[str, Any]) -> dict[str, Any]:
-    """A pydantic schema as a resource of its own: its references then find its own definitions."""
-    return {"$id": f"urn:pilotlight:{schema['title']}", **schema} if "$defs" in schema else schema
+    return {"required": True, "content": {"application/json": {"schema": schema}}}
 
 
 def _answer(description: str, schema: dict[str, Any]) -> dict[str, Any]:

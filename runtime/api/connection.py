@@ -1,10 +1,16 @@
-"""The connection: aiohttp's, with a time limit for the header of every request."""
+"""The connection: aiohttp's, with a time limit for the header of every request, and typed errors for what is no HTTP."""
 
 from __future__ import annotations
 
 import asyncio
+from http import HTTPStatus
 
 from aiohttp import web
+
+from ...errors import MalformedRequest, PilotlightError
+from .gateway import error_response
+
+MAX_REASON_CHARS = 200
 
 
 class Connection(web.RequestHandler):
@@ -38,6 +44,27 @@ class Connection(web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         self._forget_header()
         super().connection_lost(exc)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = HTTPStatus.INTERNAL_SERVER_ERROR,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """What is no HTTP is not logged: whoever reaches the port could fill the disk with it."""
+        error: PilotlightError
+        if status == HTTPStatus.BAD_REQUEST:
+            reason = (message or "").partition("\n")[0][:MAX_REASON_CHARS].rstrip(":. ")
+            error = MalformedRequest(f"This is not HTTP as it is spoken here: {reason}.")
+        else:
+            response = super().handle_error(request, status, exc, message)
+            if status != HTTPStatus.INTERNAL_SERVER_ERROR:
+                return response
+            error = PilotlightError("The gateway failed.", remedy="This is a bug; its log says where.")
+        response = error_response(error)
+        response.force_close()
+        return response
 
     def _expect_header(self) -> None:
         self._header_timer = asyncio.get_running_loop().call_later(self._header_timeout_s, self.force_close)

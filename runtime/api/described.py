@@ -5,14 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from .cloudevents import BATCHED, REQUIRED, STRUCTURED
-from .prediction import STATUSES, Order
+from .prediction import ID, STATUSES, Order
 
 _TEXT = {"type": "string"}
 _MAYBE = {"type": ["string", "null"]}
 _MOMENT = {"type": ["string", "null"], "format": "date-time"}
 _HEALTH = {"type": "string", "enum": ["STARTING", "READY", "BUSY", "SETUP_FAILED", "DEFUNCT"]}
 _PREDICTION = {"$ref": "#/components/schemas/Prediction"}
-_EVENTS = {"text/event-stream": {"schema": _TEXT}}
+EVENTS = {
+    "text/event-stream": {
+        "schema": {
+            "type": "object",
+            "required": ["event", "data"],
+            "properties": {"event": _TEXT, "data": _TEXT, "id": _TEXT},
+            "description": "Each event.",
+        }
+    }
+}
 
 
 def spelled_paths(error: dict[str, Any]) -> dict[str, Any]:
@@ -49,7 +58,8 @@ def _predictions(error: dict[str, Any]) -> dict[str, Any]:
     header = {"name": "X-Pilotlight-Function", "in": "header", "schema": _TEXT}
     prefer = {"name": "Prefer", "in": "header", "schema": _TEXT, "description": "respond-async, wait=seconds"}
     job = {"name": "id", "in": "path", "required": True, "schema": _TEXT}
-    shown = {"application/json": {"schema": _PREDICTION}, **_EVENTS}
+    chosen = {**job, "schema": {"type": "string", "pattern": f"^{ID.pattern}$"}}
+    shown = {"application/json": {"schema": _PREDICTION}, **EVENTS}
     made = {
         "200": {"description": "The prediction, ended.", "content": shown},
         "202": _json("The prediction, going on.", _PREDICTION),
@@ -65,7 +75,7 @@ def _predictions(error: dict[str, Any]) -> dict[str, Any]:
     return {
         "/predictions": {"post": {"summary": "Makes a prediction and waits for it.", "parameters": [which, header, prefer], **new}},
         "/predictions/{id}": {
-            "put": {"summary": "Makes the prediction with this id, or gives it if it was made.", "parameters": [job, which, header, prefer], **new},
+            "put": {"summary": "Makes the prediction with this id, or gives it if it was made.", "parameters": [chosen, which, header, prefer], **new},
             "get": {"summary": "Shows a prediction.", "parameters": [job], "responses": seen},
         },
         "/predictions/{id}/cancel": {"post": {"summary": "Cancels a prediction unless it has ended.", "parameters": [job], "responses": seen}},

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from ..jobs.job import State
+from .described import EVENTS
 from .queue import MAX_KEY_CHARS, MAX_LISTED, MOST_WAIT_MS, WAIT_MS, Order
 
 _TEXT = {"type": "string"}
 _COUNT = {"type": "integer", "minimum": 0}
 _JOB = {"$ref": "#/components/schemas/Job"}
 _STATE = {"type": "string", "enum": [state.value for state in State]}
-_EVENTS = {"text/event-stream": {"schema": _TEXT}}
 
 
 def queue_schemas() -> dict[str, Any]:
@@ -24,6 +24,7 @@ def queue_schemas() -> dict[str, Any]:
         "errorDetails": {"type": "object", "required": ["type", "message"], "properties": {"type": _TEXT, "message": _TEXT}},
         "pieces": _COUNT, "delayTime": _COUNT, "executionTime": _COUNT, "workerId": _TEXT,
     }  # fmt: skip
+    order = Order.model_json_schema(ref_template="#/components/schemas/{model}")
     piece = {
         "type": "object",
         "required": ["output", "number"],
@@ -35,7 +36,8 @@ def queue_schemas() -> dict[str, Any]:
             "required": ["id", "status", "function", "delayTime", "executionTime", "workerId"],
             "properties": job,
         },
-        "JobOrder": Order.model_json_schema(ref_template="#/components/schemas/JobOrder/$defs/{model}"),
+        **order.pop("$defs"),
+        "JobOrder": order,
         "JobPiece": piece,
     }
 
@@ -151,7 +153,7 @@ def _pieces() -> dict[str, Any]:
             "stream": {"type": "array", "items": {"$ref": "#/components/schemas/JobPiece"}},
         },
     }
-    content = {"application/json": {"schema": answer}, **_EVENTS}
+    content = {"application/json": {"schema": answer}, **EVENTS}
     return {"description": "The pieces.", "content": content}
 
 

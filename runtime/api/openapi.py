@@ -8,7 +8,7 @@ from typing import Any
 from ..._version import __version__
 from ..access.described import SECURITY_SCHEMES, access_paths, access_schemas, guarded
 from ..functions import FunctionStatus
-from .described import spelled_paths, spelled_schemas
+from .described import EVENTS, spelled_paths, spelled_schemas
 from .described_queue import queue_paths, queue_schemas
 from .described_webhooks import webhook_paths, webhook_schemas
 
@@ -37,7 +37,9 @@ def describe(functions: Iterable[FunctionStatus]) -> dict[str, Any]:
     schemas["FunctionStatus"] = status
     paths = _control_paths()
     for function in functions:
-        paths[f"/invoke/{function.name}"] = {"post": _invoke(function)}
+        taken = _hoisted(f"{function.name}.input", function.input_schema, schemas)
+        given = _hoisted(f"{function.name}.output", function.output_schema, schemas)
+        paths[f"/invoke/{function.name}"] = {"post": _invoke(function, taken, given)}
     return {
         "openapi": "3.1.0",
         "info": {
@@ -56,11 +58,10 @@ def describe(functions: Iterable[FunctionStatus]) -> dict[str, Any]:
     }
 
 
-def _invoke(function: FunctionStatus) -> dict[str, Any]:
-    output = _inline(f"{function.name}:output", function.output_schema)
-    answer: dict[str, Any] = {"application/json": {"schema": output}}
+def _invoke(function: FunctionStatus, taken: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    answer: dict[str, Any] = {"application/json": {"schema": given}}
     if function.streaming:
-        answer = {"text/event-stream": {"schema": {"type": "string"}}}
+        answer = EVENTS
     elif not function.output_schema:  # not annotated: bytes and text are sent as what they are
         answer |= {"text/plain": {"schema": {"type": "string"}}, "application/octet-stream": {"schema": {}}}
     return {
@@ -72,11 +73,7 @@ def _invoke(function: FunctionStatus) -> dict[str, Any]:
             _header("X-Request-Id", _TEXT, "1 to 128 visible ASCII characters; of others, one is made."),
             _header("traceparent", _TEXT, "A W3C trace context; the answer brings it back."),
         ],
-        "requestBody": {
-            "content": {
-                "application/json": {"schema": _inline(f"{function.name}:input", function.input_schema)}
-            }
-        },
+        "requestBody": {"content": {"application/json": {"schema": taken}}},
         "responses": {
             "200": {"description": "The answer.", "headers": _ANSWERED, "content": answer},
             **_errors(400, 408, 413, 422, 429, 500, 503, 504),
@@ -84,9 +81,27 @@ def _invoke(function: FunctionStatus) -> dict[str, Any]:
     }
 
 
-def _inline(function: str, schema: dict[str, Any]) -> dict[str, Any]:
-    """A pydantic schema as a resource of its own, so that its `#/$defs/…` references find its own `$defs`."""
-    return {"$id": f"urn:pilotlight:{function}", **schema} if "$defs" in schema else schema
+def _hoisted(name: str, schema: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:
+    """A pydantic schema whose definitions are the document's: few tools know schemas with definitions of their own."""
+    inside, outside = "#/$defs/", f"#/components/schemas/{name}."
+
+    def moved(node: Any) -> Any:
+        if isinstance(node, list):
+            return [moved(one) for one in node]
+        if not isinstance(node, dict):
+            return node
+        found = {key: moved(value) for key, value in node.items()}
+        if isinstance(reference := node.get("$ref"), str):
+            found["$ref"] = reference.replace(inside, outside, 1)
+        if isinstance(choice := node.get("discriminator"), dict) and isinstance(choice.get("mapping"), dict):
+            mapping = {key: str(to).replace(inside, outside, 1) for key, to in choice["mapping"].items()}
+            found["discriminator"] = {**choice, "mapping": mapping}
+        return found
+
+    for key, definition in schema.get("$defs", {}).items():
+        schemas[f"{name}.{key}"] = moved(definition)
+    hoisted: dict[str, Any] = moved({key: value for key, value in schema.items() if key != "$defs"})
+    return hoisted
 
 
 def _control_paths() -> dict[str, Any]:

@@ -1,0 +1,471 @@
+"""Hostile HTTP, over bare sockets: what is refused with which code, that nobody else notices, and what it costs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import json
+import socket
+from collections.abc import AsyncIterator
+
+import psutil
+import pytest
+from live import LIMIT_S, Function, Gate, Gateway, failure, gateway_here, gateway_process
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+ECHO = "def handler(event):\n    return event"
+TELLS = "def handler(event):\n    print('called', repr(event), flush=True)\n    return event"
+MIB = 1 << 20
+Reply = tuple[int, dict[str, str], bytes]
+
+
+class Wire:
+    """A connection on which anything may be sent."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    def send(self, *parts: bytes | str) -> None:
+        for part in parts:
+            self.writer.write(part.encode("latin-1") if isinstance(part, str) else part)
+
+    async def reply(self, *, head_only: bool = False) -> Reply:
+        """The next answer."""
+        async with asyncio.timeout(LIMIT_S):
+            head = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+            first, *lines = head.rstrip().split("\r\n")
+            named = {
+                name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)
+            }
+            length = 0 if head_only else int(named.get("content-length", "0"))
+            return int(first.split()[1]), named, await self.reader.readexactly(length)
+
+    async def ended(self) -> bytes:
+        """Waits until the gateway has hung up; what it had still said."""
+        async with asyncio.timeout(LIMIT_S):
+            try:
+                return await self.reader.read()
+            except ConnectionError:
+                return b""
+
+
+@contextlib.asynccontextmanager
+async def wire(gateway: Gateway) -> AsyncIterator[Wire]:
+    reader, writer = await asyncio.open_connection(*gateway.address)
+    try:
+        yield Wire(reader, writer)
+    finally:
+        writer.close()
+
+
+async def status_of(gateway: Gateway, *parts: bytes | str) -> int:
+    """The code of the one answer to one request."""
+    async with wire(gateway) as connection:
+        connection.send(*parts)
+        return (await connection.reply())[0]
+
+
+def post(path: str, body: bytes | str, *headers: str) -> bytes:
+    raw = body if isinstance(body, bytes) else body.encode()
+    lines = [f"POST {path} HTTP/1.1", "Host: x", *headers, f"Content-Length: {len(raw)}"]
+    return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + raw
+
+
+def get(path: str, *headers: str, method: str = "GET") -> str:
+    return "\r\n".join([f"{method} {path} HTTP/1.1", "Host: x", *headers, "", ""])
+
+
+async def calls(function: Function) -> list[str]:
+    """What its handler has said that it was called with, one more call included."""
+    assert await function.answer("after") == "after"
+    await function.logged("called 'after'")
+    return [line["text"] for line in await function.lines() if line["text"].startswith("called")]
+
+
+# -- what is not HTTP
+
+
+MALFORMED = {
+    "no-request-line": "hello\r\n\r\n",
+    "tls": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(64) + b"\r\n\r\n",
+    "another-version": "GET /healthz HTTP/9.9\r\nHost: x\r\n\r\n",
+    "http-2-preface": "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "blank-in-the-target": "GET /healthz /x HTTP/1.1\r\nHost: x\r\n\r\n",
+    "nul-in-the-target": "GET /health\0z HTTP/1.1\r\nHost: x\r\n\r\n",
+    "no-colon": get("/healthz", "nothing"),
+    "blank-before-the-colon": get("/healthz", "X-Name : 1"),
+    "no-name": get("/healthz", ": 1"),
+    "nul-in-a-value": get("/healthz", "X-Name: a\0b"),
+    "bare-cr-in-a-value": get("/healthz", "X-Name: a\rb"),
+    "folded": get("/healthz", "X-Name: a\r\n b"),
+    "long-target": get("/" + "x" * 9000),
+    "long-header": get("/healthz", "X-Name: " + "x" * 9000),
+    "long-name": get("/healthz", "x" * 9000 + ": 1"),
+    "many-headers": get("/healthz", *(f"X-{n}: 1" for n in range(200))),
+    "negative-length": get("/healthz", "Content-Length: -1"),
+    "length-of-words": get("/healthz", "Content-Length: ten"),
+    "length-with-a-sign": get("/healthz", "Content-Length: +1"),
+    "length-beyond-64-bits": get("/healthz", f"Content-Length: {'9' * 40}"),
+    "chunk-beyond-64-bits": get("/healthz", "Transfer-Encoding: chunked") + "f" * 40 + "\r\n",
+    "two-lengths": get("/healthz", "Content-Length: 1", "Content-Length: 2") + "ab",
+    "the-same-length-twice": get("/healthz", "Content-Length: 1", "Content-Length: 1") + "a",
+    "a-list-of-lengths": get("/healthz", "Content-Length: 1, 2") + "ab",
+    "length-and-chunks": get("/healthz", "Content-Length: 5", "Transfer-Encoding: chunked") + "0\r\n\r\n",
+    "chunks-and-length": get("/healthz", "Transfer-Encoding: chunked", "Content-Length: 5") + "0\r\n\r\n",
+    "chunked-not-last": get("/healthz", "Transfer-Encoding: chunked, identity") + "0\r\n\r\n",
+    "almost-chunked": get("/healthz", "Transfer-Encoding: xchunked") + "0\r\n\r\n",
+    "chunked-twice": get("/healthz", "Transfer-Encoding: chunked", "Transfer-Encoding: chunked")
+    + "0\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+async def test_what_is_malformed_is_refused(gateway: Gateway, name: str, caplog):
+    """One typed 400, and the connection is closed: whatever follows on it is not taken for a request."""
+    async with wire(gateway) as connection:
+        connection.send(MALFORMED[name], get("/readyz"))
+        status, headers, body = await connection.reply()
+        assert (status, headers["content-type"].partition(";")[0]) == (400, "application/json"), body
+        assert json.loads(body)["error"]["type"] == "malformed_request"
+        assert await connection.ended() == b""
+    assert caplog.text == ""
+
+
+async def test_a_request_hidden_in_another_is_not_taken(gateway: Gateway, deploy):
+    function = await deploy(TELLS)
+    hidden = post(function.path, "1")
+    async with wire(gateway) as connection:
+        head = get(
+            function.path, f"Content-Length: {len(hidden) + 5}", "Transfer-Encoding: chunked", method="POST"
+        )
+        connection.send(head, "0\r\n\r\n", hidden)
+        assert (await connection.reply())[0] == 400
+        assert await connection.ended() == b""
+    assert await calls(function) == ["called 'after'"]
+
+
+# -- what is unusual, and allowed
+
+
+async def test_requests_in_one_packet_are_answered_in_order(gateway: Gateway, deploy):
+    function: Function = await deploy(ECHO)
+    job = (await gateway.client.post(f"/v2/{function.name}/runsync", json={"input": "done"})).json()["id"]
+    async with wire(gateway) as connection:
+        packet = [
+            post(function.path, str(n)) if n % 2 else get(f"/v2/{function.name}/status/{job}").encode()
+            for n in range(40)
+        ]
+        connection.send(b"".join(packet))
+        for n in range(40):
+            status, _, body = await connection.reply()
+            assert status == 200
+            found = json.loads(body)
+            assert found == n if n % 2 else found["output"] == "done"
+
+
+async def test_a_failure_among_requests_in_one_packet_is_in_its_place(gateway: Gateway, deploy):
+    function: Function = await deploy(ECHO)
+    async with wire(gateway) as connection:
+        connection.send(
+            post(function.path, "1"), post("/invoke/nobody", "2"), post(function.path, "{"),
+            get("/nowhere"), post(function.path, "3"),
+        )  # fmt: skip
+        assert [(await connection.reply())[0] for _ in range(5)] == [200, 404, 400, 404, 200]
+        connection.send("what is this\r\n\r\n")
+        assert (await connection.reply())[0] == 400
+
+
+@pytest.mark.parametrize("told", [[], ["Connection: keep-alive"]], ids=["once", "kept"])
+async def test_http_1_0(gateway: Gateway, told: list[str]):
+    async with wire(gateway) as connection:
+        connection.send("\r\n".join(["GET /healthz HTTP/1.0", *told, "", ""]))
+        status, headers, _ = await connection.reply()
+        assert status == 200
+        if told:
+            assert headers["connection"].lower() == "keep-alive"
+            connection.send("GET /healthz HTTP/1.0\r\n\r\n")
+            assert (await connection.reply())[0] == 200
+        assert await connection.ended() == b""
+
+
+async def test_continue_is_said_before_the_body(gateway: Gateway, deploy):
+    function: Function = await deploy(ECHO)
+    async with wire(gateway) as connection:
+        connection.send(get(function.path, "Expect: 100-continue", "Content-Length: 1", method="POST"))
+        assert (await connection.reply())[0] == 100
+        connection.send("7")
+        assert (await connection.reply())[2] == b"7"
+    assert await status_of(gateway, post(function.path, "7", "Expect: a-miracle")) == 417
+
+
+TYPES = {
+    400: {"malformed_request"},
+    404: {"unknown_route", "unknown_function"},
+    405: {"method_not_allowed"},
+}
+
+
+@pytest.mark.parametrize(
+    ("request_", "code"),
+    [
+        (get("http://elsewhere/healthz"), 200),  # as proxies send it
+        (get("http://elsewhere/nowhere"), 404),
+        (get("*", method="OPTIONS"), 404),
+        (get("elsewhere:443", method="CONNECT"), 404),
+        (get("//healthz"), 404),
+        (get("/healthz/"), 404),
+        (get("/healthz?" + "a=1&" * 1000), 200),
+        (get("/v1/functions/%00"), 404),
+        (get("/v1/functions/%ff"), 404),
+        (get("/v1/functions/%zz"), 404),
+        (get("/v1/functions/%"), 404),
+        (get("/v1/functions/%2e%2e%2fetc"), 404),
+        (get("/v1/functions/../functions"), 404),
+        (get("/v1/functions/%ed%a0%80"), 404),
+        (get("/v1/functions/" + "x" * 8000), 404),
+        (get("/v1/functions/caf\xe9"), 400),
+        (get("/healthz", method="HEAD"), 200),
+        (get("/nowhere", method="HEAD"), 404),
+        (get("/invoke/f", method="HEAD"), 405),
+        (get("/invoke/f", method="OPTIONS"), 405),
+        (get("/invoke/f", method="TRACE"), 405),
+        (get("/healthz", method="DELETE"), 405),
+        (get("/healthz", method="PATCH"), 405),
+        (get("/healthz", "Upgrade: websocket", "Connection: Upgrade"), 200),
+        (get("/healthz", "Upgrade: h2c", "Connection: Upgrade"), 200),
+    ],
+)  # fmt: skip
+async def test_codes_of_odd_targets_and_methods(gateway: Gateway, request_: str, code: int):
+    async with wire(gateway) as connection:
+        connection.send(request_)
+        status, headers, body = await connection.reply(head_only=request_.startswith("HEAD"))
+        assert status == code
+        if status == 405:
+            assert headers["allow"]
+        if status >= 400 and body:
+            assert json.loads(body)["error"]["type"] in TYPES[status]
+
+
+HEADERS = (
+    "Authorization", "Idempotency-Key", "Content-Type", "Accept", "Prefer", "Last-Event-ID", "X-Request-Id", "traceparent",
+    "X-Pilotlight-Function", "X-Amz-Invocation-Type", "X-Amz-Log-Type", "X-Amz-Security-Token", "ce-specversion",
+    "WebHook-Request-Origin", "WebHook-Request-Rate", "X-Request-Timeout", "Content-Encoding", "Host", "Cookie", "Range",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "value", ["\xff\xfe", "\xb2", "\xe4\xb8\x80", "9" * 5000], ids=["bytes", "two", "one", "digits"]
+)
+async def test_headers_that_are_no_text(gateway: Gateway, deploy, value: str):
+    """Whatever the header, whatever the route: an answer, and none that says that the gateway failed."""
+    function: Function = await deploy(ECHO)
+    name = function.name
+    for header in HEADERS:
+        given = f"{header}: {value}"
+        requests = [
+            post(function.path, "1", given),
+            post(f"/v2/{name}/run", '{"input": 1}', given),
+            post("/predictions?function=" + name, '{"input": 1}', given),
+            post(f"/2015-03-31/functions/{name}/invocations", "1", given),
+            get(f"/v2/{name}/run", given, method="OPTIONS").encode(),
+            get(f"/v1/functions/{name}/logs", given).encode("latin-1"),
+        ]
+        for sent in requests:
+            status = await status_of(gateway, sent)
+            assert status < 500, (header, sent)
+
+
+async def test_a_key_that_is_no_text(state):
+    async with gateway_here(state, auth="always") as gateway:
+        for value in ("Bearer \xff\xfe", "\xff", "Bearer pl_\xb2", "AWS4-\xff"):
+            assert await status_of(gateway, get("/v1/functions", f"Authorization: {value}")) == 401
+        assert await status_of(gateway, get("http://x/healthz")) == 200
+        assert await status_of(gateway, get("http://x//v1/functions")) == 401
+
+
+NESTED = b'{"input": ' + b"[" * 5000 + b"]" * 5000 + b"}"
+ODD_BODIES = {
+    "deep": NESTED,
+    "deep-and-open": b"[" * 100_000,
+    "many-digits": b'{"input": ' + b"9" * 10_000 + b"}",
+    "large-exponent": b'{"input": 1e99999}',
+    "half-a-pair": b'{"input": "\\ud800"}',
+    "nul": b'{"input": "\\u0000", "webhook": "\\u0000"}',
+    "not-utf-8": b'{"input": "\xff"}',
+    "utf-16": '{"input": 1}'.encode("utf-16"),
+    "nan": b'{"input": NaN}',
+    "nothing": b"",
+    "same-key-twice": b'{"input": 1, "input": 2}',
+    "huge-policy": b'{"input": 1, "policy": {"ttl": 1e300, "executionTimeout": -5}}',
+}
+
+
+@pytest.mark.parametrize("name", ODD_BODIES)
+async def test_bodies_that_are_odd(gateway: Gateway, deploy, name: str):
+    function: Function = await deploy(ECHO)
+    paths = (
+        function.path, f"/v2/{function.name}/run", f"/v2/{function.name}/runsync", f"/predictions?function={function.name}",
+        f"/2015-03-31/functions/{function.name}/invocations", "/v1/functions", "/v1/functions/f/secrets/A",
+    )  # fmt: skip
+    for path in paths:
+        for kind in ("application/json", "application/cloudevents+json", "application/octet-stream", "/;=\t"):
+            status = await status_of(gateway, post(path, ODD_BODIES[name], f"Content-Type: {kind}"))
+            assert status < 500, (path, kind)
+
+
+# -- what breaks off, or drags on
+
+
+@pytest.mark.parametrize(
+    "encoding", ["Content-Length: 100", "Transfer-Encoding: chunked"], ids=["by-length", "in-chunks"]
+)
+async def test_a_body_that_breaks_off(gateway: Gateway, deploy, encoding: str):
+    """Nothing is called with half of a body, and nothing is left behind."""
+    function: Function = await deploy(TELLS)
+    for path in (function.path, f"/v2/{function.name}/run", "/predictions", "/v1/functions", "/v1/keys"):
+        async with wire(gateway) as connection:
+            connection.send(
+                get(path, encoding, "Content-Type: application/json", method="POST"), "5\r\n12345\r\n"
+            )
+            connection.writer.write_eof()
+            said = await connection.ended()
+            assert said[:12] in (b"", b"HTTP/1.1 400"), said
+    assert await calls(function) == ["called 'after'"]
+
+
+async def test_every_route_with_a_body_has_a_time_limit(state):
+    async with gateway_here(state, body_timeout_s=0.05) as gateway:
+        function = await gateway.deploy(ECHO)
+        name = function.name
+        paths = (
+            f"/v2/{name}/run",
+            f"/v2/{name}/runsync",
+            "/predictions",
+            f"/2015-03-31/functions/{name}/invocations",
+        )
+        for path in paths:
+            for encoding in ("Content-Length: 10", "Transfer-Encoding: chunked"):
+                head = get(path, encoding, method="POST")
+                assert (
+                    await status_of(gateway, head, "5\r\n12345\r\n"[: 3 if "Len" in encoding else None])
+                    == 408
+                ), path
+
+
+@pytest.mark.parametrize("asked", [0, 1], ids=["first-request", "kept-alive"])
+async def test_slow_headers_do_not_hold_connections(state, asked: int):
+    """200 connections that send a byte of a header now and then; others are answered meanwhile."""
+    async with gateway_here(state, header_timeout_s=0.3) as gateway:
+        function = await gateway.deploy(ECHO)
+
+        async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            connection = Wire(reader, writer)
+            for _ in range(asked):
+                connection.send(get("/healthz"))
+                assert (await connection.reply())[0] == 200
+            connection.send("GET /healthz HTTP/1.1\r\nX-Slow: ")
+            closed = asyncio.create_task(connection.ended())
+            while not (await asyncio.wait({closed}, timeout=0.05))[0]:
+                connection.send("x")
+            assert closed.result() == b""
+            writer.close()
+
+        opened = [await asyncio.open_connection(*gateway.address) for _ in range(200)]
+        async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as tasks:
+            for reader, writer in opened:
+                tasks.create_task(drip(reader, writer))
+            for number in range(20):
+                assert await function.answer(number) == number
+
+
+async def test_a_kept_connection_may_be_silent_for_longer_than_a_header(state, gate: Gate):
+    """The limit is for headers, not for the time between requests, nor for what a request takes."""
+    async with gateway_here(state, header_timeout_s=0.05) as gateway:
+        function = await gateway.deploy(
+            "import gate\ndef handler(event):\n    gate.wait()\n    return event", gate=gate
+        )
+        async with wire(gateway) as connection:
+            for number in range(2):
+                connection.send(post(function.path, str(number)))
+                arrival = await gate.next()
+                passed = asyncio.Event()
+                asyncio.get_running_loop().call_later(0.1, passed.set)
+                await passed.wait()
+                arrival.go()
+                assert (await connection.reply())[2] == str(number).encode()
+                passed = asyncio.Event()
+                asyncio.get_running_loop().call_later(0.1, passed.set)
+                await passed.wait()
+
+
+# -- what it costs
+
+
+def rss(gateway: Gateway) -> int:
+    assert gateway.process is not None
+    return int(psutil.Process(gateway.process.pid).memory_info().rss)
+
+
+async def test_memory_is_bounded(state):
+    """By the limit of a body for each connection that is sending one, whatever is declared, sent, packed or pipelined."""
+    async with gateway_process(state) as gateway:
+        function = await gateway.deploy(ECHO, {"max_body_bytes": MIB})
+        assert await function.answer(1) == 1
+        before = rss(gateway)
+        async with contextlib.AsyncExitStack() as stack:
+            wires = [await stack.enter_async_context(wire(gateway)) for _ in range(30)]
+            chunk = b"%x\r\n" % (256 << 10) + bytes(256 << 10) + b"\r\n"
+            for number, connection in enumerate(wires):
+                if number % 2:
+                    connection.send(
+                        get(function.path, f"Content-Length: {19 * MIB}", method="POST"), bytes(MIB)
+                    )
+                else:
+                    connection.send(
+                        get(function.path, "Transfer-Encoding: chunked", method="POST"), *[chunk] * 8
+                    )
+            for connection in wires:
+                status, _, body = await connection.reply()
+                assert (status, json.loads(body)["error"]["type"]) == (413, "input_too_large")
+        assert rss(gateway) - before < 30 * MIB + 64 * MIB
+
+        bomb = gzip.compress(bytes(128 * MIB), 1)
+        before = rss(gateway)
+        for path in (function.path, f"/v2/{function.name}/run", "/predictions", "/v1/keys"):
+            sent = post(path, bomb, "Content-Encoding: gzip", "Content-Type: application/json")
+            assert await status_of(gateway, sent) in (400, 413), path
+        assert rss(gateway) - before < 64 * MIB
+        assert await function.answer(1) == 1
+
+
+async def test_who_pipelines_and_does_not_read_is_made_to_wait(state):
+    """What he sends stays with him: the gateway stops reading."""
+    async with gateway_process(state) as gateway:
+        before = rss(gateway)
+        packet = (get("/healthz") * 1000).encode()
+        with socket.create_connection(gateway.address) as sock:
+            sock.setblocking(False)
+            sent, silent = 0, 0
+            while (
+                sent < 200 * MIB and silent < 20
+            ):  # so often nothing could be sent: it does not read any more
+                try:
+                    sent += sock.send(packet)
+                    silent = 0
+                except BlockingIOError:
+                    silent += 1
+                    assert (await gateway.client.get("/healthz")).status_code == 200
+            assert sent < 200 * MIB
+            assert rss(gateway) - before < 64 * MIB
+
+
+async def test_a_refused_body_is_not_read_for_long(gateway: Gateway, deploy):
+    function: Function = await deploy(ECHO, {"max_body_bytes": 100})
+    async with wire(gateway) as connection:
+        connection.send(post(function.path, "1" * 200), get("/healthz"))
+        status, _, body = await connection.reply()
+        assert (status, json.loads(body)["error"]["type"]) == (413, "input_too_large")
+        assert (await connection.reply())[0] == 200
+    assert failure(await function.client.post(function.path, content=b"x" * 101))["status"] == 413
