@@ -18,6 +18,7 @@ from aiohttp import web
 from ...errors import AccessError, GatewayError, PilotlightError, QuotaExceeded, Unauthorized, UnknownFunction
 from ..api.aws_error import PATHS, aws_error
 from ..api.gateway import error_response
+from ..api.intake import request_id_of
 from .caller import ANYBODY, CALLER, Caller
 from .keyring import Held, Keyring
 from .rules import OPEN, scope_of
@@ -123,7 +124,9 @@ def _enter(held: Held) -> None:
 
 
 def _refusal(request: web.Request, error: PilotlightError) -> web.Response:
-    response = aws_error(error) if request.path.startswith(PATHS) else error_response(error)
+    # With an id, as every route's own refusal: nobody is to tell the two apart.
+    answer = aws_error if request.path.startswith(PATHS) else error_response
+    response = answer(error, request_id_of(request.headers))
     if isinstance(error, Unauthorized):
         response.headers["WWW-Authenticate"] = CHALLENGE
     elif isinstance(error, QuotaExceeded):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ...errors import CodeError
 from ..settings import SETTINGS_FILE, check_name, slug
 
-TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
+TEMPLATES = Path(__file__).resolve().parents[2] / "templates"
 README_FILE = "README.md"
 _NOT_COPIED = shutil.ignore_patterns("__pycache__", "*.pyc")
 

@@ -72,12 +72,16 @@ def private_gateway() -> Iterator[str]:
             _stop(process)
 
 
+# By its full name, as `python -m` wants it.
+_COMMAND_LINE = f"{__name__.rpartition('.')[0].rpartition('.')[0]}.cli"
+
+
 def _start(state_dir: Path, errors: IO[bytes]) -> subprocess.Popen[bytes]:
     libc = ctypes.CDLL(None)
     command = [
         sys.executable,
         "-m",
-        f"{__package__}.cli",
+        _COMMAND_LINE,
         "serve",
         "--json",
         "--port",
