@@ -16,7 +16,7 @@ from .access.caller import caller_of
 from .deploy import Order
 from .functions import Functions, FunctionStatus
 from .gateway import error_response
-from .intake import read_body, request_id_of
+from .intake import read_body
 from .metrics import Metrics
 from .openapi import MAX_LOG_LINES, describe
 
@@ -165,7 +165,7 @@ def typed(route: Route) -> Route:
         try:
             return await route(request)
         except PilotlightError as error:
-            return error_response(error, request_id_of(request.headers))
+            return error_response(error)
 
     return answer
 
