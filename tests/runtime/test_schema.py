@@ -15,7 +15,7 @@ CHECK = Path(__file__).parents[2] / "infra" / "bench" / "schema.py"
 
 
 def test_every_answer_is_as_described() -> None:
-    arguments = ["--examples", "4", "--phases", "fuzzing", "--least", "120"]
+    arguments = ["--examples", "10", "--phases", "fuzzing", "--least", "280"]
     done = subprocess.run(
         [sys.executable, CHECK, *arguments], capture_output=True, text=True, timeout=110, check=False
     )
