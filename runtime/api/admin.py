@@ -130,15 +130,16 @@ class Admin:
     async def _order(self, request: web.Request) -> Order:
         if (request.content_length or 0) > MAX_ARCHIVE_BYTES:
             raise _archive_too_large()
-        if request.content_type in ("application/gzip", "application/x-gzip", "application/octet-stream"):
+        kind = _media_type(request)
+        if kind in ("application/gzip", "application/x-gzip", "application/octet-stream"):
             overrides = dict(_pair(text) for text in request.query.getall("set", []))
             return Order(
                 archive=await _body(request), overrides=overrides,
                 install=_flag(request, "install"), check=_flag(request, "check", default=True),
             )  # fmt: skip
-        if request.content_type != "application/json":
+        if kind != "application/json":
             raise UnsupportedMedia(
-                f"A deploy cannot be {request.content_type[:64]!r}.",
+                f"A deploy cannot be {kind[:64]!r}." if kind else "A deploy must say its Content-Type.",
                 remedy='Send {"path": "/folder"} as application/json, or a tar.gz as application/gzip.',
             )
         try:
@@ -168,6 +169,11 @@ def typed(route: Route) -> Route:
             return error_response(error, request_id_of(request.headers))
 
     return answer
+
+
+def _media_type(request: web.Request) -> str:
+    """As it was sent; "" if it was not. aiohttp takes a body that says nothing for an archive: any web page can send one."""
+    return request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
 
 
 async def _body(request: web.Request) -> bytes:
