@@ -17,7 +17,7 @@ from ..deploy import Order
 from ..functions import Functions, FunctionStatus
 from ..metrics import Metrics
 from .gateway import error_response
-from .intake import read_body, request_id_of
+from .intake import media_type_of, read_body, request_id_of
 from .openapi import MAX_LOG_LINES, describe
 
 MAX_ARCHIVE_BYTES = 256 << 20
@@ -130,7 +130,8 @@ class Admin:
     async def _order(self, request: web.Request) -> Order:
         if (request.content_length or 0) > MAX_ARCHIVE_BYTES:
             raise _archive_too_large()
-        kind = _media_type(request)
+        # aiohttp's `content_type` would take a body that says nothing for an archive: any web page can send that.
+        kind = media_type_of(request.headers)
         if kind in ("application/gzip", "application/x-gzip", "application/octet-stream"):
             overrides = dict(_pair(text) for text in request.query.getall("set", []))
             return Order(
@@ -169,11 +170,6 @@ def typed(route: Route) -> Route:
             return error_response(error, request_id_of(request.headers))
 
     return answer
-
-
-def _media_type(request: web.Request) -> str:
-    """As it was sent; "" if it was not. aiohttp takes a body that says nothing for an archive: any web page can send one."""
-    return request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
 
 
 async def _body(request: web.Request) -> bytes:
