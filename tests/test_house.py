@@ -69,7 +69,7 @@ FLOORS = """
 2   runtime.code runtime.invocation runtime.link runtime.metrics runtime.requirements runtime.settings runtime.state_dir
 2   runtime.access.keys
 2   runtime.access.caller runtime.access.rules runtime.access.vault
-2   runtime.access.described runtime.access.door runtime.access.keyring
+2   runtime.access.described runtime.access.door runtime.access.keyring runtime.access.origin
 2   runtime.environment runtime.listener runtime.store runtime.unpack runtime.weights
 
 3   runtime.deploy runtime.fetcher runtime.launcher runtime.runner

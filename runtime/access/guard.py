@@ -1,7 +1,7 @@
 """The guard: before every route, asks who comes, and whether he may.
 
-A gateway that only this machine reaches, and for which no key was ever made, asks nobody. Any other answers nothing but
-health to those without a key. Requests on the socket in the state folder need none: who can open that is its owner.
+A gateway that only this machine reaches, and for which no key was ever made, asks nobody, but refuses what a web page of
+elsewhere has sent. Any other answers nothing but health to those without a key. Requests on the socket in the state folder need none: who can open that is its owner.
 """
 
 from __future__ import annotations
@@ -15,12 +15,21 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from ...errors import AccessError, GatewayError, PilotlightError, QuotaExceeded, Unauthorized, UnknownFunction
+from ...errors import (
+    AccessError,
+    Forbidden,
+    GatewayError,
+    PilotlightError,
+    QuotaExceeded,
+    Unauthorized,
+    UnknownFunction,
+)
 from ..api.aws_error import PATHS, aws_error
 from ..api.gateway import error_response
 from ..api.intake import request_id_of
 from .caller import ANYBODY, CALLER, Caller
 from .keyring import Held, Keyring
+from .origin import OriginCheck
 from .rules import OPEN, scope_of
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -38,6 +47,7 @@ class Guard:
         self._keyring = keyring
         self._tasks = tasks
         self._required = required
+        self._origins = OriginCheck()
 
     @property
     def closed(self) -> bool:
@@ -47,9 +57,13 @@ class Guard:
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if not self.closed:
+            try:
+                self._origins.check(request.headers)
+            except Forbidden as error:
+                if _path(request) not in OPEN and not _on_own_socket(request):
+                    return _refusal(request, error)
             return await handler(request)
-        resource = request.match_info.route.resource
-        path = resource.canonical if resource is not None else ""  # no such route
+        path = _path(request)
         if path in OPEN:
             return await handler(request)
         try:
@@ -111,6 +125,12 @@ def token_in(header: str) -> str:
     """What an Authorization header brings. Some of RunPod's code sends a bare key: that is taken too."""
     scheme, space, rest = header.strip().partition(" ")
     return rest.strip() if space and scheme.lower() == "bearer" else header.strip()
+
+
+def _path(request: web.Request) -> str:
+    """As it was registered; "" if nothing is there."""
+    resource = request.match_info.route.resource
+    return resource.canonical if resource is not None else ""
 
 
 def _enter(held: Held) -> None:

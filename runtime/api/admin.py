@@ -17,7 +17,7 @@ from ..deploy import Order
 from ..functions import Functions, FunctionStatus
 from ..metrics import Metrics
 from .gateway import error_response
-from .intake import read_body, request_id_of
+from .intake import media_type_of, read_body, request_id_of
 from .openapi import MAX_LOG_LINES, describe
 
 MAX_ARCHIVE_BYTES = 256 << 20
@@ -130,15 +130,17 @@ class Admin:
     async def _order(self, request: web.Request) -> Order:
         if (request.content_length or 0) > MAX_ARCHIVE_BYTES:
             raise _archive_too_large()
-        if request.content_type in ("application/gzip", "application/x-gzip", "application/octet-stream"):
+        # aiohttp's `content_type` would take a body that says nothing for an archive: any web page can send that.
+        kind = media_type_of(request.headers)
+        if kind in ("application/gzip", "application/x-gzip", "application/octet-stream"):
             overrides = dict(_pair(text) for text in request.query.getall("set", []))
             return Order(
                 archive=await _body(request), overrides=overrides,
                 install=_flag(request, "install"), check=_flag(request, "check", default=True),
             )  # fmt: skip
-        if request.content_type != "application/json":
+        if kind != "application/json":
             raise UnsupportedMedia(
-                f"A deploy cannot be {request.content_type[:64]!r}.",
+                f"A deploy cannot be {kind[:64]!r}." if kind else "A deploy must say its Content-Type.",
                 remedy='Send {"path": "/folder"} as application/json, or a tar.gz as application/gzip.',
             )
         try:

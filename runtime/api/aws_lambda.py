@@ -29,7 +29,7 @@ from ..jobs.job import NewJob
 from ..jobs.jobs import Jobs
 from ..metrics import Metrics
 from .aws_error import PATHS, aws_error
-from .intake import Limits, read_body, request_id_of, traceparent_of
+from .intake import Limits, idempotency_of, read_body, request_id_of, traceparent_of
 
 VERSION = "$LATEST"
 ASYNC_BODY_BYTES = 10 << 20
@@ -81,6 +81,7 @@ class LambdaApi:
     async def _leave(self, request: web.Request, live: Live) -> web.Response:
         """A job, on the disk when this answers."""
         body = await self._body(request, live, ASYNC_BODY_BYTES)
+        live = self._live(request)  # while the body came it may have been deployed anew, or deleted
         try:
             if body:
                 orjson.loads(body)
@@ -94,10 +95,14 @@ class LambdaApi:
             ttl_s=settings.ttl_s,
             owner=caller_of(request).owner,
             max_attempts=settings.attempts,
+            idempotency=idempotency_of(request.headers),
             traceparent=traceparent_of(request.headers),
         )
-        job, _ = await self._jobs.submit(new)
-        return web.Response(status=202, headers=_headers(job.id) | {"X-Job-Id": job.id})
+        job, replayed = await self._jobs.submit(new)
+        headers = _headers(job.id) | {"X-Job-Id": job.id}
+        if replayed:
+            headers["Idempotent-Replayed"] = "true"
+        return web.Response(status=202, headers=headers)
 
     async def _wait(self, request: web.Request, live: Live, request_id: str) -> web.Response:
         received_s, name = time.monotonic(), live.record.function

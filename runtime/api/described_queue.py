@@ -6,7 +6,8 @@ from typing import Any
 
 from ..jobs.job import State
 from .described import EVENTS
-from .queue import MAX_KEY_CHARS, MAX_LISTED, MOST_WAIT_MS, WAIT_MS, Order
+from .intake import MAX_KEY_CHARS
+from .queue import MAX_LISTED, MOST_WAIT_MS, WAIT_MS, Order
 
 _TEXT = {"type": "string"}
 _COUNT = {"type": "integer", "minimum": 0}

@@ -15,6 +15,8 @@ from aiohttp import web
 from ...errors import BadInput, InputTimeout, InputTooLarge
 from ...handlers.codec import JSON_TYPE
 
+IDEMPOTENCY = "Idempotency-Key"
+MAX_KEY_CHARS = 255
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[\x21-\x7e]{0,256})?")
 
@@ -77,6 +79,21 @@ def traceparent_of(headers: Mapping[str, str]) -> str:
     """The caller's trace context, if it is one."""
     given = headers.get("traceparent", "")
     return given if TRACEPARENT.fullmatch(given) else ""
+
+
+def idempotency_of(headers: Mapping[str, str]) -> str:
+    """What a job is found again by whose caller sent a key; "" if he sent none. BadInput if it is too long."""
+    key = headers.get(IDEMPOTENCY, "")
+    if len(key) > MAX_KEY_CHARS:
+        raise BadInput(
+            f"The header {IDEMPOTENCY} has {len(key)} characters.", remedy=f"At most {MAX_KEY_CHARS}."
+        )
+    return f"key:{key}" if key else ""
+
+
+def media_type_of(headers: Mapping[str, str]) -> str:
+    """The body's media type as it was sent, without parameters; "" if it was not sent."""
+    return headers.get("Content-Type", "").partition(";")[0].strip().lower()
 
 
 def content_type_of(headers: Mapping[str, str]) -> str:

@@ -24,7 +24,7 @@ from ..jobs.identity import GENERATED
 from ..jobs.job import Job, NewJob, State, Webhook
 from ..jobs.jobs import Jobs
 from .gateway import EVENT_STREAM_TYPE, HEARTBEAT_S, error_response
-from .intake import Limits, read_body, request_id_of, too_large, traceparent_of
+from .intake import Limits, idempotency_of, read_body, request_id_of, too_large, traceparent_of
 from .prediction import ID, Order, Preference, parse, shown
 
 FUNCTION = "X-Pilotlight-Function"
@@ -54,7 +54,7 @@ class Predictions:
         ]
 
     async def create(self, request: web.Request) -> web.StreamResponse:
-        """Without an id in the path, each request is a new prediction; with one, the same request is the same one."""
+        """Without an id in the path, each request is a new prediction; with one (or with an Idempotency-Key) the same."""
         preference = Preference.of(request.headers.getall("Prefer", ()))
         most, timeout_s = self._limits
         most = most if preference.wait_s is None else min(most, ASYNC_BODY_BYTES)
@@ -233,7 +233,7 @@ def _new_job(request: web.Request, live: Live, order: Order, wanted: str) -> New
         owner=caller_of(request).owner,
         max_attempts=settings.attempts,
         webhook=Webhook(order.webhook, order.events) if order.webhook else None,
-        idempotency=f"prediction:{wanted}" if wanted else "",
+        idempotency=f"prediction:{wanted}" if wanted else idempotency_of(request.headers),
         wanted_id=wanted,
         traceparent=traceparent_of(request.headers),
     )

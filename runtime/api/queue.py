@@ -17,6 +17,7 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...errors import BadInput, InputInvalid, PilotlightError
+from ...handlers.codec import JSON_TYPE
 from ..access.caller import caller_of
 from ..functions import Functions, Live
 from ..jobs import message
@@ -24,16 +25,22 @@ from ..jobs.job import BATCH_PRIORITY, LOW_PRIORITY, Job, NewJob, State, Webhook
 from ..jobs.jobs import Jobs
 from . import cloudevents
 from . import events as events_api
-from .gateway import error_response
-from .intake import content_type_of, dump_json, read_body, request_id_of, traceparent_of
+from .gateway import HEARTBEAT_S, error_response
+from .intake import (
+    content_type_of,
+    dump_json,
+    idempotency_of,
+    media_type_of,
+    read_body,
+    request_id_of,
+    traceparent_of,
+)
 
 ASYNC_BODY_BYTES = 10 << 20
 WAIT_MS = 90_000
 LEAST_WAIT_MS, MOST_WAIT_MS = 1000, 300_000
 MAX_LISTED = 1000
 MAX_POLLERS = 10_000
-IDEMPOTENCY = "Idempotency-Key"
-MAX_KEY_CHARS = 255
 PIECES_A_POLL = 1000
 _PRIORITIES = {"normal": 0, "low": LOW_PRIORITY, "batch": BATCH_PRIORITY}
 
@@ -92,8 +99,7 @@ class QueueApi:
 
     async def run(self, request: web.Request) -> web.StreamResponse:
         """An order, or CloudEvents."""
-        live = self._live(request)
-        body = await self._body(request, live, ASYNC_BODY_BYTES)
+        live, body = await self._body(request, ASYNC_BODY_BYTES)
         if (events := cloudevents.parse(request.headers, body)) is not None:
             found = await events_api.submit(self._jobs, live, events, owner=caller_of(request).owner)
             return events_api.accepted(request, found)
@@ -101,9 +107,13 @@ class QueueApi:
         return _json({"id": job.id, "status": str(job.state)}, job, replayed)
 
     async def runsync(self, request: web.Request) -> web.StreamResponse:
-        live = self._live(request)
+        """The job as it is when it has ended, or when `?wait=` is over.
+
+        By then RunPod's answers IN_PROGRESS, whether it runs or not; here one that still waits is IN_QUEUE. RunPod's
+        clients poll on either.
+        """
         wait_s = min(max(_number(request, "wait", WAIT_MS), LEAST_WAIT_MS), MOST_WAIT_MS) / 1000
-        body = await self._body(request, live, self._max_body_bytes)
+        live, body = await self._body(request, self._max_body_bytes)
         job, replayed = await self._submit(request, live, body)
         job = await self._jobs.wait(job.function, job.id, wait_s)
         return _json(shown(job), job, replayed)
@@ -111,13 +121,10 @@ class QueueApi:
     async def later(self, request: web.Request) -> web.StreamResponse:
         """`Prefer: respond-async` on /invoke: the bare body becomes a job. 202, and where to look."""
         try:
-            live = self._live(request)
-            body = await self._body(request, live, ASYNC_BODY_BYTES)
-            kind = content_type_of(request.headers)
-            order = new_job(
-                live, Order(input=None), owner=caller_of(request).owner, key=_key(request), headers=request
-            )
-            bare = replace(order, input=body, content_type=kind)
+            live, body = await self._body(request, ASYNC_BODY_BYTES)
+            _check_json(request, body)
+            order = new_job(live, Order(input=None), request)
+            bare = replace(order, input=body, content_type=content_type_of(request.headers))
             job, replayed = await self._jobs.submit(bare)
         except PilotlightError as error:
             return error_response(error, request_id_of(request.headers))
@@ -197,17 +204,25 @@ class QueueApi:
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
         )
         await response.prepare(request)
+        try:
+            await self._tell(response, job, after)
+        except PilotlightError as error:  # the head is gone: it can only be told as an event
+            await response.write(_event("error", orjson.dumps(error.to_wire())))
+        await response.write_eof()
+        return response
+
+    async def _tell(self, response: web.StreamResponse, job: Job, after: int) -> None:
         state = None
-        async for job, pieces in self._jobs.follow(job.function, job.id, after):  # noqa: B020, PLR1704  as it is by now
+        async for job, pieces in self._jobs.follow(job.function, job.id, after, every_s=HEARTBEAT_S):  # noqa: B020, PLR1704  as it is by now
             if job.state is not state and not job.state.final:
                 state = job.state
                 await response.write(_event("status", orjson.dumps({"status": str(state)})))
+            elif not pieces and not job.state.final:
+                await response.write(b": waiting\n\n")
             for number, piece in pieces:
                 await response.write(_event("output", piece, number))
         name = "completed" if job.state is State.COMPLETED else "error"
         await response.write(_event(name, orjson.dumps(shown(job))))
-        await response.write_eof()
-        return response
 
     # -- what all of them ask
 
@@ -218,18 +233,17 @@ class QueueApi:
         """Of a function that was deleted, too: what it did can be looked up."""
         return await self._jobs.get(request.match_info["function"], request.match_info["job"])
 
-    async def _body(self, request: web.Request, live: Live, limit: int) -> bytes:
-        most = min(limit, self._max_body_bytes, live.revision.policy.max_body_bytes)
-        return await read_body(request, most, self._body_timeout_s)
+    async def _body(self, request: web.Request, limit: int) -> tuple[Live, bytes]:
+        """The body, and the function as it is now: while the body came it may have been deployed anew, or deleted."""
+        most = min(limit, self._max_body_bytes, self._live(request).revision.policy.max_body_bytes)
+        body = await read_body(request, most, self._body_timeout_s)
+        return self._live(request), body
 
     async def _submit(self, request: web.Request, live: Live, body: bytes) -> tuple[Job, bool]:
-        order = _order(body)
-        return await self._jobs.submit(
-            new_job(live, order, owner=caller_of(request).owner, key=_key(request), headers=request)
-        )
+        return await self._jobs.submit(new_job(live, _order(body), request))
 
 
-def new_job(live: Live, order: Order, *, owner: str, key: str, headers: web.Request | None = None) -> NewJob:
+def new_job(live: Live, order: Order, request: web.Request) -> NewJob:
     """A job for a live function, as an order says; its settings where it says nothing."""
     settings, policy = live.record.settings, order.policy
     timeout_s = settings.timeout_s if policy.executionTimeout is None else policy.executionTimeout / 1000
@@ -239,12 +253,12 @@ def new_job(live: Live, order: Order, *, owner: str, key: str, headers: web.Requ
         dump_json(order.input),
         execution_timeout_s=timeout_s,
         ttl_s=settings.ttl_s if policy.ttl is None else policy.ttl / 1000,
-        owner=owner,
+        owner=caller_of(request).owner,
         priority=priority,
         max_attempts=settings.attempts,
         webhook=Webhook(order.webhook, order.webhook_events) if order.webhook else None,
-        idempotency=f"key:{key}" if key else "",
-        traceparent=traceparent_of(headers.headers) if headers is not None else "",
+        idempotency=idempotency_of(request.headers),
+        traceparent=traceparent_of(request.headers),
     )
 
 
@@ -275,13 +289,15 @@ def _order(body: bytes) -> Order:
         raise InputInvalid(f"{where}: {problem['msg']}.", details={"field": where}) from None
 
 
-def _key(request: web.Request) -> str:
-    key = request.headers.get(IDEMPOTENCY, "")
-    if len(key) > MAX_KEY_CHARS:
-        raise BadInput(
-            f"The header {IDEMPOTENCY} has {len(key)} characters.", remedy=f"At most {MAX_KEY_CHARS}."
-        )
-    return key
+def _check_json(request: web.Request, body: bytes) -> None:
+    """BadInput if a body that says it is JSON is none. Of one that says nothing only the handler knows."""
+    kind = media_type_of(request.headers)
+    if not body or not (kind == JSON_TYPE or kind.endswith("+json")):
+        return
+    try:
+        orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise BadInput(f"The body is not JSON: {error}.", remedy="Send JSON, or say what it is.") from None
 
 
 def _number(request: web.Request, name: str, default: int) -> int:

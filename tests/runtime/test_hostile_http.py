@@ -69,12 +69,12 @@ async def status_of(gateway: Gateway, *parts: bytes | str) -> int:
 
 def post(path: str, body: bytes | str, *headers: str) -> bytes:
     raw = body if isinstance(body, bytes) else body.encode()
-    lines = [f"POST {path} HTTP/1.1", "Host: x", *headers, f"Content-Length: {len(raw)}"]
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", *headers, f"Content-Length: {len(raw)}"]
     return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + raw
 
 
 def get(path: str, *headers: str, method: str = "GET") -> str:
-    return "\r\n".join([f"{method} {path} HTTP/1.1", "Host: x", *headers, "", ""])
+    return "\r\n".join([f"{method} {path} HTTP/1.1", "Host: localhost", *headers, "", ""])
 
 
 async def calls(function: Function) -> list[str]:
@@ -90,10 +90,10 @@ async def calls(function: Function) -> list[str]:
 MALFORMED = {
     "no-request-line": "hello\r\n\r\n",
     "tls": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(64) + b"\r\n\r\n",
-    "another-version": "GET /healthz HTTP/9.9\r\nHost: x\r\n\r\n",
+    "another-version": "GET /healthz HTTP/9.9\r\nHost: localhost\r\n\r\n",
     "http-2-preface": "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-    "blank-in-the-target": "GET /healthz /x HTTP/1.1\r\nHost: x\r\n\r\n",
-    "nul-in-the-target": "GET /health\0z HTTP/1.1\r\nHost: x\r\n\r\n",
+    "blank-in-the-target": "GET /healthz /x HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "nul-in-the-target": "GET /health\0z HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "no-colon": get("/healthz", "nothing"),
     "blank-before-the-colon": get("/healthz", "X-Name : 1"),
     "no-name": get("/healthz", ": 1"),

@@ -78,5 +78,5 @@ async def test_a_stopped_gateway_that_is_killed(state):
 
 async def _send_and_forget(gateway, path: str):
     _, writer = await asyncio.open_connection(*gateway.address)
-    writer.write(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\n1".encode())
+    writer.write(f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\n\r\n1".encode())
     return writer

@@ -143,6 +143,18 @@ async def test_a_deploy_of_another_type(client):
     assert response.status_code == 415
 
 
+@pytest.mark.parametrize(
+    "headers", [{}, {"Content-Type": ""}, {"Content-Type": "no type"}], ids=["none", "empty", "odd"]
+)
+async def test_an_archive_that_does_not_say_so_is_not_taken(client, tmp_path: Path, headers: dict[str, str]):
+    """A web page can send one without asking; of what it must ask for, the answer is no."""
+    (tmp_path / "handler.py").write_text(ECHO)
+    response = await client.post("/v1/functions", content=pack(tmp_path), headers=headers)
+    error = failure(response)
+    assert (error["status"], error["type"]) == (415, "unsupported_media")
+    assert (await client.get("/v1/functions")).json() == {"functions": []}
+
+
 async def test_a_folder_is_not_read_for_callers_from_elsewhere(state, tmp_path: Path):
     async with gateway_here(state, host="0.0.0.0") as gateway:
         async with gateway.at_home() as owner:

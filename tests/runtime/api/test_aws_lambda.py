@@ -116,6 +116,16 @@ async def test_an_event_is_a_job(deploy, aws, gate: Gate):
     await until(done, "the end of the job")
 
 
+async def test_the_same_key_is_the_same_event(deploy):
+    function = await deploy(ECHO)
+    path = f"/2015-03-31/functions/{function.name}/invocations"
+    headers = {"X-Amz-Invocation-Type": "Event", "Idempotency-Key": "once"}
+    found = [await function.client.post(path, json=n, headers=headers) for n in (2, 2, 3)]
+    assert [one.status_code for one in found] == [202, 202, 409]
+    assert found[0].headers["X-Job-Id"] == found[1].headers["X-Job-Id"]
+    assert [one.headers.get("Idempotent-Replayed") for one in found] == [None, "true", None]
+
+
 async def test_a_dry_run_runs_nothing(deploy, aws):
     function = await deploy(ECHO, check=False)
     assert (await invoke(aws, function.name, {}, InvocationType="DryRun"))["StatusCode"] == 204

@@ -191,7 +191,7 @@ async def test_a_body_over_the_limit(deploy):
 async def test_a_body_that_arrives_too_slowly(state):
     async with gateway_here(state, body_timeout_s=0.05) as gateway:
         function = await gateway.deploy(ECHO)
-        head = f"POST {function.path} HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n12345"
+        head = f"POST {function.path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n12345"
         status, body = await raw(gateway, head)
         assert (status, body["error"]["type"]) == (408, "input_timeout")
 
@@ -208,7 +208,7 @@ async def test_a_connection_that_says_nothing_is_closed(state, sent: str):
 
 async def test_a_body_that_is_not_chunks(deploy, gateway: Gateway):
     function = await deploy(ECHO)
-    head = f"POST {function.path} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"
+    head = f"POST {function.path} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"
     assert (await raw(gateway, head))[0] == 400
     assert await function.answer(1) == 1
 
@@ -234,7 +234,7 @@ async def test_nobody_can_write_headers_into_the_answer(deploy, gateway: Gateway
     function = await deploy(ECHO)
     for name in ("X-Request-Id", "traceparent"):
         for value in ("a\rX-Evil: 1", "a\tX-Evil: 1", "a\x01", "a\x7fé"):
-            head = f"POST {function.path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{name}: {value}\r\nContent-Length: 1\r\n\r\n1"
+            head = f"POST {function.path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{name}: {value}\r\nContent-Length: 1\r\n\r\n1"
             reader, writer = await asyncio.open_connection(*gateway.address)
             writer.write(head.encode("latin-1"))
             async with asyncio.timeout(LIMIT_S):
@@ -482,7 +482,7 @@ class leaving:  # noqa: N801  reads as a phrase: `async with leaving(function):`
 
     async def __aenter__(self) -> None:
         _, self._writer = await asyncio.open_connection(self._url.host, self._url.port)
-        head = f"POST {self._path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(self._body)}\r\n\r\n"
+        head = f"POST {self._path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(self._body)}\r\n\r\n"
         self._writer.write((head + self._body).encode())
 
     async def __aexit__(self, *_: object) -> None:

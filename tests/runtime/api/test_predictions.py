@@ -180,6 +180,18 @@ async def test_the_same_request_is_the_same_prediction(deploy):
     assert (await predictor.post({"n": 1}, id="order-7")).json() == first.json()
 
 
+async def test_the_same_key_is_the_same_prediction(deploy):
+    predictor = Predictor(await deploy(DOUBLES))
+    found = [
+        await predictor.ask("POST", "/predictions", {"input": {"n": n}}, Idempotency_Key="once")
+        for n in (2, 2, 3)
+    ]
+    assert [one.status_code for one in found] == [200, 200, 409]
+    assert found[0].json()["id"] == found[1].json()["id"]
+    assert [one.headers.get("Idempotent-Replayed") for one in found] == [None, "true", None]
+    assert failure(found[2])["type"] == "idempotency_conflict"
+
+
 async def test_an_id_is_of_one_function(deploy):
     one, other = Predictor(await deploy(DOUBLES)), Predictor(await deploy(DOUBLES))
     assert (await one.ask("PUT", "/predictions/shared", {"input": {"n": 1}})).status_code == 200

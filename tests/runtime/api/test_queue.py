@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
 import httpx
 import pytest
 from live import LIMIT_S, Function, Gate, Gateway, failure, gateway_here, gone, until
+from pilotlight.errors import JobStoreFailed
+from pilotlight.runtime.api import queue as queue_api
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -211,6 +214,52 @@ async def test_a_call_that_prefers_not_to_wait_is_a_job(deploy):
     assert again.json()["id"] == response.json()["id"]
 
 
+async def test_a_call_left_for_later_that_is_no_json_is_refused(deploy):
+    function = await deploy(ECHO)
+    for kind, body, status in [
+        ("application/json", b"{", 400),
+        ("application/vnd.x+json; charset=utf-8", b"{", 400),
+        ("application/json", b"", 202),
+        ("text/plain", b"{", 202),
+    ]:
+        headers = {"Prefer": "respond-async", "Content-Type": kind}
+        response = await function.client.post(function.path, content=body, headers=headers)
+        assert response.status_code == status, (kind, response.text)
+        assert status == 202 or failure(response)["type"] == "bad_json"
+
+
+ASKED = {
+    "run": ("/v2/{name}/run", {}),
+    "runsync": ("/v2/{name}/runsync", {}),
+    "later": ("/invoke/{name}", {"Prefer": "respond-async"}),
+    "lambda": ("/2015-03-31/functions/{name}/invocations", {"X-Amz-Invocation-Type": "Event"}),
+    "predictions": ("/predictions?function={name}", {}),
+}
+
+
+@pytest.mark.parametrize(("path", "headers"), ASKED.values(), ids=ASKED)
+async def test_a_function_that_goes_while_the_body_comes_is_404(
+    deploy, gateway: Gateway, path: str, headers: dict[str, str]
+):
+    function = await deploy(ECHO)
+    reader, writer = await asyncio.open_connection(*gateway.address)
+    lines = [f"{name}: {value}" for name, value in headers.items()]
+    head = [f"POST {path.format(name=function.name)} HTTP/1.1", "Host: localhost", *lines]
+    writer.write("\r\n".join([*head, "Expect: 100-continue", "Content-Length: 12", "", ""]).encode())
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            assert b"100" in await reader.readline()  # it waits for the body
+            await reader.readline()
+            writer.write(b'{"input"')
+            await gateway.client.delete(f"/v1/functions/{function.name}")
+            writer.write(b": 1}")
+            assert b" 404 " in await reader.readline()
+    finally:
+        writer.close()
+    assert gateway.server is not None
+    assert not await gateway.server.jobs.list(function.name)
+
+
 # -- streams
 
 
@@ -247,6 +296,53 @@ async def test_an_error_in_a_stream_is_the_jobs(deploy):
     assert (name, told["status"]) == ("error", "FAILED")
 
 
+async def test_a_stream_of_events_is_kept_alive(deploy, gate: Gate, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(queue_api, "HEARTBEAT_S", 0.02)
+    queue = Queue(await deploy(WAITS, gate=gate))
+    job = await queue.run(1)
+    await gate.next()
+    async with streamed(queue, job) as lines:
+        async for line in lines:
+            if line == ": waiting":
+                gate.open()
+                break
+        left = [line async for line in lines]
+    assert "event: completed" in left
+
+
+async def test_a_stream_that_breaks_off_says_so_in_its_own_words(
+    deploy, gateway: Gateway, gate: Gate, monkeypatch: pytest.MonkeyPatch
+):
+    queue = Queue(await deploy(WAITS, gate=gate))
+    job = await queue.run(1)
+    await gate.next()
+    assert gateway.server is not None
+
+    async def fails(*_: object) -> None:
+        raise JobStoreFailed("The disk is full.")
+
+    async with streamed(queue, job) as lines:
+        monkeypatch.setattr(gateway.server.jobs.store, "pieces", fails)
+        gate.open()
+        left = [line async for line in lines if line]
+    assert left[-2] == "event: error"
+    assert json.loads(left[-1].removeprefix("data: "))["type"] == "job_store_failed"
+
+
+@contextlib.asynccontextmanager
+async def streamed(queue: Queue, job: str) -> AsyncIterator[AsyncIterator[str]]:
+    """The lines of a job's stream as they come, after those that say that it runs."""
+    client, headers = queue.function.client, {"Accept": "text/event-stream"}
+    async with (
+        asyncio.timeout(LIMIT_S),
+        client.stream("GET", f"{queue.base}/stream/{job}", headers=headers) as answer,
+    ):
+        assert answer.status_code == 200
+        lines = answer.aiter_lines()
+        assert await anext(lines) == "event: status"
+        yield lines
+
+
 async def events(queue: Queue, job: str, last: str = "") -> list[tuple[str, str, Any]]:
     """(event, id, data) of a job's stream, to its end."""
     headers = {"Accept": "text/event-stream"} | ({"Last-Event-ID": last} if last else {})
@@ -254,6 +350,8 @@ async def events(queue: Queue, job: str, last: str = "") -> list[tuple[str, str,
     assert response.headers["content-type"].startswith("text/event-stream")
     found = []
     for block in response.text.strip().split("\n\n"):
+        if block.startswith(":"):  # a comment, to keep it alive
+            continue
         fields = dict(line.split(": ", 1) for line in block.splitlines())
         found.append((fields["event"], fields.get("id", ""), json.loads(fields["data"])))
     return found
