@@ -94,6 +94,8 @@ class LambdaApi:
             ttl_s=settings.ttl_s,
             owner=caller_of(request).owner,
             max_attempts=settings.attempts,
+            max_queued=settings.max_jobs,
+            max_queued_bytes=settings.max_jobs_bytes,
             traceparent=traceparent_of(request.headers),
         )
         job, _ = await self._jobs.submit(new)

@@ -242,6 +242,8 @@ def new_job(live: Live, order: Order, *, owner: str, key: str, headers: web.Requ
         owner=owner,
         priority=priority,
         max_attempts=settings.attempts,
+        max_queued=settings.max_jobs,
+        max_queued_bytes=settings.max_jobs_bytes,
         webhook=Webhook(order.webhook, order.webhook_events) if order.webhook else None,
         idempotency=f"key:{key}" if key else "",
         traceparent=traceparent_of(headers.headers) if headers is not None else "",

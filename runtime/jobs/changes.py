@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from ...errors import IdempotencyConflict, JobConflict, WorkerDied
+from ...errors import IdempotencyConflict, JobConflict, QueueFull, WorkerDied
 from . import counters, rows
 from .identity import idempotency_digest, new_job_id
 from .job import Job, NewJob, Outcome, State
@@ -24,8 +24,9 @@ def submit(turn: Turn, new: NewJob) -> tuple[Job, bool]:
         return found, True
     if new.wanted_id and rows.row(turn.connection, new.wanted_id) is not None:
         raise JobConflict(f"There is another job {new.wanted_id!r}.", remedy="Choose another id.")
+    _check_room(turn, new)
     job = rows.insert(turn.connection, new, new.wanted_id or new_job_id(turn.now_s), turn.now_s)
-    counters.arrived(turn.connection, new.function)
+    counters.arrived(turn.connection, new.function, len(new.input))
     turn.wakes.add(new.function)
     return job, False
 
@@ -42,6 +43,22 @@ def _submitted(turn: Turn, new: NewJob) -> Job | None:
             remedy="Use a new key for a new input.",
         )
     return job
+
+
+def _check_room(turn: Turn, new: NewJob) -> None:
+    """QueueFull if as much waits as may. A job that is alone may be of any size."""
+    jobs, size_bytes = counters.queued(turn.connection, new.function)
+    if new.max_queued is not None and jobs >= new.max_queued:
+        raise QueueFull(
+            f"{new.function!r} has {jobs} jobs in its queue; the limit is {new.max_queued}.",
+            remedy="Try again later, or raise max_jobs or scale.max in pilotlight.toml.",
+        )
+    most_bytes = new.max_queued_bytes
+    if most_bytes is not None and jobs and size_bytes + len(new.input) > most_bytes:
+        raise QueueFull(
+            f"The jobs in the queue of {new.function!r} hold {size_bytes} bytes of input; the limit is {most_bytes}.",
+            remedy="Try again later, or raise max_jobs_bytes or scale.max in pilotlight.toml.",
+        )
 
 
 def take(turn: Turn, job_id: str, worker: str) -> Job | None:

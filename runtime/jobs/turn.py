@@ -64,7 +64,7 @@ class Turn:
         if changed.rowcount != 1:
             raise JobConflict(f"Job {row['id']} is no longer {was} in its attempt {row['attempts']}.")
         self.changed.append(row["id"])
-        counters.moved(self.connection, row["function"], was, to, retried=retried)
+        counters.moved(self.connection, row["function"], row["number"], was, to, retried=retried)
         if to is State.IN_QUEUE:
             self._clear(row)
 
