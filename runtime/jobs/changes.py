@@ -62,18 +62,22 @@ def _check_room(turn: Turn, new: NewJob) -> None:
 
 
 def take(turn: Turn, job_id: str, worker: str) -> Job | None:
-    """Give a queued job to a worker; None if it is not queued any more."""
+    """Give a queued job to a worker; None if it is not queued any more. Without its input: who takes it has it."""
     row = rows.row(turn.connection, job_id)
     if row is None or row["state"] != State.IN_QUEUE:
         return None
     turn.move(row, State.IN_PROGRESS, worker=worker)
-    return turn.announce(row, "start")
+    turn.announce(row, "start")
+    return rows.numbered(turn.connection, row["number"])
 
 
 def finish(turn: Turn, job_id: str, fence: int, outcome: Outcome) -> Job | None:
-    """How an attempt ended; None if it is no longer its job."""
+    """How an attempt ended: the job without what may be large; None if it is no longer its job."""
     row = turn.held(job_id, fence)
-    return turn.end(row, outcome) if row is not None else None
+    if row is None:
+        return None
+    turn.end(row, outcome)
+    return rows.numbered(turn.connection, row["number"])
 
 
 def requeue(
@@ -91,7 +95,8 @@ def requeue(
     if row is None:
         return None
     if counted and row["attempts"] >= row["max_attempts"]:
-        return turn.end(row, Outcome(State.FAILED, error=error, logs=logs))
+        turn.end(row, Outcome(State.FAILED, error=error, logs=logs))
+        return rows.numbered(turn.connection, row["number"])
     turn.move(
         row,
         State.IN_QUEUE,
@@ -99,7 +104,7 @@ def requeue(
         error=orjson.dumps(error).decode() if error is not None else None,
         max_attempts=row["max_attempts"] + (0 if counted else 1),
     )
-    return rows.whole(turn.connection, row["number"])
+    return rows.numbered(turn.connection, row["number"])
 
 
 def recover(turn: Turn) -> int:
@@ -149,9 +154,9 @@ def cancel(turn: Turn, function: str, job_id: str) -> tuple[Job, bool]:
     """The job, CANCELLED unless it had ended, and whether it was running."""
     row = turn.row_of(function, job_id)
     was = State(row["state"])
-    if was.final:
-        return rows.whole(turn.connection, row["number"]), False
-    return turn.end(row, Outcome(State.CANCELLED)), was is State.IN_PROGRESS
+    if not was.final:
+        turn.end(row, Outcome(State.CANCELLED))
+    return rows.numbered(turn.connection, row["number"], rows.WHOLE), was is State.IN_PROGRESS
 
 
 def retry(turn: Turn, function: str, job_id: str) -> Job:
@@ -173,7 +178,7 @@ def retry(turn: Turn, function: str, job_id: str) -> Job:
         stale_s=stale_s,
         until_s=stale_s,
     )
-    return rows.whole(turn.connection, row["number"])
+    return rows.numbered(turn.connection, row["number"], rows.WHOLE)
 
 
 def purge(turn: Turn, function: str, last: int) -> int:
