@@ -139,6 +139,12 @@ class FunctionSettings(BaseModel):
     max_queue: int = Field(
         1000, ge=1, le=1_000_000, description="Waiting invocations before new ones are refused."
     )
+    max_jobs: int = Field(
+        100_000, ge=1, le=100_000_000, description="Jobs in the queue before new ones are refused."
+    )
+    max_jobs_bytes: int = Field(
+        4096 * _MIB, ge=1, description="Bytes of input of the jobs in the queue before new ones are refused."
+    )
     max_body_bytes: int = Field(20 * _MIB, ge=1, description="Largest request body.")
     env: dict[str, str] = Field(default_factory=dict, description="Environment variables of the workers.")
     scale: Scale = Field(default_factory=Scale, description="How many workers there are.")

@@ -96,6 +96,8 @@ class LambdaApi:
             owner=caller_of(request).owner,
             max_attempts=settings.attempts,
             idempotency=idempotency_of(request.headers),
+            max_queued=settings.max_jobs,
+            max_queued_bytes=settings.max_jobs_bytes,
             traceparent=traceparent_of(request.headers),
         )
         job, replayed = await self._jobs.submit(new)

@@ -80,6 +80,8 @@ def new_job(live: Live, event: Event, *, owner: str) -> NewJob:
         content_type=event.content_type,
         owner=owner,
         max_attempts=settings.attempts,
+        max_queued=settings.max_jobs,
+        max_queued_bytes=settings.max_jobs_bytes,
         idempotency=event.idempotency,
         traceparent=traceparent_of({"traceparent": str(attributes.get("traceparent", ""))}),
         extra={"event": dict(attributes)},

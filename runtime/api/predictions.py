@@ -232,6 +232,8 @@ def _new_job(request: web.Request, live: Live, order: Order, wanted: str) -> New
         ttl_s=settings.ttl_s,
         owner=caller_of(request).owner,
         max_attempts=settings.attempts,
+        max_queued=settings.max_jobs,
+        max_queued_bytes=settings.max_jobs_bytes,
         webhook=Webhook(order.webhook, order.events) if order.webhook else None,
         idempotency=f"prediction:{wanted}" if wanted else idempotency_of(request.headers),
         wanted_id=wanted,

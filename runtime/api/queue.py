@@ -256,6 +256,8 @@ def new_job(live: Live, order: Order, request: web.Request) -> NewJob:
         owner=caller_of(request).owner,
         priority=priority,
         max_attempts=settings.attempts,
+        max_queued=settings.max_jobs,
+        max_queued_bytes=settings.max_jobs_bytes,
         webhook=Webhook(order.webhook, order.webhook_events) if order.webhook else None,
         idempotency=idempotency_of(request.headers),
         traceparent=traceparent_of(request.headers),

@@ -197,6 +197,7 @@ class Pump:
             self.settings.name, job_input(message.body),
             execution_timeout_s=self.settings.timeout_s, ttl_s=self.settings.ttl_s,
             max_attempts=1, idempotency=key, traceparent=trace(message.attributes),
+            max_queued=self.settings.max_jobs, max_queued_bytes=self.settings.max_jobs_bytes,
         )  # fmt: skip
 
     def _backoff_s(self, message: Message) -> int:

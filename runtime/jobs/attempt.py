@@ -13,6 +13,7 @@ from ...errors import (
     DeadlineExceeded,
     GatewayError,
     JobStoreFailed,
+    OutputInvalid,
     PilotlightError,
     RevisionRetired,
     WorkerDied,
@@ -27,6 +28,10 @@ T = TypeVar("T")
 MAX_PIECES_AT_ONCE = 64
 MAX_AGGREGATE_BYTES = 20 << 20
 """A streamed answer is the job's output too, as a list, up to this size."""
+MAX_STREAM_BYTES = 256 << 20
+"""So much of a streamed answer is stored: what is larger fails."""
+ROW_BYTES = 32
+"""What a piece takes beside its bytes: many that are tiny are much too."""
 BACKOFF_S = 2.0
 MAX_BACKOFF_S = 300.0
 LOG_LINES = 20
@@ -54,6 +59,7 @@ class Attempt:
         self._last_lines = last_lines
         self._sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._fence = 0
+        self._stored_bytes = 0
         self._progress: bytes | None = None
         self._writing: asyncio.Task[None] | None = None
         now_s, waited_s = time.monotonic(), max(0.0, time.time() - job.created_s)
@@ -86,8 +92,13 @@ class Attempt:
         answer = self.invocation.answer
         await self._sent
         went = bool(self.invocation.worker) or not answer.done()  # else it ended before a worker had it
-        if went and not (await self._take() and await self._store_pieces(self.invocation.stream)):
-            self.cancel()  # it is another's by now, or nobody's
+        try:
+            if went and not (await self._take() and await self._store_pieces(self.invocation.stream)):
+                self.cancel()  # it is another's by now, or nobody's
+                return
+        except OutputInvalid as too_large:
+            self.cancel()
+            await self._finish(Outcome(State.FAILED, error=too_large.to_wire(), logs=self._logs()))
             return
         await asyncio.wait([answer])  # which never raises what the answer holds
         if answer.cancelled():
@@ -115,8 +126,8 @@ class Attempt:
             self._writing = self._tasks.create_task(self._write_progress())
 
     async def _write_progress(self) -> None:
-        # Its end is what must be stored, and says so if it cannot be.
-        with contextlib.suppress(JobStoreFailed):
+        # Its end is what must be stored, and says so if it cannot be: whatever is wrong here harms no other job.
+        with contextlib.suppress(Exception):
             while (said := self._progress) is not None:
                 self._progress = None
                 await self._store.set_progress(self.job.id, self._fence, said)
@@ -134,12 +145,18 @@ class Attempt:
         return True
 
     async def _store_pieces(self, stream: Stream | None) -> bool:
-        """The pieces of a streamed answer as they come; False as `_take`."""
+        """The pieces of a streamed answer as they come; False as `_take`. OutputInvalid if they are too much."""
         number = 1
         while stream is not None and (piece := await stream.get()) is not None:
             pieces = [piece]
             while len(pieces) < MAX_PIECES_AT_ONCE and (piece := stream.get_nowait()) is not None:
                 pieces.append(piece)
+            self._stored_bytes += sum(len(piece) + ROW_BYTES for piece in pieces)
+            if self._stored_bytes > MAX_STREAM_BYTES:
+                raise OutputInvalid(
+                    f"The streamed answer is larger than {MAX_STREAM_BYTES >> 20} MiB.",
+                    remedy="Yield less, or put large results elsewhere and yield their addresses.",
+                )
             if not await self._surely(self._adding(number, pieces)):
                 return False
             number += len(pieces)
@@ -157,15 +174,12 @@ class Attempt:
             await self._finish(Outcome(State.COMPLETED, aggregate))
 
     async def _aggregate(self) -> bytes:
-        """All pieces as one list, as far as that is not too much."""
+        """All pieces as one list; an empty one if that would be too much, of which nothing is read."""
+        if self._stored_bytes > MAX_AGGREGATE_BYTES:
+            return b"[]"
         found: list[bytes] = []
-        size_bytes, after = 0, 0
-        while some := await self._store.pieces(self.job.id, after, 1000):
-            for number, piece in some:
-                after, size_bytes = number, size_bytes + len(piece) + 1
-                if size_bytes > MAX_AGGREGATE_BYTES:
-                    return b"[]"
-                found.append(piece)
+        while some := await self._store.pieces(self.job.id, len(found), 1000):
+            found += [piece for _, piece in some]
         return b"[" + b",".join(found) + b"]"
 
     async def _fail(self, error: BaseException) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from ...errors import IdempotencyConflict, JobConflict, WorkerDied
+from ...errors import IdempotencyConflict, JobConflict, QueueFull, WorkerDied
 from . import counters, rows
 from .identity import idempotency_digest, new_job_id
 from .job import Job, NewJob, Outcome, State
@@ -24,8 +24,9 @@ def submit(turn: Turn, new: NewJob) -> tuple[Job, bool]:
         return found, True
     if new.wanted_id and rows.row(turn.connection, new.wanted_id) is not None:
         raise JobConflict(f"There is another job {new.wanted_id!r}.", remedy="Choose another id.")
+    _check_room(turn, new)
     job = rows.insert(turn.connection, new, new.wanted_id or new_job_id(turn.now_s), turn.now_s)
-    counters.arrived(turn.connection, new.function)
+    counters.arrived(turn.connection, new.function, len(new.input))
     turn.wakes.add(new.function)
     return job, False
 
@@ -44,19 +45,39 @@ def _submitted(turn: Turn, new: NewJob) -> Job | None:
     return job
 
 
+def _check_room(turn: Turn, new: NewJob) -> None:
+    """QueueFull if as much waits as may. A job that is alone may be of any size."""
+    jobs, size_bytes = counters.queued(turn.connection, new.function)
+    if new.max_queued is not None and jobs >= new.max_queued:
+        raise QueueFull(
+            f"{new.function!r} has {jobs} jobs in its queue; the limit is {new.max_queued}.",
+            remedy="Try again later, or raise max_jobs or scale.max in pilotlight.toml.",
+        )
+    most_bytes = new.max_queued_bytes
+    if most_bytes is not None and jobs and size_bytes + len(new.input) > most_bytes:
+        raise QueueFull(
+            f"The jobs in the queue of {new.function!r} hold {size_bytes} bytes of input; the limit is {most_bytes}.",
+            remedy="Try again later, or raise max_jobs_bytes or scale.max in pilotlight.toml.",
+        )
+
+
 def take(turn: Turn, job_id: str, worker: str) -> Job | None:
-    """Give a queued job to a worker; None if it is not queued any more."""
+    """Give a queued job to a worker; None if it is not queued any more. Without its input: who takes it has it."""
     row = rows.row(turn.connection, job_id)
     if row is None or row["state"] != State.IN_QUEUE:
         return None
     turn.move(row, State.IN_PROGRESS, worker=worker)
-    return turn.announce(row, "start")
+    turn.announce(row, "start")
+    return rows.numbered(turn.connection, row["number"])
 
 
 def finish(turn: Turn, job_id: str, fence: int, outcome: Outcome) -> Job | None:
-    """How an attempt ended; None if it is no longer its job."""
+    """How an attempt ended: the job without what may be large; None if it is no longer its job."""
     row = turn.held(job_id, fence)
-    return turn.end(row, outcome) if row is not None else None
+    if row is None:
+        return None
+    turn.end(row, outcome)
+    return rows.numbered(turn.connection, row["number"])
 
 
 def requeue(
@@ -74,7 +95,8 @@ def requeue(
     if row is None:
         return None
     if counted and row["attempts"] >= row["max_attempts"]:
-        return turn.end(row, Outcome(State.FAILED, error=error, logs=logs))
+        turn.end(row, Outcome(State.FAILED, error=error, logs=logs))
+        return rows.numbered(turn.connection, row["number"])
     turn.move(
         row,
         State.IN_QUEUE,
@@ -82,7 +104,7 @@ def requeue(
         error=orjson.dumps(error).decode() if error is not None else None,
         max_attempts=row["max_attempts"] + (0 if counted else 1),
     )
-    return rows.whole(turn.connection, row["number"])
+    return rows.numbered(turn.connection, row["number"])
 
 
 def recover(turn: Turn) -> int:
@@ -132,9 +154,9 @@ def cancel(turn: Turn, function: str, job_id: str) -> tuple[Job, bool]:
     """The job, CANCELLED unless it had ended, and whether it was running."""
     row = turn.row_of(function, job_id)
     was = State(row["state"])
-    if was.final:
-        return rows.whole(turn.connection, row["number"]), False
-    return turn.end(row, Outcome(State.CANCELLED)), was is State.IN_PROGRESS
+    if not was.final:
+        turn.end(row, Outcome(State.CANCELLED))
+    return rows.numbered(turn.connection, row["number"], rows.WHOLE), was is State.IN_PROGRESS
 
 
 def retry(turn: Turn, function: str, job_id: str) -> Job:
@@ -156,7 +178,7 @@ def retry(turn: Turn, function: str, job_id: str) -> Job:
         stale_s=stale_s,
         until_s=stale_s,
     )
-    return rows.whole(turn.connection, row["number"])
+    return rows.numbered(turn.connection, row["number"], rows.WHOLE)
 
 
 def purge(turn: Turn, function: str, last: int) -> int:

@@ -18,25 +18,46 @@ COLUMNS: Mapping[State, str] = {
 _NAMES = ("in_queue", "in_progress", "completed", "failed", "cancelled", "retried")
 
 
-def arrived(connection: sqlite3.Connection, function: str) -> None:
+_INPUT_BYTES = "(SELECT length(body) FROM inputs WHERE number = ?)"
+"""Of a job: SQLite knows a blob's length without reading it."""
+
+
+def arrived(connection: sqlite3.Connection, function: str, input_bytes: int) -> None:
     """One more is in the queue."""
     connection.execute(
-        "INSERT INTO counters (function, in_queue) VALUES (?, 1) "
-        "ON CONFLICT (function) DO UPDATE SET in_queue = in_queue + 1",
-        (function,),
+        "INSERT INTO counters (function, in_queue, queued_bytes) VALUES (?, 1, ?) ON CONFLICT (function) "
+        "DO UPDATE SET in_queue = in_queue + 1, queued_bytes = queued_bytes + excluded.queued_bytes",
+        (function, input_bytes),
     )
 
 
 def moved(
-    connection: sqlite3.Connection, function: str, was: State, to: State, *, retried: bool = False
+    connection: sqlite3.Connection,
+    function: str,
+    number: int,
+    was: State,
+    to: State,
+    *,
+    retried: bool = False,
 ) -> None:
-    """One has changed its state."""
+    """The job of this number has changed its state."""
     one_less, one_more = COLUMNS[was], COLUMNS[to]
     more = ", retried = retried + 1" if retried else ""
     if one_less != one_more:
         more += f", {one_less} = {one_less} - 1, {one_more} = {one_more} + 1"
+    values: tuple[object, ...] = (function,)
+    if (was is State.IN_QUEUE) != (to is State.IN_QUEUE):
+        more += f", queued_bytes = queued_bytes {'-' if was is State.IN_QUEUE else '+'} {_INPUT_BYTES}"
+        values = (number, function)
     if more:
-        connection.execute(f"UPDATE counters SET {more[2:]} WHERE function = ?", (function,))  # noqa: S608  our names
+        connection.execute(f"UPDATE counters SET {more[2:]} WHERE function = ?", values)  # noqa: S608  our names
+
+
+def queued(connection: sqlite3.Connection, function: str) -> tuple[int, int]:
+    """How many jobs wait, and how large their inputs are together."""
+    query = "SELECT in_queue, queued_bytes FROM counters WHERE function = ?"
+    row = connection.execute(query, (function,)).fetchone()
+    return (row["in_queue"], row["queued_bytes"]) if row is not None else (0, 0)
 
 
 def counts(connection: sqlite3.Connection, function: str) -> Counts:

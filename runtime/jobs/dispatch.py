@@ -160,7 +160,17 @@ class Dispatcher:
             raise
         except Exception as error:  # noqa: BLE001  what is wrong with one job must not end the gateway, and all others
             self._say(function, f"job {attempt.job.id} was given up: {type(error).__name__}: {error}")
+            await self._give_up(function, attempt, error)
+
+    async def _give_up(self, function: str, attempt: Attempt, error: Exception) -> None:
+        try:
             await attempt.give_up(error)
+        except JobStoreFailed:
+            raise
+        except Exception as worse:  # noqa: BLE001  as above; as with a disk that refuses, the next start runs it
+            self._say(
+                function, f"job {attempt.job.id} could not be given up: {type(worse).__name__}: {worse}"
+            )
 
     def _say(self, function: str, text: str) -> None:
         """Said where its owner looks."""

@@ -71,6 +71,10 @@ class NewJob:
     traceparent: str = ""
     extra: Mapping[str, Any] | None = None
     """JSON that the handler finds in `context.extra`, as the attributes of the event that it came as."""
+    max_queued: int | None = None
+    """It is refused if so many jobs of its function wait already."""
+    max_queued_bytes: int | None = None
+    """It is refused if the inputs of its function's queue would be larger than that together."""
 
 
 @dataclass(frozen=True, slots=True)

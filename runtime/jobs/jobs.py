@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from ...errors import JobExpired, JobStoreFailed, UnknownJob
 from ..webhooks import outbox
@@ -21,6 +22,8 @@ from .dispatch import Dispatcher, Target
 from .job import Counts, Job, NewJob, State
 from .schema import SCRIPTS
 from .store import JobStore
+
+T = TypeVar("T")
 
 DATABASE_FILE = "jobs.sqlite3"
 CLOSE_TIMEOUT_S = 10.0
@@ -87,7 +90,7 @@ class Jobs:
     # -- what callers do
 
     async def submit(self, new: NewJob) -> tuple[Job, bool]:
-        """The job, on the disk, and whether it was there before. WebhookRefused, IdempotencyConflict, JobConflict."""
+        """The job, on the disk, and whether it was there before. WebhookRefused, IdempotencyConflict, JobConflict, QueueFull."""
         if new.webhook is not None:
             self.policy.check(new.webhook.url)
         job, replayed = await self.store.submit(new)
@@ -134,20 +137,28 @@ class Jobs:
                             await news.wait()
 
     async def cancel(self, function: str, job_id: str) -> Job:
-        """The job, CANCELLED unless it had ended."""
-        job, _ = await self.store.cancel(function, job_id)
-        self._dispatcher.cancel(job_id)
-        return job
+        """The job, CANCELLED unless it had ended. What runs of it is stopped even if the caller leaves."""
+
+        async def cancelled() -> Job:
+            job, _ = await self.store.cancel(function, job_id)
+            self._dispatcher.cancel(job_id)
+            return job
+
+        return await self._to_the_end(cancelled())
 
     async def retry(self, function: str, job_id: str) -> Job:
         """Queues a job that FAILED or TIMED_OUT again, under its id. JobConflict for any other."""
         return await self.store.retry(function, job_id)
 
     async def purge(self, function: str) -> int:
-        """Cancels all that wait; how many."""
-        removed = await self.store.purge(function)
-        self._dispatcher.withdraw(function)
-        return removed
+        """Cancels all that wait; how many. Goes on to the end even if the caller leaves."""
+
+        async def purged() -> int:
+            removed = await self.store.purge(function)
+            self._dispatcher.withdraw(function)
+            return removed
+
+        return await self._to_the_end(purged())
 
     async def list(
         self, function: str, states: Collection[State] = (), limit: int = 100, before_id: str = ""
@@ -156,6 +167,20 @@ class Jobs:
 
     async def counts(self, function: str) -> Counts:
         return await self.store.counts(function)
+
+    async def _to_the_end(self, change: Coroutine[Any, Any, T]) -> T:
+        """Runs a change that must not stop half-way, even if its caller leaves meanwhile."""
+
+        async def outcome() -> tuple[T, None] | tuple[None, Exception]:
+            try:
+                return await change, None
+            except Exception as error:  # noqa: BLE001  raised where it was asked for, and not into the gateway's tasks
+                return None, error
+
+        result = await asyncio.shield(self._tasks.create_task(outcome()))
+        if result[1] is not None:
+            raise result[1]
+        return result[0]
 
     def forget(self, function: str) -> None:
         """The function is deleted: nothing of it is to run any more."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Collection
+from contextlib import closing
 
 from ...errors import JobExpired, UnknownJob
 from . import rows
@@ -17,6 +18,8 @@ _DELAYED = (
 )
 _NEWEST = "WHERE function = ? AND state = ? AND jobs.number < ? ORDER BY jobs.number DESC LIMIT ?"
 _END = 1 << 62
+PIECES_BYTES = 4 << 20
+"""So much of a streamed answer is read at a time."""
 
 
 def get(connection: sqlite3.Connection, function: str, job_id: str) -> Job:
@@ -84,18 +87,25 @@ def newest(
 
 
 def pieces(connection: sqlite3.Connection, job_id: str, after: int, limit: int) -> list[tuple[int, bytes]]:
-    """The pieces of a streamed answer with larger numbers."""
-    found = connection.execute(
+    """The pieces of a streamed answer with larger numbers: at least one, and no more once they are PIECES_BYTES."""
+    cursor = connection.execute(
         "SELECT pieces.number, body FROM jobs JOIN pieces ON pieces.job = jobs.number "
         "WHERE id = ? AND pieces.number > ? ORDER BY pieces.number LIMIT ?",
         (job_id, after, limit),
     )
-    return [(number, body) for number, body in found]
+    found: list[tuple[int, bytes]] = []
+    size_bytes = 0
+    with closing(cursor):
+        while size_bytes < PIECES_BYTES and (row := cursor.fetchone()) is not None:
+            found.append((row["number"], row["body"]))
+            size_bytes += len(row["body"])
+    return found
 
 
-def running(connection: sqlite3.Connection, function: str) -> list[str]:
-    query = "SELECT id FROM jobs WHERE function = ? AND state = 'IN_PROGRESS' ORDER BY number"
-    return [job_id for (job_id,) in connection.execute(query, (function,))]
+def running(connection: sqlite3.Connection, function: str, last: int) -> list[str]:
+    """Those of a function's running jobs that have a number of at most `last`."""
+    query = "SELECT id FROM jobs WHERE function = ? AND state = 'IN_PROGRESS' AND number <= ? ORDER BY number"
+    return [job_id for (job_id,) in connection.execute(query, (function, last))]
 
 
 def last_number(connection: sqlite3.Connection) -> int:

@@ -22,6 +22,12 @@ WHOLE = f"SELECT {_FIELDS} inputs.body AS input, results.body AS output, type AS
 SLIM = f"SELECT {_FIELDS} x'' AS input, NULL AS output, '' AS output_type, '' AS logs FROM jobs "  # noqa: S608  our names
 """Followed by a WHERE: jobs without what may be large."""
 
+TOLD = (
+    f"SELECT {_FIELDS} x'' AS input, results.body AS output, type AS output_type, logs FROM jobs "  # noqa: S608  our names
+    "LEFT JOIN results ON results.number = jobs.number "
+)
+"""Followed by a WHERE: jobs with what came of them, without what they were given."""
+
 _INSERT = """
 INSERT INTO jobs (id, function, state, owner, priority, content_type, execution_timeout_s, ttl_s, allowed,
     max_attempts, created_s, stale_s, until_s, webhook, traceparent, extra, idempotency)
@@ -55,9 +61,15 @@ def row(connection: sqlite3.Connection, job_id: str, select: str = SLIM) -> sqli
     return found
 
 
-def whole(connection: sqlite3.Connection, number: int) -> Job:
-    """A job that is there, with input and output."""
-    return job(connection.execute(WHOLE + "WHERE jobs.number = ?", (number,)).fetchone())
+def numbered(connection: sqlite3.Connection, number: int, select: str = SLIM) -> Job:
+    """A job that is there; if not said otherwise, without what may be large."""
+    return job(connection.execute(select + "WHERE jobs.number = ?", (number,)).fetchone())
+
+
+def events(row: sqlite3.Row) -> Sequence[str]:
+    """What the job's webhook asked to be told of."""
+    webhook = _to_webhook(row["webhook"])
+    return webhook.events if webhook is not None else ()
 
 
 def jobs(rows: Sequence[sqlite3.Row]) -> list[Job]:

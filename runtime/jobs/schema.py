@@ -102,5 +102,14 @@ CREATE INDEX deliveries_job ON deliveries (job_id);
 CREATE INDEX deliveries_function ON deliveries (function, created_s);
 """
 
-SCRIPTS = (_JOBS + _COUNTERS + _TOMBSTONES + _DELIVERIES,)
+# How large the inputs of a function's queue are together: with what is in it already.
+_QUEUED_BYTES = """
+ALTER TABLE counters ADD COLUMN queued_bytes INTEGER NOT NULL DEFAULT 0;
+UPDATE counters SET queued_bytes = (
+    SELECT coalesce(sum(length(body)), 0) FROM jobs JOIN inputs ON inputs.number = jobs.number
+    WHERE jobs.function = counters.function AND state = 'IN_QUEUE'
+);
+"""
+
+SCRIPTS = (_JOBS + _COUNTERS + _TOMBSTONES + _DELIVERIES, _QUEUED_BYTES)
 """`SCRIPTS[n]` brings a file from version n to n + 1. What has been released is never edited."""

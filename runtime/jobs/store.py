@@ -54,12 +54,16 @@ class JobStore:
     async def submit(self, new: NewJob, *, now_s: float | None = None) -> tuple[Job, bool]:
         """The job and False; the job that was submitted before with the same idempotency key, and True.
 
-        IdempotencyConflict if that one's input was another; JobConflict if the wanted id is taken.
+        IdempotencyConflict if that one's input was another; JobConflict if the wanted id is taken; QueueFull if more
+        waits than the job says may.
         """
         return await self._change(partial(changes.submit, new=new), now_s)
 
     async def take(self, job_id: str, worker: str = "", *, now_s: float | None = None) -> Job | None:
-        """Begin an attempt; its number, `attempts`, is the fence. None if the job is not queued any more."""
+        """Begin an attempt; its number, `attempts`, is the fence. None if the job is not queued any more.
+
+        This, `finish` and `requeue` give the job without input, output and logs.
+        """
         return await self._change(partial(changes.take, job_id=job_id, worker=worker), now_s)
 
     async def finish(
@@ -115,16 +119,22 @@ class JobStore:
 
     async def purge(self, function: str, *, now_s: float | None = None) -> int:
         """Cancel what is queued now; how many those were. In slices, so that others may write between them."""
-        last = await self._database.read(looks.last_number)
+        return await self._purge(function, await self._database.read(looks.last_number), now_s)
+
+    async def _purge(self, function: str, last: int, now_s: float | None) -> int:
         removed = 0
         while done := await self._change(partial(changes.purge, function=function, last=last), now_s):
             removed += done
         return removed
 
     async def forget(self, function: str, *, now_s: float | None = None) -> list[str]:
-        """A function was deleted: what is queued is cancelled; the ids of those that still run."""
-        await self.purge(function, now_s=now_s)
-        return await self._database.read(partial(looks.running, function=function))
+        """A function was deleted: what is queued is cancelled; the ids of those that still run.
+
+        What comes meanwhile is not its own: a new function may have its name already.
+        """
+        last = await self._database.read(looks.last_number)
+        await self._purge(function, last, now_s)
+        return await self._database.read(partial(looks.running, function=function, last=last))
 
     async def expire(self, limit: int = 200, *, now_s: float | None = None) -> int:
         """One slice of what `next_expiry` says is due: jobs whose ttl has passed in the queue are TIMED_OUT, results
@@ -158,7 +168,7 @@ class JobStore:
         return await self._database.read(partial(looks.next_due, function=function, after_s=after_s))
 
     async def pieces(self, job_id: str, after: int, limit: int) -> list[tuple[int, bytes]]:
-        """(number, piece) of a streamed answer, those with numbers above `after`."""
+        """(number, piece) of a streamed answer, those with numbers above `after`; not too many bytes at a time."""
         return await self._database.read(partial(looks.pieces, job_id=job_id, after=after, limit=limit))
 
     async def list(

@@ -64,11 +64,11 @@ class Turn:
         if changed.rowcount != 1:
             raise JobConflict(f"Job {row['id']} is no longer {was} in its attempt {row['attempts']}.")
         self.changed.append(row["id"])
-        counters.moved(self.connection, row["function"], was, to, retried=retried)
+        counters.moved(self.connection, row["function"], row["number"], was, to, retried=retried)
         if to is State.IN_QUEUE:
             self._clear(row)
 
-    def end(self, row: sqlite3.Row, outcome: Outcome) -> Job:
+    def end(self, row: sqlite3.Row, outcome: Outcome) -> None:
         """Bring a job to a final state, with its result, and tell of it."""
         error = orjson.dumps(outcome.error).decode() if outcome.error is not None else None
         self.move(row, outcome.state, error=error)
@@ -77,15 +77,16 @@ class Turn:
                 "INSERT INTO results (number, type, logs, body) VALUES (?, ?, ?, ?)",
                 (row["number"], outcome.output_type, outcome.logs, outcome.output),
             )
-        return self.announce(row, "completed")
+        self.announce(row, "completed")
 
-    def announce(self, row: sqlite3.Row, event: str) -> Job:
-        """The job as it is now; whoever asked for this event is told of it."""
-        job = rows.whole(self.connection, row["number"])
-        if job.webhook is not None and event in job.webhook.events:
-            self.tell(self.connection, job, event, self.now_s)
-            self.told = True
-        return job
+    def announce(self, row: sqlite3.Row, event: str) -> None:
+        """Whoever asked for this event is told of it; what may be large is read only for that."""
+        if event not in rows.events(row):
+            return
+        self.tell(
+            self.connection, rows.numbered(self.connection, row["number"], rows.TOLD), event, self.now_s
+        )
+        self.told = True
 
     def _goes_with(self, to: State, row: sqlite3.Row) -> dict[str, Any]:
         if to is State.IN_QUEUE:

@@ -32,6 +32,8 @@ _LIGHT = (
 _INSERT = """
 INSERT INTO deliveries (id, job_id, function, event, url, host, body, state, attempts, next_s, created_s, last_status,
     last_error, log) VALUES (?, ?, ?, ?, ?, ?, ?, 'PENDING', ?, ?, ?, 0, '', ?)"""
+MAX_HOSTS = 256
+"""Of so many hosts the deliveries are looked at in one round: those whose next ones are due first."""
 # Steps from host to host through the index, however many rows each has.
 _HOSTS = """
 WITH RECURSIVE hosts (host) AS (
@@ -39,9 +41,12 @@ WITH RECURSIVE hosts (host) AS (
     UNION ALL
     SELECT (SELECT min(host) FROM deliveries WHERE state = 'PENDING' AND host > hosts.host) FROM hosts
         WHERE hosts.host IS NOT NULL
-) SELECT host FROM hosts WHERE host IS NOT NULL"""
-_DUE = f"""
-SELECT {_LIGHT}, body FROM deliveries WHERE state = 'PENDING' AND host = ? AND next_s <= ? ORDER BY next_s, rowid"""  # noqa: S608
+) SELECT host, (SELECT min(next_s) FROM deliveries WHERE state = 'PENDING' AND host = hosts.host) AS first_s
+FROM hosts WHERE host IS NOT NULL ORDER BY first_s LIMIT ?"""
+# Columns before the body only: what follows it can be read only by way of all of it.
+_DUE = """
+SELECT rowid, job_id, next_s FROM deliveries WHERE state = 'PENDING' AND host = ? AND next_s <= ? ORDER BY next_s, rowid"""
+_WHOLE = f"SELECT {_LIGHT}, body FROM deliveries WHERE rowid = ?"  # noqa: S608  our names
 _NEXT = "SELECT min(next_s) FROM deliveries WHERE state = 'PENDING' AND host = ? AND next_s > ?"
 
 
@@ -72,16 +77,21 @@ def due(
 
     `busy` are (host, job id) of what is being sent: at most one event of a job at a time.
     """
-    found: list[Delivery] = []
+    found: list[tuple[float, int]] = []
     later_s: list[float] = []
-    for (host,) in connection.execute(_HOSTS).fetchall():
+    # Those that are busy may have nothing to send now, however long it has been due: they take nobody's place.
+    hosts = connection.execute(_HOSTS, (MAX_HOSTS + len(busy),)).fetchall()
+    for host, first_s in hosts:
         jobs = {job_id for busy_host, job_id in busy if busy_host == host}
-        if len(jobs) < room_per_host:
+        if first_s > now_s:
+            later_s += [first_s] if len(jobs) < room_per_host else []
+        elif len(jobs) < room_per_host:
             found += _due_at(connection, host, now_s, jobs, min(room, room_per_host - len(jobs)))
             (next_s,) = connection.execute(_NEXT, (host, now_s)).fetchone()
             later_s += [] if next_s is None else [next_s]
-    found.sort(key=lambda delivery: delivery.next_s)
-    return found[:room], min(later_s, default=None)
+    found.sort()
+    whole = [connection.execute(_WHOLE, (rowid,)).fetchone() for _, rowid in found[:room]]
+    return [_delivery(row) for row in whole], min(later_s, default=None)
 
 
 def record(
@@ -206,14 +216,15 @@ def _superseded(connection: sqlite3.Connection, job_id: str) -> Any:
 
 def _due_at(
     connection: sqlite3.Connection, host: str, now_s: float, jobs: Collection[str], room: int
-) -> Iterator[Delivery]:
+) -> Iterator[tuple[float, int]]:
+    """(when it was due, rowid) of what a host may be sent now."""
     taken = set(jobs)
     rows = connection.execute(_DUE, (host, now_s))
     while room > 0 and (row := rows.fetchone()) is not None:
         if row["job_id"] not in taken:
             taken.add(row["job_id"])
             room -= 1
-            yield _delivery(row)
+            yield row["next_s"], row["rowid"]
 
 
 def _delivery(row: sqlite3.Row) -> Delivery:

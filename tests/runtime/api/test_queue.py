@@ -90,6 +90,21 @@ async def test_a_wait_that_ends_first_gives_the_id(deploy, gate: Gate):
     assert (await queue.ended(found["id"]))["output"] == 7
 
 
+async def test_a_full_queue_refuses_with_a_time_to_come_back(deploy, gate: Gate):
+    queue = Queue(await deploy(WAITS, {"max_jobs": 1, "scale.max": 1}, gate=gate))
+    running = await queue.run(1)
+    await gate.next("1")
+    await queue.reached(running, "IN_PROGRESS")
+    second = await queue.post("run", {"input": 2}, Idempotency_Key="two")
+    refused = await queue.post("run", {"input": 3})
+    assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
+    assert failure(refused)["type"] == "queue_full"
+    again = await queue.post("run", {"input": 2}, Idempotency_Key="two")
+    assert again.json()["id"] == second.json()["id"]
+    gate.open()
+    assert (await queue.ended(second.json()["id"]))["output"] == 2
+
+
 async def test_nothing_waits_for_a_cold_start(deploy, gate: Gate):
     source = "import gate\ndef setup():\n    gate.wait('setup')\ndef handler(event):\n    return event\n"
     queue = Queue(await deploy(source, gate=gate, check=False))

@@ -108,12 +108,55 @@ async def test_what_breaks_in_our_own_hands_ends_the_job_and_not_the_gateway(
     assert (await ended(function, await run(function, 2)))["output"] == 2
 
 
+async def test_what_cannot_even_be_given_up_is_said_and_ends_nothing_else(
+    deploy, gateway: Gateway, store: JobStore, monkeypatch: pytest.MonkeyPatch
+):
+    source = "def handler(event, context):\n    context.progress(event)\n    return event\n"
+    function = await deploy(source)
+    assert gateway.server is not None
+    logs = gateway.server.functions.get(function.name).logs
+    monkeypatch.setattr(store, "set_progress", refusing(store.set_progress, TypeError("no text"), 1))
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "finish", refusing(store.finish, TypeError("no text"), 2))
+        job = await run(function, 1)
+
+        async def said() -> bool:
+            return any(f"job {job} could not be given up" in line.text for line in logs.tail(100))
+
+        await until(said, "a word of the job that could not be given up")
+    assert (await ended(function, await run(function, 2)))["output"] == 2
+    assert (await store.get(function.name, job)).state is State.IN_PROGRESS
+
+
 async def test_a_failure_whose_words_are_no_text_is_stored(deploy):
     function = await deploy("def handler(event):\n    print('\\udcff')\n    raise ValueError('\\udcff')\n")
     hook = {"webhook": "https://example.invalid/", "webhook_events": ["completed"]}
     found = await ended(function, await run(function, 1, **hook))
     assert found["status"] == "FAILED"
     assert found["errorDetails"]["type"] == "handler_failed"
+
+
+async def test_a_stream_that_is_too_large_fails_and_is_stopped(
+    deploy, gate: Gate, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(attempt, "MAX_STREAM_BYTES", 1 << 20)
+    function = await deploy(STREAMS.replace("yield 1", "yield 'x' * 100_000"), gate=gate)
+    found = await ended(function, await run(function))
+    assert (found["status"], found["errorDetails"]["type"]) == ("FAILED", "output_invalid")
+    assert "1 MiB" in found["error"]
+    assert "elsewhere" in found["errorDetails"]["remedy"]
+    await gate.next("stopped")
+
+
+async def test_of_a_stream_that_is_too_large_for_a_list_nothing_is_read(
+    deploy, store: JobStore, monkeypatch: pytest.MonkeyPatch
+):
+    function = await deploy("def handler(event):\n    for number in range(event):\n        yield number\n")
+    monkeypatch.setattr(attempt, "MAX_AGGREGATE_BYTES", 5 * (1 + attempt.ROW_BYTES))
+    assert (await ended(function, await run(function, 5)))["output"] == [0, 1, 2, 3, 4]
+    monkeypatch.setattr(store, "pieces", refusing(store.pieces, AssertionError("read"), 9))
+    found = await ended(function, await run(function, 6))
+    assert (found["status"], found["output"], found["pieces"]) == ("COMPLETED", [], 6)
 
 
 async def test_a_stream_of_a_job_that_is_no_longer_its_own_is_stopped(deploy, gate: Gate, store: JobStore):

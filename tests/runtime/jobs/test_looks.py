@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from pilotlight.errors import JobExpired, UnknownJob
+from pilotlight.runtime.jobs import looks
 from pilotlight.runtime.jobs.database import Database
 from pilotlight.runtime.jobs.job import NewJob
 from pilotlight.runtime.jobs.schema import SCRIPTS
@@ -46,6 +47,20 @@ async def test_a_forgotten_job_is_told_of_to_who_might_have_known_it(store: JobS
         await store.find("mine", BOTH.__contains__, BOTH)
     with pytest.raises(UnknownJob):
         await store.find("mine", ("echo",).__contains__, ("echo",))
+
+
+async def test_pieces_are_read_by_their_size_too(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(looks, "PIECES_BYTES", 25)
+    job, _ = await store.submit(new())
+    await store.take(job.id)
+    pieces = [b"x" * 10, b"", b"x" * 10, b"x" * 10, b"x" * 100, b"y"]
+    await store.add_pieces(job.id, 1, 1, pieces)
+    read: list[list[int]] = []
+    while found := await store.pieces(job.id, read[-1][-1] if read else 0, 100):
+        assert [piece for _, piece in found] == [pieces[number - 1] for number, _ in found]
+        read.append([number for number, _ in found])
+    assert read == [[1, 2, 3, 4], [5], [6]]
+    assert len(await store.pieces(job.id, 0, 2)) == 2
 
 
 async def test_what_the_handler_is_to_find_is_kept(store: JobStore) -> None:

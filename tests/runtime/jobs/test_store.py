@@ -10,6 +10,8 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +27,10 @@ from pilotlight.errors import (
     JobExpired,
     JobStoreFailed,
     PilotlightError,
+    QueueFull,
     UnknownJob,
 )
-from pilotlight.runtime.jobs import expiry
+from pilotlight.runtime.jobs import counters, expiry, rows
 from pilotlight.runtime.jobs.database import Database
 from pilotlight.runtime.jobs.job import Counts, Job, NewJob, Outcome, State, Webhook
 from pilotlight.runtime.jobs.schema import SCRIPTS
@@ -100,7 +103,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(
         target=ids,
         function=st.sampled_from(FUNCTIONS),
-        given=st.sampled_from([b"a", b"b"]),
+        given=st.sampled_from([b"a", b"bb"]),
         key=st.sampled_from(["", "", "k1", "k2"]),
         wanted=st.sampled_from(["", "", "mine"]),
         priority=st.integers(0, 2),
@@ -262,6 +265,14 @@ class StoreMachine(RuleBasedStateMachine):
             await self.store.get("tone", "job-unknown")
         for function in FUNCTIONS:
             await self.check_function(function)
+            inputs = [
+                len(job.new.input)
+                for job in self.model.jobs.values()
+                if job.new.function == function and job.state is QUEUED
+            ]
+            assert await self.database.read(partial(counters.queued, function=function)) == (
+                len(inputs), sum(inputs),
+            )  # fmt: skip
         waiting = [function for function in sorted(FUNCTIONS) if self.model.counts(function).in_queue]
         assert await self.store.functions_waiting() == waiting
         assert await self.store.next_expiry() == self.model.next_expiry()
@@ -344,6 +355,46 @@ async def test_a_key_is_of_its_owner_and_function(store: JobStore) -> None:
         await store.submit(new(idempotency="k", content_type="text/plain"))
 
 
+async def test_a_full_queue_takes_nothing_new_and_gives_what_it_has(store: JobStore) -> None:
+    jobs = [(await store.submit(new(idempotency=key, max_queued=2)))[0] for key in ("a", "b")]
+    with pytest.raises(QueueFull, match="max_jobs "):
+        await store.submit(new(max_queued=2))
+    assert await store.submit(new(idempotency="a", max_queued=2)) == (jobs[0], True)
+    await store.submit(new("echo", max_queued=2))
+    await store.take(jobs[0].id)
+    await store.submit(new(max_queued=2))
+    assert (await store.counts("tone")) == Counts(in_queue=2, in_progress=1)
+
+
+async def test_a_queue_is_full_by_its_bytes_too(store: JobStore) -> None:
+    first, _ = await store.submit(new(given=b"x" * 200, max_queued_bytes=100))
+    with pytest.raises(QueueFull, match="max_jobs_bytes "):
+        await store.submit(new(given=b"x", max_queued_bytes=200))
+    await store.take(first.id)
+    second, _ = await store.submit(new(given=b"x" * 100, max_queued_bytes=200))
+    await store.requeue(first.id, 1, error=None)
+    with pytest.raises(QueueFull):
+        await store.submit(new(given=b"x", max_queued_bytes=300))
+    await store.cancel("tone", second.id)
+    await store.submit(new(given=b"x" * 100, max_queued_bytes=300))
+
+
+async def test_what_an_older_file_has_in_its_queue_is_counted(
+    open_store: Callable[..., tuple[JobStore, Database]], tmp_path: Path
+) -> None:
+    with closing(sqlite3.connect(tmp_path / "jobs.db")) as older:
+        older.executescript(f"{SCRIPTS[0]}; PRAGMA user_version=1;")
+        older.row_factory = sqlite3.Row
+        for number, given in enumerate((b"x" * 200, b"x" * 50)):
+            rows.insert(older, new(given=given), f"job-{number}", time.time())
+        older.execute("INSERT INTO counters (function, in_queue) VALUES ('tone', 2), ('echo', 0)")
+        older.commit()
+    store, database = open_store()
+    assert await store.take("job-1") is not None
+    found = await database.read(lambda c: [counters.queued(c, function) for function in ("tone", "echo")])
+    assert found == [(1, 200), (0, 0)]
+
+
 async def test_all_that_was_submitted_and_all_that_came_of_it_comes_back(store: JobStore) -> None:
     asked = new(
         given=b"\x00\xff", content_type="application/octet-stream", owner="key-1", priority=1, max_attempts=2,
@@ -356,17 +407,42 @@ async def test_all_that_was_submitted_and_all_that_came_of_it_comes_back(store: 
         "wanted_id": "",
     }
     taken = await store.take(job.id, "w1", now_s=6.0)
-    assert taken == dataclasses.replace(job, state=State.IN_PROGRESS, attempts=1, worker="w1", started_s=6.0)
+    assert taken == dataclasses.replace(
+        job, input=b"", state=State.IN_PROGRESS, attempts=1, worker="w1", started_s=6.0
+    )
     outcome = Outcome(State.FAILED, b"\x01", "image/png", {"type": "handler_failed"}, "a line\n")
     done = await store.finish(job.id, 1, outcome, now_s=7.0)
     assert done == dataclasses.replace(
-        taken, state=State.FAILED, output=b"\x01", output_type="image/png", error={"type": "handler_failed"},
-        logs="a line\n", ended_s=7.0, expires_s=7.0 + KEEP_S,
-    )  # fmt: skip
-    assert await store.get("tone", job.id) == done
-    assert await store.list("tone") == [
-        dataclasses.replace(done, input=b"", output=None, output_type="", logs="")
-    ]
+        taken, state=State.FAILED, error={"type": "handler_failed"}, ended_s=7.0, expires_s=7.0 + KEEP_S
+    )
+    assert await store.get("tone", job.id) == dataclasses.replace(
+        done, input=b"\x00\xff", output=b"\x01", output_type="image/png", logs="a line\n"
+    )
+    assert await store.list("tone") == [done]
+
+
+@pytest.mark.parametrize("webhook", [None, HOOK, Webhook(HOOK.url, ("logs",))])
+async def test_the_writer_reads_no_bodies_that_nobody_needs(
+    open_store: Callable[..., tuple[JobStore, Database]], webhook: Webhook | None
+) -> None:
+    told: list[tuple[str, bytes | None]] = []
+    store, database = open_store(tell=lambda _c, job, event, _s: told.append((event, job.output)))
+    job, _ = await store.submit(new(webhook=webhook))
+    asked: list[str] = []
+    await database.write(lambda connection: connection.set_trace_callback(asked.append))
+    await store.take(job.id)
+    await store.set_progress(job.id, 1, b"1")
+    await store.add_pieces(job.id, 1, 1, [b"1"])
+    await store.finish(job.id, 1, DONE)
+    other, _ = await store.submit(new(webhook=webhook))
+    await store.purge("tone")
+    await database.write(lambda connection: connection.set_trace_callback(None))
+    assert not [query for query in asked if query.startswith("SELECT") and "inputs.body" in query]
+    events = ["start", "output", "output", "completed", "completed"] if webhook is HOOK else []
+    assert [event for event, _ in told] == events
+    assert [output for _, output in told if output] == [b'"done"'] * (webhook is HOOK)
+    assert len([query for query in asked if "results.body" in query]) == len(events)
+    assert (await store.get("tone", other.id)).state is State.CANCELLED
 
 
 async def test_lists_are_cut_into_pages_by_state(store: JobStore) -> None:
@@ -455,6 +531,23 @@ async def test_a_purge_takes_its_turns_and_leaves_what_comes_later(
     later = await asyncio.gather(*(store.submit(new("echo")) for _ in range(5)))
     assert await purging == 95
     assert (await store.counts("echo")).in_queue == len(later)
+
+
+async def test_what_a_new_function_of_the_name_runs_is_not_the_old_ones(
+    store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, _ = await store.submit(new())
+    await store.take(old.id)
+    real = store._purge
+
+    async def meanwhile(*args: Any) -> int:
+        removed = await real(*args)
+        await store.take((await store.submit(new()))[0].id)
+        return removed
+
+    monkeypatch.setattr(store, "_purge", meanwhile)
+    assert await store.forget("tone") == [old.id]
+    assert (await store.counts("tone")).in_progress == 2
 
 
 # -- forgetting
