@@ -462,7 +462,17 @@ def test_tests_mirror_the_sources() -> None:
 
 
 # Tests of several files at once, by what they show.
-TOGETHER = {"corruptions", "faults", "format", "hostile", "hostile_http", "large", "schema", "templates", "weights_s3"}
+TOGETHER = {
+    "corruptions",
+    "faults",
+    "format",
+    "hostile",
+    "hostile_http",
+    "large",
+    "schema",
+    "templates",
+    "weights_s3",
+}
 
 
 def test_this_table_would_notice() -> None:
