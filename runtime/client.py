@@ -207,6 +207,10 @@ class Client:
         delivery = quote(delivery_id, safe="")
         return self._json("POST", _path("v1/functions", name, f"webhooks/{delivery}/redeliver"))
 
+    def webhook_secret(self, name: str) -> str:
+        """What receivers verify a function's webhooks with."""
+        return str(self._json("GET", _path("v1/functions", name, "webhooks/secret"))["secret"])
+
     # -- control
 
     def deploy(

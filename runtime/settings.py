@@ -30,6 +30,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
+from ..addresses import INPUT_NETWORKS
 from ..errors import SettingsError
 from ..handlers.foreign import recognise
 from ..snapshot.sources.locate import is_remote
@@ -219,7 +220,7 @@ def _variable_problem(name: str, value: str) -> str | None:
     # The value may be a secret: messages never show it.
     if not _VARIABLE.fullmatch(name):
         return f"env.{name} is not a variable's name; allowed: letters, digits and _, no digit first"
-    if name.upper().startswith(GATEWAY_PREFIX):
+    if name.upper().startswith(GATEWAY_PREFIX) and name != INPUT_NETWORKS:
         return f"env.{name} begins with {GATEWAY_PREFIX}, which is reserved"
     return f"env.{name} contains a NUL character" if "\0" in value else None
 

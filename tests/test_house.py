@@ -25,7 +25,7 @@ ROOMS = (
 # DESIGN section 6. A file imports only from lower lines; one on its own line may not even see its neighbours.
 # A new file must be placed here: ask what it may know, and put it no higher than that.
 FLOORS = """
-0   _version errors handlers runtime snapshot templates
+0   _version addresses errors handlers runtime snapshot templates
 0   snapshot.format snapshot.sources snapshot.fetching snapshot.caching snapshot.restoring snapshot.converting
 
 0   snapshot.format.dtype snapshot.restoring.mismatch snapshot.format.publish snapshot.sources.s3_codes snapshot.restoring.skeleton snapshot.sources.source snapshot.sources.wire
@@ -45,7 +45,8 @@ FLOORS = """
 0   snapshot.attached
 
 1   handlers.foreign
-1   handlers.codec handlers.contract handlers.failure handlers.foreign.files handlers.foreign.recognise
+1   handlers.codec handlers.contract handlers.failure handlers.foreign.opener handlers.foreign.recognise
+1   handlers.foreign.files
 1   handlers.handler handlers.loading handlers.foreign.bodies handlers.foreign.cog_sdk handlers.foreign.runpod_sdk
 1   handlers.foreign.aws_lambda handlers.foreign.cog_inputs handlers.foreign.runpod
 1   handlers.foreign.cog

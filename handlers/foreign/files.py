@@ -7,23 +7,26 @@ import dataclasses
 import enum
 import http.client
 import io
+import math
 import mimetypes
 import os
 import tempfile
+import time
 import urllib.parse
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path, PurePath
-from typing import IO, Any, Self
+from typing import IO, Any, Self, cast
 
 from pydantic import BaseModel
 
 from ...errors import OutputInvalid
+from .opener import opener
 
 SCHEMES = ("http", "https", "data")
 # How long a source may say nothing; the invocation's own deadline counts beside it.
 SILENCE_S = 30.0
-MAX_FILE_BYTES = 4 << 30
+MAX_BYTES = 4 << 30
+"""Of all files of one invocation."""
 BLOCK_BYTES = 1 << 20
 MAX_SUFFIX_CHARS = 100
 OCTETS = "application/octet-stream"
@@ -38,6 +41,7 @@ class Fetched:
         self._remaining_ms = remaining_ms
         self._paths: list[Path] = []
         self._opened: list[IO[bytes]] = []
+        self._bytes = 0
 
     def __enter__(self) -> Self:
         return self
@@ -54,7 +58,7 @@ class Fetched:
         if urllib.parse.urlsplit(url).scheme not in SCHEMES:
             raise ValueError(f"{shown!r} is not the address of a file: send an http, https or data URL")
         try:
-            with urllib.request.urlopen(url, timeout=self._patience_s()) as answer:  # noqa: S310  the scheme was checked
+            with opener().open(url, timeout=self._patience_s()) as answer:
                 kind = answer.headers.get_content_type()
                 descriptor, name = tempfile.mkstemp(prefix="pilotlight-", suffix=_suffix(url, kind))
                 self._paths.append(Path(name))
@@ -74,15 +78,24 @@ class Fetched:
         remaining_ms = self._remaining_ms()
         return SILENCE_S if remaining_ms is None else min(SILENCE_S, max(0.001, remaining_ms / 1000))
 
-    def _copy(self, source: IO[bytes], target: IO[bytes]) -> None:
-        size = 0
-        while block := source.read(BLOCK_BYTES):
-            size += len(block)
-            if size > MAX_FILE_BYTES:
-                raise OSError(f"it is larger than {MAX_FILE_BYTES >> 30} GiB")
-            if self._remaining_ms() == 0:
+    def _copy(self, source: Any, target: IO[bytes]) -> None:
+        """What has come is written as it comes: a source that drips is found out when the invocation's time is up."""
+        remaining_ms = self._remaining_ms()
+        deadline_s = math.inf if remaining_ms is None else time.monotonic() + remaining_ms / 1000
+        left = cast("int | None", getattr(source, "length", None))  # of an http answer that says so
+        while left != 0:
+            if time.monotonic() >= deadline_s:
                 raise TimeoutError("the invocation's time was up first")
+            block = source.read1(BLOCK_BYTES if left is None else min(left, BLOCK_BYTES))
+            if not block:
+                break
+            left = None if left is None else left - len(block)
+            self._bytes += len(block)
+            if self._bytes > MAX_BYTES:
+                raise OSError(f"the files of one invocation may not be larger than {MAX_BYTES >> 30} GiB")
             target.write(block)
+        if left:
+            raise OSError(f"it ended {left} bytes early")
 
 
 def presented(answer: Any, path: str = "answer") -> Any:

@@ -6,6 +6,7 @@ import logging
 import mimetypes
 import os
 import shutil
+import sys
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -110,14 +111,17 @@ def download_files_from_urls(job_id: str, urls: str | list[str]) -> list[str | N
     """Each file below jobs/<id>/downloaded_files, by its absolute path; None for one that cannot be had."""
     folder = (Path("jobs") / job_id / "downloaded_files").resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    return [_download(url, folder) if url else None for url in ([urls] if isinstance(urls, str) else urls)]
+    with Fetched() as fetched:
+        wanted = [urls] if isinstance(urls, str) else urls
+        return [_download(fetched, url, folder) if url else None for url in wanted]
 
 
 def file(file_url: str) -> dict[str, str]:
     """One file below job_files, as RunPod describes it."""
     folder = Path("job_files").resolve()
     folder.mkdir(exist_ok=True)
-    path = Path(_download(file_url, folder) or "")
+    with Fetched() as fetched:
+        path = Path(_download(fetched, file_url, folder) or "")
     return {
         "file_path": str(path),
         "type": path.suffix.lstrip("."),
@@ -126,13 +130,13 @@ def file(file_url: str) -> dict[str, str]:
     }
 
 
-def _download(url: str, folder: Path) -> str | None:
-    with Fetched() as fetched:
-        try:
-            found = fetched.fetch(url)
-        except ValueError:
-            return None
-        return str(shutil.copyfile(found, folder / f"{uuid.uuid4().hex}{found.suffix}"))
+def _download(fetched: Fetched, url: str, folder: Path) -> str | None:
+    try:
+        found = fetched.fetch(url)
+    except ValueError as error:
+        sys.stderr.write(f"download: {error}\n")
+        return None
+    return str(shutil.copyfile(found, folder / f"{uuid.uuid4().hex}{found.suffix}"))
 
 
 def upload_image(job_id: str, image_location: str, *_: Any, **__: Any) -> str:

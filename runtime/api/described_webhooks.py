@@ -34,7 +34,21 @@ def webhook_paths(error: dict[str, Any]) -> dict[str, Any]:
         "parameters": [name, delivery],
         "responses": {"200": _json("The delivery, pending.", _DELIVERY), **refused},
     }
-    return {_PATH: {"get": listing}, f"{_PATH}/{{delivery}}/redeliver": {"post": again}}
+    signed = {
+        "type": "object",
+        "required": ["function", "secret"],
+        "properties": {"function": _TEXT, "secret": {"type": "string", "pattern": "^whsec_"}},
+    }
+    secret = {
+        "summary": "Tells the secret that a function's webhooks are signed with, after Standard Webhooks.",
+        "parameters": [name],
+        "responses": {"200": _json("The secret, for receivers.", signed), **refused},
+    }
+    return {
+        _PATH: {"get": listing},
+        f"{_PATH}/secret": {"get": secret},
+        f"{_PATH}/{{delivery}}/redeliver": {"post": again},
+    }
 
 
 def _json(description: str, schema: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The routes of a function's webhooks: what became of each delivery, and sending one again."""
+"""The routes of a function's webhooks: what became of each delivery, sending one again, and how they are signed."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ class WebhooksApi:
         base = "/v1/functions/{function}/webhooks"
         return [
             web.get(base, typed(self.list)),
+            web.get(f"{base}/secret", typed(self.secret)),
             web.post(f"{base}/{{delivery}}/redeliver", typed(self.redeliver)),
         ]
 
@@ -41,6 +42,14 @@ class WebhooksApi:
         if not found:  # of a function that was deleted, those that are left can be looked up
             self._functions.get(function)
         return _json({"deliveries": [shown(delivery) for delivery in found]})
+
+    async def secret(self, request: web.Request) -> web.StreamResponse:
+        """What the function's receivers verify signatures with, after Standard Webhooks."""
+        function = request.match_info["function"]
+        self._functions.get(function)
+        response = _json({"function": function, "secret": self._jobs.webhook_secret(function)})
+        response.headers["Cache-Control"] = "no-store"
+        return response
 
     async def redeliver(self, request: web.Request) -> web.StreamResponse:
         """Also of a function that was deleted: who was to be told may still want to know."""

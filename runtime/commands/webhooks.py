@@ -1,4 +1,4 @@
-"""The commands of webhooks: `pilotlight webhooks list|redeliver`."""
+"""The commands of webhooks: `pilotlight webhooks list|redeliver|secret`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_ERROR_CHARS = 40
 
 @click.group()
 def webhooks() -> None:
-    """See what became of the webhooks of a function's jobs, and send one again.
+    """See what became of the webhooks of a function's jobs, send one again, and show how they are signed.
 
     \b
     Example:
@@ -75,6 +75,27 @@ def redeliver(*, name: str, delivery_id: str, url: str, as_json: bool) -> None:
     if as_json:
         return display.print_json(delivery)
     click.echo(f"{delivery['id']} goes to {delivery['url']} again")
+    return None
+
+
+@webhooks.command("secret")
+@click.argument("name")
+@options.gateway
+@options.as_json
+def show_secret(*, name: str, url: str, as_json: bool) -> None:
+    """Show the secret that a function's webhooks are signed with.
+
+    Give it to the function's receivers: any library of Standard Webhooks verifies with it. Each function has its own.
+
+    \b
+    Example:
+      pilotlight webhooks secret hello
+    """
+    with options.connect(url) as client:
+        secret = client.webhook_secret(name)
+    if as_json:
+        return display.print_json({"function": name, "secret": secret})
+    click.echo(secret)
     return None
 
 

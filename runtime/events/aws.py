@@ -90,6 +90,12 @@ class Aws:
                 remedy=next((text for part, text in _REMEDIES.items() if part in code), ""),
                 details={"code": code},
             ) from error
+        except (LookupError, TypeError, AttributeError) as error:
+            raise BusFailed(
+                f"{self._what}: what {self._service.upper()} answers cannot be read ({type(error).__name__}).",
+                remedy="Check that its address is that of AWS, or of what speaks as AWS does.",
+                details={"code": "malformed"},
+            ) from error
         except (boto.BotoCoreError, ValueError) as error:
             raise BusFailed(
                 f"{self._what}: {self._service.upper()} cannot be asked ({type(error).__name__}).",

@@ -8,7 +8,6 @@ meanwhile is not run again, one that is at work is waited for, one that failed i
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 
 from ...errors import BusFailed, PilotlightError
@@ -87,10 +86,12 @@ class Pump:
         if self._beating is not None:
             self._beating.cancel()
         await self._give_back([work.message for work in left], 0)
-        with contextlib.suppress(BusFailed):
+        try:
             await self._bus.close()
             if self._sink is not None:
                 await self._sink.close()
+        except Exception as error:  # noqa: BLE001  what is wrong with one source must not end the gateway
+            self._say(_told(error))
 
     # -- taking
 
@@ -101,17 +102,16 @@ class Pump:
                 self._changed.clear()
                 await self._changed.wait()
             try:
-                messages = await self._bus.receive(self.room - len(self._work))
-            except BusFailed as error:
-                if str(error) != said:  # once, not every minute
-                    said = str(error)
+                for message in await self._bus.receive(self.room - len(self._work)):
+                    self._take(message, tasks)
+            except Exception as error:  # noqa: BLE001  what is wrong with one source must not end the gateway
+                if _told(error) != said:  # once, not every minute
+                    said = _told(error)
                     self._say(said)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
                 continue
             pause_s, said = PAUSE_S, ""
-            for message in messages:
-                self._take(message, tasks)
 
     def _take(self, message: Message, tasks: asyncio.TaskGroup) -> None:
         known = self._work.get(message.id)
@@ -132,8 +132,8 @@ class Pump:
             try:
                 async with self._renewing:
                     failed = await self._bus.hold([work.message for work in self._work.values()])
-            except BusFailed as error:
-                self._say(f"messages at work could not be kept from others: {error}")
+            except Exception as error:  # noqa: BLE001  see _poll; it is tried again at the next beat
+                self._say(f"messages at work could not be kept from others: {_told(error)}")
             else:
                 for name in set(failed) & set(self._work):
                     self._say(
@@ -156,13 +156,13 @@ class Pump:
                 await self._give_back([work.message], self._backoff_s(message))
             else:  # not run, or taken away with its function: another may run it at once
                 await self._give_back([work.message], 0)
-        except PilotlightError as error:
-            self._say(f"message {message.id}: {error} The message is left to the queue.")
-            await self._give_back([work.message], self._backoff_s(message))
         except TimeoutError:
             self._say(
                 f"message {message.id}: its job did not end within {MAX_VISIBILITY_S} s; left to the queue"
             )
+        except Exception as error:  # noqa: BLE001  see _poll
+            self._say(f"message {message.id}: {_told(error)} The message is left to the queue.")
+            await self._give_back([work.message], self._backoff_s(message))
         finally:
             self._work.pop(message.id, None)
             self._changed.set()
@@ -206,9 +206,19 @@ class Pump:
     async def _give_back(self, messages: list[Message], delay_s: int) -> None:
         if not messages:
             return
-        with contextlib.suppress(BusFailed):  # they come back by themselves, when their time is over
+        try:
             async with self._renewing:  # a renewal on its way would keep them for longer
                 await self._bus.give_back(messages, delay_s)
+        except Exception as error:  # noqa: BLE001  see _poll
+            if not isinstance(error, BusFailed):  # they come back by themselves, when their time is over
+                self._say(f"messages could not be given back: {_told(error)}")
+
+
+def _told(error: Exception) -> str:
+    """What is said of it. An error that is none of ours is told by its kind: its text may quote what is signed."""
+    if isinstance(error, PilotlightError):
+        return str(error)
+    return f"An error that nobody expected ({type(error).__name__}), to be reported as Pilotlight's."
 
 
 def _why(job: Job) -> str:

@@ -16,6 +16,8 @@ POLL_S = 20
 BATCH = 10
 """The most messages of one request."""
 _COUNT = "ApproximateReceiveCount"
+MAX_COUNT_CHARS = 10
+_PARTS = ("MessageId", "ReceiptHandle", "Body")
 
 
 class SqsBus:
@@ -37,7 +39,7 @@ class SqsBus:
                 VisibilityTimeout=self._visibility_s,
                 MessageSystemAttributeNames=[_COUNT], MessageAttributeNames=["traceparent"],
             )  # fmt: skip
-            return [_message(raw) for raw in answer.get("Messages", ())]
+            return [self._message(raw) for raw in answer.get("Messages", ())]
 
         return await self._aws.ask(poll, self._not_wanted)
 
@@ -71,6 +73,28 @@ class SqsBus:
             failed += [some[int(entry["Id"])].id for entry in answer.get("Failed", ())]
         return failed
 
+    def _message(self, raw: dict[str, Any]) -> Message:
+        parts = [raw.get(name) for name in _PARTS]
+        if lacking := [name for name, part in zip(_PARTS, parts, strict=True) if not isinstance(part, str)]:
+            raise self._malformed(f"a message without {', '.join(lacking)}")
+        count = str(raw.get("Attributes", {}).get(_COUNT, "1"))
+        if not (count.isascii() and count.isdecimal() and len(count) < MAX_COUNT_CHARS):
+            raise self._malformed(f"a message whose {_COUNT} is no number")
+        attributes = {
+            name: str(value["StringValue"])
+            for name, value in raw.get("MessageAttributes", {}).items()
+            if "StringValue" in value
+        }
+        name, receipt, body = map(str, parts)
+        return Message(name, receipt, body.encode(), int(count), attributes)
+
+    def _malformed(self, what: str) -> BusFailed:
+        return BusFailed(
+            f"The queue {self._url} answers with {what}.",
+            remedy="Check that the queue's URL and `endpoint_url` are those of SQS, or of what speaks as it does.",
+            details={"code": "malformed"},
+        )
+
     def _not_wanted(self, messages: Sequence[Message]) -> None:
         """They came after nobody polled any more."""
         with contextlib.suppress(BusFailed):  # then they are kept from others for a while
@@ -79,13 +103,3 @@ class SqsBus:
 
 def _batched(messages: Sequence[Message]) -> list[Sequence[Message]]:
     return [messages[begin : begin + BATCH] for begin in range(0, len(messages), BATCH)]
-
-
-def _message(raw: dict[str, Any]) -> Message:
-    attributes = {
-        name: value["StringValue"]
-        for name, value in raw.get("MessageAttributes", {}).items()
-        if "StringValue" in value
-    }
-    count = raw.get("Attributes", {}).get(_COUNT, "1")
-    return Message(raw["MessageId"], raw["ReceiptHandle"], raw["Body"].encode(), int(count), attributes)

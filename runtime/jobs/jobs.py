@@ -219,6 +219,12 @@ class Jobs:
             raise JobStoreFailed("The store of jobs is closed.")
         return await self._courier.redeliver(function, delivery_id)
 
+    def webhook_secret(self, function: str) -> str:
+        """What receivers verify a function's deliveries with: for those who may deploy it."""
+        if self._courier is None:
+            raise JobStoreFailed("The store of jobs is closed.")
+        return self._courier.secret(function)
+
     # -- what the store says
 
     def _wake(self, function: str) -> None:

@@ -61,6 +61,7 @@ class Courier:
     ) -> None:
         self._database = database
         self._key = key
+        """The gateway's: each function's is made of it."""
         self._limits = limits or CourierLimits()
         self._clock = clock
         self._poster = Poster(
@@ -90,6 +91,10 @@ class Courier:
         )
         self.wake()
         return delivery
+
+    def secret(self, function: str) -> str:
+        """What receivers of that function's deliveries verify them with."""
+        return self._key.of(function).secret
 
     async def close(self, *, deadline_s: float) -> None:
         """Take nothing new, let requests end within that time, break off the rest: they are sent again by the next life."""
@@ -139,7 +144,7 @@ class Courier:
 
     async def _send(self, delivery: Delivery) -> None:
         now_s = self._clock()
-        headers = self._key.headers(delivery.id, delivery.body, now_s)
+        headers = self._key.of(delivery.function).headers(delivery.id, delivery.body, now_s)
         attempt = await self._poster.post(delivery.url, headers, delivery.body, now_s)
         try:
             after = await self._record(delivery.id, attempt)

@@ -1,4 +1,7 @@
-"""Signatures of webhooks, after Standard Webhooks (https://www.standardwebhooks.com): one secret per gateway."""
+"""Signatures of webhooks, after Standard Webhooks (https://www.standardwebhooks.com): one secret per function.
+
+They are derived from the gateway's own, which nobody is told: who may verify what one function sends can sign for no other.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +49,10 @@ class SigningKey:
     def secret(self) -> str:
         """What a receiver needs in order to verify: to be shown to who may see it, and never logged."""
         return PREFIX + base64.b64encode(self._key).decode()
+
+    def of(self, function: str) -> SigningKey:
+        """The key of one function, if this is the gateway's: HMAC-SHA256 of the function's name."""
+        return SigningKey(hmac.digest(self._key, function.encode(), hashlib.sha256))
 
     def headers(self, message_id: str, body: bytes, now_s: float) -> dict[str, str]:
         """The three headers that go with a body. The timestamp is that of this attempt; the id stays over retries."""

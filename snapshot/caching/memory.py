@@ -11,10 +11,14 @@ from __future__ import annotations
 import ctypes
 import os
 import stat
+import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  a folder of our own below it, made private
+LEFT_AFTER_S = 3600.0
+"""For how long nothing may have happened to an empty root before it is taken for one that was left."""
 SLACK_BYTES = 16 << 20
 """For manifests, locks and what rounding takes: budgets count shards alone."""
 
@@ -67,6 +71,20 @@ def give_back(root: Path) -> None:
         if root.is_mount() and not any(root.iterdir()):
             unmount(root)
         root.rmdir()
+
+
+def sweep(roots: Iterable[Path], own: Path) -> None:
+    """Take away what killed processes left of other caches: our roots with nothing in them, for an hour at least.
+
+    Younger ones may just have been made, by a process that has not come to put anything there. The kernel keeps a mount
+    that is in use; who finds its root gone makes it anew.
+    """
+    before_s = time.time() - LEFT_AFTER_S
+    for root in roots:
+        with suppress(OSError):  # another sweeps too
+            status = root.lstat()
+            if root != own and is_ours(root) and max(status.st_mtime, status.st_ctime) < before_s:
+                give_back(root)
 
 
 def has_huge_pages(folder: Path) -> bool:

@@ -13,11 +13,12 @@ from ..format.manifest import Manifest
 from ..sources.ranged import Ranged
 from ..sources.source import Connection, ObjectInfo
 from .cache import Cache, Lease
-from .memory import SHARED_MEMORY, give_back, is_ours, prepare
+from .memory import SHARED_MEMORY, give_back, is_ours, prepare, sweep
 from .tier import Tier
 
 MEMORY_SHARE = 0.25
 DISK_SHARE = 0.8
+_MEMORY_PREFIX = "pilotlight-"
 
 
 def node_cache(folder: Path) -> Cache:
@@ -26,11 +27,13 @@ def node_cache(folder: Path) -> Cache:
     Budgets are taken from the machine: a quarter of its memory, four fifths of what the disk could give.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    own = _memory_root(folder)
+    sweep(SHARED_MEMORY.glob(f"{_MEMORY_PREFIX}{os.getuid()}-*"), own)
     with (
         suppress(OSError, CacheError),
         _disk_tier(folder).locked(),
     ):  # a disk that takes nothing can still be read
-        prepare(_memory_root(folder), _memory_budget_bytes())
+        prepare(own, _memory_budget_bytes())
     cache = Cache(node_tiers(folder), learned=learned_file(folder))
     cache.sweep()
     return cache
@@ -59,7 +62,7 @@ def _disk_tier(folder: Path) -> Tier:
 
 def _memory_root(folder: Path) -> Path:
     name = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:12]
-    return SHARED_MEMORY / f"pilotlight-{os.getuid()}-{name}"
+    return SHARED_MEMORY / f"{_MEMORY_PREFIX}{os.getuid()}-{name}"
 
 
 def _memory_budget_bytes() -> int:

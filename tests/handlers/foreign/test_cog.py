@@ -26,6 +26,10 @@ def pieces(text: str) -> list[Any]:
     ]
 
 
+HERE = {"env.PILOTLIGHT_INPUT_NETWORKS": "127.0.0.0/8"}
+"""This machine may be fetched from."""
+
+
 async def problems(function: Any, event: Any) -> dict[str, str]:
     """What is wrong with an input, by the path of each field."""
     error = await function.error(event)
@@ -55,7 +59,7 @@ async def file_server() -> AsyncIterator[str]:
 
 
 async def test_typed_inputs(deploy_folder: Callable[..., Any], file_server: str) -> None:
-    function = await deploy_folder("cog-inputs")
+    function = await deploy_folder("cog-inputs", **HERE)
     assert (function.described["dialect"], function.described["entry"]) == ("cog", "predict.py:Predictor")
     schema = function.described["input_schema"]
     assert schema["required"] == ["image"]
@@ -85,7 +89,7 @@ async def test_typed_inputs(deploy_folder: Callable[..., Any], file_server: str)
 
 
 async def test_inputs_that_do_not_fit_are_named(deploy_folder: Callable[..., Any], file_server: str) -> None:
-    function = await deploy_folder("cog-inputs")
+    function = await deploy_folder("cog-inputs", **HERE)
     wrong = {
         "image": PICTURE, "style": "loud", "length": 11, "temperature": "hot", "prefix": "bad start", "seed": "x",
         "thumbnail": 7, "tags": [1], "other": 1,
@@ -103,6 +107,14 @@ async def test_inputs_that_do_not_fit_are_named(deploy_folder: Callable[..., Any
         (5, "must be text"),
     ]:
         assert why in (await problems(function, {"image": address}))["input.image"]
+
+
+async def test_our_own_network_is_not_fetched_from(
+    deploy_folder: Callable[..., Any], file_server: str
+) -> None:
+    function = await deploy_folder("cog-inputs")
+    found = await problems(function, {"image": f"{file_server}/cat.png"})
+    assert "may not be fetched from: loopback" in found["input.image"]
 
 
 async def test_an_iterator_streams(deploy_folder: Callable[..., Any]) -> None:
@@ -131,7 +143,7 @@ class Predictor(BasePredictor):
             raise ValueError(str(path))
         return [str(path), file.name, path.suffix, file.read().decode(), type(path) is Path]
 """
-    function = await deploy(None, files={"predict.py": source})
+    function = await deploy(None, dict(HERE), files={"predict.py": source})
     path, opened, suffix, content, same = await function.answer(
         {"path": f"{file_server}/cat.png", "file": PICTURE}
     )

@@ -8,8 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pilotlight.addresses import INPUT_NETWORKS
 from pilotlight.handlers.foreign import files
 from pilotlight.handlers.foreign.files import Fetched
+
+
+@pytest.fixture(autouse=True)
+def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine may be fetched from."""
+    monkeypatch.setenv(INPUT_NETWORKS, "127.0.0.0/8")
 
 
 @pytest.fixture
@@ -40,11 +47,11 @@ def test_a_source_that_falls_silent_is_given_up_within_the_invocations_time(endl
 
 
 def test_too_large_is_refused_and_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(files, "MAX_FILE_BYTES", 3)
+    monkeypatch.setattr(files, "MAX_BYTES", 6)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with Fetched() as fetched:
         assert fetched.fetch("data:,abc").read_bytes() == b"abc"
-        with pytest.raises(ValueError, match="larger than"):
+        with pytest.raises(ValueError, match="larger than"):  # all together
             fetched.fetch("data:,abcd")
         assert len(list(tmp_path.iterdir())) == 2
     assert list(tmp_path.iterdir()) == []

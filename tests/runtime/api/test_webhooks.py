@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import pytest_asyncio
 from live import Function, Gateway, failure, gateway_here, short_folder, until
 from pilotlight.runtime.api.webhooks import bare
+from pilotlight.runtime.webhooks.signing import SigningKey
 from receiver import Receiver, receiving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -90,6 +92,23 @@ async def test_a_delivery_is_sent_again_under_its_id(deploy, receiver: Receiver)
     assert [came.id for came in await receiver.received(2)] == [found["id"]] * 2
     await settled(function, 1, "DELIVERED")
     assert len((await deliveries(function))[0]["log"]) == 2
+
+
+async def test_each_function_signs_with_a_secret_of_its_own(deploy, gateway: Gateway, receiver: Receiver):
+    function, other = await deploy(ECHO), await deploy(ECHO)
+    await run(function, receiver)
+    (came,) = await receiver.received(1)
+    secrets = []
+    for name in (function.name, other.name):
+        response = await gateway.client.get(f"/v1/functions/{name}/webhooks/secret")
+        assert (response.status_code, response.headers["Cache-Control"]) == (200, "no-store")
+        assert response.json()["function"] == name
+        secrets.append(response.json()["secret"])
+    mine, others = map(SigningKey.parse, secrets)
+    assert mine.verify(came.headers, came.body, time.time())
+    assert not others.verify(came.headers, came.body, time.time())
+    unknown = await gateway.client.get("/v1/functions/nobody/webhooks/secret")
+    assert failure(unknown)["type"] == "unknown_function"
 
 
 async def test_deliveries_are_chosen(deploy, receiver: Receiver):

@@ -306,6 +306,7 @@ def test_what_is_unknown_is_named(pilotlight: Run, does: str):
     for command in (("run", "nobody"), ("jobs", "list", "nobody"), ("jobs", "purge", "nobody", "--yes"), ("webhooks", "list", "nobody")):  # fmt: skip
         failed(pilotlight(*command), 1, "nobody")
     failed(pilotlight("webhooks", "redeliver", does, "msg_0"), 1, "msg_0", "pilotlight webhooks list")
+    failed(pilotlight("webhooks", "secret", "nobody"), 1, "nobody")
 
 
 # -- webhooks
@@ -359,6 +360,10 @@ def test_deliveries_are_listed_and_sent_again(pilotlight: Run, does: str, receiv
     assert "hidden" not in shown
     none = pilotlight("webhooks", "list", does, "--job", NO_JOB)
     assert (none.returncode, none.stdout) == (0, "")
+    secret = pilotlight("webhooks", "secret", does).stdout.strip()
+    assert secret.startswith("whsec_")
+    told = pilotlight("webhooks", "secret", does, "--json").stdout
+    assert json.loads(told) == {"function": does, "secret": secret}
 
 
 def test_a_private_address_is_refused(pilotlight: Run, does: str):

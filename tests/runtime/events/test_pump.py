@@ -7,12 +7,18 @@ import json
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from contextlib import asynccontextmanager
+from typing import Any, cast
 
 import boto3
 import pytest
 import pytest_asyncio
+from aiohttp import web
 from live import Gate, Gateway, gateway_here, gateway_process, short_folder, until
+from pilotlight.runtime.events.bus import Message
+from pilotlight.runtime.events.pump import Pump
+from pilotlight.runtime.events.source import Source
+from pilotlight.runtime.settings import FunctionSettings
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -247,6 +253,82 @@ async def test_a_queue_that_is_not_there_is_said(deploy, queue) -> None:
     line = await function.logged("NonExistentQueue")
     assert "Check the queue's URL" in line["text"]
     assert "hush" not in json.dumps(await function.lines())
+
+
+async def test_an_endpoint_that_answers_nonsense_is_said_and_ends_nothing(deploy, queue) -> None:
+    answers = [b'{"Messages":[{}]}', b'{"Messages":7}', b'{"Messages":[{"MessageId":"a","ReceiptHandle":"b","Body":"1",'
+               b'"Attributes":{"ApproximateReceiveCount":"many"}}]}', b"[]", b"nonsense"]  # fmt: skip
+    async with nonsense(answers) as url:
+        function = await deploy(PLAIN, source(queue(), endpoint_url=url), check=False)
+        line = await function.logged("a message without MessageId, ReceiptHandle, Body")
+        assert "Check that the queue's URL" in line["text"]
+        await function.logged("is no number")
+    mine = queue()  # the gateway goes on, and so do other sources
+    await deploy(PLAIN, source(mine), check=False)
+    await mine.send("1")
+    await until(mine.empty, "the message is deleted")
+
+
+@asynccontextmanager
+async def nonsense(answers: list[bytes]) -> AsyncIterator[str]:
+    """A server that speaks no SQS: it gives these answers in turn, then the last for ever."""
+
+    async def answer(request: web.Request) -> web.Response:
+        await request.read()
+        body = answers.pop(0) if len(answers) > 1 else answers[0]
+        return web.Response(body=body, content_type="application/x-amz-json-1.0")
+
+    app = web.Application()
+    app.router.add_post("/{path:.*}", answer)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+class Broken:
+    """A bus, and a sink, of which everything fails as nobody expected."""
+
+    name = "broken"
+
+    def __init__(self) -> None:
+        self.messages = [Message("one", "receipt", b"1", 1, {})]
+        self.asked = asyncio.Event()
+
+    async def receive(self, limit: int) -> list[Message]:
+        if self.messages:
+            return [self.messages.pop()]
+        self.asked.set()
+        raise ZeroDivisionError("secret")
+
+    async def fail(self, *_: Any) -> Any:
+        raise ZeroDivisionError("secret")
+
+    hold = delete = give_back = close = put = fail
+
+
+async def test_an_error_that_nobody_expected_ends_no_gateway() -> None:
+    said: list[str] = []
+    broken: Any = Broken()
+    settings = FunctionSettings(name="broken")
+    source = Source(type="sqs", queue="https://sqs.us-east-1.amazonaws.com/1/broken")
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        # Its store of jobs fails too: it is none.
+        pump = Pump(settings, source, cast("Any", None), broken, broken, said.append)
+        pump.start(tasks)
+        await broken.asked.wait()
+        while pump.in_flight or len(said) < 3:  # each is told by another task of this group
+            await asyncio.sleep(0)
+        await pump.close(1.0)
+    assert any(
+        text.startswith("message one: An error that nobody expected (AttributeError)") for text in said
+    )
+    assert any(text.startswith("messages could not be given back") for text in said)
+    assert "An error that nobody expected (ZeroDivisionError), to be reported as Pilotlight's." in said
+    assert not any("secret" in text for text in said)
 
 
 async def test_a_gateway_that_ends_finishes_what_runs(moto: str, state, gate: Gate, queue) -> None:

@@ -67,6 +67,17 @@ def test_no_headers_break_it(headers: dict[str, str]) -> None:
     assert not KEY.verify(headers, b"", 1000.0)
 
 
+def test_each_function_has_a_key_of_its_own() -> None:
+    one, other = KEY.of("one"), KEY.of("other")
+    assert one.secret == KEY.of("one").secret
+    assert one.secret.startswith("whsec_")
+    assert len({one.secret, other.secret, KEY.secret}) == 3
+    headers = one.headers("m", b"{}", time.time())
+    assert standardwebhooks.Webhook(one.secret).verify(b"{}", headers) == {}
+    assert not other.verify(headers, b"{}", time.time())
+    assert not KEY.verify(headers, b"{}", time.time())
+
+
 def test_a_gateway_makes_its_secret_once_for_its_owner_only(tmp_path: Path) -> None:
     made = load_key(tmp_path)
     (path,) = tmp_path.iterdir()

@@ -1,17 +1,20 @@
 """Memory as a file system: huge pages where this user may mount, and nothing left behind."""
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from pilotlight.errors import CacheError
+from pilotlight.snapshot.caching import memory, node
 from pilotlight.snapshot.caching.memory import (
     give_back,
     has_huge_pages,
     is_ours,
     mount,
     prepare,
+    sweep,
     unmount,
 )
 from pilotlight.snapshot.caching.node import node_cache, node_tiers, release_memory
@@ -87,6 +90,51 @@ def test_what_is_there_stays(tmp_path: Path) -> None:
     (root / "snapshot").unlink()
     give_back(root)
     assert not root.exists()
+
+
+def test_what_killed_fetchers_left_is_taken_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    roots = {name: tmp_path / name for name in ("left", "own", "full", "used", "young")}
+    for name, root in roots.items():
+        assert prepare(root, MIB), name
+    (roots["full"] / "snapshot").touch()
+    stranger = tmp_path / "stranger"
+    stranger.mkdir(mode=0o755)
+    everything = [*roots.values(), stranger, tmp_path / "gone"]
+    sweep(everything, roots["own"])
+    assert all(root.is_dir() for root in roots.values())  # all are young
+
+    held = os.open(roots["used"], os.O_RDONLY)
+    try:
+        monkeypatch.setattr(memory, "LEFT_AFTER_S", -60.0)
+        mounts = roots["used"].is_mount()
+        os.utime(roots["young"], (0, time.time() + 3600))
+        sweep(everything, roots["own"])
+        assert roots["used"].is_dir() == mounts  # the kernel keeps what is in use
+    finally:
+        os.close(held)
+    assert not roots["left"].exists()
+    assert all(roots[name].is_dir() for name in ("own", "full", "young"))
+    assert stranger.is_dir()
+
+    os.utime(roots["young"], (0, 0))
+    sweep(everything, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "stranger"]
+    unmount(roots["full"])
+
+
+def test_a_nodes_cache_sweeps_when_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = tmp_path / "shm"
+    shared.mkdir()
+    monkeypatch.setattr(node, "SHARED_MEMORY", shared)
+    monkeypatch.setattr(memory, "LEFT_AFTER_S", -60.0)
+    left = [shared / f"pilotlight-{os.getuid()}-0123456789ab", shared / "pilotlight-x"]
+    for root in left:
+        assert prepare(root, MIB)
+    cache = node_cache(tmp_path / "cache")
+    assert [root.exists() for root in left] == [False, True]  # the other is none of ours by its name
+    give_back(left[1])
+    release_memory(cache)
+    assert list(shared.iterdir()) == []
 
 
 def test_a_cache_is_prepared_to_fetch_and_leaves_nothing(tmp_path: Path) -> None:
