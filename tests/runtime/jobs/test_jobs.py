@@ -14,14 +14,12 @@ from pilotlight.runtime.jobs.jobs import Jobs
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-STREAMS = """
-import gate, time
-def handler(event):
+SLEEPS = """
+import asyncio, gate
+async def handler(event):
     gate.say("at work")
     try:
-        while True:
-            yield 1
-            time.sleep(0.001)
+        await asyncio.sleep(3600)
     finally:
         gate.say("stopped")
 """
@@ -63,7 +61,7 @@ async def leave(asking: asyncio.Task[Any]) -> None:
 async def test_a_job_whose_canceller_hangs_up_is_stopped(
     deploy, gate: Gate, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ):
-    function = await deploy(STREAMS, gate=gate)
+    function = await deploy(SLEEPS, gate=gate)
     job = await run(function)
     await gate.next("at work")
     held = Held(jobs.store.cancel)

@@ -377,6 +377,8 @@ async def test_a_queue_is_full_by_its_bytes_too(store: JobStore) -> None:
         await store.submit(new(given=b"x", max_queued_bytes=300))
     await store.cancel("tone", second.id)
     await store.submit(new(given=b"x" * 100, max_queued_bytes=300))
+    with pytest.raises(QueueFull):
+        await store.submit(new(given=b"x", max_queued_bytes=300))
 
 
 async def test_what_an_older_file_has_in_its_queue_is_counted(
