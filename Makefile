@@ -4,7 +4,7 @@ BIN := .venv/bin
 SOURCES := $(shell find runtime snapshot handlers templates -type f -not -name '*.pyc') $(wildcard *.py) pyproject.toml
 EXTRAS := test
 
-.PHONY: help demo test coverage lint bench bench-snapshot bench-jobs check-api soak soak-jobs clean
+.PHONY: help demo test coverage lint bench bench-snapshot bench-jobs bench-batch check-api soak soak-jobs clean
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
 
@@ -56,6 +56,9 @@ bench-jobs: .venv/installed-bench ## Durable jobs: submits, status among a milli
 
 check-api: .venv/wheel ## schemathesis over /openapi.json: 2,000 requests and more, each answer as described
 	$(BIN)/python infra/bench/schema.py --examples 30
+
+bench-batch: .venv/wheel ## A batch of 10,000 lines, whole and killed and resumed
+	$(BIN)/python infra/bench/batch.py $(BENCH_ARGS)
 
 soak: .venv/wheel ## 1,000 activations in a row, and what they leave behind
 	$(BIN)/python infra/bench/soak.py --activations 1000
