@@ -90,11 +90,21 @@ class Preference:
         return cls(0.0 if "respond-async" in said else None)
 
 
+def stored_id(wanted: str, owner: str) -> str:
+    """Under which id a job is stored whose caller chose one: nobody is to learn from a refusal what others chose."""
+    return f"{wanted}~{owner}" if wanted and owner else wanted
+
+
+def chosen_id(job: Job) -> str:
+    """The id as its caller knows it."""
+    return job.id.removesuffix(f"~{job.owner}") if job.owner else job.id
+
+
 def shown(job: Job, pieces: Iterable[bytes] = ()) -> dict[str, Any]:
     """The prediction as these routes show it, for orjson. `pieces` are those of a streamed answer that goes on."""
     took_s = job.ended_s - job.started_s
     return {
-        "id": job.id,
+        "id": chosen_id(job),
         "version": job.function,
         "status": STATUSES[job.state],
         "input": _input(job),

@@ -15,7 +15,7 @@ import orjson
 from aiohttp import web
 
 from ..._version import __version__
-from ...errors import GatewayError, InputInvalid, PilotlightError, UnknownFunction
+from ...errors import GatewayError, InputInvalid, PilotlightError, UnknownFunction, UnknownJob
 from ..access.caller import caller_of
 from ..access.keys import Scope
 from ..functions import Functions, Live
@@ -25,7 +25,7 @@ from ..jobs.job import Job, NewJob, State, Webhook
 from ..jobs.jobs import Jobs
 from .gateway import EVENT_STREAM_TYPE, HEARTBEAT_S, error_response
 from .intake import Limits, idempotency_of, read_body, request_id_of, too_large, traceparent_of
-from .prediction import ID, Order, Preference, parse, shown
+from .prediction import ID, Order, Preference, chosen_id, parse, shown, stored_id
 
 FUNCTION = "X-Pilotlight-Function"
 ASYNC_BODY_BYTES = 10 << 20
@@ -141,7 +141,7 @@ class Predictions:
         async for job, news in self._jobs.follow(job.function, job.id, sent, every_s=HEARTBEAT_S):  # noqa: B020, PLR1704  as it is by now
             if not started and job.started_s:
                 started = True
-                await response.write(_event("start", {"id": job.id, "status": "processing"}))
+                await response.write(_event("start", {"id": chosen_id(job), "status": "processing"}))
             for number, piece in news:
                 pieces = number
                 chunk = {"chunk": orjson.Fragment(piece), "index": number - 1}
@@ -196,7 +196,11 @@ class Predictions:
     async def _job(self, request: web.Request) -> Job:
         """Of a function that was deleted, too: what it did can be looked up."""
         caller, job_id = caller_of(request), request.match_info["id"]
-        job = await self._jobs.find(job_id, caller.allows, self._names(request))
+        names = self._names(request)
+        try:
+            job = await self._jobs.find(stored_id(job_id, caller.owner), caller.allows, names)
+        except UnknownJob:  # one whose id we made, or one of before there were keys
+            job = await self._jobs.find(job_id, caller.allows, names)
         # An id that somebody chose can be guessed, so what it names is shown to whoever chose it.
         others = job.owner not in ("", caller.owner) and not job.id.startswith(GENERATED)
         if others and Scope.ADMIN not in caller.scopes:
@@ -236,7 +240,7 @@ def _new_job(request: web.Request, live: Live, order: Order, wanted: str) -> New
         max_queued_bytes=settings.max_jobs_bytes,
         webhook=Webhook(order.webhook, order.events) if order.webhook else None,
         idempotency=f"prediction:{wanted}" if wanted else idempotency_of(request.headers),
-        wanted_id=wanted,
+        wanted_id=stored_id(wanted, caller_of(request).owner),
         traceparent=traceparent_of(request.headers),
     )
 

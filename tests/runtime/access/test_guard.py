@@ -376,3 +376,19 @@ async def test_an_open_gateway_asks_nobody(state: Path):
         function = await gateway.deploy(ECHO)
         response = await function.call(1, Authorization="Bearer whatever")
         assert response.json() == 1
+
+
+async def test_an_id_that_somebody_chose_is_his_own(gateway: Gateway, keyed: Opened):
+    """Two keys choose the same id: neither learns of the other, by a refusal or by an answer."""
+    mine = await keyed(scopes=["invoke"], functions=["mine"])
+    theirs = await keyed(scopes=["invoke"], functions=["theirs"])
+    made_here = [
+        await caller.put("/predictions/order-17", json={"input": {"value": word}, "version": function})
+        for caller, function, word in ((mine, "mine", "a"), (theirs, "theirs", "b"))
+    ]
+    assert [response.status_code for response in made_here] == [200, 200]
+    assert [response.json()["id"] for response in made_here] == ["order-17", "order-17"]
+    for caller, response in zip((mine, theirs), made_here, strict=True):
+        assert (await caller.get("/predictions/order-17")).json() == response.json()
+    nobody = await keyed(scopes=["invoke"], functions=["mine"])
+    assert failure(await nobody.get("/predictions/order-17"))["type"] == "unknown_job"

@@ -314,12 +314,14 @@ async def test_the_only_function_needs_no_name_and_a_key_sees_what_it_covers(sta
                 await gateway.deploy(DOUBLES, name="mine"),
                 await gateway.deploy(DOUBLES, name="theirs"),
             )
+            made_ids = []
             for number, covered in enumerate((mine, theirs)):
                 headers = await key(functions=[covered.name])
                 response = await gateway.client.put(
                     f"/predictions/p-{number}", json={"input": {"n": 1}}, headers=headers
                 )
                 assert response.json()["version"] == covered.name, response.text
+                made_ids.append(response.headers["X-Job-Id"])
                 assert (await gateway.client.get("/predictions/p-0", headers=headers)).status_code == (404 if number else 200)  # fmt: skip
                 assert list((await gateway.client.get("/health-check", headers=headers)).json()["functions"]) == [covered.name]  # fmt: skip
                 other = await gateway.client.post("/predictions?function=none", json={}, headers=headers)
@@ -329,7 +331,10 @@ async def test_the_only_function_needs_no_name_and_a_key_sees_what_it_covers(sta
                 assert (other.status_code, hidden.status_code) == (404, 404)
             second = await key(functions=["mine"])  # an id that somebody chose is not for everybody to guess
             assert (await gateway.client.get("/predictions/p-0", headers=second)).status_code == 404
-            assert (await gateway.client.get("/predictions/p-0")).status_code == 200
+            whole = made_ids[0]  # as it is stored: what an admin asks for
+            assert whole.startswith("p-0~")
+            assert (await gateway.client.get(f"/predictions/{whole}")).status_code == 200
+            assert (await gateway.client.get(f"/predictions/{whole}", headers=second)).status_code == 404
 
 
 # -- health
