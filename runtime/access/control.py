@@ -9,7 +9,7 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...errors import BadInput, InputTooLarge
-from ..api.admin import typed
+from ..api.answer import typed
 from ..api.intake import read_body
 from ..functions import Functions
 from .keyring import Keyring

@@ -24,8 +24,8 @@ from ...errors import (
     Unauthorized,
     UnknownFunction,
 )
+from ..api.answer import error_response
 from ..api.aws_error import PATHS, aws_error
-from ..api.gateway import error_response
 from ..api.intake import request_id_of
 from .caller import ANYBODY, CALLER, Caller
 from .keyring import Held, Keyring

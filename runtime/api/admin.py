@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,21 +11,19 @@ import orjson
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ...errors import BadInput, CodeError, InputTooLarge, PilotlightError, SettingsError, UnsupportedMedia
+from ...errors import BadInput, CodeError, InputTooLarge, SettingsError, UnsupportedMedia
 from ..access.caller import caller_of
 from ..deploy import Order
 from ..functions import Functions, FunctionStatus
 from ..metrics import Metrics
-from .gateway import error_response
-from .intake import media_type_of, read_body, request_id_of
+from .answer import typed
+from .intake import media_type_of, read_body
 from .openapi import MAX_LOG_LINES, describe
 
 MAX_ARCHIVE_BYTES = 256 << 20
 UPLOAD_TIMEOUT_S = 600.0
 MAX_DIGITS = 9
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-Route = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class DeployRequest(BaseModel):
@@ -158,18 +156,6 @@ class Admin:
                 remedy="Upload the folder: pilotlight deploy --upload.",
             )
         return Order(path=order.path, overrides=order.overrides, install=order.install, check=order.check)
-
-
-def typed(route: Route) -> Route:
-    """Answers errors of the tree as typed JSON."""
-
-    async def answer(request: web.Request) -> web.StreamResponse:
-        try:
-            return await route(request)
-        except PilotlightError as error:
-            return error_response(error, request_id_of(request.headers))
-
-    return answer
 
 
 async def _body(request: web.Request) -> bytes:

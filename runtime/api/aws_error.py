@@ -15,7 +15,7 @@ from ...errors import (
     Unauthorized,
     UnknownFunction,
 )
-from .gateway import RETRY_AFTER_S
+from .answer import RETRY_AFTER_S
 
 PATHS = "/2015-03-31/"
 """How the paths of those clients begin."""

@@ -25,8 +25,8 @@ from ...handlers.codec import JSON_TYPE
 from ..access.caller import caller_of
 from ..functions import Functions, Live
 from ..invocation import Answer, Invocation
-from ..jobs.job import NewJob
 from ..jobs.jobs import Jobs
+from ..jobs.order import order
 from ..metrics import Metrics
 from .aws_error import PATHS, aws_error
 from .intake import Limits, idempotency_of, read_body, request_id_of, traceparent_of
@@ -87,17 +87,11 @@ class LambdaApi:
                 orjson.loads(body)
         except orjson.JSONDecodeError as error:
             raise BadInput(f"The payload is not JSON: {error}.", remedy="Send JSON.") from None
-        settings = live.record.settings
-        new = NewJob(
-            live.record.function,
+        new = order(
+            live.record.settings,
             body,
-            execution_timeout_s=settings.timeout_s,
-            ttl_s=settings.ttl_s,
             owner=caller_of(request).owner,
-            max_attempts=settings.attempts,
             idempotency=idempotency_of(request.headers),
-            max_queued=settings.max_jobs,
-            max_queued_bytes=settings.max_jobs_bytes,
             traceparent=traceparent_of(request.headers),
         )
         job, replayed = await self._jobs.submit(new)

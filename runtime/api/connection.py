@@ -8,7 +8,7 @@ from http import HTTPStatus
 from aiohttp import web
 
 from ...errors import MalformedRequest, PilotlightError
-from .gateway import error_response
+from .answer import error_response
 
 MAX_REASON_CHARS = 200
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .cloudevents import BATCHED, REQUIRED, STRUCTURED
+from .parts import errors, json_answer
 from .prediction import ID, STATUSES, Order
 
 _TEXT = {"type": "string"}
@@ -62,11 +63,11 @@ def _predictions(error: dict[str, Any]) -> dict[str, Any]:
     shown = {"application/json": {"schema": _PREDICTION}, **EVENTS}
     made = {
         "200": {"description": "The prediction, ended.", "content": shown},
-        "202": _json("The prediction, going on.", _PREDICTION),
-        **_errors(error, 400, 404, 408, 409, 413, 422, 503),
+        "202": json_answer("The prediction, going on.", _PREDICTION),
+        **errors(error, 400, 404, 408, 409, 413, 422, 503),
     }
     new = {"requestBody": _body(Order.model_json_schema()), "responses": made}
-    seen = {"200": {"description": "The prediction.", "content": shown}, **_errors(error, 404, 410, 503)}
+    seen = {"200": {"description": "The prediction.", "content": shown}, **errors(error, 404, 410, 503)}
     health = {
         "type": "object",
         "required": ["status"],
@@ -79,7 +80,7 @@ def _predictions(error: dict[str, Any]) -> dict[str, Any]:
             "get": {"summary": "Shows a prediction.", "parameters": [job], "responses": seen},
         },
         "/predictions/{id}/cancel": {"post": {"summary": "Cancels a prediction unless it has ended.", "parameters": [job], "responses": seen}},
-        "/health-check": {"get": {"summary": "How the function is, or all are.", "parameters": [which, header], "responses": {"200": _json("How it is.", health), **_errors(error, 404)}}},
+        "/health-check": {"get": {"summary": "How the function is, or all are.", "parameters": [which, header], "responses": {"200": json_answer("How it is.", health), **errors(error, 404)}}},
     }  # fmt: skip
 
 
@@ -105,7 +106,7 @@ def _lambda(error: dict[str, Any]) -> dict[str, Any]:
             },
             "202": {"description": "Event: the job is on the disk."},
             "204": {"description": "DryRun: it could be called."},
-            **_errors(either, 400, 401, 403, 404, 408, 413, 429, 500, 503),
+            **errors(either, 400, 401, 403, 404, 408, 413, 429, 500, 503),
         },
     }
     return {"/2015-03-31/functions/{name}/invocations": {"post": post}}
@@ -131,26 +132,18 @@ def _events(error: dict[str, Any]) -> dict[str, Any]:
         "parameters": [name],
         "requestBody": {"required": True, "content": content},
         "responses": {
-            "200": _json("The job is on the disk.", accepted),
-            "202": _json("The events' jobs are on the disk.", many),
-            **_errors(error, 400, 404, 408, 409, 413, 415, 422, 503),
+            "200": json_answer("The job is on the disk.", accepted),
+            "202": json_answer("The events' jobs are on the disk.", many),
+            **errors(error, 400, 404, 408, 409, 413, 415, 422, 503),
         },
     }
     origin = {"name": "WebHook-Request-Origin", "in": "header", "required": True, "schema": _TEXT}
     shake = {
         "summary": "Whether events may be sent here.",
         "parameters": [name, origin],
-        "responses": {"200": {"description": "They may."}, **_errors(error, 400, 404, 503)},
+        "responses": {"200": {"description": "They may."}, **errors(error, 400, 404, 503)},
     }
     return {"/v2/{function}/run": {"post": run, "options": shake}}
-
-
-def _json(description: str, schema: dict[str, Any]) -> dict[str, Any]:
-    return {"description": description, "content": {"application/json": {"schema": schema}}}
-
-
-def _errors(schema: dict[str, Any], *codes: int) -> dict[str, Any]:
-    return {str(code): _json("A typed error.", schema) for code in codes}
 
 
 def _body(schema: dict[str, Any]) -> dict[str, Any]:

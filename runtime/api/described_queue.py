@@ -7,6 +7,7 @@ from typing import Any
 from ..jobs.job import State
 from .described import EVENTS
 from .intake import MAX_KEY_CHARS
+from .parts import errors, json_answer, query
 from .queue import MAX_LISTED, MOST_WAIT_MS, WAIT_MS, Order
 
 _TEXT = {"type": "string"}
@@ -46,9 +47,9 @@ def queue_schemas() -> dict[str, Any]:
 def queue_paths(error: dict[str, Any]) -> dict[str, Any]:
     """Their paths; `error` is the schema of a typed error. `run` stands with the events that it takes as well."""
     function, job = _path("function"), _path("job")
-    shown = _json("The job.", _JOB)
-    wait = _query("wait", _COUNT, f"Milliseconds, {MOST_WAIT_MS} at most; {WAIT_MS} if it is not said.")
-    after = _query(
+    shown = json_answer("The job.", _JOB)
+    wait = query("wait", _COUNT, f"Milliseconds, {MOST_WAIT_MS} at most; {WAIT_MS} if it is not said.")
+    after = query(
         "after", _COUNT, "The number of the last piece that was seen; else where the last poll ended."
     )
     last = {"name": "Last-Event-ID", "in": "header", "schema": _TEXT}
@@ -56,23 +57,23 @@ def queue_paths(error: dict[str, Any]) -> dict[str, Any]:
         "summary": "Submits a job and waits for its end, or for as long as is asked.",
         "parameters": [function, wait, *submit_headers()],
         "requestBody": {"required": True, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/JobOrder"}}}},
-        "responses": {"200": _submitted("The job as it is by now.", _JOB), **_errors(error, 400, 404, 408, 409, 413, 422, 503)},
+        "responses": {"200": _submitted("The job as it is by now.", _JOB), **errors(error, 400, 404, 408, 409, 413, 422, 503)},
     }  # fmt: skip
     look = {
         "summary": "Shows a job.",
         "parameters": [function, job],
-        "responses": {"200": shown, **_errors(error, 404, 410, 503)},
+        "responses": {"200": shown, **errors(error, 404, 410, 503)},
     }
     stream = {
         "summary": "The pieces since the last poll; all that come, for who accepts text/event-stream.",
         "parameters": [function, job, after, last],
-        "responses": {"200": _pieces(), **_errors(error, 400, 404, 410, 503)},
+        "responses": {"200": _pieces(), **errors(error, 400, 404, 410, 503)},
     }
     cancel = {"summary": "Cancels a job unless it has ended.", **_rest(look)}
     retry = {
         "summary": "Queues a job that failed or timed out again.",
         "parameters": [function, job],
-        "responses": {"200": shown, **_errors(error, 404, 409, 410, 503)},
+        "responses": {"200": shown, **errors(error, 404, 409, 410, 503)},
     }
     base = "/v2/{function}"
     return {
@@ -106,7 +107,7 @@ def _purge(function: dict[str, Any], error: dict[str, Any]) -> dict[str, Any]:
     return {
         "summary": "Cancels all jobs that wait.",
         "parameters": [function],
-        "responses": {"200": _json("How many there were.", answer), **_errors(error, 404, 503)},
+        "responses": {"200": json_answer("How many there were.", answer), **errors(error, 404, 503)},
     }
 
 
@@ -121,7 +122,7 @@ def _health(function: dict[str, Any], error: dict[str, Any]) -> dict[str, Any]:
     return {
         "summary": "How many jobs and workers there are, by state.",
         "parameters": [function],
-        "responses": {"200": _json("The counts.", answer), **_errors(error, 404, 503)},
+        "responses": {"200": json_answer("The counts.", answer), **errors(error, 404, 503)},
     }
 
 
@@ -133,14 +134,14 @@ def _requests(function: dict[str, Any], error: dict[str, Any]) -> dict[str, Any]
         "properties": {"requests": {"type": "array", "items": _JOB, "maxItems": MAX_LISTED}},
     }
     asked = [
-        _query("status", states, "Only jobs in these states."),
-        _query("limit", _COUNT, f"At most so many, and never more than {MAX_LISTED}; 100 if it is not said."),
-        _query("before", _TEXT, "A job's id: only older ones."),
+        query("status", states, "Only jobs in these states."),
+        query("limit", _COUNT, f"At most so many, and never more than {MAX_LISTED}; 100 if it is not said."),
+        query("before", _TEXT, "A job's id: only older ones."),
     ]
     return {
         "summary": "Lists jobs, the newest first, without their outputs.",
         "parameters": [function, *asked],
-        "responses": {"200": _json("The jobs.", answer), **_errors(error, 400, 404, 410, 503)},
+        "responses": {"200": json_answer("The jobs.", answer), **errors(error, 400, 404, 410, 503)},
     }
 
 
@@ -166,21 +167,9 @@ def _path(name: str) -> dict[str, Any]:
     return {"name": name, "in": "path", "required": True, "schema": _TEXT}
 
 
-def _query(name: str, schema: dict[str, Any], description: str) -> dict[str, Any]:
-    return {"name": name, "in": "query", "schema": schema, "description": description}
-
-
 def _submitted(description: str, schema: dict[str, Any]) -> dict[str, Any]:
     replayed = {
         "description": "Sent if the job was there before.",
         "schema": {"type": "string", "const": "true"},
     }
-    return {**_json(description, schema), "headers": {"Idempotent-Replayed": replayed}}
-
-
-def _json(description: str, schema: dict[str, Any]) -> dict[str, Any]:
-    return {"description": description, "content": {"application/json": {"schema": schema}}}
-
-
-def _errors(schema: dict[str, Any], *codes: int) -> dict[str, Any]:
-    return {str(code): _json("A typed error.", schema) for code in codes}
+    return {**json_answer(description, schema), "headers": {"Idempotent-Replayed": replayed}}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from .parts import json_answer
+
 _DELIVERY = {"$ref": "#/components/schemas/Delivery"}
 _TEXT = {"type": "string"}
 _PATH = "/v1/functions/{function}/webhooks"
@@ -23,16 +25,16 @@ def webhook_paths(error: dict[str, Any]) -> dict[str, Any]:
         "required": ["deliveries"],
         "properties": {"deliveries": {"type": "array", "items": _DELIVERY}},
     }
-    refused = {code: _json("A typed error.", error) for code in ("400", "404", "503")}
+    refused = {code: json_answer("A typed error.", error) for code in ("400", "404", "503")}
     listing = {
         "summary": "Lists deliveries of webhooks, the newest first.",
         "parameters": [name, *_filters()],
-        "responses": {"200": _json("The deliveries.", found), **refused},
+        "responses": {"200": json_answer("The deliveries.", found), **refused},
     }
     again = {
         "summary": "Sends a delivery again, under its id.",
         "parameters": [name, delivery],
-        "responses": {"200": _json("The delivery, pending.", _DELIVERY), **refused},
+        "responses": {"200": json_answer("The delivery, pending.", _DELIVERY), **refused},
     }
     signed = {
         "type": "object",
@@ -42,17 +44,13 @@ def webhook_paths(error: dict[str, Any]) -> dict[str, Any]:
     secret = {
         "summary": "Tells the secret that a function's webhooks are signed with, after Standard Webhooks.",
         "parameters": [name],
-        "responses": {"200": _json("The secret, for receivers.", signed), **refused},
+        "responses": {"200": json_answer("The secret, for receivers.", signed), **refused},
     }
     return {
         _PATH: {"get": listing},
         f"{_PATH}/secret": {"get": secret},
         f"{_PATH}/{{delivery}}/redeliver": {"post": again},
     }
-
-
-def _json(description: str, schema: dict[str, Any]) -> dict[str, Any]:
-    return {"description": description, "content": {"application/json": {"schema": schema}}}
 
 
 def _filters() -> list[dict[str, Any]]:

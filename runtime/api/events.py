@@ -14,8 +14,9 @@ from ...errors import EventInvalid, PilotlightError
 from ..functions import Functions, Live
 from ..jobs.job import Job, NewJob
 from ..jobs.jobs import Jobs
+from ..jobs.order import order
+from .answer import error_response
 from .cloudevents import Event
-from .gateway import error_response
 from .intake import request_id_of, traceparent_of
 
 ORIGIN, RATE = "WebHook-Request-Origin", "WebHook-Request-Rate"
@@ -71,17 +72,12 @@ async def submit(jobs: Jobs, live: Live, events: list[Event], *, owner: str) -> 
 
 def new_job(live: Live, event: Event, *, owner: str) -> NewJob:
     """A job for a live function, whose input is the event's data."""
-    settings, attributes = live.record.settings, event.attributes
-    return NewJob(
-        live.record.function,
+    attributes = event.attributes
+    return order(
+        live.record.settings,
         event.data,
-        execution_timeout_s=settings.timeout_s,
-        ttl_s=settings.ttl_s,
         content_type=event.content_type,
         owner=owner,
-        max_attempts=settings.attempts,
-        max_queued=settings.max_jobs,
-        max_queued_bytes=settings.max_jobs_bytes,
         idempotency=event.idempotency,
         traceparent=traceparent_of({"traceparent": str(attributes.get("traceparent", ""))}),
         extra={"event": dict(attributes)},

@@ -10,17 +10,13 @@ import orjson
 from aiohttp import web
 
 from ...errors import PilotlightError
-from ...handlers.codec import JSON_TYPE
 from ..functions import Functions
 from ..invocation import Invocation
 from ..metrics import Metrics
 from ..revision import Revision
+from .answer import EVENT_STREAM_TYPE, HEARTBEAT_S, error_response, event
 from .intake import content_type_of, read_body, request_id_of, seconds, traceparent_of
 
-EVENT_STREAM_TYPE = "text/event-stream"
-# While a streamed call waits for an activation, so often a comment keeps proxies from hanging up.
-HEARTBEAT_S = 5.0
-RETRY_AFTER_S = {429: "1", 503: "2"}
 MAX_HOLD_S = 3600.0
 
 
@@ -84,7 +80,7 @@ class Gateway:
         except PilotlightError as error:
             invocation.timeline.responded_s = time.monotonic()
             self._note(name, error.status, invocation)
-            return error_response(error, invocation.id, invocation)
+            return error_response(error, invocation.id, _headers(invocation))
         invocation.timeline.responded_s = time.monotonic()
         self._note(name, 200, invocation)
         headers = _headers(invocation)
@@ -109,13 +105,13 @@ class Gateway:
                 break
             response = response or await _open_stream(request, invocation)
             number += 1
-            await response.write(_event("output", piece, number))
+            await response.write(event("output", piece, number))
         error = invocation.answer.exception()
         invocation.timeline.responded_s = time.monotonic()
         status = error.status if isinstance(error, PilotlightError) else 200
         self._note(name, status, invocation)
         if isinstance(error, PilotlightError) and response is None:
-            return error_response(error, invocation.id, invocation)
+            return error_response(error, invocation.id, _headers(invocation))
         response = response or await _open_stream(request, invocation)
         await response.write(_last_event(error, number + 1))
         await response.write_eof()
@@ -157,19 +153,6 @@ def _headers(invocation: Invocation) -> dict[str, str]:
     return headers
 
 
-def error_response(
-    error: PilotlightError, request_id: str = "", invocation: Invocation | None = None
-) -> web.Response:
-    """The typed JSON error: `{"error": {"type", "message", "remedy", "details"}}`."""
-    headers = (
-        _headers(invocation) if invocation is not None else {"X-Request-Id": request_id} if request_id else {}
-    )
-    if error.status in RETRY_AFTER_S:
-        headers["Retry-After"] = RETRY_AFTER_S[error.status]
-    body = {"error": {**error.to_wire(), **({"request_id": request_id} if request_id else {})}}
-    return web.Response(body=orjson.dumps(body), status=error.status, headers=headers, content_type=JSON_TYPE)
-
-
 async def _open_stream(request: web.Request, invocation: Invocation) -> web.StreamResponse:
     """Sends the head of an event stream. Its Server-Timing ends where the first piece left."""
     headers = _headers(invocation) | {"Content-Type": EVENT_STREAM_TYPE, "Cache-Control": "no-store"}
@@ -178,11 +161,7 @@ async def _open_stream(request: web.Request, invocation: Invocation) -> web.Stre
     return response
 
 
-def _event(name: str, data: bytes, number: int) -> bytes:
-    return b"id: %d\nevent: %s\ndata: %s\n\n" % (number, name.encode(), data)
-
-
 def _last_event(error: BaseException | None, number: int) -> bytes:
     if isinstance(error, PilotlightError):
-        return _event("error", orjson.dumps(error.to_wire()), number)
-    return _event("completed", b"{}", number)
+        return event("error", orjson.dumps(error.to_wire()), number)
+    return event("completed", b"{}", number)

@@ -11,6 +11,7 @@ from ..functions import FunctionStatus
 from .described import EVENTS, spelled_paths, spelled_schemas
 from .described_queue import queue_paths, queue_schemas
 from .described_webhooks import webhook_paths, webhook_schemas
+from .parts import errors, json_answer, query
 
 ERROR = {"$ref": "#/components/schemas/Error"}
 MAX_LOG_LINES = 10_000
@@ -76,7 +77,7 @@ def _invoke(function: FunctionStatus, taken: dict[str, Any], given: dict[str, An
         "requestBody": {"content": {"application/json": {"schema": taken}}},
         "responses": {
             "200": {"description": "The answer.", "headers": _ANSWERED, "content": answer},
-            **_errors(400, 408, 413, 422, 429, 500, 503, 504),
+            **errors(ERROR, 400, 408, 413, 422, 429, 500, 503, 504),
         },
     }
 
@@ -111,17 +112,17 @@ def _control_paths() -> dict[str, Any]:
         "required": ["functions"],
         "properties": {"functions": {"type": "array", "items": _STATUS}},
     }
-    memory = _query("memory", _FLAG, "Whether to tell its processes and what they hold.")
+    memory = query("memory", _FLAG, "Whether to tell its processes and what they hold.")
     look = {
         "summary": "Shows a function.",
         "parameters": [name, memory],
-        "responses": {"200": _json("The function.", _STATUS), **_errors(400, 404, 503)},
+        "responses": {"200": json_answer("The function.", _STATUS), **errors(ERROR, 400, 404, 503)},
     }
     gone = {"type": "object", "required": ["deleted"], "properties": {"deleted": _TEXT}}
     delete = {
         "summary": "Deletes a function.",
         "parameters": [name],
-        "responses": {"200": _json("Deleted.", gone), **_errors(404, 503)},
+        "responses": {"200": json_answer("Deleted.", gone), **errors(ERROR, 404, 503)},
     }
     ready = {
         "type": "object",
@@ -130,16 +131,16 @@ def _control_paths() -> dict[str, Any]:
     }
     return {
         "/v1/functions": {
-            "get": {"summary": "Lists the functions.", "responses": {"200": _json("All functions.", listing)}},
+            "get": {"summary": "Lists the functions.", "responses": {"200": json_answer("All functions.", listing)}},
             "post": _deploy(),
         },
         "/v1/functions/{function}": {"get": look, "delete": delete},
         "/v1/functions/{function}/logs": {"get": _logs(name)},
         "/v2/{function}/warmup": {"post": _warmup(name)},
-        "/healthz": {"get": {"summary": "Whether it lives.", "responses": {"200": _json("Alive.", {"type": "object", "properties": {"status": {"const": "alive"}}})}}},
-        "/readyz": {"get": {"summary": "Whether it takes requests.", "responses": {"200": _json("Takes requests.", ready), "503": _json("Is shutting down.", ready)}}},
+        "/healthz": {"get": {"summary": "Whether it lives.", "responses": {"200": json_answer("Alive.", {"type": "object", "properties": {"status": {"const": "alive"}}})}}},
+        "/readyz": {"get": {"summary": "Whether it takes requests.", "responses": {"200": json_answer("Takes requests.", ready), "503": json_answer("Is shutting down.", ready)}}},
         "/metrics": {"get": {"summary": "Prometheus exposition.", "responses": {"200": {"description": "Counts and times.", "content": {"text/plain": {"schema": _TEXT}}}}}},
-        "/openapi.json": {"get": {"summary": "This description.", "responses": {"200": _json("OpenAPI 3.1.", {"type": "object"})}}},
+        "/openapi.json": {"get": {"summary": "This description.", "responses": {"200": json_answer("OpenAPI 3.1.", {"type": "object"})}}},
     }  # fmt: skip
 
 
@@ -147,9 +148,9 @@ def _deploy() -> dict[str, Any]:
     return {
         "summary": "Deploys a folder of this node, or an uploaded tar.gz: a new revision of its function.",
         "parameters": [
-            _query("set", {"type": "array", "items": _TEXT}, "Of an upload: settings, as scale.max=8."),
-            _query("install", _FLAG, "Of an upload: whether its requirements may be installed."),
-            _query("check", _FLAG, "Of an upload: whether a worker must have started before it is live."),
+            query("set", {"type": "array", "items": _TEXT}, "Of an upload: settings, as scale.max=8."),
+            query("install", _FLAG, "Of an upload: whether its requirements may be installed."),
+            query("check", _FLAG, "Of an upload: whether a worker must have started before it is live."),
         ],
         "requestBody": {
             "required": True,
@@ -159,8 +160,8 @@ def _deploy() -> dict[str, Any]:
             },
         },
         "responses": {
-            "201": _json("The function, live.", _STATUS),
-            **_errors(400, 408, 413, 415, 422, 500, 502, 503, 507),
+            "201": json_answer("The function, live.", _STATUS),
+            **errors(ERROR, 400, 408, 413, 415, 422, 500, 502, 503, 507),
         },
     }
 
@@ -171,15 +172,15 @@ def _logs(name: dict[str, Any]) -> dict[str, Any]:
         "summary": "The last lines that a function's processes printed.",
         "parameters": [
             name,
-            _query("lines", lines, "At most so many."),
-            _query("follow", _FLAG, "Whether to go on with lines as they come; that answer does not end."),
+            query("lines", lines, "At most so many."),
+            query("follow", _FLAG, "Whether to go on with lines as they come; that answer does not end."),
         ],
         "responses": {
             "200": {
                 "description": "Lines, one JSON object each.",
                 "content": {"application/x-ndjson": {"schema": _TEXT}},
             },
-            **_errors(400, 404, 503),
+            **errors(ERROR, 400, 404, 503),
         },
     }
 
@@ -192,25 +193,13 @@ def _warmup(name: dict[str, Any]) -> dict[str, Any]:
     answer = {"type": "object", "required": ["workers"], "properties": {"workers": workers}}
     return {
         "summary": "Starts workers before they are called.",
-        "parameters": [name, _query("workers", schema, "So many in all; scale.max at most.")],
-        "responses": {"200": _json("Workers now.", answer), **_errors(400, 404, 503)},
+        "parameters": [name, query("workers", schema, "So many in all; scale.max at most.")],
+        "responses": {"200": json_answer("Workers now.", answer), **errors(ERROR, 400, 404, 503)},
     }
-
-
-def _query(name: str, schema: dict[str, Any], description: str) -> dict[str, Any]:
-    return {"name": name, "in": "query", "schema": schema, "description": description}
 
 
 def _header(name: str, schema: dict[str, Any], description: str) -> dict[str, Any]:
     return {"name": name, "in": "header", "schema": schema, "description": description}
-
-
-def _json(description: str, schema: dict[str, Any]) -> dict[str, Any]:
-    return {"description": description, "content": {"application/json": {"schema": schema}}}
-
-
-def _errors(*codes: int) -> dict[str, Any]:
-    return {str(code): _json("A typed error.", ERROR) for code in codes}
 
 
 def _deploy_schema() -> dict[str, Any]:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
-from typing import Any
 
 import orjson
 from aiohttp import web
@@ -23,8 +21,9 @@ from ..jobs import looks
 from ..jobs.identity import GENERATED
 from ..jobs.job import Job, NewJob, State, Webhook
 from ..jobs.jobs import Jobs
-from .gateway import EVENT_STREAM_TYPE, HEARTBEAT_S, error_response
-from .intake import Limits, idempotency_of, read_body, request_id_of, too_large, traceparent_of
+from ..jobs.order import order
+from .answer import EVENT_STREAM_TYPE, HEARTBEAT_S, event, typed
+from .intake import Limits, idempotency_of, read_body, too_large, traceparent_of
 from .prediction import ID, Order, Preference, chosen_id, parse, shown, stored_id
 
 FUNCTION = "X-Pilotlight-Function"
@@ -32,8 +31,6 @@ ASYNC_BODY_BYTES = 10 << 20
 MAX_CHOICES = 50
 PIECES_SHOWN = 1000
 NOT_THE_HANDLERS_FAULT = frozenset({"bad_json", "input_invalid"})
-
-Route = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Predictions:
@@ -46,11 +43,11 @@ class Predictions:
 
     def routes(self) -> list[web.RouteDef]:
         return [
-            web.post("/predictions", _typed(self.create)),
-            web.put("/predictions/{id}", _typed(self.create)),
-            web.get("/predictions/{id}", _typed(self.look)),
-            web.post("/predictions/{id}/cancel", _typed(self.cancel)),
-            web.get("/health-check", _typed(self.health)),
+            web.post("/predictions", typed(self.create)),
+            web.put("/predictions/{id}", typed(self.create)),
+            web.get("/predictions/{id}", typed(self.look)),
+            web.post("/predictions/{id}/cancel", typed(self.cancel)),
+            web.get("/health-check", typed(self.health)),
         ]
 
     async def create(self, request: web.Request) -> web.StreamResponse:
@@ -132,7 +129,7 @@ class Predictions:
         try:
             await self._tell(response, job, sent)
         except PilotlightError as error:  # the head is gone: it can only be told as an event
-            await response.write(_event("error", error.to_wire()))
+            await response.write(event("error", orjson.dumps(error.to_wire())))
         await response.write_eof()
         return response
 
@@ -141,19 +138,21 @@ class Predictions:
         async for job, news in self._jobs.follow(job.function, job.id, sent, every_s=HEARTBEAT_S):  # noqa: B020, PLR1704  as it is by now
             if not started and job.started_s:
                 started = True
-                await response.write(_event("start", {"id": chosen_id(job), "status": "processing"}))
+                await response.write(
+                    event("start", orjson.dumps({"id": chosen_id(job), "status": "processing"}))
+                )
             for number, piece in news:
                 pieces = number
                 chunk = {"chunk": orjson.Fragment(piece), "index": number - 1}
-                await response.write(_event("output", chunk, number))
+                await response.write(event("output", orjson.dumps(chunk), number))
             if not news and not job.state.final:
                 await response.write(b": waiting\n\n")
         whole = shown(job)
         if job.state is State.COMPLETED and not pieces and not job.pieces:
-            await response.write(_event("output", {"chunk": whole["output"], "index": 0}))
+            await response.write(event("output", orjson.dumps({"chunk": whole["output"], "index": 0})))
         if job.logs:
-            await response.write(_event("log", {"source": "stdout", "data": job.logs}))
-        await response.write(_event("completed", whole))
+            await response.write(event("log", orjson.dumps({"source": "stdout", "data": job.logs})))
+        await response.write(event("completed", orjson.dumps(whole)))
 
     async def _shown(
         self, job: Job, status: int = 200, headers: dict[str, str] | None = None
@@ -227,20 +226,15 @@ def _wanted(order: Order, path_id: str | None) -> str:
     return wanted
 
 
-def _new_job(request: web.Request, live: Live, order: Order, wanted: str) -> NewJob:
-    settings = live.record.settings
-    return NewJob(
-        live.record.function,
-        order.input_json(),
-        execution_timeout_s=settings.timeout_s,
-        ttl_s=settings.ttl_s,
-        owner=caller_of(request).owner,
-        max_attempts=settings.attempts,
-        max_queued=settings.max_jobs,
-        max_queued_bytes=settings.max_jobs_bytes,
-        webhook=Webhook(order.webhook, order.events) if order.webhook else None,
+def _new_job(request: web.Request, live: Live, given: Order, wanted: str) -> NewJob:
+    owner = caller_of(request).owner
+    return order(
+        live.record.settings,
+        given.input_json(),
+        owner=owner,
+        webhook=Webhook(given.webhook, given.events) if given.webhook else None,
         idempotency=f"prediction:{wanted}" if wanted else idempotency_of(request.headers),
-        wanted_id=stored_id(wanted, caller_of(request).owner),
+        wanted_id=stored_id(wanted, owner),
         traceparent=traceparent_of(request.headers),
     )
 
@@ -257,20 +251,3 @@ def _refuse_input(job: Job) -> None:
 
 def _wants_events(request: web.Request) -> bool:
     return EVENT_STREAM_TYPE in request.headers.get("Accept", "")
-
-
-def _event(name: str, data: dict[str, Any], number: int = 0) -> bytes:
-    place = b"id: %d\n" % number if number else b""
-    return place + b"event: %s\ndata: %s\n\n" % (name.encode(), orjson.dumps(data))
-
-
-def _typed(route: Route) -> Route:
-    """Answers errors of the tree as typed JSON."""
-
-    async def answer(request: web.Request) -> web.StreamResponse:
-        try:
-            return await route(request)
-        except PilotlightError as error:
-            return error_response(error, request_id_of(request.headers))
-
-    return answer

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -23,9 +21,10 @@ from ..functions import Functions, Live
 from ..jobs import message
 from ..jobs.job import BATCH_PRIORITY, LOW_PRIORITY, Job, NewJob, State, Webhook
 from ..jobs.jobs import Jobs
+from ..jobs.order import order
 from . import cloudevents
 from . import events as events_api
-from .gateway import HEARTBEAT_S, error_response
+from .answer import EVENT_STREAM_TYPE, HEARTBEAT_S, error_response, event, typed
 from .intake import (
     content_type_of,
     dump_json,
@@ -43,8 +42,6 @@ MAX_LISTED = 1000
 MAX_POLLERS = 10_000
 PIECES_A_POLL = 1000
 _PRIORITIES = {"normal": 0, "low": LOW_PRIORITY, "batch": BATCH_PRIORITY}
-
-Route = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class JobPolicy(BaseModel):
@@ -84,17 +81,17 @@ class QueueApi:
     def routes(self) -> list[web.RouteDef]:
         base = "/v2/{function}"
         return [
-            web.post(f"{base}/run", _typed(self.run)),
-            web.post(f"{base}/runsync", _typed(self.runsync)),
-            web.get(f"{base}/status/{{job}}", _typed(self.status)),
-            web.post(f"{base}/status/{{job}}", _typed(self.status)),
-            web.get(f"{base}/stream/{{job}}", _typed(self.stream)),
-            web.post(f"{base}/stream/{{job}}", _typed(self.stream)),
-            web.post(f"{base}/cancel/{{job}}", _typed(self.cancel)),
-            web.post(f"{base}/retry/{{job}}", _typed(self.retry)),
-            web.post(f"{base}/purge-queue", _typed(self.purge)),
-            web.get(f"{base}/health", _typed(self.health)),
-            web.get(f"{base}/requests", _typed(self.requests)),
+            web.post(f"{base}/run", typed(self.run)),
+            web.post(f"{base}/runsync", typed(self.runsync)),
+            web.get(f"{base}/status/{{job}}", typed(self.status)),
+            web.post(f"{base}/status/{{job}}", typed(self.status)),
+            web.get(f"{base}/stream/{{job}}", typed(self.stream)),
+            web.post(f"{base}/stream/{{job}}", typed(self.stream)),
+            web.post(f"{base}/cancel/{{job}}", typed(self.cancel)),
+            web.post(f"{base}/retry/{{job}}", typed(self.retry)),
+            web.post(f"{base}/purge-queue", typed(self.purge)),
+            web.get(f"{base}/health", typed(self.health)),
+            web.get(f"{base}/requests", typed(self.requests)),
         ]
 
     async def run(self, request: web.Request) -> web.StreamResponse:
@@ -123,8 +120,8 @@ class QueueApi:
         try:
             live, body = await self._body(request, ASYNC_BODY_BYTES)
             _check_json(request, body)
-            order = new_job(live, Order(input=None), request)
-            bare = replace(order, input=body, content_type=content_type_of(request.headers))
+            kind = content_type_of(request.headers)
+            bare = order(live.record.settings, body, content_type=kind, **_told_by(request))
             job, replayed = await self._jobs.submit(bare)
         except PilotlightError as error:
             return error_response(error, request_id_of(request.headers))
@@ -176,7 +173,7 @@ class QueueApi:
     async def stream(self, request: web.Request) -> web.StreamResponse:
         """What came since the last poll; all that comes, as events, for who accepts those."""
         job = await self._job(request)
-        if "text/event-stream" in request.headers.get("Accept", ""):
+        if EVENT_STREAM_TYPE in request.headers.get("Accept", ""):
             return await self._events(request, job)
         asked = request.query.get("after")
         after = self._polled.get(job.id, 0) if asked is None else _number(request, "after", 0)
@@ -201,13 +198,13 @@ class QueueApi:
         last = request.headers.get("Last-Event-ID", "0")
         after = int(last) if last.isascii() and last.isdecimal() and len(last) < 10 else 0
         response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
+            headers={"Content-Type": EVENT_STREAM_TYPE, "Cache-Control": "no-store"}
         )
         await response.prepare(request)
         try:
             await self._tell(response, job, after)
         except PilotlightError as error:  # the head is gone: it can only be told as an event
-            await response.write(_event("error", orjson.dumps(error.to_wire())))
+            await response.write(event("error", orjson.dumps(error.to_wire())))
         await response.write_eof()
         return response
 
@@ -216,13 +213,13 @@ class QueueApi:
         async for job, pieces in self._jobs.follow(job.function, job.id, after, every_s=HEARTBEAT_S):  # noqa: B020, PLR1704  as it is by now
             if job.state is not state and not job.state.final:
                 state = job.state
-                await response.write(_event("status", orjson.dumps({"status": str(state)})))
+                await response.write(event("status", orjson.dumps({"status": str(state)})))
             elif not pieces and not job.state.final:
                 await response.write(b": waiting\n\n")
             for number, piece in pieces:
-                await response.write(_event("output", piece, number))
+                await response.write(event("output", piece, number))
         name = "completed" if job.state is State.COMPLETED else "error"
-        await response.write(_event(name, orjson.dumps(shown(job))))
+        await response.write(event(name, orjson.dumps(shown(job))))
 
     # -- what all of them ask
 
@@ -243,25 +240,32 @@ class QueueApi:
         return await self._jobs.submit(new_job(live, _order(body), request))
 
 
-def new_job(live: Live, order: Order, request: web.Request) -> NewJob:
+def new_job(live: Live, said: Order, request: web.Request) -> NewJob:
     """A job for a live function, as an order says; its settings where it says nothing."""
-    settings, policy = live.record.settings, order.policy
-    timeout_s = settings.timeout_s if policy.executionTimeout is None else policy.executionTimeout / 1000
-    priority = _PRIORITIES[policy.priority] if policy.priority else int(policy.lowPriority)
-    return NewJob(
-        live.record.function,
-        dump_json(order.input),
-        execution_timeout_s=timeout_s,
-        ttl_s=settings.ttl_s if policy.ttl is None else policy.ttl / 1000,
-        owner=caller_of(request).owner,
-        priority=priority,
-        max_attempts=settings.attempts,
-        max_queued=settings.max_jobs,
-        max_queued_bytes=settings.max_jobs_bytes,
-        webhook=Webhook(order.webhook, order.webhook_events) if order.webhook else None,
-        idempotency=idempotency_of(request.headers),
-        traceparent=traceparent_of(request.headers),
+    policy = said.policy
+    times: dict[str, float] = {}
+    if policy.executionTimeout is not None:
+        times["execution_timeout_s"] = policy.executionTimeout / 1000
+    if policy.ttl is not None:
+        times["ttl_s"] = policy.ttl / 1000
+    return order(
+        live.record.settings,
+        dump_json(said.input),
+        **times,
+        **_told_by(request),
+        priority=_PRIORITIES[policy.priority] if policy.priority else int(policy.lowPriority),
+        webhook=Webhook(said.webhook, said.webhook_events) if said.webhook else None,
     )
+
+
+def _told_by(request: web.Request) -> dict[str, str]:
+    """What of a job stands in the request's head."""
+    headers = request.headers
+    return {
+        "owner": caller_of(request).owner,
+        "idempotency": idempotency_of(headers),
+        "traceparent": traceparent_of(headers),
+    }
 
 
 def shown(job: Job) -> dict[str, Any]:
@@ -318,25 +322,8 @@ def _states(request: web.Request) -> list[State]:
         raise BadInput(f"{error}.", remedy=f"One of {', '.join(State)}.") from None
 
 
-def _event(name: str, data: bytes, number: int = 0) -> bytes:
-    place = b"id: %d\n" % number if number else b""
-    return place + b"event: %s\ndata: %s\n\n" % (name.encode(), data)
-
-
 def _json(body: dict[str, Any], job: Job | None = None, replayed: bool = False) -> web.Response:
     headers = {"X-Request-Id": job.id} if job is not None else {}
     if replayed:
         headers["Idempotent-Replayed"] = "true"
     return web.Response(body=orjson.dumps(body), headers=headers, content_type="application/json")
-
-
-def _typed(route: Route) -> Route:
-    """Answers errors of the tree as typed JSON."""
-
-    async def answer(request: web.Request) -> web.StreamResponse:
-        try:
-            return await route(request)
-        except PilotlightError as error:
-            return error_response(error, request_id_of(request.headers))
-
-    return answer

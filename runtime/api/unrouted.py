@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 from aiohttp import hdrs, web
 
 from ...errors import MethodNotAllowed, PilotlightError, UnknownRoute
+from .answer import error_response
 from .aws_error import PATHS, aws_error
-from .gateway import error_response
 from .intake import request_id_of
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

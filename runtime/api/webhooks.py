@@ -13,7 +13,7 @@ from ...errors import BadInput
 from ..functions import Functions
 from ..jobs.jobs import Jobs
 from ..webhooks.delivery import Delivery, DeliveryState
-from .admin import typed
+from .answer import typed
 
 DEFAULT_LISTED, MAX_LISTED = 100, 1000
 

@@ -39,7 +39,7 @@ class Inputs:
     @classmethod
     def open(cls, place: str) -> Inputs:
         """The files behind a path or an S3 URL. BatchFailed, SourceError."""
-        if place.endswith(ENDINGS) or (not is_remote(place) and Path(place).is_file()):
+        if place.endswith(ENDINGS) if is_remote(place) else Path(place).is_file():
             above, _, name = place.rpartition("/")
             return cls(open_source(above or ("/" if place.startswith("/") else ".")), [name])
         if not is_remote(place) and not Path(place).is_dir():

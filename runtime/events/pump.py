@@ -13,6 +13,7 @@ from collections.abc import Callable
 from ...errors import BusFailed, PilotlightError
 from ..jobs.job import Job, NewJob, State
 from ..jobs.jobs import Jobs
+from ..jobs.order import order
 from ..settings import FunctionSettings
 from .body import job_input, trace
 from .bus import Bus, Message, Sink
@@ -193,11 +194,9 @@ class Pump:
 
     def _new(self, message: Message, key: str) -> NewJob:
         # One attempt: how often a message is tried is for the queue to count.
-        return NewJob(
-            self.settings.name, job_input(message.body),
-            execution_timeout_s=self.settings.timeout_s, ttl_s=self.settings.ttl_s,
+        return order(
+            self.settings, job_input(message.body),
             max_attempts=1, idempotency=key, traceparent=trace(message.attributes),
-            max_queued=self.settings.max_jobs, max_queued_bytes=self.settings.max_jobs_bytes,
         )  # fmt: skip
 
     def _backoff_s(self, message: Message) -> int:

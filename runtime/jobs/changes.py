@@ -14,7 +14,7 @@ from .job import Job, NewJob, Outcome, State
 from .turn import Turn
 
 PURGE_SLICE = 500
-"""Jobs cancelled in one turn: some 20 ms."""
+"""Jobs cancelled in one turn, so that nobody else waits for long to write."""
 
 
 def submit(turn: Turn, new: NewJob) -> tuple[Job, bool]:

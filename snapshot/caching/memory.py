@@ -1,7 +1,7 @@
 """A node's memory as a file system: a tmpfs of its own with huge pages, where the kernel lets us mount one.
 
 Fresh memory in pages of 4 KiB is what a fetch waits for most: every page is a fault of its own. In pages of 2 MiB the same
-bytes are written twice as fast, and mapped with a five-hundredth of the faults (docs/snapshot-choices.md). Shared memory
+bytes come in faster, and are mapped with a five-hundredth of the faults (docs/snapshot-choices.md). Shared memory
 has small pages unless its mount says otherwise, and only root may mount. Everybody else gets a folder in it, and can have
 an administrator say `mount -o remount,huge=within_size /dev/shm`.
 """

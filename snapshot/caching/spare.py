@@ -1,8 +1,7 @@
 """Spare files: those of evicted snapshots on tmpfs, kept for their pages.
 
-Writing over pages that are there takes a tenth of the time of allocating them (512 MiB: 0.10 s against 1.03 by pwrite;
-0.035 s through a mapping whose page tables are filled, and filling those takes 0.034 s; 2 cores, measured). Whoever
-takes a spare gets a file with foreign bytes in it, so nothing in it counts before it was verified.
+Writing over pages that are there is faster than allocating them, most of all through a mapping whose page tables are
+filled (kept and fresh in docs/snapshot-choices.md). Whoever takes a spare gets a file with foreign bytes in it, so nothing in it counts before it was verified.
 
 A spare comes here only from a snapshot whose folder was locked exclusively and renamed: nobody maps it any more.
 """

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from pilotlight.errors import BatchFailed, SourceMissing
+from pilotlight.errors import BatchFailed
 from pilotlight.runtime.bulk import inputs
 from pilotlight.runtime.bulk.inputs import Inputs
 
@@ -54,7 +54,7 @@ def test_a_change_shows_in_the_digest(tmp_path: Path) -> None:
 
 
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
-    with pytest.raises(SourceMissing):
+    with pytest.raises(BatchFailed, match=r"none\.jsonl is neither a file nor a folder"):
         Inputs.open(str(tmp_path / "none.jsonl"))
     with pytest.raises(BatchFailed, match="neither a file nor a folder"):
         Inputs.open(str(tmp_path / "none"))

@@ -1,0 +1,48 @@
+"""The answer: errors of the tree as typed JSON, and events of a stream, the same from every route."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+
+import orjson
+from aiohttp import web
+
+from ...errors import PilotlightError
+from ...handlers.codec import JSON_TYPE
+from .intake import request_id_of
+
+EVENT_STREAM_TYPE = "text/event-stream"
+# While a caller waits for something to come of a stream, so often a comment keeps proxies from hanging up.
+HEARTBEAT_S = 5.0
+RETRY_AFTER_S = {429: "1", 503: "2"}
+
+Route = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def error_response(
+    error: PilotlightError, request_id: str = "", headers: Mapping[str, str] | None = None
+) -> web.Response:
+    """The typed JSON error: `{"error": {"type", "message", "remedy", "details", "request_id"}}`."""
+    told = dict(headers) if headers is not None else {"X-Request-Id": request_id} if request_id else {}
+    if error.status in RETRY_AFTER_S:
+        told["Retry-After"] = RETRY_AFTER_S[error.status]
+    body = {"error": {**error.to_wire(), **({"request_id": request_id} if request_id else {})}}
+    return web.Response(body=orjson.dumps(body), status=error.status, headers=told, content_type=JSON_TYPE)
+
+
+def typed(route: Route) -> Route:
+    """A route that answers errors of the tree by their status."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        try:
+            return await route(request)
+        except PilotlightError as error:
+            return error_response(error, request_id_of(request.headers))
+
+    return answer
+
+
+def event(name: str, data: bytes, number: int = 0) -> bytes:
+    """One server-sent event; with a number, which a reader may come back with, if it has a place in the stream."""
+    place = b"id: %d\n" % number if number else b""
+    return place + b"event: %s\ndata: %s\n\n" % (name.encode(), data)
