@@ -34,6 +34,7 @@
     │   │   └── RevisionRetired             the revision was replaced, deleted or shut down first
     │   ├── ActivationTimeout           no worker was ready within the hold time
     │   ├── QueueFull                   the function's queue is at its limit
+    │   ├── Overloaded                  it could not be answered within its deadline: refused at once, or just before it ran
     │   ├── DeadlineExceeded            the invocation ran out of time
     │   └── Cancelled                   the caller went away
     ├── JobError                    invocations that are stored
@@ -270,6 +271,13 @@ class ActivationTimeout(InvocationError):
 class QueueFull(InvocationError):
     code = "queue_full"
     status = 429
+
+
+class Overloaded(InvocationError):
+    """Its `details` hold `retry_after_s`: in how many seconds there will be room."""
+
+    code = "overloaded"
+    status = 503
 
 
 class DeadlineExceeded(InvocationError):

@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 from ..errors import PilotlightError
 from .timeline import Timeline
 
+NORMAL = 3
+"""The priority of who asks for none: 1 is served first, 5 last."""
+
 
 class Answer(NamedTuple):
     """What the handler answered: bytes that nobody on the way decoded."""
@@ -60,8 +63,8 @@ class Stream:
 class Invocation:
     """A request on its way. Ends once: answered, failed or abandoned; whoever ends it first wins."""
 
-    __slots__ = ("_ended", "answer", "attempt", "body", "content_type", "deadline_s", "execution_s", "extra",
-                 "hold_until_s", "id", "on_progress", "on_sent", "stream", "timeline", "timer", "traceparent",
+    __slots__ = ("_ended", "accept", "answer", "attempt", "body", "content_type", "deadline_s", "execution_s", "extra",
+                 "hold_until_s", "id", "on_progress", "on_sent", "priority", "stream", "tenant", "timeline", "timer", "traceparent",
                  "worker")  # fmt: skip
 
     def __init__(
@@ -79,11 +82,15 @@ class Invocation:
         on_progress: Callable[[bytes], None] = _ignore,
         execution_s: float | None = None,
         on_sent: Callable[[], None] | None = None,
+        tenant: str = "",
+        priority: int = NORMAL,
+        accept: str = "",
     ) -> None:
         """`extra` is JSON that the handler finds in `context.extra`; `on_progress` hears each word of how far it is.
 
         With `execution_s`, `deadline_s` is how long it may wait: from when it is sent to a worker, it has so long.
-        `on_sent` is called then, each time that is done.
+        `on_sent` is called then, each time that is done. `tenant` is who shares the workers with others in fair turns,
+        `priority` goes before that: 1 is served first. `accept` are the media types that the caller wants, "" for any.
         """
         self.id = invocation_id
         self.body = body
@@ -95,6 +102,9 @@ class Invocation:
         self.hold_until_s = hold_until_s
         self.execution_s = execution_s
         self.on_sent = on_sent
+        self.tenant = tenant
+        self.priority = priority
+        self.accept = accept
         self.attempt = 1
         self.worker = ""
         self.timeline = Timeline(now_s)
@@ -128,6 +138,8 @@ class Invocation:
             head["attempt"] = self.attempt
         if self.content_type:
             head["type"] = self.content_type
+        if self.accept:
+            head["accept"] = self.accept
         if self.traceparent:
             head["traceparent"] = self.traceparent
         if self.extra:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Mapping
 
 import orjson
@@ -14,7 +15,8 @@ from .intake import request_id_of
 EVENT_STREAM_TYPE = "text/event-stream"
 # While a caller waits for something to come of a stream, so often a comment keeps proxies from hanging up.
 HEARTBEAT_S = 5.0
-RETRY_AFTER_S = {429: "1", 503: "2"}
+RETRY_AFTER_S = {429: 1.0, 503: 2.0}
+"""When to come again, in seconds, for errors that do not say so themselves."""
 
 Route = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -24,10 +26,20 @@ def error_response(
 ) -> web.Response:
     """The typed JSON error: `{"error": {"type", "message", "remedy", "details", "request_id"}}`."""
     told = dict(headers) if headers is not None else {"X-Request-Id": request_id} if request_id else {}
-    if error.status in RETRY_AFTER_S:
-        told["Retry-After"] = RETRY_AFTER_S[error.status]
+    told.update(retry_headers(error))
     body = {"error": {**error.to_wire(), **({"request_id": request_id} if request_id else {})}}
     return web.Response(body=orjson.dumps(body), status=error.status, headers=told, content_type=JSON_TYPE)
+
+
+def retry_headers(error: PilotlightError) -> dict[str, str]:
+    """When a refused caller may come again: in whole seconds, as HTTP wants it, and exactly for those who read that."""
+    if error.status not in RETRY_AFTER_S:
+        return {}
+    wait_s = float(error.details.get("retry_after_s", RETRY_AFTER_S[error.status]))
+    return {
+        "Retry-After": str(max(1, math.ceil(wait_s))),
+        "retry-after-ms": str(max(1, math.ceil(wait_s * 1000))),
+    }
 
 
 def typed(route: Route) -> Route:

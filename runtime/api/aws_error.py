@@ -15,7 +15,7 @@ from ...errors import (
     Unauthorized,
     UnknownFunction,
 )
-from .answer import RETRY_AFTER_S
+from .answer import retry_headers
 
 PATHS = "/2015-03-31/"
 """How the paths of those clients begin."""
@@ -37,8 +37,7 @@ def aws_error(error: PilotlightError, request_id: str = "") -> web.Response:
     headers = {"x-amzn-ErrorType": name or ("ServiceException" if ours else "InvalidParameterValueException")}
     if request_id:
         headers["x-amzn-RequestId"] = request_id
-    if error.status in RETRY_AFTER_S:
-        headers["Retry-After"] = RETRY_AFTER_S[error.status]
+    headers.update(retry_headers(error))
     body = {"Type": "Service" if ours else "User", "Message": str(error)}
     return web.Response(
         body=orjson.dumps(body), status=error.status, headers=headers, content_type="application/json"
