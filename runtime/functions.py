@@ -18,8 +18,9 @@ from . import autoscaler
 from .access.vault import Vault
 from .deploy import Order, prepare, worker_spec
 from .launcher import Launcher
+from .line import Policy
 from .logs import LogBook
-from .revision import Census, Policy, Revision
+from .revision import Census, Revision
 from .settings import FunctionSettings
 from .store import RevisionRecord, Store
 from .timeline import Timeline
@@ -304,7 +305,7 @@ class Functions:
         """Launches the zygote, and one worker to see its setup succeed."""
         source = await live.revision.pool.open()
         live.record = live.record.model_copy(update={"handler": source.facts})
-        live.revision.configure(policy_of(live.record))
+        live.revision.line.configure(policy_of(live.record))
         live.revision.streaming = bool(source.facts["streaming"])
         live.revision.aggregates = bool(source.facts.get("aggregate", True))
         if not source.forks:

@@ -89,6 +89,7 @@ FLOORS = """
 4   runtime.alarms runtime.given
 4   runtime.replica
 4   runtime.pool
+4   runtime.line
 
 5   runtime.revision
 5   runtime.functions
