@@ -12,7 +12,7 @@ from ..errors import LinkError, PilotlightError
 from ..handlers.codec import JSON_TYPE
 from .invocation import Answer, Invocation
 from .launcher import Child
-from .link import CHANNELS, TIMING, Frame, Kind, Timing
+from .link import TIMING, Frame, Kind, Timing
 from .timeline import Activation
 
 
@@ -58,9 +58,8 @@ class Replica:
         self.served = 0
         self.window = 0
         self.failure_told = False
-        self._slots: int | None = None
+        self._slots = 0
         self._owner = owner
-        self._started: set[int] = set()
         self._next_channel = 0
         # A worker that hangs while it starts would for ever count as one that is on its way.
         self._start_timer = asyncio.get_running_loop().call_later(start_timeout_s, child.kill)
@@ -120,8 +119,6 @@ class Replica:
         kind = frame.kind
         if kind == Kind.RESULT:
             self._on_result(frame)
-        elif kind == Kind.STARTED:
-            self._started.update(channel for (channel,) in CHANNELS.iter_unpack(frame.payload))
         elif kind in (Kind.CHUNK, Kind.END, Kind.ERROR, Kind.RETURNED):
             self._on_other_outcome(frame)
         elif kind == Kind.PROGRESS:
@@ -168,7 +165,7 @@ class Replica:
             self.activation.ready_s = self.idle_since_s = time.monotonic()
             self.activation.restore_s = float(head.get("restore_s", 0.0))
             self._start_timer.cancel()
-            self.window, self._slots = int(head["window"]), head["slots"]
+            self.window, self._slots = int(head["window"]), int(head["slots"])
             if self.state is State.RESTORING:
                 self.state = State.READY
             self._owner.on_ready(self)
@@ -194,11 +191,10 @@ class Replica:
             raise LinkError(f"A worker sent a frame of kind {frame.kind}, which is not its to send.")
 
     def _running(self) -> set[int]:
-        """Which channels the worker had started: those it announced or, if it takes one after the other, the oldest."""
-        return self._started if self._slots is None else set(islice(self.in_flight, self._slots))
+        """Which channels the worker had started: the oldest."""
+        return set(islice(self.in_flight, self._slots))
 
     def _take(self, channel: int) -> Invocation | None:
-        self._started.discard(channel)
         invocation = self.in_flight.pop(channel, None)
         if not self.in_flight:
             self.idle_since_s = time.monotonic()
@@ -208,7 +204,7 @@ class Replica:
         timing = Timing.unpack(head[: TIMING.size])
         line = invocation.timeline
         line.answered_s = time.monotonic()
-        line.wait_s, line.exec_s, line.batch = timing
+        line.wait_s, line.exec_s, line.batch, _cost = timing
         self.served += 1
 
     def _on_lost(self) -> None:

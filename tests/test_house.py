@@ -66,7 +66,7 @@ FLOORS = """
 2   runtime.webhooks.posting
 2   runtime.webhooks.outbox
 2   runtime.webhooks.courier
-2   runtime.autoscaler runtime.batcher runtime.lineage runtime.logs runtime.spec runtime.timeline runtime.wording
+2   runtime.advance runtime.autoscaler runtime.exhaustion runtime.groups runtime.lineage runtime.logs runtime.packing runtime.spec runtime.timeline runtime.traits runtime.wording
 2   runtime.code runtime.invocation runtime.link runtime.metrics runtime.requirements runtime.settings runtime.state_dir
 2   runtime.access.keys
 2   runtime.access.caller runtime.access.rules runtime.access.vault
@@ -74,7 +74,7 @@ FLOORS = """
 2   runtime.environment runtime.listener runtime.store runtime.unpack runtime.weights
 
 3   runtime.deploy runtime.fetcher runtime.launcher runtime.runner
-3   runtime.host
+3   runtime.course runtime.host runtime.measurement
 3   runtime.loop_runner runtime.thread_runner
 3   runtime.worker
 3   runtime.zygote
@@ -242,7 +242,8 @@ def test_packages_are_named_and_empty() -> None:
     "name",
     [
         "runtime.autoscaler",
-        "runtime.batcher",
+        "runtime.advance",
+        "runtime.packing",
         "runtime.webhooks.backoff",
         "runtime.timeline",
         "snapshot.restoring.plan",
@@ -389,6 +390,7 @@ SOURCES = sorted([*modules().items(), ("__init__", ROOT / "__init__.py")])
 SWALLOWED = {
     ("runtime.events.calls", "_run"),  # handed to who waits, in another thread
     ("runtime.thread_runner", "_execute"),
+    ("runtime.thread_runner", "_execute_batch"),
     ("snapshot.fetching.fetch", "_work"),
 }  # the end of a thread of the user's; there is nobody above it
 
