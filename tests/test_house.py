@@ -72,7 +72,7 @@ FLOORS = """
 2   runtime.batching.curve runtime.batching.promises runtime.batching.returns runtime.batching.turns
 2   runtime.batching.admission runtime.batching.gathering
 2   runtime.batching.queue
-2   runtime.autoscaler runtime.batcher runtime.lineage runtime.logs runtime.spec runtime.timeline runtime.wording
+2   runtime.advance runtime.autoscaler runtime.exhaustion runtime.groups runtime.lineage runtime.logs runtime.packing runtime.spec runtime.timeline runtime.traits runtime.wording
 2   runtime.code runtime.invocation runtime.link runtime.metrics runtime.requirements runtime.settings runtime.state_dir
 2   runtime.access.keys
 2   runtime.access.caller runtime.access.rules runtime.access.vault
@@ -80,7 +80,7 @@ FLOORS = """
 2   runtime.environment runtime.listener runtime.store runtime.unpack runtime.weights
 
 3   runtime.deploy runtime.fetcher runtime.launcher runtime.runner
-3   runtime.host
+3   runtime.course runtime.host runtime.measurement
 3   runtime.loop_runner runtime.thread_runner
 3   runtime.worker
 3   runtime.zygote
@@ -250,7 +250,6 @@ def test_packages_are_named_and_empty() -> None:
     "name",
     [
         "runtime.autoscaler",
-        "runtime.batcher",
         "runtime.batching.admission",
         "runtime.batching.curve",
         "runtime.batching.gathering",
@@ -258,6 +257,8 @@ def test_packages_are_named_and_empty() -> None:
         "runtime.batching.queue",
         "runtime.batching.returns",
         "runtime.batching.turns",
+        "runtime.advance",
+        "runtime.packing",
         "runtime.webhooks.backoff",
         "runtime.timeline",
         "snapshot.restoring.plan",
@@ -404,6 +405,7 @@ SOURCES = sorted([*modules().items(), ("__init__", ROOT / "__init__.py")])
 SWALLOWED = {
     ("runtime.events.calls", "_run"),  # handed to who waits, in another thread
     ("runtime.thread_runner", "_execute"),
+    ("runtime.thread_runner", "_execute_batch"),
     ("snapshot.fetching.fetch", "_work"),
 }  # the end of a thread of the user's; there is nobody above it
 
