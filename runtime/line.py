@@ -18,8 +18,9 @@ from ..errors import (
 )
 from . import autoscaler
 from .alarms import Alarms
-from .batching.curve import Curve, Point
+from .batching.curve import Point
 from .batching.queue import Lanes, Queue
+from .curves import Curves
 from .given import Ended
 from .invocation import Invocation
 from .pool import Pool
@@ -58,13 +59,18 @@ class Line:
     """Belongs to one revision, and to its event loop."""
 
     def __init__(
-        self, spec: WorkerSpec, policy: Policy, pool: Pool, curve: Curve | None, on_change: Callable[[], None]
+        self, spec: WorkerSpec, policy: Policy, pool: Pool, curves: Curves, on_change: Callable[[], None]
     ) -> None:
-        """`on_change` is called when somebody left who was not answered: perhaps fewer workers are wanted."""
+        """`on_change` is called when somebody left who was not answered: perhaps fewer workers are wanted.
+
+        `curves` say how fast it was when it last ran; if they do not, the first worker measures it, if it can.
+        """
         self.policy = policy
-        self.queue: Queue[Invocation] = Queue(
-            spec.function, limit=policy.batch, most=policy.max_queue, curve=curve
-        )
+        self.queue: Queue[Invocation] = Queue(spec.function, limit=policy.batch, most=policy.max_queue)
+        self.traits = ""
+        """The device and dtype of its workers, once there was one."""
+        pool.measuring = not curves.known
+        self._curves = curves
         self._spec = spec
         self._pool = pool
         self._on_change = on_change
@@ -148,17 +154,14 @@ class Line:
         """The worker that will be free next, if that is so soon that a full group should be on its way, and when."""
         if self.policy.batch == 1 or len(self.queue) < self.queue.limit:
             return None, now_s
-        soonest: Replica | None = None
-        free_s = 0.0
-        for replica in self._pool.ready:
-            if replica.given.groups == replica.given.slots:
-                when_s = replica.given.free_at(now_s, self.queue.curve)
-                if soonest is None or when_s < free_s:
-                    soonest, free_s = replica, when_s
-        if soonest is not None and free_s - now_s > AHEAD_S:
-            self._look_at(free_s - AHEAD_S, now_s)
-            return None, now_s
-        return soonest, free_s
+        full = [replica for replica in self._pool.ready if replica.given.groups == replica.given.slots]
+        expected = [(replica.given.expected_at(now_s, self.queue.curve), replica) for replica in full]
+        due_s, soonest = min(expected, key=lambda pair: pair[0], default=(now_s, None))
+        if soonest is not None and due_s - now_s > AHEAD_S:
+            self._look_at(due_s - AHEAD_S, now_s)
+        elif due_s > now_s - AHEAD_S:
+            return soonest, max(now_s, due_s)
+        return None, now_s  # nobody, or one who is late: then nobody knows when he will be free
 
     def _look_at(self, when_s: float, now_s: float) -> None:
         """Looks at the queue again then, if nothing happens before."""
@@ -281,11 +284,15 @@ class Line:
         self.pump()
 
     def _learn(self, warmth: dict[str, Any]) -> None:
-        """What the worker measured before it was ready, if it did."""
+        """What the worker measured before it was ready, or what is remembered of others like it."""
         self.on_limit(int(warmth.get("limit", self.queue.limit)))
+        curve, traits = self.queue.curve, f"{warmth.get('device', '')} {warmth.get('dtype', '')}".strip()
         if measured := warmth.get("curve"):
-            self.queue.curve.recall(Point(*point) for point in measured)
+            curve.recall(Point(*point) for point in measured)
             self._pool.measuring = False
+        elif traits != self.traits:
+            curve.recall(self._curves.at(traits))
+        self.traits = traits
 
     def on_limit(self, limit: int) -> None:
         """So many fit into a worker's memory together."""
