@@ -19,6 +19,7 @@ from ..errors import (
 from . import autoscaler
 from .alarms import Alarms
 from .batching.curve import Point
+from .batching.handing import hand_out
 from .batching.queue import Lanes, Queue
 from .curves import Curves
 from .given import Ended
@@ -29,8 +30,6 @@ from .spec import WorkerSpec
 
 MAX_ATTEMPTS = 3
 CANCEL_GRACE_S = 5.0
-# A full group is sent to a worker so long before it will need one: the way there, and what else the loop has to do.
-AHEAD_S = 0.003
 # What async handlers get to be interrupted in.
 INTERRUPT_S = 1.0
 SMOOTHING = 0.3
@@ -135,33 +134,13 @@ class Line:
     def pump(self) -> None:
         """Hands out what waits, as far as workers are free."""
         now_s = time.monotonic()
-        while len(self.queue):
-            replica, start_s = self._pool.pick(), now_s
-            if replica is None:
-                replica, start_s = self._nearly_free(now_s)
-                if replica is None:
-                    return
-            found = self.queue.next(start_s)
-            for invocation in found.refused:
+        for step in hand_out(self.queue, self._pool.pick, self._pool.ready, now_s):
+            for invocation in step.refused:
                 invocation.fail(self.queue.refusal(invocation, now_s, self._lanes(now_s)))
-            if found.wait_until_s is not None:
-                self._look_at(found.wait_until_s, now_s)
-                return
-            if found.taken:
-                self._send(replica, found.taken, now_s)
-
-    def _nearly_free(self, now_s: float) -> tuple[Replica | None, float]:
-        """The worker that will be free next, if that is so soon that a full group should be on its way, and when."""
-        if self.policy.batch == 1 or len(self.queue) < self.queue.limit:
-            return None, now_s
-        full = [replica for replica in self._pool.ready if replica.given.groups == replica.given.slots]
-        expected = [(replica.given.expected_at(now_s, self.queue.curve), replica) for replica in full]
-        due_s, soonest = min(expected, key=lambda pair: pair[0], default=(now_s, None))
-        if soonest is not None and due_s - now_s > AHEAD_S:
-            self._look_at(due_s - AHEAD_S, now_s)
-        elif due_s > now_s - AHEAD_S:
-            return soonest, max(now_s, due_s)
-        return None, now_s  # nobody, or one who is late: then nobody knows when he will be free
+            if step.worker is not None and step.taken:
+                self._send(step.worker, step.taken, now_s)
+            if step.look_at_s is not None:
+                self._look_at(step.look_at_s, now_s)
 
     def _look_at(self, when_s: float, now_s: float) -> None:
         """Looks at the queue again then, if nothing happens before."""

@@ -69,9 +69,11 @@ FLOORS = """
 2   runtime.webhooks.posting
 2   runtime.webhooks.outbox
 2   runtime.webhooks.courier
-2   runtime.batching.curve runtime.batching.promises runtime.batching.returns runtime.batching.turns
+2   runtime.batching.calls runtime.batching.curve runtime.batching.promises runtime.batching.returns runtime.batching.turns
 2   runtime.batching.admission runtime.batching.gathering
 2   runtime.batching.queue
+2   runtime.batching.handing
+2   runtime.batching.simulator
 2   runtime.advance runtime.autoscaler runtime.exhaustion runtime.groups runtime.lineage runtime.logs runtime.packing runtime.spec runtime.timeline runtime.traits runtime.wording
 2   runtime.code runtime.invocation runtime.link runtime.metrics runtime.requirements runtime.settings runtime.state_dir
 2   runtime.access.keys
@@ -251,11 +253,14 @@ def test_packages_are_named_and_empty() -> None:
     [
         "runtime.autoscaler",
         "runtime.batching.admission",
+        "runtime.batching.calls",
         "runtime.batching.curve",
         "runtime.batching.gathering",
+        "runtime.batching.handing",
         "runtime.batching.promises",
         "runtime.batching.queue",
         "runtime.batching.returns",
+        "runtime.batching.simulator",
         "runtime.batching.turns",
         "runtime.advance",
         "runtime.packing",
