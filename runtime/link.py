@@ -276,7 +276,7 @@ class Link:
                 return
             if self._gathering:
                 if not self._gathered:
-                    self._loop.call_soon(self._flush)
+                    self._loop.call_soon(self.flush)
                 self._gathered += parts
                 return
             for part in parts:
@@ -308,7 +308,8 @@ class Link:
         self._loop.remove_writer(self.sock)
         self.sock.close()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Sends what was gathered, now."""
         with self._lock:
             if not self.closed:
                 self._write_gathered()

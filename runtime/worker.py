@@ -268,6 +268,7 @@ class Worker:
         head = {
             "window": self._runner.window,
             "slots": self._runner.slots,
+            "batching": self._handler.batch is not None,
             "limit": self._runner.limit,
             "restore_s": self._restored_s,
             "device": traits.device(),

@@ -19,7 +19,10 @@ PACKAGES = ("handlers", "runtime", "snapshot", "templates")
 ROOMS = (
     *(f"snapshot.{room}" for room in ("caching", "converting", "fetching", "format", "restoring", "sources")),
     "handlers.foreign",
-    *(f"runtime.{room}" for room in ("access", "api", "bulk", "commands", "events", "jobs", "webhooks")),
+    *(
+        f"runtime.{room}"
+        for room in ("access", "api", "batching", "bulk", "commands", "events", "jobs", "webhooks")
+    ),
 )
 
 # DESIGN section 6. A file imports only from lower lines; one on its own line may not even see its neighbours.
@@ -52,7 +55,7 @@ FLOORS = """
 1   handlers.foreign.cog
 1   handlers.resolve
 
-2   runtime.access runtime.api runtime.bulk runtime.commands runtime.events runtime.jobs runtime.webhooks
+2   runtime.access runtime.api runtime.batching runtime.bulk runtime.commands runtime.events runtime.jobs runtime.webhooks
 2   runtime.access.private runtime.access.quota runtime.events.calls runtime.events.source runtime.loopback
 2   runtime.jobs.database runtime.jobs.identity runtime.jobs.job runtime.jobs.schema
 2   runtime.jobs.counters runtime.jobs.rows
@@ -66,6 +69,9 @@ FLOORS = """
 2   runtime.webhooks.posting
 2   runtime.webhooks.outbox
 2   runtime.webhooks.courier
+2   runtime.batching.curve runtime.batching.promises runtime.batching.returns runtime.batching.turns
+2   runtime.batching.admission runtime.batching.gathering
+2   runtime.batching.queue
 2   runtime.advance runtime.autoscaler runtime.exhaustion runtime.groups runtime.lineage runtime.logs runtime.packing runtime.spec runtime.timeline runtime.traits runtime.wording
 2   runtime.code runtime.invocation runtime.link runtime.metrics runtime.requirements runtime.settings runtime.state_dir
 2   runtime.access.keys
@@ -80,8 +86,10 @@ FLOORS = """
 3   runtime.zygote
 3   runtime.commands.first_call
 
+4   runtime.alarms runtime.given
 4   runtime.replica
 4   runtime.pool
+4   runtime.line
 
 5   runtime.revision
 5   runtime.functions
@@ -242,6 +250,13 @@ def test_packages_are_named_and_empty() -> None:
     "name",
     [
         "runtime.autoscaler",
+        "runtime.batching.admission",
+        "runtime.batching.curve",
+        "runtime.batching.gathering",
+        "runtime.batching.promises",
+        "runtime.batching.queue",
+        "runtime.batching.returns",
+        "runtime.batching.turns",
         "runtime.advance",
         "runtime.packing",
         "runtime.webhooks.backoff",
