@@ -13,6 +13,7 @@ import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from live import Gate, failure, until
 from pilotlight.errors import BadInput, SnapshotError
 from pilotlight.handlers.contract import Cancellation, Context, batch
 from pilotlight.handlers.resolve import handler_of
@@ -358,3 +359,88 @@ async def test_a_batch_that_everybody_left_is_interrupted_and_the_rest_of_its_gr
         runner.cancel(1)
         runner.cancel(2)
     assert written.answers() == {1: "cancelled", 2: "cancelled", 3: 9}
+
+
+# -- through the gateway and a real worker
+
+HOLDS = """
+import gate, os, pilotlight
+@pilotlight.batch(max_size=32)
+def handler(events):
+    if events == ["hold"]:
+        gate.wait()
+    {statement}
+    return [[event, len(events), os.getpid()] for event in events]
+"""
+
+
+async def together(function: Any, gate: Gate, events: list[Any]) -> list[Any]:
+    """The responses to events that wait until all of them are there."""
+
+    async def there() -> bool:
+        status = await function.status()
+        return bool(
+            status["queued"] + status["in_flight"] == 1 + len(events)
+        )  # a full group may be at the worker
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(function.answer("hold"))
+        held = await gate.next()
+        calls = [tasks.create_task(function.call(event)) for event in events]
+        await until(there, f"{len(events)} at {function.name}")
+        held.go()
+    return [call.result() for call in calls]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_31_right_answers_and_one_typed_error(deploy: Any, gate: Gate) -> None:
+    statement = "if 13 in events: raise ValueError('thirteen')"
+    function = await deploy(HOLDS.format(statement=statement), {"scale.max": 1}, gate=gate)
+    responses = await together(function, gate, list(range(32)))
+    error = failure(responses.pop(13))
+    assert (error["status"], error["type"], error["details"]["exception"]) == (
+        500,
+        "handler_failed",
+        "ValueError",
+    )
+    answers = [response.json() for response in responses]
+    assert [event for event, _, _ in answers] == [number for number in range(32) if number != 13]
+    assert max(size for _, size, _ in answers) == 16
+    assert len({pid for _, _, pid in answers}) == 1
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_worker_whose_memory_ran_out_is_given_less(deploy: Any, gate: Gate) -> None:
+    statement = "if len(events) > 8: raise MemoryError"
+    function = await deploy(HOLDS.format(statement=statement), {"scale.max": 1}, gate=gate)
+    for failing in (True, False):  # the second time nobody has to find out again
+        answers = [response.json() for response in await together(function, gate, list(range(32)))]
+        assert [event for event, _, _ in answers] == list(range(32))
+        assert {size for _, size, _ in answers} == {8}, failing
+        assert len({pid for _, _, pid in answers}) == 1
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_caller_who_hangs_up_disturbs_nobody_in_its_async_batch(deploy: Any, gate: Gate) -> None:
+    source = """
+import asyncio, gate, pilotlight
+@pilotlight.batch(max_size=8)
+async def handler(events, context):
+    await gate.wait_async(str(len(events)))
+    while len(events) > 1 and not any(item.cancelled for item in context.items):
+        await asyncio.sleep(0.001)
+    return [[event, item.cancelled] for event, item in zip(events, context.items)]
+"""
+    function = await deploy(source, {"scale.max": 1}, gate=gate)
+    async with asyncio.TaskGroup() as tasks:
+        hold = tasks.create_task(function.answer("hold"))
+        held = await gate.next("1")
+        calls = [tasks.create_task(function.answer(event)) for event in range(3)]
+        await function.settled(ready=1, in_flight=1, queued=3)
+        held.go()
+        running = await gate.next("3")
+        calls[1].cancel()
+        running.go()
+    assert hold.result() == ["hold", False]
+    assert [calls[number].result() for number in (0, 2)] == [[0, False], [2, False]]
+    assert await function.pids("worker") == [running.pid]
