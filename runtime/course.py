@@ -10,7 +10,7 @@ import gc
 from collections import deque
 from typing import Any
 
-from ..errors import Cancelled, DeadlineExceeded, SnapshotError
+from ..errors import Cancelled, DeadlineExceeded, PilotlightError, SnapshotError
 from ..handlers.contract import BatchSpec
 from .exhaustion import exhausted
 from .packing import pack
@@ -24,6 +24,7 @@ class Course:
         self._runner = runner
         self._spec = runner.handler.batch or BatchSpec(1)
         self._pieces: deque[list[Call]] = deque()
+        self._begun = False
         calls, events, self.frames = runner.decode(group)
         self._pack([call for call, event in zip(calls, events, strict=True) if self._weigh(call, event)])
 
@@ -38,8 +39,10 @@ class Course:
                 self._pack(piece)
                 continue
             if waiting := [call for call in piece if not self._left_out(call)]:
-                self._runner.send(self.frames)
-                self.frames = []
+                # A call of the handler may take so long, and no longer: the gateway has to know of each.
+                again = [self._runner.repeats(waiting[0])] if self._begun else []
+                self._runner.send(self.frames + again)
+                self._begun, self.frames = True, []
                 return waiting
         return []
 
@@ -68,6 +71,10 @@ class Course:
             half = (len(calls) + 1) // 2
             self._pieces.extendleft([calls[half:], calls[:half]])
 
+    def end(self, calls: list[Call], error: PilotlightError) -> None:
+        """They are not to be repeated."""
+        self._end(calls, [self._runner.failed(call, error) for call in calls])
+
     def _pack(self, calls: list[Call]) -> None:
         """Puts them in front, in as many pieces as may be run."""
         packed = pack([call.cost for call in calls], self._runner.limit, self._spec.max_cost)
@@ -77,8 +84,7 @@ class Course:
         try:
             call.event, call.cost = event, self._spec.weigh(event)
         except Exception as error:  # noqa: BLE001  the user's function, and only this event's failure
-            told = self._runner.describe(error, "The cost function of @batch")
-            self._end([call], [self._runner.failed(call, told)])
+            self.end([call], self._runner.describe(error, "The cost function of @batch"))
             return False
         return True
 
@@ -87,12 +93,9 @@ class Course:
         if not call.context.cancelled:
             return False
         if call.cancellation.flag:
-            error: Cancelled | DeadlineExceeded = Cancelled(
-                "The caller went away before the handler started."
-            )
+            self.end([call], Cancelled("The caller went away before the handler was called."))
         else:
-            error = DeadlineExceeded("The invocation's time was up before the handler started.")
-        self._end([call], [self._runner.failed(call, error)])
+            self.end([call], DeadlineExceeded("The time was up before the handler was called."))
         return True
 
     def _end(self, calls: list[Call], frames: list[bytes]) -> None:

@@ -39,7 +39,9 @@ class Kind(enum.IntEnum):
     ACTIVATE = 2  # down: take the weights and become a worker
     READY = 3  # up: setup is done; grants a window
     FAILED = 4  # up: import, build or setup failed; the head is the error
-    WINDOW = 5  # up: how many invocations may be in flight on this link from now on
+    WINDOW = (
+        5  # up: how many groups may be in flight on this link from now on, and how many invocations in one
+    )
     INVOKE = 6  # down; as long as its head says `more`, those that follow are run together with it
     # 7 is free: a kind never changes its number.
     RESULT = 8  # up: the one answer of a channel

@@ -52,7 +52,9 @@ class LoopRunner(Runner):
     def cancel(self, channel: int) -> None:
         super().cancel(channel)
         call = self._calls.get(channel)
-        if call is not None and call.task is not None:
+        if call is None or call.task is None:
+            return
+        if all(other.cancellation.flag for other in call.company):  # else it goes on for the others
             call.task.cancel()
 
     def resize(self, concurrency: int) -> None:
@@ -105,14 +107,29 @@ class LoopRunner(Runner):
     async def _run_batch(self, group: list[Call]) -> list[bytes]:
         course = Course(self, group)
         while calls := course.take():
-            started_s = time.monotonic()
-            try:
-                answer = await self.handler.call(*self.arguments(calls, [call.event for call in calls]))
-            except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:  # noqa: BLE001  as above
-                course.fail(calls, error)
-            else:
-                course.answer(calls, answer, started_s)
+            await self._call(course, calls)
         return course.frames
+
+    async def _call(self, course: Course, calls: list[Call]) -> None:
+        task = asyncio.current_task()
+        for call in calls:
+            call.task, call.company = task, calls
+        started_s = time.monotonic()
+        try:
+            answer = await self.handler.call(*self.arguments(calls, [call.event for call in calls]))
+        except asyncio.CancelledError as error:
+            if all(call.cancellation.flag for call in calls):
+                course.end(calls, Cancelled("The callers went away; the handler was cancelled."))
+            else:
+                course.fail(calls, error)  # something inside the handler was cancelled
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001  as above
+            course.fail(calls, error)
+        else:
+            course.answer(calls, answer, started_s)
+        for call in calls:
+            call.task, call.company = None, ()
+        if task is not None and task.cancelling() and all(call.cancellation.flag for call in calls):
+            task.uncancel()  # that was for these callers; the rest of the group goes on in the same task
 
     async def _stream(self, call: Call, events: list[Any]) -> None:
         pieces: AsyncIterator[Any] = self.handler.call(*self.arguments([call], events))

@@ -11,7 +11,7 @@ import asyncio
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Set, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ ONE_VALUE = (str, bytes, bytearray, Mapping, Set)
 class Call:
     """One invocation inside a worker."""
 
-    __slots__ = ("body", "cancellation", "channel", "content_type", "context", "cost", "credit", "event",
+    __slots__ = ("body", "cancellation", "channel", "company", "content_type", "context", "cost", "credit", "event",
                  "received_s", "task")  # fmt: skip
 
     def __init__(
@@ -61,6 +61,7 @@ class Call:
         self.cost = 1.0
         self.credit: Credit | None = None
         self.task: asyncio.Task[None] | None = None
+        self.company: Sequence[Call] = ()  # who is in the same call of a batch handler, itself among them
 
 
 class Credit:
@@ -157,6 +158,10 @@ class Runner(ABC):
             self._link.send_encoded(b"".join(frames))
         elif frames:
             self._link.send_encoded(*frames)
+
+    def repeats(self, call: Call) -> bytes:
+        """The frame that says that the handler is called once more for the same group, for `call` among others."""
+        return encode_json(Kind.WINDOW, 0, {"window": self.window, "call": call.channel})
 
     def shrink(self, size: int) -> None:
         """Memory did not suffice for `size` events in one call: from now on half of that, and the gateway knows."""

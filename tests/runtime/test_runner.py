@@ -444,6 +444,23 @@ async def test_threads_run_side_by_side(rig: MakeRig) -> None:
     await made.expect(Kind.RESULT, Kind.RESULT)
 
 
+@pytest.mark.parametrize("kind", ["plain", "async"])
+async def test_64_run_at_the_same_time_where_64_may(rig: MakeRig, kind: str) -> None:
+    """Nothing between the setting and the handler has a smaller number of its own."""
+    barrier, async_barrier = threading.Barrier(64), asyncio.Barrier(64)
+
+    def plain(_event: Any) -> bool:
+        return barrier.wait(LIMIT_S) >= 0
+
+    async def on_loop(_event: Any) -> bool:
+        return await async_barrier.wait() >= 0
+
+    made = rig(plain if kind == "plain" else on_loop, concurrency=64)
+    for channel in range(64):
+        made.submit(channel)
+    assert sorted([await made.answer() for _ in range(64)]) == [(channel, True) for channel in range(64)]
+
+
 async def test_tasks_run_side_by_side_up_to_the_concurrency(rig: MakeRig) -> None:
     barrier = asyncio.Barrier(2)
     running, most = 0, 0
