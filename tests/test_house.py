@@ -91,7 +91,7 @@ FLOORS = """
 5   runtime.jobs.jobs
 
 6   runtime.api.cloudevents runtime.api.intake runtime.api.parts runtime.watch
-6   runtime.api.answer
+6   runtime.api.answer runtime.api.deadline
 6   runtime.events.body runtime.api.gateway runtime.api.prediction
 6   runtime.events.pump runtime.api.aws_error runtime.api.connection runtime.api.described runtime.api.events
 6   runtime.events.sources runtime.access.guard runtime.api.aws_lambda runtime.api.predictions runtime.api.unrouted

@@ -19,6 +19,11 @@ _STATUS = {"$ref": "#/components/schemas/FunctionStatus"}
 _TEXT = {"type": "string"}
 _FLAG = {"type": "string", "enum": ["0", "1"]}
 _SECONDS = {"type": "number", "exclusiveMinimum": 0}
+_PRIORITY = {"type": "integer", "minimum": 1, "maximum": 5, "default": 3}
+_THEIRS = (
+    "grpc-timeout, x-envoy-expected-rq-timeout-ms and x-stainless-read-timeout (s) count too, where they make sense:"
+    " the smallest wins, and never more than the function's timeout_s."
+)
 # What every answer of an invocation says in its header.
 _ANSWERED = {
     "X-Request-Id": {"schema": _TEXT, "required": True},
@@ -69,7 +74,8 @@ def _invoke(function: FunctionStatus, taken: dict[str, Any], given: dict[str, An
         "operationId": f"invoke_{function.name}",
         "summary": f"Calls {function.name} ({function.revision}) and waits for its answer.",
         "parameters": [
-            _header("X-Request-Timeout", _SECONDS, "Seconds until the answer must be there."),
+            _header("X-Request-Timeout", _SECONDS, f"Seconds until the answer must be there. {_THEIRS}"),
+            _header("X-Priority", _PRIORITY, "1 is served first, 5 last; without it 3."),
             _header("X-Scale-Up-Timeout", _SECONDS, "Seconds that it may wait for a worker."),
             _header("X-Request-Id", _TEXT, "1 to 128 visible ASCII characters; of others, one is made."),
             _header("traceparent", _TEXT, "A W3C trace context; the answer brings it back."),
