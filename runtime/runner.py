@@ -44,16 +44,33 @@ ONE_VALUE = (str, bytes, bytearray, Mapping, Set)
 class Call:
     """One invocation inside a worker."""
 
-    __slots__ = ("body", "cancellation", "channel", "content_type", "context", "credit", "received_s", "task")
+    __slots__ = (
+        "accept",
+        "body",
+        "cancellation",
+        "channel",
+        "content_type",
+        "context",
+        "credit",
+        "received_s",
+        "task",
+    )
 
     def __init__(
-        self, channel: int, body: bytes, content_type: str, context: Context, cancellation: Cancellation
+        self,
+        channel: int,
+        body: bytes,
+        content_type: str,
+        context: Context,
+        cancellation: Cancellation,
+        accept: str = "",
     ) -> None:
         self.channel = channel
         self.body = body
         self.content_type = content_type
         self.context = context
         self.cancellation = cancellation
+        self.accept = accept
         self.received_s = time.monotonic()
         self.credit: Credit | None = None
         self.task: asyncio.Task[None] | None = None
@@ -233,7 +250,7 @@ class Runner(ABC):
         if isinstance(item, BaseException):
             return self.failed(call, self.describe(item))
         try:
-            payload, content_type = self.handler.output.encode(item)
+            payload, content_type = self.handler.output.encode(item, call.accept)
         except Exception as error:  # noqa: BLE001  the user's own serializers run here; the others' answers stand
             return self.failed(call, self.describe(error))
         head = timing.pack()

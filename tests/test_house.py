@@ -45,6 +45,7 @@ FLOORS = """
 0   snapshot.attached
 
 1   handlers.foreign
+1   handlers.accepted handlers.arrays
 1   handlers.codec handlers.contract handlers.failure handlers.foreign.opener handlers.foreign.recognise
 1   handlers.foreign.files
 1   handlers.handler handlers.loading handlers.foreign.bodies handlers.foreign.cog_sdk handlers.foreign.runpod_sdk

@@ -17,7 +17,7 @@ from ..metrics import Metrics
 from ..revision import Revision
 from .answer import EVENT_STREAM_TYPE, HEARTBEAT_S, error_response, event
 from .deadline import priority_of, timeout_of
-from .intake import content_type_of, read_body, request_id_of, seconds, traceparent_of
+from .intake import accept_of, content_type_of, read_body, request_id_of, seconds, traceparent_of
 
 MAX_HOLD_S = 3600.0
 
@@ -142,6 +142,7 @@ def _invocation(
         streaming=revision.streaming,
         tenant=caller_of(request).owner,
         priority=priority_of(headers),
+        accept=accept_of(headers),
     )
 
 

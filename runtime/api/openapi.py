@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..._version import __version__
+from ...handlers.arrays import NPY_TYPE, SAFETENSORS_TYPE
 from ..access.described import SECURITY_SCHEMES, access_paths, access_schemas, guarded
 from ..functions import FunctionStatus
 from .described import EVENTS, spelled_paths, spelled_schemas
@@ -68,8 +69,11 @@ def _invoke(function: FunctionStatus, taken: dict[str, Any], given: dict[str, An
     answer: dict[str, Any] = {"application/json": {"schema": given}}
     if function.streaming:
         answer = EVENTS
-    elif not function.output_schema:  # not annotated: bytes and text are sent as what they are
+    elif (
+        not function.output_schema
+    ):  # not annotated: bytes are sent as what they are, arrays as Accept wants them
         answer |= {"text/plain": {"schema": {"type": "string"}}, "application/octet-stream": {"schema": {}}}
+        answer |= {NPY_TYPE: {"schema": {}}, SAFETENSORS_TYPE: {"schema": {}}}
     return {
         "operationId": f"invoke_{function.name}",
         "summary": f"Calls {function.name} ({function.revision}) and waits for its answer.",

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 
 import httpx
+import numpy as np
 import pytest
+import safetensors.numpy
 from live import LIMIT_S, Gate, Gateway, failure, gateway_here, gone
 from pilotlight.runtime.invocation import Invocation
 from pilotlight.runtime.revision import Revision
@@ -123,6 +126,32 @@ async def test_bytes_and_text_pass(deploy):
     response = await post(function.path, content=b"\0\xff", headers=binary)
     assert (response.content, response.headers["content-type"]) == (b"\0\xff", binary["Content-Type"])
     assert (await post(function.path, content=b"abc", headers={"Content-Type": "text/plain"})).json() == "ABC"
+
+
+async def test_arrays_pass_without_a_detour_for_who_takes_them(deploy):
+    source = """
+import numpy as np
+def handler(event):
+    if isinstance(event, np.ndarray):
+        return event * 2
+    return {"a": np.arange(3.0), "b": np.ones((1, 2), dtype=np.float16)}
+"""
+    function = await deploy(source)
+    post, file = function.client.post, io.BytesIO()
+    np.save(file, np.arange(4, dtype=np.float32))
+    sent = {"Content-Type": "application/x-npy"}
+    for accept in ("application/x-npy", "application/octet-stream, application/json;q=0.5"):
+        answer = await post(function.path, content=file.getvalue(), headers=sent | {"Accept": accept})
+        assert answer.headers["content-type"] == accept.partition(",")[0]
+        found = np.load(io.BytesIO(answer.content), allow_pickle=False)
+        assert (found.dtype, found.tolist()) == (np.float32, [0.0, 2.0, 4.0, 6.0])
+    assert (await post(function.path, content=file.getvalue(), headers=sent)).json() == [0.0, 2.0, 4.0, 6.0]
+    answer = await function.call(None, Accept="application/vnd.safetensors")
+    assert answer.headers["content-type"] == "application/vnd.safetensors"
+    assert safetensors.numpy.load(answer.content)["b"].tolist() == [[1.0, 1.0]]
+    assert await function.answer() == {"a": [0.0, 1.0, 2.0], "b": [[1.0, 1.0]]}
+    broken = failure(await post(function.path, content=b"x", headers=sent))
+    assert (broken["status"], "application/x-npy" in broken["message"]) == (400, True)
 
 
 async def test_a_body_that_is_not_json(deploy):
