@@ -91,7 +91,7 @@ FLOORS = """
 5   runtime.jobs.dispatch
 5   runtime.jobs.jobs
 
-6   runtime.api.cloudevents runtime.api.intake runtime.api.parts runtime.watch
+6   runtime.api.cloudevents runtime.api.compression runtime.api.intake runtime.api.parts runtime.watch
 6   runtime.api.answer runtime.api.deadline
 6   runtime.events.body runtime.api.gateway runtime.api.prediction
 6   runtime.events.pump runtime.api.aws_error runtime.api.connection runtime.api.described runtime.api.events
