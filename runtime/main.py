@@ -24,6 +24,7 @@ from .access.keyring import Keyring
 from .access.vault import Vault
 from .api.admin import MAX_ARCHIVE_BYTES, Admin
 from .api.aws_lambda import LambdaApi
+from .api.compression import compressed
 from .api.connection import Connection
 from .api.events import EventsApi
 from .api.gateway import Gateway
@@ -215,7 +216,9 @@ async def _close(functions: Functions, sources: Sources) -> None:
 async def _http(
     socks: list[socket.socket], routes: list[web.RouteDef], guard: Guard, header_timeout_s: float
 ) -> AsyncIterator[None]:
-    app = web.Application(client_max_size=MAX_ARCHIVE_BYTES, middlewares=[unrouted, guard.middleware])
+    app = web.Application(
+        client_max_size=MAX_ARCHIVE_BYTES, middlewares=[unrouted, guard.middleware, compressed]
+    )
     app.add_routes(routes)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
     await runner.setup()

@@ -48,6 +48,7 @@ FLOORS = """
 0   snapshot.attached
 
 1   handlers.foreign
+1   handlers.accepted handlers.arrays
 1   handlers.codec handlers.contract handlers.failure handlers.foreign.opener handlers.foreign.recognise
 1   handlers.foreign.files
 1   handlers.handler handlers.loading handlers.foreign.bodies handlers.foreign.cog_sdk handlers.foreign.runpod_sdk
@@ -100,8 +101,8 @@ FLOORS = """
 5   runtime.jobs.dispatch
 5   runtime.jobs.jobs
 
-6   runtime.api.cloudevents runtime.api.intake runtime.api.parts runtime.watch
-6   runtime.api.answer
+6   runtime.api.cloudevents runtime.api.compression runtime.api.intake runtime.api.parts runtime.watch
+6   runtime.api.answer runtime.api.deadline
 6   runtime.events.body runtime.api.gateway runtime.api.prediction
 6   runtime.events.pump runtime.api.aws_error runtime.api.connection runtime.api.described runtime.api.events
 6   runtime.events.sources runtime.access.guard runtime.api.aws_lambda runtime.api.predictions runtime.api.unrouted

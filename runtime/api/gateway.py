@@ -10,12 +10,14 @@ import orjson
 from aiohttp import web
 
 from ...errors import PilotlightError
+from ..access.caller import caller_of
 from ..functions import Functions
 from ..invocation import Invocation
 from ..metrics import Metrics
 from ..revision import Revision
 from .answer import EVENT_STREAM_TYPE, HEARTBEAT_S, error_response, event
-from .intake import content_type_of, read_body, request_id_of, seconds, traceparent_of
+from .deadline import priority_of, timeout_of
+from .intake import accept_of, content_type_of, read_body, request_id_of, seconds, traceparent_of
 
 MAX_HOLD_S = 3600.0
 
@@ -127,7 +129,7 @@ def _invocation(
     request: web.Request, revision: Revision, request_id: str, body: bytes, received_s: float
 ) -> Invocation:
     headers, policy = request.headers, revision.policy
-    timeout_s = seconds(headers, "X-Request-Timeout", policy.timeout_s, policy.timeout_s)
+    timeout_s = timeout_of(headers, policy.timeout_s)
     hold_s = seconds(headers, "X-Scale-Up-Timeout", policy.hold_s, MAX_HOLD_S)
     return Invocation(
         request_id,
@@ -138,6 +140,9 @@ def _invocation(
         content_type=content_type_of(headers),
         traceparent=traceparent_of(headers),
         streaming=revision.streaming,
+        tenant=caller_of(request).owner,
+        priority=priority_of(headers),
+        accept=accept_of(headers),
     )
 
 

@@ -13,10 +13,13 @@ import orjson
 from aiohttp import web
 
 from ...errors import BadInput, InputTimeout, InputTooLarge
-from ...handlers.codec import JSON_TYPE
+from ...handlers.arrays import NPY_TYPE, SAFETENSORS_TYPE
+from ...handlers.codec import BYTES_TYPE, JSON_TYPE
 
 IDEMPOTENCY = "Idempotency-Key"
 MAX_KEY_CHARS = 255
+MAX_ACCEPT_CHARS = 1000
+ARRAY_TYPES = (NPY_TYPE, BYTES_TYPE, SAFETENSORS_TYPE)
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[\x21-\x7e]{0,256})?")
 
@@ -102,6 +105,15 @@ def content_type_of(headers: Mapping[str, str]) -> str:
     if not found.isascii():
         raise BadInput("The Content-Type is not ASCII.", remedy="Send a media type, as application/json.")
     return "" if found == JSON_TYPE else found
+
+
+def accept_of(headers: Mapping[str, str]) -> str:
+    """What the worker is to know of Accept: all of it where the caller takes arrays as bytes, else nothing."""
+    accept = headers.get("Accept", "")
+    if len(accept) > MAX_ACCEPT_CHARS or not accept.isascii():
+        return ""
+    lower = accept.lower()
+    return lower if any(kind in lower for kind in ARRAY_TYPES) else ""
 
 
 def too_large(limit: int) -> InputTooLarge:
