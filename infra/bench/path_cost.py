@@ -84,9 +84,7 @@ def spent(process: psutil.Process) -> Spent:
         for line in status.read_text().splitlines()
         if "ctxt_switches" in line
     )
-    return Spent(
-        times.user + times.children_user, times.system + times.children_system, switches
-    )
+    return Spent(times.user + times.children_user, times.system + times.children_system, switches)
 
 
 def part_of(process: psutil.Process, server: Server, worker: str) -> str:

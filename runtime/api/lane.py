@@ -1,0 +1,133 @@
+"""The lane: the short way of a plain `POST /invoke/{function}`, past aiohttp's tasks, routes and responses.
+
+It takes a request only if nothing in it asks for more than "call this function and answer with what it returns"; every
+other one goes the ordinary way. Who may call, and what an invocation is and answers, is said by the same guard and the
+same gateway there and here: a caller cannot tell which way his request went.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+
+from aiohttp.helpers import rfc822_formatted_time
+from aiohttp.http import SERVER_SOFTWARE, HttpVersion11, RawRequestMessage
+from aiohttp.http_writer import _serialize_headers
+from aiohttp.streams import StreamReader
+from multidict import CIMultiDict
+
+from ...errors import PilotlightError
+from ..access.guard import Admitted, Guard
+from ..functions import Functions
+from ..invocation import Answer, Invocation
+from ..revision import Revision
+from .answer import Reply
+from .gateway import Gateway
+from .intake import request_id_of
+
+BEGINNING = "/invoke/"
+ROUTE = "/invoke/{function}"
+STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}" for status in HTTPStatus}
+
+
+class Lane:
+    """Takes requests from connections."""
+
+    def __init__(self, gateway: Gateway, functions: Functions, guard: Guard) -> None:
+        self._gateway, self._functions, self._guard = gateway, functions, guard
+
+    def take(
+        self,
+        message: RawRequestMessage,
+        payload: StreamReader,
+        transport: asyncio.Transport,
+        send: Callable[[bytes], None],
+    ) -> Passage | None:
+        """None: it goes the ordinary way. Otherwise `send` is called with all of the response, after this returns."""
+        received_s = time.monotonic()
+        revision = self._revision(message)
+        if revision is None or payload.total_bytes > self._gateway.most(revision):
+            return None
+        name, headers = revision.spec.function, message.headers
+        try:
+            admitted = self._guard.admit(headers, ROUTE, name, transport)
+        except PilotlightError:  # the guard says the same once more, and says it to the caller
+            return None
+        passage = Passage(self._gateway, name, admitted, send)
+        passage.begin(headers, payload.read_nowait(), received_s)
+        return passage
+
+    def _revision(self, message: RawRequestMessage) -> Revision | None:
+        """Whose function a plain request calls."""
+        path = message.path
+        if message.method != "POST" or not path.startswith(BEGINNING) or message.version != HttpVersion11:
+            return None
+        if message.should_close or message.upgrade or message.chunked or message.compression:
+            return None
+        if (
+            "Prefer" in message.headers or "Expect" in message.headers
+        ):  # a later answer; a word before the body
+            return None
+        try:
+            revision = self._functions.live(path[len(BEGINNING) :])
+        except PilotlightError:
+            return None
+        return None if revision.streaming else revision
+
+
+class Passage:
+    """One request in the lane."""
+
+    __slots__ = ("_admitted", "_gateway", "_invocation", "_name", "_over", "_revision", "_send")
+
+    def __init__(
+        self, gateway: Gateway, name: str, admitted: Admitted, send: Callable[[bytes], None]
+    ) -> None:
+        self._gateway, self._name, self._admitted, self._send = gateway, name, admitted, send
+        self._invocation: Invocation | None = None
+        self._revision: Revision | None = None
+        self._over = False
+
+    def begin(self, headers: Mapping[str, str], body: bytes, received_s: float) -> None:
+        """Hands the request on; what is wrong with it is its answer."""
+        request_id = request_id_of(headers)
+        try:
+            self._revision, invocation = self._gateway.begin(
+                self._name, headers, request_id, body, received_s
+            )
+        except PilotlightError as error:
+            reply = self._gateway.refused(self._name, error, request_id)
+            asyncio.get_running_loop().call_soon(self._end, reply)
+            return
+        self._invocation = invocation
+        invocation.answer.add_done_callback(self._on_answer)
+
+    def abandon(self) -> None:
+        """The caller has gone."""
+        self._over = True
+        self._admitted.leave()
+        if self._revision is not None and self._invocation is not None:
+            self._revision.cancel(self._invocation)
+
+    def _on_answer(self, _answer: asyncio.Future[Answer]) -> None:
+        if self._invocation is not None and not self._over:
+            self._end(self._gateway.answered(self._name, self._invocation))
+
+    def _end(self, reply: Reply) -> None:
+        if self._over:
+            return
+        self._over = True
+        self._admitted.leave()
+        self._send(encode(reply))
+
+
+def encode(reply: Reply) -> bytes:
+    """As aiohttp writes it. Raises ValueError if a header could be taken for more than one."""
+    headers = CIMultiDict(reply.headers)
+    headers["Content-Length"] = str(len(reply.body))
+    headers["Date"] = rfc822_formatted_time()
+    headers["Server"] = SERVER_SOFTWARE
+    head: bytes = _serialize_headers(STATUS_LINES[reply.status], headers)
+    return head + reply.body
