@@ -18,8 +18,9 @@ from . import autoscaler
 from .access.vault import Vault
 from .deploy import Order, prepare, worker_spec
 from .launcher import Launcher
+from .line import Policy
 from .logs import LogBook
-from .revision import Census, Policy, Revision
+from .revision import Census, Revision
 from .settings import FunctionSettings
 from .store import RevisionRecord, Store
 from .timeline import Timeline
@@ -304,7 +305,7 @@ class Functions:
         """Launches the zygote, and one worker to see its setup succeed."""
         source = await live.revision.pool.open()
         live.record = live.record.model_copy(update={"handler": source.facts})
-        live.revision.policy = policy_of(live.record)
+        live.revision.line.configure(policy_of(live.record))
         live.revision.streaming = bool(source.facts["streaming"])
         live.revision.aggregates = bool(source.facts.get("aggregate", True))
         if not source.forks:
@@ -330,6 +331,9 @@ def policy_of(record: RevisionRecord) -> Policy:
             scale.min, scale.max, scale.buffer, settings.concurrency * batch, scale.idle_timeout_s
         ),
         timeout_s=settings.timeout_s,
+        execution_timeout_s=settings.execution_timeout_s,
+        batch=batch,
+        on_loop=record.handler.get("kind") in ("async", "async_generator"),
         hold_s=settings.hold_s,
         max_queue=settings.max_queue,
         max_body_bytes=settings.max_body_bytes,

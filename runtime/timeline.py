@@ -52,6 +52,7 @@ class Timeline:
     wait_s: float = 0.0
     exec_s: float = 0.0
     batch: int = 1
+    cost: float = 1.0
     waits_cold: bool = False  # no worker was ready when it arrived
     activation: Activation | None = None
 

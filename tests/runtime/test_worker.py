@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pilotlight.runtime.link import CHANNELS, Frame, FrameReader, Kind, encode, encode_json
+from pilotlight.runtime.link import Frame, FrameReader, Kind, encode, encode_json
 from pilotlight.runtime.spec import WorkerSpec
 
 LIMIT_S = 60.0
@@ -136,7 +136,9 @@ def handler(event):
 
 def test_a_standby_says_nothing_until_it_is_activated(worker: Callable[..., Process]) -> None:
     process = worker("def setup():\n    print('set up')\ndef handler(event): return event", concurrency=3)
-    assert process.ready() == {"window": 3, "slots": 3, "restore_s": pytest.approx(0, abs=10)}
+    assert process.ready() == {
+        "window": 3, "slots": 3, "limit": 1, "restore_s": pytest.approx(0, abs=10), "device": "cpu", "dtype": "",
+    }  # fmt: skip
     assert process.ask(1, {"a": 1}) == {"a": 1}
 
 
@@ -257,21 +259,6 @@ def test_a_worker_whose_gateway_is_gone_ends_although_its_handler_does_not(
     process.wait_for("inside")
     process.sock.close()
     assert process.exit_code() == 1
-
-
-def test_a_batch_was_announced_before_its_worker_crashed(worker: Callable[..., Process]) -> None:
-    process = worker("""
-        import os, pilotlight
-        @pilotlight.batch(max_size=2)
-        def handler(events): os.kill(os.getpid(), 9)
-    """)
-    assert process.ready()["slots"] is None
-    process.sock.sendall(b"".join(encode(Kind.INVOKE, n, b'{"id":"a"}', b"1") for n in (1, 2, 3)))
-    started = process.expect(Kind.STARTED)
-    channels = [channel for (channel,) in CHANNELS.iter_unpack(started.payload)]
-    assert channels in ([1], [1, 2])
-    assert process.frame() is None
-    assert process.exit_code() == -signal.SIGKILL
 
 
 def test_answers_of_calls_before_a_crash_arrive(worker: Callable[..., Process]) -> None:
