@@ -106,6 +106,7 @@ FLOORS = """
 6   runtime.events.body runtime.api.gateway runtime.api.prediction
 6   runtime.events.pump runtime.api.aws_error runtime.api.connection runtime.api.described runtime.api.events
 6   runtime.events.sources runtime.access.guard runtime.api.aws_lambda runtime.api.predictions runtime.api.unrouted
+6   runtime.api.lane
 6   runtime.api.queue
 6   runtime.api.described_queue runtime.api.described_webhooks
 6   runtime.api.openapi
