@@ -7,18 +7,13 @@ once. So are images, archives and arrays of floats, which do not get smaller.
 from __future__ import annotations
 
 import asyncio
-import sys
 import zlib
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
+from backports import zstd
 
 from ...handlers.accepted import weigh
-
-if sys.version_info >= (3, 14):
-    from compression import zstd
-else:
-    from backports import zstd
 
 LEAST_BYTES = 1024
 """What is smaller goes into one packet or two as it is."""
