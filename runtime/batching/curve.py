@@ -163,11 +163,11 @@ class _Bucket:
 
     def point(self) -> Point:
         known, recalled = list(self._last), self._recalled
-        size = self._size if known or recalled is None else recalled.size
         if recalled is None or len(known) >= TRUSTED:
-            return Point(size, _percentile(known, P50), _percentile(known, P95))
+            return Point(self._size, _percentile(known, P50), _percentile(known, P95))
         # What was measured before stands for those that have not run yet.
         rest = TRUSTED - len(known)
+        size = (self._size * len(known) + recalled.size * rest) / TRUSTED
         p50_s = _percentile(known + [recalled.p50_s] * rest, P50)
         return Point(size, p50_s, max(p50_s, _percentile(known + [recalled.p95_s] * rest, P95)))
 
