@@ -123,7 +123,7 @@ def handler(event, context):
         await gate.next("runs")
     await gate.next("stopped")
     await function.settled(ready=1, in_flight=0)
-    assert taken == [True]
+    assert taken[0] is True
 
 
 async def test_what_would_be_more_than_one_header_is_not_sent():
