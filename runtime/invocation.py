@@ -26,6 +26,10 @@ def _ignore(_: object) -> None:
     return None
 
 
+def _unheard() -> None:
+    return None
+
+
 class Stream:
     """The pieces of a streamed answer on their way to the caller; bounded by the credit the worker was given."""
 
@@ -65,7 +69,7 @@ class Invocation:
     """A request on its way. Ends once: answered, failed or abandoned; whoever ends it first wins."""
 
     __slots__ = ("_ended", "accept", "answer", "attempt", "body", "companions", "company", "content_type", "deadline_s", "due_s", "execution_s", "extra",
-                 "hold_until_s", "id", "on_progress", "on_sent", "overrun_s", "priority", "sheet", "stream", "tenant", "timeline", "timer", "traceparent",
+                 "hold_until_s", "id", "on_answer", "on_progress", "on_sent", "overrun_s", "priority", "sheet", "stream", "tenant", "timeline", "timer", "traceparent",
                  "worker")  # fmt: skip
 
     def __init__(
@@ -120,6 +124,8 @@ class Invocation:
         self.timer: asyncio.TimerHandle | None = None
         self.sheet: set[Invocation] | None = None
         self.due_s = 0.0
+        self.on_answer: Callable[[], None] = _unheard
+        """Called at once when there is an answer or an error, unless it was abandoned before."""
         self._ended = False
 
     @property
@@ -143,11 +149,13 @@ class Invocation:
     def resolve(self, answer: Answer) -> None:
         if self._end():
             self.answer.set_result(answer)
+            self.on_answer()
 
     def fail(self, error: PilotlightError) -> None:
         if self._end():
             self.answer.set_exception(error)
             self.answer.exception()  # seen: a caller that has gone must not leave a warning behind
+            self.on_answer()
 
     def abandon(self) -> None:
         """Nobody waits for the answer any more."""

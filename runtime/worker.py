@@ -63,6 +63,7 @@ class Worker:
         self._sock = sock
         self._spec = spec
         self._handler = built.handler
+        self._streaming = built.handler.kind.streaming
         self._snapshot = built.snapshot
         self._state = built.state
         self._threads = built.threads
@@ -323,7 +324,7 @@ class Worker:
         call = Call(
             frame.channel, frame.payload, head.get("type", ""), context, cancellation, head.get("accept", "")
         )
-        if self._handler.kind.streaming:
+        if self._streaming:
             call.credit = Credit()
         self._runner.submit(call, head.get("more", 0))
 

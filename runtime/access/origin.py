@@ -9,9 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
+from aiohttp import hdrs
+from multidict import istr
+
 from ...errors import Forbidden
 from ..loopback import is_loopback
 
+_FETCH_SITE = istr("Sec-Fetch-Site")
 _REMEDY = (
     "Call it as http://127.0.0.1:PORT or http://localhost:PORT, not from a page of elsewhere; or make an API key "
     "(pilotlight keys create NAME --scope admin) and send it: then any name will do."
@@ -26,7 +30,7 @@ class OriginCheck:
 
     def check(self, headers: Mapping[str, str]) -> None:
         """Raises Forbidden. Without a Host, Origin or Sec-Fetch-Site it is no browser."""
-        host = headers.get("Host")
+        host = headers.get(hdrs.HOST)
         if host is not None and host != self._good:
             if not _names_loopback(f"//{host}"):
                 raise Forbidden(
@@ -34,12 +38,12 @@ class OriginCheck:
                     remedy=_REMEDY,
                 )
             self._good = host
-        origin = headers.get("Origin")
+        origin = headers.get(hdrs.ORIGIN)
         if origin is not None and not _names_loopback(origin):
             raise Forbidden(
                 f"Without API keys this gateway answers no web page of {origin[:80]!a}.", remedy=_REMEDY
             )
-        if headers.get("Sec-Fetch-Site") == "cross-site":
+        if headers.get(_FETCH_SITE) == "cross-site":
             raise Forbidden("Without API keys this gateway answers no web page of elsewhere.", remedy=_REMEDY)
 
 

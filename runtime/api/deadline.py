@@ -11,15 +11,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from multidict import istr
+
 from ...errors import BadInput
 from ..invocation import NORMAL
 from .intake import seconds
 
-TIMEOUT = "X-Request-Timeout"
-PRIORITY = "X-Priority"
-GRPC = "grpc-timeout"
-ENVOY = "x-envoy-expected-rq-timeout-ms"
-STAINLESS = "x-stainless-read-timeout"
+# Looked for in every request: an `istr` has been made ready for that once and for all.
+TIMEOUT = istr("X-Request-Timeout")
+PRIORITY = istr("X-Priority")
+GRPC = istr("grpc-timeout")
+ENVOY = istr("x-envoy-expected-rq-timeout-ms")
+STAINLESS = istr("x-stainless-read-timeout")
 _GRPC = re.compile(r"([0-9]{1,8})([HMSmun])")
 _UNITS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _NUMBER = re.compile(r"[0-9]{1,12}(\.[0-9]{1,9})?")

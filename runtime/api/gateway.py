@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 import orjson
 from aiohttp import web
+from multidict import istr
 
 from ...errors import PilotlightError
 from ..access.caller import caller_of
@@ -20,6 +21,7 @@ from .answer import EVENT_STREAM_TYPE, HEARTBEAT_S, Reply, error_reply, error_re
 from .deadline import priority_of, timeout_of
 from .intake import accept_of, content_type_of, read_body, request_id_of, seconds, traceparent_of
 
+HOLD = istr("X-Scale-Up-Timeout")
 MAX_HOLD_S = 3600.0
 
 
@@ -156,7 +158,7 @@ def _invocation(
 ) -> Invocation:
     policy = revision.policy
     timeout_s = timeout_of(headers, policy.timeout_s)
-    hold_s = seconds(headers, "X-Scale-Up-Timeout", policy.hold_s, MAX_HOLD_S)
+    hold_s = seconds(headers, HOLD, policy.hold_s, MAX_HOLD_S)
     return Invocation(
         request_id,
         body,

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import orjson
-from aiohttp import web
+from aiohttp import hdrs, web
+from multidict import istr
 
 from ...errors import BadInput, InputTimeout, InputTooLarge
 from ...handlers.arrays import NPY_TYPE, SAFETENSORS_TYPE
@@ -18,6 +19,8 @@ from ...handlers.codec import BYTES_TYPE, JSON_TYPE
 
 _ID_BYTES = 8
 _IDS_AT_ONCE = 256
+REQUEST_ID_HEADER = istr("X-Request-Id")
+TRACEPARENT_HEADER = istr("traceparent")
 IDEMPOTENCY = "Idempotency-Key"
 MAX_KEY_CHARS = 255
 MAX_ACCEPT_CHARS = 1000
@@ -87,13 +90,13 @@ _ids = _made()
 
 def request_id_of(headers: Mapping[str, str]) -> str:
     """The caller's id if it is a sane one, else a new one."""
-    given = headers.get("X-Request-Id")
+    given = headers.get(REQUEST_ID_HEADER)
     return given if given is not None and REQUEST_ID.fullmatch(given) else next(_ids)
 
 
 def traceparent_of(headers: Mapping[str, str]) -> str:
     """The caller's trace context, if it is one."""
-    given = headers.get("traceparent", "")
+    given = headers.get(TRACEPARENT_HEADER, "")
     return given if TRACEPARENT.fullmatch(given) else ""
 
 
@@ -109,12 +112,12 @@ def idempotency_of(headers: Mapping[str, str]) -> str:
 
 def media_type_of(headers: Mapping[str, str]) -> str:
     """The body's media type as it was sent, without parameters; "" if it was not sent."""
-    return headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    return headers.get(hdrs.CONTENT_TYPE, "").partition(";")[0].strip().lower()
 
 
 def content_type_of(headers: Mapping[str, str]) -> str:
     """The body's media type, "" for JSON. BadInput if it cannot be one."""
-    found = headers.get("Content-Type", "")
+    found = headers.get(hdrs.CONTENT_TYPE, "")
     if not found.isascii():
         raise BadInput("The Content-Type is not ASCII.", remedy="Send a media type, as application/json.")
     return "" if found == JSON_TYPE else found
@@ -122,7 +125,7 @@ def content_type_of(headers: Mapping[str, str]) -> str:
 
 def accept_of(headers: Mapping[str, str]) -> str:
     """What the worker is to know of Accept: all of it where the caller takes arrays as bytes, else nothing."""
-    accept = headers.get("Accept")
+    accept = headers.get(hdrs.ACCEPT)
     if accept is None:
         return ""
     if len(accept) > MAX_ACCEPT_CHARS or not accept.isascii():

@@ -13,17 +13,18 @@ from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import cast
 
+from aiohttp import hdrs
 from aiohttp.helpers import rfc822_formatted_time
 from aiohttp.http import SERVER_SOFTWARE, HttpVersion11, RawRequestMessage
 from aiohttp.http_writer import _serialize_headers
 from aiohttp.streams import StreamReader
-from multidict import CIMultiDict
+from multidict import CIMultiDict, istr
 
 from ...errors import OutputInvalid, PilotlightError
 from ...handlers.codec import JSON_TYPE
 from ..access.guard import Admitted, Guard
 from ..functions import Functions
-from ..invocation import Answer, Invocation
+from ..invocation import Invocation
 from ..revision import Revision
 from .answer import Reply, error_reply
 from .compression import MOST_ON_LOOP_BYTES, chosen, pack_now, pays
@@ -32,6 +33,7 @@ from .intake import request_id_of
 
 BEGINNING = "/invoke/"
 ROUTE = "/invoke/{function}"
+PREFER = istr("Prefer")
 STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}" for status in HTTPStatus}
 
 
@@ -92,7 +94,7 @@ class Lane:
         if message.should_close or message.upgrade or message.chunked or message.compression:
             return None
         if (
-            "Prefer" in message.headers or "Expect" in message.headers
+            PREFER in message.headers or hdrs.EXPECT in message.headers
         ):  # a later answer; a word before the body
             return None
         try:
@@ -117,7 +119,7 @@ class Passage:
     def begin(self, headers: Mapping[str, str], body: bytes, received_s: float) -> None:
         """Hands the request on; what is wrong with it is its answer."""
         request_id = request_id_of(headers)
-        self._accepted = headers.get("Accept-Encoding", "")
+        self._accepted = headers.get(hdrs.ACCEPT_ENCODING, "")
         gateway = self._lane.gateway
         try:
             self._revision, invocation = gateway.begin(
@@ -127,7 +129,9 @@ class Passage:
             self._end(gateway.refused(self._name, error, request_id))
             return
         self._invocation = invocation
-        invocation.answer.add_done_callback(self._on_answer)
+        invocation.on_answer = self._on_answer
+        if invocation.ended:  # refused while it was handed on
+            self._on_answer()
 
     def abandon(self) -> None:
         """The caller has gone."""
@@ -138,7 +142,7 @@ class Passage:
         if self._revision is not None and self._invocation is not None:
             self._revision.cancel(self._invocation)
 
-    def _on_answer(self, _answer: asyncio.Future[Answer]) -> None:
+    def _on_answer(self) -> None:
         if self._invocation is not None and not self._over:
             self._end(self._lane.gateway.answered(self._name, self._invocation))
 
