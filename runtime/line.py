@@ -257,8 +257,9 @@ class Line:
     # -- what is heard of workers
 
     def on_ready(self, replica: Replica) -> None:
-        took_s = replica.activation.ready_s - replica.activation.asked_s
-        self._activation_s += (SMOOTHING if self._activation_s else 1.0) * (took_s - self._activation_s)
+        if not replica.warmth.get("curve"):  # measuring it takes seconds, and is done once
+            took_s = replica.activation.ready_s - replica.activation.asked_s
+            self._activation_s += (SMOOTHING if self._activation_s else 1.0) * (took_s - self._activation_s)
         self._learn(replica.warmth)
         self.pump()
 

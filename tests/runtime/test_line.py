@@ -148,6 +148,24 @@ async def test_who_cannot_be_on_time_is_told_at_once_and_when_to_come_again(depl
     assert await function.answer("refused", X_Request_Timeout="5") == "refused"
 
 
+async def test_who_cannot_wait_for_an_activation_is_told_when_it_will_be_done_and_starts_it(
+    deploy, gate: Gate
+):
+    source = "import gate\ndef setup(context):\n    gate.wait('setup')\ndef handler(event):\n    return event"
+    function = await deploy(source, {**ONE, "scale.idle_timeout_s": 0.05}, gate=gate, check=False)
+    first = asyncio.create_task(function.answer(1))
+    arrival = await gate.next("setup")
+    await asyncio.sleep(0.3)  # so long an activation takes, as far as anybody knows after it
+    arrival.go()
+    assert await first == 1
+    await function.settled()
+    refused = await function.call(2, X_Request_Timeout="0.1")
+    assert (refused.status_code, failure(refused)["type"]) == (503, "overloaded")
+    assert 0.1 < failure(refused)["details"]["retry_after_s"] < 60
+    (await gate.next("setup")).go()  # it came because of the one that was refused
+    assert await function.answer(2) == 2
+
+
 async def test_while_nothing_is_known_nobody_is_refused(deploy, gate: Gate):
     function = await deploy(
         "import gate\ndef handler(event):\n    gate.wait(str(event))\n    return event", ONE, gate=gate
