@@ -45,17 +45,24 @@ ONE_VALUE = (str, bytes, bytearray, Mapping, Set)
 class Call:
     """One invocation inside a worker."""
 
-    __slots__ = ("body", "cancellation", "channel", "company", "content_type", "context", "cost", "credit", "event",
-                 "received_s", "task")  # fmt: skip
+    __slots__ = ("accept", "body", "cancellation", "channel", "company", "content_type", "context", "cost", "credit",
+                 "event", "received_s", "task")  # fmt: skip
 
     def __init__(
-        self, channel: int, body: bytes, content_type: str, context: Context, cancellation: Cancellation
+        self,
+        channel: int,
+        body: bytes,
+        content_type: str,
+        context: Context,
+        cancellation: Cancellation,
+        accept: str = "",
     ) -> None:
         self.channel = channel
         self.body = body
         self.content_type = content_type
         self.context = context
         self.cancellation = cancellation
+        self.accept = accept
         self.received_s = time.monotonic()
         self.event: Any = None  # of a batch, once it was decoded
         self.cost = 1.0
@@ -270,7 +277,7 @@ class Runner(ABC):
         if isinstance(item, BaseException):
             return self.failed(call, self.describe(item))
         try:
-            payload, content_type = self.handler.output.encode(item)
+            payload, content_type = self.handler.output.encode(item, call.accept)
         except Exception as error:  # noqa: BLE001  the user's own serializers run here; the others' answers stand
             return self.failed(call, self.describe(error))
         head = timing.pack()

@@ -320,7 +320,9 @@ class Worker:
             host=self._host,
             channel=frame.channel,
         )
-        call = Call(frame.channel, frame.payload, head.get("type", ""), context, cancellation)
+        call = Call(
+            frame.channel, frame.payload, head.get("type", ""), context, cancellation, head.get("accept", "")
+        )
         if self._handler.kind.streaming:
             call.credit = Credit()
         self._runner.submit(call, head.get("more", 0))

@@ -48,6 +48,7 @@ FLOORS = """
 0   snapshot.attached
 
 1   handlers.foreign
+1   handlers.accepted handlers.arrays
 1   handlers.codec handlers.contract handlers.failure handlers.foreign.opener handlers.foreign.recognise
 1   handlers.foreign.files
 1   handlers.handler handlers.loading handlers.foreign.bodies handlers.foreign.cog_sdk handlers.foreign.runpod_sdk
@@ -69,9 +70,11 @@ FLOORS = """
 2   runtime.webhooks.posting
 2   runtime.webhooks.outbox
 2   runtime.webhooks.courier
-2   runtime.batching.curve runtime.batching.promises runtime.batching.returns runtime.batching.turns
+2   runtime.batching.calls runtime.batching.curve runtime.batching.promises runtime.batching.returns runtime.batching.turns
 2   runtime.batching.admission runtime.batching.gathering
 2   runtime.batching.queue
+2   runtime.batching.handing
+2   runtime.batching.simulator
 2   runtime.advance runtime.autoscaler runtime.exhaustion runtime.groups runtime.lineage runtime.logs runtime.packing runtime.spec runtime.timeline runtime.traits runtime.wording
 2   runtime.code runtime.invocation runtime.link runtime.metrics runtime.requirements runtime.settings runtime.state_dir
 2   runtime.access.keys
@@ -86,7 +89,7 @@ FLOORS = """
 3   runtime.zygote
 3   runtime.commands.first_call
 
-4   runtime.alarms runtime.given
+4   runtime.alarms runtime.curves runtime.given
 4   runtime.replica
 4   runtime.pool
 4   runtime.line
@@ -98,11 +101,12 @@ FLOORS = """
 5   runtime.jobs.dispatch
 5   runtime.jobs.jobs
 
-6   runtime.api.cloudevents runtime.api.intake runtime.api.parts runtime.watch
-6   runtime.api.answer
+6   runtime.api.cloudevents runtime.api.compression runtime.api.intake runtime.api.parts runtime.watch
+6   runtime.api.answer runtime.api.deadline
 6   runtime.events.body runtime.api.gateway runtime.api.prediction
 6   runtime.events.pump runtime.api.aws_error runtime.api.connection runtime.api.described runtime.api.events
 6   runtime.events.sources runtime.access.guard runtime.api.aws_lambda runtime.api.predictions runtime.api.unrouted
+6   runtime.api.lane
 6   runtime.api.queue
 6   runtime.api.described_queue runtime.api.described_webhooks
 6   runtime.api.openapi
@@ -251,11 +255,14 @@ def test_packages_are_named_and_empty() -> None:
     [
         "runtime.autoscaler",
         "runtime.batching.admission",
+        "runtime.batching.calls",
         "runtime.batching.curve",
         "runtime.batching.gathering",
+        "runtime.batching.handing",
         "runtime.batching.promises",
         "runtime.batching.queue",
         "runtime.batching.returns",
+        "runtime.batching.simulator",
         "runtime.batching.turns",
         "runtime.advance",
         "runtime.packing",

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import math
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 # Of each size so many of the last durations count: a percentile of them follows a machine that becomes slower.
 KEPT = 64
 # One in so many observations makes the curve be drawn again, but each of the first ones does.
 REDRAWN_EVERY = 16
+# What was measured before a start counts as so many durations; after so many new ones it is forgotten.
+TRUSTED = 32
 SMOOTHING = 0.1
 MIN_COST = 1e-6
 P50, P95 = 0.5, 0.95
@@ -34,6 +36,7 @@ class Curve:
         """The mean cost of an item: where the handler counts tokens, say, a group of three is of size 3 x unit."""
         self._buckets: dict[int, _Bucket] = {}
         self._points: tuple[Point, ...] = ()
+        self._sizes: list[float] = []
         self._fresh = 0
         self.recall(points)
 
@@ -80,11 +83,13 @@ class Curve:
     def _draw(self) -> None:
         self._fresh = 0
         found = [self._buckets[number].point() for number in sorted(self._buckets)]
-        p50s = isotonic([(point.p50_s, 1.0) for point in found])
-        p95s = isotonic([(point.p95_s, 1.0) for point in found])
+        weights = [self._buckets[number].weight for number in sorted(self._buckets)]
+        p50s = isotonic([(point.p50_s, weight) for point, weight in zip(found, weights, strict=True)])
+        p95s = isotonic([(point.p95_s, weight) for point, weight in zip(found, weights, strict=True)])
         self._points = tuple(
             Point(point.size, p50, max(p50, p95)) for point, p50, p95 in zip(found, p50s, p95s, strict=True)
         )
+        self._sizes = [point.size for point in found]
 
     def _at(self, size: float, field: int) -> float:
         points = self._points
@@ -93,9 +98,9 @@ class Curve:
         if size <= points[0].size or len(points) == 1:
             # Of one point alone nobody knows a slope: what is not known is held against no caller.
             return points[0][field]
-        for left, right in itertools.pairwise(points):
-            if size <= right.size:
-                return _between(left, right, size, field)
+        if size <= points[-1].size:
+            right = bisect_left(self._sizes, size)
+            return _between(points[right - 1], points[right], size, field)
         # Beyond the last: on along the chord of the whole curve, which one odd point does not tilt.
         first, last = points[0], points[-1]
         return max(last[field], _between(first, last, size, field))
@@ -106,17 +111,30 @@ def _between(left: Point, right: Point, size: float, field: int) -> float:
     return left[field] + share * (right[field] - left[field])
 
 
-def isotonic(weighted: list[tuple[float, float]]) -> list[float]:
-    """The non-decreasing sequence nearest to these values by weighted squares (pool adjacent violators)."""
-    blocks: list[tuple[float, float, int]] = []
-    for value, weight in weighted:
-        blocks.append((value, weight, 1))
-        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
-            (low, low_weight, low_count), (high, high_weight, high_count) = blocks[-2:]
-            weight_sum = low_weight + high_weight
-            mean = (low * low_weight + high * high_weight) / weight_sum
-            blocks[-2:] = [(mean, weight_sum, low_count + high_count)]
-    return [value for value, _, count in blocks for _ in range(count)]
+def isotonic(weighted: Sequence[tuple[float, float]]) -> list[float]:
+    """The non-decreasing sequence nearest to these values by weighted distances (pool adjacent violators).
+
+    Distances, not their squares: a pool becomes its median, so that one odd value does not tilt its neighbours.
+    """
+    pools: list[list[tuple[float, float]]] = []
+    for pair in weighted:
+        pools.append([pair])
+        while len(pools) > 1 and _median(pools[-2]) > _median(pools[-1]):
+            last = pools.pop()
+            pools[-1] += last
+    return [level for pool in pools for level in [_median(pool)] * len(pool)]
+
+
+def _median(pool: list[tuple[float, float]]) -> float:
+    """The least value that half of the weight does not exceed."""
+    if len(pool) == 1:
+        return pool[0][0]
+    half, below = sum(weight for _, weight in pool) / 2, 0.0
+    for value, weight in sorted(pool):
+        below += weight
+        if below >= half:
+            return value
+    raise AssertionError("a pool has a weight")
 
 
 class _Bucket:
@@ -138,20 +156,24 @@ class _Bucket:
         self._size += (size - self._size) / min(self.count, KEPT)
         self._last.append(seconds)
 
+    @property
+    def weight(self) -> float:
+        """How much is known of it."""
+        return max(len(self._last), TRUSTED if self._recalled is not None else 0)
+
     def point(self) -> Point:
-        known, recalled = sorted(self._last), self._recalled
-        if recalled is not None and len(known) < KEPT // 4:
-            # Too few for percentiles of their own: they move what was measured before by as much as they weigh.
-            share = len(known) / (KEPT // 4)
-            if not known:
-                return recalled
-            return Point(
-                self._size,
-                recalled.p50_s + share * (_percentile(known, P50) - recalled.p50_s),
-                recalled.p95_s + share * (_percentile(known, P95) - recalled.p95_s),
-            )
-        return Point(self._size, _percentile(known, P50), _percentile(known, P95))
+        known, recalled = list(self._last), self._recalled
+        if recalled is None or len(known) >= TRUSTED:
+            return Point(self._size, _percentile(known, P50), _percentile(known, P95))
+        # What was measured before stands for those that have not run yet.
+        rest = TRUSTED - len(known)
+        size = (self._size * len(known) + recalled.size * rest) / TRUSTED
+        p50_s = _percentile(known + [recalled.p50_s] * rest, P50)
+        return Point(size, p50_s, max(p50_s, _percentile(known + [recalled.p95_s] * rest, P95)))
 
 
-def _percentile(ascending: list[float], share: float) -> float:
-    return ascending[min(len(ascending) - 1, math.ceil(share * len(ascending)) - 1 if share < 1 else -1)]
+def _percentile(durations: list[float], share: float) -> float:
+    """Of three and more never the largest: one hiccup says nothing of those to come."""
+    ascending = sorted(durations)
+    rank = min(math.ceil(share * len(ascending)), max(len(ascending) - 1, 1)) if len(ascending) > 2 else 1
+    return ascending[rank - 1]

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from .curve import Curve
 from .returns import STEP, Returns
 
+# Waits are compared that bring so many more than shorter ones.
+GRAIN = 0.25
+
 
 @dataclass(frozen=True, slots=True)
 class Situation:
@@ -37,12 +40,13 @@ def wait_until(situation: Situation, curve: Curve, returns: Returns) -> float:
     step_s = STEP * saved_s
     came = _at(expected, elapsed_s / step_s)
     alone_s = curve.typical(queued)
-    best, best_s = 0.0, now_s
+    best, best_s, least = 0.0, now_s, 2 * GRAIN
     for step, mean in enumerate(expected, start=1):
         wait_s = step * step_s - elapsed_s
         more = min(mean - came, situation.limit - queued)
-        if wait_s <= 0 or more < 0.5:
+        if wait_s <= 0 or more < least:
             continue
+        least = more + GRAIN  # for hardly more of them no longer wait is worth a look
         if wait_s > situation.slack_s:
             break
         joint_s = wait_s + curve.typical(queued + more)

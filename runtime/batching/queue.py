@@ -15,7 +15,7 @@ from .curve import Curve
 from .gathering import Situation, saving, too_late, wait_until
 from .promises import Promises
 from .returns import Returns
-from .turns import Turns
+from .turns import FIRST, Turns
 
 # A caller is told to come again when there is room, but never at once and never in the far future.
 MIN_RETRY_S, MAX_RETRY_S = 0.05, 60.0
@@ -86,12 +86,18 @@ class Queue(Generic[T]):
 
     def admit(self, item: T, now_s: float, lanes: Lanes) -> None:
         """Takes an item that just arrived. Raises QueueFull, or Overloaded if it would not end within its deadline."""
-        if len(self._turns) >= self.most:
+        if len(self._turns) >= self.most and self._holds_share(item.tenant):
             self._refuse_full(now_s, lanes)
         self.arrived(now_s)
         busy = lanes.free_at_s > now_s or len(self._turns) > 0
         kept = busy and not item.patient and self.curve.known and self._check(item, now_s, lanes)
         self._turns.add(item, first=kept)
+
+    def _holds_share(self, tenant: str) -> bool:
+        """Whether a tenant has as many waiting as each could have at once: nobody fills the queue for the others."""
+        held = self._turns.held(tenant)
+        tenants = self._turns.tenants + (not held)
+        return held * tenants >= self.most or len(self._turns) >= 2 * self.most
 
     def arrived(self, now_s: float) -> None:
         """An item came that is taken, here or straight to a worker that was free."""
@@ -117,7 +123,7 @@ class Queue(Generic[T]):
     def refusal(self, item: T, now_s: float, lanes: Lanes) -> Overloaded:
         """What a caller is told who cannot be served in time, and by which he is recognised when he comes again."""
         wait_s = self._retry_s(now_s, lanes)
-        self._promises.make(item.tenant, item.body, now_s + wait_s)
+        self._promises.make(item.tenant, item.body, now_s, wait_s)
         return Overloaded(
             f"Function {self._name!r} has {len(self._turns)} invocations waiting; this one would not end within its deadline.",
             remedy="Try again after the time in Retry-After, allow more time, or raise scale.max in pilotlight.toml.",
@@ -157,7 +163,15 @@ class Queue(Generic[T]):
                 found.wait_until_s = until_s
                 return found
         self._gather(found, start_s)
+        self._sweep(found, start_s)
         return found
+
+    def _sweep(self, found: Next[T], start_s: float) -> None:
+        """Refuses those whose turn has not come, and who would be too late if it had: they need not wait for that."""
+        while late := [item for item in self._turns.heads() if self._late(item, start_s, len(self._turns))]:
+            for item in late:
+                self._turns.drop(item)
+            found.refused += late
 
     def _situation(self, now_s: float) -> Situation:
         queued = len(self._turns)
@@ -168,21 +182,24 @@ class Queue(Generic[T]):
         most, taken = self.limit, found.taken
         while len(taken) < most and (item := self._turns.take(self.curve.unit)) is not None:
             if item.company and len(taken) >= item.company:
-                self._turns.add(item)
-                self._turns.charge(item.tenant, item.priority, -self.curve.unit)
+                self._turns.add(item, first=id(item) in self._kept)
+                self._refund(item)
                 return
-            if self._late(item, start_s, len(taken)):
+            if self._late(item, start_s, len(self._turns) + len(taken) + 1):
                 found.refused.append(item)
-                self._turns.charge(item.tenant, item.priority, -self.curve.unit)
+                self._refund(item)
                 continue
             most = min(most, item.company or most)
             self._kept.discard(id(item))
             taken.append(item)
 
-    def _late(self, item: T, start_s: float, taken: int) -> bool:
+    def _refund(self, item: T) -> None:
+        priority = FIRST if id(item) in self._kept else item.priority
+        self._turns.charge(item.tenant, priority, -self.curve.unit)
+
+    def _late(self, item: T, start_s: float, together: int) -> bool:
         if item.patient or id(item) in self._kept:
             return False
-        together = len(self._turns) + taken + 1
         # Nothing is gained by refusing what is alone: it may still make it, and nobody waits behind it.
         return together > 1 and too_late(item.deadline_s, start_s, together, self.limit, self.curve)
 

@@ -40,6 +40,7 @@ class Turns(Generic[T]):
     def __init__(self) -> None:
         self._classes: dict[int, _Class[T]] = {}
         self._entries: dict[int, _Entry[T]] = {}
+        self._held: dict[str, int] = {}
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
@@ -61,6 +62,7 @@ class Turns(Generic[T]):
         if kind is None:
             kind = self._classes[priority] = _Class()
         kind.add(item.tenant, entry)
+        self._held[item.tenant] = self.held(item.tenant) + 1
 
     def drop(self, item: T) -> bool:
         """Takes an item out, wherever it stands; False if it does not wait here."""
@@ -69,6 +71,7 @@ class Turns(Generic[T]):
             return False
         entry.item = None
         self._classes[entry.priority].leave(item.tenant)
+        self._leave(item)
         return True
 
     def take(self, cost: float = 1.0) -> T | None:
@@ -78,9 +81,29 @@ class Turns(Generic[T]):
             if kind.waiting:
                 item = kind.take(cost)
                 del self._entries[id(item)]
+                self._leave(item)
                 return item
             del self._classes[priority]  # nobody of this class waits: its tenants start anew, all equal
         return None
+
+    def _leave(self, item: T) -> None:
+        if left := self._held[item.tenant] - 1:
+            self._held[item.tenant] = left
+        else:
+            del self._held[item.tenant]
+
+    def heads(self) -> list[T]:
+        """Of each turn the item that is its next."""
+        return [item for kind in self._classes.values() if kind.waiting for item in kind.heads()]
+
+    def held(self, tenant: str) -> int:
+        """How many of a tenant's items wait."""
+        return self._held.get(tenant, 0)
+
+    @property
+    def tenants(self) -> int:
+        """How many tenants have something waiting."""
+        return len(self._held)
 
     def charge(self, tenant: str, priority: int, cost: float) -> None:
         """What was served cost more than was charged for it, or less."""
@@ -121,11 +144,11 @@ class _Lane(Generic[T]):
         self.served = served
         self.waiting = 0
 
-    def urgent_s(self) -> float:
+    def head(self) -> _Entry[T]:
         """Only while something waits."""
         while self.heap[0].item is None:
             heapq.heappop(self.heap)
-        return self.heap[0].deadline_s
+        return self.heap[0]
 
 
 class _Class(Generic[T]):
@@ -171,8 +194,12 @@ class _Class(Generic[T]):
         lane.served += cost
         return item
 
+    def heads(self) -> list[T]:
+        entries = (lane.head() for lane in self._lanes.values() if lane.waiting)
+        return [entry.item for entry in entries if entry.item is not None]
+
     def urgent_s(self) -> float:
-        return min(lane.urgent_s() for lane in self._lanes.values() if lane.waiting)
+        return min(lane.head().deadline_s for lane in self._lanes.values() if lane.waiting)
 
     def charge(self, tenant: str, cost: float) -> None:
         if (lane := self._lanes.get(tenant)) is not None:
