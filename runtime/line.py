@@ -278,6 +278,13 @@ class Line:
         """So many fit into a worker's memory together."""
         self.queue.limit = max(1, min(self.queue.limit, limit))
 
+    def on_call(self, invocations: list[Invocation]) -> None:
+        """Their handler is called again, with fewer of them: each call has all of its time."""
+        now_s, limit_s = time.monotonic(), self.policy.execution_timeout_s
+        for invocation in invocations:
+            if limit_s is not None and not invocation.ended:
+                self._time_execution(invocation, now_s, limit_s)
+
     def on_ended(self, ended: Ended) -> None:
         if ended.seconds > 0:
             self.queue.ended(time.monotonic(), ended.size, ended.cost, ended.seconds)

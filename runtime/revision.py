@@ -284,6 +284,9 @@ class Revision:
     def on_limit(self, limit: int) -> None:
         self.line.on_limit(limit)
 
+    def on_call(self, invocations: list[Invocation]) -> None:
+        self.line.on_call(invocations)
+
     def on_change(self) -> None:
         self._scale()
 

@@ -232,3 +232,23 @@ def handler(events):
     remembered = gateway.server.functions.live(again.name).line
     assert [point.size for point in remembered.queue.curve.points] == sizes
     assert await again.answer(0) == [1]  # and its worker did not measure
+
+
+async def test_each_call_of_a_group_that_is_taken_apart_has_all_of_its_time(deploy, gate: Gate):
+    source = """
+import gate, os, pilotlight, time
+@pilotlight.batch(max_size=8)
+def handler(events):
+    if events == ["first"]:
+        gate.wait("first")
+    time.sleep(0.2)
+    if "bad" in events:
+        raise ValueError
+    return [[event, os.getpid()] for event in events]
+"""
+    function = await deploy(source, {**ONE, "execution_timeout_s": 0.6}, gate=gate)
+    answers = await together(function, gate, [1, 2, 3, "bad", 4, 5, 6, 7])  # seven calls
+    bad = answers.pop(3)
+    assert [answer.json()[0] for answer in answers] == [1, 2, 3, 4, 5, 6, 7]
+    assert len({answer.json()[1] for answer in answers}) == 1
+    assert failure(bad)["type"] == "handler_failed"
