@@ -67,7 +67,7 @@ FLOORS = """
 2   runtime.webhooks.posting
 2   runtime.webhooks.outbox
 2   runtime.webhooks.courier
-2   runtime.autoscaler runtime.batcher runtime.lineage runtime.logs runtime.spec runtime.timeline runtime.wording
+2   runtime.autoscaler runtime.batcher runtime.credit runtime.lineage runtime.logs runtime.spec runtime.timeline runtime.wording
 2   runtime.code runtime.invocation runtime.link runtime.metrics runtime.requirements runtime.settings runtime.state_dir
 2   runtime.access.keys
 2   runtime.access.caller runtime.access.rules runtime.access.vault
@@ -93,6 +93,7 @@ FLOORS = """
 
 6   runtime.api.cloudevents runtime.api.compression runtime.api.intake runtime.api.parts runtime.watch
 6   runtime.api.answer runtime.api.deadline
+6   runtime.api.event_stream
 6   runtime.events.body runtime.api.gateway runtime.api.prediction
 6   runtime.events.pump runtime.api.aws_error runtime.api.connection runtime.api.described runtime.api.events
 6   runtime.events.sources runtime.access.guard runtime.api.aws_lambda runtime.api.predictions runtime.api.unrouted

@@ -208,14 +208,15 @@ async def _answer(invocation: Invocation) -> Answer:
     if invocation.stream is None:
         return await invocation.answer
     pieces, size = [], 0
-    while (piece := await invocation.stream.get()) is not None:
-        size += len(piece) + 1
+    while some := await invocation.stream.take():
+        invocation.stream.passed(len(some))
+        size += sum(map(len, some)) + len(some)
         if size > MAX_STREAMED_BYTES:
             raise OutputInvalid(
                 f"The answer is larger than {MAX_STREAMED_BYTES} bytes.",
                 remedy="Call /invoke, which streams it.",
             )
-        pieces.append(piece)
+        pieces += some
     await invocation.answer
     return Answer(b"[" + b",".join(pieces) + b"]", JSON_TYPE)
 

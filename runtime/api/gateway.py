@@ -6,17 +6,17 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
-import orjson
 from aiohttp import web
 
-from ...errors import PilotlightError
+from ...errors import DeadlineExceeded, PilotlightError
 from ..access.caller import caller_of
 from ..functions import Functions
-from ..invocation import Invocation
+from ..invocation import Invocation, Stream
 from ..metrics import Metrics
 from ..revision import Revision
-from .answer import EVENT_STREAM_TYPE, HEARTBEAT_S, error_response, event
+from .answer import error_response
 from .deadline import priority_of, timeout_of
+from .event_stream import LAST_WORD_S, EventStream
 from .intake import accept_of, content_type_of, read_body, request_id_of, seconds, traceparent_of
 
 MAX_HOLD_S = 3600.0
@@ -67,7 +67,7 @@ class Gateway:
             return error_response(error, request_id)
         try:
             if invocation.stream is not None:
-                return await self._stream(request, name, invocation)
+                return await self._stream(request, name, invocation, invocation.stream)
             return await self._answer(name, invocation)
         except (
             asyncio.CancelledError,
@@ -89,35 +89,27 @@ class Gateway:
         headers["Content-Type"] = answer.content_type
         return web.Response(body=answer.payload, headers=headers)
 
-    async def _stream(self, request: web.Request, name: str, invocation: Invocation) -> web.StreamResponse:
-        """Server-sent events: `output` for each piece, then `completed` or `error`."""
-        response: web.StreamResponse | None = None
-        stream, number = invocation.stream, 0
-        if stream is None:
-            raise TypeError("not a streamed invocation")
-        while True:
-            try:
-                async with asyncio.timeout(HEARTBEAT_S):
-                    piece = await stream.get()
-            except TimeoutError:
-                response = response or await _open_stream(request, invocation)
-                await response.write(b": waiting\n\n")
-                continue
-            if piece is None:
-                break
-            response = response or await _open_stream(request, invocation)
-            number += 1
-            await response.write(event("output", piece, number))
-        error = invocation.answer.exception()
-        invocation.timeline.responded_s = time.monotonic()
-        status = error.status if isinstance(error, PilotlightError) else 200
-        self._note(name, status, invocation)
-        if isinstance(error, PilotlightError) and response is None:
-            return error_response(error, invocation.id, _headers(invocation))
-        response = response or await _open_stream(request, invocation)
-        await response.write(_last_event(error, number + 1))
-        await response.write_eof()
-        return response
+    async def _stream(
+        self, request: web.Request, name: str, invocation: Invocation, stream: Stream
+    ) -> web.StreamResponse:
+        """The deadline ends it, even if the reader does not read: then the connection is closed, whatever it holds."""
+        events = EventStream(request, invocation, _headers)
+        left_s = max(0.0, invocation.deadline_s - time.monotonic())
+        try:
+            async with asyncio.timeout(left_s + LAST_WORD_S):
+                await events.send_pieces(stream)
+                error = _error_of(invocation)
+                invocation.timeline.responded_s = time.monotonic()
+                self._note(name, error.status if error is not None else 200, invocation)
+                if error is not None and events.response is None:
+                    return error_response(error, invocation.id, _headers(invocation))
+                return await events.end(error)
+        except TimeoutError:
+            events.hang_up()
+            if not invocation.timeline.responded_s:
+                invocation.timeline.responded_s = time.monotonic()
+                self._note(name, DeadlineExceeded.status, invocation)
+            return events.response or web.Response(status=DeadlineExceeded.status)
 
     def _note(self, name: str, status: int, invocation: Invocation) -> None:
         self._metrics.answered(name, status, invocation.timeline)
@@ -158,15 +150,7 @@ def _headers(invocation: Invocation) -> dict[str, str]:
     return headers
 
 
-async def _open_stream(request: web.Request, invocation: Invocation) -> web.StreamResponse:
-    """Sends the head of an event stream. Its Server-Timing ends where the first piece left."""
-    headers = _headers(invocation) | {"Content-Type": EVENT_STREAM_TYPE, "Cache-Control": "no-store"}
-    response = web.StreamResponse(headers=headers)
-    await response.prepare(request)
-    return response
-
-
-def _last_event(error: BaseException | None, number: int) -> bytes:
-    if isinstance(error, PilotlightError):
-        return event("error", orjson.dumps(error.to_wire()), number)
-    return event("completed", b"{}", number)
+def _error_of(invocation: Invocation) -> PilotlightError | None:
+    """How a stream that has ended failed, if it did."""
+    error = invocation.answer.exception()
+    return error if isinstance(error, PilotlightError) else None

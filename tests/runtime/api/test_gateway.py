@@ -10,7 +10,7 @@ import httpx
 import numpy as np
 import pytest
 import safetensors.numpy
-from live import LIMIT_S, Gate, Gateway, failure, gateway_here, gone
+from live import LIMIT_S, Gate, Gateway, events, failure, gateway_here, gone
 from pilotlight.runtime.invocation import Invocation
 from pilotlight.runtime.revision import Revision
 from pilotlight.runtime.timeline import parse_server_timing
@@ -528,16 +528,6 @@ def submitted(monkeypatch) -> list[Invocation]:
 
     monkeypatch.setattr(Revision, "submit", submit)
     return seen
-
-
-def events(text: str) -> list[tuple[str, str, object]]:
-    """(id, event, data) of server-sent events."""
-    found = []
-    for block in text.strip().split("\n\n"):
-        if not block.startswith(":"):
-            fields = dict(line.split(": ", 1) for line in block.splitlines())
-            found.append((fields["id"], fields["event"], json.loads(fields["data"])))
-    return found
 
 
 async def raw(gateway: Gateway, request: str) -> tuple[int, dict]:
