@@ -64,6 +64,9 @@ class Census:
     draining: int
     standby: bool
     zygote: bool
+    busy_s: float = 0.0
+    """For how long workers had something to do, all together, and for how long they were ready to."""
+    ready_s: float = 0.0
 
     @property
     def workers(self) -> int:

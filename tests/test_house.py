@@ -68,6 +68,7 @@ FLOORS = """
 2   runtime.webhooks.outbox
 2   runtime.webhooks.courier
 2   runtime.autoscaler runtime.batcher runtime.credit runtime.lineage runtime.logs runtime.spec runtime.timeline runtime.wording
+2   runtime.tally
 2   runtime.code runtime.invocation runtime.link runtime.metrics runtime.requirements runtime.settings runtime.state_dir
 2   runtime.access.keys
 2   runtime.access.caller runtime.access.rules runtime.access.vault

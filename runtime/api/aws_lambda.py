@@ -117,7 +117,7 @@ class LambdaApi:
         try:
             revision.submit(invocation)
         except PilotlightError as error:
-            self._metrics.refused(name, error.status)
+            self._metrics.refused(name, error)
             raise
         answer = await self._ended(name, live, invocation)
         told = _headers(request_id) | self._tail(request, live, invocation)
@@ -131,7 +131,7 @@ class LambdaApi:
         try:
             answer = await _answer(invocation)
         except PilotlightError as error:
-            self._note(name, error.status, invocation)
+            self._note(name, error.status, invocation, error)
             if isinstance(error, RevisionRetired) or not isinstance(error, OF_THE_FUNCTION):
                 raise
             return error
@@ -141,9 +141,11 @@ class LambdaApi:
         self._note(name, 200, invocation)
         return answer
 
-    def _note(self, name: str, status: int, invocation: Invocation) -> None:
+    def _note(
+        self, name: str, status: int, invocation: Invocation, error: PilotlightError | None = None
+    ) -> None:
         invocation.timeline.responded_s = time.monotonic()
-        self._metrics.answered(name, status, invocation.timeline)
+        self._metrics.answered(name, status, invocation.timeline, error)
         if invocation.timeline.cold:
             self._functions.note_cold(name, invocation.timeline)
 

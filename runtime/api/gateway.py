@@ -63,7 +63,7 @@ class Gateway:
             invocation = _invocation(request, revision, request_id, body, received_s)
             revision.submit(invocation)
         except PilotlightError as error:
-            self._metrics.refused(name, error.status)
+            self._metrics.refused(name, error)
             return error_response(error, request_id)
         try:
             if invocation.stream is not None:
@@ -81,7 +81,7 @@ class Gateway:
             answer = await invocation.answer
         except PilotlightError as error:
             invocation.timeline.responded_s = time.monotonic()
-            self._note(name, error.status, invocation)
+            self._note(name, error.status, invocation, error)
             return error_response(error, invocation.id, _headers(invocation))
         invocation.timeline.responded_s = time.monotonic()
         self._note(name, 200, invocation)
@@ -100,7 +100,7 @@ class Gateway:
                 await events.send_pieces(stream)
                 error = _error_of(invocation)
                 invocation.timeline.responded_s = time.monotonic()
-                self._note(name, error.status if error is not None else 200, invocation)
+                self._note(name, error.status if error is not None else 200, invocation, error)
                 if error is not None and events.response is None:
                     return error_response(error, invocation.id, _headers(invocation))
                 return await events.end(error)
@@ -111,8 +111,10 @@ class Gateway:
                 self._note(name, DeadlineExceeded.status, invocation)
             return events.response or web.Response(status=DeadlineExceeded.status)
 
-    def _note(self, name: str, status: int, invocation: Invocation) -> None:
-        self._metrics.answered(name, status, invocation.timeline)
+    def _note(
+        self, name: str, status: int, invocation: Invocation, error: PilotlightError | None = None
+    ) -> None:
+        self._metrics.answered(name, status, invocation.timeline, error)
         if invocation.timeline.cold:
             self._functions.note_cold(name, invocation.timeline)
 
