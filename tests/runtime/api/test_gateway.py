@@ -219,6 +219,19 @@ async def test_a_body_over_the_limit(deploy):
         assert "1000 bytes" in error["message"]
 
 
+async def test_refusals_are_counted_by_their_reason(deploy, client: httpx.AsyncClient):
+    function = await deploy("def handler(event):\n    return 1 / event\n", {"max_body_bytes": 10})
+    await function.error("x" * 100)
+    await function.error(0)
+    await function.error(1, X_Priority="9")
+    told = (await client.get("/metrics")).text
+    of = f'pilotlight_refusals_total{{function="{function.name}",reason='
+    found = [line for line in told.splitlines() if line.startswith(of)]
+    assert sorted(found) == [f'{of}"bad_json"}} 1.0', f'{of}"input_too_large"}} 1.0']
+    exec_ = f'pilotlight_phase_seconds_count{{function="{function.name}",phase="exec"}} 1.0'
+    assert exec_ in told
+
+
 async def test_a_body_that_arrives_too_slowly(state):
     async with gateway_here(state, body_timeout_s=0.05) as gateway:
         function = await gateway.deploy(ECHO)
