@@ -7,18 +7,13 @@ once. So are images, archives and arrays of floats, which do not get smaller.
 from __future__ import annotations
 
 import asyncio
-import sys
 import zlib
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
+from backports import zstd
 
 from ...handlers.accepted import weigh
-
-if sys.version_info >= (3, 14):
-    from compression import zstd
-else:
-    from backports import zstd
 
 LEAST_BYTES = 1024
 """What is smaller goes into one packet or two as it is."""
@@ -34,7 +29,9 @@ _TYPES = ("application/json", "application/xml", "application/javascript", "appl
 async def compressed(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Around every route: what it answered, smaller where that is worth it and asked for."""
     response = await handler(request)
-    if isinstance(response, web.Response) and isinstance(response.body, bytes) and _pays(response):
+    if not isinstance(response, web.Response) or not isinstance(response.body, bytes):
+        return response
+    if "Content-Encoding" not in response.headers and pays(response.body, response.content_type):
         response.headers["Vary"] = "Accept-Encoding"
         if coding := chosen(request.headers.get("Accept-Encoding", "")):
             response.body = await pack(response.body, coding)
@@ -54,17 +51,17 @@ def chosen(header: str) -> str:
 
 async def pack(body: bytes, coding: str) -> bytes:
     if len(body) <= MOST_ON_LOOP_BYTES:
-        return _pack(body, coding)
-    return await asyncio.to_thread(_pack, body, coding)
+        return pack_now(body, coding)
+    return await asyncio.to_thread(pack_now, body, coding)
 
 
-def _pack(body: bytes, coding: str) -> bytes:
+def pack_now(body: bytes, coding: str) -> bytes:
+    """Blocks for as long as it takes."""
     return zstd.compress(body, LEVEL) if coding == "zstd" else zlib.compress(body, LEVEL, _GZIP_BITS)
 
 
-def _pays(response: web.Response) -> bool:
-    body = response.body
-    if not isinstance(body, bytes) or len(body) < LEAST_BYTES or "Content-Encoding" in response.headers:
-        return False
-    kind = response.content_type
-    return kind.startswith("text/") or kind in _TYPES or kind.endswith(("+json", "+xml"))
+def pays(body: bytes, kind: str) -> bool:
+    """Whether an answer of this media type, without parameters, could become smaller by more than it costs."""
+    return len(body) >= LEAST_BYTES and (
+        kind.startswith("text/") or kind in _TYPES or kind.endswith(("+json", "+xml"))
+    )

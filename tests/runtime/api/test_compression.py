@@ -109,7 +109,7 @@ async def test_errors_jobs_and_descriptions_too(deploy):
 async def test_what_is_large_is_not_packed_on_the_loop(monkeypatch):
     threads: list[int] = []
     monkeypatch.setattr(
-        compression, "_pack", lambda body, coding: threads.append(threading.get_ident()) or body
+        compression, "pack_now", lambda body, coding: threads.append(threading.get_ident()) or body
     )
     await compression.pack(b"x" * 100, "gzip")
     await compression.pack(b"x" * (1 << 20), "gzip")

@@ -316,7 +316,7 @@ async def test_cold_then_warm_and_the_phases_sum(deploy):
 
 
 async def test_a_deadline_passes_and_the_stuck_worker_is_replaced(deploy, gate: Gate, monkeypatch):
-    monkeypatch.setattr("pilotlight.runtime.revision.CANCEL_GRACE_S", 0.0)
+    monkeypatch.setattr("pilotlight.runtime.line.CANCEL_GRACE_S", 0.0)
     source = (
         "import gate, os\ndef handler(event):\n    if event:\n        gate.wait()\n    return os.getpid()"
     )
@@ -497,7 +497,7 @@ async def test_callers_are_batched_and_one_bad_item_fails_alone(deploy, gate: Ga
     first = asyncio.create_task(function.answer("first"))
     await gate.next("1")
     rest = [asyncio.create_task(function.call(event)) for event in ("a", "bad", "b", "c", "d", "e", "f")]
-    await function.settled(ready=1, in_flight=8)
+    await function.settled(ready=1, in_flight=1, queued=7)
     gate.open()
     assert await first == ["first", 1]
     answers = await asyncio.gather(*rest)
@@ -520,7 +520,7 @@ async def test_a_bad_body_in_a_batch_fails_alone(deploy, gate: Gate):
     await gate.next("1")
     broken = asyncio.create_task(function.client.post(function.path, content=b"{"))
     good = asyncio.create_task(function.answer("good"))
-    await function.settled(ready=1, in_flight=3)
+    await function.settled(ready=1, in_flight=1, queued=2)
     gate.open()
     assert (await broken).status_code == 400
     assert await good == ["good", 1]
