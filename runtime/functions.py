@@ -16,6 +16,7 @@ from ..errors import GatewayError, PilotlightError, UnknownFunction
 from ..snapshot.sources.location import shown
 from . import autoscaler
 from .access.vault import Vault
+from .curves import Curves
 from .deploy import Order, prepare, worker_spec
 from .launcher import Launcher
 from .line import Policy
@@ -296,6 +297,7 @@ class Functions:
             lambda outcome: self.on_activation(record.function, outcome),
             self._weights,
             lambda: self._vault.of(record.function),
+            await asyncio.to_thread(Curves.of, self._store.curves, _pace_of(record), spec.manifest),
         )
         revision.streaming = bool(record.handler.get("streaming"))
         revision.aggregates = bool(record.handler.get("aggregate", True))
@@ -341,6 +343,11 @@ def policy_of(record: RevisionRecord) -> Policy:
         standby=scale.standby and scale.rest == "zygote",
         keep_zygote=scale.rest == "zygote",
     )
+
+
+def _pace_of(record: RevisionRecord) -> str:
+    """All that the speed of a revision's workers depends on, beside its weights and the machine."""
+    return f"{record.code_digest} {record.requirements_digest} {record.settings.concurrency} {record.settings.threads}"
 
 
 def _weights_of(record: RevisionRecord) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import islice
 from typing import NamedTuple
 
@@ -110,20 +109,21 @@ class Given:
         return self.busy_s + (now_s - self._busy_since_s if self.calls else 0.0)
 
     def free_at(self, now_s: float, curve: Curve) -> float:
-        """When a lane will be free, as far as the curve tells: now, if one is."""
-        return min(self._ends(now_s, curve), default=now_s)
+        """When a lane will be free, as far as the curve tells: now, if one is, or should be."""
+        return max(now_s, self.expected_at(now_s, curve))
 
-    def _ends(self, now_s: float, curve: Curve) -> Iterator[float]:
+    def expected_at(self, now_s: float, curve: Curve) -> float:
+        """The same, but in the past if what runs should have ended by now."""
         if self.batching:
-            if len(self._groups) < self.slots:
-                yield now_s
-                return
-            behind_s = sum(curve.typical(group.size) for group in self._groups[self.slots :])
-            for group in self._groups[: self.slots]:
-                yield max(now_s, group.begun_s + curve.typical(group.size)) + behind_s
-        elif len(self.calls) < self.slots:
-            yield now_s
-        else:
-            oldest = next(iter(self.calls.values()))
-            waves = len(self.calls) // self.slots
-            yield max(now_s, oldest.timeline.sent_s + waves * curve.typical(1))
+            return self._group_expected_at(now_s, curve)
+        if len(self.calls) < self.slots:
+            return now_s
+        oldest = next(iter(self.calls.values()))
+        return oldest.timeline.sent_s + len(self.calls) // self.slots * curve.typical(1)
+
+    def _group_expected_at(self, now_s: float, curve: Curve) -> float:
+        running, behind = self._groups[: self.slots], self._groups[self.slots :]
+        if len(running) < self.slots:
+            return now_s
+        behind_s = sum(curve.typical(group.size) for group in behind)
+        return min(group.begun_s + curve.typical(group.size) for group in running) + behind_s

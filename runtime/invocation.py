@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from ..errors import PilotlightError
 from .timeline import Timeline
 
-NORMAL = 3
-"""The priority of who asks for none: 1 is served first, 5 last."""
+NORMAL, LAST = 3, 5
+"""The priority of who asks for none, and of who can wait: 1 is served first."""
 
 
 class Answer(NamedTuple):

@@ -18,8 +18,10 @@ from ..errors import (
 )
 from . import autoscaler
 from .alarms import Alarms
-from .batching.curve import Curve, Point
+from .batching.curve import Point
+from .batching.handing import hand_out
 from .batching.queue import Lanes, Queue
+from .curves import Curves
 from .given import Ended
 from .invocation import Invocation
 from .pool import Pool
@@ -28,8 +30,6 @@ from .spec import WorkerSpec
 
 MAX_ATTEMPTS = 3
 CANCEL_GRACE_S = 5.0
-# A full group is sent to a worker so long before it will need one: the way there, and what else the loop has to do.
-AHEAD_S = 0.003
 # What async handlers get to be interrupted in.
 INTERRUPT_S = 1.0
 SMOOTHING = 0.3
@@ -58,13 +58,18 @@ class Line:
     """Belongs to one revision, and to its event loop."""
 
     def __init__(
-        self, spec: WorkerSpec, policy: Policy, pool: Pool, curve: Curve | None, on_change: Callable[[], None]
+        self, spec: WorkerSpec, policy: Policy, pool: Pool, curves: Curves, on_change: Callable[[], None]
     ) -> None:
-        """`on_change` is called when somebody left who was not answered: perhaps fewer workers are wanted."""
+        """`on_change` is called when somebody left who was not answered: perhaps fewer workers are wanted.
+
+        `curves` say how fast it was when it last ran; if they do not, the first worker measures it, if it can.
+        """
         self.policy = policy
-        self.queue: Queue[Invocation] = Queue(
-            spec.function, limit=policy.batch, most=policy.max_queue, curve=curve
-        )
+        self.queue: Queue[Invocation] = Queue(spec.function, limit=policy.batch, most=policy.max_queue)
+        self.traits = ""
+        """The device and dtype of its workers, once there was one."""
+        pool.measuring = not curves.known
+        self._curves = curves
         self._spec = spec
         self._pool = pool
         self._on_change = on_change
@@ -129,36 +134,13 @@ class Line:
     def pump(self) -> None:
         """Hands out what waits, as far as workers are free."""
         now_s = time.monotonic()
-        while len(self.queue):
-            replica, start_s = self._pool.pick(), now_s
-            if replica is None:
-                replica, start_s = self._nearly_free(now_s)
-                if replica is None:
-                    return
-            found = self.queue.next(start_s)
-            for invocation in found.refused:
+        for step in hand_out(self.queue, self._pool.pick, self._pool.ready, now_s):
+            for invocation in step.refused:
                 invocation.fail(self.queue.refusal(invocation, now_s, self._lanes(now_s)))
-            if found.wait_until_s is not None:
-                self._look_at(found.wait_until_s, now_s)
-                return
-            if found.taken:
-                self._send(replica, found.taken, now_s)
-
-    def _nearly_free(self, now_s: float) -> tuple[Replica | None, float]:
-        """The worker that will be free next, if that is so soon that a full group should be on its way, and when."""
-        if self.policy.batch == 1 or len(self.queue) < self.queue.limit:
-            return None, now_s
-        soonest: Replica | None = None
-        free_s = 0.0
-        for replica in self._pool.ready:
-            if replica.given.groups == replica.given.slots:
-                when_s = replica.given.free_at(now_s, self.queue.curve)
-                if soonest is None or when_s < free_s:
-                    soonest, free_s = replica, when_s
-        if soonest is not None and free_s - now_s > AHEAD_S:
-            self._look_at(free_s - AHEAD_S, now_s)
-            return None, now_s
-        return soonest, free_s
+            if step.worker is not None and step.taken:
+                self._send(step.worker, step.taken, now_s)
+            if step.look_at_s is not None:
+                self._look_at(step.look_at_s, now_s)
 
     def _look_at(self, when_s: float, now_s: float) -> None:
         """Looks at the queue again then, if nothing happens before."""
@@ -281,11 +263,15 @@ class Line:
         self.pump()
 
     def _learn(self, warmth: dict[str, Any]) -> None:
-        """What the worker measured before it was ready, if it did."""
+        """What the worker measured before it was ready, or what is remembered of others like it."""
         self.on_limit(int(warmth.get("limit", self.queue.limit)))
+        curve, traits = self.queue.curve, f"{warmth.get('device', '')} {warmth.get('dtype', '')}".strip()
         if measured := warmth.get("curve"):
-            self.queue.curve.recall(Point(*point) for point in measured)
+            curve.recall(Point(*point) for point in measured)
             self._pool.measuring = False
+        elif traits != self.traits:
+            curve.recall(self._curves.at(traits))
+        self.traits = traits
 
     def on_limit(self, limit: int) -> None:
         """So many fit into a worker's memory together."""

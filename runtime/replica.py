@@ -100,7 +100,7 @@ class Replica:
 
     @property
     def hurried(self) -> bool:
-        """Whether its invocations are so short that it holds some in advance (see batcher.window)."""
+        """Whether its invocations are so short that it holds some in advance (see advance.py)."""
         return self.window > self.given.slots
 
     def send(self, invocations: list[Invocation], now_s: float) -> None:
@@ -252,8 +252,8 @@ class Replica:
         self.activation.restore_s = float(head.get("restore_s", 0.0))
         self._start_timer.cancel()
         self.window = int(head["window"])
-        self.given.batching = head["slots"] is None
-        self.given.slots = self.window if self.given.batching else int(head["slots"])
+        self.given.batching = bool(head["batching"])
+        self.given.slots = int(head["slots"])
         self.warmth = {key: head[key] for key in WARMTH if key in head}
         if self.state is State.RESTORING:
             self.state = State.READY

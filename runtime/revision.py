@@ -13,7 +13,7 @@ from ..errors import (
     PilotlightError,
 )
 from . import autoscaler
-from .batching.curve import Curve
+from .curves import Curves
 from .given import Ended
 from .invocation import Invocation
 from .launcher import Launcher
@@ -66,9 +66,8 @@ class Revision:
         on_activation: Callable[[str], None] = lambda _outcome: None,
         weights: Weights | None = None,
         secrets: Callable[[], dict[str, str]] = dict,
-        curve: Curve | None = None,
+        curves: Curves | None = None,
     ) -> None:
-        """`curve` is how fast it was when it last ran; without one, the first worker measures it if it can."""
         self.spec = spec
         self.streaming = False
         self.aggregates = True
@@ -77,8 +76,9 @@ class Revision:
             spec, launcher, logs, tasks, self,
             standby=policy.standby, keep_zygote=policy.keep_zygote, weights=weights, secrets=secrets,
         )  # fmt: skip
-        self.pool.measuring = curve is None
-        self.line = Line(spec, policy, self.pool, curve, self._scale)
+        self._curves = curves or Curves()
+        self.line = Line(spec, policy, self.pool, self._curves, self._scale)
+        self._tasks = tasks
         self._loop = asyncio.get_running_loop()
         self._calm = 0.0
         self._logs = logs
@@ -304,6 +304,12 @@ class Revision:
         self._scale()
         if not self.pool.replicas and not len(self.line):
             self.pool.release()
+            self._tasks.create_task(self._remember())
+
+    async def _remember(self) -> None:
+        """At zero: how fast it was, for when it starts again."""
+        if points := self.line.queue.curve.points:
+            await asyncio.to_thread(self._curves.write, self.line.traits, points)
 
     def _note_failure(self) -> None:
         self._on_activation("failed")

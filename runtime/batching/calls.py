@@ -38,7 +38,17 @@ class Outcome(Enum):
 class Attempt:
     """A call on its way through the queue: what the queue asks of an item, and what became of it."""
 
-    __slots__ = ("began_s", "call", "caller", "company", "deadline_s", "ended_s", "outcome", "retry_after_s", "tries")
+    __slots__ = (
+        "began_s",
+        "call",
+        "caller",
+        "company",
+        "deadline_s",
+        "ended_s",
+        "outcome",
+        "retry_after_s",
+        "tries",
+    )
 
     def __init__(self, call: Call, caller: int = -1, tries: int = 1) -> None:
         self.call = call
@@ -76,7 +86,7 @@ def poisson(
     rate: float, count: int, *, timeout_s: float = math.inf, tenant: str = "", seed: int = 1
 ) -> Iterator[Call]:
     """So many calls, at random and `rate` a second; each has a body of its own."""
-    draw, at_s = random.Random(seed), 0.0
+    draw, at_s = random.Random(seed), 0.0  # noqa: S311  a model of chance
     for number in range(count):
         at_s += draw.expovariate(rate)
         yield Call(at_s, timeout_s, tenant, body=f"{tenant}{number}".encode())

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from .curve import Curve
 from .returns import STEP, Returns
 
-
 # Waits are compared that bring so many more than shorter ones.
 GRAIN = 0.25
 

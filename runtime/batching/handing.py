@@ -22,7 +22,9 @@ class Given(Protocol):
     def groups(self) -> int: ...
     @property
     def slots(self) -> int: ...
-    def free_at(self, now_s: float, curve: Curve) -> float: ...
+    def expected_at(self, now_s: float, curve: Curve) -> float:
+        """When one of its lanes should be free; in the past if that has not come true."""
+        ...
 
 
 class Worker(Protocol):
@@ -68,13 +70,11 @@ def hand_out(
 
 def _nearly_free(queue: Queue[T], ready: Iterable[W], now_s: float) -> tuple[W | None, float]:
     """The worker that will be free next if a full group waits for it, and when; nobody otherwise."""
-    soonest: W | None = None
-    free_s = now_s
     if queue.limit == 1 or len(queue) < queue.limit:
         return None, now_s
-    for worker in ready:
-        if worker.given.groups == worker.given.slots:
-            when_s = worker.given.free_at(now_s, queue.curve)
-            if soonest is None or when_s < free_s:
-                soonest, free_s = worker, when_s
-    return soonest, free_s
+    full = [worker for worker in ready if worker.given.groups == worker.given.slots]
+    expected = [worker.given.expected_at(now_s, queue.curve) for worker in full]
+    if not full or min(expected) < now_s - AHEAD_S:
+        return None, now_s  # late: nobody knows when it will be free, or whether another is sooner
+    soonest_s = min(expected)
+    return full[expected.index(soonest_s)], max(now_s, soonest_s)

@@ -93,11 +93,14 @@ class Given:
         return len(self.running)
 
     def free_at(self, now_s: float, curve: Curve) -> float:
+        return max(now_s, self.expected_at(now_s, curve))
+
+    def expected_at(self, now_s: float, curve: Curve) -> float:
         if len(self.running) < self.slots:
             return now_s
         behind_s = sum(curve.typical(len(group.items)) for group in self.running[self.slots :])
         ends = (group.begun_s + curve.typical(len(group.items)) for group in self.running[: self.slots])
-        return max(now_s, min(ends)) + behind_s
+        return min(ends) + behind_s
 
 
 @dataclass(slots=True)
@@ -130,7 +133,7 @@ class Simulator:
         )
         self.run = Run(lanes=plant.workers * plant.slots)
         self._hands = [Hand(Given(plant.slots)) for _ in range(plant.workers)]
-        self._draw = random.Random(plant.seed)
+        self._draw = random.Random(plant.seed)  # noqa: S311  a model of noise
         self._obedient = obedient
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._numbers = itertools.count()
