@@ -77,8 +77,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--rate", type=float, help="requests per second: an open loop instead of a closed one"
     )
-    parser.add_argument("--instants", type=Path, help="a JSON list of ns after the start: an open loop of these")
-    parser.add_argument("--retry", action="store_true", help="open loop: the refused wait as told and come once more")
+    parser.add_argument(
+        "--instants", type=Path, help="a JSON list of ns after the start: an open loop of these"
+    )
+    parser.add_argument(
+        "--retry", action="store_true", help="open loop: the refused wait as told and come once more"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--summary", action="store_true", help="percentiles instead of every latency")
     return parser.parse_args()

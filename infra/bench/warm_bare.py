@@ -52,7 +52,7 @@ class Bare:
         lanes = self._lanes[:workers]
         with ThreadPoolExecutor(len(lanes)) as threads:
             told = threads.map(lambda lane: lane.turn(batch=batch, for_s=for_s), lanes)
-            return sum(turn["items"] / turn["seconds"] for turn in told)
+            return sum(float(turn["items"] / turn["seconds"]) for turn in told)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from report import Report
 from warm_bare import bare
 from warm_closed import OURS, Plan
 from warm_field import field
-from warm_peers import LIMIT, Choice
+from warm_peers import HERE, LIMIT, Choice
 from warm_sweep import CHOICES, Grid
 
 PARTS = ("minilm", "sleep", "overload", "tenants", "streams", "echo", "replay")
@@ -69,9 +69,7 @@ class Bench:
         with bare("minilm", choices[OURS]) as floor, field("minilm", choices, self.report) as entered:
             closed.run(entered, floor, self._plan)
             closed.enter(entered)
-            opened = warm_open.Open(
-                "minilm", self.report, median(closed.bare_rates), median(closed.alone_s)
-            )
+            opened = warm_open.Open("minilm", self.report, median(closed.bare_rates), median(closed.alone_s))
             opened.run(entered, self._plan)
             opened.enter(entered)
 
@@ -108,7 +106,7 @@ class Bench:
 
     def _sleep_curve(self) -> tuple[float, float]:
         """What one worker can do at most, and how long a batch of one takes: the curve is known."""
-        sys.path.insert(0, str(warm_envs.APPS.with_name("functions") / "sleep"))
+        sys.path.insert(0, str(HERE / "functions" / "sleep"))
         import curve  # noqa: PLC0415
 
         return LIMIT / curve.seconds(LIMIT), curve.seconds(1)

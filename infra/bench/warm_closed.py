@@ -101,12 +101,13 @@ _TARGETS = {"minilm_rps_vs_best_peer_32": ">= 1.1", "sleep_rps_vs_best_peer_8": 
 
 def batch_counts(contender: Contender) -> tuple[float, float]:
     """Of our own gateway's `pilotlight_batch_size`: the sum and the count so far."""
-    with urllib.request.urlopen(f"{contender.server.url}/metrics", timeout=10) as answer:  # noqa: S310  our own
+    with urllib.request.urlopen(f"{contender.server.url}/metrics", timeout=10) as answer:
         text = answer.read().decode()
     found = {
         sample.name: sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
-        if sample.name.startswith("pilotlight_batch_size_") and sample.labels.get("function") == contender.handler
+        if sample.name.startswith("pilotlight_batch_size_")
+        and sample.labels.get("function") == contender.handler
     }
     return found.get("pilotlight_batch_size_sum", 0.0), found.get("pilotlight_batch_size_count", 0.0)

@@ -60,7 +60,9 @@ class Contender:
         self.choice, self.handler, self.server = choice, handler, server
         event = BODIES[handler]
         self.request = Request(
-            server.url + path, body=json.dumps({"events": [event]} if wrap else event).encode(), headers=HEADERS
+            server.url + path,
+            body=json.dumps({"events": [event]} if wrap else event).encode(),
+            headers=HEADERS,
         )
 
     @property

@@ -119,7 +119,9 @@ class Grid:
         if GRID.is_file():
             kept = json.loads(GRID.read_text())
             if kept["of"] == self._of:
-                self.points = {key: [Point.from_wire(wire) for wire in points] for key, points in kept["points"].items()}
+                self.points = {
+                    key: [Point.from_wire(wire) for wire in points] for key, points in kept["points"].items()
+                }
 
     def sweep(self, name: str, handler: str) -> None:
         """Measure every choice of one contestant, print as it goes, and keep it."""
@@ -152,12 +154,19 @@ class Grid:
             best = max(points, key=lambda point: point.score)
             for point in points:
                 rates = [f"{rate:.0f}" for rate in point.per_second.values()] or ["-"] * len(CALLERS)
-                table.add_row(str(point.choice), *rates, f"{point.score:.0f}", "*" if point is best else point.problem[:40])
+                table.add_row(
+                    str(point.choice),
+                    *rates,
+                    f"{point.score:.0f}",
+                    "*" if point is best else point.problem[:40],
+                )
             Console(width=120).print(table)
 
 
 def _told(point: Point) -> str:
-    return point.problem or ", ".join(f"{rate:.0f}/s at {callers}" for callers, rate in point.per_second.items())
+    return point.problem or ", ".join(
+        f"{rate:.0f}/s at {callers}" for callers, rate in point.per_second.items()
+    )
 
 
 def _machine() -> dict[str, Any]:

@@ -30,6 +30,7 @@ class Answers:
     def __init__(self) -> None:
         self._work = work.load(GIVEN["handler"], GIVEN["model"], GIVEN["threads"])
 
-    @bentoml.api(batchable=True, max_batch_size=GIVEN["batch"], max_latency_ms=GIVEN["wait_ms"])
+    @bentoml.api(batchable=True, max_batch_size=GIVEN["batch"], max_latency_ms=GIVEN["wait_ms"])  # type: ignore[untyped-decorator]
     def answer(self, events: list[dict[str, Any]]) -> list[Any]:
-        return self._work(events)
+        found: list[Any] = self._work(events)
+        return found

@@ -17,7 +17,7 @@ class OneByOne(litserve.LitAPI):  # type: ignore[misc]
     def __init__(self, given: dict[str, Any], **settings: Any) -> None:
         super().__init__(**settings)
         self._given = given
-        self._work: work.Work | None = None
+        self._work: Any = None
 
     def setup(self, device: str) -> None:
         del device
@@ -29,7 +29,6 @@ class OneByOne(litserve.LitAPI):  # type: ignore[misc]
         return request
 
     def predict(self, event: Any) -> Any:
-        assert self._work is not None
         return self._work([event])[0]
 
     def encode_response(self, output: Any) -> Any:
@@ -43,8 +42,8 @@ class Batched(OneByOne):
         return inputs
 
     def predict(self, events: list[Any]) -> list[Any]:
-        assert self._work is not None
-        return self._work(events)
+        found: list[Any] = self._work(events)
+        return found
 
     def unbatch(self, output: list[Any]) -> list[Any]:
         return output

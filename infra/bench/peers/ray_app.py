@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import sys
 from typing import Any
@@ -25,13 +24,13 @@ class Answers:
     def __init__(self, given: dict[str, Any]) -> None:
         self._given = given
         self._work = work.load(given["handler"], given["model"], given["threads"])
-        self._answer.set_max_batch_size(given["batch"])  # type: ignore[attr-defined]
-        self._answer.set_batch_wait_timeout_s(given["wait_ms"] / 1e3)  # type: ignore[attr-defined]
+        self._answer.set_max_batch_size(given["batch"])
+        self._answer.set_batch_wait_timeout_s(given["wait_ms"] / 1e3)
 
     async def __call__(self, request: Request) -> Any:
         return await self._answer(await request.json())
 
-    @serve.batch(max_batch_size=1, batch_wait_timeout_s=0.0)  # both are set above
+    @serve.batch(max_batch_size=1, batch_wait_timeout_s=0.0)  # type: ignore[untyped-decorator]  # both are set above
     async def _answer(self, events: list[Any]) -> list[Any]:
         # In a thread, so that the replica's loop takes requests meanwhile.
         return await asyncio.to_thread(self._work, events)
@@ -53,7 +52,7 @@ def main(given: dict[str, Any]) -> None:
         Answers,
         num_replicas=given["workers"],
         max_ongoing_requests=1024,
-        ray_actor_options={"num_cpus": 0.1, "runtime_env": {"env_vars": {"PYTHONPATH": os.path.dirname(__file__)}}},
+        ray_actor_options={"num_cpus": 0.1},
         logging_config={"enable_access_log": False, "log_level": "WARNING"},
     )
     serve.run(deployment.bind(given), route_prefix="/")

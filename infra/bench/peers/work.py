@@ -17,13 +17,15 @@ def load(handler: str, model: str, threads: int) -> Work:
     if handler == "sleep":
         import curve  # noqa: PLC0415
 
-        return curve.answer
+        answer: Work = curve.answer
+        return answer
     from embedder import Embedder  # noqa: PLC0415
 
     embedder = Embedder(model, threads=threads)
 
     def embed(events: list[Any]) -> list[Any]:
-        return embedder.embed([event["text"] for event in events])
+        found: list[Any] = embedder.embed([event["text"] for event in events])
+        return found
 
     embed([{"text": "A sentence of about the length that is usual."}])
     return embed

@@ -24,7 +24,8 @@ class Embedder:
         if weights:
             self.model = AutoModel.from_pretrained(folder).eval()
         else:
-            self.model = AutoModel.from_config(AutoConfig.from_pretrained(folder)).eval()
+            make: Any = AutoModel.from_config
+            self.model = make(AutoConfig.from_pretrained(folder)).eval()
         self.model.pooler = None  # a head that the mean of the token vectors does not use
 
     @torch.inference_mode()

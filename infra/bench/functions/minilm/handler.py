@@ -22,4 +22,5 @@ def rehearse(context: pilotlight.Context) -> None:
 
 @pilotlight.batch(max_size=32)
 def handler(events: list[Any], context: pilotlight.Context) -> list[list[float]]:
-    return context.state.embed([event["text"] for event in events])
+    found: list[list[float]] = context.state.embed([event["text"] for event in events])
+    return found

@@ -8,4 +8,5 @@ import pilotlight
 
 @pilotlight.batch(max_size=32)
 def handler(events: list[Any]) -> list[Any]:
-    return curve.answer(events)
+    answers: list[Any] = curve.answer(events)
+    return answers
