@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -23,7 +24,7 @@ def test_it_never_falls_and_lies_between_the_extremes_that_were_seen(seen: list[
     typical = [curve.typical(size) for size in range(1, largest + 1)]
     bound = [curve.bound(size) for size in range(1, largest + 1)]
     for values in (typical, bound):
-        assert all(one <= two + 1e-9 for one, two in zip(values, values[1:], strict=False))
+        assert all(one <= two + 1e-9 for one, two in itertools.pairwise(values))
     assert all(low - 1e-9 <= value for value in typical)
     assert typical[0] <= bound[0] <= high
     assert all(one <= two + 1e-9 for one, two in zip(typical, bound, strict=True))

@@ -57,7 +57,9 @@ def test_it_does_not_wait_where_nobody_comes_or_nothing_is_saved() -> None:
     situation = Situation(100.0, 1, 32, 1.0)
     assert wait_until(situation, curve, Returns()) == 100.0
     assert wait_until(situation, curve, learned(curve, 8, [])) == 100.0
-    assert wait_until(situation, curve, learned(curve, 8, [0.014])) == 100.0  # one alone, late: it costs what it saves
+    assert (
+        wait_until(situation, curve, learned(curve, 8, [0.014])) == 100.0
+    )  # one alone, late: it costs what it saves
     flat = line(0.0, 0.01)
     assert wait_until(situation, flat, learned(flat, 8, [0.001] * 8)) == 100.0
 

@@ -54,7 +54,7 @@ def test_each_free_worker_gets_a_group() -> None:
 def test_a_full_group_goes_ahead_to_the_one_that_is_free_first_and_only_one() -> None:
     hands = [Hand(Given(1, 1, 0.5)), Hand(Given(1, 1, 0.1))]
     queue = queue_of(9)
-    (sent, look_s), = carry_out(queue, hands, 0.0)
+    ((sent, look_s),) = carry_out(queue, hands, 0.0)
     assert (sent, look_s) == (0, 0.1 - AHEAD_S)
     assert carry_out(queue, hands, 0.1 - AHEAD_S) == [(4, None), (0, 0.5 - AHEAD_S)]
     assert [hand.given.groups for hand in hands] == [1, 2]
@@ -67,6 +67,6 @@ def test_what_is_no_full_group_waits_for_more() -> None:
 def test_a_look_that_comes_when_it_was_asked_for_finds_itself_in_time() -> None:
     for end_s in (0.1, 1 / 3, 12345.678901, 98765.4321):
         hands, queue = [Hand(Given(1, 1, end_s))], queue_of(4)
-        (_, look_s), = carry_out(queue, hands, end_s - 0.05)
+        ((_, look_s),) = carry_out(queue, hands, end_s - 0.05)
         assert look_s is not None
         assert carry_out(queue, hands, look_s) == [(4, None)]

@@ -29,7 +29,9 @@ def capacity(timed: Timed) -> float:
     return 32 / timed.mean_s(32)
 
 
-def share(run: Run, outcome: Outcome = Outcome.ON_TIME, *, tenant: str | None = None, tries: int = 1) -> float:
+def share(
+    run: Run, outcome: Outcome = Outcome.ON_TIME, *, tenant: str | None = None, tries: int = 1
+) -> float:
     fates = [
         one.outcome for one in run.attempts if one.tries == tries and (tenant is None or one.tenant == tenant)
     ]
