@@ -75,6 +75,7 @@ FLOORS = """
 2   runtime.batching.queue
 2   runtime.batching.handing
 2   runtime.batching.simulator
+2   runtime.batching.figures
 2   runtime.advance runtime.autoscaler runtime.credit runtime.exhaustion runtime.groups runtime.lineage runtime.logs runtime.packing runtime.spec runtime.timeline runtime.traits runtime.wording
 2   runtime.tally
 2   runtime.code runtime.invocation runtime.link runtime.metrics runtime.requirements runtime.settings runtime.state_dir
@@ -117,13 +118,13 @@ FLOORS = """
 
 7   runtime.commands.display runtime.main
 7   runtime.client runtime.commands.doctor runtime.commands.scaffold
-7   runtime.bulk.inputs runtime.bulk.journal runtime.commands.contents runtime.commands.options runtime.commands.trial
+7   runtime.bulk.inputs runtime.bulk.journal runtime.commands.contents runtime.commands.options runtime.commands.trace runtime.commands.trial
 7   runtime.bulk.asking runtime.bulk.window
 7   runtime.commands.bulk
 7   runtime.access.home
 7   runtime.commands.access
 7   runtime.commands.jobs runtime.commands.moves runtime.commands.recording runtime.commands.transfers runtime.commands.webhooks
-7   runtime.commands.benches runtime.commands.remote runtime.commands.snapshots
+7   runtime.commands.benches runtime.commands.remote runtime.commands.simulate runtime.commands.snapshots
 7   runtime.cli
 """
 # The command line's own: they write to the terminal.
@@ -257,14 +258,12 @@ def test_packages_are_named_and_empty() -> None:
     [
         "runtime.autoscaler",
         "runtime.batching.admission",
-        "runtime.batching.calls",
         "runtime.batching.curve",
         "runtime.batching.gathering",
         "runtime.batching.handing",
         "runtime.batching.promises",
         "runtime.batching.queue",
         "runtime.batching.returns",
-        "runtime.batching.simulator",
         "runtime.batching.turns",
         "runtime.advance",
         "runtime.packing",
