@@ -1,7 +1,7 @@
 """Bodies in, bodies out: decodes a request into the handler's event, encodes its answer.
 
-JSON unless the handler's annotation or the caller's content type says otherwise. Annotated types are
-validated by pydantic; both directions have a JSON schema.
+JSON unless the handler's annotation, the caller's content type or what he accepts says otherwise. Annotated types are
+validated by pydantic; both directions have a JSON schema. Arrays pass as bytes, both ways, where the caller asks for it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ import orjson
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from ..errors import BadInput, InputInvalid, OutputInvalid
+from . import arrays
+from .accepted import preferred
+from .arrays import NPY_TYPE, SAFETENSORS_TYPE
 
 JSON_TYPE = "application/json"
 BYTES_TYPE = "application/octet-stream"
@@ -23,9 +26,10 @@ FORM_TYPE = "application/x-www-form-urlencoded"
 MAX_PROBLEMS = 20
 # orjson writes no deeper than this.
 MAX_DEPTH = 254
+ARRAY_OFFERS = (JSON_TYPE, NPY_TYPE, BYTES_TYPE)
+DICT_OFFERS = (JSON_TYPE, SAFETENSORS_TYPE)
 _JSON_REMEDY = (
-    "Return numbers, strings, lists, dicts with string keys, pydantic models or bytes"
-    " (for a tensor: .tolist() or .numpy())."
+    "Return numbers, strings, lists, dicts with string keys, arrays, tensors, pydantic models or bytes."
 )
 
 
@@ -48,6 +52,8 @@ class InputCodec:
             return body
         kind = _media_type(content_type) if content_type else JSON_TYPE
         if kind not in (JSON_TYPE, FORM_TYPE) and not kind.endswith("+json"):
+            if kind == NPY_TYPE and self._adapter is None:
+                return arrays.from_npy(body)
             return self._validate(_decode_other(body, kind, content_type))
         if self._adapter is None:
             return _parse(body) if body else None
@@ -77,14 +83,19 @@ class OutputCodec:
         """The JSON schema of the answer; `{}` (anything) without an annotation."""
         return self._adapter.json_schema(mode="serialization") if self._adapter else {}
 
-    def encode(self, answer: Any) -> tuple[bytes, str]:
-        """(payload, content type). Raises OutputInvalid naming the path of what does not fit."""
+    def encode(self, answer: Any, accept: str = "") -> tuple[bytes, str]:
+        """(payload, content type), of which the caller wants those in `accept`: "" is JSON, or bytes as they are.
+
+        Raises OutputInvalid naming the path of what does not fit.
+        """
         if self._adapter is not None:
             answer, plain = self._checked(answer, self._adapter)
         elif isinstance(answer, (bytes, bytearray, memoryview)):
             return bytes(answer), BYTES_TYPE
         else:
             plain = answer
+        if accept and (raw := _as_bytes(answer, accept)) is not None:
+            return raw
         payload = _dump(plain)
         if b"null" in payload and (path := _find_nan(answer)):
             # orjson and pydantic write NaN and infinities as null, as JavaScript does: silently another answer.
@@ -108,6 +119,17 @@ class OutputCodec:
             return valid, adapter.dump_python(valid, mode="json", fallback=_plain)
         except (TypeError, ValueError) as error:  # an `Any` inside the annotation let it through
             raise _not_json(valid, error) from None
+
+
+def _as_bytes(answer: Any, accept: str) -> tuple[bytes, str] | None:
+    """Arrays as the caller wants them; None if that is JSON, or if it is all that there is."""
+    if arrays.is_array(answer):
+        kind = preferred(accept, ARRAY_OFFERS)
+        return (arrays.to_npy(answer), kind) if kind in (NPY_TYPE, BYTES_TYPE) else None
+    if arrays.is_array_dict(answer) and preferred(accept, DICT_OFFERS) == SAFETENSORS_TYPE:
+        file = arrays.to_safetensors(answer)
+        return (file, SAFETENSORS_TYPE) if file is not None else None
+    return None
 
 
 def _media_type(content_type: str) -> str:
@@ -179,6 +201,8 @@ def _plain(value: Any) -> Any:
         return value.model_dump(mode="json", fallback=_plain)
     if isinstance(value, (set, frozenset)):
         return list(value)
+    if arrays.is_tensor(value):
+        return arrays.to_numpy(value)
     if callable(tolist := getattr(value, "tolist", None)) and type(value).__module__ == "numpy":
         return tolist()
     raise TypeError(f"{type(value).__name__} has no JSON form")
@@ -239,6 +263,8 @@ def _find_nan(answer: Any) -> str:
         path, value = stack.pop()
         if isinstance(value, float) and not math.isfinite(value):
             return path
+        if arrays.is_tensor(value):
+            value = arrays.to_numpy(value)
         if type(value).__module__ == "numpy":
             value = value.tolist()
             if not isinstance(value, list):

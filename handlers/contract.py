@@ -10,14 +10,17 @@ teardown(context)   once per worker, before it exits
 
 from __future__ import annotations
 
+import inspect
+import json
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from ..errors import HandlerSignatureError, SnapshotError
+from ..errors import HandlerFailed, HandlerSignatureError, SnapshotError
 
 if TYPE_CHECKING:
     from ..snapshot.attached import Snapshot
@@ -31,27 +34,103 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class BatchSpec:
-    """How a handler that takes a list wants it: at most `max_size` events at a time."""
+    """How a handler that takes a list wants it, as said to `batch`."""
 
     max_size: int
+    cost: Callable[[Any], float] | None = None
+    max_cost: float | None = None
+    examples: tuple[Any, ...] = ()
+
+    def weigh(self, event: Any) -> float:
+        """What `event` costs. Raises HandlerFailed if the cost function says what is no cost, or what it raises."""
+        if self.cost is None:
+            return 1.0
+        said = self.cost(event)
+        cost = _number(said)
+        if cost is None:
+            raise HandlerFailed(
+                f"The cost function of @batch returned {said!r:.80}, which is no cost.",
+                remedy="Return a positive, finite number for every event.",
+            )
+        return cost
 
 
-def batch(*, max_size: int = 32) -> Callable[[F], F]:
+def batch(
+    *,
+    max_size: int = 32,
+    cost: Callable[[Any], float] | None = None,
+    max_cost: float | None = None,
+    example: Any = None,
+) -> Callable[[F], F]:
     """Marks a handler as taking a list of events and returning a list of as many answers, in order.
 
-    An answer that is an exception instance fails its own event and no other.
+    An answer that is an exception instance fails its own event and no other. If a call raises, it is repeated with
+    fewer of its events until those that cannot be answered have failed alone: what a handler changes elsewhere before
+    it raises may happen again.
+
+    `cost` says how much of the whole an event is (its tokens, say), and `max_cost` how much one call may be given; an
+    event that is more runs alone. `example` is an event, or a list of them, as JSON: with it the time of each size of
+    batch is measured when a worker is first started.
     """
-    if not isinstance(max_size, int) or not 1 <= max_size <= MAX_BATCH:
+    if not isinstance(max_size, int) or isinstance(max_size, bool) or not 1 <= max_size <= MAX_BATCH:
         raise HandlerSignatureError(
             f"@batch(max_size={max_size!r}): max_size must be a whole number from 1 to {MAX_BATCH}.",
             remedy="Write for example @pilotlight.batch(max_size=32).",
         )
+    if cost is not None and not _is_plain(cost):
+        raise HandlerSignatureError(
+            f"@batch(cost={cost!r:.80}): cost must be a plain function of one event.",
+            remedy="Write for example @pilotlight.batch(cost=lambda event: len(event.text)).",
+        )
+    if max_cost is not None and (cost is None or _number(max_cost) is None):
+        raise HandlerSignatureError(
+            f"@batch(max_cost={max_cost!r}): max_cost must be a positive, finite number, beside a cost function.",
+            remedy="Write for example @pilotlight.batch(cost=lambda event: len(event.text), max_cost=10_000).",
+        )
+    spec = BatchSpec(max_size, cost, None if max_cost is None else float(max_cost), _examples(example))
 
     def mark(handler: F) -> F:
-        setattr(handler, BATCH_MARK, BatchSpec(max_size))
+        setattr(handler, BATCH_MARK, spec)
         return handler
 
     return mark
+
+
+def _is_plain(cost: object) -> bool:
+    return callable(cost) and not inspect.iscoroutinefunction(cost)
+
+
+def _number(value: Any) -> float | None:
+    """`value` as a positive, finite float, if it is one: a number of whichever library."""
+    if isinstance(value, (bool, str, bytes, bytearray)):
+        return None
+    try:
+        number = float(value)
+    except (
+        TypeError,
+        ValueError,
+        OverflowError,
+        RuntimeError,
+    ):  # a tensor of several numbers says RuntimeError
+        return None
+    return number if 0 < number < math.inf else None
+
+
+def _examples(example: Any) -> tuple[Any, ...]:
+    examples = example if isinstance(example, list) else [example]
+    try:
+        json.dumps(example, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise HandlerSignatureError(
+            f"@batch(example=…): the example is not JSON: {error}.",
+            remedy='Write an event as it is sent, for example @pilotlight.batch(example={"text": "Hello"}).',
+        ) from None
+    if not examples:
+        raise HandlerSignatureError(
+            "@batch(example=[]): there is no event in this list.",
+            remedy="Name at least one event; one that is a list itself is written as [[…]].",
+        )
+    return () if example is None else tuple(examples)
 
 
 class Cancellation:

@@ -114,7 +114,8 @@ def _annotations(
         given, answered = hints.get(first), hints.get("return")
         if kind.streaming or spec:
             answered = _element(answered)
-        return InputCodec(_meaningful(_element(given) if spec else given)), OutputCodec(_meaningful(answered))
+        answered = None if _names_arrays(answered) else _meaningful(answered)
+        return InputCodec(_meaningful(_element(given) if spec else given)), OutputCodec(answered)
     except (NameError, SyntaxError, TypeError, PydanticUserError, PydanticSchemaGenerationError) as error:
         raise HandlerSignatureError(
             f"The annotations of `{what}` cannot be used: {error}",
@@ -140,6 +141,17 @@ def _element(annotation: Any) -> Any:
 
 def _meaningful(annotation: Any) -> Any | None:
     return None if annotation in (None, type(None), Any, object, inspect.Parameter.empty) else annotation
+
+
+def _names_arrays(annotation: Any) -> bool:
+    """Whether there are arrays or tensors in it, of which pydantic knows nothing: such answers are not checked."""
+    kind = typing.get_origin(annotation) or annotation
+    if isinstance(kind, type) and any(
+        base.__module__ in ("numpy", "torch") and base.__name__ in ("ndarray", "Tensor")
+        for base in kind.__mro__
+    ):
+        return True
+    return any(_names_arrays(part) for part in typing.get_args(annotation))
 
 
 def _a(value: object) -> str:

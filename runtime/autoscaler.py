@@ -52,6 +52,11 @@ def wanted(spec: Spec, stats: Stats) -> int:
     return min(spec.max, max(spec.min, need, stats.prewarm))
 
 
+def calm(spec: Spec, stats: Stats) -> float:
+    """Up to how many invocations, waiting and running, the workers that are there or on their way are enough."""
+    return max(1.0, (stats.ready + stats.starting) * spec.concurrency * NEAR_LIMIT)
+
+
 def decide(spec: Spec, stats: Stats, now_s: float) -> Decision:
     """What to do at `now_s`. From 0 to 1 nothing ever delays; downwards only the idle timeout does."""
     have = stats.ready + stats.starting

@@ -16,10 +16,12 @@ from ..errors import GatewayError, PilotlightError, UnknownFunction
 from ..snapshot.sources.location import shown
 from . import autoscaler
 from .access.vault import Vault
+from .curves import Curves
 from .deploy import Order, prepare, worker_spec
 from .launcher import Launcher
+from .line import Policy
 from .logs import LogBook
-from .revision import Census, Policy, Revision
+from .revision import Census, Revision
 from .settings import FunctionSettings
 from .store import RevisionRecord, Store
 from .timeline import Timeline
@@ -295,6 +297,7 @@ class Functions:
             lambda outcome: self.on_activation(record.function, outcome),
             self._weights,
             lambda: self._vault.of(record.function),
+            await asyncio.to_thread(Curves.of, self._store.curves, _pace_of(record), spec.manifest),
         )
         revision.streaming = bool(record.handler.get("streaming"))
         revision.aggregates = bool(record.handler.get("aggregate", True))
@@ -304,7 +307,7 @@ class Functions:
         """Launches the zygote, and one worker to see its setup succeed."""
         source = await live.revision.pool.open()
         live.record = live.record.model_copy(update={"handler": source.facts})
-        live.revision.policy = policy_of(live.record)
+        live.revision.line.configure(policy_of(live.record))
         live.revision.streaming = bool(source.facts["streaming"])
         live.revision.aggregates = bool(source.facts.get("aggregate", True))
         if not source.forks:
@@ -330,6 +333,9 @@ def policy_of(record: RevisionRecord) -> Policy:
             scale.min, scale.max, scale.buffer, settings.concurrency * batch, scale.idle_timeout_s
         ),
         timeout_s=settings.timeout_s,
+        execution_timeout_s=settings.execution_timeout_s,
+        batch=batch,
+        on_loop=record.handler.get("kind") in ("async", "async_generator"),
         hold_s=settings.hold_s,
         max_queue=settings.max_queue,
         max_body_bytes=settings.max_body_bytes,
@@ -337,6 +343,11 @@ def policy_of(record: RevisionRecord) -> Policy:
         standby=scale.standby and scale.rest == "zygote",
         keep_zygote=scale.rest == "zygote",
     )
+
+
+def _pace_of(record: RevisionRecord) -> str:
+    """All that the speed of a revision's workers depends on, beside its weights and the machine."""
+    return f"{record.code_digest} {record.requirements_digest} {record.settings.concurrency} {record.settings.threads}"
 
 
 def _weights_of(record: RevisionRecord) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -10,8 +11,8 @@ from typing import Any, NamedTuple
 from ..errors import PilotlightError
 from .timeline import Timeline
 
-NORMAL = 3
-"""The priority of who asks for none: 1 is served first, 5 last."""
+NORMAL, LAST = 3, 5
+"""The priority of who asks for none, and of who can wait: 1 is served first."""
 
 
 class Answer(NamedTuple):
@@ -63,8 +64,8 @@ class Stream:
 class Invocation:
     """A request on its way. Ends once: answered, failed or abandoned; whoever ends it first wins."""
 
-    __slots__ = ("_ended", "accept", "answer", "attempt", "body", "content_type", "deadline_s", "execution_s", "extra",
-                 "hold_until_s", "id", "on_progress", "on_sent", "priority", "stream", "tenant", "timeline", "timer", "traceparent",
+    __slots__ = ("_ended", "accept", "answer", "attempt", "body", "companions", "company", "content_type", "deadline_s", "due_s", "execution_s", "extra",
+                 "hold_until_s", "id", "on_progress", "on_sent", "overrun_s", "priority", "sheet", "stream", "tenant", "timeline", "timer", "traceparent",
                  "worker")  # fmt: skip
 
     def __init__(
@@ -106,16 +107,38 @@ class Invocation:
         self.priority = priority
         self.accept = accept
         self.attempt = 1
+        self.company = 0
+        """With how many it may run together at most; 0: with as many as there is room for."""
+        self.companions = 0
+        """With how many others it was sent to its worker."""
         self.worker = ""
         self.timeline = Timeline(now_s)
         self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self.stream = Stream() if streaming else None
+        self.overrun_s = math.inf
+        """When its call of the handler will have taken too long; infinity while no worker has it."""
         self.timer: asyncio.TimerHandle | None = None
+        self.sheet: set[Invocation] | None = None
+        self.due_s = 0.0
         self._ended = False
 
     @property
     def ended(self) -> bool:
         return self._ended
+
+    def forget_alarm(self) -> None:
+        """The alarm that was set for it (see alarms.py) does not ring."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+        if self.sheet is not None:
+            self.sheet.discard(self)
+            self.sheet = None
+
+    @property
+    def patient(self) -> bool:
+        """Whether it waits for as long as it takes: stored, it is not refused for being late."""
+        return self.execution_s is not None
 
     def resolve(self, answer: Answer) -> None:
         if self._end():
@@ -131,9 +154,11 @@ class Invocation:
         if self._end():
             self.answer.cancel()
 
-    def head(self, now_s: float) -> dict[str, Any]:
-        """What the worker is told beside the body."""
+    def head(self, now_s: float, more: int = 0) -> dict[str, Any]:
+        """What the worker is told beside the body; `more` of its group follow."""
         head: dict[str, Any] = {"id": self.id, "remaining_s": self.deadline_s - now_s}
+        if more:
+            head["more"] = more
         if self.attempt > 1:
             head["attempt"] = self.attempt
         if self.content_type:
@@ -150,9 +175,7 @@ class Invocation:
         if self._ended:
             return False
         self._ended = True
-        if self.timer is not None:
-            self.timer.cancel()
-            self.timer = None
+        self.forget_alarm()
         if self.stream is not None:
             self.stream.close()
         return not self.answer.done()

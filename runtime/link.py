@@ -23,8 +23,7 @@ import orjson
 from ..errors import LinkError
 
 HEADER = struct.Struct("<IIBI")
-CHANNELS = struct.Struct("<I")
-TIMING = struct.Struct("<ddH")
+TIMING = struct.Struct("<ddHd")
 MAX_FRAME_BYTES = 256 << 20
 # Received into a buffer that is kept: asking recv for a new one of this size for each message costs the kernel's
 # mapping, clearing and unmapping of its pages, which is half of the time of a short invocation.
@@ -40,9 +39,11 @@ class Kind(enum.IntEnum):
     ACTIVATE = 2  # down: take the weights and become a worker
     READY = 3  # up: setup is done; grants a window
     FAILED = 4  # up: import, build or setup failed; the head is the error
-    WINDOW = 5  # up: how many invocations may be in flight on this link from now on
-    INVOKE = 6  # down
-    STARTED = 7  # up: these channels now run (only from workers that gather batches: see replica.py)
+    WINDOW = (
+        5  # up: how many groups may be in flight on this link from now on, and how many invocations in one
+    )
+    INVOKE = 6  # down; as long as its head says `more`, those that follow are run together with it
+    # 7 is free: a kind never changes its number.
     RESULT = 8  # up: the one answer of a channel
     CHUNK = 9  # up: one piece of a streamed answer
     END = 10  # up: a streamed answer is complete
@@ -79,18 +80,19 @@ class Frame(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """What a worker measured of one invocation, in seconds; `batch` is how many ran together."""
+    """What a worker measured of one invocation: `batch` is how many ran in the same call of the handler."""
 
     wait_s: float
     exec_s: float
-    batch: int
+    batch: int = 1
+    cost: float = 1.0
 
     def pack(self) -> bytes:
         return TIMING.pack(*self)
 
     @classmethod
     def unpack(cls, head: bytes) -> Timing:
-        return cls(*TIMING.unpack(head)) if len(head) == TIMING.size else cls(0.0, 0.0, 1)
+        return cls(*TIMING.unpack(head)) if len(head) == TIMING.size else cls(0.0, 0.0)
 
 
 def encode(kind: int, channel: int = 0, head: bytes = b"", payload: bytes = b"") -> bytes:
@@ -274,7 +276,7 @@ class Link:
                 return
             if self._gathering:
                 if not self._gathered:
-                    self._loop.call_soon(self._flush)
+                    self._loop.call_soon(self.flush)
                 self._gathered += parts
                 return
             for part in parts:
@@ -306,7 +308,8 @@ class Link:
         self._loop.remove_writer(self.sock)
         self.sock.close()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Sends what was gathered, now."""
         with self._lock:
             if not self.closed:
                 self._write_gathered()

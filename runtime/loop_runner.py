@@ -14,7 +14,8 @@ import orjson
 
 from ..errors import Cancelled
 from ..handlers.handler import Handler
-from . import batcher
+from .advance import window
+from .course import Course
 from .link import Kind, Link
 from .runner import Call, Runner
 
@@ -33,17 +34,17 @@ class LoopRunner(Runner):
     ) -> None:
         super().__init__(handler, root, link, concurrency, on_idle)
         self._tasks = tasks
-        self._queue: deque[Call] = deque()
+        self._queue: deque[list[Call]] = deque()
         self._running = 0
         self._closed = False
 
-    def enqueue(self, call: Call) -> None:
-        self._queue.append(call)
+    def enqueue(self, group: list[Call]) -> None:
+        self._queue.append(group)
         self._dispatch()
 
-    def close(self) -> list[Call]:
+    def stop(self) -> list[Call]:
         self._closed = True
-        left = list(self._queue)
+        left = [call for group in self._queue for call in group]
         self._queue.clear()
         self._report_idle()
         return left
@@ -51,7 +52,9 @@ class LoopRunner(Runner):
     def cancel(self, channel: int) -> None:
         super().cancel(channel)
         call = self._calls.get(channel)
-        if call is not None and call.task is not None:
+        if call is None or call.task is None:
+            return
+        if all(other.cancellation.flag for other in call.company):  # else it goes on for the others
             call.task.cancel()
 
     def resize(self, concurrency: int) -> None:
@@ -59,29 +62,23 @@ class LoopRunner(Runner):
             return
         self._concurrency = concurrency
         # Never fewer than before: of those at a worker that dies, too many counted as begun fail, too few run twice.
-        self.slots = max(self.slots, concurrency * self._batch)
-        self.window = batcher.window(concurrency * self._batch, self._exec_s)
-        slots = {} if self.handler.batch else {"slots": self.slots}
-        self._link.send(Kind.WINDOW, 0, orjson.dumps({"window": self.window, **slots}))
+        self.slots = max(self.slots, concurrency)
+        self.window = concurrency if self.handler.batch else window(concurrency, self._exec_s)
+        self._link.send(Kind.WINDOW, 0, orjson.dumps({"window": self.window, "slots": self.slots}))
         self._dispatch()
 
     def _dispatch(self) -> None:
-        size = self._batch
         while self._queue and self._running < self._concurrency:
-            count = batcher.decide(batcher.Load(len(self._queue), size))
-            group = [self._queue.popleft() for _ in range(count)]
-            if words := self.started(group):
-                self._link.send_encoded(words)
             self._running += 1
-            self._tasks.create_task(self._execute(group))
+            self._tasks.create_task(self._execute(self._queue.popleft()))
 
     async def _execute(self, group: list[Call]) -> None:
         try:
-            frames = await self._run(group)
+            frames = await (self._run(group) if self.handler.batch is None else self._run_batch(group))
         finally:
             self._running -= 1
             self.forget(group)
-        self._link.send_encoded(*frames)
+        self.send(frames)
         self._dispatch()
         self._report_idle()
 
@@ -89,8 +86,7 @@ class LoopRunner(Runner):
         calls, events, frames = self.decode(group)
         if not calls:
             return frames
-        if self.handler.batch is None:
-            calls[0].task = asyncio.current_task()  # from here on `cancel` may interrupt it
+        calls[0].task = asyncio.current_task()  # from here on `cancel` may interrupt it
         started_s = time.monotonic()
         try:
             if self.handler.kind.streaming:
@@ -102,14 +98,38 @@ class LoopRunner(Runner):
             if calls[0].task is None or not calls[0].cancellation.flag:
                 return frames + self.failures(calls, error)  # something inside the handler was cancelled
             # `cancel` did this for the caller; the task itself goes on to say so.
-            if calls[0].task is not None:
-                calls[0].task.uncancel()
-            return frames + [
-                self.failed(call, Cancelled("The caller went away; the handler was cancelled."))
-                for call in calls
-            ]
+            calls[0].task.uncancel()
+            gone = Cancelled("The caller went away; the handler was cancelled.")
+            return [*frames, self.failed(calls[0], gone)]
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001  whatever the handler raises is its caller's to know
             return frames + self.failures(calls, error)
+
+    async def _run_batch(self, group: list[Call]) -> list[bytes]:
+        course = Course(self, group)
+        while calls := course.take():
+            await self._call(course, calls)
+        return course.frames
+
+    async def _call(self, course: Course, calls: list[Call]) -> None:
+        task = asyncio.current_task()
+        for call in calls:
+            call.task, call.company = task, calls
+        started_s = time.monotonic()
+        try:
+            answer = await self.handler.call(*self.arguments(calls, [call.event for call in calls]))
+        except asyncio.CancelledError as error:
+            if all(call.cancellation.flag for call in calls):
+                course.end(calls, Cancelled("The callers went away; the handler was cancelled."))
+            else:
+                course.fail(calls, error)  # something inside the handler was cancelled
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001  as above
+            course.fail(calls, error)
+        else:
+            course.answer(calls, answer, started_s)
+        for call in calls:
+            call.task, call.company = None, ()
+        if task is not None and task.cancelling() and all(call.cancellation.flag for call in calls):
+            task.uncancel()  # that was for these callers; the rest of the group goes on in the same task
 
     async def _stream(self, call: Call, events: list[Any]) -> None:
         pieces: AsyncIterator[Any] = self.handler.call(*self.arguments([call], events))

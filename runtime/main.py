@@ -24,10 +24,12 @@ from .access.keyring import Keyring
 from .access.vault import Vault
 from .api.admin import MAX_ARCHIVE_BYTES, Admin
 from .api.aws_lambda import LambdaApi
+from .api.compression import compressed
 from .api.connection import Connection
 from .api.events import EventsApi
 from .api.gateway import Gateway
 from .api.intake import Limits
+from .api.lane import Lane
 from .api.predictions import Predictions
 from .api.queue import QueueApi
 from .api.unrouted import unrouted
@@ -151,7 +153,9 @@ async def _server(
                 )  # fmt: skip
                 routes = [*gateway.routes(), *admin.routes(), *access.routes(), *queue.routes(), *others]
                 with door(state) as own:
-                    async with _http([sock, own], routes, guard, settings.header_timeout_s):
+                    async with _http(
+                        [sock, own], routes, guard, Lane(gateway, functions, guard), settings.header_timeout_s
+                    ):
                         try:
                             yield Server(_url(sock), functions, admin, tasks, jobs)
                         finally:
@@ -213,14 +217,16 @@ async def _close(functions: Functions, sources: Sources) -> None:
 
 @contextlib.asynccontextmanager
 async def _http(
-    socks: list[socket.socket], routes: list[web.RouteDef], guard: Guard, header_timeout_s: float
+    socks: list[socket.socket], routes: list[web.RouteDef], guard: Guard, lane: Lane, header_timeout_s: float
 ) -> AsyncIterator[None]:
-    app = web.Application(client_max_size=MAX_ARCHIVE_BYTES, middlewares=[unrouted, guard.middleware])
+    app = web.Application(
+        client_max_size=MAX_ARCHIVE_BYTES, middlewares=[unrouted, guard.middleware, compressed]
+    )
     app.add_routes(routes)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
     await runner.setup()
     loop = asyncio.get_running_loop()
-    accept = _accepting(runner, header_timeout_s)
+    accept = _accepting(runner, lane, header_timeout_s)
     servers = [await loop.create_server(accept, sock=sock, backlog=BACKLOG) for sock in socks]
     try:
         yield
@@ -232,13 +238,13 @@ async def _http(
             await server.wait_closed()
 
 
-def _accepting(runner: web.AppRunner, header_timeout_s: float) -> Callable[[], asyncio.Protocol]:
+def _accepting(runner: web.AppRunner, lane: Lane, header_timeout_s: float) -> Callable[[], asyncio.Protocol]:
     """Makes a protocol for each connection."""
 
     def accept() -> asyncio.Protocol:
         if runner.server is None:
             raise GatewayError("The gateway is shutting down.")
-        return Connection(runner.server, header_timeout_s=header_timeout_s, keepalive_s=KEEPALIVE_S)
+        return Connection(runner.server, lane, header_timeout_s=header_timeout_s, keepalive_s=KEEPALIVE_S)
 
     return accept
 

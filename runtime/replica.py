@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import enum
 import time
-from itertools import islice
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..errors import LinkError, PilotlightError
 from ..handlers.codec import JSON_TYPE
-from .invocation import Answer, Invocation
+from .given import Ended, Given
+from .invocation import Answer, Invocation, Stream
 from .launcher import Child
-from .link import CHANNELS, TIMING, Frame, Kind, Timing
+from .link import TIMING, Frame, Kind, Timing
 from .timeline import Activation
 
 
@@ -26,6 +26,10 @@ class State(enum.StrEnum):
 # How long a worker may take from ACTIVATE to READY, and from saying that it cannot to its end.
 START_TIMEOUT_S = 900.0
 EXIT_TIMEOUT_S = 30.0
+# What READY says of a worker beside its window.
+WARMTH = ("curve", "device", "dtype", "limit")
+# One in so many singles is learned from: they are alike, and it costs more than counting them.
+LEARNED_EVERY = 16
 
 
 class Owner(Protocol):
@@ -33,6 +37,9 @@ class Owner(Protocol):
 
     def on_ready(self, replica: Replica) -> None: ...
     def on_free(self, replica: Replica) -> None: ...
+    def on_ended(self, ended: Ended) -> None: ...
+    def on_cost(self, invocation: Invocation, cost: float) -> None: ...
+    def on_limit(self, limit: int) -> None: ...
     def on_returned(self, replica: Replica, invocation: Invocation) -> None: ...
     def refined(self, error: PilotlightError) -> PilotlightError: ...
     def on_setup_failed(self, replica: Replica, error: PilotlightError) -> None: ...
@@ -49,23 +56,26 @@ class Replica:
         owner: Owner,
         env: dict[str, str],
         start_timeout_s: float = START_TIMEOUT_S,
+        *,
+        measure: bool = False,
     ) -> None:
+        """`measure`: the worker is to measure its latency curve before it is ready, if it can."""
         self.child = child
         self.activation = activation
         self.state = State.RESTORING
-        self.in_flight: dict[int, Invocation] = {}
+        self.given = Given()
         self.idle_since_s = time.monotonic()
         self.served = 0
         self.window = 0
         self.failure_told = False
-        self._slots: int | None = None
+        self.warmth: dict[str, Any] = {}
+        """What the worker said of its device and of how fast it is, when it was ready."""
         self._owner = owner
-        self._started: set[int] = set()
-        self._next_channel = 0
+        self._stuck: set[int] = set()
         # A worker that hangs while it starts would for ever count as one that is on its way.
         self._start_timer = asyncio.get_running_loop().call_later(start_timeout_s, child.kill)
         child.link.bind(self._on_frame, self._on_lost)
-        child.link.send_json(Kind.ACTIVATE, 0, {"env": env})
+        child.link.send_json(Kind.ACTIVATE, 0, {"env": env, "measure": True} if measure else {"env": env})
         if child.link.closed:  # it died as a standby, and nobody noticed yet
             asyncio.get_running_loop().call_soon(self._on_lost)
 
@@ -74,29 +84,70 @@ class Replica:
         return self.child.name
 
     @property
-    def free(self) -> int:
-        """How many more invocations it may be sent now."""
-        return self.window - len(self.in_flight) if self.state is State.READY else 0
+    def in_flight(self) -> dict[int, Invocation]:
+        return self.given.calls
 
-    def send(self, invocation: Invocation, now_s: float) -> None:
-        """Gives the worker one invocation."""
-        head = invocation.head(now_s)
-        self._next_channel += 1
-        channel = self._next_channel
-        self.in_flight[channel] = invocation
-        invocation.worker = self.name
-        invocation.timeline.sent_s = now_s
-        if invocation.stream is not None:
-            invocation.stream.on_taken = lambda count: self._grant(channel, count)
-        self.child.link.send_json(Kind.INVOKE, channel, head, invocation.body)
+    @property
+    def free(self) -> int:
+        """How many more invocations it may be sent now; of a batch handler, how many groups."""
+        if self.state is not State.READY:
+            return 0
+        return self.window - self.load
+
+    @property
+    def load(self) -> int:
+        return self.given.groups if self.given.batching else len(self.given.calls)
+
+    @property
+    def hurried(self) -> bool:
+        """Whether its invocations are so short that it holds some in advance (see advance.py)."""
+        return self.window > self.given.slots
+
+    def send(self, invocations: list[Invocation], now_s: float) -> None:
+        """Gives the worker invocations that are to run together; of a handler that takes no batch, one."""
+        channels = self.given.add(invocations, now_s)
+        link, left = self.child.link, len(invocations)
+        for channel, invocation in zip(channels, invocations, strict=True):
+            left -= 1
+            invocation.worker = self.name
+            invocation.companions = len(invocations) - 1
+            invocation.timeline.sent_s = now_s
+            if invocation.stream is not None:
+                self._feed(invocation.stream, channel)
+            link.send_json(Kind.INVOKE, channel, invocation.head(now_s, left), invocation.body)
+        if self.given.batching:
+            link.flush()  # not after this turn of the loop, in which all the last group's callers are answered
+
+    def _feed(self, stream: Stream, channel: int) -> None:
+        stream.on_taken = lambda count: self._grant(channel, count)
 
     def cancel(self, invocation: Invocation, kill_after_s: float) -> None:
-        """Tells the worker that nobody waits; a worker that does not yield within `kill_after_s` is killed."""
-        for channel, held in self.in_flight.items():
-            if held is invocation:
-                self.child.link.send(Kind.CANCEL, channel)
-                asyncio.get_running_loop().call_later(kill_after_s, self._kill_if_stuck, channel)
-                return
+        """Tells the worker that nobody waits; a worker that does not yield within `kill_after_s` is replaced."""
+        channel = self.given.channel_of(invocation)
+        if channel is not None:
+            self.child.link.send(Kind.CANCEL, channel)
+            asyncio.get_running_loop().call_later(kill_after_s, self._replace_if_stuck, channel)
+
+    def runs(self, invocation: Invocation) -> bool:
+        """Whether the worker has started it, and not only been given it."""
+        channel = self.given.channel_of(invocation)
+        return channel is not None and channel in self.given.running()
+
+    def replace(self, invocation: Invocation) -> None:
+        """Its call of the handler does not end: the worker takes nothing more, and is killed once nothing else runs."""
+        channel = self.given.channel_of(invocation)
+        if channel is None or self.state is State.DEAD:
+            return
+        self._stuck |= self.given.together(channel)
+        if self.state is State.READY:
+            self.state = State.DRAINING
+            self.child.link.send(Kind.DRAIN)
+            self.child.kill_after(EXIT_TIMEOUT_S)
+        self._kill_if_only_stuck()
+
+    def _kill_if_only_stuck(self) -> None:
+        if self._stuck and self.given.running() <= self._stuck:
+            self.child.kill()
 
     def drain(self, kill_after_s: float) -> None:
         """Asks the worker to finish what runs and exit; kills it if that takes longer than `kill_after_s`."""
@@ -106,9 +157,9 @@ class Replica:
         self.child.link.send(Kind.DRAIN)
         self.child.kill_after(kill_after_s)
 
-    def _kill_if_stuck(self, channel: int) -> None:
-        if channel in self.in_flight and self.state is not State.DEAD:
-            self.child.kill()
+    def _replace_if_stuck(self, channel: int) -> None:
+        if (invocation := self.given.calls.get(channel)) is not None:
+            self.replace(invocation)
 
     def _grant(self, channel: int, count: int) -> None:
         if channel in self.in_flight:
@@ -120,8 +171,6 @@ class Replica:
         kind = frame.kind
         if kind == Kind.RESULT:
             self._on_result(frame)
-        elif kind == Kind.STARTED:
-            self._started.update(channel for (channel,) in CHANNELS.iter_unpack(frame.payload))
         elif kind in (Kind.CHUNK, Kind.END, Kind.ERROR, Kind.RETURNED):
             self._on_other_outcome(frame)
         elif kind == Kind.PROGRESS:
@@ -130,13 +179,21 @@ class Replica:
             self._on_word(frame)
 
     def _on_result(self, frame: Frame) -> None:
-        invocation = self._take(frame.channel)
+        timing = Timing.unpack(frame.head[: TIMING.size])
+        invocation, ended = self._take(frame.channel, timing.cost)
         if invocation is None:
             return
-        self._note(invocation, frame.head)
+        self._note(invocation, timing)
         kind = frame.head[TIMING.size :].decode() if len(frame.head) > TIMING.size else JSON_TYPE
         invocation.resolve(Answer(frame.payload, kind))
-        self._owner.on_free(self)
+        self._after(ended)
+
+    def _after(self, ended: Ended | None) -> None:
+        """Of a group, only the end of the last makes room for another."""
+        if ended is not None:
+            self._owner.on_ended(ended)
+        if ended is not None or not self.given.batching:
+            self._owner.on_free(self)
 
     def _on_progress(self, frame: Frame) -> None:
         invocation = self.in_flight.get(frame.channel)
@@ -149,35 +206,32 @@ class Replica:
             if invocation is not None and invocation.stream is not None and not invocation.ended:
                 invocation.stream.put(frame.payload)
             return
-        invocation = self._take(frame.channel)
+        returned = frame.kind == Kind.RETURNED
+        invocation, ended = self._take(frame.channel, 0.0 if returned else 1.0)
         if invocation is None:
             return
-        if frame.kind == Kind.RETURNED:
+        if returned:
             self._owner.on_returned(self, invocation)
             return
-        self._note(invocation, frame.head if frame.kind == Kind.END else b"")
+        self._note(invocation, Timing.unpack(frame.head if frame.kind == Kind.END else b""))
         if frame.kind == Kind.END:
             invocation.resolve(Answer(b"", JSON_TYPE))
         else:
             invocation.fail(self._owner.refined(PilotlightError.from_wire(frame.json())))
-        self._owner.on_free(self)
+        self._after(ended)
 
     def _on_word(self, frame: Frame) -> None:
         head = frame.json()
         if frame.kind == Kind.READY:
-            self.activation.ready_s = self.idle_since_s = time.monotonic()
-            self.activation.restore_s = float(head.get("restore_s", 0.0))
-            self._start_timer.cancel()
-            self.window, self._slots = int(head["window"]), head["slots"]
-            if self.state is State.RESTORING:
-                self.state = State.READY
-            self._owner.on_ready(self)
+            self._on_ready(head)
         elif frame.kind == Kind.WINDOW:
             self.window = int(head["window"])
             if "slots" in head:  # its handler asked for another size: what waits may fit now
-                self._slots = int(head["slots"])
+                self.given.slots = int(head["slots"])
                 if self.state is State.READY:
                     self._owner.on_free(self)
+            if "limit" in head:
+                self._owner.on_limit(int(head["limit"]))
         elif frame.kind == Kind.DRAIN:
             if (
                 self.state is not State.DRAINING
@@ -193,23 +247,37 @@ class Replica:
         elif frame.kind != Kind.PRIMED:  # a standby that was needed before it was ready says so late
             raise LinkError(f"A worker sent a frame of kind {frame.kind}, which is not its to send.")
 
-    def _running(self) -> set[int]:
-        """Which channels the worker had started: those it announced or, if it takes one after the other, the oldest."""
-        return self._started if self._slots is None else set(islice(self.in_flight, self._slots))
+    def _on_ready(self, head: dict[str, Any]) -> None:
+        self.activation.ready_s = self.idle_since_s = time.monotonic()
+        self.activation.restore_s = float(head.get("restore_s", 0.0))
+        self._start_timer.cancel()
+        self.window = int(head["window"])
+        self.given.batching = bool(head["batching"])
+        self.given.slots = int(head["slots"])
+        self.warmth = {key: head[key] for key in WARMTH if key in head}
+        if self.state is State.RESTORING:
+            self.state = State.READY
+        self._owner.on_ready(self)
 
-    def _take(self, channel: int) -> Invocation | None:
-        self._started.discard(channel)
-        invocation = self.in_flight.pop(channel, None)
-        if not self.in_flight:
-            self.idle_since_s = time.monotonic()
-        return invocation
+    def _take(self, channel: int, cost: float) -> tuple[Invocation | None, Ended | None]:
+        now_s = time.monotonic()
+        invocation, ended = self.given.take(channel, now_s, cost)
+        if not self.given.calls:
+            self.idle_since_s = now_s
+        if self._stuck:
+            self._stuck.discard(channel)
+            self._kill_if_only_stuck()
+        return invocation, ended
 
-    def _note(self, invocation: Invocation, head: bytes) -> None:
-        timing = Timing.unpack(head[: TIMING.size])
+    def _note(self, invocation: Invocation, timing: Timing) -> None:
         line = invocation.timeline
         line.answered_s = time.monotonic()
-        line.wait_s, line.exec_s, line.batch = timing
+        line.wait_s, line.exec_s, line.batch, line.cost = timing
         self.served += 1
+        if self.given.batching:
+            self._owner.on_cost(invocation, timing.cost)
+        elif self.served % LEARNED_EVERY == 1:
+            self._owner.on_ended(Ended(1, 1.0, line.answered_s - line.sent_s - line.wait_s))
 
     def _on_lost(self) -> None:
         if self.state is State.DEAD:
@@ -218,8 +286,8 @@ class Replica:
         if self.state is not State.DRAINING:
             self.child.kill()  # a worker without a link is of no use, whatever it thinks
         self.state = State.DEAD
-        running = self._running()
-        unstarted = [held for channel, held in self.in_flight.items() if channel not in running]
-        started = [held for channel, held in self.in_flight.items() if channel in running]
-        self.in_flight.clear()
+        calls, running = self.given.calls, self.given.running()
+        unstarted = [held for channel, held in calls.items() if channel not in running]
+        started = [held for channel, held in calls.items() if channel in running]
+        self.given.clear(time.monotonic())
         self._owner.on_dead(self, unstarted, started)

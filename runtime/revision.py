@@ -5,22 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ..errors import (
     ActivationFailed,
-    ActivationTimeout,
-    DeadlineExceeded,
     PilotlightError,
-    QueueFull,
-    RevisionRetired,
-    WorkerDied,
 )
 from . import autoscaler
+from .curves import Curves
+from .given import Ended
 from .invocation import Invocation
 from .launcher import Launcher
+from .line import Line, Policy
 from .logs import LogBook
 from .pool import Pool
 from .replica import Replica, State
@@ -29,28 +26,12 @@ from .weights import Weights
 
 # How often a start may fail in a row without a word from the worker before those who wait are told.
 MAX_SILENT_FAILURES = 3
-MAX_ATTEMPTS = 3
 PROOF_TIMEOUT_S = 900.0
-CANCEL_GRACE_S = 5.0
 # What workers that have nothing left to answer get for their `teardown`, however late it is.
 LAST_GRACE_S = 2.0
 # For how long workers that nobody waits for (min, buffer) are not started after a failed start; doubles each time.
 FIRST_REST_S = 0.5
 MAX_REST_S = 300.0
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """How a revision treats its invocations. Seconds, counts."""
-
-    scale: autoscaler.Spec
-    timeout_s: float = 600.0
-    hold_s: float = 60.0
-    max_queue: int = 1000
-    max_body_bytes: int = 20 << 20
-    idempotent: bool = False
-    standby: bool = True
-    keep_zygote: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +45,8 @@ class Census:
     draining: int
     standby: bool
     zygote: bool
+    busy_s: float = 0.0
+    ready_s: float = 0.0
 
     @property
     def workers(self) -> int:
@@ -83,18 +66,21 @@ class Revision:
         on_activation: Callable[[str], None] = lambda _outcome: None,
         weights: Weights | None = None,
         secrets: Callable[[], dict[str, str]] = dict,
+        curves: Curves | None = None,
     ) -> None:
         self.spec = spec
         self.streaming = False
         self.aggregates = True
         """Whether all pieces of a streamed answer are a job's output too."""
-        self.policy = policy
         self.pool = Pool(
             spec, launcher, logs, tasks, self,
             standby=policy.standby, keep_zygote=policy.keep_zygote, weights=weights, secrets=secrets,
         )  # fmt: skip
-        self._queue: deque[Invocation] = deque()
+        self._curves = curves or Curves()
+        self.line = Line(spec, policy, self.pool, self._curves, self._scale)
+        self._tasks = tasks
         self._loop = asyncio.get_running_loop()
+        self._calm = 0.0
         self._logs = logs
         self._wake: asyncio.TimerHandle | None = None
         self._wake_s = 0.0
@@ -104,7 +90,6 @@ class Revision:
         self._rest_until_s = 0.0
         self._proof: asyncio.Future[None] | None = None
         self._retiring = False
-        self._over = False
         self._empty = asyncio.Event()
         self._on_activation = on_activation
 
@@ -122,87 +107,20 @@ class Revision:
         """Whether it ends what runs, and takes nothing new after that."""
         return self._retiring
 
+    @property
+    def policy(self) -> Policy:
+        return self.line.policy
+
     # -- invocations
 
     def submit(self, invocation: Invocation) -> None:
-        """Takes an invocation: to a worker if one is free, else into the queue. Raises QueueFull, RevisionRetired."""
-        if self._over:
-            raise self._retired()
-        if len(self._queue) >= self.policy.max_queue:
-            raise QueueFull(
-                f"Function {self.spec.function!r} has {len(self._queue)} invocations waiting, its limit.",
-                remedy="Try again later, or raise max_queue or scale.max in pilotlight.toml.",
-            )
-        invocation.timeline.waits_cold = not self.pool.ready
-        self._queue.append(invocation)
-        left_s = min(invocation.deadline_s, invocation.hold_until_s) - time.monotonic()
-        invocation.timer = self._loop.call_later(max(0.0, left_s), self._on_timer, invocation)
-        self._pump()
+        """Takes an invocation: to a worker if one is free, else into the queue. QueueFull, Overloaded, RevisionRetired."""
+        self.line.submit(invocation)
+        self._look()
 
     def cancel(self, invocation: Invocation) -> None:
         """The caller has gone: the invocation leaves the queue, or its worker is told."""
-        invocation.abandon()
-        self._drop(invocation)
-
-    def _drop(self, invocation: Invocation) -> None:
-        try:
-            self._queue.remove(invocation)
-        except ValueError:
-            for replica in self.pool.replicas:
-                if replica.name == invocation.worker:
-                    # A plain handler cannot be interrupted: it may finish, but not outlive the deadline it was given.
-                    left_s = max(0.0, invocation.deadline_s - time.monotonic())
-                    replica.cancel(invocation, left_s + CANCEL_GRACE_S)
-        self._scale()
-
-    def _on_timer(self, invocation: Invocation) -> None:
-        now_s = time.monotonic()
-        if now_s >= invocation.deadline_s - 0.001:
-            invocation.fail(
-                DeadlineExceeded(
-                    f"The invocation did not end within its deadline ({now_s - invocation.timeline.received_s:.1f} s).",
-                    remedy="Raise timeout_s in pilotlight.toml, or ask for less.",
-                )
-            )
-            self._drop(invocation)
-        elif not invocation.worker and not self.pool.ready:
-            invocation.fail(
-                ActivationTimeout(
-                    f"No worker of {self.spec.function!r} was ready within the hold time"
-                    f" ({now_s - invocation.timeline.received_s:.1f} s).",
-                    remedy="Try again: the activation goes on. hold_s in pilotlight.toml, or the header"
-                    " X-Scale-Up-Timeout (seconds), lets callers wait longer.",
-                )
-            )
-            self._drop(invocation)
-        else:  # held for load, not for an activation: only the deadline counts
-            left_s = max(0.0, invocation.deadline_s - now_s)
-            invocation.timer = self._loop.call_later(left_s, self._on_timer, invocation)
-
-    def _pump(self) -> None:
-        """Hands out what waits, as far as workers are free, then looks at the number of workers."""
-        while self._queue and (replica := self.pool.pick()) is not None:
-            invocation = self._queue.popleft()
-            if invocation.ended:
-                continue
-            line = invocation.timeline
-            if line.waits_cold and replica.activation.ready_s > line.received_s:
-                line.activation = replica.activation
-            now_s = time.monotonic()
-            if invocation.execution_s is not None:
-                self._start_clock(invocation, now_s + invocation.execution_s)
-            replica.send(invocation, now_s)
-            if invocation.on_sent is not None:
-                invocation.on_sent()
-        self._scale()
-
-    def _start_clock(self, invocation: Invocation, deadline_s: float) -> None:
-        """From here on its deadline is that of its execution; or again that of its waiting."""
-        invocation.deadline_s = deadline_s
-        if invocation.timer is not None:
-            invocation.timer.cancel()
-        left_s = max(0.0, invocation.deadline_s - time.monotonic())
-        invocation.timer = self._loop.call_later(left_s, self._on_timer, invocation)
+        self.line.cancel(invocation)
 
     # -- the number of workers
 
@@ -243,19 +161,34 @@ class Revision:
 
     def census(self) -> Census:
         pool = self.pool
+        busy_s, ready_s = pool.worked_s(time.monotonic())
         return Census(
-            queued=len(self._queue),
+            queued=len(self.line),
             in_flight=pool.in_flight,
             starting=pool.restoring,
             ready=len(pool.ready),
             draining=sum(1 for replica in pool.replicas if replica.state is State.DRAINING),
             standby=pool.standby is not None and pool.standby_primed,
             zygote=pool.source is not None,
+            busy_s=busy_s,
+            ready_s=ready_s,
         )
+
+    def _look(self, idle: Replica | None = None) -> None:
+        """Looks at the number of workers if it could be another: more is to be done, or there is somebody idle."""
+        if (
+            len(self.line)
+            or self._retiring
+            or self.pool.in_flight > self._calm
+            or (idle and self._wake is None)
+        ):
+            self._scale()
 
     def _scale(self) -> None:
         now_s = time.monotonic()
-        decision = autoscaler.decide(self._scale_spec(), self._stats(), now_s)
+        spec, stats = self._scale_spec(), self._stats()
+        self._calm = autoscaler.calm(spec, stats)
+        decision = autoscaler.decide(spec, stats, now_s)
         if decision.start:
             self.pool.start(decision.start)
         if decision.stop:
@@ -265,7 +198,7 @@ class Revision:
             wake_at_s = min(wake_at_s or self._rest_until_s, self._rest_until_s)
         if wake_at_s is not None:
             self._wake_at(wake_at_s, now_s)
-        if self._retiring and not self._queue and not self.pool.in_flight:
+        if self._retiring and not len(self.line) and not self.pool.in_flight:
             self._empty.set()
 
     def _wake_at(self, when_s: float, now_s: float) -> None:
@@ -283,6 +216,10 @@ class Revision:
 
     def _scale_spec(self) -> autoscaler.Spec:
         spec = self.policy.scale
+        # What a worker holds at a time is its to say: it learns how short its invocations are.
+        windows = [replica.window * self.policy.batch for replica in self.pool.ready]
+        if windows and (held := min(windows)) > spec.concurrency:
+            spec = replace(spec, concurrency=held)
         if self._retiring:
             return replace(spec, min=0, buffer=0, idle_timeout_s=0.0)
         if self._rest_until_s > time.monotonic():  # workers that keep failing are not started for nobody
@@ -292,7 +229,7 @@ class Revision:
     def _stats(self) -> autoscaler.Stats:
         pool = self.pool
         return autoscaler.Stats(
-            queued=len(self._queue),
+            queued=len(self.line),
             in_flight=pool.in_flight,
             starting=pool.restoring,
             ready=len(pool.ready),
@@ -311,47 +248,41 @@ class Revision:
             async with asyncio.timeout(timeout_s):
                 await self._empty.wait()
         # From here on nobody would hand out what comes back from workers that end.
-        self._over = True
-        self._fail_waiting(self._retired())
+        self.line.close()
         if self._wake is not None:
             self._wake.cancel()
         left_s = timeout_s - (time.monotonic() - started_s)
         await self.pool.close(max(left_s, min(timeout_s, LAST_GRACE_S)))
 
-    def _fail_waiting(self, error: PilotlightError) -> None:
-        waiting, self._queue = self._queue, deque()
-        for invocation in waiting:
-            invocation.fail(error)
-
     # -- what the pool says
 
-    def on_capacity(self) -> None:
-        if self.pool.ready:
-            self._silent_failures = self._failures = 0
-            self._settle_proof(None)
-        self._pump()
+    def on_ready(self, replica: Replica) -> None:
+        self._silent_failures = self._failures = 0
+        self._settle_proof(None)
+        self.line.on_ready(replica)
+        self._scale()
+
+    def on_capacity(self, replica: Replica) -> None:
+        if len(self.line):
+            self.line.pump()
+        self._look(None if replica.given.calls else replica)
+
+    def on_ended(self, ended: Ended) -> None:
+        self.line.on_ended(ended)
+
+    def on_cost(self, invocation: Invocation, cost: float) -> None:
+        self.line.queue.charge(invocation, cost)
+
+    def on_limit(self, limit: int) -> None:
+        self.line.on_limit(limit)
 
     def on_change(self) -> None:
         self._scale()
 
     def on_returned(self, invocation: Invocation) -> None:
-        self._put_back(invocation)
-        self._pump()
-
-    def _put_back(self, invocation: Invocation) -> None:
-        """In front: it has waited longest."""
-        if invocation.ended:
-            return
-        invocation.worker = ""
-        if self._over:
-            invocation.fail(self._retired())
-            return
-        if invocation.execution_s is not None:
-            self._start_clock(invocation, invocation.hold_until_s)
-        self._queue.appendleft(invocation)
-
-    def _retired(self) -> RevisionRetired:
-        return RevisionRetired(f"Revision {self.id} was stopped before this invocation could run.")
+        self.line.put_back(invocation)
+        self.line.pump()
+        self._scale()
 
     def on_start_failed(self, error: PilotlightError) -> None:
         """A worker said why it cannot start: so will the next, so those who wait for one are told."""
@@ -359,39 +290,26 @@ class Revision:
         self._logs.write("gateway", f"activation failed: {error}")
         self._settle_proof(error)
         if not self.pool.ready:
-            self._fail_waiting(error)
+            self.line.fail_waiting(error)
         self._scale()
-        if not self._queue:
+        if not len(self.line):
             self.pool.release()
 
     def on_worker_died(
         self, replica: Replica, unstarted: list[Invocation], started: list[Invocation], cause: str
     ) -> None:
-        repeated = [invocation for invocation in started if self._may_repeat(invocation, cause)]
-        for invocation in reversed([*repeated, *unstarted]):  # in their order
-            self._put_back(invocation)
+        self.line.on_worker_died(unstarted, started, cause)
         if not replica.activation.ready_s and not replica.failure_told:
             self._count_silent_failure(cause)
-        self._pump()
-        if not self.pool.replicas and not self._queue:
+        self._scale()
+        if not self.pool.replicas and not len(self.line):
             self.pool.release()
+            self._tasks.create_task(self._remember())
 
-    def _may_repeat(self, invocation: Invocation, cause: str) -> bool:
-        """Whether what a dead worker had started is run once more; if not, its caller is told."""
-        harmless = self.policy.idempotent and invocation.stream is None
-        if harmless and invocation.attempt < MAX_ATTEMPTS:
-            invocation.attempt += 1
-            return True
-        remedy = "See `pilotlight logs` for its last words."
-        if not harmless:
-            remedy += " If running it twice is harmless, set idempotent = true in pilotlight.toml: then it is repeated."
-        invocation.fail(
-            WorkerDied(
-                f"The worker that ran this invocation died of {cause} (attempt {invocation.attempt}).",
-                remedy=remedy,
-            )
-        )
-        return False
+    async def _remember(self) -> None:
+        """At zero: how fast it was, for when it starts again."""
+        if points := self.line.queue.curve.points:
+            await asyncio.to_thread(self._curves.write, self.line.traits, points)
 
     def _note_failure(self) -> None:
         self._on_activation("failed")
@@ -408,4 +326,4 @@ class Revision:
         self._settle_proof(error)
         if self._silent_failures >= MAX_SILENT_FAILURES and not self.pool.ready:
             self._silent_failures = 0
-            self._fail_waiting(error)
+            self.line.fail_waiting(error)

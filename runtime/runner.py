@@ -1,8 +1,8 @@
 """The runner: executes a worker's invocations. What is common to those on threads and those on the event loop.
 
-After a crash it must be known which invocations never ran. Both kinds start in order of arrival and send what has
-finished before they start what follows, so the oldest ones at a worker are those that run; a batch, whose size only
-the worker knows, is announced before it starts (STARTED).
+Invocations come in groups: one of a batch handler is what the gateway gathered for it, one of any other is a single
+call. After a crash it must be known which invocations never ran. Both kinds of runner start groups in order of arrival
+and send what has finished before they start what follows, so the oldest groups at a worker are those that run.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Set, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,9 @@ from ..handlers.codec import JSON_TYPE
 from ..handlers.contract import Cancellation, Context
 from ..handlers.failure import explain
 from ..handlers.handler import Handler
-from . import batcher
-from .link import CHANNELS, Kind, Link, Timing, encode, encode_json
+from .advance import window
+from .exhaustion import REMEDY, exhausted
+from .link import JOIN_BYTES, Kind, Link, Timing, encode, encode_json
 
 # How far a streamed answer may run ahead of its reader, in chunks; the reader grants more as it goes.
 STREAM_CREDIT = 64
@@ -44,19 +45,30 @@ ONE_VALUE = (str, bytes, bytearray, Mapping, Set)
 class Call:
     """One invocation inside a worker."""
 
-    __slots__ = ("body", "cancellation", "channel", "content_type", "context", "credit", "received_s", "task")
+    __slots__ = ("accept", "body", "cancellation", "channel", "company", "content_type", "context", "cost", "credit",
+                 "event", "received_s", "task")  # fmt: skip
 
     def __init__(
-        self, channel: int, body: bytes, content_type: str, context: Context, cancellation: Cancellation
+        self,
+        channel: int,
+        body: bytes,
+        content_type: str,
+        context: Context,
+        cancellation: Cancellation,
+        accept: str = "",
     ) -> None:
         self.channel = channel
         self.body = body
         self.content_type = content_type
         self.context = context
         self.cancellation = cancellation
+        self.accept = accept
         self.received_s = time.monotonic()
+        self.event: Any = None  # of a batch, once it was decoded
+        self.cost = 1.0
         self.credit: Credit | None = None
         self.task: asyncio.Task[None] | None = None
+        self.company: Sequence[Call] = ()  # who is in the same call of a batch handler, itself among them
 
 
 class Credit:
@@ -90,16 +102,29 @@ class Runner(ABC):
         self._root = root
         self._link = link
         self._concurrency = concurrency
-        self._batch = handler.batch.max_size if handler.batch else 1
         self._on_idle = on_idle
         self._exec_s: float | None = None
         self._calls: dict[int, Call] = {}
-        self.slots = self.window = concurrency * self._batch
+        self._coming: list[Call] = []
+        self._lock = threading.Lock()
+        self.limit = (
+            handler.batch.max_size if handler.batch else 1
+        )  # less, once memory did not suffice for as many
+        self.slots = self.window = concurrency
 
-    def submit(self, call: Call) -> None:
-        """Queues a call. Loop thread only, as all but `work` and what it calls."""
+    def submit(self, call: Call, more: int = 0) -> None:
+        """Queues a call; of a batch handler, once no `more` of its group are to come.
+
+        Loop thread only, as all but what happens while a group runs.
+        """
         self._calls[call.channel] = call
-        self.enqueue(call)
+        if self.handler.batch is None:
+            self.enqueue([call])
+            return
+        self._coming.append(call)
+        if not more:
+            group, self._coming = self._coming, []
+            self.enqueue(group)
 
     def cancel(self, channel: int) -> None:
         """Nobody waits for this call any more: it is dropped if it has not started, and told if it has."""
@@ -113,13 +138,18 @@ class Runner(ABC):
         if (call := self._calls.get(channel)) is not None and call.credit is not None:
             call.credit.grant(count)
 
-    @abstractmethod
-    def enqueue(self, call: Call) -> None:
-        """Takes a call into the queue."""
-
-    @abstractmethod
     def close(self) -> list[Call]:
         """Takes nothing more; returns the calls that never started. `on_idle` is called once the last has ended."""
+        coming, self._coming = self._coming, []
+        return self.stop() + coming
+
+    @abstractmethod
+    def enqueue(self, group: list[Call]) -> None:
+        """Takes a group into the queue."""
+
+    @abstractmethod
+    def stop(self) -> list[Call]:
+        """Ends the queue; returns the calls of the groups in it."""
 
     def resize(self, concurrency: int) -> None:  # noqa: B027  a thread's handler was not written for company
         """From now on so many at the same time, if the handler is async. Loop thread only."""
@@ -129,11 +159,23 @@ class Runner(ABC):
         for call in group:
             self._calls.pop(call.channel, None)
 
-    def started(self, group: list[Call]) -> bytes:
-        """The frame that announces a batch; nothing for single calls, which start in the order they were sent."""
-        if self.handler.batch is None:
-            return b""
-        return encode(Kind.STARTED, 0, b"", b"".join(CHANNELS.pack(call.channel) for call in group))
+    def send(self, frames: list[bytes]) -> None:
+        """Sends them in one system call, if they are small."""
+        if len(frames) > 1 and sum(map(len, frames)) <= JOIN_BYTES:
+            self._link.send_encoded(b"".join(frames))
+        elif frames:
+            self._link.send_encoded(*frames)
+
+    def repeats(self, call: Call) -> bytes:
+        """The frame that says that the handler is called once more for the same group, for `call` among others."""
+        return encode_json(Kind.WINDOW, 0, {"window": self.window, "call": call.channel})
+
+    def shrink(self, size: int) -> None:
+        """Memory did not suffice for `size` events in one call: from now on half of that, and the gateway knows."""
+        with self._lock:
+            self.limit = max(1, min(self.limit, size) // 2)
+            head = {"window": self.window, "limit": self.limit}
+            self._link.send(Kind.WINDOW, 0, orjson.dumps(head))
 
     def failed(self, call: Call, error: PilotlightError) -> bytes:
         try:
@@ -145,8 +187,8 @@ class Runner(ABC):
             PilotlightError.__init__(plain, _writable(error.message), remedy=_writable(error.remedy))
             return encode_json(Kind.ERROR, call.channel, plain.to_wire())
 
-    def describe(self, error: BaseException) -> PilotlightError:
-        """What the caller is told of an exception in the handler."""
+    def describe(self, error: BaseException, what: str = "The handler") -> PilotlightError:
+        """What the caller is told of an exception in the handler, or in what else of the user's."""
         if isinstance(error, (BadInput, HandlerFailed, InputInvalid, OutputInvalid)):
             return error
         if isinstance(
@@ -156,7 +198,8 @@ class Runner(ABC):
             return ActivationFailed(
                 f"The weights are not whole: {error.message}", remedy=error.remedy, details=told
             )
-        return explain(HandlerFailed, "The handler", error, self._root)
+        remedy = REMEDY if exhausted(error) else ""
+        return explain(HandlerFailed, what, error, self._root, remedy=remedy)
 
     def decode(self, group: list[Call]) -> tuple[list[Call], list[Any], list[bytes]]:
         """(calls that may run, their events, frames that answer the others: cancelled or of bad input)."""
@@ -205,10 +248,11 @@ class Runner(ABC):
     def results(self, calls: list[Call], answer: Any, started_s: float) -> list[bytes]:
         """The RESULT and ERROR frames of calls that ran together."""
         ended_s = time.monotonic()
-        self._learn(ended_s - started_s)
+        if self.handler.batch is None:
+            self._learn(ended_s - started_s)
         frames = []
         for call, item in zip(calls, self.answers(calls, answer), strict=True):
-            timing = Timing(started_s - call.received_s, ended_s - started_s, len(calls))
+            timing = Timing(started_s - call.received_s, ended_s - started_s, len(calls), call.cost)
             frames.append(self._result(call, item, timing))
         return frames
 
@@ -226,14 +270,14 @@ class Runner(ABC):
         return encode(Kind.CHUNK, call.channel, b"", payload)
 
     def end(self, call: Call, started_s: float) -> bytes:
-        timing = Timing(started_s - call.received_s, time.monotonic() - started_s, 1)
+        timing = Timing(started_s - call.received_s, time.monotonic() - started_s)
         return encode(Kind.END, call.channel, timing.pack())
 
     def _result(self, call: Call, item: Any, timing: Timing) -> bytes:
         if isinstance(item, BaseException):
             return self.failed(call, self.describe(item))
         try:
-            payload, content_type = self.handler.output.encode(item)
+            payload, content_type = self.handler.output.encode(item, call.accept)
         except Exception as error:  # noqa: BLE001  the user's own serializers run here; the others' answers stand
             return self.failed(call, self.describe(error))
         head = timing.pack()
@@ -245,7 +289,7 @@ class Runner(ABC):
         """Follows how long a dispatch takes, and asks the gateway for more or less at a time."""
         known = self._exec_s
         self._exec_s = exec_s if known is None else known + SMOOTHING * (exec_s - known)
-        wanted = batcher.window(self._concurrency * self._batch, self._exec_s)
+        wanted = window(self._concurrency, self._exec_s)
         if wanted != self.window:
             self.window = wanted
             self._link.send(Kind.WINDOW, 0, orjson.dumps({"window": wanted}))

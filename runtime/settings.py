@@ -121,6 +121,13 @@ class FunctionSettings(BaseModel):
     timeout_s: float = Field(
         600.0, gt=0, le=_YEAR_S, allow_inf_nan=False, description="Seconds one invocation may take."
     )
+    execution_timeout_s: float | None = Field(
+        None,
+        gt=0,
+        le=_YEAR_S,
+        allow_inf_nan=False,
+        description="Seconds one call of the handler may take; then its worker is replaced.",
+    )
     hold_s: float = Field(
         60.0,
         ge=0,

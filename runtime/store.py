@@ -99,6 +99,8 @@ class Store:
         report: Callable[[str], None] = _log.warning,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
+        self.curves = root.absolute() / "curves"
+        """The folder of what was measured of workers."""
         self._functions = root.absolute() / "functions"
         self._staging = root.absolute() / "staging"
         self._report = report

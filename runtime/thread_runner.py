@@ -6,7 +6,6 @@ Not on the event loop, which must hear of cancels, drains and the gateway's end 
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -15,13 +14,14 @@ from typing import Any
 
 from ..errors import Cancelled
 from ..handlers.handler import Handler
-from . import batcher
+from .course import Course
+from .groups import Groups
 from .link import Link
 from .runner import Call, Runner
 
 
 class ThreadRunner(Runner):
-    """Plain handlers and generators: `concurrency` threads take groups from the batcher."""
+    """Plain handlers and generators: `concurrency` threads take groups from the queue."""
 
     def __init__(
         self,
@@ -37,31 +37,21 @@ class ThreadRunner(Runner):
         super().__init__(handler, root, link, concurrency, on_idle)
         self._loop = loop
         self._gate = gate
-        self._batcher: batcher.Batcher[Call] = batcher.Batcher(handler.batch.max_size if handler.batch else 1)
+        self._groups: Groups[Call] = Groups()
         self._ended = 0
-        self._lock = threading.Lock()
 
-    def enqueue(self, call: Call) -> None:
-        self._batcher.put(call)
+    def enqueue(self, group: list[Call]) -> None:
+        self._groups.put(group)
 
-    def close(self) -> list[Call]:
-        return self._batcher.close(self._concurrency)
+    def stop(self) -> list[Call]:
+        return self._groups.close(self._concurrency)
 
     def work(self) -> None:
         """The life of one thread: ends after `close`, and the last one to end reports idle."""
-        group = self._batcher.take()
-        finished: list[bytes] = []
-        while group:
-            # What has just finished travels with what starts now: one system call for both.
-            if words := b"".join([*finished, self.started(group)]):
-                self._link.send_encoded(words)
-            finished = self._execute(group)
+        while group := self._groups.take():
+            frames = self._execute(group) if self.handler.batch is None else self._execute_batch(group)
             self.forget(group)
-            group = self._batcher.take_nowait()
-            if not group:
-                self._link.send_encoded(*finished)
-                finished = []
-                group = self._batcher.take()
+            self.send(frames)
         with self._lock:
             self._ended += 1
             last = self._ended == self._concurrency
@@ -82,6 +72,19 @@ class ThreadRunner(Runner):
                 )
         except BaseException as error:  # noqa: BLE001  whatever the handler raises is its caller's to know, not this thread's end
             return frames + self.failures(calls, error)
+
+    def _execute_batch(self, group: list[Call]) -> list[bytes]:
+        course = Course(self, group)
+        while calls := course.take():
+            started_s = time.monotonic()
+            try:
+                with self._gate():
+                    answer = self.handler.call(*self.arguments(calls, [call.event for call in calls]))
+            except BaseException as error:  # noqa: BLE001  as above
+                course.fail(calls, error)
+            else:
+                course.answer(calls, answer, started_s)
+        return course.frames
 
     def _stream(self, call: Call, events: list[Any], started_s: float) -> list[bytes]:
         pieces: Iterator[Any] = self.handler.call(*self.arguments([call], events))

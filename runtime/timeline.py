@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FETCH = "fetch"
+_WARM = ", ".join(f"{name};dur=%.3f" for name in ("queue", "link", "wait", "exec", "respond", "total"))
 PHASES = ("queue", "fork", "restore", "dispatch", "link", "wait", "exec", "respond")
 
 
@@ -51,6 +52,7 @@ class Timeline:
     wait_s: float = 0.0
     exec_s: float = 0.0
     batch: int = 1
+    cost: float = 1.0
     waits_cold: bool = False  # no worker was ready when it arrived
     activation: Activation | None = None
 
@@ -99,12 +101,29 @@ class Timeline:
 
     def server_timing(self) -> str:
         """The Server-Timing header: durations in milliseconds, and the total."""
+        if self.activation is None:
+            return self._warm_timing()
         parts = [f"{name};dur={seconds * 1000:.3f}" for name, seconds in self.phases().items()]
         fetch_s, beside = self.fetching()
         if fetch_s:
             told = " ".join(f"{name} {seconds * 1000:.3f}" for name, seconds in beside.items())
             parts.append(f'{FETCH};dur={fetch_s * 1000:.3f};desc="beside {told}"')
         return ", ".join(parts) + f", total;dur={self.total_s * 1000:.3f}"
+
+    def _warm_timing(self) -> str:
+        """The same in one go, for every answer says it: `phases` without an activation."""
+        received_s, responded_s = self.received_s, self.responded_s
+        answered_s = self.answered_s or responded_s
+        sent_s = self.sent_s or answered_s
+        link_s = answered_s - sent_s - self.wait_s - self.exec_s
+        return _WARM % (
+            max(0.0, sent_s - received_s) * 1000,
+            max(0.0, link_s) * 1000,
+            self.wait_s * 1000,
+            self.exec_s * 1000,
+            max(0.0, responded_s - answered_s) * 1000 if responded_s else 0.0,
+            self.total_s * 1000,
+        )
 
 
 def parse_server_timing(header: str) -> dict[str, float]:

@@ -29,10 +29,11 @@ from ..handlers.contract import NOTHING, Cancellation, Context
 from ..handlers.failure import explain
 from ..handlers.handler import Handler, Hook
 from ..snapshot.attached import Snapshot
-from . import lineage
+from . import lineage, traits
 from .host import WorkerHost
 from .link import Frame, Kind, Link
 from .loop_runner import LoopRunner
+from .measurement import Measurement, Point
 from .runner import Call, Credit, Runner
 from .spec import WEIGHTS_TIMEOUT_S, WorkerSpec
 from .thread_runner import ThreadRunner
@@ -67,6 +68,7 @@ class Worker:
         self._threads = built.threads
         self._activated = threading.Event()
         self._draining = False
+        self._measuring = False
 
     def run(self) -> None:
         """Lives. Returns when drained; the process ends at once when the gateway has gone."""
@@ -119,7 +121,7 @@ class Worker:
             threading.Thread(
                 target=self._work_next, args=(runner,), name=f"handler-{number}", daemon=True
             ).start()
-        self._say_ready()
+        self._say_ready(self._measured())
         runner.work()
 
     def _prepare(self) -> None:
@@ -161,6 +163,7 @@ class Worker:
 
     def _activate(self, order: dict[str, Any]) -> None:
         os.environ.update(order.get("env", {}))
+        self._measuring = bool(order.get("measure"))
         self._activated.set()
         if self._handler.kind.on_loop:
             # Nothing else needs this loop before READY, and torch keeps its threads per calling thread.
@@ -180,7 +183,7 @@ class Worker:
             self._say_failed(error)
             return
         self._keep(answer)
-        self._say_ready()
+        self._say_ready(await self._measured_on_loop())
 
     def _set_up(self) -> bool:
         try:
@@ -231,9 +234,48 @@ class Worker:
         if answer is not None:
             self._state = answer
 
-    def _say_ready(self) -> None:
-        slots = None if self._handler.batch else self._runner.slots
-        head = {"window": self._runner.window, "slots": slots, "restore_s": self._restored_s}
+    def _measurement(self) -> Measurement | None:
+        """None if nobody asked, there is no example, or weights are still to come, which would be measured too."""
+        spec, snapshot = self._handler.batch, self._snapshot
+        if not self._measuring or spec is None or not spec.examples or (snapshot and snapshot.arriving):
+            return None
+        context = Context(self._spec.function, self._spec.revision, state=self._state, snapshot=snapshot)
+        return Measurement(self._runner, context, lambda: self._draining)
+
+    def _measured(self) -> list[Point]:
+        if (measurement := self._measurement()) is None:
+            return []
+        try:
+            measurement.run(self._gate)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  what is not known is learned later
+            self._tell_unmeasured(measurement, error)
+        return measurement.curve
+
+    async def _measured_on_loop(self) -> list[Point]:
+        if (measurement := self._measurement()) is None:
+            return []
+        try:
+            await measurement.run_async()
+        except (Exception, SystemExit) as error:  # noqa: BLE001  as above
+            self._tell_unmeasured(measurement, error)
+        return measurement.curve
+
+    def _tell_unmeasured(self, measurement: Measurement, error: BaseException) -> None:
+        measurement.note(error)
+        self._tell("Measuring the example of @batch", error)
+
+    def _say_ready(self, curve: list[Point]) -> None:
+        head = {
+            "window": self._runner.window,
+            "slots": self._runner.slots,
+            "batching": self._handler.batch is not None,
+            "limit": self._runner.limit,
+            "restore_s": self._restored_s,
+            "device": traits.device(),
+            "dtype": traits.dtype(self._snapshot),
+        }
+        if self._measuring:
+            head["curve"] = [list(point) for point in curve]  # orjson takes no named tuples
         self._link.send(Kind.READY, 0, orjson.dumps(head))
         setproctitle(f"pilotlight: worker {self._spec.label}")
 
@@ -278,10 +320,12 @@ class Worker:
             host=self._host,
             channel=frame.channel,
         )
-        call = Call(frame.channel, frame.payload, head.get("type", ""), context, cancellation)
+        call = Call(
+            frame.channel, frame.payload, head.get("type", ""), context, cancellation, head.get("accept", "")
+        )
         if self._handler.kind.streaming:
             call.credit = Credit()
-        self._runner.submit(call)
+        self._runner.submit(call, head.get("more", 0))
 
     def _context(self) -> Context:
         return Context(

@@ -19,7 +19,10 @@ PACKAGES = ("handlers", "runtime", "snapshot", "templates")
 ROOMS = (
     *(f"snapshot.{room}" for room in ("caching", "converting", "fetching", "format", "restoring", "sources")),
     "handlers.foreign",
-    *(f"runtime.{room}" for room in ("access", "api", "bulk", "commands", "events", "jobs", "webhooks")),
+    *(
+        f"runtime.{room}"
+        for room in ("access", "api", "batching", "bulk", "commands", "events", "jobs", "webhooks")
+    ),
 )
 
 # DESIGN section 6. A file imports only from lower lines; one on its own line may not even see its neighbours.
@@ -45,6 +48,7 @@ FLOORS = """
 0   snapshot.attached
 
 1   handlers.foreign
+1   handlers.accepted handlers.arrays
 1   handlers.codec handlers.contract handlers.failure handlers.foreign.opener handlers.foreign.recognise
 1   handlers.foreign.files
 1   handlers.handler handlers.loading handlers.foreign.bodies handlers.foreign.cog_sdk handlers.foreign.runpod_sdk
@@ -52,7 +56,7 @@ FLOORS = """
 1   handlers.foreign.cog
 1   handlers.resolve
 
-2   runtime.access runtime.api runtime.bulk runtime.commands runtime.events runtime.jobs runtime.webhooks
+2   runtime.access runtime.api runtime.batching runtime.bulk runtime.commands runtime.events runtime.jobs runtime.webhooks
 2   runtime.access.private runtime.access.quota runtime.events.calls runtime.events.source runtime.loopback
 2   runtime.jobs.database runtime.jobs.identity runtime.jobs.job runtime.jobs.schema
 2   runtime.jobs.counters runtime.jobs.rows
@@ -66,7 +70,12 @@ FLOORS = """
 2   runtime.webhooks.posting
 2   runtime.webhooks.outbox
 2   runtime.webhooks.courier
-2   runtime.autoscaler runtime.batcher runtime.lineage runtime.logs runtime.spec runtime.timeline runtime.wording
+2   runtime.batching.calls runtime.batching.curve runtime.batching.promises runtime.batching.returns runtime.batching.turns
+2   runtime.batching.admission runtime.batching.gathering
+2   runtime.batching.queue
+2   runtime.batching.handing
+2   runtime.batching.simulator
+2   runtime.advance runtime.autoscaler runtime.exhaustion runtime.groups runtime.lineage runtime.logs runtime.packing runtime.spec runtime.timeline runtime.traits runtime.wording
 2   runtime.code runtime.invocation runtime.link runtime.metrics runtime.requirements runtime.settings runtime.state_dir
 2   runtime.access.keys
 2   runtime.access.caller runtime.access.rules runtime.access.vault
@@ -74,14 +83,16 @@ FLOORS = """
 2   runtime.environment runtime.listener runtime.store runtime.unpack runtime.weights
 
 3   runtime.deploy runtime.fetcher runtime.launcher runtime.runner
-3   runtime.host
+3   runtime.course runtime.host runtime.measurement
 3   runtime.loop_runner runtime.thread_runner
 3   runtime.worker
 3   runtime.zygote
 3   runtime.commands.first_call
 
+4   runtime.alarms runtime.curves runtime.given
 4   runtime.replica
 4   runtime.pool
+4   runtime.line
 
 5   runtime.revision
 5   runtime.functions
@@ -90,11 +101,12 @@ FLOORS = """
 5   runtime.jobs.dispatch
 5   runtime.jobs.jobs
 
-6   runtime.api.cloudevents runtime.api.intake runtime.api.parts runtime.watch
-6   runtime.api.answer
+6   runtime.api.cloudevents runtime.api.compression runtime.api.intake runtime.api.parts runtime.watch
+6   runtime.api.answer runtime.api.deadline
 6   runtime.events.body runtime.api.gateway runtime.api.prediction
 6   runtime.events.pump runtime.api.aws_error runtime.api.connection runtime.api.described runtime.api.events
 6   runtime.events.sources runtime.access.guard runtime.api.aws_lambda runtime.api.predictions runtime.api.unrouted
+6   runtime.api.lane
 6   runtime.api.queue
 6   runtime.api.described_queue runtime.api.described_webhooks
 6   runtime.api.openapi
@@ -242,7 +254,18 @@ def test_packages_are_named_and_empty() -> None:
     "name",
     [
         "runtime.autoscaler",
-        "runtime.batcher",
+        "runtime.batching.admission",
+        "runtime.batching.calls",
+        "runtime.batching.curve",
+        "runtime.batching.gathering",
+        "runtime.batching.handing",
+        "runtime.batching.promises",
+        "runtime.batching.queue",
+        "runtime.batching.returns",
+        "runtime.batching.simulator",
+        "runtime.batching.turns",
+        "runtime.advance",
+        "runtime.packing",
         "runtime.webhooks.backoff",
         "runtime.timeline",
         "snapshot.restoring.plan",
@@ -389,6 +412,7 @@ SOURCES = sorted([*modules().items(), ("__init__", ROOT / "__init__.py")])
 SWALLOWED = {
     ("runtime.events.calls", "_run"),  # handed to who waits, in another thread
     ("runtime.thread_runner", "_execute"),
+    ("runtime.thread_runner", "_execute_batch"),
     ("snapshot.fetching.fetch", "_work"),
 }  # the end of a thread of the user's; there is nobody above it
 

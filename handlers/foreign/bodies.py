@@ -41,15 +41,15 @@ class LenientOutput(OutputCodec):
     def schema(self) -> dict[str, Any]:
         return self._schema
 
-    def encode(self, answer: Any) -> tuple[bytes, str]:
+    def encode(self, answer: Any, accept: str = "") -> tuple[bytes, str]:
         try:
-            return super().encode(answer)
+            return super().encode(answer, accept)
         except OutputInvalid:
             try:
                 plain = json.loads(json.dumps(answer, allow_nan=False))
             except (TypeError, ValueError, RecursionError):
                 plain = answer  # then what is wrong with it is best said by the path of it
-            return super().encode(plain)
+            return super().encode(plain, accept)
 
 
 def is_envelope(event: Any, extra: Mapping[str, Any]) -> bool:

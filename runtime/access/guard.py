@@ -11,25 +11,19 @@ import math
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from typing import NamedTuple
 
 from aiohttp import web
 
-from ...errors import (
-    AccessError,
-    Forbidden,
-    GatewayError,
-    PilotlightError,
-    QuotaExceeded,
-    Unauthorized,
-    UnknownFunction,
-)
+from ...errors import Forbidden, GatewayError, PilotlightError, QuotaExceeded, Unauthorized
 from ..api.answer import error_response
 from ..api.aws_error import PATHS, aws_error
 from ..api.intake import request_id_of
 from .caller import ANYBODY, CALLER, Caller
 from .keyring import Held, Keyring
 from .origin import OriginCheck
+from .quota import Meter
 from .rules import OPEN, scope_of
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -38,6 +32,20 @@ CHALLENGE = "Bearer"
 SIGNED = "AWS4-"
 SESSION_TOKEN = "X-Amz-Security-Token"  # noqa: S105  a header's name
 """AWS's clients sign with a secret that is not stored here; the session token that they send along may be the API key."""
+
+
+class Admitted(NamedTuple):
+    """Somebody who may pass, and whose quota he uses while he is here."""
+
+    caller: Caller
+    meter: Meter | None = None
+
+    def leave(self) -> None:
+        if self.meter is not None:
+            self.meter.leave()
+
+
+NOBODY = Admitted(ANYBODY)
 
 
 class Guard:
@@ -56,46 +64,57 @@ class Guard:
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if not self.closed:
-            try:
-                self._origins.check(request.headers)
-            except Forbidden as error:
-                if _path(request) not in OPEN and not _on_own_socket(request):
-                    return _refusal(request, error)
-            return await handler(request)
         path = _path(request)
         if path in OPEN:
             return await handler(request)
+        function = request.match_info.get("function")
         try:
-            held = self._held(request)
-            if held is None:
-                return await self._pass(request, path, ANYBODY, handler)
-            _enter(held)
+            admitted = self.admit(request.headers, path, function, request.transport)
         except PilotlightError as error:
             return _refusal(request, error)
+        request[CALLER] = admitted.caller
         try:
-            return await self._pass(request, path, held.caller, handler)
+            return await handler(request)
         finally:
-            held.meter.leave()
+            admitted.leave()
 
-    async def _pass(
-        self, request: web.Request, path: str, caller: Caller, handler: Handler
-    ) -> web.StreamResponse:
+    def admit(
+        self,
+        headers: Mapping[str, str],
+        path: str,
+        function: str | None,
+        transport: asyncio.BaseTransport | None,
+    ) -> Admitted:
+        """Who may pass; `leave` of what comes back must follow. `path` is the route's, as it was registered.
+
+        Raises Unauthorized, Forbidden, QuotaExceeded, UnknownFunction.
+        """
+        if not self.closed:
+            try:
+                self._origins.check(headers)
+            except Forbidden:
+                if not _on_own_socket(transport):
+                    raise
+            return NOBODY
+        held = self._held(headers, transport)
+        if held is None:
+            return NOBODY
+        _enter(held)
         try:
             if path and (scope := scope_of(path)) is not None:
-                caller.check_scope(scope)
-            if (function := request.match_info.get("function")) is not None:
-                caller.check(function)
-        except (AccessError, UnknownFunction) as error:
-            return _refusal(request, error)
-        request[CALLER] = caller
-        return await handler(request)
+                held.caller.check_scope(scope)
+            if function is not None:
+                held.caller.check(function)
+        except PilotlightError:
+            held.meter.leave()
+            raise
+        return Admitted(held.caller, held.meter)
 
-    def _held(self, request: web.Request) -> Held | None:
+    def _held(self, headers: Mapping[str, str], transport: asyncio.BaseTransport | None) -> Held | None:
         """The key that came with a request; None: its sender owns this gateway. Raises Unauthorized."""
-        given = request.headers.get("Authorization")
+        given = headers.get("Authorization")
         if given is None:
-            if _on_own_socket(request):
+            if _on_own_socket(transport):
                 return None
             raise Unauthorized(
                 "This gateway answers only to those who send an API key.",
@@ -103,7 +122,7 @@ class Guard:
             )
         now_s = time.time()
         if given.startswith(SIGNED):  # of a signature only the key's holder could tell whether it is right
-            given = request.headers.get(SESSION_TOKEN, "")
+            given = headers.get(SESSION_TOKEN, "")
         held = self._keyring.find(token_in(given), now_s)
         if held is None:
             raise Unauthorized(
@@ -154,7 +173,6 @@ def _refusal(request: web.Request, error: PilotlightError) -> web.Response:
     return response
 
 
-def _on_own_socket(request: web.Request) -> bool:
-    transport = request.transport
+def _on_own_socket(transport: asyncio.BaseTransport | None) -> bool:
     sock = transport.get_extra_info("socket") if transport is not None else None
     return sock is not None and sock.family == socket.AF_UNIX

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Mapping
+from typing import NamedTuple
 
 import orjson
 from aiohttp import web
@@ -21,14 +22,33 @@ RETRY_AFTER_S = {429: 1.0, 503: 2.0}
 Route = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def error_response(
+class Reply(NamedTuple):
+    """An answer that is all there, before it takes the form in which it is sent."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    def response(self) -> web.Response:
+        return web.Response(status=self.status, headers=self.headers, body=self.body)
+
+
+def error_reply(
     error: PilotlightError, request_id: str = "", headers: Mapping[str, str] | None = None
-) -> web.Response:
+) -> Reply:
     """The typed JSON error: `{"error": {"type", "message", "remedy", "details", "request_id"}}`."""
     told = dict(headers) if headers is not None else {"X-Request-Id": request_id} if request_id else {}
     told.update(retry_headers(error))
+    told["Content-Type"] = JSON_TYPE
     body = {"error": {**error.to_wire(), **({"request_id": request_id} if request_id else {})}}
-    return web.Response(body=orjson.dumps(body), status=error.status, headers=told, content_type=JSON_TYPE)
+    return Reply(error.status, told, orjson.dumps(body))
+
+
+def error_response(
+    error: PilotlightError, request_id: str = "", headers: Mapping[str, str] | None = None
+) -> web.Response:
+    """`error_reply` as a route answers it."""
+    return error_reply(error, request_id, headers).response()
 
 
 def retry_headers(error: PilotlightError) -> dict[str, str]:

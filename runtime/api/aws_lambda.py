@@ -29,6 +29,7 @@ from ..jobs.jobs import Jobs
 from ..jobs.order import order
 from ..metrics import Metrics
 from .aws_error import PATHS, aws_error
+from .deadline import priority_of, timeout_of
 from .intake import Limits, idempotency_of, read_body, request_id_of, traceparent_of
 
 VERSION = "$LATEST"
@@ -105,11 +106,13 @@ class LambdaApi:
         body = await self._body(request, live, self._limits.max_body_bytes)
         live = self._functions.get(name)  # another revision may have become live while the body came
         policy, revision = live.revision.policy, live.revision
+        headers, timeout_s = request.headers, timeout_of(request.headers, policy.timeout_s)
         invocation = Invocation(
             request_id, body,
-            now_s=received_s, deadline_s=received_s + policy.timeout_s, hold_until_s=received_s + policy.hold_s,
-            traceparent=traceparent_of(request.headers), streaming=revision.streaming,
+            now_s=received_s, deadline_s=received_s + timeout_s, hold_until_s=received_s + policy.hold_s,
+            traceparent=traceparent_of(headers), streaming=revision.streaming,
             extra={"bare": True},  # the payload is the event, as it is where a job is left
+            tenant=caller_of(request).owner, priority=priority_of(headers),
         )  # fmt: skip
         try:
             revision.submit(invocation)
@@ -117,11 +120,11 @@ class LambdaApi:
             self._metrics.refused(name, error.status)
             raise
         answer = await self._ended(name, live, invocation)
-        headers = _headers(request_id) | self._tail(request, live, invocation)
+        told = _headers(request_id) | self._tail(request, live, invocation)
         if isinstance(answer, PilotlightError):
-            headers["X-Amz-Function-Error"] = "Unhandled"
+            told["X-Amz-Function-Error"] = "Unhandled"
             answer = Answer(orjson.dumps(function_error(answer, request_id)), JSON_TYPE)
-        return web.Response(body=answer.payload, headers=headers | {"Content-Type": answer.content_type})
+        return web.Response(body=answer.payload, headers=told | {"Content-Type": answer.content_type})
 
     async def _ended(self, name: str, live: Live, invocation: Invocation) -> Answer | PilotlightError:
         """The answer, or how the function failed. Raises what is not the function's failure."""

@@ -95,9 +95,19 @@ def _lambda(error: dict[str, Any]) -> dict[str, Any]:
         "description": "A name or an ARN.",
     }
     qualifier = {"name": "Qualifier", "in": "query", "schema": _TEXT}
+    timeout = {
+        "name": "X-Request-Timeout",
+        "in": "header",
+        "schema": {"type": "number", "exclusiveMinimum": 0},
+    }
+    priority = {
+        "name": "X-Priority",
+        "in": "header",
+        "schema": {"type": "integer", "minimum": 1, "maximum": 5},
+    }
     post = {
         "summary": "Calls a function as AWS Lambda is called.",
-        "parameters": [name, qualifier, kind],
+        "parameters": [name, qualifier, kind, timeout, priority],
         "requestBody": {"content": {"application/json": {"schema": {}}}},
         "responses": {
             "200": {

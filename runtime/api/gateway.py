@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 import orjson
 from aiohttp import web
 
 from ...errors import PilotlightError
+from ..access.caller import caller_of
 from ..functions import Functions
 from ..invocation import Invocation
 from ..metrics import Metrics
 from ..revision import Revision
-from .answer import EVENT_STREAM_TYPE, HEARTBEAT_S, error_response, event
-from .intake import content_type_of, read_body, request_id_of, seconds, traceparent_of
+from .answer import EVENT_STREAM_TYPE, HEARTBEAT_S, Reply, error_reply, error_response, event
+from .deadline import priority_of, timeout_of
+from .intake import accept_of, content_type_of, read_body, request_id_of, seconds, traceparent_of
 
 MAX_HOLD_S = 3600.0
 
@@ -54,38 +57,58 @@ class Gateway:
         except PilotlightError as error:  # not counted by name: anybody can make names up
             return error_response(error, request_id)
         try:
-            body = await read_body(
-                request, min(self._max_body_bytes, revision.policy.max_body_bytes), self._body_timeout_s
-            )
-            revision = self._functions.live(name)  # another one may have become live while the body came
-            invocation = _invocation(request, revision, request_id, body, received_s)
-            revision.submit(invocation)
+            body = await read_body(request, self.most(revision), self._body_timeout_s)
+            tenant = caller_of(request).owner
+            revision, invocation = self.begin(name, request.headers, request_id, body, received_s, tenant)
         except PilotlightError as error:
-            self._metrics.refused(name, error.status)
-            return error_response(error, request_id)
+            return self.refused(name, error, request_id).response()
         try:
             if invocation.stream is not None:
                 return await self._stream(request, name, invocation)
-            return await self._answer(name, invocation)
+            with contextlib.suppress(PilotlightError):
+                await invocation.answer
         except (
             asyncio.CancelledError,
             ConnectionError,
         ):  # the caller has gone, noticed by reading or by writing
             revision.cancel(invocation)
             raise
+        return self.answered(name, invocation).response()
 
-    async def _answer(self, name: str, invocation: Invocation) -> web.Response:
-        try:
-            answer = await invocation.answer
-        except PilotlightError as error:
-            invocation.timeline.responded_s = time.monotonic()
-            self._note(name, error.status, invocation)
-            return error_response(error, invocation.id, _headers(invocation))
+    def most(self, revision: Revision) -> int:
+        """How many bytes a body for it may have."""
+        return min(self._max_body_bytes, revision.policy.max_body_bytes)
+
+    def begin(
+        self,
+        name: str,
+        headers: Mapping[str, str],
+        request_id: str,
+        body: bytes,
+        received_s: float,
+        tenant: str,
+    ) -> tuple[Revision, Invocation]:
+        """Makes an invocation of a request, and hands it on. Raises what `refused` then tells the caller."""
+        revision = self._functions.live(name)  # another one may have become live while the body came
+        invocation = _invocation(headers, revision, request_id, body, received_s, tenant)
+        revision.submit(invocation)
+        return revision, invocation
+
+    def refused(self, name: str, error: PilotlightError, request_id: str) -> Reply:
+        """What its caller is told of a request that `begin` did not take."""
+        self._metrics.refused(name, error.status)
+        return error_reply(error, request_id)
+
+    def answered(self, name: str, invocation: Invocation) -> Reply:
+        """What its caller is told of an invocation that has ended."""
+        error = invocation.answer.exception()
         invocation.timeline.responded_s = time.monotonic()
+        if isinstance(error, PilotlightError):
+            self._note(name, error.status, invocation)
+            return error_reply(error, invocation.id, _headers(invocation))
         self._note(name, 200, invocation)
-        headers = _headers(invocation)
-        headers["Content-Type"] = answer.content_type
-        return web.Response(body=answer.payload, headers=headers)
+        answer = invocation.answer.result()
+        return Reply(200, {**_headers(invocation), "Content-Type": answer.content_type}, answer.payload)
 
     async def _stream(self, request: web.Request, name: str, invocation: Invocation) -> web.StreamResponse:
         """Server-sent events: `output` for each piece, then `completed` or `error`."""
@@ -124,10 +147,15 @@ class Gateway:
 
 
 def _invocation(
-    request: web.Request, revision: Revision, request_id: str, body: bytes, received_s: float
+    headers: Mapping[str, str],
+    revision: Revision,
+    request_id: str,
+    body: bytes,
+    received_s: float,
+    tenant: str,
 ) -> Invocation:
-    headers, policy = request.headers, revision.policy
-    timeout_s = seconds(headers, "X-Request-Timeout", policy.timeout_s, policy.timeout_s)
+    policy = revision.policy
+    timeout_s = timeout_of(headers, policy.timeout_s)
     hold_s = seconds(headers, "X-Scale-Up-Timeout", policy.hold_s, MAX_HOLD_S)
     return Invocation(
         request_id,
@@ -138,6 +166,9 @@ def _invocation(
         content_type=content_type_of(headers),
         traceparent=traceparent_of(headers),
         streaming=revision.streaming,
+        tenant=tenant,
+        priority=priority_of(headers),
+        accept=accept_of(headers),
     )
 
 

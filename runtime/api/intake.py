@@ -6,17 +6,22 @@ import asyncio
 import math
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import orjson
 from aiohttp import web
 
 from ...errors import BadInput, InputTimeout, InputTooLarge
-from ...handlers.codec import JSON_TYPE
+from ...handlers.arrays import NPY_TYPE, SAFETENSORS_TYPE
+from ...handlers.codec import BYTES_TYPE, JSON_TYPE
 
+_ID_BYTES = 8
+_IDS_AT_ONCE = 256
 IDEMPOTENCY = "Idempotency-Key"
 MAX_KEY_CHARS = 255
+MAX_ACCEPT_CHARS = 1000
+ARRAY_TYPES = (NPY_TYPE, BYTES_TYPE, SAFETENSORS_TYPE)
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[\x21-\x7e]{0,256})?")
 
@@ -69,10 +74,21 @@ def seconds(headers: Mapping[str, str], name: str, default: float, most: float) 
     return min(found, most)
 
 
+def _made() -> Iterator[str]:
+    """New ids, as hard to guess as any; asking the kernel for each costs more than the rest of it."""
+    while True:
+        many = secrets.token_hex(_ID_BYTES * _IDS_AT_ONCE)
+        for start in range(0, len(many), 2 * _ID_BYTES):
+            yield many[start : start + 2 * _ID_BYTES]
+
+
+_ids = _made()
+
+
 def request_id_of(headers: Mapping[str, str]) -> str:
     """The caller's id if it is a sane one, else a new one."""
     given = headers.get("X-Request-Id")
-    return given if given is not None and REQUEST_ID.fullmatch(given) else secrets.token_hex(8)
+    return given if given is not None and REQUEST_ID.fullmatch(given) else next(_ids)
 
 
 def traceparent_of(headers: Mapping[str, str]) -> str:
@@ -102,6 +118,15 @@ def content_type_of(headers: Mapping[str, str]) -> str:
     if not found.isascii():
         raise BadInput("The Content-Type is not ASCII.", remedy="Send a media type, as application/json.")
     return "" if found == JSON_TYPE else found
+
+
+def accept_of(headers: Mapping[str, str]) -> str:
+    """What the worker is to know of Accept: all of it where the caller takes arrays as bytes, else nothing."""
+    accept = headers.get("Accept", "")
+    if len(accept) > MAX_ACCEPT_CHARS or not accept.isascii():
+        return ""
+    lower = accept.lower()
+    return lower if any(kind in lower for kind in ARRAY_TYPES) else ""
 
 
 def too_large(limit: int) -> InputTooLarge:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..._version import __version__
+from ...handlers.arrays import NPY_TYPE, SAFETENSORS_TYPE
 from ..access.described import SECURITY_SCHEMES, access_paths, access_schemas, guarded
 from ..functions import FunctionStatus
 from .described import EVENTS, spelled_paths, spelled_schemas
@@ -19,6 +20,11 @@ _STATUS = {"$ref": "#/components/schemas/FunctionStatus"}
 _TEXT = {"type": "string"}
 _FLAG = {"type": "string", "enum": ["0", "1"]}
 _SECONDS = {"type": "number", "exclusiveMinimum": 0}
+_PRIORITY = {"type": "integer", "minimum": 1, "maximum": 5, "default": 3}
+_THEIRS = (
+    "grpc-timeout, x-envoy-expected-rq-timeout-ms and x-stainless-read-timeout (s) count too, where they make sense:"
+    " the smallest wins, and never more than the function's timeout_s."
+)
 # What every answer of an invocation says in its header.
 _ANSWERED = {
     "X-Request-Id": {"schema": _TEXT, "required": True},
@@ -63,13 +69,17 @@ def _invoke(function: FunctionStatus, taken: dict[str, Any], given: dict[str, An
     answer: dict[str, Any] = {"application/json": {"schema": given}}
     if function.streaming:
         answer = EVENTS
-    elif not function.output_schema:  # not annotated: bytes and text are sent as what they are
+    elif (
+        not function.output_schema
+    ):  # not annotated: bytes are sent as what they are, arrays as Accept wants them
         answer |= {"text/plain": {"schema": {"type": "string"}}, "application/octet-stream": {"schema": {}}}
+        answer |= {NPY_TYPE: {"schema": {}}, SAFETENSORS_TYPE: {"schema": {}}}
     return {
         "operationId": f"invoke_{function.name}",
         "summary": f"Calls {function.name} ({function.revision}) and waits for its answer.",
         "parameters": [
-            _header("X-Request-Timeout", _SECONDS, "Seconds until the answer must be there."),
+            _header("X-Request-Timeout", _SECONDS, f"Seconds until the answer must be there. {_THEIRS}"),
+            _header("X-Priority", _PRIORITY, "1 is served first, 5 last; without it 3."),
             _header("X-Scale-Up-Timeout", _SECONDS, "Seconds that it may wait for a worker."),
             _header("X-Request-Id", _TEXT, "1 to 128 visible ASCII characters; of others, one is made."),
             _header("traceparent", _TEXT, "A W3C trace context; the answer brings it back."),

@@ -18,7 +18,7 @@ from ...errors import (
     RevisionRetired,
     WorkerDied,
 )
-from ..invocation import Answer, Invocation, Stream
+from ..invocation import LAST, NORMAL, Answer, Invocation, Stream
 from ..revision import Revision
 from .job import Job, Outcome, State
 from .store import JobStore
@@ -70,7 +70,7 @@ class Attempt:
             content_type=job.content_type, traceparent=job.traceparent,
             streaming=revision.streaming, execution_s=job.execution_timeout_s, on_sent=self._on_sent,
             extra={**(job.extra or {}), "bare": True, "job": {"id": job.id, "attempt": job.attempts + 1}},
-            on_progress=self._on_progress,
+            on_progress=self._on_progress, tenant=job.owner, priority=LAST if job.priority else NORMAL,
         )  # fmt: skip
         self.invocation.answer.add_done_callback(self._on_sent)
 

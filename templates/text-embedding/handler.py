@@ -75,7 +75,7 @@ def rehearse(context: pilotlight.Context) -> None:
     context.state.embed([SAMPLE])
 
 
-@pilotlight.batch(max_size=32)
+@pilotlight.batch(max_size=32, example={"text": SAMPLE})
 def handler(events: list[Event], context: pilotlight.Context) -> list[dict[str, Any]]:
     """One embedding for a text, a list of them for a list."""
     texts = [text for event in events for text in _texts(event)]

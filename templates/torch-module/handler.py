@@ -42,7 +42,7 @@ def rehearse(context: pilotlight.Context) -> None:
     context.state(torch.zeros(1, 1))
 
 
-@pilotlight.batch(max_size=256)
+@pilotlight.batch(max_size=256, example={"x": 1.0})
 @torch.inference_mode()
 def handler(events: list[Event], context: pilotlight.Context) -> list[dict[str, float]]:
     inputs = torch.tensor([[event.x] for event in events])

@@ -3,11 +3,14 @@
 import logging
 import time
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotlight.errors import HandlerSignatureError, SnapshotError
+from pilotlight.errors import HandlerFailed, HandlerSignatureError, SnapshotError
 from pilotlight.handlers.contract import BATCH_MARK, MAX_BATCH, BatchSpec, Cancellation, Context, batch
 
 
@@ -26,6 +29,62 @@ def test_batch_refuses_other_sizes_by_name(size: object) -> None:
         batch(max_size=size)  # type: ignore[arg-type]
     assert repr(size) in caught.value.message
     assert caught.value.remedy
+
+
+def cost(event: str) -> float:
+    return len(event)
+
+
+async def async_cost(event: str) -> float:
+    return len(event)
+
+
+def test_batch_keeps_what_it_was_told() -> None:
+    def handler(events: list[str]) -> list[str]:
+        return events
+
+    batch(max_size=5, cost=cost, max_cost=7, example="x")(handler)
+    spec = getattr(handler, BATCH_MARK)
+    assert spec == BatchSpec(5, cost, 7.0, ("x",))
+    assert spec.weigh("four") == 4.0
+    assert BatchSpec(5).weigh(object()) == 1.0
+    batch(example=[1, [2]])(handler)
+    assert getattr(handler, BATCH_MARK).examples == (1, [2])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"max_size": True}, "max_size must be a whole number"),
+        ({"cost": 5}, "cost must be a plain function"),
+        ({"cost": async_cost}, "cost must be a plain function"),
+        ({"max_cost": 5}, "beside a cost function"),
+        *(({"cost": cost, "max_cost": bad}, "a positive, finite number") for bad in (0, -1, float("nan"), float("inf"), "5", True)),
+        ({"example": object()}, "the example is not JSON"),
+        ({"example": float("nan")}, "the example is not JSON"),
+        ({"example": {1, 2}}, "the example is not JSON"),
+        ({"example": []}, "no event in this list"),
+    ],
+)  # fmt: skip
+def test_batch_refuses_what_cannot_be_by_name(arguments: dict[str, object], said: str) -> None:
+    with pytest.raises(HandlerSignatureError, match=said) as caught:
+        batch(**arguments)  # type: ignore[arg-type]
+    assert next(reversed(arguments)) in caught.value.message
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    "said", [0, -1.0, float("nan"), float("inf"), None, "5", True, torch.ones(2), 10**400]
+)
+def test_a_cost_that_is_none_is_refused(said: object) -> None:
+    with pytest.raises(HandlerFailed, match="is no cost") as caught:
+        BatchSpec(5, lambda _event: said).weigh(1)  # type: ignore[arg-type, return-value]
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize("said", [1, 0.5, torch.tensor(3), np.float32(2)])
+def test_a_cost_may_be_a_number_of_any_library(said: Any) -> None:
+    assert BatchSpec(5, lambda _event: said).weigh(1) == float(said)
 
 
 def test_without_an_invocation_there_is_no_id_and_no_deadline() -> None:

@@ -208,6 +208,19 @@ def test_a_batch_handler_takes_one_event_of_its_list(made: Resolve) -> None:
     )
 
 
+def test_arrays_may_be_announced_and_are_not_checked(made: Resolve) -> None:
+    for annotation in (
+        "np.ndarray",
+        "npt.NDArray[np.float32]",
+        "dict[str, np.ndarray]",
+        "list[np.ndarray] | None",
+    ):
+        handler = made(
+            f"import numpy as np, numpy.typing as npt\ndef handler(event) -> {annotation}:\n    return np.ones(1)"
+        )
+        assert handler.output.schema() == {}
+
+
 @pytest.mark.parametrize("prefix", ["", "async "])
 def test_streaming_a_batch_is_refused(made: Resolve, prefix: str) -> None:
     with pytest.raises(HandlerSignatureError, match="generator with @batch") as caught:

@@ -99,20 +99,20 @@ def test_a_head_is_json_or_an_error() -> None:
         Frame(200, 0, b"{", b"").json()
 
 
-@given(st.floats(0, 1e6), st.floats(0, 1e6), st.integers(0, 2**16 - 1))
-def test_timing_round_trip(wait_s: float, exec_s: float, batch: int) -> None:
-    timing = Timing(wait_s, exec_s, batch)
+@given(st.floats(0, 1e6), st.floats(0, 1e6), st.integers(0, 2**16 - 1), st.floats(0, 1e9))
+def test_timing_round_trip(wait_s: float, exec_s: float, batch: int, cost: float) -> None:
+    timing = Timing(wait_s, exec_s, batch, cost)
     assert Timing.unpack(timing.pack()) == timing
 
 
 def test_timing_that_is_none_is_zero() -> None:
-    assert Timing.unpack(b"short") == Timing(0.0, 0.0, 1)
+    assert Timing.unpack(b"short") == Timing(0.0, 0.0, 1, 1.0)
 
 
 def test_the_kinds_are_a_wire_format() -> None:
     """The two ends may be of different releases: a kind never changes its number."""
     assert {kind.name: kind.value for kind in Kind} == {
-        "HELLO": 1, "ACTIVATE": 2, "READY": 3, "FAILED": 4, "WINDOW": 5, "INVOKE": 6, "STARTED": 7, "RESULT": 8,
+        "HELLO": 1, "ACTIVATE": 2, "READY": 3, "FAILED": 4, "WINDOW": 5, "INVOKE": 6, "RESULT": 8,
         "CHUNK": 9, "END": 10, "ERROR": 11, "RETURNED": 12, "CANCEL": 13, "MORE": 14, "DRAIN": 15, "FORK": 16,
         "BUILT": 17, "FORKED": 18, "EXITED": 19, "PRIMED": 20, "UNFORKED": 21, "PROGRESS": 22,
     }  # fmt: skip

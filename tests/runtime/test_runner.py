@@ -16,8 +16,8 @@ import pytest
 from pilotlight.handlers.contract import Cancellation, Context, batch
 from pilotlight.handlers.resolve import Kind as HandlerKind
 from pilotlight.handlers.resolve import handler_of
-from pilotlight.runtime.batcher import window
-from pilotlight.runtime.link import CHANNELS, TIMING, Frame, FrameReader, Kind, Link, Timing
+from pilotlight.runtime.advance import window
+from pilotlight.runtime.link import TIMING, Frame, FrameReader, Kind, Link, Timing
 from pilotlight.runtime.loop_runner import LoopRunner
 from pilotlight.runtime.runner import Call, Credit, Runner
 from pilotlight.runtime.thread_runner import ThreadRunner
@@ -67,7 +67,13 @@ class Rig:
         self.idle.set()
 
     def submit(
-        self, channel: int, event: Any = None, *, credit: int | None = None, deadline_s: float | None = None
+        self,
+        channel: int,
+        event: Any = None,
+        *,
+        credit: int | None = None,
+        deadline_s: float | None = None,
+        more: int = 0,
     ) -> None:
         cancellation = Cancellation()
         context = Context(
@@ -82,7 +88,12 @@ class Rig:
         if self.handler.kind.streaming:
             call.credit = Credit() if credit is None else Credit(credit)
         self.calls[channel] = call
-        self.runner.submit(call)
+        self.runner.submit(call, more)
+
+    def group(self, *events: Any, first: int = 1) -> None:
+        """One group, on channels from `first` on."""
+        for number, event in enumerate(events):
+            self.submit(first + number, event, more=len(events) - 1 - number)
 
     async def frame(self) -> Frame:
         async with asyncio.timeout(LIMIT_S):
@@ -97,10 +108,6 @@ class Rig:
         frames = [await self.frame() for _ in kinds]
         assert [Kind(frame.kind).name for frame in frames] == [kind.name for kind in kinds]
         return frames
-
-    async def started(self) -> list[int]:
-        (frame,) = await self.expect(Kind.STARTED)
-        return [channel for (channel,) in CHANNELS.iter_unpack(frame.payload)]
 
     async def answer(self) -> tuple[int, Any]:
         """(channel, the answer) of a RESULT, or (channel, the error's type) of an ERROR."""
@@ -221,7 +228,7 @@ async def test_what_finished_is_sent_before_the_next_one_starts(rig: MakeRig, ki
             made.loop.call_soon_threadsafe(ran.set)
 
     made = rig(kind(handler), start=False)
-    batched(made, 1, 2, 3)
+    batched(made, 1, 2, 3)  # of a handler that takes no lists: three groups
     await asyncio.wait_for(ran.wait(), LIMIT_S)
     await made.expect(*[Kind.RESULT] * 3)
     assert [[kind for kind in kinds if kind != Kind.WINDOW] for kinds in seen] == [
@@ -229,25 +236,6 @@ async def test_what_finished_is_sent_before_the_next_one_starts(rig: MakeRig, ki
         [Kind.RESULT],
         [Kind.RESULT] * 2,
     ]
-
-
-@both
-async def test_a_batch_is_announced_before_the_handler_has_any_effect(rig: MakeRig, kind: Any) -> None:
-    seen: list[list[int]] = []
-    ran = asyncio.Event()
-
-    @batch(max_size=4)
-    def handler(events: list[Any]) -> list[Any]:
-        seen.append(made.peek())
-        made.loop.call_soon_threadsafe(ran.set)
-        return events
-
-    made = rig(kind(handler))
-    made.submit(7)
-    await asyncio.wait_for(ran.wait(), LIMIT_S)
-    started, _ = await made.expect(Kind.STARTED, Kind.RESULT)
-    assert (started.channel, started.payload) == (0, CHANNELS.pack(7))
-    assert seen == [[Kind.STARTED]]
 
 
 @both
@@ -342,40 +330,44 @@ def doubled(events: list[Any]) -> Any:
     return [event * 2 for event in events]
 
 
-async def test_what_waits_is_taken_together_up_to_the_limit(rig: MakeRig) -> None:
-    made = rig(batch(max_size=3)(doubled), start=False)
-    for channel in range(1, 6):
-        made.submit(channel, channel)
+@both
+async def test_a_group_is_one_call_and_the_next_one_another(rig: MakeRig, kind: Any) -> None:
+    made = rig(kind(batch(max_size=3)(doubled)), start=False)
+    made.group(1, 2, 3)
+    made.group(4, 5, first=4)
     made.start()
-    assert await made.started() == [1, 2, 3]
-    frames = await made.expect(*[Kind.RESULT] * 3)
-    assert [(frame.channel, orjson.loads(frame.payload)) for frame in frames] == [(1, 2), (2, 4), (3, 6)]
-    assert {Timing.unpack(frame.head).batch for frame in frames} == {3}
-    assert await made.started() == [4, 5]
-    assert [await made.answer() for _ in range(2)] == [(4, 8), (5, 10)]
+    frames = await made.expect(*[Kind.RESULT] * 5)
+    assert [(frame.channel, orjson.loads(frame.payload)) for frame in frames] == [
+        (n, 2 * n) for n in range(1, 6)
+    ]
+    assert [Timing.unpack(frame.head).batch for frame in frames] == [3, 3, 3, 2, 2]
 
 
-async def test_an_async_batch_gathers_what_came_while_it_ran(rig: MakeRig) -> None:
-    gate = asyncio.Event()
+async def test_a_group_waits_for_all_of_it(rig: MakeRig) -> None:
+    made = rig(batch(max_size=3)(doubled))
+    made.submit(1, 1, more=1)
+    assert made.runner.close() == [made.calls[1]]
 
-    @batch(max_size=8)
-    async def handler(events: list[int]) -> list[int]:
-        await gate.wait()
-        return [event * 2 for event in events]
 
-    made = rig(handler)
-    for channel in (1, 2, 3):
-        made.submit(channel, channel)
-    assert await made.started() == [1]
-    gate.set()
-    assert await made.answer() == (1, 2)
-    assert await made.started() == [2, 3]
-    assert [await made.answer() for _ in range(2)] == [(2, 4), (3, 6)]
+@both
+async def test_one_that_left_before_its_group_was_complete_is_left_out_of_it(rig: MakeRig, kind: Any) -> None:
+    made = rig(kind(batch(max_size=3)(doubled)))
+    made.submit(1, 1, more=2)
+    made.runner.cancel(1)
+    made.submit(2, 2, more=1)
+    made.submit(3, 3)
+    assert [await made.answer() for _ in range(3)] == [(1, "cancelled"), (2, 4), (3, 6)]
+
+
+async def test_a_handler_that_takes_no_lists_runs_each_call_by_itself(rig: MakeRig) -> None:
+    made = rig(lambda event: event)
+    made.submit(1, 1, more=1)
+    assert await made.answer() == (1, 1)
 
 
 def batched(made: Rig, *events: Any) -> None:
-    for channel, event in enumerate(events, start=1):
-        made.submit(channel, event)
+    """One group."""
+    made.group(*events)
     made.start()
 
 
@@ -386,7 +378,6 @@ async def test_an_exception_as_an_answer_fails_its_own_event_alone(rig: MakeRig)
 
     made = rig(handler, start=False)
     batched(made, 1, 2, 3)
-    assert await made.started() == [1, 2, 3]
     _, failed, _ = frames = await made.expect(Kind.RESULT, Kind.ERROR, Kind.RESULT)
     assert [frame.channel for frame in frames] == [1, 2, 3]
     assert "ValueError: two" in failed.json()["message"]
@@ -399,7 +390,6 @@ async def test_one_answer_that_is_not_json_fails_alone(rig: MakeRig) -> None:
 
     made = rig(handler, start=False)
     batched(made, 1, 2, 3)
-    assert await made.started() == [1, 2, 3]
     assert [await made.answer() for _ in range(3)] == [(1, 1), (2, "output_invalid"), (3, 3)]
 
 
@@ -410,7 +400,6 @@ async def test_bad_input_is_left_out_of_the_batch(rig: MakeRig) -> None:
 
     made = rig(handler, start=False)
     batched(made, 1, "x", 3)
-    assert await made.started() == [1, 2, 3]
     assert [await made.answer() for _ in range(3)] == [(2, "input_invalid"), (1, 2), (3, 2)]
 
 
@@ -422,7 +411,6 @@ async def test_a_wrong_number_of_answers_fails_all_and_says_both(
 ) -> None:
     made = rig(batch(max_size=4)(lambda events: answer), start=False)
     batched(made, 1, 2)
-    assert await made.started() == [1, 2]
     for frame in await made.expect(Kind.ERROR, Kind.ERROR):
         assert frame.json()["type"] == "output_invalid"
         assert f"was given 2 events and returned {said}" in frame.json()["message"]
@@ -432,7 +420,6 @@ async def test_a_wrong_number_of_answers_fails_all_and_says_both(
 async def test_other_sequences_of_answers_will_do(rig: MakeRig, answer: Any) -> None:
     made = rig(batch(max_size=4)(lambda events: answer), start=False)
     batched(made, 1, 2)
-    assert await made.started() == [1, 2]
     assert [await made.answer() for _ in range(2)] == [(1, 1), (2, 2)]
 
 
@@ -442,19 +429,8 @@ async def test_a_batch_handlers_context_has_one_item_for_each_event(rig: MakeRig
 
     made = rig(batch(max_size=4)(handler), start=False)
     batched(made, 1, 2)
-    assert await made.started() == [1, 2]
     assert await made.answer() == (1, ["i1", "i2"])
     assert await made.answer() == (2, ["i1", "i2"])
-
-
-async def test_a_batch_that_raises_fails_all_of_it(rig: MakeRig) -> None:
-    def handler(events: list[int]) -> Any:
-        raise ValueError
-
-    made = rig(batch(max_size=4)(handler), start=False)
-    batched(made, 1, 2)
-    assert await made.started() == [1, 2]
-    assert [await made.answer() for _ in range(2)] == [(1, "handler_failed"), (2, "handler_failed")]
 
 
 # -- concurrency
@@ -466,6 +442,23 @@ async def test_threads_run_side_by_side(rig: MakeRig) -> None:
     made.submit(1)
     made.submit(2)
     await made.expect(Kind.RESULT, Kind.RESULT)
+
+
+@pytest.mark.parametrize("kind", ["plain", "async"])
+async def test_64_run_at_the_same_time_where_64_may(rig: MakeRig, kind: str) -> None:
+    """Nothing between the setting and the handler has a smaller number of its own."""
+    barrier, async_barrier = threading.Barrier(64), asyncio.Barrier(64)
+
+    def plain(_event: Any) -> bool:
+        return barrier.wait(LIMIT_S) >= 0
+
+    async def on_loop(_event: Any) -> bool:
+        return await async_barrier.wait() >= 0
+
+    made = rig(plain if kind == "plain" else on_loop, concurrency=64)
+    for channel in range(64):
+        made.submit(channel)
+    assert sorted([await made.answer() for _ in range(64)]) == [(channel, True) for channel in range(64)]
 
 
 async def test_tasks_run_side_by_side_up_to_the_concurrency(rig: MakeRig) -> None:
@@ -757,8 +750,11 @@ async def test_short_calls_ask_for_some_in_advance_and_long_ones_stop_asking(rig
     assert made.runner.window == 2
 
 
-async def test_the_slots_of_a_batch_handler_are_its_batches(rig: MakeRig) -> None:
-    assert rig(batch(max_size=8)(doubled), concurrency=2).runner.slots == 16
+async def test_the_slots_and_the_window_of_a_batch_handler_are_groups(rig: MakeRig) -> None:
+    made = rig(batch(max_size=8)(doubled), concurrency=2)
+    assert (made.runner.slots, made.runner.window, made.runner.limit) == (2, 2, 8)
+    assert await made.ask(1, 1) == 2
+    assert made.runner.window == 2  # no advance: the gateway gathers
 
 
 def test_credit_is_spent_and_granted() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pilotlight.runtime.link import CHANNELS, Frame, FrameReader, Kind, encode, encode_json
+from pilotlight.runtime.link import Frame, FrameReader, Kind, encode, encode_json
 from pilotlight.runtime.spec import WorkerSpec
 
 LIMIT_S = 60.0
@@ -136,7 +136,9 @@ def handler(event):
 
 def test_a_standby_says_nothing_until_it_is_activated(worker: Callable[..., Process]) -> None:
     process = worker("def setup():\n    print('set up')\ndef handler(event): return event", concurrency=3)
-    assert process.ready() == {"window": 3, "slots": 3, "restore_s": pytest.approx(0, abs=10)}
+    assert process.ready() == {
+        "window": 3, "slots": 3, "batching": False, "limit": 1, "restore_s": pytest.approx(0, abs=10), "device": "cpu", "dtype": "",
+    }  # fmt: skip
     assert process.ask(1, {"a": 1}) == {"a": 1}
 
 
@@ -259,19 +261,108 @@ def test_a_worker_whose_gateway_is_gone_ends_although_its_handler_does_not(
     assert process.exit_code() == 1
 
 
-def test_a_batch_was_announced_before_its_worker_crashed(worker: Callable[..., Process]) -> None:
-    process = worker("""
-        import os, pilotlight
-        @pilotlight.batch(max_size=2)
-        def handler(events): os.kill(os.getpid(), 9)
-    """)
-    assert process.ready()["slots"] is None
-    process.sock.sendall(b"".join(encode(Kind.INVOKE, n, b'{"id":"a"}', b"1") for n in (1, 2, 3)))
-    started = process.expect(Kind.STARTED)
-    channels = [channel for (channel,) in CHANNELS.iter_unpack(started.payload)]
-    assert channels in ([1], [1, 2])
+BATCH_BLOCKS = """
+import pilotlight
+@pilotlight.batch(max_size=3)
+def handler(events):
+    open("inside", "wb").close()
+    open("gate", "rb").close()
+    return [len(events)] * len(events)
+"""
+
+
+def test_a_group_runs_together_and_one_that_had_not_started_is_given_back(
+    worker: Callable[..., Process],
+) -> None:
+    process = worker(BATCH_BLOCKS)
+    assert process.ready()["limit"] == 3
+    for channel, more in [(1, 2), (2, 1), (3, 0), (4, 1), (5, 0), (6, 2), (7, 1)]:
+        process.invoke(channel, **({"more": more} if more else {}))
+    process.wait_for("inside")
+    process.send(Kind.DRAIN)
+    process.expect(Kind.DRAIN)
+    assert [process.expect(Kind.RETURNED).channel for _ in range(4)] == [4, 5, 6, 7]
+    process.invoke(8)  # the rest of a group whose beginning came back
+    assert process.expect(Kind.RETURNED).channel == 8
+    process.release("gate")
+    frames = [process.expect(Kind.RESULT) for _ in range(3)]
+    assert [(frame.channel, frame.payload) for frame in frames] == [(1, b"3"), (2, b"3"), (3, b"3")]
     assert process.frame() is None
-    assert process.exit_code() == -signal.SIGKILL
+    assert process.exit_code() == 0
+
+
+def test_64_plain_handlers_run_at_the_same_time_in_one_worker(worker: Callable[..., Process]) -> None:
+    process = worker(
+        "import threading\nbarrier = None\ndef setup():\n    global barrier\n    barrier = threading.Barrier(64)\n"
+        "def handler(event):\n    barrier.wait(50)\n",
+        concurrency=64,
+    )
+    process.ready()
+    for channel in range(1, 65):
+        process.invoke(channel)
+    assert sorted(process.expect(Kind.RESULT).channel for _ in range(64)) == list(range(1, 65))
+
+
+MEASURED = """
+    import pilotlight
+    sizes = []
+    @pilotlight.batch(max_size=6, example=[{{"n": 1}}, {{"n": 2}}])
+    {prefix}def handler(events, context):
+        if len(events) > 2 and "{fails}":
+            raise MemoryError("no room")
+        sizes.append([len(events), [event["n"] for event in events][:3], len(context.items)])
+        context.progress(5)
+        return [sizes] * len(events)
+"""
+
+
+@pytest.mark.parametrize("prefix", ["", "async "])
+def test_the_example_is_measured_before_the_worker_is_ready(
+    worker: Callable[..., Process], prefix: str
+) -> None:
+    process = worker(MEASURED.format(prefix=prefix, fails=""))
+    process.send(Kind.ACTIVATE, 0, {"measure": True})
+    head = process.expect(Kind.READY).json()
+    assert [size for size, _, _ in head["curve"]] == [1, 2, 4, 6]
+    assert all(0 < p50_s <= p95_s for _, p50_s, p95_s in head["curve"])
+    assert head["limit"] == 6
+    process.invoke(1, {"n": 7})
+    process.expect(Kind.PROGRESS)
+    *measured, last = json.loads(process.expect(Kind.RESULT).payload)
+    expected = [[1, [1], 1], [2, [1, 2], 2], [4, [1, 2, 1], 4], [6, [1, 2, 1], 6]]
+    assert measured == [one for one in expected for _ in range(4)]
+    assert last == [1, [7], 1]
+
+
+@pytest.mark.parametrize("prefix", ["", "async "])
+def test_an_example_that_fails_is_told_and_the_worker_is_ready_all_the_same(
+    worker: Callable[..., Process], prefix: str
+) -> None:
+    process = worker(MEASURED.format(prefix=prefix, fails="yes"))
+    process.send(Kind.ACTIVATE, 0, {"measure": True})
+    head = process.expect(Kind.READY).json()
+    assert [size for size, _, _ in head["curve"]] == [1, 2]
+    assert head["limit"] == 2  # as many as there is memory for
+    process.send(Kind.DRAIN)
+    assert process.exit_code() == 0
+    assert "Measuring the example of @batch failed at handler.py" in process.errors()
+
+
+@pytest.mark.parametrize(("example", "order"), [("", {"measure": True}), (", example=1", {})])
+def test_nothing_is_measured_without_an_example_or_unasked(
+    worker: Callable[..., Process], example: str, order: dict[str, bool]
+) -> None:
+    process = worker(f"""
+        import pilotlight
+        ran = []
+        @pilotlight.batch(max_size=2{example})
+        def handler(events):
+            ran.append(len(events))
+            return [ran] * len(events)
+    """)
+    process.send(Kind.ACTIVATE, 0, order)
+    assert not process.expect(Kind.READY).json().get("curve")
+    assert process.ask(1) == [1]
 
 
 def test_answers_of_calls_before_a_crash_arrive(worker: Callable[..., Process]) -> None:

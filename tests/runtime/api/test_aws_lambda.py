@@ -38,6 +38,18 @@ async def handler(event):
 """
 
 
+async def test_deadlines_and_priorities_are_those_of_invoke(deploy, gateway: Gateway):
+    function = await deploy("def handler(event, context):\n    return context.remaining_ms()")
+    path = f"/2015-03-31/functions/{function.name}/invocations"
+    for name, value in (("X-Request-Timeout", "20"), ("grpc-timeout", "20S")):
+        response = await gateway.client.post(path, headers={name: value})
+        assert 0 < response.json() <= 20_000
+    for name in ("X-Request-Timeout", "X-Priority"):
+        response = await gateway.client.post(path, headers={name: "soon"})
+        assert response.status_code == 400
+        assert name in response.text
+
+
 def client_of(url: str, token: str | None = None) -> Any:
     """AWS's client, as its users make it."""
     return boto3.client(

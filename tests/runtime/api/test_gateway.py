@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 
 import httpx
+import numpy as np
 import pytest
+import safetensors.numpy
 from live import LIMIT_S, Gate, Gateway, failure, gateway_here, gone
+from pilotlight.runtime.invocation import Invocation
+from pilotlight.runtime.revision import Revision
 from pilotlight.runtime.timeline import parse_server_timing
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -121,6 +126,32 @@ async def test_bytes_and_text_pass(deploy):
     response = await post(function.path, content=b"\0\xff", headers=binary)
     assert (response.content, response.headers["content-type"]) == (b"\0\xff", binary["Content-Type"])
     assert (await post(function.path, content=b"abc", headers={"Content-Type": "text/plain"})).json() == "ABC"
+
+
+async def test_arrays_pass_without_a_detour_for_who_takes_them(deploy):
+    source = """
+import numpy as np
+def handler(event):
+    if isinstance(event, np.ndarray):
+        return event * 2
+    return {"a": np.arange(3.0), "b": np.ones((1, 2), dtype=np.float16)}
+"""
+    function = await deploy(source)
+    post, file = function.client.post, io.BytesIO()
+    np.save(file, np.arange(4, dtype=np.float32))
+    sent = {"Content-Type": "application/x-npy"}
+    for accept in ("application/x-npy", "application/octet-stream, application/json;q=0.5"):
+        answer = await post(function.path, content=file.getvalue(), headers=sent | {"Accept": accept})
+        assert answer.headers["content-type"] == accept.partition(",")[0]
+        found = np.load(io.BytesIO(answer.content), allow_pickle=False)
+        assert (found.dtype, found.tolist()) == (np.float32, [0.0, 2.0, 4.0, 6.0])
+    assert (await post(function.path, content=file.getvalue(), headers=sent)).json() == [0.0, 2.0, 4.0, 6.0]
+    answer = await function.call(None, Accept="application/vnd.safetensors")
+    assert answer.headers["content-type"] == "application/vnd.safetensors"
+    assert safetensors.numpy.load(answer.content)["b"].tolist() == [[1.0, 1.0]]
+    assert await function.answer() == {"a": [0.0, 1.0, 2.0], "b": [[1.0, 1.0]]}
+    broken = failure(await post(function.path, content=b"x", headers=sent))
+    assert (broken["status"], "application/x-npy" in broken["message"]) == (400, True)
 
 
 async def test_a_body_that_is_not_json(deploy):
@@ -272,7 +303,7 @@ async def test_cold_then_warm_and_the_phases_sum(deploy):
 
 
 async def test_a_deadline_passes_and_the_stuck_worker_is_replaced(deploy, gate: Gate, monkeypatch):
-    monkeypatch.setattr("pilotlight.runtime.revision.CANCEL_GRACE_S", 0.0)
+    monkeypatch.setattr("pilotlight.runtime.line.CANCEL_GRACE_S", 0.0)
     source = (
         "import gate, os\ndef handler(event):\n    if event:\n        gate.wait()\n    return os.getpid()"
     )
@@ -291,6 +322,42 @@ async def test_a_handler_sees_its_deadline(deploy):
     assert 0 < remaining <= 20_000
     assert (cancelled, attempt) == (False, 1)
     assert (await function.answer(None, X_Request_Timeout="2000"))[0] <= 1_000_000  # the owner's limit holds
+
+
+@pytest.mark.parametrize("header", ["grpc-timeout: 20S", "x-envoy-expected-rq-timeout-ms: 20000", "x-stainless-read-timeout: 20"])  # fmt: skip
+async def test_deadlines_in_the_words_of_others_count(deploy, header: str):
+    function = await deploy("def handler(event, context):\n    return context.remaining_ms()")
+    name, _, value = header.partition(": ")
+    assert 0 < await function.answer(None, **{name: value}) <= 20_000
+    assert await function.answer(None, **{name: "nonsense"}) > 20_000
+
+
+async def test_a_request_says_how_urgent_it_is_and_whose(deploy, monkeypatch):
+    function = await deploy(ECHO)
+    seen = submitted(monkeypatch)
+    assert await function.answer(1, X_Priority="1") == 1
+    assert await function.answer(2) == 2
+    assert [(one.priority, one.tenant) for one in seen] == [(1, ""), (3, "")]
+    error = await function.error(3, X_Priority="urgent")
+    assert (error["status"], error["type"]) == (400, "bad_json")
+    assert "X-Priority" in error["message"]
+
+
+async def test_the_tenant_is_who_has_the_key(state, monkeypatch):
+    async with gateway_here(state, auth="always") as gateway:
+        async with gateway.at_home() as home:
+            key = (await home.post("/v1/keys", json={"name": "k", "scopes": ["admin"]})).json()
+        gateway.client.headers["Authorization"] = f"Bearer {key['key']}"
+        function = await gateway.deploy(ECHO)
+        seen = submitted(monkeypatch)
+        await function.answer(1)
+        path = f"/2015-03-31/functions/{function.name}/invocations"
+        assert (await gateway.client.post(path, content=b"1", headers={"X-Priority": "2"})).json() == 1
+        (await gateway.client.post(f"/v2/{function.name}/runsync", json={"input": 1})).raise_for_status()
+        low = {"input": 1, "policy": {"lowPriority": True}}
+        (await gateway.client.post(f"/v2/{function.name}/runsync", json=low)).raise_for_status()
+        assert [one.tenant for one in seen] == [key["id"]] * 4
+        assert [one.priority for one in seen] == [3, 2, 3, 5]
 
 
 async def test_the_hold_time_passes_while_setup_waits(deploy, gate: Gate):
@@ -417,7 +484,7 @@ async def test_callers_are_batched_and_one_bad_item_fails_alone(deploy, gate: Ga
     first = asyncio.create_task(function.answer("first"))
     await gate.next("1")
     rest = [asyncio.create_task(function.call(event)) for event in ("a", "bad", "b", "c", "d", "e", "f")]
-    await function.settled(ready=1, in_flight=8)
+    await function.settled(ready=1, in_flight=1, queued=7)
     gate.open()
     assert await first == ["first", 1]
     answers = await asyncio.gather(*rest)
@@ -440,7 +507,7 @@ async def test_a_bad_body_in_a_batch_fails_alone(deploy, gate: Gate):
     await gate.next("1")
     broken = asyncio.create_task(function.client.post(function.path, content=b"{"))
     good = asyncio.create_task(function.answer("good"))
-    await function.settled(ready=1, in_flight=3)
+    await function.settled(ready=1, in_flight=1, queued=2)
     gate.open()
     assert (await broken).status_code == 400
     assert await good == ["good", 1]
@@ -448,6 +515,19 @@ async def test_a_bad_body_in_a_batch_fails_alone(deploy, gate: Gate):
 
 
 # -- helpers
+
+
+def submitted(monkeypatch) -> list[Invocation]:
+    """All invocations that revisions are given from now on."""
+    seen: list[Invocation] = []
+    real = Revision.submit
+
+    def submit(self: Revision, invocation: Invocation) -> None:
+        seen.append(invocation)
+        real(self, invocation)
+
+    monkeypatch.setattr(Revision, "submit", submit)
+    return seen
 
 
 def events(text: str) -> list[tuple[str, str, object]]:

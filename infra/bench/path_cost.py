@@ -1,0 +1,230 @@
+"""What a warm hello costs in CPU, process by process, beside a bare echo in interleaved rounds.
+
+python infra/bench/path_cost.py              # the figures
+python infra/bench/path_cost.py --profile    # and where gateway and worker spend it (py-spy)
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import process_tree
+import psutil
+from contestant import HELLO
+from control import Control
+from hello import CALLERS, FUNCTION
+from load import Request, load_apart
+from percentiles import median
+from report import Report
+from servers import Server, ServerError, start_echo, start_pilotlight
+
+HEADERS = {"Content-Type": "application/json"}
+PARTS = ("gateway", "worker", "others")
+SHARE = 0.55
+SAMPLES_PER_S = 400
+TOP = 28
+KEY = "bench-path-cost"
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Of one process, or of several: seconds of CPU in user and in kernel, and how often it gave the core away."""
+
+    user_s: float = 0.0
+    system_s: float = 0.0
+    switches: int = 0
+
+    @property
+    def total_s(self) -> float:
+        return self.user_s + self.system_s
+
+    def __add__(self, other: Spent) -> Spent:
+        return Spent(
+            self.user_s + other.user_s, self.system_s + other.system_s, self.switches + other.switches
+        )
+
+    def __sub__(self, other: Spent) -> Spent:
+        return Spent(
+            self.user_s - other.user_s, self.system_s - other.system_s, self.switches - other.switches
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of one request, by part, in microseconds of CPU; how many there were in a second."""
+
+    parts: dict[str, Spent]
+    requests: int
+    per_second: float
+
+    def us(self, part: str) -> float:
+        return self.parts[part].total_s / self.requests * 1e6
+
+    @property
+    def whole_us(self) -> float:
+        return sum(self.us(part) for part in self.parts)
+
+
+def spent(process: psutil.Process) -> Spent:
+    """So far, its ended and reaped children included."""
+    times = process.cpu_times()
+    switches = sum(
+        int(line.split()[1])
+        for status in Path(f"/proc/{process.pid}/task").glob("*/status")
+        for line in status.read_text().splitlines()
+        if "ctxt_switches" in line
+    )
+    return Spent(times.user + times.children_user, times.system + times.children_system, switches)
+
+
+def part_of(process: psutil.Process, server: Server, worker: str) -> str:
+    if process.pid == server.pid:
+        return "gateway"
+    return "worker" if worker in " ".join(process.cmdline()) else "others"
+
+
+def look(server: Server, worker: str) -> dict[str, Spent]:
+    """What the parts of a server have spent."""
+    found = dict.fromkeys(PARTS, Spent())
+    for process in process_tree.tree(server.pid):
+        part = part_of(process, server, worker)
+        found[part] += spent(process)
+    return found
+
+
+class Side:
+    """One server under measurement, and its rounds."""
+
+    def __init__(self, server: Server, path: str, worker: str) -> None:
+        self.server, self._worker = server, worker
+        self._request = Request(server.url + path, body=HELLO, headers=HEADERS)
+        self.rounds: list[Cost] = []
+
+    def load(self, callers: int, duration_s: float) -> Cost:
+        before = look(self.server, self._worker)
+        tally = load_apart(self._request, callers=callers, duration_s=duration_s, warmup_s=0.0)
+        after = look(self.server, self._worker)
+        if not tally.clean:
+            raise ServerError(f"{self.server.name} answered wrongly: {tally.summary()}")
+        parts = {part: after[part] - before[part] for part in PARTS}
+        return Cost(parts, tally.right, tally.per_second)
+
+    def median(self, part: str) -> float:
+        return median([cost.us(part) for cost in self.rounds])
+
+    def pid_of(self, part: str) -> int:
+        """Of the process of a part that has spent most."""
+        tree = process_tree.tree(self.server.pid)
+        of_part = [found for found in tree if part_of(found, self.server, self._worker) == part]
+        return int(max(of_part, key=lambda found: spent(found).total_s).pid)
+
+
+@contextmanager
+def sides(workers: int) -> Iterator[tuple[Side, Side]]:
+    """The echo and ours, both up, so that rounds can be interleaved."""
+    with ExitStack() as stack:
+        echo = Side(stack.enter_context(start_echo()), "/", "-")
+        server = stack.enter_context(start_pilotlight())
+        control = Control(server.url)
+        overrides = {"scale.max": workers} if workers else {}
+        control.deploy(str(FUNCTION), name="hello", **overrides)
+        control.close()
+        yield echo, Side(server, "/invoke/hello", "pilotlight: worker hello")
+
+
+def measure(echo: Side, ours: Side, arguments: argparse.Namespace) -> None:
+    for side in (echo, ours):
+        side.load(arguments.callers, 1.0)
+    for number in range(arguments.rounds):
+        for side in (echo, ours) if number % 2 else (ours, echo):
+            side.rounds.append(side.load(arguments.callers, arguments.seconds))
+
+
+def enter(report: Report, echo: Side, ours: Side) -> None:
+    whole = [cost.whole_us for cost in ours.rounds]
+    bare = [cost.whole_us for cost in echo.rounds]
+    report.add("echo_us", median(bare), "us CPU")
+    for part in PARTS:
+        report.add(f"{part}_us", ours.median(part), "us CPU")
+        report.add(f"{part}_system_share", _over(ours, part, "system_s", "total_s"))
+        report.add(f"{part}_switches_per_request", median(
+            [cost.parts[part].switches / cost.requests for cost in ours.rounds]
+        ))  # fmt: skip
+    report.add("ours_us", median(whole), "us CPU")
+    report.add("echo_rps", median([cost.per_second for cost in echo.rounds]), "/s")
+    report.add("ours_rps", median([cost.per_second for cost in ours.rounds]), "/s")
+    report.add("echo_cpu_share", median(bare) / median(whole), "of echo's req/cpu-s", f">= {SHARE}")
+    for of_echo, of_ours in zip(echo.rounds, ours.rounds, strict=True):
+        report.row(echo_us=of_echo.whole_us, ours_us=of_ours.whole_us, rps=of_ours.per_second)
+
+
+def _over(side: Side, part: str, above: str, below: str) -> float:
+    shares = [
+        getattr(cost.parts[part], above) / max(getattr(cost.parts[part], below), 1e-9) for cost in side.rounds
+    ]
+    return median(shares)
+
+
+def profile(ours: Side, part: str, callers: int, seconds: float) -> None:
+    """Prints in which functions a process of ours was, how often, of the samples in which it did anything."""
+    sampler = shutil.which("py-spy", path=f"{Path(sys.executable).parent}:/tmp/pyspy/bin")
+    if sampler is None:
+        print("py-spy is missing: pip install py-spy")
+        return
+    load = threading.Thread(target=ours.load, args=(callers, seconds + 1.0))
+    load.start()
+    with tempfile.NamedTemporaryFile(suffix=".raw") as raw:
+        command = [sampler, "record", "--gil", "-f", "raw", "-o", raw.name, "-r", str(SAMPLES_PER_S)]
+        command += ["-d", str(int(seconds)), "-p", str(ours.pid_of(part))]
+        subprocess.run(command, check=True, capture_output=True)
+        stacks = Path(raw.name).read_text().splitlines()
+    load.join()
+    tell(part, stacks)
+
+
+def tell(part: str, stacks: list[str]) -> None:
+    alone, within, total = Counter[str](), Counter[str](), 0
+    for line in stacks:
+        stack, _, count = line.rpartition(" ")
+        names = [name.rpartition(":")[0] or name for name in stack.split(";")]
+        alone[names[-1]] += int(count)
+        for name in set(names):
+            within[name] += int(count)
+        total += int(count)
+    for title, counted in (("itself", alone), ("with what it calls", within)):
+        print(f"\n{part}, {title}: share of {total} samples")
+        for name, count in counted.most_common(TOP):
+            print(f"  {count / total:6.1%}  {name}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of one round")
+    parser.add_argument("--callers", type=int, default=CALLERS)
+    parser.add_argument("--workers", type=int, default=0, help="at most so many; 0: as deployed")
+    parser.add_argument("--profile", action="store_true")
+    arguments = parser.parse_args()
+    report = Report("path-cost")
+    with sides(arguments.workers) as (echo, ours):
+        measure(echo, ours, arguments)
+        enter(report, echo, ours)
+        met = report.finish()
+        if arguments.profile:
+            for part in ("gateway", "worker"):
+                profile(ours, part, arguments.callers, 4.0)
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

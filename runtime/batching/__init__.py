@@ -1,0 +1,1 @@
+"""Gathering: which invocations are refused, which run together, and when. Pure: no I/O, no clock."""

@@ -1,0 +1,38 @@
+"""Admission: whether an invocation that arrives now will end within its deadline, and if not, when to come again."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from .curve import Curve
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What stands before a new invocation."""
+
+    now_s: float
+    ahead: int
+    """How many waiting ones are served before it."""
+    queued: int
+    lanes: int
+    """How many groups run at the same time: workers, times what one runs at once."""
+    limit: int
+    """How many one group has at most."""
+    free_at_s: float
+    """When the next lane is free: predicted from what runs, or when the first worker will be ready."""
+
+
+def finish_s(load: Load, curve: Curve) -> float:
+    """When it would end: the rest of what runs, full groups of those ahead, and its own group."""
+    start_s = max(load.now_s, load.free_at_s)
+    rounds, own = divmod(load.ahead, load.limit * load.lanes)
+    return start_s + rounds * curve.typical(load.limit) + curve.bound(min(load.limit, own + 1))
+
+
+def drained_s(load: Load, curve: Curve, promised: int = 0) -> float:
+    """When all that waits now, and `promised` more, will have been started."""
+    start_s = max(load.now_s, load.free_at_s)
+    rounds = math.ceil((load.queued + promised) / (load.limit * load.lanes))
+    return start_s + rounds * curve.typical(load.limit)

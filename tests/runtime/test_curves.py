@@ -1,0 +1,67 @@
+"""Curves on disk: what was written is read, and what cannot be read is not known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+from pilotlight.runtime import curves
+from pilotlight.runtime.batching.curve import Point
+
+finite = st.floats(0, 1e6, allow_nan=False)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["cpu", "cpu F32", "cuda:x BF16"]),
+        st.lists(st.builds(Point, finite, finite, finite), max_size=8),
+    )
+)
+def test_what_was_written_is_read(tmp_path_factory, known: dict[str, list[Point]]) -> None:
+    folder = tmp_path_factory.mktemp("curves") / "deep"
+    written = curves.Curves.of(folder, "code", None)
+    for traits, points in known.items():
+        written.write(traits, points)
+    found = curves.Curves.of(folder, "code", None)
+    assert found.known == bool(known)
+    assert {traits: list(found.at(traits)) for traits in known} == known
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b'{"cpu": [{"size": "x"}]}', b"[]", b"\xff"])
+def test_a_file_that_is_not_what_was_written_is_nothing(tmp_path: Path, damage: bytes) -> None:
+    written = curves.Curves.of(tmp_path, "code", None)
+    written.write("cpu", [Point(1, 1, 1)])
+    (file,) = tmp_path.glob("*.json")
+    file.write_bytes(damage)
+    again = curves.Curves.of(tmp_path, "code", None)
+    assert not again.known
+    again.write("cpu", [Point(2, 2, 2)])
+    assert curves.Curves.of(tmp_path, "code", None).at("cpu") == [Point(2, 2, 2)]
+
+
+def test_other_code_or_other_weights_are_others(tmp_path: Path) -> None:
+    manifest = tmp_path / "manifest.json"
+    manifest.write_text("{}")
+    curves.Curves.of(tmp_path / "c", "code", manifest).write("cpu", [Point(1, 1, 1)])
+    assert curves.Curves.of(tmp_path / "c", "code", manifest).known
+    assert not curves.Curves.of(tmp_path / "c", "other", manifest).known
+    assert not curves.Curves.of(tmp_path / "c", "code", None).known
+    manifest.write_text('{"other": 1}')
+    assert not curves.Curves.of(tmp_path / "c", "code", manifest).known
+
+
+def test_a_disk_that_refuses_is_in_nobodys_way(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    refused = curves.Curves(tmp_path / "file" / "x.json")
+    refused.write("cpu", [Point(1, 1, 1)])
+    assert list(refused.at("cpu")) == [Point(1, 1, 1)]
+
+
+def test_old_files_go(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(curves, "MAX_FILES", 2)
+    for name in ("a", "b", "c"):
+        curves.Curves.of(tmp_path, name, None).write("cpu", [Point(1, 1, 1)])
+    assert len(list(tmp_path.glob("*.json"))) == 2
+    assert curves.Curves.of(tmp_path, "c", None).known
