@@ -20,6 +20,7 @@ from .commands.bulk import COMMANDS as BULK
 from .commands.jobs import COMMANDS as JOBS
 from .commands.recording import COMMANDS as RECORDING
 from .commands.remote import COMMANDS as REMOTE_COMMANDS
+from .commands.simulate import COMMANDS as SIMULATE
 from .commands.snapshots import snapshot
 from .commands.transfers import COMMANDS as TRANSFERS
 from .commands.webhooks import COMMANDS as WEBHOOKS
@@ -252,7 +253,7 @@ def doctor(state_dir: Path | None, as_json: bool) -> None:
 
 for command in (*TRANSFERS, *BENCHES, *RECORDING):
     snapshot.add_command(command)
-for command in (*REMOTE_COMMANDS, *JOBS, *WEBHOOKS, *BULK, *ACCESS, snapshot):
+for command in (*REMOTE_COMMANDS, *JOBS, *WEBHOOKS, *BULK, *ACCESS, *SIMULATE, snapshot):
     cli.add_command(command)
 
 

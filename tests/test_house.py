@@ -75,7 +75,9 @@ FLOORS = """
 2   runtime.batching.queue
 2   runtime.batching.handing
 2   runtime.batching.simulator
-2   runtime.advance runtime.autoscaler runtime.exhaustion runtime.groups runtime.lineage runtime.logs runtime.packing runtime.spec runtime.timeline runtime.traits runtime.wording
+2   runtime.batching.figures
+2   runtime.advance runtime.autoscaler runtime.credit runtime.exhaustion runtime.groups runtime.lineage runtime.logs runtime.packing runtime.spec runtime.timeline runtime.traits runtime.wording
+2   runtime.tally
 2   runtime.code runtime.invocation runtime.link runtime.metrics runtime.requirements runtime.settings runtime.state_dir
 2   runtime.access.keys
 2   runtime.access.caller runtime.access.rules runtime.access.vault
@@ -103,6 +105,7 @@ FLOORS = """
 
 6   runtime.api.cloudevents runtime.api.compression runtime.api.intake runtime.api.parts runtime.watch
 6   runtime.api.answer runtime.api.deadline
+6   runtime.api.event_stream
 6   runtime.events.body runtime.api.gateway runtime.api.prediction
 6   runtime.events.pump runtime.api.aws_error runtime.api.connection runtime.api.described runtime.api.events
 6   runtime.events.sources runtime.access.guard runtime.api.aws_lambda runtime.api.predictions runtime.api.unrouted
@@ -115,13 +118,13 @@ FLOORS = """
 
 7   runtime.commands.display runtime.main
 7   runtime.client runtime.commands.doctor runtime.commands.scaffold
-7   runtime.bulk.inputs runtime.bulk.journal runtime.commands.contents runtime.commands.options runtime.commands.trial
+7   runtime.bulk.inputs runtime.bulk.journal runtime.commands.contents runtime.commands.options runtime.commands.trace runtime.commands.trial
 7   runtime.bulk.asking runtime.bulk.window
 7   runtime.commands.bulk
 7   runtime.access.home
 7   runtime.commands.access
 7   runtime.commands.jobs runtime.commands.moves runtime.commands.recording runtime.commands.transfers runtime.commands.webhooks
-7   runtime.commands.benches runtime.commands.remote runtime.commands.snapshots
+7   runtime.commands.benches runtime.commands.remote runtime.commands.simulate runtime.commands.snapshots
 7   runtime.cli
 """
 # The command line's own: they write to the terminal.
@@ -255,14 +258,12 @@ def test_packages_are_named_and_empty() -> None:
     [
         "runtime.autoscaler",
         "runtime.batching.admission",
-        "runtime.batching.calls",
         "runtime.batching.curve",
         "runtime.batching.gathering",
         "runtime.batching.handing",
         "runtime.batching.promises",
         "runtime.batching.queue",
         "runtime.batching.returns",
-        "runtime.batching.simulator",
         "runtime.batching.turns",
         "runtime.advance",
         "runtime.packing",

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 
 import uvloop
-from load import Request, Tally, closed_loop, open_loop
+from load import Request, Tally, closed_loop, open_loop, poisson
 
 _OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 # What the server writes, piece by piece, for each request; whether it closes then; what the tally must show.
@@ -65,14 +65,26 @@ async def _check() -> bool:
         request = Request(url, body=b"hi", expect=b"ok")
         tallies = {
             "closed": await closed_loop(request, callers=4, duration_s=0.2, drain_s=2),
-            "open": await open_loop(request, rate=300, duration_s=0.2, drain_s=2),
+            "open": await open_loop(request, poisson(300, 0.2, 1), drain_s=2),
         }
         for loop, tally in tallies.items():
             right = holds(tally) and "no answer" not in tally.errors
             passed &= right
             print(f"{'ok  ' if right else 'FAIL'} {name}, {loop} loop: {tally.statuses} {tally.errors}")
         server.close()
-    return passed
+    return passed & await _check_retry()
+
+
+async def _check_retry() -> bool:
+    """Each who is refused comes once more, after as long as it was told, and no more often."""
+    refusal = b"HTTP/1.1 503 No\r\nretry-after-ms: 20\r\nRetry-After: 9\r\nContent-Length: 2\r\n\r\nno"
+    server = await _serve([refusal], False)
+    request = Request(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", body=b"hi")
+    tally = await open_loop(request, poisson(300, 0.2, 1), retry=True, drain_s=2)
+    server.close()
+    right = tally.statuses == tally.second_statuses == {503: len(poisson(300, 0.2, 1))} and not tally.errors
+    print(f"{'ok  ' if right else 'FAIL'} refused, then again: {tally.statuses}, {tally.second_statuses}")
+    return right
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ class Plan:
 
 
 @contextmanager
-def contestants(*, ours: bool, litserve: LitServeSettings) -> Iterator[dict[str, Contestant]]:
+def contestants(*, ours: bool, litserve: LitServeSettings | None) -> Iterator[dict[str, Contestant]]:
     """All servers up at once, so that rounds can be interleaved; the idle ones must cost nothing."""
     with ExitStack() as stack:
         entered = {"echo": Contestant("echo", stack.enter_context(start_echo()), "/", expect=HELLO)}
@@ -63,8 +63,9 @@ def contestants(*, ours: bool, litserve: LitServeSettings) -> Iterator[dict[str,
             control.deploy(str(FUNCTION), name="hello")
             control.close()
             entered["ours"] = Contestant("ours", server, "/invoke/hello")
-        server = stack.enter_context(start_litserve(litserve))
-        entered["litserve"] = Contestant("litserve", server, "/predict")
+        if litserve is not None:
+            server = stack.enter_context(start_litserve(litserve))
+            entered["litserve"] = Contestant("litserve", server, "/predict")
         yield entered
 
 
@@ -102,7 +103,13 @@ def enter_ratios(report: Report, entered: dict[str, Contestant]) -> None:
     )
     best = max(done.per_second for done in litserve.rounds)
     report.add("hello_rps_vs_litserve_best_round", ours.median("per_second") / best, "x")
-    report.add("echo_cpu_share", echo.median("cpu_us") / ours.median("cpu_us"), "of echo's req/cpu-s")
+    enter_cpu_share(report, entered)
+
+
+def enter_cpu_share(report: Report, entered: dict[str, Contestant], target: str = "") -> None:
+    """Requests per second of processor time, ours over echo's."""
+    ours, echo = entered["ours"], entered["echo"]
+    report.add("echo_cpu_share", echo.median("cpu_us") / ours.median("cpu_us"), "of echo's req/cpu-s", target)
 
 
 def measure(report: Report, plan: Plan) -> None:

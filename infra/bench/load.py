@@ -18,10 +18,10 @@ from pathlib import Path
 import uvloop
 from closed import closed_loop
 from http1 import Request
-from opened import open_loop
+from opened import open_loop, poisson
 from tally import Tally
 
-__all__ = ["Request", "Tally", "closed_loop", "load_apart", "open_loop"]
+__all__ = ["Request", "Tally", "closed_loop", "load_apart", "open_loop", "poisson"]
 
 
 def load_apart(
@@ -32,10 +32,16 @@ def load_apart(
     count: int | None = None,
     warmup_s: float = 0.3,
     rate: float | None = None,
+    instants: Path | None = None,
+    retry: bool = False,
     seed: int = 1,
     timeout_s: float = 120.0,
 ) -> Tally:
-    """Run the load in a process of its own; an open loop where `rate` is given, a closed one otherwise."""
+    """Run the load in a process of its own; an open loop where `rate` or `instants` is given, a closed one otherwise.
+
+    `instants`: a file with a JSON list of when to send, in ns after the start. `retry`: in an open loop, who is refused
+    waits as told and sends once more.
+    """
     command = [sys.executable, str(Path(__file__)), "--url", request.url, "--method", request.method]
     command += ["--body", request.body.decode(), "--duration-s", str(duration_s), "--seed", str(seed)]
     command += ["--callers", str(callers), "--warmup-s", str(warmup_s)]
@@ -49,6 +55,9 @@ def load_apart(
         command += ["--count", str(count)]
     if rate is not None:
         command += ["--rate", str(rate)]
+    if instants is not None:
+        command += ["--instants", str(instants)]
+    command += ["--retry"] * retry
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=timeout_s)
     return Tally.from_json(done.stdout.decode())
 
@@ -67,6 +76,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--warmup-s", type=float, default=0.0)
     parser.add_argument(
         "--rate", type=float, help="requests per second: an open loop instead of a closed one"
+    )
+    parser.add_argument(
+        "--instants", type=Path, help="a JSON list of ns after the start: an open loop of these"
+    )
+    parser.add_argument(
+        "--retry", action="store_true", help="open loop: the refused wait as told and come once more"
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--summary", action="store_true", help="percentiles instead of every latency")
@@ -89,7 +104,7 @@ def _request(arguments: argparse.Namespace) -> Request:
 
 async def _load(arguments: argparse.Namespace) -> Tally:
     request = _request(arguments)
-    if arguments.rate is None:
+    if arguments.rate is None and arguments.instants is None:
         return await closed_loop(
             request,
             callers=arguments.callers,
@@ -99,7 +114,13 @@ async def _load(arguments: argparse.Namespace) -> Tally:
         )
     if arguments.warmup_s:
         await closed_loop(request, callers=arguments.callers, duration_s=arguments.warmup_s)
-    return await open_loop(request, rate=arguments.rate, duration_s=arguments.duration_s, seed=arguments.seed)
+    given = arguments.instants
+    instants = (
+        poisson(arguments.rate, arguments.duration_s, arguments.seed)
+        if given is None
+        else json.loads(given.read_text())
+    )
+    return await open_loop(request, instants, retry=arguments.retry)
 
 
 def main() -> None:

@@ -114,11 +114,17 @@ class OpenLoop:
 
     def _answered(self, connection: Connection, answer: Answer) -> None:
         self._last_ns = time.monotonic_ns()
-        self._judge.enter(answer, self._last_ns - self._busy.pop(connection))
+        final = self._enter(answer, self._busy.pop(connection))
         if connection.alive:
             self._idle.append(connection)
-        self._settle()
+        if final:
+            self._settle()
         self._dispatch()
+
+    def _enter(self, answer: Answer, intended_ns: int) -> bool:
+        """Enters an answer in the tally; whether it was the last to this request."""
+        self._judge.enter(answer, self._last_ns - intended_ns)
+        return True
 
     def _lost(self, connection: Connection) -> None:
         if connection in self._idle:
@@ -139,16 +145,52 @@ class OpenLoop:
             connection.close()
 
 
+class PatientLoop(OpenLoop):
+    """The same; who is refused waits as long as the answer says, then sends the same once more.
+
+    The tally has the first answers. `second_statuses` counts what the second ones were.
+    """
+
+    def __init__(self, request: Request, most_connections: int) -> None:
+        super().__init__(request, most_connections)
+        self._second: set[int] = set()
+
+    def _enter(self, answer: Answer, intended_ns: int) -> bool:
+        statuses = self.tally.second_statuses
+        if intended_ns in self._second:
+            statuses[answer.status] = statuses.get(answer.status, 0) + 1
+            return True
+        super()._enter(answer, intended_ns)
+        if answer.status not in {429, 503}:
+            return True
+        wait_s = retry_after_s(answer)
+        again_ns = time.monotonic_ns() + int(wait_s * 1e9)
+        while again_ns in self._second:
+            again_ns += 1
+        self._second.add(again_ns)
+        asyncio.get_running_loop().call_later(wait_s, self._again, again_ns)
+        return False
+
+    def _again(self, at_ns: int) -> None:
+        self._queue.append(at_ns)
+        self._dispatch()
+
+
+def retry_after_s(answer: Answer) -> float:
+    """How long a refusal says to wait, the exact header first; a second where it says nothing."""
+    exact, whole = answer.header("retry-after-ms"), answer.header("retry-after")
+    return float(exact) / 1e3 if exact else float(whole or 1)
+
+
 async def open_loop(
     request: Request,
+    instants_ns: list[int],
     *,
-    rate: float,
-    duration_s: float = 2.0,
-    seed: int = 1,
+    retry: bool = False,
     connections: int = 8,
     most_connections: int = 1024,
     drain_s: float = 30.0,
 ) -> Tally:
-    """Load at `rate` requests per second with Poisson arrivals, for `duration_s`."""
-    loop = OpenLoop(request, most_connections)
-    return await loop.run(poisson(rate, duration_s, seed), connections, drain_s)
+    """Load at the instants given (`poisson` makes such), in ns after the start."""
+    loop = (PatientLoop if retry else OpenLoop)(request, most_connections)
+    return await loop.run(instants_ns, connections, drain_s)

@@ -17,6 +17,7 @@ class Tally:
     latencies_ns: list[int] = field(default_factory=list)
     statuses: dict[int, int] = field(default_factory=dict)
     errors: dict[str, int] = field(default_factory=dict)
+    second_statuses: dict[int, int] = field(default_factory=dict)  # of those who were refused and came again
     wrong_bodies: int = 0
     wrong_sample: str = ""
     captured: dict[str, list[str]] = field(default_factory=dict)
@@ -37,6 +38,11 @@ class Tally:
     def clean(self) -> bool:
         """Whether every answer was right and no connection failed."""
         return self.right == self.answers > 0 and not self.errors
+
+    def on_time(self, deadline_s: float) -> float:
+        """The share of all that were sent, or should have been, that got a right answer so soon."""
+        sent = self.answers + sum(self.errors.values())
+        return sum(latency <= deadline_s * 1e9 for latency in self.latencies_ns) / sent if sent else 0.0
 
     @property
     def per_second(self) -> float:
@@ -72,7 +78,8 @@ class Tally:
     @staticmethod
     def from_json(text: str) -> Tally:
         fields = json.loads(text)
-        fields["statuses"] = {int(status): count for status, count in fields["statuses"].items()}
+        for name in ("statuses", "second_statuses"):
+            fields[name] = {int(status): count for status, count in fields[name].items()}
         return Tally(**fields)
 
 

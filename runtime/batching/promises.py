@@ -51,11 +51,15 @@ class Promises:
         self._sweep(now_s)
         if not self._of:
             return False
-        own = self._of.get(_key(tenant, body))
-        if own is None or not own[0].begins_s <= now_s <= own[0].ends_s:
-            return False
-        self._settle(own[0])
-        return True
+        key = _key(tenant, body)
+        while own := self._of.get(key):
+            first = own[0]
+            if now_s < first.begins_s:
+                return False
+            self._settle(first)
+            if now_s <= first.ends_s:
+                return True
+        return False
 
     def pending(self, now_s: float) -> int:
         """How many may still come; those whose time has passed are forgotten."""

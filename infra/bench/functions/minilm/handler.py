@@ -1,0 +1,26 @@
+"""all-MiniLM-L6-v2 as a function: `{"text": "…"}` in, a list of 384 numbers out. The work is embedder.py's."""
+
+from typing import Any
+
+import pilotlight
+from embedder import Embedder
+
+SAMPLE = "A sentence of about the length that is usual."
+
+
+def build(context: pilotlight.Context) -> Embedder:
+    """Everything but the weights, once; the weights are mapped by each worker."""
+    with context.snapshot.skeleton():
+        embedder = Embedder(context.snapshot.path, weights=False)
+    context.snapshot.restore(embedder.model, ignore=(r"position_ids$", r"^pooler\."))
+    return embedder
+
+
+def rehearse(context: pilotlight.Context) -> None:
+    context.state.embed([SAMPLE])
+
+
+@pilotlight.batch(max_size=32)
+def handler(events: list[Any], context: pilotlight.Context) -> list[list[float]]:
+    found: list[list[float]] = context.state.embed([event["text"] for event in events])
+    return found

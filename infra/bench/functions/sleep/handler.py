@@ -1,0 +1,12 @@
+"""The sleep curve as a function. The work is curve.py's."""
+
+from typing import Any
+
+import curve
+import pilotlight
+
+
+@pilotlight.batch(max_size=32)
+def handler(events: list[Any]) -> list[Any]:
+    answers: list[Any] = curve.answer(events)
+    return answers

@@ -1,0 +1,65 @@
+"""`make bench-warm`, two tenants: one sends 50 times the other's load; what the small one's callers notice of it.
+
+One worker with the sleep curve; two API keys; Poisson arrivals of both, in generators of their own. The small one alone,
+then beside the big one at 50 times its rate, then beside one that sends half as much again as the worker can do.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from http1 import Request
+from load import Tally, load_apart
+from report import Report
+from warm_peers import Choice, Contender, start
+
+SMALL_RATE = 10.0
+BIG_RATE = 500.0
+FOR_S = 20.0
+HANDLER = "sleep"
+
+
+def key(contender: Contender, name: str) -> str:
+    """A new API key, made as an operator makes it."""
+    command = [sys.executable, "-m", "pilotlight.runtime.cli", "keys", "create", name]
+    command += ["--state-dir", contender.server.state, "--json"]
+    done = subprocess.run(command, check=True, capture_output=True, timeout=30)
+    return str(json.loads(done.stdout)["key"])
+
+
+def as_tenant(request: Request, of: str) -> Request:
+    return replace(request, headers={**request.headers, "Authorization": f"Bearer {of}"})
+
+
+def measure(report: Report, capacity: float, for_s: float = FOR_S) -> None:
+    """Enters small_tenant_p99_ratio and what it is made of."""
+    with start(Choice("pilotlight"), HANDLER) as contender:
+        contender.warm_up()
+        small, big = (as_tenant(contender.request, key(contender, name)) for name in ("small", "big"))
+        rates = {"alone": 0.0, "beside_50_times": BIG_RATE, "beside_1_5_times_capacity": 1.5 * capacity}
+        tallies = {name: beside(small, big, rate, for_s) for name, rate in rates.items()}
+    alone_ms = tallies["alone"].p_ms(0.99)
+    for name, tally in tallies.items():
+        report.add(f"small_tenant_p99_{name}_ms", tally.p_ms(0.99), "ms")
+        report.add(f"small_tenant_answered_{name}", tally.right / max(1, tally.answers))
+        report.row(part="tenants", case=name, big_rate=rates[name], **tally.summary())
+    ratio = tallies["beside_50_times"].p_ms(0.99) / alone_ms
+    report.add("small_tenant_p99_ratio", ratio, "x alone", "<= 1.5")
+    ratio = tallies["beside_1_5_times_capacity"].p_ms(0.99) / alone_ms
+    report.add("small_tenant_p99_ratio_1_5x", ratio, "x alone")
+
+
+def beside(small: Request, big: Request, big_rate: float, for_s: float) -> Tally:
+    """The small one's tally while the big one sends at such a rate, from a second before until it ends."""
+    with ThreadPoolExecutor(1) as threads:
+        other = (
+            threads.submit(load_apart, big, rate=big_rate, duration_s=for_s + 1, seed=2) if big_rate else None
+        )
+        tally = load_apart(small, rate=SMALL_RATE, duration_s=for_s, warmup_s=1.0, seed=1)
+        if other is not None:
+            other.result()
+    return tally

@@ -1,0 +1,150 @@
+"""The simulator, and by it the whole policy: the tables of reference/batching.md, and what they do not tell."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pilotlight.runtime.batching.calls import Attempt, Call, Outcome, poisson
+from pilotlight.runtime.batching.curve import Curve
+from pilotlight.runtime.batching.queue import Next, Queue
+from pilotlight.runtime.batching.simulator import Plant, Run, Simulator, Timed, affine
+
+GPU, MID, CPU = affine(0.020, 0.0005), affine(0.010, 0.003), affine(0.004, 0.010)
+CURVES = pytest.mark.parametrize("timed", [GPU, MID, CPU], ids=["gpu", "mid", "cpu"])
+
+
+class Greedy(Queue[Attempt]):
+    """Takes what is there."""
+
+    def next(self, start_s: float, *, wait: bool = True) -> Next[Attempt]:
+        return super().next(start_s, wait=wait and False)
+
+
+def capacity(timed: Timed) -> float:
+    return 32 / timed.mean_s(32)
+
+
+def share(
+    run: Run, outcome: Outcome = Outcome.ON_TIME, *, tenant: str | None = None, tries: int = 1
+) -> float:
+    fates = [
+        one.outcome for one in run.attempts if one.tries == tries and (tenant is None or one.tenant == tenant)
+    ]
+    return fates.count(outcome) / len(fates)
+
+
+def p99_s(run: Run) -> float:
+    ascending = sorted(attempt.latency_s for attempt in run.attempts)
+    return ascending[int(0.99 * len(ascending))]
+
+
+def closed(callers: int, *, greedy: bool = False) -> float:
+    """Answers a second of the GPU curve, whose callers come back after a moment."""
+    plant = Plant(GPU)
+    simulator = Simulator(plant)
+    if greedy:
+        simulator.queue = Greedy("greedy", limit=32, most=1000, curve=plant.curve())
+    run = simulator.closed(callers, lambda draw: draw.expovariate(1000), 3.0)
+    return Counter(attempt.outcome for attempt in run.attempts)[Outcome.ON_TIME] / 3.0
+
+
+@CURVES
+@pytest.mark.parametrize("groups", [2, 4])
+def test_at_a_fifth_too_much_load_hardly_less_is_on_time_than_could_be(timed: Timed, groups: int) -> None:
+    timeout_s = groups * timed.mean_s(32)
+    run = Simulator(Plant(timed)).open(poisson(1.2 * capacity(timed), 1600, timeout_s=timeout_s))
+    assert share(run) >= 0.79  # 1 / 1.2 would be 0.83
+    assert share(run, Outcome.LATE) + share(run, Outcome.EXPIRED) < 0.02  # nearly nobody waits for nothing
+    refused = [one for one in run.attempts if one.outcome in (Outcome.REFUSED, Outcome.DROPPED)]
+    assert refused
+    assert all(one.retry_after_s for one in refused)
+    assert run.busy_s / run.span_s > 0.95
+
+
+def test_swarms_are_waited_for() -> None:
+    assert closed(8) >= 265 > 1.3 * closed(8, greedy=True)
+    assert closed(32) >= 690
+
+
+@CURVES
+def test_waiting_costs_nothing_where_nobody_comes_back(timed: Timed) -> None:
+    calls = list(poisson(0.5 * capacity(timed), 1000))
+    plant = Plant(timed)
+    greedy = Simulator(plant)
+    greedy.queue = Greedy("greedy", limit=32, most=1000, curve=plant.curve())
+    assert p99_s(Simulator(plant).open(calls)) <= 1.05 * p99_s(greedy.open(calls))
+
+
+@pytest.mark.parametrize("obedient", [0.3, 1.0])
+def test_coming_again_when_told_succeeds(obedient: float) -> None:
+    simulator = Simulator(Plant(MID), obedient=obedient)
+    run = simulator.open(poisson(1.2 * capacity(MID), 1500, timeout_s=0.5))
+    assert share(run, tries=2) >= 0.95
+    assert share(run, Outcome.EXPIRED) < 0.01
+
+
+def test_a_slow_first_call_does_not_turn_others_away() -> None:
+    curve = Curve()
+    curve.observe(1, 1.0, 10.0)
+    run = Simulator(Plant(GPU), curve=curve).open(poisson(0.8 * capacity(GPU), 600, timeout_s=0.8))
+    assert share(run) >= 0.97
+
+
+@pytest.mark.parametrize("load", [1.5, 3.0])
+def test_a_tenant_that_sends_too_much_hurts_itself_alone(load: float) -> None:
+    small = poisson(0.02 * capacity(GPU), 20, tenant="small", timeout_s=2.0, seed=2)
+    large = poisson(load * capacity(GPU), int(20 * load / 0.02), tenant="large", timeout_s=2.0)
+    run = Simulator(Plant(GPU, most=150)).open(heapq.merge(small, large, key=lambda call: call.at_s))
+    assert share(run, tenant="small") == 1.0
+    assert share(run, tenant="large") < 0.9
+
+
+def test_more_workers_do_more() -> None:
+    shares = [
+        share(Simulator(Plant(MID, workers=workers)).open(poisson(3 * capacity(MID), 900, timeout_s=0.4)))
+        for workers in (1, 2, 4)
+    ]
+    assert shares[0] < 0.55 < shares[1] < 0.9 < shares[2] == 1.0
+
+
+def test_a_seed_gives_the_same_run_again() -> None:
+    first, second = (
+        Simulator(Plant(CPU, seed=7)).open(poisson(100, 300, timeout_s=0.5, seed=3)) for _ in range(2)
+    )
+    assert [one.latency_s for one in first.attempts] == [one.latency_s for one in second.attempts]
+
+
+@settings(max_examples=25)
+@given(
+    st.integers(1, 3), st.integers(1, 2), st.integers(1, 8), st.integers(1, 20),
+    st.lists(st.tuples(st.floats(0, 0.5), st.sampled_from([0.03, 0.2, 5.0]), st.sampled_from("ab")), max_size=60),
+)  # fmt: skip
+def test_every_call_comes_to_one_end(
+    workers: int, slots: int, limit: int, most: int, drawn: list[tuple[float, float, str]]
+) -> None:
+    calls = [Call(at_s, timeout_s, tenant) for at_s, timeout_s, tenant in sorted(drawn)]
+    plant = Plant(MID, limit=limit, workers=workers, slots=slots, most=most)
+    run = Simulator(plant).open(calls)
+    assert [attempt.call for attempt in run.attempts] == calls
+    for attempt in run.attempts:
+        assert attempt.outcome is not None
+        if attempt.outcome is Outcome.ON_TIME:
+            assert attempt.ended_s <= attempt.deadline_s + 1e-9
+        assert (attempt.retry_after_s is not None) == (
+            attempt.outcome in (Outcome.REFUSED, Outcome.DROPPED, Outcome.FULL)
+        )
+    ran = sum(attempt.outcome in (Outcome.ON_TIME, Outcome.LATE) for attempt in run.attempts)
+    assert sum(run.sizes) == ran
+    assert max(run.sizes, default=0) <= limit
+    assert run.busy_s <= run.span_s * workers * slots + 1e-9 or not calls
+
+
+def test_times_are_straight_between_points() -> None:
+    timed = Timed(((1, 1.0), (3, 2.0), (5, 2.0)), noise=0.0)
+    assert [timed.mean_s(size) for size in (0.5, 1, 2, 3, 4, 9)] == [1.0, 1.0, 1.5, 2.0, 2.0, 2.0]
+    assert timed.seconds(2, random.Random(1)) == 1.5

@@ -1,0 +1,96 @@
+"""The command simulate: its table, its line of JSON, and what it says of input that is wrong."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from pilotlight.runtime.cli import cli
+
+CURVE = ["--curve", "1:20.5,32:36"]
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    done = CliRunner().invoke(cli, ["simulate", *CURVE, *arguments])
+    assert done.exit_code == code, done.output
+    return done.output
+
+
+def rows(*arguments: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(run(*arguments, "--json"))["runs"]
+    return found
+
+
+def test_it_tells_how_many_workers_a_rate_needs() -> None:
+    one, two = rows("--rate", "1100", "--duration", "1", "--deadline", "0.08", "--workers", "1,2")
+    assert (one["workers"], two["workers"], one["calls"]) == (1, 2, 1100)
+    assert one["on_time_share"] < 0.9 < two["on_time_share"]
+    assert one["refused"] + one["dropped"] > 0 == two["late"] + two["expired"]
+    assert one["busy_share"] > 0.9 > two["busy_share"]
+
+
+def test_the_table_has_a_line_for_each_number_of_workers() -> None:
+    text = run("--rate", "50", "--duration", "1", "--workers", "1-3")
+    lines = text.splitlines()
+    assert lines[0] == "50 calls"
+    assert [line.split()[:2] for line in lines[2:]] == [[str(count), "100.0%"] for count in (1, 2, 3)]
+    assert "mean batch" in lines[1]
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_a_trace_is_read_in_either_form_and_played_as_fast_as_asked(zipped: bool, tmp_path: Path) -> None:
+    text = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
+        f"2023-11-16 18:15:{second:02}.6805900,374,44\n" for second in range(46, 56)
+    )
+    path = tmp_path / ("calls.csv.gz" if zipped else "calls.csv")
+    path.write_bytes(gzip.compress(text.encode()) if zipped else text.encode())
+    (slow,), (fast,) = rows(str(path)), rows(str(path), "--speed", "300")
+    assert slow["calls"] == fast["calls"] == 10
+    assert slow["batch_mean"] == 1.0
+    assert slow["per_second"] == pytest.approx(10 / 9, rel=0.01)
+    assert fast["batch_mean"] > 2  # thirty milliseconds in all: they meet
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("when,what\n1,2\n", "no column named timestamp"), ("timestamp\nyesterday\n", "'yesterday', which is no time"),
+     ("timestamp\n", "has no calls"), ("", "no column named timestamp")],
+)  # fmt: skip
+def test_a_trace_that_is_none_is_named(content: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "calls.csv"
+    path.write_text(content)
+    done = CliRunner().invoke(cli, ["simulate", *CURVE, str(path)])
+    assert done.exit_code != 0
+    assert said in str(done.exception or done.output)
+
+
+def test_seconds_are_a_time_too(tmp_path: Path) -> None:
+    path = tmp_path / "calls.csv"
+    path.write_text("id,Timestamp\na,17.5\nb,18.5\n")
+    assert rows(str(path))[0]["calls"] == 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--curve", "20"],
+        ["--curve", "1:20,1:30"],
+        ["--curve", "1:-3"],
+        ["--workers", "0"],
+        ["--workers", "two"],
+    ],
+)
+def test_what_cannot_be_read_is_said_with_what_to_write(arguments: list[str]) -> None:
+    done = CliRunner().invoke(cli, ["simulate", "--rate", "5", *CURVE, *arguments])
+    assert done.exit_code != 0
+    assert repr(arguments[1]) in str(done.exception)
+
+
+def test_it_asks_for_arrivals_or_a_rate_and_not_for_both(tmp_path: Path) -> None:
+    assert "either a file of ARRIVALS or a --rate" in run(code=2)
+    (tmp_path / "calls.csv").write_text("timestamp\n1\n")
+    assert "either a file" in run(str(tmp_path / "calls.csv"), "--rate", "5", code=2)
