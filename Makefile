@@ -64,6 +64,10 @@ check-api: .venv/wheel ## schemathesis over /openapi.json: 2,000 requests and mo
 bench-batch: .venv/wheel ## A batch of 10,000 lines, whole and killed and resumed
 	$(BIN)/python infra/bench/batch.py $(BENCH_ARGS)
 
+bench-path: .venv/installed-bench ## What a warm hello costs, process by process, beside a bare echo; and its profile
+	@$(MAKE) --no-print-directory EXTRAS=bench .venv/wheel
+	$(BIN)/python infra/bench/path_cost.py --profile $(BENCH_ARGS)
+
 soak: .venv/wheel ## 1,000 activations in a row, and what they leave behind
 	$(BIN)/python infra/bench/soak.py --activations 1000
 

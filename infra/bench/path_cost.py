@@ -33,7 +33,6 @@ PARTS = ("gateway", "worker", "others")
 SHARE = 0.55
 SAMPLES_PER_S = 400
 TOP = 28
-KEY = "bench-path-cost"
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,11 +175,14 @@ def _over(side: Side, part: str, above: str, below: str) -> float:
 
 
 def profile(ours: Side, part: str, callers: int, seconds: float) -> None:
-    """Prints in which functions a process of ours was, how often, of the samples in which it did anything."""
-    sampler = shutil.which("py-spy", path=f"{Path(sys.executable).parent}:/tmp/pyspy/bin")
+    """Prints in which functions a process of ours was, how often, of the samples in which it held Python's lock.
+
+    A system call that is made without letting go of the lock counts for as long as it lasts, preempted or not.
+    """
+    beside = Path(sys.executable).with_name("py-spy")
+    sampler = str(beside) if beside.exists() else shutil.which("py-spy")
     if sampler is None:
-        print("py-spy is missing: pip install py-spy")
-        return
+        raise ServerError("py-spy, which takes the profile, is missing: pip install 'pilotlight[bench]'")
     load = threading.Thread(target=ours.load, args=(callers, seconds + 1.0))
     load.start()
     with tempfile.NamedTemporaryFile(suffix=".raw") as raw:
@@ -203,8 +205,8 @@ def tell(part: str, stacks: list[str]) -> None:
         total += int(count)
     for title, counted in (("itself", alone), ("with what it calls", within)):
         print(f"\n{part}, {title}: share of {total} samples")
-        for name, count in counted.most_common(TOP):
-            print(f"  {count / total:6.1%}  {name}")
+        for name, samples in counted.most_common(TOP):
+            print(f"  {samples / total:6.1%}  {name}")
 
 
 def main() -> int:
