@@ -4,7 +4,7 @@ BIN := .venv/bin
 SOURCES := $(shell find runtime snapshot handlers templates -type f -not -name '*.pyc') $(wildcard *.py) pyproject.toml
 EXTRAS := test
 
-.PHONY: help demo test coverage lint bench bench-snapshot bench-jobs bench-batch check-api soak soak-jobs clean
+.PHONY: help demo test coverage lint bench bench-snapshot bench-jobs bench-batch bench-warm check-api soak soak-jobs clean
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
 
@@ -53,6 +53,10 @@ bench-snapshot: .venv/installed-bench ## Loading weights, beside raw sockets, cl
 bench-jobs: .venv/installed-bench ## Durable jobs: submits, status among a million, the store's size
 	@$(MAKE) --no-print-directory EXTRAS=bench .venv/wheel
 	$(BIN)/python infra/bench/jobs_bench.py $(BENCH_ARGS)
+
+bench-warm: .venv/installed-bench ## The warm path beside LitServe, BentoML and Ray Serve; overload, tenants, streams
+	@$(MAKE) --no-print-directory EXTRAS=bench .venv/wheel
+	$(BIN)/python infra/bench/warm_bench.py $(BENCH_ARGS)
 
 check-api: .venv/wheel ## schemathesis over /openapi.json: 2,000 requests and more, each answer as described
 	$(BIN)/python infra/bench/schema.py --examples 30

@@ -93,6 +93,10 @@ class Given:
         group = self._group_of.get(channel)
         return set(group.channels) if group is not None else {channel}
 
+    def beside(self, channel: int) -> list[Invocation]:
+        """What of its group is not answered yet."""
+        return [self.calls[other] for other in self.together(channel) if other in self.calls]
+
     def channel_of(self, invocation: Invocation) -> int | None:
         return next((channel for channel, held in self.calls.items() if held is invocation), None)
 

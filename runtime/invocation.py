@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -30,10 +29,16 @@ class Stream:
     """The pieces of a streamed answer on their way to the caller; bounded by the credit the worker was given."""
 
     def __init__(self) -> None:
-        self._pieces: deque[bytes] = deque()
+        self._pieces: list[bytes] = []
         self._arrived = asyncio.Event()
         self._closed = False
         self.on_taken: Callable[[int], None] = _ignore
+        """Told how many more the worker may send."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether `take` has something at once, be it the end."""
+        return bool(self._pieces) or self._closed
 
     def put(self, piece: bytes) -> None:
         self._pieces.append(piece)
@@ -43,22 +48,19 @@ class Stream:
         self._closed = True
         self._arrived.set()
 
-    async def get(self) -> bytes | None:
-        """The next piece, None at the end. Taking one lets the worker send another. Safe to cancel."""
+    async def take(self) -> list[bytes]:
+        """All pieces that are here, once there is one; none at the end. Safe to cancel."""
         while not self._pieces:
             if self._closed:
-                return None
+                return []
             self._arrived.clear()
             await self._arrived.wait()
-        return self.get_nowait()
+        pieces, self._pieces = self._pieces, []
+        return pieces
 
-    def get_nowait(self) -> bytes | None:
-        """The next piece, if one is here."""
-        if not self._pieces:
-            return None
-        piece = self._pieces.popleft()
-        self.on_taken(1)
-        return piece
+    def passed(self, count: int) -> None:
+        """So many of those taken have reached who reads: the worker may send as many more."""
+        self.on_taken(count)
 
 
 class Invocation:

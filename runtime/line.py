@@ -257,8 +257,9 @@ class Line:
     # -- what is heard of workers
 
     def on_ready(self, replica: Replica) -> None:
-        took_s = replica.activation.ready_s - replica.activation.asked_s
-        self._activation_s += (SMOOTHING if self._activation_s else 1.0) * (took_s - self._activation_s)
+        if not replica.warmth.get("curve"):  # measuring it takes seconds, and is done once
+            took_s = replica.activation.ready_s - replica.activation.asked_s
+            self._activation_s += (SMOOTHING if self._activation_s else 1.0) * (took_s - self._activation_s)
         self._learn(replica.warmth)
         self.pump()
 
@@ -276,6 +277,13 @@ class Line:
     def on_limit(self, limit: int) -> None:
         """So many fit into a worker's memory together."""
         self.queue.limit = max(1, min(self.queue.limit, limit))
+
+    def on_call(self, invocations: list[Invocation]) -> None:
+        """Their handler is called again, with fewer of them: each call has all of its time."""
+        now_s, limit_s = time.monotonic(), self.policy.execution_timeout_s
+        for invocation in invocations:
+            if limit_s is not None and not invocation.ended:
+                self._time_execution(invocation, now_s, limit_s)
 
     def on_ended(self, ended: Ended) -> None:
         if ended.seconds > 0:

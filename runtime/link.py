@@ -122,30 +122,23 @@ class FrameReader:
             data = bytes(self._rest)
             self._rest.clear()
         frames: list[Frame] = []
-        position = 0
-        while (end := self._end(data, position)) <= len(data):
-            frames.append(self._frame(data, position, end))
-            position = end
-        if position < len(data):
+        position, size = 0, len(data)
+        self._wanted = HEADER.size
+        while size - position >= HEADER.size:
+            length, head, kind, channel = HEADER.unpack_from(data, position)
+            if length > self._max or head > length:
+                raise LinkError(
+                    f"A frame claims {length} bytes with a head of {head}; the limit is {self._max}."
+                )
+            start = position + HEADER.size
+            if start + length > size:
+                self._wanted = HEADER.size + length
+                break
+            position = start + length
+            frames.append(Frame(kind, channel, data[start : start + head], data[start + head : position]))
+        if position < size:
             self._rest += data[position:]
-            self._wanted = end - position
         return frames
-
-    def _end(self, data: bytes, position: int) -> int:
-        """Where the frame at `position` ends, or where its header does while that is incomplete."""
-        start = position + HEADER.size
-        if start > len(data):
-            return start
-        length, head, _, _ = HEADER.unpack_from(data, position)
-        if length > self._max or head > length:
-            raise LinkError(f"A frame claims {length} bytes with a head of {head}; the limit is {self._max}.")
-        return start + int(length)
-
-    @staticmethod
-    def _frame(data: bytes, position: int, end: int) -> Frame:
-        _, head, kind, channel = HEADER.unpack_from(data, position)
-        start = position + HEADER.size
-        return Frame(kind, channel, data[start : start + head], data[start + head : end])
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,7 +352,8 @@ class Link:
             self.feed(begun)
 
     def _readable(self) -> None:
-        self._take_begun()
+        if self._begun:
+            self._take_begun()
         if self.closed:
             return
         try:

@@ -135,9 +135,10 @@ class LoopRunner(Runner):
         pieces: AsyncIterator[Any] = self.handler.call(*self.arguments([call], events))
         try:
             async for piece in pieces:
+                frame = self.chunk(call, piece)
                 if call.credit is not None:
-                    await call.credit.spend_async()
-                self._link.send_encoded(self.chunk(call, piece))
+                    await call.credit.spend_async(self.chunk_bytes(frame))
+                self._link.send_encoded(frame)
         finally:
             if inspect.isasyncgen(pieces):
                 await pieces.aclose()

@@ -16,7 +16,7 @@ from typing import Any
 import uvloop
 from aiohttp import web
 
-from ..errors import GatewayError
+from ..errors import GatewayError, PilotlightError, UnknownFunction
 from .access.control import AccessControl
 from .access.door import door
 from .access.guard import Guard
@@ -138,7 +138,10 @@ async def _server(
             metrics = Metrics(functions.census)
             functions.on_activation = metrics.activated
             await functions.restore()
-            guard = Guard(keyring, tasks, required=settings.auth == "always" or not local)
+            guard = Guard(
+                keyring, tasks,
+                required=settings.auth == "always" or not local, on_quota=_counted(functions, metrics),
+            )  # fmt: skip
             admin = Admin(functions, metrics, local=local)
             access = AccessControl(keyring, vault, functions)
             async with _jobs(state, functions, tasks, settings) as (jobs, sources):
@@ -166,6 +169,17 @@ async def _server(
             await launcher.close()
     finally:
         sock.close()
+
+
+def _counted(functions: Functions, metrics: Metrics) -> Callable[[str, PilotlightError], None]:
+    """Counts what is refused before it reaches a function; by the names that are there: anybody can make names up."""
+
+    def count(name: str, error: PilotlightError) -> None:
+        with contextlib.suppress(UnknownFunction, GatewayError):
+            functions.get(name)
+            metrics.turned_away(name, error)
+
+    return count
 
 
 def _others(

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from ..errors import Overloaded, PilotlightError, QueueFull
+from .tally import FunctionTally
 from .timeline import Timeline
 
-SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_PHASES_HELP = (
+    "Phases of invocations: queue = accepted until sent to a worker (a cold start's activation among it);"
+    " batch = to the worker and back, gathered with the others of its batch; wait = at the worker until its batch starts;"
+    " exec = in the handler; respond = from the worker's answer to the response."
+)
+_REFUSALS_HELP = "Requests that no worker was given, or that were given back to their callers before they ran; by the error's code."
 
 
 class Counts(Protocol):
@@ -28,69 +34,95 @@ class Counts(Protocol):
     def ready(self) -> int: ...
     @property
     def draining(self) -> int: ...
+    @property
+    def busy_s(self) -> float: ...
+    @property
+    def ready_s(self) -> float: ...
 
 
 class Metrics:
-    """Counters and histograms of one gateway. Its own registry: two gateways in one process do not mix."""
+    """Counts of one gateway. Its own registry: two gateways in one process do not mix."""
 
     def __init__(self, census: Callable[[], Mapping[str, Counts]]) -> None:
+        self._tallies: dict[str, FunctionTally] = {}
         self._registry = CollectorRegistry()
-        self._requests = Counter(
-            "pilotlight_invocations", "Invocations answered.", ["function", "code"], registry=self._registry
-        )
-        self._duration = Histogram(
-            "pilotlight_invocation_seconds", "From accepted to answered.", ["function"],
-            buckets=SECONDS, registry=self._registry,
-        )  # fmt: skip
-        self._phase = Histogram(
-            "pilotlight_cold_start_phase_seconds", "Phases of cold invocations.", ["function", "phase"],
-            buckets=SECONDS, registry=self._registry,
-        )  # fmt: skip
-        self._batch = Histogram(
-            "pilotlight_batch_size", "Invocations that ran together.", ["function"],
-            buckets=SIZES, registry=self._registry,
-        )  # fmt: skip
-        self._activations = Counter(
-            "pilotlight_activations",
-            "Workers started, by outcome.",
-            ["function", "outcome"],
-            registry=self._registry,
-        )
+        self._registry.register(_Tallies(self._tallies))
         self._registry.register(_Census(census))
-        self._known: dict[tuple[str, int], tuple[Counter, Histogram, Histogram]] = {}
 
-    def answered(self, function: str, code: int, timeline: Timeline) -> None:
-        """One invocation has been answered with an HTTP status."""
-        known = self._known.get((function, code))
-        if known is None:  # looking children up by their labels is most of the cost of counting
-            known = self._known[function, code] = (
-                self._requests.labels(function, str(code)),
-                self._duration.labels(function),
-                self._batch.labels(function),
-            )
-        requests, duration, batch = known
-        requests.inc()
-        duration.observe(timeline.total_s)
-        if timeline.answered_s:
-            batch.observe(timeline.batch)
-        if timeline.cold:
-            for phase, seconds in timeline.phases().items():
-                self._phase.labels(function, phase).observe(seconds)
+    def answered(
+        self, function: str, code: int, timeline: Timeline, error: PilotlightError | None = None
+    ) -> None:
+        """One invocation has been answered with an HTTP status; `error` is what the caller was told instead."""
+        tally = self._of(function)
+        tally.answered(code, timeline)
+        if error is not None and (not timeline.sent_s or isinstance(error, (Overloaded, QueueFull))):
+            tally.refusals[error.code] += 1
 
-    def refused(self, function: str, code: int) -> None:
+    def refused(self, function: str, error: PilotlightError) -> None:
         """A request that never became an invocation."""
-        self._requests.labels(function, str(code)).inc()
+        tally = self._of(function)
+        tally.codes[error.status] += 1
+        tally.refusals[error.code] += 1
+
+    def turned_away(self, function: str, error: PilotlightError) -> None:
+        """A request, for an invocation or not, that was refused for whose it was."""
+        self._of(function).refusals[error.code] += 1
 
     def activated(self, function: str, outcome: str) -> None:
-        self._activations.labels(function, outcome).inc()
+        self._of(function).activations[outcome] += 1
 
     def text(self) -> bytes:
         """The exposition, for /metrics."""
         return generate_latest(self._registry)
 
+    def _of(self, function: str) -> FunctionTally:
+        tally = self._tallies.get(function)
+        if tally is None:
+            tally = self._tallies[function] = FunctionTally()
+        return tally
+
+
+class _Tallies(Collector):
+    """What was counted, made into metrics when somebody looks."""
+
+    def __init__(self, tallies: Mapping[str, FunctionTally]) -> None:
+        self._tallies = tallies
+
+    def collect(self) -> Iterable[Metric]:
+        return [*self._counters(), *self._histograms()]
+
+    def _counters(self) -> Iterator[Metric]:
+        asked = CounterMetricFamily(
+            "pilotlight_invocations", "Invocations answered.", labels=["function", "code"]
+        )
+        refused = CounterMetricFamily("pilotlight_refusals", _REFUSALS_HELP, labels=["function", "reason"])
+        started = CounterMetricFamily("pilotlight_activations", "Workers started, by outcome.", labels=["function", "outcome"])  # fmt: skip
+        for function, tally in self._tallies.items():
+            for code, count in tally.codes.items():
+                asked.add_metric([function, str(code)], count)
+            for reason, count in tally.refusals.items():
+                refused.add_metric([function, reason], count)
+            for outcome, count in tally.activations.items():
+                started.add_metric([function, outcome], count)
+        yield from (asked, refused, started)
+
+    def _histograms(self) -> Iterator[Metric]:
+        took = HistogramMetricFamily("pilotlight_invocation_seconds", "From accepted to answered.", labels=["function"])  # fmt: skip
+        phases = HistogramMetricFamily("pilotlight_phase_seconds", _PHASES_HELP, labels=["function", "phase"])
+        cold = HistogramMetricFamily("pilotlight_cold_start_phase_seconds", "Phases of cold invocations.", labels=["function", "phase"])  # fmt: skip
+        batch = HistogramMetricFamily("pilotlight_batch_size", "Invocations that ran together.", labels=["function"])  # fmt: skip
+        for function, tally in self._tallies.items():
+            took.add_metric([function], tally.duration.buckets(), tally.duration.sum)
+            batch.add_metric([function], tally.batch.buckets(), tally.batch.sum)
+            for phase, one in tally.phases():
+                phases.add_metric([function, phase], one.buckets(), one.sum)
+            for phase, one in tally.cold.items():
+                cold.add_metric([function, phase], one.buckets(), one.sum)
+        yield from (took, phases, cold, batch)
+
 
 class _Census(Collector):
-    """Gauges that are read when somebody looks, instead of being kept."""
+    """What is read when somebody looks, instead of being kept."""
 
     def __init__(self, census: Callable[[], Mapping[str, Counts]]) -> None:
         self._census = census
@@ -99,13 +131,15 @@ class _Census(Collector):
         workers = GaugeMetricFamily("pilotlight_workers", "Workers by state.", labels=["function", "state"])
         waiting = GaugeMetricFamily("pilotlight_queued", "Invocations waiting.", labels=["function"])
         running = GaugeMetricFamily("pilotlight_in_flight", "Invocations at workers.", labels=["function"])
+        busy = CounterMetricFamily("pilotlight_worker_busy_seconds", "Time in which workers had something to do, of all together.", labels=["function"])  # fmt: skip
+        ready = CounterMetricFamily("pilotlight_worker_ready_seconds", "Time for which workers were ready, of all together.", labels=["function"])  # fmt: skip
+        share = GaugeMetricFamily("pilotlight_worker_busy_ratio", "Busy worker-seconds of the ready ones, since the revision started.", labels=["function"])  # fmt: skip
         for function, counts in self._census().items():
-            for state, count in (
-                ("starting", counts.starting),
-                ("ready", counts.ready),
-                ("draining", counts.draining),
-            ):
-                workers.add_metric([function, state], count)
+            for state in ("starting", "ready", "draining"):
+                workers.add_metric([function, state], getattr(counts, state))
             waiting.add_metric([function], counts.queued)
             running.add_metric([function], counts.in_flight)
-        return workers, waiting, running
+            busy.add_metric([function], counts.busy_s)
+            ready.add_metric([function], counts.ready_s)
+            share.add_metric([function], counts.busy_s / counts.ready_s if counts.ready_s else 0.0)
+        return workers, waiting, running, busy, ready, share

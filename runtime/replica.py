@@ -40,6 +40,7 @@ class Owner(Protocol):
     def on_ended(self, ended: Ended) -> None: ...
     def on_cost(self, invocation: Invocation, cost: float) -> None: ...
     def on_limit(self, limit: int) -> None: ...
+    def on_call(self, invocations: list[Invocation]) -> None: ...
     def on_returned(self, replica: Replica, invocation: Invocation) -> None: ...
     def refined(self, error: PilotlightError) -> PilotlightError: ...
     def on_setup_failed(self, replica: Replica, error: PilotlightError) -> None: ...
@@ -225,13 +226,7 @@ class Replica:
         if frame.kind == Kind.READY:
             self._on_ready(head)
         elif frame.kind == Kind.WINDOW:
-            self.window = int(head["window"])
-            if "slots" in head:  # its handler asked for another size: what waits may fit now
-                self.given.slots = int(head["slots"])
-                if self.state is State.READY:
-                    self._owner.on_free(self)
-            if "limit" in head:
-                self._owner.on_limit(int(head["limit"]))
+            self._on_window(head)
         elif frame.kind == Kind.DRAIN:
             if (
                 self.state is not State.DRAINING
@@ -246,6 +241,17 @@ class Replica:
             self._owner.on_setup_failed(self, PilotlightError.from_wire(head))
         elif frame.kind != Kind.PRIMED:  # a standby that was needed before it was ready says so late
             raise LinkError(f"A worker sent a frame of kind {frame.kind}, which is not its to send.")
+
+    def _on_window(self, head: dict[str, Any]) -> None:
+        self.window = int(head["window"])
+        if "slots" in head:  # its handler asked for another size: what waits may fit now
+            self.given.slots = int(head["slots"])
+            if self.state is State.READY:
+                self._owner.on_free(self)
+        if "limit" in head:
+            self._owner.on_limit(int(head["limit"]))
+        if "call" in head:
+            self._owner.on_call(self.given.beside(int(head["call"])))
 
     def _on_ready(self, head: dict[str, Any]) -> None:
         self.activation.ready_s = self.idle_since_s = time.monotonic()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from ..errors import (
     ActivationFailed,
+    Overloaded,
     PilotlightError,
 )
 from . import autoscaler
@@ -115,7 +116,14 @@ class Revision:
 
     def submit(self, invocation: Invocation) -> None:
         """Takes an invocation: to a worker if one is free, else into the queue. QueueFull, Overloaded, RevisionRetired."""
-        self.line.submit(invocation)
+        try:
+            self.line.submit(invocation)
+        except Overloaded:
+            if (
+                not self.pool.ready
+            ):  # who cannot wait for an activation, and is told to come again, is a reason for one
+                self.warm(1)
+            raise
         self._look()
 
     def cancel(self, invocation: Invocation) -> None:
@@ -275,6 +283,9 @@ class Revision:
 
     def on_limit(self, limit: int) -> None:
         self.line.on_limit(limit)
+
+    def on_call(self, invocations: list[Invocation]) -> None:
+        self.line.on_call(invocations)
 
     def on_change(self) -> None:
         self._scale()

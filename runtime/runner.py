@@ -32,11 +32,10 @@ from ..handlers.contract import Cancellation, Context
 from ..handlers.failure import explain
 from ..handlers.handler import Handler
 from .advance import window
+from .credit import Credit
 from .exhaustion import REMEDY, exhausted
-from .link import JOIN_BYTES, Kind, Link, Timing, encode, encode_json
+from .link import HEADER, JOIN_BYTES, Kind, Link, Timing, encode, encode_json
 
-# How far a streamed answer may run ahead of its reader, in chunks; the reader grants more as it goes.
-STREAM_CREDIT = 64
 SMOOTHING = 0.2
 # They have a length, but are no answers in order.
 ONE_VALUE = (str, bytes, bytearray, Mapping, Set)
@@ -69,27 +68,6 @@ class Call:
         self.credit: Credit | None = None
         self.task: asyncio.Task[None] | None = None
         self.company: Sequence[Call] = ()  # who is in the same call of a batch handler, itself among them
-
-
-class Credit:
-    """How many chunks a stream may still send. Waited for by one thread or one task, granted by the loop."""
-
-    def __init__(self, count: int = STREAM_CREDIT) -> None:
-        self._left = threading.Semaphore(count)
-        self._granted = asyncio.Event()
-
-    def grant(self, count: int) -> None:
-        self._left.release(count)
-        self._granted.set()
-
-    def spend(self, timeout_s: float | None) -> bool:
-        """Takes one, blocking; False if none came in time."""
-        return self._left.acquire(timeout=timeout_s)
-
-    async def spend_async(self) -> None:
-        while not self._left.acquire(blocking=False):
-            self._granted.clear()
-            await self._granted.wait()
 
 
 class Runner(ABC):
@@ -131,7 +109,7 @@ class Runner(ABC):
         if (call := self._calls.get(channel)) is not None:
             call.cancellation.flag = True
             if call.credit is not None:
-                call.credit.grant(1)  # wakes a generator that waits for its reader
+                call.credit.close()  # wakes a generator that waits for its reader
 
     def grant(self, channel: int, count: int) -> None:
         """The reader of a streamed answer has taken `count` chunks."""
@@ -268,6 +246,10 @@ class Runner(ABC):
                 remedy="Yield strings, or decode the bytes.",
             )
         return encode(Kind.CHUNK, call.channel, b"", payload)
+
+    def chunk_bytes(self, frame: bytes) -> int:
+        """Of a piece, as its credit counts it."""
+        return len(frame) - HEADER.size
 
     def end(self, call: Call, started_s: float) -> bytes:
         timing = Timing(started_s - call.received_s, time.monotonic() - started_s)

@@ -90,17 +90,18 @@ class ThreadRunner(Runner):
         pieces: Iterator[Any] = self.handler.call(*self.arguments([call], events))
         try:
             for piece in pieces:
-                if not self._may_send(call):
+                frame = self.chunk(call, piece)
+                if not self._may_send(call, self.chunk_bytes(frame)):
                     return [self.failed(call, Cancelled("The caller went away while the handler streamed."))]
-                self._link.send_encoded(self.chunk(call, piece))
+                self._link.send_encoded(frame)
         finally:
             _close(pieces)
         return [self.end(call, started_s)]
 
-    def _may_send(self, call: Call) -> bool:
+    def _may_send(self, call: Call, size: int) -> bool:
         remaining_ms = call.context.remaining_ms()
         timeout_s = None if remaining_ms is None else remaining_ms / 1000
-        granted = call.credit is None or call.credit.spend(timeout_s)
+        granted = call.credit is None or call.credit.spend(size, timeout_s)
         return granted and not call.cancellation.flag
 
 

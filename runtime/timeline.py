@@ -122,7 +122,7 @@ class Timeline:
             self.wait_s * 1000,
             self.exec_s * 1000,
             max(0.0, responded_s - answered_s) * 1000 if responded_s else 0.0,
-            self.total_s * 1000,
+            (max(received_s, sent_s, answered_s, responded_s) - received_s) * 1000,
         )
 
 

@@ -241,6 +241,16 @@ def failure(response: httpx.Response) -> dict[str, Any]:
     return {"status": response.status_code, "details": {}, **error}
 
 
+def events(text: str) -> list[tuple[str, str, Any]]:
+    """(id, event, data) of server-sent events."""
+    found = []
+    for block in text.strip().split("\n\n"):
+        if not block.startswith(":"):
+            fields = dict(line.split(": ", 1) for line in block.splitlines())
+            found.append((fields["id"], fields["event"], json.loads(fields["data"])))
+    return found
+
+
 class Gateway:
     """A gateway that answers at `url`: in this process (`server`) or in one of its own (`process`)."""
 

@@ -76,7 +76,8 @@ FLOORS = """
 2   runtime.batching.handing
 2   runtime.batching.simulator
 2   runtime.batching.figures
-2   runtime.advance runtime.autoscaler runtime.exhaustion runtime.groups runtime.lineage runtime.logs runtime.packing runtime.spec runtime.timeline runtime.traits runtime.wording
+2   runtime.advance runtime.autoscaler runtime.credit runtime.exhaustion runtime.groups runtime.lineage runtime.logs runtime.packing runtime.spec runtime.timeline runtime.traits runtime.wording
+2   runtime.tally
 2   runtime.code runtime.invocation runtime.link runtime.metrics runtime.requirements runtime.settings runtime.state_dir
 2   runtime.access.keys
 2   runtime.access.caller runtime.access.rules runtime.access.vault
@@ -104,6 +105,7 @@ FLOORS = """
 
 6   runtime.api.cloudevents runtime.api.compression runtime.api.intake runtime.api.parts runtime.watch
 6   runtime.api.answer runtime.api.deadline
+6   runtime.api.event_stream
 6   runtime.events.body runtime.api.gateway runtime.api.prediction
 6   runtime.events.pump runtime.api.aws_error runtime.api.connection runtime.api.described runtime.api.events
 6   runtime.events.sources runtime.access.guard runtime.api.aws_lambda runtime.api.predictions runtime.api.unrouted

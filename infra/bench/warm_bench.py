@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import resource
+import signal
 import sys
 
 import warm_closed
@@ -120,6 +121,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one short round of everything")
     parser.add_argument("--sweep", action="store_true", help="try every choice of settings again")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that servers are ended
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     for name in set(arguments.peers) & set(warm_envs.NAMES):

@@ -15,6 +15,7 @@ import json
 import math
 import os
 import platform
+import signal
 import sys
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -27,23 +28,23 @@ from warm_peers import HERE, Choice, start
 
 GRID = HERE.parents[1] / "build" / "bench" / "bench-warm-grid.json"
 CALLERS = (8, 32)
-_S = 2.0
+_S = 1.5
 
 
 def _litserve(handler: str) -> list[Choice]:
     """Wait 0 with a batch is left out: LitServe then spins on its queue."""
-    one = Choice("litserve", batch=32, wait_ms=5, fast_queue=True)
+    one = Choice("litserve", batch=32, wait_ms=1, fast_queue=True)
     two = replace(one, workers=2)
-    found = [one, replace(one, wait_ms=1), two, replace(two, wait_ms=1), replace(two, wait_ms=10)]
-    found += [replace(two, batch=8), replace(two, fast_queue=False), replace(two, api_servers=2)]
-    return [*found, replace(one, threads=2), replace(two, batch=16)] if handler == "minilm" else found
+    found = [one, replace(one, wait_ms=10), two, replace(two, wait_ms=10), replace(two, batch=8)]
+    found += [replace(two, wait_ms=10, api_servers=2), replace(two, fast_queue=False)]
+    return [*found, replace(one, threads=2)] if handler == "minilm" else found
 
 
 def _bentoml(handler: str) -> list[Choice]:
-    """Its wait is the latency to be kept to, beyond which it refuses; how long it gathers it learns itself."""
+    """Its wait is the latency beyond which it refuses; how long it gathers it learns itself."""
     one = Choice("bentoml", batch=32, wait_ms=10_000)
     two = replace(one, workers=2)
-    found = [one, replace(one, wait_ms=500), two, replace(two, wait_ms=500), replace(two, batch=16)]
+    found = [one, replace(one, batch=8), two, replace(two, batch=8)]
     return [*found, replace(one, threads=2)] if handler == "minilm" else found
 
 
@@ -51,7 +52,7 @@ def _ray(handler: str) -> list[Choice]:
     """`haproxy`: HAProxy in front and Ray's throughput options; without it, the default proxy."""
     one = Choice("ray", batch=32, wait_ms=10, way="haproxy")
     two = replace(one, workers=2)
-    found = [one, replace(one, wait_ms=0), two, replace(two, wait_ms=0), replace(two, batch=8, wait_ms=5)]
+    found = [one, replace(one, wait_ms=0), two, replace(two, wait_ms=0), replace(two, batch=8)]
     found += [replace(two, way="")]
     return [*found, replace(one, threads=2)] if handler == "minilm" else found
 
@@ -185,6 +186,7 @@ def main() -> int:
     parser.add_argument("--peer", nargs="+", choices=sorted(CHOICES), default=list(CHOICES))
     parser.add_argument("--handler", nargs="+", choices=["minilm", "sleep"], default=["minilm", "sleep"])
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that servers are ended
     grid = Grid()
     for handler in arguments.handler:
         for name in arguments.peer:

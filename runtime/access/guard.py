@@ -51,10 +51,19 @@ NOBODY = Admitted(ANYBODY)
 class Guard:
     """`required` says that keys are asked for even if there are none yet."""
 
-    def __init__(self, keyring: Keyring, tasks: asyncio.TaskGroup, *, required: bool) -> None:
+    def __init__(
+        self,
+        keyring: Keyring,
+        tasks: asyncio.TaskGroup,
+        *,
+        required: bool,
+        on_quota: Callable[[str, PilotlightError], None] = lambda _function, _error: None,
+    ) -> None:
+        """`on_quota` is told of requests for a function, if there is one of that name, for which a key had no quota."""
         self._keyring = keyring
         self._tasks = tasks
         self._required = required
+        self._on_quota = on_quota
         self._origins = OriginCheck()
 
     @property
@@ -71,6 +80,8 @@ class Guard:
         try:
             admitted = self.admit(request.headers, path, function, request.transport)
         except PilotlightError as error:
+            if isinstance(error, QuotaExceeded) and (function := request.match_info.get("function")):
+                self._on_quota(function, error)
             return _refusal(request, error)
         request[CALLER] = admitted.caller
         try:

@@ -117,7 +117,7 @@ class LambdaApi:
         try:
             revision.submit(invocation)
         except PilotlightError as error:
-            self._metrics.refused(name, error.status)
+            self._metrics.refused(name, error)
             raise
         answer = await self._ended(name, live, invocation)
         told = _headers(request_id) | self._tail(request, live, invocation)
@@ -131,7 +131,7 @@ class LambdaApi:
         try:
             answer = await _answer(invocation)
         except PilotlightError as error:
-            self._note(name, error.status, invocation)
+            self._note(name, error.status, invocation, error)
             if isinstance(error, RevisionRetired) or not isinstance(error, OF_THE_FUNCTION):
                 raise
             return error
@@ -141,9 +141,11 @@ class LambdaApi:
         self._note(name, 200, invocation)
         return answer
 
-    def _note(self, name: str, status: int, invocation: Invocation) -> None:
+    def _note(
+        self, name: str, status: int, invocation: Invocation, error: PilotlightError | None = None
+    ) -> None:
         invocation.timeline.responded_s = time.monotonic()
-        self._metrics.answered(name, status, invocation.timeline)
+        self._metrics.answered(name, status, invocation.timeline, error)
         if invocation.timeline.cold:
             self._functions.note_cold(name, invocation.timeline)
 
@@ -208,14 +210,15 @@ async def _answer(invocation: Invocation) -> Answer:
     if invocation.stream is None:
         return await invocation.answer
     pieces, size = [], 0
-    while (piece := await invocation.stream.get()) is not None:
-        size += len(piece) + 1
+    while some := await invocation.stream.take():
+        invocation.stream.passed(len(some))
+        size += sum(map(len, some)) + len(some)
         if size > MAX_STREAMED_BYTES:
             raise OutputInvalid(
                 f"The answer is larger than {MAX_STREAMED_BYTES} bytes.",
                 remedy="Call /invoke, which streams it.",
             )
-        pieces.append(piece)
+        pieces += some
     await invocation.answer
     return Answer(b"[" + b",".join(pieces) + b"]", JSON_TYPE)
 

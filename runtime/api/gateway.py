@@ -7,17 +7,17 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping
 
-import orjson
 from aiohttp import web
 
-from ...errors import PilotlightError
+from ...errors import DeadlineExceeded, PilotlightError
 from ..access.caller import caller_of
 from ..functions import Functions
-from ..invocation import Invocation
+from ..invocation import Invocation, Stream
 from ..metrics import Metrics
 from ..revision import Revision
-from .answer import EVENT_STREAM_TYPE, HEARTBEAT_S, Reply, error_reply, error_response, event
+from .answer import Reply, error_reply, error_response
 from .deadline import priority_of, timeout_of
+from .event_stream import LAST_WORD_S, EventStream
 from .intake import accept_of, content_type_of, read_body, request_id_of, seconds, traceparent_of
 
 MAX_HOLD_S = 3600.0
@@ -64,7 +64,7 @@ class Gateway:
             return self.refused(name, error, request_id).response()
         try:
             if invocation.stream is not None:
-                return await self._stream(request, name, invocation)
+                return await self._stream(request, name, invocation, invocation.stream)
             with contextlib.suppress(PilotlightError):
                 await invocation.answer
         except (
@@ -96,7 +96,7 @@ class Gateway:
 
     def refused(self, name: str, error: PilotlightError, request_id: str) -> Reply:
         """What its caller is told of a request that `begin` did not take."""
-        self._metrics.refused(name, error.status)
+        self._metrics.refused(name, error)
         return error_reply(error, request_id)
 
     def answered(self, name: str, invocation: Invocation) -> Reply:
@@ -104,44 +104,38 @@ class Gateway:
         error = invocation.answer.exception()
         invocation.timeline.responded_s = time.monotonic()
         if isinstance(error, PilotlightError):
-            self._note(name, error.status, invocation)
+            self._note(name, error.status, invocation, error)
             return error_reply(error, invocation.id, _headers(invocation))
         self._note(name, 200, invocation)
         answer = invocation.answer.result()
         return Reply(200, {**_headers(invocation), "Content-Type": answer.content_type}, answer.payload)
 
-    async def _stream(self, request: web.Request, name: str, invocation: Invocation) -> web.StreamResponse:
-        """Server-sent events: `output` for each piece, then `completed` or `error`."""
-        response: web.StreamResponse | None = None
-        stream, number = invocation.stream, 0
-        if stream is None:
-            raise TypeError("not a streamed invocation")
-        while True:
-            try:
-                async with asyncio.timeout(HEARTBEAT_S):
-                    piece = await stream.get()
-            except TimeoutError:
-                response = response or await _open_stream(request, invocation)
-                await response.write(b": waiting\n\n")
-                continue
-            if piece is None:
-                break
-            response = response or await _open_stream(request, invocation)
-            number += 1
-            await response.write(event("output", piece, number))
-        error = invocation.answer.exception()
-        invocation.timeline.responded_s = time.monotonic()
-        status = error.status if isinstance(error, PilotlightError) else 200
-        self._note(name, status, invocation)
-        if isinstance(error, PilotlightError) and response is None:
-            return error_response(error, invocation.id, _headers(invocation))
-        response = response or await _open_stream(request, invocation)
-        await response.write(_last_event(error, number + 1))
-        await response.write_eof()
-        return response
+    async def _stream(
+        self, request: web.Request, name: str, invocation: Invocation, stream: Stream
+    ) -> web.StreamResponse:
+        """The deadline ends it, even if the reader does not read: then the connection is closed, whatever it holds."""
+        events = EventStream(request, invocation, _headers)
+        left_s = max(0.0, invocation.deadline_s - time.monotonic())
+        try:
+            async with asyncio.timeout(left_s + LAST_WORD_S):
+                await events.send_pieces(stream)
+                error = _error_of(invocation)
+                invocation.timeline.responded_s = time.monotonic()
+                self._note(name, error.status if error is not None else 200, invocation, error)
+                if error is not None and events.response is None:
+                    return error_response(error, invocation.id, _headers(invocation))
+                return await events.end(error)
+        except TimeoutError:
+            events.hang_up()
+            if not invocation.timeline.responded_s:
+                invocation.timeline.responded_s = time.monotonic()
+                self._note(name, DeadlineExceeded.status, invocation)
+            return events.response or web.Response(status=DeadlineExceeded.status)
 
-    def _note(self, name: str, status: int, invocation: Invocation) -> None:
-        self._metrics.answered(name, status, invocation.timeline)
+    def _note(
+        self, name: str, status: int, invocation: Invocation, error: PilotlightError | None = None
+    ) -> None:
+        self._metrics.answered(name, status, invocation.timeline, error)
         if invocation.timeline.cold:
             self._functions.note_cold(name, invocation.timeline)
 
@@ -184,15 +178,7 @@ def _headers(invocation: Invocation) -> dict[str, str]:
     return headers
 
 
-async def _open_stream(request: web.Request, invocation: Invocation) -> web.StreamResponse:
-    """Sends the head of an event stream. Its Server-Timing ends where the first piece left."""
-    headers = _headers(invocation) | {"Content-Type": EVENT_STREAM_TYPE, "Cache-Control": "no-store"}
-    response = web.StreamResponse(headers=headers)
-    await response.prepare(request)
-    return response
-
-
-def _last_event(error: BaseException | None, number: int) -> bytes:
-    if isinstance(error, PilotlightError):
-        return event("error", orjson.dumps(error.to_wire()), number)
-    return event("completed", b"{}", number)
+def _error_of(invocation: Invocation) -> PilotlightError | None:
+    """How a stream that has ended failed, if it did."""
+    error = invocation.answer.exception()
+    return error if isinstance(error, PilotlightError) else None

@@ -122,7 +122,9 @@ def content_type_of(headers: Mapping[str, str]) -> str:
 
 def accept_of(headers: Mapping[str, str]) -> str:
     """What the worker is to know of Accept: all of it where the caller takes arrays as bytes, else nothing."""
-    accept = headers.get("Accept", "")
+    accept = headers.get("Accept")
+    if accept is None:
+        return ""
     if len(accept) > MAX_ACCEPT_CHARS or not accept.isascii():
         return ""
     lower = accept.lower()

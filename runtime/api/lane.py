@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
+from typing import cast
 
 from aiohttp.helpers import rfc822_formatted_time
 from aiohttp.http import SERVER_SOFTWARE, HttpVersion11, RawRequestMessage
@@ -18,13 +19,13 @@ from aiohttp.http_writer import _serialize_headers
 from aiohttp.streams import StreamReader
 from multidict import CIMultiDict
 
-from ...errors import PilotlightError
+from ...errors import OutputInvalid, PilotlightError
 from ...handlers.codec import JSON_TYPE
 from ..access.guard import Admitted, Guard
 from ..functions import Functions
 from ..invocation import Answer, Invocation
 from ..revision import Revision
-from .answer import Reply
+from .answer import Reply, error_reply
 from .compression import MOST_ON_LOOP_BYTES, chosen, pack_now, pays
 from .gateway import Gateway
 from .intake import request_id_of
@@ -63,12 +64,17 @@ class Lane:
         passage.begin(headers, payload.read_nowait(), received_s)
         return passage
 
-    def leave(self, send: Callable[[bytes], None], answer: bytes) -> None:
+    def leave(self, send: Callable[[bytes], None], reply: Reply) -> None:
         """Sends an answer with all others of this turn of the loop, one right after the other.
 
         Their callers are often one process; sent one by one, each answer would wake it up anew, which costs the kernel
         several times what sending does.
         """
+        try:
+            answer = encode(reply)
+        except ValueError:  # what the worker says of its answer would be more than one header
+            error = OutputInvalid("The answer's Content-Type cannot be sent.", remedy="Return another one.")
+            answer = encode(error_reply(error, reply.headers["X-Request-Id"]))
         if not self._leaving:
             asyncio.get_running_loop().call_soon(self._flush)
         self._leaving.append((send, answer))
@@ -141,23 +147,21 @@ class Passage:
         self._admitted.leave()
         kind = reply.headers.get("Content-Type", JSON_TYPE).partition(";")[0]
         if not pays(reply.body, kind):
-            self._lane.leave(self._send, encode(reply))
+            self._lane.leave(self._send, reply)
         elif coding := chosen(self._accepted):
             self._pack(reply, coding)
         else:
-            self._lane.leave(self._send, encode(_varied(reply, {})))
+            self._lane.leave(self._send, _varied(reply, {}))
 
     def _pack(self, reply: Reply, coding: str) -> None:
         coded = {"Content-Encoding": coding}
         if len(reply.body) <= MOST_ON_LOOP_BYTES:
             packed = _varied(reply._replace(body=pack_now(reply.body, coding)), coded)
-            self._lane.leave(self._send, encode(packed))
+            self._lane.leave(self._send, packed)
             return
         packing = asyncio.get_running_loop().run_in_executor(None, pack_now, reply.body, coding)
         packing.add_done_callback(
-            lambda done: self._lane.leave(
-                self._send, encode(_varied(reply._replace(body=done.result()), coded))
-            )
+            lambda done: self._lane.leave(self._send, _varied(reply._replace(body=done.result()), coded))
         )
 
 
@@ -167,9 +171,11 @@ def _varied(reply: Reply, more: Mapping[str, str]) -> Reply:
 
 def encode(reply: Reply) -> bytes:
     """As aiohttp writes it. Raises ValueError if a header could be taken for more than one."""
-    headers = CIMultiDict(reply.headers)
-    headers["Content-Length"] = str(len(reply.body))
-    headers["Date"] = rfc822_formatted_time()
-    headers["Server"] = SERVER_SOFTWARE
-    head: bytes = _serialize_headers(STATUS_LINES[reply.status], headers)
+    headers = {
+        **reply.headers,
+        "Content-Length": str(len(reply.body)),
+        "Date": rfc822_formatted_time(),
+        "Server": SERVER_SOFTWARE,
+    }
+    head: bytes = _serialize_headers(STATUS_LINES[reply.status], cast("CIMultiDict[str]", headers))
     return head + reply.body

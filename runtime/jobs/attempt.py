@@ -25,7 +25,6 @@ from .store import JobStore
 
 T = TypeVar("T")
 
-MAX_PIECES_AT_ONCE = 64
 MAX_AGGREGATE_BYTES = 20 << 20
 """A streamed answer is the job's output too, as a list, up to this size."""
 MAX_STREAM_BYTES = 256 << 20
@@ -147,10 +146,7 @@ class Attempt:
     async def _store_pieces(self, stream: Stream | None) -> bool:
         """The pieces of a streamed answer as they come; False as `_take`. OutputInvalid if they are too much."""
         number = 1
-        while stream is not None and (piece := await stream.get()) is not None:
-            pieces = [piece]
-            while len(pieces) < MAX_PIECES_AT_ONCE and (piece := stream.get_nowait()) is not None:
-                pieces.append(piece)
+        while stream is not None and (pieces := await stream.take()):
             self._stored_bytes += sum(len(piece) + ROW_BYTES for piece in pieces)
             if self._stored_bytes > MAX_STREAM_BYTES:
                 raise OutputInvalid(
@@ -160,6 +156,7 @@ class Attempt:
             if not await self._surely(self._adding(number, pieces)):
                 return False
             number += len(pieces)
+            stream.passed(len(pieces))
         return True
 
     def _adding(self, number: int, pieces: list[bytes]) -> Callable[[], Awaitable[bool]]:

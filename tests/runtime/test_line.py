@@ -148,6 +148,24 @@ async def test_who_cannot_be_on_time_is_told_at_once_and_when_to_come_again(depl
     assert await function.answer("refused", X_Request_Timeout="5") == "refused"
 
 
+async def test_who_cannot_wait_for_an_activation_is_told_when_it_will_be_done_and_starts_it(
+    deploy, gate: Gate
+):
+    source = "import gate\ndef setup(context):\n    gate.wait('setup')\ndef handler(event):\n    return event"
+    function = await deploy(source, {**ONE, "scale.idle_timeout_s": 0.05}, gate=gate, check=False)
+    first = asyncio.create_task(function.answer(1))
+    arrival = await gate.next("setup")
+    await asyncio.sleep(0.3)  # so long an activation takes, as far as anybody knows after it
+    arrival.go()
+    assert await first == 1
+    await function.settled()
+    refused = await function.call(2, X_Request_Timeout="0.1")
+    assert (refused.status_code, failure(refused)["type"]) == (503, "overloaded")
+    assert 0.1 < failure(refused)["details"]["retry_after_s"] < 60
+    (await gate.next("setup")).go()  # it came because of the one that was refused
+    assert await function.answer(2) == 2
+
+
 async def test_while_nothing_is_known_nobody_is_refused(deploy, gate: Gate):
     function = await deploy(
         "import gate\ndef handler(event):\n    gate.wait(str(event))\n    return event", ONE, gate=gate
@@ -214,3 +232,23 @@ def handler(events):
     remembered = gateway.server.functions.live(again.name).line
     assert [point.size for point in remembered.queue.curve.points] == sizes
     assert await again.answer(0) == [1]  # and its worker did not measure
+
+
+async def test_each_call_of_a_group_that_is_taken_apart_has_all_of_its_time(deploy, gate: Gate):
+    source = """
+import gate, os, pilotlight, time
+@pilotlight.batch(max_size=8)
+def handler(events):
+    if events == ["first"]:
+        gate.wait("first")
+    time.sleep(0.2)
+    if "bad" in events:
+        raise ValueError
+    return [[event, os.getpid()] for event in events]
+"""
+    function = await deploy(source, {**ONE, "execution_timeout_s": 0.6}, gate=gate)
+    answers = await together(function, gate, [1, 2, 3, "bad", 4, 5, 6, 7])  # seven calls
+    bad = answers.pop(3)
+    assert [answer.json()[0] for answer in answers] == [1, 2, 3, 4, 5, 6, 7]
+    assert len({answer.json()[1] for answer in answers}) == 1
+    assert failure(bad)["type"] == "handler_failed"

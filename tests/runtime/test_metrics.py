@@ -1,8 +1,19 @@
 """Metrics: what is counted, read back as Prometheus would read it."""
 
+import os
+import shutil
+import subprocess
 from dataclasses import dataclass
 
 import pytest
+from pilotlight.errors import (
+    DeadlineExceeded,
+    HandlerFailed,
+    InputTooLarge,
+    Overloaded,
+    QueueFull,
+    QuotaExceeded,
+)
 from pilotlight.runtime.metrics import Metrics
 from pilotlight.runtime.timeline import PHASES, Activation, Timeline
 from prometheus_client.parser import text_string_to_metric_families
@@ -15,6 +26,8 @@ class Counts:
     starting: int = 0
     ready: int = 0
     draining: int = 0
+    busy_s: float = 0.0
+    ready_s: float = 0.0
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -44,12 +57,12 @@ def test_answers_are_counted_by_function_and_code() -> None:
     metrics.answered("tone", 200, WARM)
     metrics.answered("tone", 200, WARM)
     metrics.answered("tone", 422, WARM)
-    metrics.refused("other", 429)
+    metrics.refused("other", QueueFull("full"))
     assert value(metrics, "pilotlight_invocations_total", function="tone", code="200") == 2
     assert value(metrics, "pilotlight_invocations_total", function="tone", code="422") == 1
     assert value(metrics, "pilotlight_invocations_total", function="other", code="429") == 1
     assert value(metrics, "pilotlight_invocation_seconds_sum", function="tone") == pytest.approx(7.5)
-    assert value(metrics, "pilotlight_invocation_seconds_count", function="other") is None
+    assert not value(metrics, "pilotlight_invocation_seconds_count", function="other")
     assert value(metrics, "pilotlight_batch_size_sum", function="tone") == 12
 
 
@@ -96,8 +109,8 @@ def test_workers_are_counted_when_somebody_looks() -> None:
 
 def test_two_gateways_in_one_process_do_not_mix() -> None:
     one, other = Metrics(dict), Metrics(dict)
-    one.refused("tone", 404)
-    assert value(other, "pilotlight_invocations_total", function="tone", code="404") is None
+    one.refused("tone", QueueFull("full"))
+    assert value(other, "pilotlight_invocations_total", function="tone", code="429") is None
 
 
 def test_buckets_hold_what_is_at_most_their_bound() -> None:
@@ -106,3 +119,61 @@ def test_buckets_hold_what_is_at_most_their_bound() -> None:
     assert value(metrics, "pilotlight_invocation_seconds_bucket", function="tone", le="0.025") == 0
     assert value(metrics, "pilotlight_invocation_seconds_bucket", function="tone", le="0.1") == 1
     assert value(metrics, "pilotlight_invocation_seconds_bucket", function="tone", le="+Inf") == 1
+
+
+def test_phases_are_told_of_every_answer() -> None:
+    metrics = Metrics(dict)
+    metrics.answered("tone", 200, WARM)
+    metrics.answered("tone", 503, Timeline(1.0, responded_s=3.0))  # which no worker answered: it waited
+    for phase, seconds, count in (
+        ("queue", 2.5, 2), ("batch", 0.0, 1), ("wait", 0.5, 1), ("exec", 1.0, 1), ("respond", 0.5, 1),
+    ):  # fmt: skip
+        found = value(metrics, "pilotlight_phase_seconds_sum", function="tone", phase=phase)
+        assert found == pytest.approx(seconds)
+        assert value(metrics, "pilotlight_phase_seconds_count", function="tone", phase=phase) == count
+
+
+def test_refusals_are_counted_by_reason_and_failures_are_none() -> None:
+    metrics = Metrics(dict)
+    queued = Timeline(1.0, responded_s=2.0)
+    metrics.refused("tone", QueueFull("full"))
+    metrics.refused("tone", InputTooLarge("much"))
+    metrics.turned_away("tone", QuotaExceeded("used up"))
+    metrics.answered("tone", 504, queued, DeadlineExceeded("late"))
+    metrics.answered("tone", 503, WARM, Overloaded("late"))  # a worker had it, and gave it back
+    metrics.answered("tone", 504, WARM, DeadlineExceeded("late"))
+    metrics.answered("tone", 500, WARM, HandlerFailed("no"))
+    for reason, count in (
+        ("queue_full", 1), ("input_too_large", 1), ("quota_exceeded", 1), ("deadline_exceeded", 1), ("overloaded", 1),
+        ("handler_failed", None),
+    ):  # fmt: skip
+        assert value(metrics, "pilotlight_refusals_total", function="tone", reason=reason) == count
+    # Of quotas the route, which may be no invocation's, was never reached.
+    assert value(metrics, "pilotlight_invocations_total", function="tone", code="429") == 1
+
+
+def test_how_busy_workers_were() -> None:
+    census = {"tone": Counts(busy_s=3.0, ready_s=12.0), "new": Counts()}
+    metrics = Metrics(lambda: census)
+    assert value(metrics, "pilotlight_worker_busy_seconds_total", function="tone") == 3
+    assert value(metrics, "pilotlight_worker_ready_seconds_total", function="tone") == 12
+    assert value(metrics, "pilotlight_worker_busy_ratio", function="tone") == 0.25
+    assert value(metrics, "pilotlight_worker_busy_ratio", function="new") == 0
+
+
+PROMTOOL = os.environ.get("PILOTLIGHT_PROMTOOL") or shutil.which("promtool") or ""
+
+
+@pytest.mark.skipif(
+    not os.access(PROMTOOL, os.X_OK), reason="promtool is not here; .ci/run fetches it (PILOTLIGHT_PROMTOOL)"
+)
+def test_promtool_has_nothing_to_say() -> None:
+    metrics = Metrics(lambda: {"tone": Counts(1, 2, 3, 4, 5, 6.0, 7.0)})
+    metrics.answered("tone", 200, WARM)
+    metrics.answered(
+        "tone", 200, Timeline(1.0, 5.0, 6.0, 6.0, exec_s=1.0, activation=Activation(1.5, 2.0, 4.0))
+    )
+    metrics.refused("tone", QueueFull("full"))
+    metrics.activated("tone", "ready")
+    done = subprocess.run([PROMTOOL, "check", "metrics"], input=metrics.text(), capture_output=True, check=False, timeout=60)  # fmt: skip
+    assert (done.returncode, done.stdout + done.stderr) == (0, b"")

@@ -338,6 +338,8 @@ async def test_over_the_concurrency_is_refused_while_it_lasts(gateway: Gateway, 
     gate.open()
     assert (await running).json() == 1
     assert (await client.post("/invoke/mine", json=1)).status_code == 200
+    told = (await gateway.client.get("/metrics")).text
+    assert 'pilotlight_refusals_total{function="mine",reason="quota_exceeded"}' in told
 
 
 async def test_who_leaves_gives_his_place_back(gateway: Gateway, keyed: Opened, gate: Gate):

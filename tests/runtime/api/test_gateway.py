@@ -10,7 +10,7 @@ import httpx
 import numpy as np
 import pytest
 import safetensors.numpy
-from live import LIMIT_S, Gate, Gateway, failure, gateway_here, gone
+from live import LIMIT_S, Gate, Gateway, events, failure, gateway_here, gone
 from pilotlight.runtime.invocation import Invocation
 from pilotlight.runtime.revision import Revision
 from pilotlight.runtime.timeline import parse_server_timing
@@ -217,6 +217,19 @@ async def test_a_body_over_the_limit(deploy):
         error = failure(await function.client.post(function.path, content=content))
         assert (error["status"], error["type"]) == (413, "input_too_large")
         assert "1000 bytes" in error["message"]
+
+
+async def test_refusals_are_counted_by_their_reason(deploy, client: httpx.AsyncClient):
+    function = await deploy("def handler(event):\n    return 1 / event\n", {"max_body_bytes": 10})
+    await function.error("x" * 100)
+    await function.error(0)
+    await function.error(1, X_Priority="9")
+    told = (await client.get("/metrics")).text
+    of = f'pilotlight_refusals_total{{function="{function.name}",reason='
+    found = [line for line in told.splitlines() if line.startswith(of)]
+    assert sorted(found) == [f'{of}"bad_json"}} 1.0', f'{of}"input_too_large"}} 1.0']
+    exec_ = f'pilotlight_phase_seconds_count{{function="{function.name}",phase="exec"}} 1.0'
+    assert exec_ in told
 
 
 async def test_a_body_that_arrives_too_slowly(state):
@@ -528,16 +541,6 @@ def submitted(monkeypatch) -> list[Invocation]:
 
     monkeypatch.setattr(Revision, "submit", submit)
     return seen
-
-
-def events(text: str) -> list[tuple[str, str, object]]:
-    """(id, event, data) of server-sent events."""
-    found = []
-    for block in text.strip().split("\n\n"):
-        if not block.startswith(":"):
-            fields = dict(line.split(": ", 1) for line in block.splitlines())
-            found.append((fields["id"], fields["event"], json.loads(fields["data"])))
-    return found
 
 
 async def raw(gateway: Gateway, request: str) -> tuple[int, dict]:
