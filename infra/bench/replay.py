@@ -28,6 +28,7 @@ from pilotlight.runtime.batching.calls import Call, Outcome
 from pilotlight.runtime.batching.curve import Curve, Point
 from pilotlight.runtime.batching.figures import figures
 from pilotlight.runtime.batching.simulator import Plant, Simulator, Timed
+from report import Report
 from warm_open import DEADLINES
 from warm_replay import instants_ns, replay
 
@@ -126,6 +127,17 @@ def compare(share: float, for_s: float = 60.0) -> dict[str, Any]:
         "way_ms": learned.way_s * 1e3,
         "each_ms": learned.each_s * 1e3,
     }
+
+
+def enter(report: Report, for_s: float) -> None:
+    """Enters simulator_difference_points, the worse of the shares."""
+    found = [compare(share, for_s) for share in SHARES]
+    for one in found:
+        report.row(part="replay", **one)
+        word = str(one["share"]).replace(".", "_")
+        report.add(f"replay_on_time_at_{word}", one["live"])
+        report.add(f"simulated_on_time_at_{word}", one["simulated"])
+    report.add("simulator_difference_points", max(one["difference_points"] for one in found), "", "<= 5")
 
 
 def main() -> int:
