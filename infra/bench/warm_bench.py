@@ -14,11 +14,11 @@ import resource
 import signal
 import sys
 
+import replay
 import warm_closed
 import warm_echo
 import warm_envs
 import warm_open
-import warm_replay
 import warm_streams
 import warm_tenants
 from percentiles import median
@@ -103,7 +103,7 @@ class Bench:
         warm_echo.measure(self.report, 3 if self._quick else 7)
 
     def _replay(self) -> None:
-        warm_replay.measure(self.report, *self._sleep_curve(), 5.0 if self._quick else warm_replay.FOR_S)
+        replay.enter(self.report, 5.0 if self._quick else 20.0)
 
     def _sleep_curve(self) -> tuple[float, float]:
         """What one worker can do at most, and how long a batch of one takes: the curve is known."""

@@ -2,7 +2,7 @@
 
 data/azure-llm-2023-conv.csv.gz has the arrivals (data/README.md says whose they are). The beginning of the hour is taken,
 as many arrivals as the rate and the time ask for, and their times are scaled so that their mean rate is the one asked
-for; bursts and lulls keep their shape. A simulation is given the very same instants.
+for; bursts and lulls keep their shape. A simulation (replay.py) is given the very same instants.
 """
 
 from __future__ import annotations
@@ -16,13 +16,9 @@ from pathlib import Path
 
 from http1 import Request
 from load import Tally, load_apart
-from report import Report
-from warm_open import DEADLINES, with_deadline
-from warm_peers import Choice, start
+from warm_open import with_deadline
 
 TRACE = Path(__file__).with_name("data") / "azure-llm-2023-conv.csv.gz"
-SHARES = (0.7, 1.0)
-FOR_S = 20.0
 
 
 def trace_s(path: Path = TRACE) -> list[float]:
@@ -48,15 +44,3 @@ def replay(request: Request, instants: list[int], deadline_s: float) -> Tally:
         json.dump(instants, file)
         file.flush()
         return load_apart(with_deadline(request, deadline_s), instants=Path(file.name), timeout_s=240)
-
-
-def measure(report: Report, capacity: float, alone_s: float, for_s: float = FOR_S) -> None:
-    """Enters replay_on_time_… : the sleep curve on one worker, at so much of its capacity."""
-    with start(Choice("pilotlight"), "sleep") as contender:
-        contender.warm_up()
-        for share in SHARES:
-            instants = instants_ns(share * capacity, for_s)
-            tally = replay(contender.request, instants, DEADLINES * alone_s)
-            word = str(share).replace(".", "_")
-            report.add(f"replay_on_time_at_{word}", tally.on_time(DEADLINES * alone_s))
-            report.row(part="replay", share=share, arrivals=len(instants), **tally.summary())
