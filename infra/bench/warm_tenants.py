@@ -40,7 +40,7 @@ def measure(report: Report, capacity: float, for_s: float = FOR_S) -> None:
     with start(Choice("pilotlight"), HANDLER) as contender:
         contender.warm_up()
         small, big = (as_tenant(contender.request, key(contender, name)) for name in ("small", "big"))
-        rates = {"alone": 0.0, "beside_50_times": BIG_RATE, "beside_1_5_times_capacity": 1.5 * capacity}
+        rates = {"alone": 0.0, "beside_50_times": BIG_RATE, "beside_1_5x": 1.5 * capacity}
         tallies = {name: beside(small, big, rate, for_s) for name, rate in rates.items()}
     alone_ms = tallies["alone"].p_ms(0.99)
     for name, tally in tallies.items():
@@ -49,7 +49,7 @@ def measure(report: Report, capacity: float, for_s: float = FOR_S) -> None:
         report.row(part="tenants", case=name, big_rate=rates[name], **tally.summary())
     ratio = tallies["beside_50_times"].p_ms(0.99) / alone_ms
     report.add("small_tenant_p99_ratio", ratio, "x alone", "<= 1.5")
-    ratio = tallies["beside_1_5_times_capacity"].p_ms(0.99) / alone_ms
+    ratio = tallies["beside_1_5x"].p_ms(0.99) / alone_ms
     report.add("small_tenant_p99_ratio_1_5x", ratio, "x alone")
 
 

@@ -20,7 +20,7 @@ def rehearse(context: pilotlight.Context) -> None:
     context.state.embed([SAMPLE])
 
 
-@pilotlight.batch(max_size=32)
+@pilotlight.batch(max_size=32, example={"text": SAMPLE})
 def handler(events: list[Any], context: pilotlight.Context) -> list[list[float]]:
     found: list[list[float]] = context.state.embed([event["text"] for event in events])
     return found

@@ -6,7 +6,7 @@ import curve
 import pilotlight
 
 
-@pilotlight.batch(max_size=32)
+@pilotlight.batch(max_size=32, example={"value": 0})
 def handler(events: list[Any]) -> list[Any]:
     answers: list[Any] = curve.answer(events)
     return answers
