@@ -64,12 +64,20 @@ class Given:
             self._group_of.update(dict.fromkeys(channels, group))
         return channels
 
+    def add_single(self, invocation: Invocation, now_s: float) -> int:
+        """As `add`, of a handler that takes no batch: the shortest way."""
+        if not self.calls:
+            self._busy_since_s = now_s
+        self._next_channel += 1
+        self.calls[self._next_channel] = invocation
+        return self._next_channel
+
     def take(self, channel: int, now_s: float, cost: float = 1.0) -> tuple[Invocation | None, Ended | None]:
         """Answered, or given back (then it cost nothing): the invocation, and its group if that has ended with it."""
         invocation = self.calls.pop(channel, None)
         if invocation is not None and not self.calls:
             self.busy_s += now_s - self._busy_since_s
-        group = self._group_of.pop(channel, None)
+        group = self._group_of.pop(channel, None) if self.batching else None
         if group is None:
             return invocation, None
         group.channels.discard(channel)

@@ -90,21 +90,20 @@ class Line:
 
     # -- in
 
-    def submit(self, invocation: Invocation) -> None:
-        """To a worker if one is free, else to those who wait. Raises QueueFull, Overloaded, RevisionRetired."""
+    def submit(self, invocation: Invocation) -> bool:
+        """Whether it went to a worker that was free, and nobody waits. Raises QueueFull, Overloaded, RevisionRetired."""
         if self._over:
             raise self._retired()
         now_s = time.monotonic()
-        straight = self.policy.batch == 1 and not len(self.queue)
-        replica = self._pool.pick() if straight else None
-        if replica is None:
-            invocation.timeline.waits_cold = not self._pool.ready
-            self.queue.admit(invocation, now_s, self._lanes(now_s))
-        self._alarms.set(invocation, min(invocation.deadline_s, invocation.hold_until_s), now_s)
-        if replica is None:
-            self.pump()
-        else:
+        if self.policy.batch == 1 and not len(self.queue) and (replica := self._pool.pick()) is not None:
+            self._alarms.set(invocation, invocation.deadline_s, now_s)
             self._send(replica, [invocation], now_s)
+            return True
+        invocation.timeline.waits_cold = not self._pool.ready
+        self.queue.admit(invocation, now_s, self._lanes(now_s))
+        self._alarms.set(invocation, min(invocation.deadline_s, invocation.hold_until_s), now_s)
+        self.pump()
+        return False
 
     def _lanes(self, now_s: float) -> Lanes:
         """Where groups run, or will once the workers that start are ready. A slot of a handler that takes singles is a lane."""

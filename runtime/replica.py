@@ -62,6 +62,7 @@ class Replica:
     ) -> None:
         """`measure`: the worker is to measure its latency curve before it is ready, if it can."""
         self.child = child
+        self.name = child.name
         self.activation = activation
         self.state = State.RESTORING
         self.given = Given()
@@ -81,10 +82,6 @@ class Replica:
             asyncio.get_running_loop().call_soon(self._on_lost)
 
     @property
-    def name(self) -> str:
-        return self.child.name
-
-    @property
     def in_flight(self) -> dict[int, Invocation]:
         return self.given.calls
 
@@ -100,12 +97,22 @@ class Replica:
         return self.given.groups if self.given.batching else len(self.given.calls)
 
     @property
+    def holds_more(self) -> bool:
+        """Whether it is `hurried`, and has room."""
+        given = self.given
+        return self.state is State.READY and given.slots < self.window > len(given.calls)
+
+    @property
     def hurried(self) -> bool:
         """Whether its invocations are so short that it holds some in advance (see advance.py)."""
         return self.window > self.given.slots
 
     def send(self, invocations: list[Invocation], now_s: float) -> None:
         """Gives the worker invocations that are to run together; of a handler that takes no batch, one."""
+        if not self.given.batching:
+            for invocation in invocations:
+                self._send_single(invocation, now_s)
+            return
         channels = self.given.add(invocations, now_s)
         link, left = self.child.link, len(invocations)
         for channel, invocation in zip(channels, invocations, strict=True):
@@ -113,11 +120,16 @@ class Replica:
             invocation.worker = self.name
             invocation.companions = len(invocations) - 1
             invocation.timeline.sent_s = now_s
-            if invocation.stream is not None:
-                self._feed(invocation.stream, channel)
             link.send_json(Kind.INVOKE, channel, invocation.head(now_s, left), invocation.body)
-        if self.given.batching:
-            link.flush()  # not after this turn of the loop, in which all the last group's callers are answered
+        link.flush()  # not after this turn of the loop, in which all the last group's callers are answered
+
+    def _send_single(self, invocation: Invocation, now_s: float) -> None:
+        channel = self.given.add_single(invocation, now_s)
+        invocation.worker = self.name
+        invocation.timeline.sent_s = now_s
+        if invocation.stream is not None:
+            self._feed(invocation.stream, channel)
+        self.child.link.send_json(Kind.INVOKE, channel, invocation.head(now_s), invocation.body)
 
     def _feed(self, stream: Stream, channel: int) -> None:
         stream.on_taken = lambda count: self._grant(channel, count)
@@ -180,12 +192,13 @@ class Replica:
             self._on_word(frame)
 
     def _on_result(self, frame: Frame) -> None:
-        timing = Timing.unpack(frame.head[: TIMING.size])
-        invocation, ended = self._take(frame.channel, timing.cost)
+        now_s, head = time.monotonic(), frame.head
+        timing = TIMING.unpack_from(head)
+        invocation, ended = self._take(frame.channel, timing[3], now_s)
         if invocation is None:
             return
-        self._note(invocation, timing)
-        kind = frame.head[TIMING.size :].decode() if len(frame.head) > TIMING.size else JSON_TYPE
+        self._note(invocation, timing, now_s)
+        kind = head[TIMING.size :].decode() if len(head) > TIMING.size else JSON_TYPE
         invocation.resolve(Answer(frame.payload, kind))
         self._after(ended)
 
@@ -208,13 +221,14 @@ class Replica:
                 invocation.stream.put(frame.payload)
             return
         returned = frame.kind == Kind.RETURNED
-        invocation, ended = self._take(frame.channel, 0.0 if returned else 1.0)
+        now_s = time.monotonic()
+        invocation, ended = self._take(frame.channel, 0.0 if returned else 1.0, now_s)
         if invocation is None:
             return
         if returned:
             self._owner.on_returned(self, invocation)
             return
-        self._note(invocation, Timing.unpack(frame.head if frame.kind == Kind.END else b""))
+        self._note(invocation, Timing.unpack(frame.head if frame.kind == Kind.END else b""), now_s)
         if frame.kind == Kind.END:
             invocation.resolve(Answer(b"", JSON_TYPE))
         else:
@@ -265,8 +279,7 @@ class Replica:
             self.state = State.READY
         self._owner.on_ready(self)
 
-    def _take(self, channel: int, cost: float) -> tuple[Invocation | None, Ended | None]:
-        now_s = time.monotonic()
+    def _take(self, channel: int, cost: float, now_s: float) -> tuple[Invocation | None, Ended | None]:
         invocation, ended = self.given.take(channel, now_s, cost)
         if not self.given.calls:
             self.idle_since_s = now_s
@@ -275,13 +288,13 @@ class Replica:
             self._kill_if_only_stuck()
         return invocation, ended
 
-    def _note(self, invocation: Invocation, timing: Timing) -> None:
+    def _note(self, invocation: Invocation, timing: tuple[float, float, int, float], now_s: float) -> None:
         line = invocation.timeline
-        line.answered_s = time.monotonic()
+        line.answered_s = now_s
         line.wait_s, line.exec_s, line.batch, line.cost = timing
         self.served += 1
         if self.given.batching:
-            self._owner.on_cost(invocation, timing.cost)
+            self._owner.on_cost(invocation, line.cost)
         elif self.served % LEARNED_EVERY == 1:
             self._owner.on_ended(Ended(1, 1.0, line.answered_s - line.sent_s - line.wait_s))
 

@@ -117,14 +117,15 @@ class Revision:
     def submit(self, invocation: Invocation) -> None:
         """Takes an invocation: to a worker if one is free, else into the queue. QueueFull, Overloaded, RevisionRetired."""
         try:
-            self.line.submit(invocation)
+            if self.line.submit(invocation) and self.pool.in_flight <= self._calm and not self._retiring:
+                return
         except Overloaded:
             if (
                 not self.pool.ready
             ):  # who cannot wait for an activation, and is told to come again, is a reason for one
                 self.warm(1)
             raise
-        self._look()
+        self._scale()
 
     def cancel(self, invocation: Invocation) -> None:
         """The caller has gone: the invocation leaves the queue, or its worker is told."""
@@ -182,14 +183,9 @@ class Revision:
             ready_s=ready_s,
         )
 
-    def _look(self, idle: Replica | None = None) -> None:
-        """Looks at the number of workers if it could be another: more is to be done, or there is somebody idle."""
-        if (
-            len(self.line)
-            or self._retiring
-            or self.pool.in_flight > self._calm
-            or (idle and self._wake is None)
-        ):
+    def _look(self, replica: Replica) -> None:
+        """Looks at the number of workers if it could be another: somebody waits, or is idle and nobody looks later."""
+        if len(self.line) or self._retiring or (not replica.given.calls and self._wake is None):
             self._scale()
 
     def _scale(self) -> None:
@@ -273,7 +269,9 @@ class Revision:
     def on_capacity(self, replica: Replica) -> None:
         if len(self.line):
             self.line.pump()
-        self._look(None if replica.given.calls else replica)
+        elif replica.given.calls and not self._retiring:
+            return  # no fewer workers are wanted while each of them has something to do, and no more
+        self._look(replica)
 
     def on_ended(self, ended: Ended) -> None:
         self.line.on_ended(ended)
