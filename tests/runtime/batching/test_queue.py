@@ -195,3 +195,14 @@ def test_what_must_run_alone_does_and_pays_only_for_itself() -> None:
         groups.append(queue.next(0.0).taken)
     assert [alone] in groups
     assert sorted(map(len, groups)) == [1, 2]
+
+
+def test_what_is_refused_is_not_charged() -> None:
+    queue = queue_of(limit=2)
+    fine = Item("a", deadline_s=9.0)
+    for item in (Item("a", deadline_s=0.1), Item("a", deadline_s=0.1), fine, Item("b"), Item("b")):
+        queue.admit(item, 0.0, busy())
+    found = queue.next(0.09)
+    assert len(found.refused) == 2
+    assert found.taken[0] is fine
+    assert found.taken[1].tenant == "b"
