@@ -33,6 +33,7 @@ CANCEL_GRACE_S = 5.0
 # What async handlers get to be interrupted in.
 INTERRUPT_S = 1.0
 SMOOTHING = 0.3
+WAY_SMOOTHING = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +287,15 @@ class Line:
 
     def on_ended(self, ended: Ended) -> None:
         if ended.seconds > 0:
-            self.queue.ended(time.monotonic(), ended.size, ended.cost, ended.seconds)
+            now_s = time.monotonic()
+            self.queue.ended(now_s, ended.size, ended.cost, ended.seconds)
+            if self.policy.batch > 1:  # after this turn of the loop, all of the group have their answers
+                self._loop.call_soon(self._note_way_back, now_s)
+
+    def _note_way_back(self, ended_s: float) -> None:
+        """What a deadline must leave: the loop's turn, in which a caller may be the last, and as much again on his side."""
+        took_s = 2 * (time.monotonic() - ended_s)
+        self.queue.margin_s += WAY_SMOOTHING * (took_s - self.queue.margin_s)
 
     def on_worker_died(self, unstarted: list[Invocation], started: list[Invocation], cause: str) -> None:
         """What it had not started waits again; what it had is run once more, or its caller is told."""

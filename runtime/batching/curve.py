@@ -38,8 +38,6 @@ class Curve:
         self._points: tuple[Point, ...] = ()
         self._sizes: list[float] = []
         self._fresh = 0
-        self.drawn = 0
-        """How often it has changed."""
         self.recall(points)
 
     def recall(self, points: Iterable[Point]) -> None:
@@ -84,7 +82,6 @@ class Curve:
 
     def _draw(self) -> None:
         self._fresh = 0
-        self.drawn += 1
         found = [self._buckets[number].point() for number in sorted(self._buckets)]
         weights = [self._buckets[number].weight for number in sorted(self._buckets)]
         p50s = isotonic([(point.p50_s, weight) for point, weight in zip(found, weights, strict=True)])

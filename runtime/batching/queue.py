@@ -5,8 +5,7 @@ The gateway runs it, and so does the simulator: what is measured of one holds fo
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -19,9 +18,6 @@ from .returns import Returns
 from .turns import FIRST, Turns
 
 # A caller is told to come again when there is room, but never at once and never in the far future.
-RUNNING_SHARE = 0.5
-"""Of the time that callers give: see `reach`."""
-SMOOTHING = 0.05
 MIN_RETRY_S, MAX_RETRY_S = 0.05, 60.0
 
 
@@ -81,9 +77,6 @@ class Queue(Generic[T]):
         self._kept: set[int] = set()
         self.margin_s = 0.0
         """How long it takes from the end of a group until all of it have their answers."""
-        self._patience_s = math.inf
-        self._reach = limit
-        self._reached_for = (0.0, 0, 0.0)
 
     def __len__(self) -> int:
         return len(self._turns)
@@ -98,29 +91,9 @@ class Queue(Generic[T]):
         if len(self._turns) >= self.most and self._holds_share(item.tenant):
             self._refuse_full(now_s, lanes)
         self.arrived(now_s)
-        if not item.patient:
-            self._note_patience(item.deadline_s - now_s)
         busy = lanes.free_at_s > now_s or len(self._turns) > 0
         kept = busy and not item.patient and self.curve.known and self._check(item, now_s, lanes)
         self._turns.add(item, first=kept)
-
-    def _note_patience(self, patience_s: float) -> None:
-        known = self._patience_s
-        self._patience_s = patience_s if math.isinf(known) else known + SMOOTHING * (patience_s - known)
-
-    @property
-    def reach(self) -> int:
-        """How many should run together at most: as many as end within the part of the callers' time that is for running.
-
-        Whoever arrives while a group runs waits for that, and then runs for as long himself: larger groups would be more
-        efficient, and late.
-        """
-        key = (self._patience_s, self.curve.drawn, self.margin_s)
-        if key != self._reached_for:
-            self._reached_for = key
-            time_s = RUNNING_SHARE * self._patience_s - self.margin_s
-            self._reach = _largest(self.limit, lambda count: self.curve.bound(count) <= time_s)
-        return min(self._reach, self.limit)
 
     def _holds_share(self, tenant: str) -> bool:
         """Whether a tenant has as many waiting as each could have at once: nobody fills the queue for the others."""
@@ -147,7 +120,7 @@ class Queue(Generic[T]):
 
     def _load(self, item: T | None, now_s: float, lanes: Lanes) -> Load:
         ahead = self._turns.ahead(item.tenant, item.priority) if item is not None else len(self._turns)
-        return Load(now_s, ahead, len(self._turns), max(1, lanes.count), self.reach, lanes.free_at_s)
+        return Load(now_s, ahead, len(self._turns), max(1, lanes.count), self.limit, lanes.free_at_s)
 
     def refusal(self, item: T, now_s: float, lanes: Lanes) -> Overloaded:
         """What a caller is told who cannot be served in time, and by which he is recognised when he comes again."""
@@ -204,11 +177,13 @@ class Queue(Generic[T]):
 
     def _situation(self, now_s: float) -> Situation:
         queued = len(self._turns)
-        slack_s = self._turns.urgent_s() - now_s - self.curve.bound(min(self.reach, 2 * queued)) - self.margin_s
-        return Situation(now_s, queued, self.reach, slack_s)
+        slack_s = (
+            self._turns.urgent_s() - now_s - self.curve.bound(min(self.limit, 2 * queued)) - self.margin_s
+        )
+        return Situation(now_s, queued, self.limit, slack_s)
 
     def _gather(self, found: Next[T], start_s: float) -> None:
-        most, taken = self.reach, found.taken
+        most, taken = self.limit, found.taken
         while len(taken) < most and (item := self._turns.take(self.curve.unit)) is not None:
             if item.company and len(taken) >= item.company:
                 self._turns.add(item, first=id(item) in self._kept)
@@ -231,7 +206,7 @@ class Queue(Generic[T]):
             return False
         # Nothing is gained by refusing what is alone: it may still make it, and nobody waits behind it.
         return together > 1 and too_late(
-            item.deadline_s - self.margin_s, start_s, together, self.reach, self.curve
+            item.deadline_s - self.margin_s, start_s, together, self.limit, self.curve
         )
 
     # -- what became of it
@@ -245,12 +220,3 @@ class Queue(Generic[T]):
     def charge(self, item: T, cost: float) -> None:
         """What an item cost beyond what was charged when it was taken."""
         self._turns.charge(item.tenant, item.priority, cost - self.curve.unit)
-
-
-def _largest(most: int, fits: Callable[[int], bool]) -> int:
-    """The largest count up to `most` that fits, if those do that are smaller; at least 1."""
-    low, high = 1, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
