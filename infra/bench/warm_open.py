@@ -73,7 +73,8 @@ class Open:
         answered = self.tallies[OURS, 0.5]
         self._report.add(f"{self._handler}_{OURS}_answered_at_0_5", answered.right / max(1, answered.answers))
         ours = answered.p_ms(0.99)
-        best = min((self.tallies[name, 0.5].p_ms(0.99) for name in entered if name != OURS), default=0.0)
+        peers = [self.tallies[name, 0.5] for name in entered if name != OURS]
+        best = min((tally.p_ms(0.99) for tally in peers if tally.right), default=0.0)
         if best:
             self._report.add(f"{self._handler}_p99_vs_best_peer_at_0_5", ours / best, "x", "<= 1")
 
