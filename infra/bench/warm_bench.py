@@ -15,6 +15,7 @@ import signal
 import sys
 
 import replay
+import warm_alone
 import warm_closed
 import warm_echo
 import warm_envs
@@ -100,7 +101,7 @@ class Bench:
         warm_streams.measure(self.report, 1.0 if self._quick else 2.0)
 
     def _echo(self) -> None:
-        warm_echo.measure(self.report, 3 if self._quick else 7)
+        warm_echo.measure(self.report, 3 if self._quick else 5)
 
     def _replay(self) -> None:
         replay.enter(self.report, 5.0 if self._quick else 20.0)
@@ -121,11 +122,12 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one short round of everything")
     parser.add_argument("--sweep", action="store_true", help="try every choice of settings again")
     arguments = parser.parse_args()
+    for name in set(arguments.peers) & set(warm_envs.NAMES):
+        warm_envs.ready(name)
+    warm_alone.enter()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that servers are ended
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    for name in set(arguments.peers) & set(warm_envs.NAMES):
-        warm_envs.ready(name)
     return 0 if Bench(arguments).run() else 1
 
 

@@ -23,9 +23,9 @@ class Plan:
     """How long and how often."""
 
     rounds: int = 3
-    each_s: float = 1.5
-    warm_s: float = 0.3
-    open_s: float = 6.0
+    each_s: float = 1.2
+    warm_s: float = 0.4
+    open_s: float = 5.0
 
     @staticmethod
     def quick() -> Plan:

@@ -14,7 +14,6 @@ from http.client import HTTPConnection
 from urllib.parse import urlsplit
 
 import minilm
-from load import load_apart
 from report import Report
 from servers import ServerError
 from warm_peers import HEADERS, Choice, Contender, start
@@ -48,9 +47,7 @@ def field(handler: str, choices: dict[str, Choice], report: Report) -> Iterator[
 def turn(contender: Contender) -> Iterator[Contender]:
     """Its turn: it runs, all others are stopped."""
     contender.server.resume()
-    time.sleep(_SETTLE_S)
-    # Timers that came due while it was stopped go off before anything is counted.
-    load_apart(contender.request, callers=8, duration_s=_SETTLE_S)
+    time.sleep(_SETTLE_S)  # timers that came due while it was stopped go off before anything is counted
     try:
         yield contender
     finally:

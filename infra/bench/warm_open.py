@@ -52,7 +52,7 @@ class Open:
                 with turn(contender):
                     tally = load_apart(
                         with_deadline(contender.request, self._deadline_s) if ours else contender.request,
-                        rate=load * self._capacity, duration_s=plan.open_s, seed=int(load * 10),
+                        rate=load * self._capacity, duration_s=plan.open_s, seed=int(load * 10), warmup_s=plan.warm_s,
                     )  # fmt: skip
                 self.tallies[contender.name, load] = tally
                 self._report.row(
@@ -70,8 +70,11 @@ class Open:
             for name in entered:
                 share = self.tallies[name, load].on_time(self._deadline_s)
                 self._report.add(f"{self._handler}_{name}_on_time_at_{word}", share)
-        ours = self.tallies[OURS, 0.5].p_ms(0.99)
-        best = min((self.tallies[name, 0.5].p_ms(0.99) for name in entered if name != OURS), default=0.0)
+        answered = self.tallies[OURS, 0.5]
+        self._report.add(f"{self._handler}_{OURS}_answered_at_0_5", answered.right / max(1, answered.answers))
+        ours = answered.p_ms(0.99)
+        peers = [self.tallies[name, 0.5] for name in entered if name != OURS]
+        best = min((tally.p_ms(0.99) for tally in peers if tally.right), default=0.0)
         if best:
             self._report.add(f"{self._handler}_p99_vs_best_peer_at_0_5", ours / best, "x", "<= 1")
 

@@ -20,6 +20,7 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import warm_alone
 from load import load_apart
 from rich.console import Console
 from rich.table import Table
@@ -186,6 +187,7 @@ def main() -> int:
     parser.add_argument("--peer", nargs="+", choices=sorted(CHOICES), default=list(CHOICES))
     parser.add_argument("--handler", nargs="+", choices=["minilm", "sleep"], default=["minilm", "sleep"])
     arguments = parser.parse_args()
+    warm_alone.enter()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that servers are ended
     grid = Grid()
     for handler in arguments.handler:

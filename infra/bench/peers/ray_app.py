@@ -57,8 +57,7 @@ def main(given: dict[str, Any]) -> None:
     )
     serve.run(deployment.bind(given), route_prefix="/")
     signal.sigwait({signal.SIGTERM, signal.SIGINT})
-    serve.shutdown()
-    ray.shutdown()
+    ray.shutdown()  # serve.shutdown() would let HAProxy drain for half a minute first
 
 
 if __name__ == "__main__":
