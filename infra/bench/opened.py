@@ -10,10 +10,14 @@ import asyncio
 import random
 import time
 from collections import deque
+from dataclasses import replace
 
 from http1 import Answer, Connection, Request
 from tally import Judge, Tally
 from timerfd import TimerFd
+
+BLANKS = 40
+"""After the body of a patient loop's request: which of them are tabs tells it from others."""
 
 
 def poisson(rate: float, duration_s: float, seed: int) -> list[int]:
@@ -85,13 +89,16 @@ class OpenLoop:
             connection, intended_ns = self._idle.pop(), self._queue.popleft()
             self._busy[connection] = intended_ns
             self.tally.send_lag_ns.append(time.monotonic_ns() - intended_ns)
-            connection.send(self._wire)
+            connection.send(self._wire_of(intended_ns))
         wanted = min(len(self._queue) - self._opening, self._most - len(self._busy) - self._opening)
         for _ in range(wanted):
             self._opening += 1
             task = asyncio.ensure_future(self._open_one_more())
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+
+    def _wire_of(self, _intended_ns: int) -> bytes:
+        return self._wire
 
     async def _open(self) -> None:
         running = asyncio.get_running_loop()
@@ -148,12 +155,18 @@ class OpenLoop:
 class PatientLoop(OpenLoop):
     """The same; who is refused waits as long as the answer says, then sends the same once more.
 
-    The tally has the first answers. `second_statuses` counts what the second ones were.
+    The tally has the first answers. `second_statuses` counts what the second ones were. Each request has a body of its
+    own, as those of different callers have: the same JSON with blanks after it that count.
     """
 
     def __init__(self, request: Request, most_connections: int) -> None:
-        super().__init__(request, most_connections)
-        self._second: set[int] = set()
+        super().__init__(replace(request, body=request.body + b" " * BLANKS), most_connections)
+        self._second: dict[int, int] = {}
+
+    def _wire_of(self, intended_ns: int) -> bytes:
+        number = self._second.get(intended_ns, intended_ns)
+        blanks = format(number % 2**BLANKS, f"0{BLANKS}b").replace("0", " ").replace("1", "\t")
+        return self._wire[:-BLANKS] + blanks.encode()
 
     def _enter(self, answer: Answer, intended_ns: int) -> bool:
         statuses = self.tally.second_statuses
@@ -167,7 +180,7 @@ class PatientLoop(OpenLoop):
         again_ns = time.monotonic_ns() + int(wait_s * 1e9)
         while again_ns in self._second:
             again_ns += 1
-        self._second.add(again_ns)
+        self._second[again_ns] = intended_ns
         asyncio.get_running_loop().call_later(wait_s, self._again, again_ns)
         return False
 

@@ -17,7 +17,7 @@ from warm_field import rotated, turn
 from warm_peers import Contender
 
 LOADS = (0.5, 0.9, 1.2)
-DEADLINES = 4.0
+DEADLINES = 5.0
 REFUSED = {429, 503}
 
 

@@ -25,10 +25,14 @@ class Load:
 
 
 def finish_s(load: Load, curve: Curve) -> float:
-    """When it would end: the rest of what runs, full groups of those ahead, and its own group."""
+    """When it would end, as likely as not: the rest of what runs, full groups of those ahead, and its own group.
+
+    Whether it can be relied on is asked when its turn comes, when more is known: who is refused too early was refused
+    for nothing, and the worker's groups are smaller than they could be.
+    """
     start_s = max(load.now_s, load.free_at_s)
     rounds, own = divmod(load.ahead, load.limit * load.lanes)
-    return start_s + rounds * curve.typical(load.limit) + curve.bound(min(load.limit, own + 1))
+    return start_s + rounds * curve.typical(load.limit) + curve.typical(min(load.limit, own + 1))
 
 
 def drained_s(load: Load, curve: Curve, promised: int = 0) -> float:

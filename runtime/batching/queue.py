@@ -111,10 +111,10 @@ class Queue(Generic[T]):
         load = self._load(item, now_s, lanes)
         if self._promises.keep(item.tenant, item.body, now_s):
             first = Load(now_s, len(self._kept), load.queued, load.lanes, load.limit, load.free_at_s)
-            if finish_s(first, self.curve) + self.margin_s <= item.deadline_s:
+            if finish_s(first, self.curve) <= item.deadline_s:
                 self._kept.add(id(item))
                 return True
-        if finish_s(load, self.curve) + self.margin_s > item.deadline_s:
+        if finish_s(load, self.curve) > item.deadline_s:
             raise self.refusal(item, now_s, lanes)
         return False
 
