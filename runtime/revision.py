@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -221,14 +222,24 @@ class Revision:
     def _scale_spec(self) -> autoscaler.Spec:
         spec = self.policy.scale
         # What a worker holds at a time is its to say: it learns how short its invocations are.
-        windows = [replica.window * self.policy.batch for replica in self.pool.ready]
-        if windows and (held := min(windows)) > spec.concurrency:
-            spec = replace(spec, concurrency=held)
+        windows = [replica.window for replica in self.pool.ready if replica.hurried]
+        if (
+            windows
+        ):  # what it holds in advance is done in no time: all of that is no sign that one more is needed
+            spec = replace(spec, concurrency=math.ceil(min(windows) / autoscaler.NEAR_LIMIT))
+        elif (slots := self._slots()) > spec.concurrency:  # its handler asked for more company
+            spec = replace(spec, concurrency=slots)
         if self._retiring:
             return replace(spec, min=0, buffer=0, idle_timeout_s=0.0)
         if self._rest_until_s > time.monotonic():  # workers that keep failing are not started for nobody
             return replace(spec, min=0, buffer=0)
         return spec
+
+    def _slots(self) -> int:
+        """How many singles each worker runs at a time at least; 0 for batch handlers."""
+        return min(
+            (replica.given.slots for replica in self.pool.ready if not replica.given.batching), default=0
+        )
 
     def _stats(self) -> autoscaler.Stats:
         pool = self.pool
