@@ -54,7 +54,11 @@ def wanted(spec: Spec, stats: Stats) -> int:
 
 def calm(spec: Spec, stats: Stats) -> float:
     """Up to how many invocations, waiting and running, the workers that are there or on their way are enough."""
-    return max(1.0, (stats.ready + stats.starting) * spec.concurrency * NEAR_LIMIT)
+    have = stats.ready + stats.starting
+    if have >= spec.max:
+        return math.inf
+    enough = have - spec.buffer  # who brings the first load brings the buffer
+    return max(1.0, enough * spec.concurrency * NEAR_LIMIT) if enough > 0 else 0.0
 
 
 def decide(spec: Spec, stats: Stats, now_s: float) -> Decision:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotlight.runtime.autoscaler import Decision, Spec, Stats, decide, wanted
+from pilotlight.runtime.autoscaler import Decision, Spec, Stats, calm, decide, wanted
 
 NOW_S = 1_000_000.0
 
@@ -149,3 +149,11 @@ def test_a_buffer_stands_by_only_while_there_is_load() -> None:
     spec = Spec(max=10, buffer=2)
     assert wanted(spec, Stats(queued=0, in_flight=0, starting=0, ready=0)) == 0
     assert wanted(spec, Stats(queued=1, in_flight=0, starting=0, ready=0)) == 3
+
+
+@given(specs(), st.integers(0, 20), st.integers(0, 500))
+def test_while_it_is_calm_no_more_workers_are_wanted(spec: Spec, ready: int, load: int) -> None:
+    ready = max(ready, spec.min)
+    stats = Stats(queued=0, in_flight=0, starting=0, ready=ready)
+    load = int(min(load, calm(spec, stats)))
+    assert wanted(spec, replace(stats, in_flight=load)) <= ready
