@@ -265,7 +265,7 @@ class Line:
 
     def _learn(self, warmth: dict[str, Any]) -> None:
         """What the worker measured before it was ready, or what is remembered of others like it."""
-        self.on_limit(int(warmth.get("limit", self.queue.limit)))
+        self.on_limit()
         curve, traits = self.queue.curve, f"{warmth.get('device', '')} {warmth.get('dtype', '')}".strip()
         if measured := warmth.get("curve"):
             curve.recall(Point(*point) for point in measured)
@@ -274,9 +274,10 @@ class Line:
             curve.recall(self._curves.at(traits))
         self.traits = traits
 
-    def on_limit(self, limit: int) -> None:
-        """So many fit into a worker's memory together."""
-        self.queue.limit = max(1, min(self.queue.limit, limit))
+    def on_limit(self) -> None:
+        """A group may go to any worker: it is as large as fits into the memory of each of those that are there."""
+        limits = [replica.limit for replica in self._pool.ready if replica.limit is not None]
+        self.queue.limit = max(1, min([self.policy.batch, *limits]))
 
     def on_call(self, invocations: list[Invocation]) -> None:
         """Their handler is called again, with fewer of them: each call has all of its time."""

@@ -27,7 +27,7 @@ class State(enum.StrEnum):
 START_TIMEOUT_S = 900.0
 EXIT_TIMEOUT_S = 30.0
 # What READY says of a worker beside its window.
-WARMTH = ("curve", "device", "dtype", "limit")
+WARMTH = ("curve", "device", "dtype")
 # One in so many singles is learned from: they are alike, and it costs more than counting them.
 LEARNED_EVERY = 16
 
@@ -39,7 +39,7 @@ class Owner(Protocol):
     def on_free(self, replica: Replica) -> None: ...
     def on_ended(self, ended: Ended) -> None: ...
     def on_cost(self, invocation: Invocation, cost: float) -> None: ...
-    def on_limit(self, limit: int) -> None: ...
+    def on_limit(self) -> None: ...
     def on_call(self, invocations: list[Invocation]) -> None: ...
     def on_returned(self, replica: Replica, invocation: Invocation) -> None: ...
     def refined(self, error: PilotlightError) -> PilotlightError: ...
@@ -69,6 +69,8 @@ class Replica:
         self.idle_since_s = time.monotonic()
         self.served = 0
         self.window = 0
+        self.limit: int | None = None
+        """How many its memory suffices for together, once it has said so."""
         self.failure_told = False
         self.warmth: dict[str, Any] = {}
         """What the worker said of its device and of how fast it is, when it was ready."""
@@ -263,7 +265,8 @@ class Replica:
             if self.state is State.READY:
                 self._owner.on_free(self)
         if "limit" in head:
-            self._owner.on_limit(int(head["limit"]))
+            self.limit = int(head["limit"])
+            self._owner.on_limit()
         if "call" in head:
             self._owner.on_call(self.given.beside(int(head["call"])))
 
@@ -274,6 +277,7 @@ class Replica:
         self.window = int(head["window"])
         self.given.batching = bool(head["batching"])
         self.given.slots = int(head["slots"])
+        self.limit = int(head["limit"]) if "limit" in head else None
         self.warmth = {key: head[key] for key in WARMTH if key in head}
         if self.state is State.RESTORING:
             self.state = State.READY
