@@ -126,7 +126,9 @@ class Line:
             invocation.fail(self._retired())
             return
         if invocation.execution_s is not None:
-            self._start_clock(invocation, invocation.hold_until_s)
+            invocation.deadline_s = invocation.hold_until_s
+        now_s = time.monotonic()
+        self._alarms.set(invocation, _wait_until(invocation, now_s), now_s)  # not when its call was to end
         self.queue.put_back(invocation)
 
     # -- out
@@ -220,7 +222,7 @@ class Line:
             self._drop(invocation)
         elif invocation.worker and now_s >= invocation.overrun_s - 0.001:
             self._on_overrun(invocation, now_s)
-        elif not invocation.worker and not self._pool.ready:
+        elif not invocation.worker and not self._pool.ready and now_s >= invocation.hold_until_s - 0.001:
             invocation.fail(
                 ActivationTimeout(
                     f"No worker of {self._spec.function!r} was ready within the hold time ({waited_s:.1f} s).",
@@ -229,8 +231,10 @@ class Line:
                 )
             )
             self._drop(invocation)
-        else:  # held for load, not for an activation: only the deadline counts
+        elif invocation.worker:
             self._alarms.set(invocation, min(invocation.deadline_s, invocation.overrun_s), now_s)
+        else:  # once it was held for as long as that, it is held for load: only the deadline counts
+            self._alarms.set(invocation, _wait_until(invocation, now_s), now_s)
 
     def _on_overrun(self, invocation: Invocation, now_s: float) -> None:
         """One call of the handler has taken longer than it may."""
@@ -327,3 +331,9 @@ class Line:
             )
         )
         return False
+
+
+def _wait_until(invocation: Invocation, now_s: float) -> float:
+    """When to look again at one that waits: at the end of the hold time, if that is to come, or at its deadline."""
+    held = invocation.hold_until_s > now_s + 0.001
+    return min(invocation.deadline_s, invocation.hold_until_s) if held else invocation.deadline_s
