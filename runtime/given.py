@@ -42,6 +42,7 @@ class Given:
         self._groups: list[Group] = []
         self._group_of: dict[int, Group] = {}
         self._next_channel = 0
+        self._taken_s = 0.0
 
     def __len__(self) -> int:
         return len(self.calls)
@@ -75,6 +76,7 @@ class Given:
     def take(self, channel: int, now_s: float, cost: float = 1.0) -> tuple[Invocation | None, Ended | None]:
         """Answered, or given back (then it cost nothing): the invocation, and its group if that has ended with it."""
         invocation = self.calls.pop(channel, None)
+        self._taken_s = now_s
         if invocation is not None and not self.calls:
             self.busy_s += now_s - self._busy_since_s
         group = self._group_of.pop(channel, None) if self.batching else None
@@ -95,6 +97,15 @@ class Given:
         if not self.batching:
             return set(islice(self.calls, self.slots))
         return {channel for group in self._groups[: self.slots] for channel in group.channels}
+
+    def began_s(self, channel: int) -> float | None:
+        """Since when the worker runs it, as far as is known: not before. None while it is behind another."""
+        if channel not in self.running():
+            return None
+        if (group := self._group_of.get(channel)) is not None:
+            return group.begun_s
+        sent_s = self.calls[channel].timeline.sent_s
+        return max(sent_s, self._taken_s) if self.slots == 1 else sent_s
 
     def together(self, channel: int) -> set[int]:
         """The channels that run with this one, itself among them."""

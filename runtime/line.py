@@ -200,8 +200,10 @@ class Line:
     def _replica_of(self, invocation: Invocation) -> Replica | None:
         return next((one for one in self._pool.replicas if one.name == invocation.worker), None)
 
-    def _time_execution(self, invocation: Invocation, now_s: float, limit_s: float) -> None:
-        invocation.overrun_s = now_s + limit_s
+    def _time_execution(
+        self, invocation: Invocation, now_s: float, limit_s: float, began_s: float | None = None
+    ) -> None:
+        invocation.overrun_s = (now_s if began_s is None else began_s) + limit_s
         self._alarms.set(invocation, min(invocation.deadline_s, invocation.overrun_s), now_s)
 
     def _start_clock(self, invocation: Invocation, deadline_s: float) -> None:
@@ -241,8 +243,9 @@ class Line:
         replica, limit_s = self._replica_of(invocation), self.policy.execution_timeout_s
         if replica is None or limit_s is None:
             return
-        if not replica.runs(invocation):  # it stands behind the one that does not end
-            self._time_execution(invocation, now_s, limit_s)
+        began_s = replica.began_s(invocation)
+        if began_s is None or now_s < began_s + limit_s - 0.001:  # it stands, or stood, behind another
+            self._time_execution(invocation, now_s, limit_s, began_s)
         elif invocation.companions:  # it may be one of them alone: all are run again, each by itself
             replica.replace(invocation)
         else:

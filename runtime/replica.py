@@ -143,10 +143,10 @@ class Replica:
             self.child.link.send(Kind.CANCEL, channel)
             asyncio.get_running_loop().call_later(kill_after_s, self._replace_if_stuck, channel)
 
-    def runs(self, invocation: Invocation) -> bool:
-        """Whether the worker has started it, and not only been given it."""
+    def began_s(self, invocation: Invocation) -> float | None:
+        """Since when the worker runs it; None if it has only been given it."""
         channel = self.given.channel_of(invocation)
-        return channel is not None and channel in self.given.running()
+        return self.given.began_s(channel) if channel is not None else None
 
     def replace(self, invocation: Invocation) -> None:
         """Its call of the handler does not end: the worker takes nothing more, and is killed once nothing else runs."""

@@ -66,6 +66,15 @@ def test_singles_run_by_slots_and_its_time_at_work_is_counted() -> None:
     assert given.working_s(9.0) == 3.0
 
 
+def test_since_when_each_runs() -> None:
+    given = Given()
+    given.batching = True
+    (first,), (second,) = given.add([Name()], 10.0), given.add([Name()], 11.0)  # type: ignore[misc]
+    assert (given.began_s(first), given.began_s(second)) == (10.0, None)
+    given.take(first, 14.0)
+    assert (given.began_s(first), given.began_s(second)) == (None, 14.0)
+
+
 def test_when_a_lane_will_be_free() -> None:
     given, curve = Given(), Curve()
     given.batching = True

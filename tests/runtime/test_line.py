@@ -127,6 +127,19 @@ def handler(events):
     assert failure(bad)["type"] == "worker_died"
 
 
+async def test_one_that_stood_behind_another_has_all_of_its_time(deploy):
+    source = """
+import os, time
+def handler(event):
+    time.sleep(event)
+    return os.getpid()
+"""
+    function = await deploy(source, {**ONE, "execution_timeout_s": 1.0})
+    for _ in range(20):  # so short that the worker is given some in advance
+        pid = await function.answer(0)
+    assert await asyncio.gather(function.answer(0.7), function.answer(0.7)) == [pid, pid]
+
+
 async def test_what_waits_again_has_its_hold_time_and_not_what_was_left_of_its_call(deploy, gate: Gate):
     source = """
 import gate, os, signal
