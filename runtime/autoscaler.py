@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 # One more worker is asked for when this share of what the workers can hold is in use, not after all of it is.
 NEAR_LIMIT = 0.8
+# Idle workers that the load wants are looked at again after their idle timeout, but not more often than this.
+LEAST_LOOK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,4 +74,6 @@ def decide(spec: Spec, stats: Stats, now_s: float) -> Decision:
     stop = min(spare, expired)
     left = stats.idle_since_s[stop:]
     wake = left[0] + spec.idle_timeout_s if left and spare > stop else None
+    if wake is None and left and stats.in_flight:  # nobody says when the load that wants them has become less
+        wake = now_s + max(spec.idle_timeout_s, LEAST_LOOK_S)
     return Decision(stop=stop, wake_at_s=wake)
