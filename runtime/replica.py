@@ -26,6 +26,8 @@ class State(enum.StrEnum):
 # How long a worker may take from ACTIVATE to READY, and from saying that it cannot to its end.
 START_TIMEOUT_S = 900.0
 EXIT_TIMEOUT_S = 30.0
+# What was not measured of an invocation that failed.
+UNKNOWN = Timing(0.0, 0.0, 1, 0.0)
 # What READY says of a worker beside its window.
 WARMTH = ("curve", "device", "dtype")
 # One in so many singles is learned from: they are alike, and it costs more than counting them.
@@ -224,13 +226,14 @@ class Replica:
             return
         returned = frame.kind == Kind.RETURNED
         now_s = time.monotonic()
-        invocation, ended = self._take(frame.channel, 0.0 if returned else 1.0, now_s)
+        invocation, ended = self._take(frame.channel, float(frame.kind == Kind.END), now_s)
         if invocation is None:
             return
         if returned:
             self._owner.on_returned(self, invocation)
             return
-        self._note(invocation, Timing.unpack(frame.head if frame.kind == Kind.END else b""), now_s)
+        timing = Timing.unpack(frame.head) if frame.kind == Kind.END else UNKNOWN
+        self._note(invocation, timing, now_s)
         if frame.kind == Kind.END:
             invocation.resolve(Answer(b"", JSON_TYPE))
         else:
@@ -297,7 +300,7 @@ class Replica:
         line.answered_s = now_s
         line.wait_s, line.exec_s, line.batch, line.cost = timing
         self.served += 1
-        if self.given.batching:
+        if self.given.batching and line.cost:
             self._owner.on_cost(invocation, line.cost)
         elif self.served % LEARNED_EVERY == 1:
             self._owner.on_ended(Ended(1, 1.0, line.answered_s - line.sent_s - line.wait_s))
