@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 BATCH_MARK = "__pilotlight_batch__"
 MAX_BATCH = 4096
+# What a caller may have put into his event: sums of it must stay numbers that can be counted with.
+MAX_COST = 1e12
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -52,7 +54,7 @@ class BatchSpec:
                 f"The cost function of @batch returned {said!r:.80}, which is no cost.",
                 remedy="Return a positive, finite number for every event.",
             )
-        return cost
+        return min(cost, MAX_COST)
 
 
 def batch(

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 # One more worker is asked for when this share of what the workers can hold is in use, not after all of it is.
 NEAR_LIMIT = 0.8
+# Idle workers that the load wants are looked at again after their idle timeout, but not more often than this.
+LEAST_LOOK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,11 @@ def wanted(spec: Spec, stats: Stats) -> int:
 
 def calm(spec: Spec, stats: Stats) -> float:
     """Up to how many invocations, waiting and running, the workers that are there or on their way are enough."""
-    return max(1.0, (stats.ready + stats.starting) * spec.concurrency * NEAR_LIMIT)
+    have = stats.ready + stats.starting
+    if have >= spec.max:
+        return math.inf
+    enough = have - spec.buffer  # who brings the first load brings the buffer
+    return max(1.0, enough * spec.concurrency * NEAR_LIMIT) if enough > 0 else 0.0
 
 
 def decide(spec: Spec, stats: Stats, now_s: float) -> Decision:
@@ -68,4 +74,6 @@ def decide(spec: Spec, stats: Stats, now_s: float) -> Decision:
     stop = min(spare, expired)
     left = stats.idle_since_s[stop:]
     wake = left[0] + spec.idle_timeout_s if left and spare > stop else None
+    if wake is None and left and stats.in_flight:  # nobody says when the load that wants them has become less
+        wake = now_s + max(spec.idle_timeout_s, LEAST_LOOK_S)
     return Decision(stop=stop, wake_at_s=wake)

@@ -25,6 +25,7 @@ class Course:
         self._spec = runner.handler.batch or BatchSpec(1)
         self._pieces: deque[list[Call]] = deque()
         self._begun = False
+        self._limit = runner.limit
         calls, events, self.frames = runner.decode(group)
         self._pack([call for call, event in zip(calls, events, strict=True) if self._weigh(call, event)])
 
@@ -62,6 +63,8 @@ class Course:
             or isinstance(error, (Cancelled, SnapshotError))
         ):
             self._end(calls, self._runner.failures(calls, error))
+            if exhausted(error):  # it fits into no call: that says nothing of how many others do
+                self._runner.regrow(self._limit)
         elif exhausted(error):
             self._runner.shrink(len(calls))
             self._pack(calls)

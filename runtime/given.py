@@ -12,7 +12,7 @@ from .invocation import Invocation
 class Group:
     """Invocations that run together, by their channels."""
 
-    __slots__ = ("begun_s", "channels", "cost", "size")
+    __slots__ = ("begun_s", "channels", "cost", "known", "size")
 
     def __init__(self, channels: set[int], begun_s: float) -> None:
         self.channels = channels
@@ -20,6 +20,8 @@ class Group:
         self.begun_s = begun_s
         """Since when it runs; 0 while another group is before it."""
         self.cost = 0.0
+        self.known = 0
+        """Of how many of them the cost is known, which is not said of those that failed."""
 
 
 class Ended(NamedTuple):
@@ -42,6 +44,7 @@ class Given:
         self._groups: list[Group] = []
         self._group_of: dict[int, Group] = {}
         self._next_channel = 0
+        self._taken_s = 0.0
 
     def __len__(self) -> int:
         return len(self.calls)
@@ -73,8 +76,9 @@ class Given:
         return self._next_channel
 
     def take(self, channel: int, now_s: float, cost: float = 1.0) -> tuple[Invocation | None, Ended | None]:
-        """Answered, or given back (then it cost nothing): the invocation, and its group if that has ended with it."""
+        """Answered, or failed or given back (0: its cost is not known): the invocation, and its group if that has ended with it."""
         invocation = self.calls.pop(channel, None)
+        self._taken_s = now_s
         if invocation is not None and not self.calls:
             self.busy_s += now_s - self._busy_since_s
         group = self._group_of.pop(channel, None) if self.batching else None
@@ -82,19 +86,29 @@ class Given:
             return invocation, None
         group.channels.discard(channel)
         group.cost += cost
+        group.known += cost > 0
         if group.channels:
             return invocation, None
         self._groups.remove(group)
         if len(self._groups) >= self.slots and not (follower := self._groups[self.slots - 1]).begun_s:
             follower.begun_s = now_s
         seconds = now_s - group.begun_s if group.begun_s and group.cost else 0.0
-        return invocation, Ended(group.size, group.cost, seconds)
+        return invocation, Ended(group.size, group.cost * group.size / max(1, group.known), seconds)
 
     def running(self) -> set[int]:
         """The channels that the worker has started, or may have: the oldest ones."""
         if not self.batching:
             return set(islice(self.calls, self.slots))
         return {channel for group in self._groups[: self.slots] for channel in group.channels}
+
+    def began_s(self, channel: int) -> float | None:
+        """Since when the worker runs it, as far as is known: not before. None while it is behind another."""
+        if channel not in self.running():
+            return None
+        if (group := self._group_of.get(channel)) is not None:
+            return group.begun_s
+        sent_s = self.calls[channel].timeline.sent_s
+        return max(sent_s, self._taken_s) if self.slots == 1 else sent_s
 
     def together(self, channel: int) -> set[int]:
         """The channels that run with this one, itself among them."""

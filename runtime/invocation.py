@@ -144,6 +144,11 @@ class Invocation:
             self.sheet = None
 
     @property
+    def timeout_s(self) -> float:
+        """How long it had until its deadline when it came."""
+        return self.deadline_s - self.timeline.received_s
+
+    @property
     def patient(self) -> bool:
         """Whether it waits for as long as it takes: stored, it is not refused for being late."""
         return self.execution_s is not None

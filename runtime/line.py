@@ -126,7 +126,9 @@ class Line:
             invocation.fail(self._retired())
             return
         if invocation.execution_s is not None:
-            self._start_clock(invocation, invocation.hold_until_s)
+            invocation.deadline_s = invocation.hold_until_s
+        now_s = time.monotonic()
+        self._alarms.set(invocation, _wait_until(invocation, now_s), now_s)  # not when its call was to end
         self.queue.put_back(invocation)
 
     # -- out
@@ -198,8 +200,10 @@ class Line:
     def _replica_of(self, invocation: Invocation) -> Replica | None:
         return next((one for one in self._pool.replicas if one.name == invocation.worker), None)
 
-    def _time_execution(self, invocation: Invocation, now_s: float, limit_s: float) -> None:
-        invocation.overrun_s = now_s + limit_s
+    def _time_execution(
+        self, invocation: Invocation, now_s: float, limit_s: float, began_s: float | None = None
+    ) -> None:
+        invocation.overrun_s = (now_s if began_s is None else began_s) + limit_s
         self._alarms.set(invocation, min(invocation.deadline_s, invocation.overrun_s), now_s)
 
     def _start_clock(self, invocation: Invocation, deadline_s: float) -> None:
@@ -220,7 +224,7 @@ class Line:
             self._drop(invocation)
         elif invocation.worker and now_s >= invocation.overrun_s - 0.001:
             self._on_overrun(invocation, now_s)
-        elif not invocation.worker and not self._pool.ready:
+        elif not invocation.worker and not self._pool.ready and now_s >= invocation.hold_until_s - 0.001:
             invocation.fail(
                 ActivationTimeout(
                     f"No worker of {self._spec.function!r} was ready within the hold time ({waited_s:.1f} s).",
@@ -229,16 +233,19 @@ class Line:
                 )
             )
             self._drop(invocation)
-        else:  # held for load, not for an activation: only the deadline counts
+        elif invocation.worker:
             self._alarms.set(invocation, min(invocation.deadline_s, invocation.overrun_s), now_s)
+        else:  # once it was held for as long as that, it is held for load: only the deadline counts
+            self._alarms.set(invocation, _wait_until(invocation, now_s), now_s)
 
     def _on_overrun(self, invocation: Invocation, now_s: float) -> None:
         """One call of the handler has taken longer than it may."""
         replica, limit_s = self._replica_of(invocation), self.policy.execution_timeout_s
         if replica is None or limit_s is None:
             return
-        if not replica.runs(invocation):  # it stands behind the one that does not end
-            self._time_execution(invocation, now_s, limit_s)
+        began_s = replica.began_s(invocation)
+        if began_s is None or now_s < began_s + limit_s - 0.001:  # it stands, or stood, behind another
+            self._time_execution(invocation, now_s, limit_s, began_s)
         elif invocation.companions:  # it may be one of them alone: all are run again, each by itself
             replica.replace(invocation)
         else:
@@ -265,7 +272,7 @@ class Line:
 
     def _learn(self, warmth: dict[str, Any]) -> None:
         """What the worker measured before it was ready, or what is remembered of others like it."""
-        self.on_limit(int(warmth.get("limit", self.queue.limit)))
+        self.on_limit()
         curve, traits = self.queue.curve, f"{warmth.get('device', '')} {warmth.get('dtype', '')}".strip()
         if measured := warmth.get("curve"):
             curve.recall(Point(*point) for point in measured)
@@ -274,9 +281,10 @@ class Line:
             curve.recall(self._curves.at(traits))
         self.traits = traits
 
-    def on_limit(self, limit: int) -> None:
-        """So many fit into a worker's memory together."""
-        self.queue.limit = max(1, min(self.queue.limit, limit))
+    def on_limit(self) -> None:
+        """A group may go to any worker: it is as large as fits into the memory of each of those that are there."""
+        limits = [replica.limit for replica in self._pool.ready if replica.limit is not None]
+        self.queue.limit = max(1, min([self.policy.batch, *limits]))
 
     def on_call(self, invocations: list[Invocation]) -> None:
         """Their handler is called again, with fewer of them: each call has all of its time."""
@@ -326,3 +334,9 @@ class Line:
             )
         )
         return False
+
+
+def _wait_until(invocation: Invocation, now_s: float) -> float:
+    """When to look again at one that waits: at the end of the hold time, if that is to come, or at its deadline."""
+    held = invocation.hold_until_s > now_s + 0.001
+    return min(invocation.deadline_s, invocation.hold_until_s) if held else invocation.deadline_s

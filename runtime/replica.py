@@ -26,8 +26,10 @@ class State(enum.StrEnum):
 # How long a worker may take from ACTIVATE to READY, and from saying that it cannot to its end.
 START_TIMEOUT_S = 900.0
 EXIT_TIMEOUT_S = 30.0
+# What was not measured of an invocation that failed.
+UNKNOWN = Timing(0.0, 0.0, 1, 0.0)
 # What READY says of a worker beside its window.
-WARMTH = ("curve", "device", "dtype", "limit")
+WARMTH = ("curve", "device", "dtype")
 # One in so many singles is learned from: they are alike, and it costs more than counting them.
 LEARNED_EVERY = 16
 
@@ -39,7 +41,7 @@ class Owner(Protocol):
     def on_free(self, replica: Replica) -> None: ...
     def on_ended(self, ended: Ended) -> None: ...
     def on_cost(self, invocation: Invocation, cost: float) -> None: ...
-    def on_limit(self, limit: int) -> None: ...
+    def on_limit(self) -> None: ...
     def on_call(self, invocations: list[Invocation]) -> None: ...
     def on_returned(self, replica: Replica, invocation: Invocation) -> None: ...
     def refined(self, error: PilotlightError) -> PilotlightError: ...
@@ -69,6 +71,8 @@ class Replica:
         self.idle_since_s = time.monotonic()
         self.served = 0
         self.window = 0
+        self.limit: int | None = None
+        """How many its memory suffices for together, once it has said so."""
         self.failure_told = False
         self.warmth: dict[str, Any] = {}
         """What the worker said of its device and of how fast it is, when it was ready."""
@@ -141,10 +145,10 @@ class Replica:
             self.child.link.send(Kind.CANCEL, channel)
             asyncio.get_running_loop().call_later(kill_after_s, self._replace_if_stuck, channel)
 
-    def runs(self, invocation: Invocation) -> bool:
-        """Whether the worker has started it, and not only been given it."""
+    def began_s(self, invocation: Invocation) -> float | None:
+        """Since when the worker runs it; None if it has only been given it."""
         channel = self.given.channel_of(invocation)
-        return channel is not None and channel in self.given.running()
+        return self.given.began_s(channel) if channel is not None else None
 
     def replace(self, invocation: Invocation) -> None:
         """Its call of the handler does not end: the worker takes nothing more, and is killed once nothing else runs."""
@@ -222,13 +226,14 @@ class Replica:
             return
         returned = frame.kind == Kind.RETURNED
         now_s = time.monotonic()
-        invocation, ended = self._take(frame.channel, 0.0 if returned else 1.0, now_s)
+        invocation, ended = self._take(frame.channel, float(frame.kind == Kind.END), now_s)
         if invocation is None:
             return
         if returned:
             self._owner.on_returned(self, invocation)
             return
-        self._note(invocation, Timing.unpack(frame.head if frame.kind == Kind.END else b""), now_s)
+        timing = Timing.unpack(frame.head) if frame.kind == Kind.END else UNKNOWN
+        self._note(invocation, timing, now_s)
         if frame.kind == Kind.END:
             invocation.resolve(Answer(b"", JSON_TYPE))
         else:
@@ -263,7 +268,8 @@ class Replica:
             if self.state is State.READY:
                 self._owner.on_free(self)
         if "limit" in head:
-            self._owner.on_limit(int(head["limit"]))
+            self.limit = int(head["limit"])
+            self._owner.on_limit()
         if "call" in head:
             self._owner.on_call(self.given.beside(int(head["call"])))
 
@@ -274,6 +280,7 @@ class Replica:
         self.window = int(head["window"])
         self.given.batching = bool(head["batching"])
         self.given.slots = int(head["slots"])
+        self.limit = int(head["limit"]) if "limit" in head else None
         self.warmth = {key: head[key] for key in WARMTH if key in head}
         if self.state is State.RESTORING:
             self.state = State.READY
@@ -293,7 +300,7 @@ class Replica:
         line.answered_s = now_s
         line.wait_s, line.exec_s, line.batch, line.cost = timing
         self.served += 1
-        if self.given.batching:
+        if self.given.batching and line.cost:
             self._owner.on_cost(invocation, line.cost)
         elif self.served % LEARNED_EVERY == 1:
             self._owner.on_ended(Ended(1, 1.0, line.answered_s - line.sent_s - line.wait_s))

@@ -290,8 +290,8 @@ class Revision:
     def on_cost(self, invocation: Invocation, cost: float) -> None:
         self.line.queue.charge(invocation, cost)
 
-    def on_limit(self, limit: int) -> None:
-        self.line.on_limit(limit)
+    def on_limit(self) -> None:
+        self.line.on_limit()
 
     def on_call(self, invocations: list[Invocation]) -> None:
         self.line.on_call(invocations)

@@ -151,9 +151,17 @@ class Runner(ABC):
     def shrink(self, size: int) -> None:
         """Memory did not suffice for `size` events in one call: from now on half of that, and the gateway knows."""
         with self._lock:
-            self.limit = max(1, min(self.limit, size) // 2)
-            head = {"window": self.window, "limit": self.limit}
-            self._link.send(Kind.WINDOW, 0, orjson.dumps(head))
+            self._limit_to(max(1, min(self.limit, size) // 2))
+
+    def regrow(self, limit: int) -> None:
+        """It was one event that memory did not suffice for: as many may run together again as before it."""
+        with self._lock:
+            if self.limit < limit:
+                self._limit_to(limit)
+
+    def _limit_to(self, limit: int) -> None:
+        self.limit = limit
+        self._link.send(Kind.WINDOW, 0, orjson.dumps({"window": self.window, "limit": limit}))
 
     def failed(self, call: Call, error: PilotlightError) -> bytes:
         try:

@@ -74,6 +74,10 @@ class Attempt:
         return self.call.body
 
     @property
+    def timeout_s(self) -> float:
+        return self.call.timeout_s
+
+    @property
     def patient(self) -> bool:
         return self.call.patient
 

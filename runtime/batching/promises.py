@@ -1,11 +1,13 @@
 """The promises: whoever was refused and comes back when told to is served before those who come for the first time.
 
 Without them, obeying Retry-After under lasting overload would be as good as trying at any other moment. Callers are
-recognised by what they send: the tenant and a digest of the body, so they need not know of this.
+recognised by what they send: the tenant and a digest of the body, so they need not know of this. Nobody gains by
+being refused: a promise is for the time that was asked for, not for a call that is more patient than the refused one.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 
@@ -23,6 +25,8 @@ class _Promise:
     key: bytes
     begins_s: float
     ends_s: float
+    most_s: float
+    """What it was made to wanted its answer within so long: what wants more time is another call."""
     settled: bool = False
 
 
@@ -37,24 +41,27 @@ class Promises:
     def __len__(self) -> int:
         return self._open
 
-    def make(self, tenant: str, body: bytes, now_s: float, wait_s: float) -> None:
+    def make(
+        self, tenant: str, body: bytes, now_s: float, wait_s: float, timeout_s: float = math.inf
+    ) -> None:
         """He is told to come again after `wait_s`. Of too many promises the oldest is forgotten."""
-        promise = _Promise(_key(tenant, body), now_s + (1 - EARLY) * wait_s, now_s + wait_s + LATE_S)
+        begins_s, ends_s = now_s + (1 - EARLY) * wait_s, now_s + wait_s + LATE_S
+        promise = _Promise(_key(tenant, body), begins_s, ends_s, timeout_s * (1 + EARLY))
         self._due.append(promise)
         self._of.setdefault(promise.key, deque()).append(promise)
         self._open += 1
         while self._open > MAX_PROMISES:
             self._forget()
 
-    def keep(self, tenant: str, body: bytes, now_s: float) -> bool:
-        """Whether he was told to come about now; a promise is kept once."""
+    def keep(self, tenant: str, body: bytes, now_s: float, timeout_s: float = 0.0) -> bool:
+        """Whether he was told to come about now, with a call that wants its answer as soon; a promise is kept once."""
         self._sweep(now_s)
         if not self._of:
             return False
         key = _key(tenant, body)
         while own := self._of.get(key):
             first = own[0]
-            if now_s < first.begins_s:
+            if now_s < first.begins_s or (timeout_s > first.most_s and now_s <= first.ends_s):
                 return False
             self._settle(first)
             if now_s <= first.ends_s:

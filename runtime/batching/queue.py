@@ -38,6 +38,11 @@ class Item(Protocol):
         ...
 
     @property
+    def timeout_s(self) -> float:
+        """How long it had until its deadline when it came."""
+        ...
+
+    @property
     def company(self) -> int:
         """With how many it may run together at most; 0: with as many as there is room for."""
         ...
@@ -109,7 +114,7 @@ class Queue(Generic[T]):
     def _check(self, item: T, now_s: float, lanes: Lanes) -> bool:
         """Whether it was promised that it would be served if it came now. Raises Overloaded if there is no time for it."""
         load = self._load(item, now_s, lanes)
-        if self._promises.keep(item.tenant, item.body, now_s):
+        if self._promises.keep(item.tenant, item.body, now_s, item.timeout_s):
             first = Load(now_s, len(self._kept), load.queued, load.lanes, load.limit, load.free_at_s)
             if finish_s(first, self.curve) <= item.deadline_s:
                 self._kept.add(id(item))
@@ -125,7 +130,7 @@ class Queue(Generic[T]):
     def refusal(self, item: T, now_s: float, lanes: Lanes) -> Overloaded:
         """What a caller is told who cannot be served in time, and by which he is recognised when he comes again."""
         wait_s = self._retry_s(now_s, lanes)
-        self._promises.make(item.tenant, item.body, now_s, wait_s)
+        self._promises.make(item.tenant, item.body, now_s, wait_s, item.timeout_s)
         return Overloaded(
             f"Function {self._name!r} has {len(self._turns)} invocations waiting; this one would not end within its deadline.",
             remedy="Try again after the time in Retry-After, allow more time, or raise scale.max in pilotlight.toml.",

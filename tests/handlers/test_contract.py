@@ -1,6 +1,7 @@
 """The contract: what a handler declares with @batch, and what its context tells it."""
 
 import logging
+import math
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -85,6 +86,12 @@ def test_a_cost_that_is_none_is_refused(said: object) -> None:
 @pytest.mark.parametrize("said", [1, 0.5, torch.tensor(3), np.float32(2)])
 def test_a_cost_may_be_a_number_of_any_library(said: Any) -> None:
     assert BatchSpec(5, lambda _event: said).weigh(1) == float(said)
+
+
+def test_costs_can_be_added_up_whatever_a_caller_has_put_into_his_event() -> None:
+    spec = BatchSpec(5, lambda event: event["tokens"])
+    costs = [spec.weigh({"tokens": 1e308})] * MAX_BATCH
+    assert math.isfinite(sum(costs))
 
 
 def test_without_an_invocation_there_is_no_id_and_no_deadline() -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotlight.runtime.autoscaler import Decision, Spec, Stats, decide, wanted
+from pilotlight.runtime.autoscaler import Decision, Spec, Stats, calm, decide, wanted
 
 NOW_S = 1_000_000.0
 
@@ -107,12 +107,12 @@ def test_the_busy_and_the_needed_are_never_stopped(spec: Spec, stats: Stats) -> 
 def test_it_wakes_in_the_future_and_then_does_something(spec: Spec, stats: Stats) -> None:
     decision = decide(spec, stats, NOW_S)
     stats = applied(stats, decision)
+    spare = stats.ready + stats.starting - wanted(spec, stats)
     if decision.wake_at_s is None:
-        spare = stats.ready + stats.starting - wanted(spec, stats)
         assert spare <= 0 or not stats.idle_since_s or decision.start
     else:
         assert decision.wake_at_s > NOW_S
-        assert decide(spec, stats, decision.wake_at_s).stop >= 1
+        assert spare <= 0 or decide(spec, stats, decision.wake_at_s).stop >= 1
 
 
 @given(specs(), st.integers(1, 20))
@@ -149,3 +149,20 @@ def test_a_buffer_stands_by_only_while_there_is_load() -> None:
     spec = Spec(max=10, buffer=2)
     assert wanted(spec, Stats(queued=0, in_flight=0, starting=0, ready=0)) == 0
     assert wanted(spec, Stats(queued=1, in_flight=0, starting=0, ready=0)) == 3
+
+
+@given(specs(), st.integers(0, 20), st.integers(0, 500))
+def test_while_it_is_calm_no_more_workers_are_wanted(spec: Spec, ready: int, load: int) -> None:
+    ready = max(ready, spec.min)
+    stats = Stats(queued=0, in_flight=0, starting=0, ready=ready)
+    load = int(min(load, calm(spec, stats)))
+    assert wanted(spec, replace(stats, in_flight=load)) <= ready
+
+
+@given(specs(), states())
+def test_who_is_idle_while_others_work_is_looked_at_again(spec: Spec, stats: Stats) -> None:
+    stats = replace(stats, in_flight=max(1, stats.in_flight))
+    decision = decide(spec, stats, NOW_S)
+    if not decision.start and stats.idle_since_s[decision.stop :]:
+        assert decision.wake_at_s is not None
+        assert decision.wake_at_s > NOW_S

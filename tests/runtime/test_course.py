@@ -330,10 +330,21 @@ def test_one_that_is_too_much_by_itself_is_told_so(loop: bool) -> None:
             raise MemoryError
         return events
 
-    written, runner = run(handler, [1, 2, 3, 4], loop=loop)
+    written, _ = run(handler, [1, 2, 3, 4], loop=loop)
     assert written.answers() == {1: 1, 2: 2, 3: "handler_failed", 4: 4}
     assert "needs more memory" in written.errors()[3]["remedy"]
-    assert runner.limit == 1
+
+
+@both
+def test_one_that_is_too_much_by_itself_does_not_end_batching(loop: bool) -> None:
+    def handler(events: list[int], _context: Context) -> list[int]:
+        if 3 in events:
+            raise MemoryError
+        return events
+
+    written, runner = run(handler, list(range(8)), loop=loop, max_size=8)
+    assert runner.limit == 8
+    assert [head["limit"] for head in written.windows() if "limit" in head] == [4, 2, 1, 8]
 
 
 # -- callers that leave
@@ -441,6 +452,16 @@ async def test_a_worker_whose_memory_ran_out_is_given_less(deploy: Any, gate: Ga
         assert [event for event, *_ in answers] == list(range(32))
         assert {(size, failures) for _, size, failures, _ in answers} == {(8, 2)}
         assert len({pid for *_, pid in answers}) == 1
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_after_one_that_is_too_much_by_itself_the_others_run_together(deploy: Any, gate: Gate) -> None:
+    statement = "if 'bad' in events: raise MemoryError"
+    function = await deploy(HOLDS.format(statement=statement), {"scale.max": 1}, gate=gate)
+    responses = await together(function, gate, [*range(31), "bad"])
+    assert failure(responses.pop())["type"] == "handler_failed"
+    answers = [response.json() for response in await together(function, gate, list(range(32)))]
+    assert {size for _, size, *_ in answers} == {32}
 
 
 @pytest.mark.asyncio(loop_scope="module")

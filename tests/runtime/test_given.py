@@ -56,6 +56,14 @@ def test_what_was_given_back_teaches_nothing() -> None:
     assert ended.seconds == 0
 
 
+def test_those_that_failed_count_as_much_as_the_others_of_their_group() -> None:
+    given = Given()
+    given.batching = True
+    good, bad = given.add([Name(), Name()], 1.0)  # type: ignore[misc]
+    given.take(bad, 5.0, 0.0)
+    assert given.take(good, 5.0, 500.0)[1] == (2, 1000.0, 4.0)
+
+
 def test_singles_run_by_slots_and_its_time_at_work_is_counted() -> None:
     given = Given()
     given.slots = 2
@@ -64,6 +72,15 @@ def test_singles_run_by_slots_and_its_time_at_work_is_counted() -> None:
     for channel in channels:
         given.take(channel, 4.0)
     assert given.working_s(9.0) == 3.0
+
+
+def test_since_when_each_runs() -> None:
+    given = Given()
+    given.batching = True
+    (first,), (second,) = given.add([Name()], 10.0), given.add([Name()], 11.0)  # type: ignore[misc]
+    assert (given.began_s(first), given.began_s(second)) == (10.0, None)
+    given.take(first, 14.0)
+    assert (given.began_s(first), given.began_s(second)) == (None, 14.0)
 
 
 def test_when_a_lane_will_be_free() -> None:

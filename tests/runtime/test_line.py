@@ -127,6 +127,39 @@ def handler(events):
     assert failure(bad)["type"] == "worker_died"
 
 
+async def test_one_that_stood_behind_another_has_all_of_its_time(deploy):
+    source = """
+import os, time
+def handler(event):
+    time.sleep(event)
+    return os.getpid()
+"""
+    function = await deploy(source, {**ONE, "execution_timeout_s": 1.0})
+    for _ in range(20):  # so short that the worker is given some in advance
+        pid = await function.answer(0)
+    assert await asyncio.gather(function.answer(0.7), function.answer(0.7)) == [pid, pid]
+
+
+async def test_what_waits_again_has_its_hold_time_and_not_what_was_left_of_its_call(deploy, gate: Gate):
+    source = """
+import gate, os, signal
+def setup(context):
+    gate.wait("setup")
+def handler(event, context):
+    if context.attempt == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return context.attempt
+"""
+    limits = {"execution_timeout_s": 0.3, "idempotent": True, "scale.idle_timeout_s": 0.1}
+    function = await deploy(source, {**ONE, **limits}, gate=gate, check=False)
+    call = asyncio.create_task(function.answer("again"))
+    (await gate.next("setup")).go()
+    second = await gate.next("setup")
+    await asyncio.sleep(0.6)  # more than its call might have taken
+    second.go()
+    assert await call == 2
+
+
 async def test_who_cannot_be_on_time_is_told_at_once_and_when_to_come_again(deploy, gate: Gate):
     source = "import gate, time\ndef handler(event):\n    time.sleep(0.2)\n    if event == 'held':\n        gate.wait('held')\n    return event"
     function = await deploy(source, ONE, gate=gate)

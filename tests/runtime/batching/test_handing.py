@@ -16,8 +16,8 @@ class Given:
     slots: int = 1
     end_s: float = 0.0
 
-    def free_at(self, now_s: float, _curve: Curve) -> float:
-        return now_s if self.groups < self.slots else max(now_s, self.end_s)
+    def expected_at(self, now_s: float, _curve: Curve) -> float:
+        return now_s if self.groups < self.slots else self.end_s
 
 
 @dataclass

@@ -23,6 +23,7 @@ class Item:
     body: bytes = b""
     patient: bool = False
     company: int = 0
+    timeout_s: float = math.inf
 
 
 def curve() -> Curve:
@@ -143,6 +144,20 @@ def test_who_comes_again_as_told_is_served_first() -> None:
     again = Item(deadline_s=now_s + 0.05, body=b"me")
     queue.admit(again, now_s, busy(now_s))
     assert queue.next(now_s).taken[0] is again
+
+
+def test_nobody_gets_to_the_front_by_being_refused_first() -> None:
+    queue = queue_of()
+    waiting = [Item("others", body=str(number).encode()) for number in range(8)]
+    for item in waiting:
+        queue.admit(item, 0.0, busy())
+    with pytest.raises(Overloaded) as caught:
+        queue.admit(Item("sly", deadline_s=0.001, body=b"me", timeout_s=0.001), 0.0, busy())
+    now_s = (caught.value.details or {})["retry_after_s"]
+    sly = [Item("sly", deadline_s=now_s + 600, body=b"me", timeout_s=600.0) for _ in range(4)]
+    for item in sly:
+        queue.admit(item, now_s, busy(now_s))
+    assert queue.next(now_s).taken[0] is waiting[0]
 
 
 def test_who_cannot_be_in_time_makes_room_for_those_who_can() -> None:
