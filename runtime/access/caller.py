@@ -20,6 +20,11 @@ class Caller:
     scopes: frozenset[Scope] = EVERYTHING
     functions: frozenset[str] | None = None
 
+    @property
+    def urgent(self) -> bool:
+        """Whether it may go before others: a key that anybody may have would starve all other tenants."""
+        return not self.owner or Scope.ADMIN in self.scopes
+
     def allows(self, function: str) -> bool:
         """Whether the caller may know of this function."""
         return self.functions is None or function in self.functions

@@ -112,7 +112,7 @@ class LambdaApi:
             now_s=received_s, deadline_s=received_s + timeout_s, hold_until_s=received_s + policy.hold_s,
             traceparent=traceparent_of(headers), streaming=revision.streaming,
             extra={"bare": True},  # the payload is the event, as it is where a job is left
-            tenant=caller_of(request).owner, priority=priority_of(headers),
+            tenant=caller_of(request).owner, priority=priority_of(headers, urgent=caller_of(request).urgent),
         )  # fmt: skip
         try:
             revision.submit(invocation)

@@ -41,8 +41,8 @@ def timeout_of(headers: Mapping[str, str], most: float) -> float:
     return found
 
 
-def priority_of(headers: Mapping[str, str]) -> int:
-    """1 is served first, 5 last. BadInput if it is none of them."""
+def priority_of(headers: Mapping[str, str], *, urgent: bool = True) -> int:
+    """1 is served first, 5 last; before others only if the caller may be `urgent`. BadInput if it is none of them."""
     text = headers.get(PRIORITY)
     if text is None:
         return NORMAL
@@ -51,7 +51,7 @@ def priority_of(headers: Mapping[str, str]) -> int:
             f"The header {PRIORITY} is {text[:40]!r}.",
             remedy="It must be a number from 1 (first) to 5 (last).",
         )
-    return found
+    return found if urgent else max(NORMAL, found)
 
 
 def _grpc(text: str) -> float:

@@ -11,7 +11,7 @@ from aiohttp import web
 from multidict import istr
 
 from ...errors import DeadlineExceeded, PilotlightError
-from ..access.caller import caller_of
+from ..access.caller import Caller, caller_of
 from ..functions import Functions
 from ..invocation import Invocation, Stream
 from ..metrics import Metrics
@@ -60,8 +60,8 @@ class Gateway:
             return error_response(error, request_id)
         try:
             body = await read_body(request, self.most(revision), self._body_timeout_s)
-            tenant = caller_of(request).owner
-            revision, invocation = self.begin(name, request.headers, request_id, body, received_s, tenant)
+            caller = caller_of(request)
+            revision, invocation = self.begin(name, request.headers, request_id, body, received_s, caller)
         except PilotlightError as error:
             return self.refused(name, error, request_id).response()
         try:
@@ -88,11 +88,11 @@ class Gateway:
         request_id: str,
         body: bytes,
         received_s: float,
-        tenant: str,
+        caller: Caller,
     ) -> tuple[Revision, Invocation]:
         """Makes an invocation of a request, and hands it on. Raises what `refused` then tells the caller."""
         revision = self._functions.live(name)  # another one may have become live while the body came
-        invocation = _invocation(headers, revision, request_id, body, received_s, tenant)
+        invocation = _invocation(headers, revision, request_id, body, received_s, caller)
         revision.submit(invocation)
         return revision, invocation
 
@@ -148,7 +148,7 @@ def _invocation(
     request_id: str,
     body: bytes,
     received_s: float,
-    tenant: str,
+    caller: Caller,
 ) -> Invocation:
     policy = revision.policy
     timeout_s = timeout_of(headers, policy.timeout_s)
@@ -162,8 +162,8 @@ def _invocation(
         content_type=content_type_of(headers),
         traceparent=traceparent_of(headers),
         streaming=revision.streaming,
-        tenant=tenant,
-        priority=priority_of(headers),
+        tenant=caller.owner,
+        priority=priority_of(headers, urgent=caller.urgent),
         accept=accept_of(headers),
     )
 

@@ -123,7 +123,7 @@ class Passage:
         gateway = self._lane.gateway
         try:
             self._revision, invocation = gateway.begin(
-                self._name, headers, request_id, body, received_s, self._admitted.caller.owner
+                self._name, headers, request_id, body, received_s, self._admitted.caller
             )
         except PilotlightError as error:
             self._end(gateway.refused(self._name, error, request_id))

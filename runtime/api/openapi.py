@@ -79,7 +79,11 @@ def _invoke(function: FunctionStatus, taken: dict[str, Any], given: dict[str, An
         "summary": f"Calls {function.name} ({function.revision}) and waits for its answer.",
         "parameters": [
             _header("X-Request-Timeout", _SECONDS, f"Seconds until the answer must be there. {_THEIRS}"),
-            _header("X-Priority", _PRIORITY, "1 is served first, 5 last; without it 3."),
+            _header(
+                "X-Priority",
+                _PRIORITY,
+                "1 is served first, 5 last; without it 3. A key without the scope admin gets 3 at most.",
+            ),
             _header("X-Scale-Up-Timeout", _SECONDS, "Seconds that it may wait for a worker."),
             _header("X-Request-Id", _TEXT, "1 to 128 visible ASCII characters; of others, one is made."),
             _header("traceparent", _TEXT, "A W3C trace context; the answer brings it back."),

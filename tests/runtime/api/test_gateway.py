@@ -371,6 +371,15 @@ async def test_the_tenant_is_who_has_the_key(state, monkeypatch):
         (await gateway.client.post(f"/v2/{function.name}/runsync", json=low)).raise_for_status()
         assert [one.tenant for one in seen] == [key["id"]] * 4
         assert [one.priority for one in seen] == [3, 2, 3, 5]
+        plain = (await gateway.client.post("/v1/keys", json={"name": "p", "scopes": ["invoke"]})).json()[
+            "key"
+        ]
+        gateway.client.headers["Authorization"] = f"Bearer {plain}"
+        for way in (function.path, path):
+            headers = {"X-Priority": "1"}
+            (await gateway.client.post(way, content=b"1", headers=headers)).raise_for_status()
+        await function.answer(1, X_Priority="4")
+        assert [one.priority for one in seen[4:]] == [3, 3, 4]  # not before all others with any key
 
 
 async def test_the_hold_time_passes_while_setup_waits(deploy, gate: Gate):
