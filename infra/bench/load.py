@@ -13,6 +13,7 @@ import gc
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import uvloop
@@ -58,8 +59,11 @@ def load_apart(
     if instants is not None:
         command += ["--instants", str(instants)]
     command += ["--retry"] * retry
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=timeout_s)
-    return Tally.from_json(done.stdout.decode())
+    # A file, not a pipe: through one of those more than 64 KiB did not always come whole.
+    with tempfile.TemporaryFile() as told:
+        subprocess.run(command, check=True, stdout=told, timeout=timeout_s)
+        told.seek(0)
+        return Tally.from_json(told.read().decode())
 
 
 def _arguments() -> argparse.Namespace:

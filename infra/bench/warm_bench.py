@@ -51,12 +51,15 @@ class Bench:
 
     def run(self) -> bool:
         """Every part that is asked for."""
-        for part in PARTS:
-            if part in self._only:
-                print(f"{part} …", flush=True)
-                getattr(self, f"_{part}")()
-        self._grid.print()
-        return self.report.finish()
+        try:
+            for part in PARTS:
+                if part in self._only:
+                    print(f"{part} …", flush=True)
+                    getattr(self, f"_{part}")()
+        finally:  # what was measured before something broke was measured
+            self._grid.print()
+            met = self.report.finish()
+        return met
 
     def _choices(self, handler: str, workers: int | None = None) -> dict[str, Choice]:
         chosen = {name: self._grid.best(name, handler, workers) for name in self._names}

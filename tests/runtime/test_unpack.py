@@ -148,7 +148,9 @@ def test_a_bomb_in_a_header_is_stopped(into: Path, monkeypatch: pytest.MonkeyPat
         unpack(bomb, into)
 
 
-@pytest.mark.parametrize("broken", [b"", b"x", b"\x1f\x8b", gzip.compress(b"x" * 700, mtime=0), b"PK\x03\x04zip"])
+@pytest.mark.parametrize(
+    "broken", [b"", b"x", b"\x1f\x8b", gzip.compress(b"x" * 700, mtime=0), b"PK\x03\x04zip"]
+)
 def test_what_is_no_archive_is_refused(into: Path, broken: bytes) -> None:
     with pytest.raises(CodeError, match=r"The archive is not a whole tar\.gz"):
         unpack(broken, into)
