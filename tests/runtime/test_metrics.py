@@ -161,11 +161,11 @@ def test_how_busy_workers_were() -> None:
     assert value(metrics, "pilotlight_worker_busy_ratio", function="new") == 0
 
 
-PROMTOOL = os.environ.get("PILOTLIGHT_PROMTOOL") or shutil.which("promtool") or ""
+PROMTOOL = os.environ.get("PROMTOOL") or shutil.which("promtool") or ""
 
 
 @pytest.mark.skipif(
-    not os.access(PROMTOOL, os.X_OK), reason="promtool is not here; .ci/run fetches it (PILOTLIGHT_PROMTOOL)"
+    not os.access(PROMTOOL, os.X_OK), reason="promtool is not here; .ci/run fetches it (PROMTOOL)"
 )
 def test_promtool_has_nothing_to_say() -> None:
     metrics = Metrics(lambda: {"tone": Counts(1, 2, 3, 4, 5, 6.0, 7.0)})
