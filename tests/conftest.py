@@ -35,7 +35,9 @@ def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.Abstrac
 def _memory_given_back() -> Iterator[None]:
     """Caches of tests have their tiers in shared memory, named after folders that go with the test."""
     shared = Path("/dev/shm")
-    if "PYTEST_XDIST_WORKER" in os.environ:  # the others' may still be in use; fetchers sweep what nobody holds
+    if (
+        "PYTEST_XDIST_WORKER" in os.environ
+    ):  # the others' may still be in use; fetchers sweep what nobody holds
         yield
         return
     before = set(shared.glob(f"pilotlight-{os.getuid()}-*"))
