@@ -125,8 +125,7 @@ class Pool:
         """The worker for the next invocation: the least busy; among idle ones the newest, so that the others can go.
 
         Of workers that hold short ones in advance the busiest that has room: what would wake another process, and have
-        it wait for the processor, is done sooner where one is awake. (hello, 32 callers: 342 us of processor time on
-        four workers, 287 on one; infra/bench/path_cost.py.)
+        it wait for the processor, is done sooner where one is awake.
         """
         if self._last is not None and self._last.holds_more:
             return self._last

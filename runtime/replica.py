@@ -300,8 +300,9 @@ class Replica:
         line.answered_s = now_s
         line.wait_s, line.exec_s, line.batch, line.cost = timing
         self.served += 1
-        if self.given.batching and line.cost:
-            self._owner.on_cost(invocation, line.cost)
+        if self.given.batching:  # what groups teach is told when they end
+            if line.cost:
+                self._owner.on_cost(invocation, line.cost)
         elif self.served % LEARNED_EVERY == 1:
             self._owner.on_ended(Ended(1, 1.0, line.answered_s - line.sent_s - line.wait_s))
 
