@@ -19,8 +19,8 @@ from .access.vault import Vault
 from .curves import Curves
 from .deploy import Order, prepare, worker_spec
 from .launcher import Launcher
-from .line import Policy
 from .logs import LogBook
+from .policy import Policy
 from .revision import Census, Revision
 from .settings import FunctionSettings
 from .store import RevisionRecord, Store

@@ -6,7 +6,6 @@ import asyncio
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from ..errors import (
@@ -16,7 +15,6 @@ from ..errors import (
     RevisionRetired,
     WorkerDied,
 )
-from . import autoscaler
 from .alarms import Alarms
 from .batching.curve import Point
 from .batching.handing import hand_out
@@ -24,6 +22,7 @@ from .batching.queue import Lanes, Queue
 from .curves import Curves
 from .given import Ended
 from .invocation import Invocation
+from .policy import Policy
 from .pool import Pool
 from .replica import Replica
 from .spec import WorkerSpec
@@ -34,25 +33,6 @@ CANCEL_GRACE_S = 5.0
 INTERRUPT_S = 1.0
 SMOOTHING = 0.3
 WAY_SMOOTHING = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """How a revision treats its invocations. Seconds, counts."""
-
-    scale: autoscaler.Spec
-    timeout_s: float = 600.0
-    execution_timeout_s: float | None = None
-    batch: int = 1
-    """How many a worker runs together."""
-    on_loop: bool = False
-    """Whether the handler is async, so that it can be interrupted."""
-    hold_s: float = 60.0
-    max_queue: int = 1000
-    max_body_bytes: int = 20 << 20
-    idempotent: bool = False
-    standby: bool = True
-    keep_zygote: bool = True
 
 
 class Line:
@@ -156,8 +136,9 @@ class Line:
             line = invocation.timeline
             if line.waits_cold and replica.activation.ready_s > line.received_s:
                 line.activation = replica.activation
-            if invocation.execution_s is not None:
-                self._start_clock(invocation, now_s + invocation.execution_s)
+            if invocation.execution_s is not None:  # from here on its deadline is that of its execution
+                invocation.deadline_s = now_s + invocation.execution_s
+                self._alarms.set(invocation, invocation.deadline_s, now_s)
             if limit_s is not None:
                 self._time_execution(invocation, now_s, limit_s)
         replica.send(group, now_s)
@@ -205,11 +186,6 @@ class Line:
     ) -> None:
         invocation.overrun_s = (now_s if began_s is None else began_s) + limit_s
         self._alarms.set(invocation, min(invocation.deadline_s, invocation.overrun_s), now_s)
-
-    def _start_clock(self, invocation: Invocation, deadline_s: float) -> None:
-        """From here on its deadline is that of its execution; or again that of its waiting."""
-        invocation.deadline_s = deadline_s
-        self._alarms.set(invocation, deadline_s, time.monotonic())
 
     def _on_alarm(self, invocation: Invocation) -> None:
         now_s = time.monotonic()
@@ -285,6 +261,9 @@ class Line:
         """A group may go to any worker: it is as large as fits into the memory of each of those that are there."""
         limits = [replica.limit for replica in self._pool.ready if replica.limit is not None]
         self.queue.limit = max(1, min([self.policy.batch, *limits]))
+
+    def on_cost(self, invocation: Invocation, cost: float) -> None:
+        self.queue.charge(invocation, cost)
 
     def on_call(self, invocations: list[Invocation]) -> None:
         """Their handler is called again, with fewer of them: each call has all of its time."""

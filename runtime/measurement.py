@@ -7,11 +7,12 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from itertools import cycle, islice
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import orjson
 
 from ..handlers.contract import BatchSpec, Cancellation, Context
+from .batching.curve import Point
 from .exhaustion import exhausted
 from .runner import Call, Runner
 
@@ -20,21 +21,14 @@ BUDGET_S = 4.0
 RUNS = 3
 
 
-class Point(NamedTuple):
-    """What so many events took in one call: the median and the longest of the runs."""
-
-    size: int
-    p50_s: float
-    p95_s: float
-
-
 def sizes(max_size: int) -> list[int]:
     """1, 2, 4 … and `max_size`."""
     return [*(1 << power for power in range((max_size - 1).bit_length())), max_size]
 
 
 def schedule(max_size: int, points: list[Point], budget_s: float = BUDGET_S) -> Generator[int, float, None]:
-    """Yields how many events to run next, is sent what they took, and adds to `points`.
+    """Yields how many events to run next, is sent what they took, and adds to `points`: the median, and the longest of
+    so few runs for the 95th percentile.
 
     Each size is run once to warm it up and then `RUNS` times, fewer if the budget ends. A size is not begun if the
     rest of the budget would not suffice were it no slower than the one before.

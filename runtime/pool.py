@@ -9,12 +9,11 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ..errors import ActivationFailed, LauncherError, PilotlightError, SourceDenied
-from .given import Ended
 from .invocation import Invocation
 from .launcher import Child, Launcher, Source
 from .link import Frame, Kind
 from .logs import LogBook
-from .replica import START_TIMEOUT_S, Replica, State
+from .replica import START_TIMEOUT_S, Learner, Replica, State
 from .spec import WEIGHTS_TIMEOUT_S, WorkerSpec
 from .timeline import Activation
 from .weights import Fetching, Weights
@@ -35,12 +34,10 @@ LATEST_STANDBY_S = 2.0
 class Keeper(Protocol):
     """Who is told what happens in a pool: its revision."""
 
+    @property
+    def line(self) -> Learner: ...
     def on_ready(self, replica: Replica) -> None: ...
     def on_capacity(self, replica: Replica) -> None: ...
-    def on_ended(self, ended: Ended) -> None: ...
-    def on_cost(self, invocation: Invocation, cost: float) -> None: ...
-    def on_limit(self) -> None: ...
-    def on_call(self, invocations: list[Invocation]) -> None: ...
     def on_change(self) -> None: ...
     def on_returned(self, invocation: Invocation) -> None: ...
     def on_start_failed(self, error: PilotlightError) -> None: ...
@@ -257,7 +254,9 @@ class Pool:
         # Weights that are still coming may keep `setup` waiting for as long as a worker waits for them.
         waits_s = START_TIMEOUT_S + (WEIGHTS_TIMEOUT_S if self._weights is not None else 0.0)
         self.replicas.append(
-            Replica(child, activation, self, self._secrets(), waits_s, measure=self.measuring)
+            Replica(
+                child, activation, self, self._keeper.line, self._secrets(), waits_s, measure=self.measuring
+            )
         )
 
     async def _fork_standby(self) -> None:
@@ -326,18 +325,6 @@ class Pool:
     def on_ready(self, replica: Replica) -> None:
         self._delay_s = 0.0
         self._keeper.on_ready(replica)
-
-    def on_ended(self, ended: Ended) -> None:
-        self._keeper.on_ended(ended)
-
-    def on_cost(self, invocation: Invocation, cost: float) -> None:
-        self._keeper.on_cost(invocation, cost)
-
-    def on_limit(self) -> None:
-        self._keeper.on_limit()
-
-    def on_call(self, invocations: list[Invocation]) -> None:
-        self._keeper.on_call(invocations)
 
     def on_free(self, replica: Replica) -> None:
         if self.standby is None and self._standby_timer is None and self._with_standby and not self._closed:

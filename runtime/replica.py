@@ -39,14 +39,19 @@ class Owner(Protocol):
 
     def on_ready(self, replica: Replica) -> None: ...
     def on_free(self, replica: Replica) -> None: ...
-    def on_ended(self, ended: Ended) -> None: ...
-    def on_cost(self, invocation: Invocation, cost: float) -> None: ...
-    def on_limit(self) -> None: ...
-    def on_call(self, invocations: list[Invocation]) -> None: ...
     def on_returned(self, replica: Replica, invocation: Invocation) -> None: ...
     def refined(self, error: PilotlightError) -> PilotlightError: ...
     def on_setup_failed(self, replica: Replica, error: PilotlightError) -> None: ...
     def on_dead(self, replica: Replica, unstarted: list[Invocation], started: list[Invocation]) -> None: ...
+
+
+class Learner(Protocol):
+    """Who learns from what workers do, and minds the time they take: the line."""
+
+    def on_ended(self, ended: Ended) -> None: ...
+    def on_cost(self, invocation: Invocation, cost: float) -> None: ...
+    def on_limit(self) -> None: ...
+    def on_call(self, invocations: list[Invocation]) -> None: ...
 
 
 class Replica:
@@ -57,6 +62,7 @@ class Replica:
         child: Child,
         activation: Activation,
         owner: Owner,
+        learner: Learner,
         env: dict[str, str],
         start_timeout_s: float = START_TIMEOUT_S,
         *,
@@ -77,6 +83,7 @@ class Replica:
         self.warmth: dict[str, Any] = {}
         """What the worker said of its device and of how fast it is, when it was ready."""
         self._owner = owner
+        self._learner = learner
         self._stuck: set[int] = set()
         # A worker that hangs while it starts would for ever count as one that is on its way.
         self._start_timer = asyncio.get_running_loop().call_later(start_timeout_s, child.kill)
@@ -209,7 +216,7 @@ class Replica:
     def _after(self, ended: Ended | None) -> None:
         """Of a group, only the end of the last makes room for another."""
         if ended is not None:
-            self._owner.on_ended(ended)
+            self._learner.on_ended(ended)
         if ended is not None or not self.given.batching:
             self._owner.on_free(self)
 
@@ -269,9 +276,9 @@ class Replica:
                 self._owner.on_free(self)
         if "limit" in head:
             self.limit = int(head["limit"])
-            self._owner.on_limit()
+            self._learner.on_limit()
         if "call" in head:
-            self._owner.on_call(self.given.beside(int(head["call"])))
+            self._learner.on_call(self.given.beside(int(head["call"])))
 
     def _on_ready(self, head: dict[str, Any]) -> None:
         self.activation.ready_s = self.idle_since_s = time.monotonic()
@@ -302,9 +309,9 @@ class Replica:
         self.served += 1
         if self.given.batching:  # what groups teach is told when they end
             if line.cost:
-                self._owner.on_cost(invocation, line.cost)
+                self._learner.on_cost(invocation, line.cost)
         elif self.served % LEARNED_EVERY == 1:
-            self._owner.on_ended(Ended(1, 1.0, line.answered_s - line.sent_s - line.wait_s))
+            self._learner.on_ended(Ended(1, 1.0, line.answered_s - line.sent_s - line.wait_s))
 
     def _on_lost(self) -> None:
         if self.state is State.DEAD:

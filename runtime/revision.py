@@ -16,11 +16,11 @@ from ..errors import (
 )
 from . import autoscaler
 from .curves import Curves
-from .given import Ended
 from .invocation import Invocation
 from .launcher import Launcher
-from .line import Line, Policy
+from .line import Line
 from .logs import LogBook
+from .policy import Policy
 from .pool import Pool
 from .replica import Replica, State
 from .spec import WorkerSpec
@@ -283,18 +283,6 @@ class Revision:
         elif replica.given.calls and not self._retiring:
             return  # no fewer workers are wanted while each of them has something to do, and no more
         self._look(replica)
-
-    def on_ended(self, ended: Ended) -> None:
-        self.line.on_ended(ended)
-
-    def on_cost(self, invocation: Invocation, cost: float) -> None:
-        self.line.queue.charge(invocation, cost)
-
-    def on_limit(self) -> None:
-        self.line.on_limit()
-
-    def on_call(self, invocations: list[Invocation]) -> None:
-        self.line.on_call(invocations)
 
     def on_change(self) -> None:
         self._scale()

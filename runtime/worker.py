@@ -30,11 +30,12 @@ from ..handlers.failure import explain
 from ..handlers.handler import Handler, Hook
 from ..snapshot.attached import Snapshot
 from . import lineage, traits
+from .batching.curve import Point
 from .credit import Credit
 from .host import WorkerHost
 from .link import Frame, Kind, Link
 from .loop_runner import LoopRunner
-from .measurement import Measurement, Point
+from .measurement import Measurement
 from .runner import Call, Runner
 from .spec import WEIGHTS_TIMEOUT_S, WorkerSpec
 from .thread_runner import ThreadRunner

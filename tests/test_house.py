@@ -91,7 +91,7 @@ FLOORS = """
 3   runtime.zygote
 3   runtime.commands.first_call
 
-4   runtime.alarms runtime.curves runtime.given
+4   runtime.alarms runtime.curves runtime.given runtime.policy
 4   runtime.replica
 4   runtime.pool
 4   runtime.line

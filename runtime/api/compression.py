@@ -7,13 +7,17 @@ once. So are images, archives and arrays of floats, which do not get smaller.
 from __future__ import annotations
 
 import asyncio
+import importlib
+import sys
 import zlib
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
-from backports import zstd
 
 from ...handlers.accepted import weigh
+
+# The standard library's since Python 3.14, where the backport does not install.
+zstd = importlib.import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
 
 LEAST_BYTES = 1024
 """What is smaller goes into one packet or two as it is."""

@@ -33,11 +33,9 @@ def wait_until(situation: Situation, curve: Curve, returns: Returns) -> float:
     ended_s, expected = returns.ended_s, returns.expected()
     if queued >= situation.limit or ended_s is None or not expected:
         return now_s
-    saved_s = saving(curve)
-    elapsed_s = now_s - ended_s
-    if saved_s <= 0 or elapsed_s >= len(expected) * STEP * saved_s:
+    step_s, elapsed_s = STEP * saving(curve), now_s - ended_s
+    if step_s <= 0 or elapsed_s >= len(expected) * step_s:  # a saving may be too small to be divided
         return now_s
-    step_s = STEP * saved_s
     came = _at(expected, elapsed_s / step_s)
     alone_s = curve.typical(queued)
     best, best_s, least = 0.0, now_s, 2 * GRAIN

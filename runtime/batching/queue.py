@@ -15,21 +15,15 @@ from .curve import Curve
 from .gathering import Situation, saving, too_late, wait_until
 from .promises import Promises
 from .returns import Returns
-from .turns import FIRST, Turns
+from .turns import FIRST, Turns, Waiting
 
 # A caller is told to come again when there is room, but never at once and never in the far future.
 MIN_RETRY_S, MAX_RETRY_S = 0.05, 60.0
 
 
-class Item(Protocol):
+class Item(Waiting, Protocol):
     """What is asked of an invocation."""
 
-    @property
-    def tenant(self) -> str: ...
-    @property
-    def priority(self) -> int: ...
-    @property
-    def deadline_s(self) -> float: ...
     @property
     def body(self) -> bytes: ...
     @property
@@ -159,12 +153,12 @@ class Queue(Generic[T]):
 
     # -- what runs next
 
-    def next(self, start_s: float, *, wait: bool = True) -> Next[T]:
-        """What to run in a lane that is free at `start_s`; without `wait`, whatever is there."""
+    def next(self, start_s: float) -> Next[T]:
+        """What to run in a lane that is free at `start_s`, or until when to wait for more."""
         found: Next[T] = Next()
         if not len(self._turns):
             return found
-        if wait and self.limit > 1:
+        if self.limit > 1:
             until_s = wait_until(self._situation(start_s), self.curve, self._returns)
             if until_s > start_s:
                 found.wait_until_s = until_s

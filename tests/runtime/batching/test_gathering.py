@@ -64,6 +64,12 @@ def test_it_does_not_wait_where_nobody_comes_or_nothing_is_saved() -> None:
     assert wait_until(situation, flat, learned(flat, 8, [0.001] * 8)) == 100.0
 
 
+def test_a_saving_too_small_to_be_divided_is_none() -> None:
+    curve = line(5e-324, 0.0)
+    assert saving(curve) > 0
+    assert wait_until(Situation(100.0, 1, 32, 1.0), curve, learned(curve, 8, [0.0])) == 100.0
+
+
 def test_too_late_counts_the_group_that_it_would_be_part_of() -> None:
     curve = line(0.02, 0.0005)
     assert too_late(10.03, 10.0, 32, 32, curve)

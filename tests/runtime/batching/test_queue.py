@@ -78,11 +78,10 @@ class Fates(RuleBasedStateMachine):
         assert self.queue.drop(item)
         self.waiting.remove(item)
 
-    @rule(wait=st.booleans(), back=st.booleans(), ahead_s=st.sampled_from([0.0, 0.003]))
-    def gather(self, wait: bool, back: bool, ahead_s: float) -> None:
-        found = self.queue.next(self.now_s + ahead_s, wait=wait)
+    @rule(back=st.booleans(), ahead_s=st.sampled_from([0.0, 0.003]))
+    def gather(self, back: bool, ahead_s: float) -> None:
+        found = self.queue.next(self.now_s + ahead_s)
         if found.wait_until_s is not None:
-            assert wait
             assert found.wait_until_s > self.now_s + ahead_s
             assert not found.taken
             assert not found.refused

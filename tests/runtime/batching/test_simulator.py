@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pilotlight.runtime.batching.calls import Attempt, Call, Outcome, poisson
 from pilotlight.runtime.batching.curve import Curve
-from pilotlight.runtime.batching.queue import Next, Queue
+from pilotlight.runtime.batching.queue import Queue
 from pilotlight.runtime.batching.simulator import Plant, Run, Simulator, Timed, affine
 
 GPU, MID, CPU = affine(0.020, 0.0005), affine(0.010, 0.003), affine(0.004, 0.010)
@@ -21,8 +21,8 @@ CURVES = pytest.mark.parametrize("timed", [GPU, MID, CPU], ids=["gpu", "mid", "c
 class Greedy(Queue[Attempt]):
     """Takes what is there."""
 
-    def next(self, start_s: float, *, wait: bool = True) -> Next[Attempt]:
-        return super().next(start_s, wait=wait and False)
+    def arrived(self, now_s: float) -> None:
+        """It never learns that waiting could pay."""
 
 
 def capacity(timed: Timed) -> float:
