@@ -16,6 +16,7 @@ from . import display, options, trace
 
 # The bar moves each time that so many calls have come.
 TOLD_EVERY = 500
+MOST_CALLS = 5_000_000
 
 
 @click.command()
@@ -95,6 +96,10 @@ def simulate(
     if (arrivals is None) == (rate is None):
         raise click.UsageError("Give either a file of ARRIVALS or a --rate.")
     timeout_s = deadline_s or math.inf
+    if rate is not None and rate * duration_s > MOST_CALLS:
+        raise click.UsageError(
+            f"--rate {rate:g} for --duration {duration_s:g} are more than {MOST_CALLS:,} calls."
+        )
     if arrivals is not None:
         calls = [Call(at_s / speed, timeout_s, body=b"%d" % number)
                  for number, at_s in enumerate(trace.read_arrivals(arrivals))]  # fmt: skip

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import csv
 import gzip
+import math
+import zlib
 from datetime import UTC, datetime
 from pathlib import Path
 
 from ...errors import CodeError
 
+MOST = 1000
+"""Of workers in one run."""
 MICROSECONDS = 26
 """Characters of an ISO time to its sixth decimal: Python knows no further ones."""
 
@@ -26,7 +30,7 @@ def read_arrivals(path: Path) -> list[float]:
                 )
             at = header.index("timestamp")
             times = sorted(_seconds(path, row[at]) for row in rows if len(row) > at)
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, csv.Error, UnicodeDecodeError) as error:
         raise CodeError(f"{path} cannot be read: {error}.", remedy="Give a CSV file, plain or .gz.") from None
     if not times:
         raise CodeError(f"{path} has no calls.", remedy="Give a file with a line for each.")
@@ -34,18 +38,21 @@ def read_arrivals(path: Path) -> list[float]:
 
 
 def _seconds(path: Path, text: str) -> float:
+    wrong = CodeError(
+        f"{path} has the timestamp {text!r}, which is no time.",
+        remedy="Times are seconds, or as 2023-11-16 18:15:46.68.",
+    )
     try:
-        return float(text)
+        seconds = float(text)
     except ValueError:
-        pass
-    try:
-        moment = datetime.fromisoformat(text[:MICROSECONDS])
-    except ValueError:
-        raise CodeError(
-            f"{path} has the timestamp {text!r}, which is no time.",
-            remedy="Times are seconds, or as 2023-11-16 18:15:46.68.",
-        ) from None
-    return moment.replace(tzinfo=moment.tzinfo or UTC).timestamp()
+        try:
+            moment = datetime.fromisoformat(text[:MICROSECONDS])
+        except ValueError:
+            raise wrong from None
+        seconds = moment.replace(tzinfo=moment.tzinfo or UTC).timestamp()
+    if not math.isfinite(seconds):
+        raise wrong
+    return seconds
 
 
 def read_curve(text: str) -> tuple[tuple[float, float], ...]:
@@ -59,7 +66,11 @@ def read_curve(text: str) -> tuple[tuple[float, float], ...]:
     except ValueError:
         points = ()
     sizes = [size for size, _ in points]
-    if not points or min(min(point) for point in points) <= 0 or len(set(sizes)) < len(sizes):
+    if (
+        not all(0 < number < math.inf for point in points for number in point)
+        or not points
+        or len(set(sizes)) < len(sizes)
+    ):
         raise CodeError(
             f"{text!r} is no curve.", remedy="Write sizes and milliseconds, as 1:20.5,32:36; each size once."
         )
@@ -77,9 +88,6 @@ def read_counts(text: str) -> list[int]:
             f"{text!r} are no numbers of workers.", remedy=f"Write 2, or 1,2,4, or 1-4; at most {MOST}."
         )
     return counts
-
-
-MOST = 1000
 
 
 def _range(part: str) -> range:

@@ -58,6 +58,7 @@ def test_a_trace_is_read_in_either_form_and_played_as_fast_as_asked(zipped: bool
 @pytest.mark.parametrize(
     ("content", "said"),
     [("when,what\n1,2\n", "no column named timestamp"), ("timestamp\nyesterday\n", "'yesterday', which is no time"),
+     ("timestamp\n1\nnan\n", "'nan', which is no time"),
      ("timestamp\n", "has no calls"), ("", "no column named timestamp")],
 )  # fmt: skip
 def test_a_trace_that_is_none_is_named(content: str, said: str, tmp_path: Path) -> None:
@@ -80,6 +81,8 @@ def test_seconds_are_a_time_too(tmp_path: Path) -> None:
         ["--curve", "20"],
         ["--curve", "1:20,1:30"],
         ["--curve", "1:-3"],
+        ["--curve", "1:nan"],
+        ["--curve", "1:inf"],
         ["--workers", "0"],
         ["--workers", "two"],
     ],
@@ -94,3 +97,15 @@ def test_it_asks_for_arrivals_or_a_rate_and_not_for_both(tmp_path: Path) -> None
     assert "either a file of ARRIVALS or a --rate" in run(code=2)
     (tmp_path / "calls.csv").write_text("timestamp\n1\n")
     assert "either a file" in run(str(tmp_path / "calls.csv"), "--rate", "5", code=2)
+
+
+def test_a_trace_that_was_cut_off_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "cut.csv.gz"
+    path.write_bytes(gzip.compress(b"timestamp\n1\n2\n")[:25])
+    done = CliRunner().invoke(cli, ["simulate", *CURVE, str(path)])
+    assert done.exit_code == 1
+    assert "cannot be read" in str(done.exception)
+
+
+def test_more_calls_than_anybody_waits_for_are_refused() -> None:
+    assert "more than 5,000,000 calls" in run("--rate", "1e9", "--duration", "1e9", code=2)
