@@ -15,6 +15,8 @@ from ..snapshot.format.publish import publish
 from .batching.curve import Point
 
 MAX_POINTS = 64
+# A median that moved by less, in seconds and as a share, is the one that is kept.
+NEWS_S, NEWS = 0.001, 0.2
 # Of revisions that are long gone: the files that were written longest ago are removed.
 MAX_FILES = 500
 
@@ -67,6 +69,14 @@ class Curves:
                 traits: [Point(point.size, point.p50_s, point.p95_s) for point in points[:MAX_POINTS]]
                 for traits, points in found.items()
             }
+
+    def news(self, traits: str, points: Sequence[Point]) -> bool:
+        """Whether they say something else than what is kept: workers come and go often, and the disk is slow."""
+        kept = self.at(traits)
+        return len(kept) != len(points) or any(
+            abs(new.p50_s - old.p50_s) > max(NEWS_S, NEWS * old.p50_s)
+            for new, old in zip(points, kept, strict=True)
+        )
 
     def write(self, traits: str, points: Sequence[Point]) -> None:
         """Keeps them. A disk that refuses is in nobody's way: they are measured again."""

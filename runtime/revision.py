@@ -316,8 +316,9 @@ class Revision:
 
     async def _remember(self) -> None:
         """At zero: how fast it was, for when it starts again."""
-        if points := self.line.queue.curve.points:
-            await asyncio.to_thread(self._curves.write, self.line.traits, points)
+        traits, points = self.line.traits, self.line.queue.curve.points
+        if points and self._curves.news(traits, points):
+            await asyncio.to_thread(self._curves.write, traits, points)
 
     def _note_failure(self) -> None:
         self._on_activation("failed")

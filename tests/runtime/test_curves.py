@@ -52,6 +52,20 @@ def test_other_code_or_other_weights_are_others(tmp_path: Path) -> None:
     assert not curves.Curves.of(tmp_path / "c", "code", manifest).known
 
 
+def test_what_hardly_differs_is_no_news() -> None:
+    kept = curves.Curves()
+    points = [Point(1, 0.0201, 0.021), Point(2, 0.1, 0.2)]
+    assert kept.news("cpu", points)
+    kept.write("cpu", points)
+    assert not kept.news("cpu", points)
+    assert not kept.news("cpu", [Point(1, 0.0203, 9.0), Point(2, 0.115, 0.2)])
+    assert kept.news("cpu", [Point(1, 0.0201, 0.021), Point(2, 0.13, 0.2)])
+    assert kept.news("cpu", points[:1])
+    assert kept.news("cuda:x", points)
+    kept.write("fast", [Point(1, 2e-6, 3e-6)])
+    assert not kept.news("fast", [Point(1, 9e-6, 3e-5)])
+
+
 def test_a_disk_that_refuses_is_in_nobodys_way(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     refused = curves.Curves(tmp_path / "file" / "x.json")
