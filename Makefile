@@ -34,7 +34,7 @@ coverage: .venv/wheel ## All tests, and what of the code they run: takes a third
 lint: .venv/wheel ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy -p pilotlight
+	$(BIN)/mypy -p pilotflame
 	MYPYPATH=infra/bench $(BIN)/mypy --explicit-package-bases infra/bench infra/demo.py
 
 bench: .venv/installed-bench ## Cold start, warm path and memory, beside the floors and LitServe

@@ -1,7 +1,7 @@
-"""pilotlight: functions that start when they are called, and cost nothing until then."""
+"""pilotflame: functions that start when they are called, and cost nothing until then."""
 
 from ._version import __version__
-from .errors import PilotlightError
+from .errors import PilotflameError
 from .handlers.contract import Context, batch
 
-__all__ = ["Context", "PilotlightError", "__version__", "batch"]
+__all__ = ["Context", "PilotflameError", "__version__", "batch"]

@@ -14,7 +14,7 @@ from typing import Self
 Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
 
-INPUT_NETWORKS = "PILOTLIGHT_INPUT_NETWORKS"
+INPUT_NETWORKS = "PILOTFLAME_INPUT_NETWORKS"
 """A function's variable: networks that files of inputs may be fetched from besides public addresses, with commas between."""
 
 # From the special-purpose registries of IANA, written out: `is_global` says different things in different Pythons.

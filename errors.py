@@ -1,7 +1,7 @@
-"""The error tree: everything pilotlight raises on purpose, on one page.
+"""The error tree: everything pilotflame raises on purpose, on one page.
 
-    PilotlightError
-    ├── SettingsError               pilotlight.toml, or a deploy request, says something that cannot be
+    PilotflameError
+    ├── SettingsError               pilotflame.toml, or a deploy request, says something that cannot be
     ├── RequirementsError           requirements.txt is not satisfied in the function's environment
     ├── CodeError                   the uploaded or pointed-at folder cannot be taken
     ├── HandlerError                the user's code, before any request
@@ -71,10 +71,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-_BY_CODE: dict[str, type[PilotlightError]] = {}
+_BY_CODE: dict[str, type[PilotflameError]] = {}
 
 
-class PilotlightError(Exception):
+class PilotflameError(Exception):
     """The one base. `status` is the HTTP status with which the gateway answers it."""
 
     code: ClassVar[str] = "error"
@@ -102,11 +102,11 @@ class PilotlightError(Exception):
         return wire
 
     @staticmethod
-    def from_wire(wire: dict[str, Any]) -> PilotlightError:
-        """The error a peer sent, as the same class; an unknown code becomes a plain PilotlightError."""
-        cls = _BY_CODE.get(str(wire.get("type")), PilotlightError)
+    def from_wire(wire: dict[str, Any]) -> PilotflameError:
+        """The error a peer sent, as the same class; an unknown code becomes a plain PilotflameError."""
+        cls = _BY_CODE.get(str(wire.get("type")), PilotflameError)
         error = cls.__new__(cls)
-        PilotlightError.__init__(
+        PilotflameError.__init__(
             error,
             str(wire.get("message", "unknown error")),
             remedy=str(wire.get("remedy", "")),
@@ -115,22 +115,22 @@ class PilotlightError(Exception):
         return error
 
 
-class SettingsError(PilotlightError):
+class SettingsError(PilotflameError):
     code = "settings_invalid"
     status = 422
 
 
-class RequirementsError(PilotlightError):
+class RequirementsError(PilotflameError):
     code = "requirements_unmet"
     status = 422
 
 
-class CodeError(PilotlightError):
+class CodeError(PilotflameError):
     code = "code_invalid"
     status = 422
 
 
-class HandlerError(PilotlightError):
+class HandlerError(PilotflameError):
     code = "handler_error"
     status = 422
 
@@ -152,7 +152,7 @@ class HandlerSetupError(HandlerError):
     status = 500
 
 
-class SnapshotError(PilotlightError):
+class SnapshotError(PilotflameError):
     code = "snapshot_error"
     status = 422
 
@@ -213,7 +213,7 @@ class CacheError(SnapshotError):
     status = 507
 
 
-class InvocationError(PilotlightError):
+class InvocationError(PilotflameError):
     code = "invocation_error"
 
 
@@ -290,7 +290,7 @@ class Cancelled(InvocationError):
     status = 499
 
 
-class JobError(PilotlightError):
+class JobError(PilotflameError):
     code = "job_error"
 
 
@@ -329,17 +329,17 @@ class JobStoreFailed(JobError):
     status = 503
 
 
-class BusFailed(PilotlightError):
+class BusFailed(PilotflameError):
     code = "bus_failed"
     status = 502
 
 
-class BatchFailed(PilotlightError):
+class BatchFailed(PilotflameError):
     code = "batch_failed"
     status = 422
 
 
-class AccessError(PilotlightError):
+class AccessError(PilotflameError):
     code = "access_error"
     status = 403
 
@@ -368,45 +368,45 @@ class UnknownSecret(AccessError):
     status = 404
 
 
-class UnsupportedMedia(PilotlightError):
+class UnsupportedMedia(PilotflameError):
     code = "unsupported_media"
     status = 415
 
 
-class MalformedRequest(PilotlightError):
+class MalformedRequest(PilotflameError):
     code = "malformed_request"
     status = 400
 
 
-class UnknownRoute(PilotlightError):
+class UnknownRoute(PilotflameError):
     code = "unknown_route"
     status = 404
 
 
-class MethodNotAllowed(PilotlightError):
+class MethodNotAllowed(PilotflameError):
     code = "method_not_allowed"
     status = 405
 
 
-class UnknownFunction(PilotlightError):
+class UnknownFunction(PilotflameError):
     code = "unknown_function"
     status = 404
 
     @classmethod
     def named(cls, name: str) -> UnknownFunction:
         """The one answer for a function that is not there, and for one that the caller is not to know of."""
-        return cls(f"There is no function {name[:64]!r}.", remedy="See `pilotlight list`, or deploy it.")
+        return cls(f"There is no function {name[:64]!r}.", remedy="See `pilotflame list`, or deploy it.")
 
 
-class LinkError(PilotlightError):
+class LinkError(PilotflameError):
     code = "link_error"
 
 
-class LauncherError(PilotlightError):
+class LauncherError(PilotflameError):
     code = "launcher_error"
 
 
-class GatewayError(PilotlightError):
+class GatewayError(PilotflameError):
     code = "gateway_error"
     status = 503
 

@@ -25,7 +25,7 @@ from ..errors import HandlerFailed, HandlerSignatureError, SnapshotError
 if TYPE_CHECKING:
     from ..snapshot.attached import Snapshot
 
-BATCH_MARK = "__pilotlight_batch__"
+BATCH_MARK = "__pilotflame_batch__"
 MAX_BATCH = 4096
 # What a caller may have put into his event: sums of it must stay numbers that can be counted with.
 MAX_COST = 1e12
@@ -77,17 +77,17 @@ def batch(
     if not isinstance(max_size, int) or isinstance(max_size, bool) or not 1 <= max_size <= MAX_BATCH:
         raise HandlerSignatureError(
             f"@batch(max_size={max_size!r}): max_size must be a whole number from 1 to {MAX_BATCH}.",
-            remedy="Write for example @pilotlight.batch(max_size=32).",
+            remedy="Write for example @pilotflame.batch(max_size=32).",
         )
     if cost is not None and not _is_plain(cost):
         raise HandlerSignatureError(
             f"@batch(cost={cost!r:.80}): cost must be a plain function of one event.",
-            remedy="Write for example @pilotlight.batch(cost=lambda event: len(event.text)).",
+            remedy="Write for example @pilotflame.batch(cost=lambda event: len(event.text)).",
         )
     if max_cost is not None and (cost is None or _number(max_cost) is None):
         raise HandlerSignatureError(
             f"@batch(max_cost={max_cost!r}): max_cost must be a positive, finite number, beside a cost function.",
-            remedy="Write for example @pilotlight.batch(cost=lambda event: len(event.text), max_cost=10_000).",
+            remedy="Write for example @pilotflame.batch(cost=lambda event: len(event.text), max_cost=10_000).",
         )
     spec = BatchSpec(max_size, cost, None if max_cost is None else float(max_cost), _examples(example))
 
@@ -125,7 +125,7 @@ def _examples(example: Any) -> tuple[Any, ...]:
     except (TypeError, ValueError, RecursionError) as error:
         raise HandlerSignatureError(
             f"@batch(example=…): the example is not JSON: {error}.",
-            remedy='Write an event as it is sent, for example @pilotlight.batch(example={"text": "Hello"}).',
+            remedy='Write an event as it is sent, for example @pilotflame.batch(example={"text": "Hello"}).',
         ) from None
     if not examples:
         raise HandlerSignatureError(
@@ -239,8 +239,8 @@ class Context:
 
     @property
     def log(self) -> logging.LoggerAdapter[logging.Logger]:
-        """A logger whose lines carry the invocation's id; they come out of `pilotlight logs`."""
-        return logging.LoggerAdapter(logging.getLogger("pilotlight.handler"), {"invocation": self.id or "-"})
+        """A logger whose lines carry the invocation's id; they come out of `pilotflame logs`."""
+        return logging.LoggerAdapter(logging.getLogger("pilotflame.handler"), {"invocation": self.id or "-"})
 
     @property
     def snapshot(self) -> Snapshot:
@@ -248,6 +248,6 @@ class Context:
         if self._snapshot is None:
             raise SnapshotError(
                 f"Function {self.function!r} has no snapshot, but its handler asked for one.",
-                remedy='Set `snapshot = "path/to/weights"` in pilotlight.toml, or deploy with --snapshot.',
+                remedy='Set `snapshot = "path/to/weights"` in pilotflame.toml, or deploy with --snapshot.',
             )
         return self._snapshot

@@ -6,9 +6,9 @@ import traceback
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..errors import PilotlightError
+from ..errors import PilotflameError
 
-E = TypeVar("E", bound=PilotlightError)
+E = TypeVar("E", bound=PilotflameError)
 
 MAX_TRACEBACK_CHARS = 20_000
 OWN_FOLDER = str(Path(__file__).resolve().parent.parent)
@@ -21,13 +21,13 @@ def explain(kind: type[E], what: str, error: BaseException, root: Path, *, remed
     """
     file, line = locate(error, root)
     where = f" at {file}, line {line}" if file else ""
-    text = error.message if isinstance(error, PilotlightError) else f"{type(error).__name__}: {_said(error)}"
+    text = error.message if isinstance(error, PilotflameError) else f"{type(error).__name__}: {_said(error)}"
     return kind(
         f"{what} failed{where}: {text}",
-        remedy=error.remedy if isinstance(error, PilotlightError) else remedy,
+        remedy=error.remedy if isinstance(error, PilotflameError) else remedy,
         details={
-            **(error.details if isinstance(error, PilotlightError) else {}),
-            "exception": error.code if isinstance(error, PilotlightError) else type(error).__name__,
+            **(error.details if isinstance(error, PilotflameError) else {}),
+            "exception": error.code if isinstance(error, PilotflameError) else type(error).__name__,
             **({"file": file, "line": line} if file else {}),
             "traceback": _user_traceback(error),
         },
@@ -64,7 +64,7 @@ def _inside(filename: str, root: Path) -> str:
 
 
 def _user_traceback(error: BaseException) -> str:
-    """The traceback without the frames of pilotlight and importlib that led to the user's code."""
+    """The traceback without the frames of pilotflame and importlib that led to the user's code."""
     told: Any = traceback.TracebackException.from_exception(error)
     kept = [
         frame

@@ -48,8 +48,8 @@ class Handler:
     rehearse: Hook | None
     setup: Hook | None
     teardown: Hook | None
-    dialect: str = "pilotlight"
-    """Whose contract the user's file keeps: pilotlight's, or one of `foreign.recognise.DIALECTS`."""
+    dialect: str = "pilotflame"
+    """Whose contract the user's file keeps: pilotflame's, or one of `foreign.recognise.DIALECTS`."""
     entry: str = ""
     """The file and the name in it that was found there."""
     aggregate: bool = True

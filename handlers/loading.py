@@ -25,7 +25,7 @@ def import_file(
         there = ", ".join(sorted(entry.name for entry in root.iterdir())[:8]) if root.is_dir() else "nothing"
         raise HandlerImportError(
             f"{path.name} is not in the function's folder (there: {there or 'nothing'}).",
-            remedy="Create it with `def handler(event): ...`, or set `handler` in pilotlight.toml.",
+            remedy="Create it with `def handler(event): ...`, or set `handler` in pilotflame.toml.",
         )
     os.chdir(root)
     sys.path.insert(0, str(path.parent))

@@ -21,7 +21,7 @@ from cold import NAME, TEMPLATE, check, fresh_process_ms, mapped_kb
 from control import Control, Reply
 from rich.console import Console
 from rich.table import Table
-from servers import start_pilotlight
+from servers import start_pilotflame
 
 BURST = 64
 CALLERS = 16
@@ -48,7 +48,7 @@ def main() -> int:
     say("Reference", "embeddings by plain transformers, in a process of its own")
     texts = [f"{minilm.TEXT} ({number})" for number in range(BURST)]
     expected = minilm.reference([minilm.TEXT, *texts])
-    with start_pilotlight() as server:
+    with start_pilotflame() as server:
         control = Control(server.url)
         try:
             return play(control, texts, expected)
@@ -167,7 +167,7 @@ def show_comparison(fresh_ms: float, first: Reply, again: Reply, warm: list[Repl
     table.add_column("ms", justify="right")
     table.add_column("", justify="right")
     table.add_row("a fresh process", f"{fresh_ms:,.0f}", "")
-    for name, reply in (("pilotlight, first time", first), ("pilotlight, after zero", again)):
+    for name, reply in (("pilotflame, first time", first), ("pilotflame, after zero", again)):
         table.add_row(name, f"{reply.ms:.1f}", f"{fresh_ms / reply.ms:.0f} times faster")
     table.add_row("a warm request", f"{warm_ms:.1f}", "")
     console.print(table)

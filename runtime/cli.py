@@ -1,4 +1,4 @@
-"""The command line: `pilotlight`."""
+"""The command line: `pilotflame`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from .._version import __version__
-from ..errors import GatewayUnreachable, PilotlightError
+from ..errors import GatewayUnreachable, PilotflameError
 from .commands import display, options
 from .commands.access import COMMANDS as ACCESS
 from .commands.benches import COMMANDS as BENCHES
@@ -34,17 +34,17 @@ HELP_OPTIONS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
 @click.group(context_settings=HELP_OPTIONS)
-@click.version_option(__version__, prog_name="pilotlight")
+@click.version_option(__version__, prog_name="pilotflame")
 def cli() -> None:
     """Functions that start when they are called, and cost nothing until then.
 
     \b
     The shortest way in:
-      pilotlight init hello        a folder with handler.py, to change
-      pilotlight test hello        one call of it, in a gateway of its own
-      pilotlight serve             the gateway; in another terminal:
-      pilotlight deploy hello
-      pilotlight invoke hello '{"name": "Ada"}' --timing
+      pilotflame init hello        a folder with handler.py, to change
+      pilotflame test hello        one call of it, in a gateway of its own
+      pilotflame serve             the gateway; in another terminal:
+      pilotflame deploy hello
+      pilotflame invoke hello '{"name": "Ada"}' --timing
 
     \b
     Exit codes: 0 done, 1 it failed (one paragraph on stderr says what and why), 2 the command line is
@@ -64,7 +64,7 @@ def init(*, folder: Path | None, template: str, listing: bool, as_json: bool) ->
 
     \b
     Example:
-      pilotlight init my-embeddings --template text-embedding
+      pilotflame init my-embeddings --template text-embedding
     """
     from .commands.scaffold import scaffold, templates  # noqa: PLC0415
 
@@ -79,7 +79,7 @@ def init(*, folder: Path | None, template: str, listing: bool, as_json: bool) ->
     name = scaffold(template, target)
     if as_json:
         return display.print_json({"name": name, "template": template, "folder": str(target.resolve())})
-    click.echo(f"made {target} from {template}: read {target / 'README.md'}, then: pilotlight test {target}")
+    click.echo(f"made {target} from {template}: read {target / 'README.md'}, then: pilotflame test {target}")
     return None
 
 
@@ -109,14 +109,14 @@ def serve(
     """Run the gateway until Ctrl-C, then let it finish what it has started.
 
     What was deployed before is there again, at zero workers. Every option is also an environment variable:
-    PILOTLIGHT_HOST, PILOTLIGHT_PORT, PILOTLIGHT_STATE_DIR, PILOTLIGHT_DRAIN_S, PILOTLIGHT_MAX_BODY_BYTES.
+    PILOTFLAME_HOST, PILOTFLAME_PORT, PILOTFLAME_STATE_DIR, PILOTFLAME_DRAIN_S, PILOTFLAME_MAX_BODY_BYTES.
 
     With --auth auto a gateway that others than this machine can reach, or for which a key was made, answers nothing
-    but health to those without a key; see `pilotlight keys`.
+    but health to those without a key; see `pilotflame keys`.
 
     \b
     Example:
-      pilotlight serve --port 8600
+      pilotflame serve --port 8600
     """
     from .main import run  # noqa: PLC0415  aiohttp takes time to import, and --help needs none of it
     from .settings import read_gateway_settings  # noqa: PLC0415
@@ -136,7 +136,7 @@ def serve(
             display.print_json({"url": url})
         else:
             display.say(
-                f"pilotlight {__version__} listens on {url}, and keeps its state in {settings.state_dir}"
+                f"pilotflame {__version__} listens on {url}, and keeps its state in {settings.state_dir}"
             )
 
     run(settings, on_listening=listening)
@@ -165,21 +165,21 @@ def dev(
 
     \b
     Example:
-      pilotlight dev hello
-      pilotlight invoke hello '{"name": "Ada"}'      (in another terminal)
+      pilotflame dev hello
+      pilotflame invoke hello '{"name": "Ada"}'      (in another terminal)
     """
     from .main import run  # noqa: PLC0415  see serve
     from .settings import read_gateway_settings  # noqa: PLC0415
 
     with ExitStack() as stack:
-        kept = state_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pilotlight-dev-")))
+        kept = state_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pilotflame-dev-")))
         gateway = read_gateway_settings(
             os.environ, other_variables=options.OTHER_VARIABLES, host=host, port=port, state_dir=kept
         )
         run(
             gateway,
             on_listening=lambda url: display.say(
-                f"pilotlight: {url} serves {folder.resolve()}, and follows its changes"
+                f"pilotflame: {url} serves {folder.resolve()}, and follows its changes"
             ),
             folder=folder.resolve(),
             overrides=options.overrides(settings, name, snapshot, local=True),
@@ -208,7 +208,7 @@ def test(
 
     \b
     Example:
-      pilotlight test hello
+      pilotflame test hello
     """
     from .commands.trial import run_trial  # noqa: PLC0415  httpx takes time to import, and --help needs none of it
 
@@ -234,7 +234,7 @@ def doctor(state_dir: Path | None, as_json: bool) -> None:
 
     \b
     Example:
-      pilotlight doctor
+      pilotflame doctor
     """
     from .commands.doctor import examine  # noqa: PLC0415
     from .settings import read_gateway_settings  # noqa: PLC0415
@@ -265,13 +265,13 @@ def main() -> None:
 def run_command(arguments: list[str] | None = None) -> int:
     """Runs one command line (by default the process's own) and gives its exit code."""
     try:
-        code = cli.main(arguments, prog_name="pilotlight", standalone_mode=False)
+        code = cli.main(arguments, prog_name="pilotflame", standalone_mode=False)
     except (click.exceptions.Abort, KeyboardInterrupt):
         return EXIT_INTERRUPTED
     except click.ClickException as error:
         error.show()
         return EXIT_USAGE if isinstance(error, click.UsageError) else EXIT_ERROR
-    except PilotlightError as error:
+    except PilotflameError as error:
         display.say(f"error: {' '.join(str(error).split())}")
         return EXIT_UNREACHABLE if isinstance(error, GatewayUnreachable) else EXIT_ERROR
     except BrokenPipeError:  # whoever read our output has enough

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import httpx
 
-from ..errors import GatewayError, GatewayUnreachable, PilotlightError, Unauthorized
+from ..errors import GatewayError, GatewayUnreachable, PilotflameError, Unauthorized
 from .loopback import is_loopback
 from .timeline import parse_server_timing
 
@@ -63,7 +63,7 @@ class Reply:
             if event.name == "output":
                 yield json.loads(event.data)
             elif event.name == "error":
-                raise PilotlightError.from_wire(json.loads(event.data))
+                raise PilotflameError.from_wire(json.loads(event.data))
             elif event.name == "completed":
                 return
         raise GatewayError("The stream broke off before its end.", remedy="Call again.")
@@ -330,7 +330,7 @@ class Client:
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise GatewayUnreachable(
                 f"No gateway answers at {self.url}: {error}.",
-                remedy="Start one with `pilotlight serve`, or name another with --url or PILOTLIGHT_URL.",
+                remedy="Start one with `pilotflame serve`, or name another with --url or PILOTFLAME_URL.",
             ) from None
         except httpx.TimeoutException:
             raise GatewayError(
@@ -379,14 +379,14 @@ def _check(response: httpx.Response) -> None:
         wire = response.json()["error"]
     except (ValueError, KeyError, TypeError):
         raise _stranger(response) from None
-    raise PilotlightError.from_wire(wire)
+    raise PilotflameError.from_wire(wire)
 
 
 def _stranger(response: httpx.Response) -> GatewayError:
     text = " ".join(response.text.split())[:200]
     return GatewayError(
         f"{response.request.url} answered {response.status_code} and not as a gateway does: {text!r}.",
-        remedy="See whether --url (or PILOTLIGHT_URL) names a pilotlight gateway.",
+        remedy="See whether --url (or PILOTFLAME_URL) names a pilotflame gateway.",
     )
 
 
@@ -402,7 +402,7 @@ def _authorization(api_key: str) -> dict[str, str]:
     if not (api_key.isascii() and api_key.isprintable()) or " " in api_key:
         raise Unauthorized(
             "What was given as the API key is none: it holds spaces, or what is no plain character.",
-            remedy="Look at --api-key and PILOTLIGHT_API_KEY; a key looks like pl_…",
+            remedy="Look at --api-key and PILOTFLAME_API_KEY; a key looks like pf_…",
         )
     return {"Authorization": f"Bearer {api_key}"}
 

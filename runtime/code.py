@@ -23,7 +23,7 @@ from ..errors import CodeError
 
 MAX_CODE_BYTES = 256 * 1024 * 1024
 MAX_FILES = 20_000
-IGNORE_FILE = ".pilotlightignore"
+IGNORE_FILE = ".pilotflameignore"
 
 _SKIPPED_FOLDERS = (
     ".git", ".hg", ".svn", "__pycache__", ".venv", "node_modules", ".idea", ".vscode", ".ipynb_checkpoints",

@@ -10,7 +10,7 @@ import gc
 from collections import deque
 from typing import Any
 
-from ..errors import Cancelled, DeadlineExceeded, PilotlightError, SnapshotError
+from ..errors import Cancelled, DeadlineExceeded, PilotflameError, SnapshotError
 from ..handlers.contract import BatchSpec
 from .exhaustion import exhausted
 from .packing import pack
@@ -74,7 +74,7 @@ class Course:
             half = (len(calls) + 1) // 2
             self._pieces.extendleft([calls[half:], calls[:half]])
 
-    def end(self, calls: list[Call], error: PilotlightError) -> None:
+    def end(self, calls: list[Call], error: PilotflameError) -> None:
         """They are not to be repeated."""
         self._end(calls, [self._runner.failed(call, error) for call in calls])
 

@@ -1,6 +1,6 @@
 """The environment of a function: one virtual environment per set of requirements, on top of the current one.
 
-Functions that need the same share it. What the current environment has (torch, pilotlight itself) is seen
+Functions that need the same share it. What the current environment has (torch, pilotflame itself) is seen
 through a .pth file and not installed again; what the function asks for in another version lies in front of
 it.
 
@@ -34,9 +34,9 @@ from .requirements import check_requirements, installed_versions, parse_requirem
 
 INSTALL_DEADLINE_S = 900.0
 
-_MARKER = "pilotlight-complete"
+_MARKER = "pilotflame-complete"
 # .pth files are read in the order of their names: the last one, so that the function's own paths come first.
-_BASE_PTH = "zzzz_pilotlight_base.pth"
+_BASE_PTH = "zzzz_pilotflame_base.pth"
 _KEPT_LINES = 20
 
 

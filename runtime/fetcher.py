@@ -23,7 +23,7 @@ from typing import Any
 import orjson
 from setproctitle import setproctitle
 
-from ..errors import PilotlightError, SnapshotError
+from ..errors import PilotflameError, SnapshotError
 from ..snapshot.caching.cache import Cache, Lease
 from ..snapshot.caching.node import node_cache, release_memory
 from ..snapshot.format.manifest import Manifest
@@ -74,7 +74,7 @@ class Fetcher:
                 return
             self._say(number, "held")
             lease.wait(WAIT_TIMEOUT_S)
-        except PilotlightError as error:
+        except PilotflameError as error:
             self._say(number, "failed", error=error.to_wire())
         except Exception as error:  # noqa: BLE001  the gateway waits for an answer, whatever it is
             told = SnapshotError(f"{shown(url)} could not be fetched: {error!r}.")
@@ -96,8 +96,8 @@ class Fetcher:
 
 
 def main() -> None:
-    """`python -m pilotlight.runtime.fetcher <folder of the cache>`."""
-    setproctitle("pilotlight: fetcher")
+    """`python -m pilotflame.runtime.fetcher <folder of the cache>`."""
+    setproctitle("pilotflame: fetcher")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the gateway, which says when to go
     fetcher = Fetcher(node_cache(Path(sys.argv[1])))
     for line in sys.stdin.buffer:

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 from pydantic import BaseModel, ConfigDict
 
-from ..errors import GatewayError, PilotlightError, UnknownFunction
+from ..errors import GatewayError, PilotflameError, UnknownFunction
 from ..snapshot.sources.location import shown
 from . import autoscaler
 from .access.vault import Vault
@@ -61,7 +61,7 @@ class FunctionStatus(BaseModel):
     name: str
     revision: str
     created_at: datetime
-    dialect: str = "pilotlight"
+    dialect: str = "pilotflame"
     entry: str = ""
     kind: str
     streaming: bool
@@ -149,7 +149,7 @@ class Functions:
             name=record.function,
             revision=record.revision,
             created_at=record.created_at,
-            dialect=facts.get("dialect", "pilotlight"),
+            dialect=facts.get("dialect", "pilotflame"),
             entry=facts.get("entry", ""),
             kind=facts.get("kind", "plain"),
             streaming=facts.get("streaming", False),
@@ -236,7 +236,7 @@ class Functions:
         async def outcome() -> Exception | None:
             try:
                 await change
-            except (PilotlightError, OSError) as error:
+            except (PilotflameError, OSError) as error:
                 return error
             return None
 
@@ -320,7 +320,7 @@ class Functions:
             await old.revision.retire(self._drain_s)
         try:
             await asyncio.to_thread(self._store.prune, name, KEPT_REVISIONS)
-        except (OSError, PilotlightError) as error:  # old files are in nobody's way
+        except (OSError, PilotflameError) as error:  # old files are in nobody's way
             (old or self._live[name]).logs.write("gateway", f"old revisions were not removed: {error}")
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from ..errors import PilotlightError
+from ..errors import PilotflameError
 from .timeline import Timeline
 
 NORMAL, LAST = 3, 5
@@ -158,7 +158,7 @@ class Invocation:
             self.answer.set_result(answer)
             self.on_answer()
 
-    def fail(self, error: PilotlightError) -> None:
+    def fail(self, error: PilotflameError) -> None:
         if self._end():
             self.answer.set_exception(error)
             self.answer.exception()  # seen: a caller that has gone must not leave a warning behind

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import LauncherError, PilotlightError
+from ..errors import LauncherError, PilotflameError
 from .link import Frame, Kind, Link
 from .listener import Listener
 from .logs import LogBook
@@ -189,7 +189,7 @@ class Parent:
         elif frame.kind == Kind.BUILT and not self.built.done():
             self.built.set_result(head)
         elif frame.kind == Kind.FAILED and not self.built.done():
-            self.built.set_exception(PilotlightError.from_wire(head))
+            self.built.set_exception(PilotflameError.from_wire(head))
 
     def _child_ended(self, pid: int, code: int) -> None:
         token = self._token_of.pop(pid, "")
@@ -209,7 +209,7 @@ class Parent:
         self._on_death()
 
     def _fail_forks(self, how: str) -> None:
-        error = LauncherError(f"{self.child.name} {how}.", remedy="See `pilotlight logs` for its last words.")
+        error = LauncherError(f"{self.child.name} {how}.", remedy="See `pilotflame logs` for its last words.")
         futures: list[asyncio.Future[Any]] = [*self._forking.values(), self.built]
         for future in futures:
             if not future.done():
@@ -309,7 +309,7 @@ class Launcher:
         )
         try:
             process = await asyncio.create_subprocess_exec(
-                python, "-m", "pilotlight.runtime.zygote", "base",
+                python, "-m", "pilotflame.runtime.zygote", "base",
                 stdin=asyncio.subprocess.PIPE, stdout=sys.stderr.fileno(), env=environment(), cwd="/",
             )  # fmt: skip
         except OSError as error:  # the interpreter was moved, or there is no room for another process
@@ -349,7 +349,7 @@ class Launcher:
             dialled.set_exception(
                 LauncherError(
                     f"The {name} process ended with code {code} before it was ready.",
-                    remedy="Run `pilotlight doctor`; its own words are on the gateway's standard error.",
+                    remedy="Run `pilotflame doctor`; its own words are on the gateway's standard error.",
                 )
             )
 

@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import (
     ActivationTimeout,
     DeadlineExceeded,
-    PilotlightError,
+    PilotflameError,
     RevisionRetired,
     WorkerDied,
 )
@@ -146,7 +146,7 @@ class Line:
             if invocation.on_sent is not None:
                 invocation.on_sent()
 
-    def fail_waiting(self, error: PilotlightError) -> None:
+    def fail_waiting(self, error: PilotflameError) -> None:
         """Nobody will serve those who wait."""
         for invocation in list(self.queue):
             self.queue.drop(invocation)
@@ -194,7 +194,7 @@ class Line:
             invocation.fail(
                 DeadlineExceeded(
                     f"The invocation did not end within its deadline ({waited_s:.1f} s).",
-                    remedy="Raise timeout_s in pilotlight.toml, or ask for less.",
+                    remedy="Raise timeout_s in pilotflame.toml, or ask for less.",
                 )
             )
             self._drop(invocation)
@@ -204,7 +204,7 @@ class Line:
             invocation.fail(
                 ActivationTimeout(
                     f"No worker of {self._spec.function!r} was ready within the hold time ({waited_s:.1f} s).",
-                    remedy="Try again: the activation goes on. hold_s in pilotlight.toml, or the header"
+                    remedy="Try again: the activation goes on. hold_s in pilotflame.toml, or the header"
                     " X-Scale-Up-Timeout (seconds), lets callers wait longer.",
                 )
             )
@@ -228,7 +228,7 @@ class Line:
             invocation.fail(
                 DeadlineExceeded(
                     f"One call of the handler took longer than execution_timeout_s, which is {limit_s:g} s.",
-                    remedy="Raise execution_timeout_s in pilotlight.toml, or do less in one call.",
+                    remedy="Raise execution_timeout_s in pilotflame.toml, or do less in one call.",
                 )
             )
             if self.policy.on_loop:
@@ -303,9 +303,9 @@ class Line:
         if harmless and invocation.attempt < MAX_ATTEMPTS:
             invocation.attempt += 1
             return True
-        remedy = "See `pilotlight logs` for its last words."
+        remedy = "See `pilotflame logs` for its last words."
         if not harmless:
-            remedy += " If running it twice is harmless, set idempotent = true in pilotlight.toml: then it is repeated."
+            remedy += " If running it twice is harmless, set idempotent = true in pilotflame.toml: then it is repeated."
         invocation.fail(
             WorkerDied(
                 f"The worker that ran this invocation died of {cause} (attempt {invocation.attempt}).",

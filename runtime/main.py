@@ -17,7 +17,7 @@ from typing import Any
 import uvloop
 from aiohttp import web
 
-from ..errors import GatewayError, PilotlightError, UnknownFunction
+from ..errors import GatewayError, PilotflameError, UnknownFunction
 from .access.control import AccessControl
 from .access.door import door
 from .access.guard import Guard
@@ -55,7 +55,7 @@ KEEPALIVE_S = 75.0
 BACKLOG = 1024
 NO_KEY_YET = (
     "{url} can be reached by others than this machine, and there is no API key yet: all but /healthz and /readyz is"
-    " refused. Make a key: pilotlight keys create NAME --scope admin --state-dir {state}"
+    " refused. Make a key: pilotflame keys create NAME --scope admin --state-dir {state}"
 )
 
 
@@ -182,10 +182,10 @@ async def _server(
         sock.close()
 
 
-def _counted(functions: Functions, metrics: Metrics) -> Callable[[str, PilotlightError], None]:
+def _counted(functions: Functions, metrics: Metrics) -> Callable[[str, PilotflameError], None]:
     """Counts what is refused before it reaches a function; by the names that are there: anybody can make names up."""
 
-    def count(name: str, error: PilotlightError) -> None:
+    def count(name: str, error: PilotflameError) -> None:
         with contextlib.suppress(UnknownFunction, GatewayError):
             functions.get(name)
             metrics.turned_away(name, error)
@@ -325,4 +325,4 @@ def _signals(stop: asyncio.Event) -> Iterator[None]:
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(f"pilotlight: {text}\n")
+    sys.stderr.write(f"pilotflame: {text}\n")

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ..errors import Overloaded, PilotlightError, QueueFull
+from ..errors import Overloaded, PilotflameError, QueueFull
 from .tally import FunctionTally
 from .timeline import Timeline
 
@@ -50,7 +50,7 @@ class Metrics:
         self._registry.register(_Census(census))
 
     def answered(
-        self, function: str, code: int, timeline: Timeline, error: PilotlightError | None = None
+        self, function: str, code: int, timeline: Timeline, error: PilotflameError | None = None
     ) -> None:
         """One invocation has been answered with an HTTP status; `error` is what the caller was told instead."""
         tally = self._of(function)
@@ -58,13 +58,13 @@ class Metrics:
         if error is not None and (not timeline.sent_s or isinstance(error, (Overloaded, QueueFull))):
             tally.refusals[error.code] += 1
 
-    def refused(self, function: str, error: PilotlightError) -> None:
+    def refused(self, function: str, error: PilotflameError) -> None:
         """A request that never became an invocation."""
         tally = self._of(function)
         tally.codes[error.status] += 1
         tally.refusals[error.code] += 1
 
-    def turned_away(self, function: str, error: PilotlightError) -> None:
+    def turned_away(self, function: str, error: PilotflameError) -> None:
         """A request, for an invocation or not, that was refused for whose it was."""
         self._of(function).refusals[error.code] += 1
 
@@ -93,10 +93,10 @@ class _Tallies(Collector):
 
     def _counters(self) -> Iterator[Metric]:
         asked = CounterMetricFamily(
-            "pilotlight_invocations", "Invocations answered.", labels=["function", "code"]
+            "pilotflame_invocations", "Invocations answered.", labels=["function", "code"]
         )
-        refused = CounterMetricFamily("pilotlight_refusals", _REFUSALS_HELP, labels=["function", "reason"])
-        started = CounterMetricFamily("pilotlight_activations", "Workers started, by outcome.", labels=["function", "outcome"])  # fmt: skip
+        refused = CounterMetricFamily("pilotflame_refusals", _REFUSALS_HELP, labels=["function", "reason"])
+        started = CounterMetricFamily("pilotflame_activations", "Workers started, by outcome.", labels=["function", "outcome"])  # fmt: skip
         for function, tally in self._tallies.items():
             for code, count in tally.codes.items():
                 asked.add_metric([function, str(code)], count)
@@ -107,10 +107,10 @@ class _Tallies(Collector):
         yield from (asked, refused, started)
 
     def _histograms(self) -> Iterator[Metric]:
-        took = HistogramMetricFamily("pilotlight_invocation_seconds", "From accepted to answered.", labels=["function"])  # fmt: skip
-        phases = HistogramMetricFamily("pilotlight_phase_seconds", _PHASES_HELP, labels=["function", "phase"])
-        cold = HistogramMetricFamily("pilotlight_cold_start_phase_seconds", "Phases of cold invocations.", labels=["function", "phase"])  # fmt: skip
-        batch = HistogramMetricFamily("pilotlight_batch_size", "Invocations that ran together.", labels=["function"])  # fmt: skip
+        took = HistogramMetricFamily("pilotflame_invocation_seconds", "From accepted to answered.", labels=["function"])  # fmt: skip
+        phases = HistogramMetricFamily("pilotflame_phase_seconds", _PHASES_HELP, labels=["function", "phase"])
+        cold = HistogramMetricFamily("pilotflame_cold_start_phase_seconds", "Phases of cold invocations.", labels=["function", "phase"])  # fmt: skip
+        batch = HistogramMetricFamily("pilotflame_batch_size", "Invocations that ran together.", labels=["function"])  # fmt: skip
         for function, tally in self._tallies.items():
             took.add_metric([function], tally.duration.buckets(), tally.duration.sum)
             batch.add_metric([function], tally.batch.buckets(), tally.batch.sum)
@@ -128,12 +128,12 @@ class _Census(Collector):
         self._census = census
 
     def collect(self) -> Iterable[Metric]:
-        workers = GaugeMetricFamily("pilotlight_workers", "Workers by state.", labels=["function", "state"])
-        waiting = GaugeMetricFamily("pilotlight_queued", "Invocations waiting.", labels=["function"])
-        running = GaugeMetricFamily("pilotlight_in_flight", "Invocations at workers.", labels=["function"])
-        busy = CounterMetricFamily("pilotlight_worker_busy_seconds", "Time in which workers had something to do, of all together.", labels=["function"])  # fmt: skip
-        ready = CounterMetricFamily("pilotlight_worker_ready_seconds", "Time for which workers were ready, of all together.", labels=["function"])  # fmt: skip
-        share = GaugeMetricFamily("pilotlight_worker_busy_ratio", "Busy worker-seconds of the ready ones, since the revision started.", labels=["function"])  # fmt: skip
+        workers = GaugeMetricFamily("pilotflame_workers", "Workers by state.", labels=["function", "state"])
+        waiting = GaugeMetricFamily("pilotflame_queued", "Invocations waiting.", labels=["function"])
+        running = GaugeMetricFamily("pilotflame_in_flight", "Invocations at workers.", labels=["function"])
+        busy = CounterMetricFamily("pilotflame_worker_busy_seconds", "Time in which workers had something to do, of all together.", labels=["function"])  # fmt: skip
+        ready = CounterMetricFamily("pilotflame_worker_ready_seconds", "Time for which workers were ready, of all together.", labels=["function"])  # fmt: skip
+        share = GaugeMetricFamily("pilotflame_worker_busy_ratio", "Busy worker-seconds of the ready ones, since the revision started.", labels=["function"])  # fmt: skip
         for function, counts in self._census().items():
             for state in ("starting", "ready", "draining"):
                 workers.add_metric([function, state], getattr(counts, state))

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from ..errors import ActivationFailed, LauncherError, PilotlightError, SourceDenied
+from ..errors import ActivationFailed, LauncherError, PilotflameError, SourceDenied
 from .invocation import Invocation
 from .launcher import Child, Launcher, Source
 from .link import Frame, Kind
@@ -40,7 +40,7 @@ class Keeper(Protocol):
     def on_capacity(self, replica: Replica) -> None: ...
     def on_change(self) -> None: ...
     def on_returned(self, invocation: Invocation) -> None: ...
-    def on_start_failed(self, error: PilotlightError) -> None: ...
+    def on_start_failed(self, error: PilotflameError) -> None: ...
     def on_worker_died(
         self, replica: Replica, unstarted: list[Invocation], started: list[Invocation], cause: str
     ) -> None: ...
@@ -195,7 +195,7 @@ class Pool:
             if self._closed:
                 child.link.close()
                 self._check_open()
-        except PilotlightError as error:
+        except PilotflameError as error:
             self.starting -= 1
             self._keeper.on_start_failed(error)
             return
@@ -334,10 +334,10 @@ class Pool:
     def on_returned(self, replica: Replica, invocation: Invocation) -> None:
         self._keeper.on_returned(invocation)
 
-    def on_setup_failed(self, replica: Replica, error: PilotlightError) -> None:
+    def on_setup_failed(self, replica: Replica, error: PilotflameError) -> None:
         self._keeper.on_start_failed(self.refined(error))
 
-    def refined(self, error: PilotlightError) -> PilotlightError:
+    def refined(self, error: PilotflameError) -> PilotflameError:
         """What a worker says of weights that did not come: the fetcher knows better why."""
         cause = self._fetching.error if self._fetching is not None else None
         if cause is None or error.details.get("cause") != SourceDenied.code:
@@ -390,7 +390,7 @@ class Pool:
         """Brings the zygote up ahead of need, with its standby; a failure is logged and met again when it is needed."""
         try:
             await self.open()
-        except PilotlightError as error:
+        except PilotflameError as error:
             self._logs.write("gateway", f"the zygote could not be launched: {error}")
             return
         self.replenish()

@@ -7,7 +7,7 @@ import enum
 import time
 from typing import Any, Protocol
 
-from ..errors import LinkError, PilotlightError
+from ..errors import LinkError, PilotflameError
 from ..handlers.codec import JSON_TYPE
 from .given import Ended, Given
 from .invocation import Answer, Invocation, Stream
@@ -40,8 +40,8 @@ class Owner(Protocol):
     def on_ready(self, replica: Replica) -> None: ...
     def on_free(self, replica: Replica) -> None: ...
     def on_returned(self, replica: Replica, invocation: Invocation) -> None: ...
-    def refined(self, error: PilotlightError) -> PilotlightError: ...
-    def on_setup_failed(self, replica: Replica, error: PilotlightError) -> None: ...
+    def refined(self, error: PilotflameError) -> PilotflameError: ...
+    def on_setup_failed(self, replica: Replica, error: PilotflameError) -> None: ...
     def on_dead(self, replica: Replica, unstarted: list[Invocation], started: list[Invocation]) -> None: ...
 
 
@@ -244,7 +244,7 @@ class Replica:
         if frame.kind == Kind.END:
             invocation.resolve(Answer(b"", JSON_TYPE))
         else:
-            invocation.fail(self._owner.refined(PilotlightError.from_wire(frame.json())))
+            invocation.fail(self._owner.refined(PilotflameError.from_wire(frame.json())))
         self._after(ended)
 
     def _on_word(self, frame: Frame) -> None:
@@ -264,7 +264,7 @@ class Replica:
             self._start_timer.cancel()
             self.child.kill_after(EXIT_TIMEOUT_S)
             self.state = State.DRAINING
-            self._owner.on_setup_failed(self, PilotlightError.from_wire(head))
+            self._owner.on_setup_failed(self, PilotflameError.from_wire(head))
         elif frame.kind != Kind.PRIMED:  # a standby that was needed before it was ready says so late
             raise LinkError(f"A worker sent a frame of kind {frame.kind}, which is not its to send.")
 

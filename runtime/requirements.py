@@ -106,7 +106,7 @@ def check_requirements(
         raise RequirementsError(
             f"requirements.txt is not met: {problems}.",
             remedy=f"Run `pip install {' '.join(dict.fromkeys(wanted))}`, "
-            "or deploy with `pilotlight deploy --install`.",
+            "or deploy with `pilotflame deploy --install`.",
         )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from ..errors import (
     ActivationFailed,
     Overloaded,
-    PilotlightError,
+    PilotflameError,
 )
 from . import autoscaler
 from .curves import Curves
@@ -161,7 +161,7 @@ class Revision:
         self.pool.stop(max(0, len(self.pool.ready) - self.policy.scale.min))
         self.pool.replenish()
 
-    def _settle_proof(self, error: PilotlightError | None) -> None:
+    def _settle_proof(self, error: PilotflameError | None) -> None:
         if self._proof is None or self._proof.done():
             return
         if error is None:
@@ -292,7 +292,7 @@ class Revision:
         self.line.pump()
         self._scale()
 
-    def on_start_failed(self, error: PilotlightError) -> None:
+    def on_start_failed(self, error: PilotflameError) -> None:
         """A worker said why it cannot start: so will the next, so those who wait for one are told."""
         self._note_failure()
         self._logs.write("gateway", f"activation failed: {error}")
@@ -330,7 +330,7 @@ class Revision:
         self._note_failure()
         error = ActivationFailed(
             f"A worker died while starting, of {cause}, as did {self._silent_failures - 1} in a row before it.",
-            remedy="See `pilotlight logs` for their last words (out of memory?).",
+            remedy="See `pilotflame logs` for their last words (out of memory?).",
         )
         self._settle_proof(error)
         if self._silent_failures >= MAX_SILENT_FAILURES and not self.pool.ready:

@@ -24,7 +24,7 @@ from ..errors import (
     HandlerFailed,
     InputInvalid,
     OutputInvalid,
-    PilotlightError,
+    PilotflameError,
     SnapshotError,
 )
 from ..handlers.codec import JSON_TYPE
@@ -163,17 +163,17 @@ class Runner(ABC):
         self.limit = limit
         self._link.send(Kind.WINDOW, 0, orjson.dumps({"window": self.window, "limit": limit}))
 
-    def failed(self, call: Call, error: PilotlightError) -> bytes:
+    def failed(self, call: Call, error: PilotflameError) -> bytes:
         try:
             return encode_json(Kind.ERROR, call.channel, error.to_wire())
         except (
             TypeError
         ):  # a text with half a surrogate pair, details of some type: the caller still gets an answer
             plain = type(error).__new__(type(error))
-            PilotlightError.__init__(plain, _writable(error.message), remedy=_writable(error.remedy))
+            PilotflameError.__init__(plain, _writable(error.message), remedy=_writable(error.remedy))
             return encode_json(Kind.ERROR, call.channel, plain.to_wire())
 
-    def describe(self, error: BaseException, what: str = "The handler") -> PilotlightError:
+    def describe(self, error: BaseException, what: str = "The handler") -> PilotflameError:
         """What the caller is told of an exception in the handler, or in what else of the user's."""
         if isinstance(error, (BadInput, HandlerFailed, InputInvalid, OutputInvalid)):
             return error

@@ -1,4 +1,4 @@
-"""The settings: what a function's `pilotlight.toml` may say, and what the gateway takes from its environment.
+"""The settings: what a function's `pilotflame.toml` may say, and what the gateway takes from its environment.
 
 Both are read once, at the edge, into frozen objects. Every problem is reported at once, by key, with the
 nearest valid key where one was misspelt: an option that has silently no effect is worse than an error.
@@ -39,8 +39,8 @@ from .events.source import Source
 
 _ModelT = TypeVar("_ModelT", bound=BaseModel)
 
-SETTINGS_FILE = "pilotlight.toml"
-GATEWAY_PREFIX = "PILOTLIGHT_"
+SETTINGS_FILE = "pilotflame.toml"
+GATEWAY_PREFIX = "PILOTFLAME_"
 # Path segments of our own on the HTTP surface; a function of that name could not be reached.
 RESERVED_NAMES = frozenset({"models", "health", "repository"})
 
@@ -116,7 +116,7 @@ class FunctionSettings(BaseModel):
         None,
         ge=1,
         le=1024,
-        description="Threads of one torch operation; by default shared out by pilotlight.",
+        description="Threads of one torch operation; by default shared out by pilotflame.",
     )
     timeout_s: float = Field(
         600.0, gt=0, le=_YEAR_S, allow_inf_nan=False, description="Seconds one invocation may take."
@@ -237,7 +237,7 @@ def default_state_dir(environ: Mapping[str, str]) -> Path:
     base = Path(environ.get("XDG_STATE_HOME", ""))
     if not base.is_absolute():  # the XDG rules: a relative path is to be ignored
         base = Path(environ.get("HOME") or Path("~").expanduser()) / ".local" / "state"
-    return base / "pilotlight"
+    return base / "pilotflame"
 
 
 def default_cache_dir(environ: Mapping[str, str]) -> Path:
@@ -245,11 +245,11 @@ def default_cache_dir(environ: Mapping[str, str]) -> Path:
     base = Path(environ.get("XDG_CACHE_HOME", ""))
     if not base.is_absolute():
         base = Path(environ.get("HOME") or Path("~").expanduser()) / ".cache"
-    return base / "pilotlight" / "snapshots"
+    return base / "pilotflame" / "snapshots"
 
 
 class GatewaySettings(BaseModel):
-    """What one gateway process is told; each also as PILOTLIGHT_<KEY> in its environment."""
+    """What one gateway process is told; each also as PILOTFLAME_<KEY> in its environment."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -330,9 +330,9 @@ def read_settings(folder: Path, *, overrides: Mapping[str, Any] | None = None) -
 def read_gateway_settings(
     environ: Mapping[str, str], *, other_variables: Collection[str] = (), **overrides: Any
 ) -> GatewaySettings:
-    """The gateway's settings: keyword overrides (None: not given) before PILOTLIGHT_* before the defaults.
+    """The gateway's settings: keyword overrides (None: not given) before PILOTFLAME_* before the defaults.
 
-    `other_variables` are full names of PILOTLIGHT_* variables that mean something to somebody else.
+    `other_variables` are full names of PILOTFLAME_* variables that mean something to somebody else.
     """
     given = {
         name: value

@@ -26,7 +26,7 @@ class StateDir:
         except OSError as error:
             raise GatewayError(
                 f"The state folder {self.path} cannot be used: {error.strerror}.",
-                remedy="Set PILOTLIGHT_STATE_DIR to a folder that can be written.",
+                remedy="Set PILOTFLAME_STATE_DIR to a folder that can be written.",
             ) from error
         try:
             self._take(descriptor)
@@ -51,7 +51,7 @@ class StateDir:
             holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
             raise GatewayError(
                 f"Another gateway, process {holder}, uses the state folder {self.path}.",
-                remedy="Stop it, or set PILOTLIGHT_STATE_DIR to another folder.",
+                remedy="Stop it, or set PILOTFLAME_STATE_DIR to another folder.",
                 details={"pid": int(holder) if holder.isdecimal() else None},
             ) from error
         os.ftruncate(descriptor, 0)

@@ -208,7 +208,7 @@ class Store:
                 self._folder(name).rename(aside)
             except FileNotFoundError as error:
                 raise UnknownFunction(
-                    f"There is no function {name!r}.", remedy="See `pilotlight list` for what is deployed."
+                    f"There is no function {name!r}.", remedy="See `pilotflame list` for what is deployed."
                 ) from error
             sync(self._functions)
         shutil.rmtree(aside)

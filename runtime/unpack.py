@@ -22,7 +22,7 @@ from .code import MAX_CODE_BYTES, MAX_FILES
 MAX_PATH_BYTES = 512
 MAX_SEGMENT_BYTES = 255
 
-_REMEDY = "Pack the folder with `pilotlight deploy`, or with plain `tar czf`."
+_REMEDY = "Pack the folder with `pilotflame deploy`, or with plain `tar czf`."
 _PIECE_BYTES = 64 * 1024
 # Headers and padding: each member has at most a few blocks beside its content.
 _MAX_STREAM_BYTES = MAX_CODE_BYTES + MAX_FILES * 4096

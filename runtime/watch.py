@@ -1,4 +1,4 @@
-"""The watch of `pilotlight dev`: deploys a folder now and whenever it changes, and shows its log."""
+"""The watch of `pilotflame dev`: deploys a folder now and whenever it changes, and shows its log."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator
 from watchfiles import awatch
 from watchfiles.main import FileChange
 
-from ..errors import PilotlightError
+from ..errors import PilotflameError
 from .deploy import Order
 from .functions import Functions, Live
 
@@ -41,9 +41,9 @@ async def _deploy(functions: Functions, order: Order) -> Live | None:
     started_s = time.monotonic()
     try:
         live = await functions.deploy(order)
-    except (PilotlightError, OSError) as error:  # a file may vanish while it is copied
+    except (PilotflameError, OSError) as error:  # a file may vanish while it is copied
         _say(f"not deployed: {error}")
-        if isinstance(error, PilotlightError) and (trace := error.details.get("traceback")) is not None:
+        if isinstance(error, PilotflameError) and (trace := error.details.get("traceback")) is not None:
             sys.stderr.write(trace)
         return None
     _say(f"{live.record.function} {live.record.revision} is live ({time.monotonic() - started_s:.1f} s)")
@@ -67,4 +67,4 @@ async def _follow(live: Live) -> None:
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(f"pilotlight: {text}\n")
+    sys.stderr.write(f"pilotflame: {text}\n")

@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from ..errors import LauncherError, PilotlightError
+from ..errors import LauncherError, PilotflameError
 from .spec import WorkerSpec
 from .timeline import Fetch
 
@@ -28,10 +28,10 @@ class Fetching:
     def __init__(self, number: int) -> None:
         self.number = number
         self.fetch = Fetch(time.monotonic())
-        self.error: PilotlightError | None = None
+        self.error: PilotflameError | None = None
         self.held: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def fail(self, error: PilotlightError) -> None:
+    def fail(self, error: PilotflameError) -> None:
         self.error = error
         self.fetch.ended_s = self.fetch.ended_s or time.monotonic()
         if not self.held.done():
@@ -114,7 +114,7 @@ class Weights:
         ours, theirs = socket.socketpair()
         try:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "pilotlight.runtime.fetcher", str(self.cache),
+                sys.executable, "-m", "pilotflame.runtime.fetcher", str(self.cache),
                 stdin=theirs.fileno(), stdout=theirs.fileno(), cwd="/",
             )  # fmt: skip
         except OSError as error:
@@ -157,7 +157,7 @@ class Weights:
         if fetching is None:
             return
         if word["event"] == "failed":
-            fetching.fail(PilotlightError.from_wire(word["error"]))
+            fetching.fail(PilotflameError.from_wire(word["error"]))
             return
         if word["event"] == "done":
             fetching.fetch.ended_s, fetching.fetch.fetched_bytes = time.monotonic(), int(word["bytes"])

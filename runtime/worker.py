@@ -24,7 +24,7 @@ import orjson
 import uvloop
 from setproctitle import setproctitle
 
-from ..errors import HandlerSetupError, PilotlightError
+from ..errors import HandlerSetupError, PilotflameError
 from ..handlers.contract import NOTHING, Cancellation, Context
 from ..handlers.failure import explain
 from ..handlers.handler import Handler, Hook
@@ -229,7 +229,7 @@ class Worker:
         """Weights that will never be whole are no worker's: the next one is given others."""
         try:
             snapshot.wait(WEIGHTS_TIMEOUT_S)
-        except PilotlightError as error:
+        except PilotflameError as error:
             sys.stderr.write(f"the weights did not arrive: {error}\n")
             self._loop.call_soon_threadsafe(self._drain)
 
@@ -280,7 +280,7 @@ class Worker:
         if self._measuring:
             head["curve"] = [list(point) for point in curve]  # orjson takes no named tuples
         self._link.send(Kind.READY, 0, orjson.dumps(head))
-        setproctitle(f"pilotlight: worker {self._spec.label}")
+        setproctitle(f"pilotflame: worker {self._spec.label}")
 
     def _say_failed(self, error: BaseException) -> None:
         told = explain(HandlerSetupError, "Setting up a worker", error, self._spec.code)

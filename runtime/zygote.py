@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from setproctitle import setproctitle
 
-from ..errors import HandlerBuildError, PilotlightError
+from ..errors import HandlerBuildError, PilotflameError
 from ..handlers.contract import Context
 from ..handlers.failure import explain
 from ..handlers.handler import Handler
@@ -137,13 +137,13 @@ class Base(Zygote):
         self._preload = preload
 
     def prepare(self, link: BlockingLink) -> bool:
-        setproctitle(f"pilotlight: base {' '.join(self._preload)}".rstrip())
+        setproctitle(f"pilotflame: base {' '.join(self._preload)}".rstrip())
         for name in self._preload:
             importlib.import_module(name)
         threads = lineage.torch_threads()
         quiet_torch()
         link.send(Kind.BUILT, {"threads": lineage.thread_count(), "torch_threads": threads})
-        os.environ["PILOTLIGHT_TORCH_THREADS"] = str(threads)
+        os.environ["PILOTFLAME_TORCH_THREADS"] = str(threads)
         return True
 
     def child_role(self, order: dict[str, Any]) -> Role:
@@ -163,7 +163,7 @@ class RevisionZygote(Zygote):
         self._built: Built | None = None
 
     def run(self) -> Role | None:
-        setproctitle(f"pilotlight: zygote {self._spec.label}")
+        setproctitle(f"pilotflame: zygote {self._spec.label}")
         redirect_output(self._ticket)
         return super().run()
 
@@ -171,7 +171,7 @@ class RevisionZygote(Zygote):
         with lineage.watch_threads() as culprits:
             try:
                 self._built = build(self._spec)
-            except PilotlightError as error:
+            except PilotflameError as error:
                 link.send(Kind.FAILED, error.to_wire())
                 return False
         quiet_torch()
@@ -197,7 +197,7 @@ class WorkerRole:
 
     def run(self) -> None:
         gc.enable()
-        setproctitle(f"pilotlight: standby {self._spec.label}")
+        setproctitle(f"pilotflame: standby {self._spec.label}")
         redirect_output(self._ticket)
         Worker(self._ticket.dial("worker"), self._spec, self._built).run()
 
@@ -221,7 +221,7 @@ class Solo:
         os.write(memory, json.dumps(order).encode())
         os.lseek(memory, 0, os.SEEK_SET)
         os.dup2(memory, 0)
-        os.execv(sys.executable, [sys.executable, "-m", "pilotlight.runtime.zygote", "solo"])  # noqa: S606
+        os.execv(sys.executable, [sys.executable, "-m", "pilotflame.runtime.zygote", "solo"])  # noqa: S606
 
 
 def solo(order: dict[str, Any]) -> None:
@@ -229,12 +229,12 @@ def solo(order: dict[str, Any]) -> None:
     ticket = Ticket(Address.parse(order["address"]), order["token"])
     spec = WorkerSpec.model_validate(order["spec"])
     lineage.detach(os.getppid())
-    setproctitle(f"pilotlight: standby {spec.label}")
+    setproctitle(f"pilotflame: standby {spec.label}")
     redirect_output(ticket)
     sock = ticket.dial("worker")
     try:
         built = build(spec)
-    except PilotlightError as error:
+    except PilotflameError as error:
         BlockingLink(sock).send(Kind.FAILED, error.to_wire())
         return
     Worker(sock, spec, built).run()
@@ -243,7 +243,7 @@ def solo(order: dict[str, Any]) -> None:
 def build(spec: WorkerSpec) -> Built:
     """Imports the handler and calls its `build`. Raises HandlerError."""
     os.environ.update(spec.env)
-    threads = spec.threads or int(os.environ.get("PILOTLIGHT_TORCH_THREADS", "0")) or lineage.torch_threads()
+    threads = spec.threads or int(os.environ.get("PILOTFLAME_TORCH_THREADS", "0")) or lineage.torch_threads()
     handler = resolve(spec.code, spec.handler, spec.function)
     quiet_torch()
     snapshot = _attach(spec)
@@ -300,7 +300,7 @@ def live(role: Role | None) -> None:
 
 
 def main() -> None:
-    """`python -m pilotlight.runtime.zygote base|solo`, with the order as JSON on standard input."""
+    """`python -m pilotflame.runtime.zygote base|solo`, with the order as JSON on standard input."""
     kind, order = sys.argv[1], json.load(sys.stdin)
     os.closerange(
         3, os.sysconf("SC_OPEN_MAX")

@@ -1,1 +1,1 @@
-"""Templates: one folder each, which `pilotlight init` copies and never imports."""
+"""Templates: one folder each, which `pilotflame init` copies and never imports."""

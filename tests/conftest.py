@@ -17,11 +17,11 @@ import pytest
 import pytest_asyncio
 import uvloop
 from live import Function, Gate, Gateway, gateway_here, short_folder
-from pilotlight.snapshot.caching.memory import unmount
+from pilotflame.snapshot.caching.memory import unmount
 
-# Half of what hypothesis would draw unless a test says: CI is to stay short. PILOTLIGHT_TEST_EXAMPLES draws more.
+# Half of what hypothesis would draw unless a test says: CI is to stay short. PILOTFLAME_TEST_EXAMPLES draws more.
 hypothesis.settings.register_profile(
-    "house", max_examples=int(os.environ.get("PILOTLIGHT_TEST_EXAMPLES", "50"))
+    "house", max_examples=int(os.environ.get("PILOTFLAME_TEST_EXAMPLES", "50"))
 )
 hypothesis.settings.load_profile("house")
 
@@ -40,9 +40,9 @@ def _memory_given_back() -> Iterator[None]:
     ):  # the others' may still be in use; fetchers sweep what nobody holds
         yield
         return
-    before = set(shared.glob(f"pilotlight-{os.getuid()}-*"))
+    before = set(shared.glob(f"pilotflame-{os.getuid()}-*"))
     yield
-    for root in set(shared.glob(f"pilotlight-{os.getuid()}-*")) - before:
+    for root in set(shared.glob(f"pilotflame-{os.getuid()}-*")) - before:
         if root.is_mount():
             unmount(root)
         shutil.rmtree(root, ignore_errors=True)

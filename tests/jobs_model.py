@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pilotlight.errors import IdempotencyConflict, JobConflict, JobExpired, PilotlightError, UnknownJob
-from pilotlight.runtime.jobs.job import Counts, NewJob, Outcome, State
+from pilotflame.errors import IdempotencyConflict, JobConflict, JobExpired, PilotflameError, UnknownJob
+from pilotflame.runtime.jobs.job import Counts, NewJob, Outcome, State
 
 KEEP_S = 100.0
 QUEUED, RUNNING = State.IN_QUEUE, State.IN_PROGRESS
@@ -47,7 +47,7 @@ class Model:
         self.events: list[tuple[str, str]] = []
         self.arrived = 0
 
-    def replayed(self, new: NewJob) -> str | PilotlightError | None:
+    def replayed(self, new: NewJob) -> str | PilotflameError | None:
         """The id of the job that a submit gives again, what it raises, or None: a new job."""
         for job_id, job in self.jobs.items():
             same = (job.new.function, job.new.owner, job.new.idempotency)
@@ -59,7 +59,7 @@ class Model:
         self.arrived += 1
         self.jobs[job_id] = Kept(new, self.arrived, self.now_s, self.now_s + new.ttl_s, new.max_attempts)
 
-    def absent(self, function: str, job_id: str) -> type[PilotlightError] | None:
+    def absent(self, function: str, job_id: str) -> type[PilotflameError] | None:
         job = self.jobs.get(job_id)
         if job is not None and job.new.function == function:
             return None

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, Self
 
 import httpx
-from pilotlight.runtime.main import Server, serve
-from pilotlight.runtime.settings import GatewaySettings
+from pilotflame.runtime.main import Server, serve
+from pilotflame.runtime.settings import GatewaySettings
 
-LIMIT_S = float(os.environ.get("PILOTLIGHT_TEST_LIMIT_S", "30"))
+LIMIT_S = float(os.environ.get("PILOTFLAME_TEST_LIMIT_S", "30"))
 
 # Beside each handler as `gate.py`: a word to the test and, with `wait`, a halt until the test says go.
 GATE_MODULE = """
@@ -54,8 +54,8 @@ async def wait_async(word=""):
 PROCESS = """
 import json, sys
 from pathlib import Path
-from pilotlight.runtime.main import run
-from pilotlight.runtime.settings import GatewaySettings
+from pilotflame.runtime.main import run
+from pilotflame.runtime.settings import GatewaySettings
 
 settings = json.loads(sys.argv[1])
 folder = settings.pop("watch", None)
@@ -282,7 +282,7 @@ class Gateway:
         overrides = dict(settings or {}) | {"name": name or f"f{next(self._numbers)}"}
         if gate is not None:
             overrides["env.GATE"] = str(gate.path)
-        with tempfile.TemporaryDirectory(prefix="pl-fn-") as folder:
+        with tempfile.TemporaryDirectory(prefix="pf-fn-") as folder:
             sources = {"gate.py": GATE_MODULE, **(files or {})}
             if handler is not None:
                 sources["handler.py"] = handler
@@ -309,7 +309,7 @@ class Gateway:
 @contextlib.contextmanager
 def short_folder() -> Any:
     """A temporary folder whose path leaves room for a unix socket."""
-    with tempfile.TemporaryDirectory(prefix="pl-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(prefix="pf-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 
 

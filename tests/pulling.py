@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-from pilotlight.errors import PilotlightError, SourceDenied, SourceUnavailable
-from pilotlight.snapshot.caching.cache import Cache, Lease
-from pilotlight.snapshot.caching.tier import Tier
-from pilotlight.snapshot.format.create import create
-from pilotlight.snapshot.format.manifest import MANIFEST_NAME, Manifest
-from pilotlight.snapshot.sources.folder import FolderConnection, FolderSource
-from pilotlight.snapshot.sources.source import ObjectInfo
+from pilotflame.errors import PilotflameError, SourceDenied, SourceUnavailable
+from pilotflame.snapshot.caching.cache import Cache, Lease
+from pilotflame.snapshot.caching.tier import Tier
+from pilotflame.snapshot.format.create import create
+from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
+from pilotflame.snapshot.sources.folder import FolderConnection, FolderSource
+from pilotflame.snapshot.sources.source import ObjectInfo
 from safetensors.numpy import save_file
 
 LIMIT_S = 30.0
@@ -166,7 +166,7 @@ def _obey(word: str, lease: Lease, source: Stopping) -> None:
         lease.arrival.wait(0, int(word[5:]), LIMIT_S)
         _say(landed=word)
     elif word == "map":
-        from pilotlight.snapshot.restoring.mapping import Mapping
+        from pilotflame.snapshot.restoring.mapping import Mapping
 
         globals()["mapping"] = Mapping(lease.root, lease.manifest, keep=lease.hold)
         _say(mapped=True)
@@ -185,14 +185,14 @@ def main() -> None:
     try:
         cache = Cache([Tier(Path(root), budget_bytes, kind) for root, budget_bytes, kind in spec["tiers"]])
         lease = cache.open(Manifest.read(folder), source, tee=False)
-    except PilotlightError as error:
+    except PilotflameError as error:
         _say(error=error.code, message=str(error))
         return
     _say(opened=str(lease.root))
     for line in sys.stdin:
         try:
             _obey(line.strip(), lease, source)
-        except PilotlightError as error:
+        except PilotflameError as error:
             _say(error=error.code, message=str(error))
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from aiohttp import web
 from live import LIMIT_S
-from pilotlight.runtime.jobs.database import Change, Database, T
-from pilotlight.runtime.jobs.job import Job, State, Webhook
-from pilotlight.runtime.webhooks.delivery import Delivery
-from pilotlight.runtime.webhooks.outbox import newest
+from pilotflame.runtime.jobs.database import Change, Database, T
+from pilotflame.runtime.jobs.job import Job, State, Webhook
+from pilotflame.runtime.webhooks.delivery import Delivery
+from pilotflame.runtime.webhooks.outbox import newest
 
 Answer = int | Callable[[web.Request], Awaitable[web.StreamResponse]]
 

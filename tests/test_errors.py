@@ -3,30 +3,30 @@
 import json
 from collections.abc import Iterator
 
-import pilotlight.errors
+import pilotflame.errors
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotlight.errors import HandlerFailed, PilotlightError
+from pilotflame.errors import HandlerFailed, PilotflameError
 
 
-def below(kind: type[PilotlightError]) -> Iterator[type[PilotlightError]]:
+def below(kind: type[PilotflameError]) -> Iterator[type[PilotflameError]]:
     for child in kind.__subclasses__():
-        if child.__module__ == pilotlight.errors.__name__:
+        if child.__module__ == pilotflame.errors.__name__:
             yield child
             yield from below(child)
 
 
-KINDS = [PilotlightError, *below(PilotlightError)]
+KINDS = [PilotflameError, *below(PilotflameError)]
 
 
 def drawn() -> dict[str, str]:
     """Each class in the docstring's drawing, with its parent."""
     parents: dict[str, str] = {}
     above: dict[int, str] = {}
-    for line in (pilotlight.errors.__doc__ or "").splitlines():
+    for line in (pilotflame.errors.__doc__ or "").splitlines():
         stem = line.strip(" │├└─")
-        if not stem or not (name := stem.split()[0]).isidentifier() or name not in vars(pilotlight.errors):
+        if not stem or not (name := stem.split()[0]).isidentifier() or name not in vars(pilotflame.errors):
             continue
         depth = (len(line) - len(line.lstrip(" │├└─"))) // 4
         above[depth] = name
@@ -52,9 +52,9 @@ def test_a_status_is_the_callers_fault_or_ours() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_error_crosses_the_wire_as_itself(kind: type[PilotlightError]) -> None:
+def test_every_error_crosses_the_wire_as_itself(kind: type[PilotflameError]) -> None:
     error = kind("It broke.", remedy="Mend it.", details={"line": 3})
-    again = PilotlightError.from_wire(json.loads(json.dumps(error.to_wire())))
+    again = PilotflameError.from_wire(json.loads(json.dumps(error.to_wire())))
     assert type(again) is kind
     assert (again.message, again.remedy, again.details) == ("It broke.", "Mend it.", {"line": 3})
     assert str(again) == "It broke. Mend it."
@@ -72,7 +72,7 @@ JSON = st.recursive(
 
 @given(st.dictionaries(st.sampled_from(["type", "message", "remedy", "details"]), JSON))
 def test_whatever_a_peer_sends_becomes_an_error_that_can_be_printed(wire: dict[str, object]) -> None:
-    error = PilotlightError.from_wire(wire)
-    assert isinstance(error, PilotlightError)
+    error = PilotflameError.from_wire(wire)
+    assert isinstance(error, PilotflameError)
     str(error)
     error.to_wire()

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pilotlight
+import pilotflame
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -230,7 +230,7 @@ def test_a_file_imports_only_from_below(name: str) -> None:
             assert target in lines(), f"{name} imports {target}, which is not there"
             assert lines()[target][1] < lines()[name][1], f"{name} imports {target}, which is not below it"
         else:
-            assert not target.startswith("pilotlight"), f"{name} imports {target}: relatively, please"
+            assert not target.startswith("pilotflame"), f"{name} imports {target}: relatively, please"
 
 
 def test_floors_are_in_order() -> None:
@@ -296,8 +296,8 @@ def test_workers_load_no_http_and_no_gateway(name: str) -> None:
 
 
 def test_the_face_is_short_and_sorted() -> None:
-    assert pilotlight.__all__ == sorted(["Context", "PilotlightError", "__version__", "batch"])
-    assert all(hasattr(pilotlight, name) for name in pilotlight.__all__)
+    assert pilotflame.__all__ == sorted(["Context", "PilotflameError", "__version__", "batch"])
+    assert all(hasattr(pilotflame, name) for name in pilotflame.__all__)
 
 
 def python(text: str) -> Any:
@@ -310,14 +310,14 @@ def python(text: str) -> Any:
 
 
 def test_importing_the_face_loads_nothing_heavy() -> None:
-    loaded = python("import json, sys, pilotlight; print(json.dumps(sorted(sys.modules)))")
+    loaded = python("import json, sys, pilotflame; print(json.dumps(sorted(sys.modules)))")
     assert not {name.partition(".")[0] for name in loaded} & HEAVY
 
 
 def test_every_file_imports_alone() -> None:
     """In a child each, of one interpreter that has loaded what is not ours."""
     others = sorted({other for name in modules() for other in closure(name)[1]})
-    names = sorted(f"pilotlight.{name}" for name in modules())
+    names = sorted(f"pilotflame.{name}" for name in modules())
     failed = python(f"""
         import importlib, json, os, sys, traceback
         for other in {others!r}:
@@ -354,14 +354,14 @@ def test_no_file_is_loaded_under_two_names() -> None:
         if not file or name == "__main__" or not file.endswith(".py"):
             continue
         path = Path(file).resolve()
-        ours = path.is_relative_to(ROOT) or name.split(".")[0] == "pilotlight"
+        ours = path.is_relative_to(ROOT) or name.split(".")[0] == "pilotflame"
         if ours and module is not sys.modules.get(names.get(path, "")):
             assert path not in names, f"{path} is both {names[path]} and {name}"
             names[path] = name
-    package = Path(pilotlight.__file__).resolve().parent
+    package = Path(pilotflame.__file__).resolve().parent
     for path, name in names.items():
         if path.is_relative_to(package):
-            assert name.split(".")[0] == "pilotlight", f"{path} is loaded as {name}"
+            assert name.split(".")[0] == "pilotflame", f"{path} is loaded as {name}"
     assert package == ROOT or ROOT / "__init__.py" not in names, "the working tree is loaded beside the wheel"
 
 
@@ -383,7 +383,7 @@ def test_the_packages_listed_are_the_folders() -> None:
     }
     assert inner == set(ROOMS)
     listed = pyproject()["tool"]["setuptools"]["packages"]
-    assert sorted(listed) == sorted(["pilotlight", *(f"pilotlight.{name}" for name in folders | inner)])
+    assert sorted(listed) == sorted(["pilotflame", *(f"pilotflame.{name}" for name in folders | inner)])
     nested = {path.parent for folder in folders - {"templates"} for path in (ROOT / folder).glob("*/**/*.py")}
     assert {path for path in nested if path.name != "__pycache__"} == {
         ROOT.joinpath(*room.split(".")) for room in ROOMS
@@ -396,14 +396,14 @@ def test_every_templates_every_file_is_packed() -> None:
         for path in (ROOT / "templates").rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    package = Path(pilotlight.__file__).parent
+    package = Path(pilotflame.__file__).parent
     packed = {path.relative_to(package) for path in (package / "templates").rglob("*") if path.is_file()}
     assert ours <= packed
 
 
 def test_the_version_is_in_one_place() -> None:
     assert "version" in pyproject()["project"]["dynamic"]
-    assert pilotlight.__version__ == tree(ROOT / "_version.py").body[-1].value.value  # type: ignore[attr-defined]
+    assert pilotflame.__version__ == tree(ROOT / "_version.py").body[-1].value.value  # type: ignore[attr-defined]
 
 
 # -- what no file may do
@@ -504,10 +504,10 @@ TOGETHER = {
 
 def test_this_table_would_notice() -> None:
     """The checks above, on sources that break them: a check that cannot fail holds nothing."""
-    broken = ast.parse("from ..runtime.api import gateway\nimport pilotlight.errors\nfrom .. import batch\n")
+    broken = ast.parse("from ..runtime.api import gateway\nimport pilotflame.errors\nfrom .. import batch\n")
     assert list(imports("handlers.contract", broken)) == [
         ("runtime.api.gateway", True),
-        ("pilotlight.errors", False),
+        ("pilotflame.errors", False),
         ("", True),
     ]
     assert called(ast.parse("time.sleep(1)").body[0].value) == "time.sleep"  # type: ignore[attr-defined]

@@ -6,11 +6,11 @@ What an author has to know:
 - A ```console block holds commands, on lines that begin with "$ " (a line that ends in a backslash goes on, and lines
   after a command that begin with "> " belong to it). Every other line is output for the reader and is not compared:
   figures differ. Each command is given to a shell and must end with 0.
-- A command that ends in " &" runs on, as `pilotlight serve &` does, until the README is over. The next command waits until
+- A command that ends in " &" runs on, as `pilotflame serve &` does, until the README is over. The next command waits until
   it has printed its address. It is then sent SIGTERM and must end with 0.
 - Write the address that people will have: http://127.0.0.1:8600 (or localhost:8600). The test puts a free port there, and
   its own state folder in the environment.
-- `make target` is not run: the target must be in the Makefile. `git clone …` and `cd …` are not run either. `pilotlight` and `curl` are
+- `make target` is not run: the target must be in the Makefile. `git clone …` and `cd …` are not run either. `pilotflame` and `curl` are
   run (`curl` with --fail, if it is installed). Any other command is refused, so that nothing here runs by accident.
 - ```json and ```toml blocks must parse. Other languages, and blocks without one, are only read.
 - An HTML comment `<!-- not run: reason -->` right before a block (blank lines between do not matter) skips it. The reason is required.
@@ -99,17 +99,17 @@ class Terminal:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         (folder / "bin").mkdir()
-        wrapper = folder / "bin" / "pilotlight"
-        wrapper.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m pilotlight.runtime.cli "$@"\n')
+        wrapper = folder / "bin" / "pilotflame"
+        wrapper.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m pilotflame.runtime.cli "$@"\n')
         wrapper.chmod(0o755)
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("PILOTLIGHT_")}
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("PILOTFLAME_")}
         self.environment = kept | {
             "PATH": f"{folder / 'bin'}:{kept.get('PATH', '')}",
             "HOME": str(folder),
             "HF_HUB_OFFLINE": "1",
-            "PILOTLIGHT_PORT": str(self.port),
-            "PILOTLIGHT_URL": f"http://127.0.0.1:{self.port}",
-            "PILOTLIGHT_STATE_DIR": str(folder / "state"),
+            "PILOTFLAME_PORT": str(self.port),
+            "PILOTFLAME_URL": f"http://127.0.0.1:{self.port}",
+            "PILOTFLAME_STATE_DIR": str(folder / "state"),
         }
 
     def block(self, block: Block) -> None:
@@ -130,11 +130,11 @@ class Terminal:
         words = command.split()
         if words[0] == "make":
             assert set(words[1:]) <= targets(), f"$ {command}: no such target"
-        elif words[0] == "pilotlight" and words[-1] == "&":
+        elif words[0] == "pilotflame" and words[-1] == "&":
             self._stack.enter_context(
                 Background(self, command.rstrip("& "), self._addressed(command).rstrip("& "))
             )
-        elif words[0] == "pilotlight" or (words[0] == "curl" and shutil.which("curl")):
+        elif words[0] == "pilotflame" or (words[0] == "curl" and shutil.which("curl")):
             told = self._addressed(command)
             told = told.replace("curl ", "curl --fail-with-body ", 1) if words[0] == "curl" else told
             done = self._run(["sh", "-c", told])
@@ -233,12 +233,12 @@ $ make demo
 <!-- not run: this one is not about the next block -->
 Words between.
 ```console
-$ pilotlight init hello \\
+$ pilotflame init hello \\
     --template hello
 made hello
-$ pilotlight invoke hello '{
+$ pilotflame invoke hello '{
 > "a": 1}'
-$ pilotlight serve &
+$ pilotflame serve &
 ```
 
 ```
@@ -255,9 +255,9 @@ def test_blocks_are_found_with_their_reasons() -> None:
     assert console.skipped is None
     assert plain.language == ""
     assert commands(console) == [
-        "pilotlight init hello \\\n    --template hello",
-        "pilotlight invoke hello '{\n\"a\": 1}'",
-        "pilotlight serve &",
+        "pilotflame init hello \\\n    --template hello",
+        "pilotflame invoke hello '{\n\"a\": 1}'",
+        "pilotflame serve &",
     ]
 
 
@@ -273,9 +273,9 @@ def test_a_block_without_an_end_is_an_error() -> None:
         Block(1, "python", "import warnings; warnings.warn('x')"),
         Block(1, "console", "$ make no-such-target"),
         Block(1, "console", "$ rm -rf something"),
-        Block(1, "console", "$ pilotlight no-such-command"),
-        Block(1, "console", "$ pilotlight status nothing"),
-        Block(1, "console", "$ pilotlight deploy missing &"),
+        Block(1, "console", "$ pilotflame no-such-command"),
+        Block(1, "console", "$ pilotflame status nothing"),
+        Block(1, "console", "$ pilotflame deploy missing &"),
         Block(1, "console", "$ make test", skipped=""),
         Block(1, "json", "{"),
         Block(1, "toml", "x ="),
@@ -289,8 +289,8 @@ def test_a_block_that_does_not_work_fails(terminal: Terminal, block: Block) -> N
 
 def test_a_block_that_works_passes(terminal: Terminal) -> None:
     for block in (
-        Block(1, "python", "import pilotlight\nassert pilotlight.__version__"),
-        Block(1, "console", "$ pilotlight --version\npilotlight 0.0\n$ make test\n$ git clone x\n$ cd x"),
+        Block(1, "python", "import pilotflame\nassert pilotflame.__version__"),
+        Block(1, "console", "$ pilotflame --version\npilotflame 0.0\n$ make test\n$ git clone x\n$ cd x"),
         Block(1, "console", "$ rm -rf /", skipped="no"),
         Block(1, "text", "anything"),
     ):

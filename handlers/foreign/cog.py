@@ -66,7 +66,7 @@ class Predictor:
         if not callable(self._target):
             raise HandlerSignatureError(
                 f"{entry.file} defines no {entry.name!r} to call.",
-                remedy='Name the class in pilotlight.toml, as `handler = "cog:predict.py:Predictor"`.',
+                remedy='Name the class in pilotflame.toml, as `handler = "cog:predict.py:Predictor"`.',
             )
         self._method = _method_of(self._target, what)
         predict = self._predict(object()) if self._method else self._target

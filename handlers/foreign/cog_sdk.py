@@ -20,15 +20,15 @@ CONCURRENCY_MARK = "__cog_concurrent_max__"
 def stand_in() -> dict[str, ModuleType]:
     """The modules, by name."""
     cog, types = (
-        ModuleType("cog", "Pilotlight's stand-in."),
-        ModuleType("cog.types", "Pilotlight's stand-in."),
+        ModuleType("cog", "Pilotflame's stand-in."),
+        ModuleType("cog.types", "Pilotflame's stand-in."),
     )
     for module in (cog, types):
         vars(module).update(_NAMES)
 
     def missing(attribute: str) -> Any:
         raise AttributeError(
-            f"pilotlight's stand-in for cog has no {attribute!r}: add cog to requirements.txt"
+            f"pilotflame's stand-in for cog has no {attribute!r}: add cog to requirements.txt"
         )
 
     cog.__path__ = []  # a package, so that `import cog.types` looks no further

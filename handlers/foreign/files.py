@@ -60,7 +60,7 @@ class Fetched:
         try:
             with opener().open(url, timeout=self._patience_s()) as answer:
                 kind = answer.headers.get_content_type()
-                descriptor, name = tempfile.mkstemp(prefix="pilotlight-", suffix=_suffix(url, kind))
+                descriptor, name = tempfile.mkstemp(prefix="pilotflame-", suffix=_suffix(url, kind))
                 self._paths.append(Path(name))
                 with os.fdopen(descriptor, "wb") as target:
                     self._copy(answer, target)

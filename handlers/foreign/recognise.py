@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 from ...errors import HandlerSignatureError
 
-DIALECTS = ("pilotlight", "runpod", "cog", "lambda")
+DIALECTS = ("pilotflame", "runpod", "cog", "lambda")
 DEFAULT = "handler.py"
 # Looked at first, in this order; then all others of the folder, and of `src`.
 USUAL = ("rp_handler.py", "predict.py", "run.py", "lambda_function.py", "app.py", "index.py", "main.py")
-# Where `handler(event, context)` means Lambda's; elsewhere it may as well be pilotlight's.
+# Where `handler(event, context)` means Lambda's; elsewhere it may as well be pilotflame's.
 LAMBDA_FILES = ("lambda_function.py", "app.py", "index.py")
 LAMBDA_NAME = "lambda_handler"
 COG_METHODS = {"Predictor": "predict", "Runner": "run"}
@@ -50,8 +50,8 @@ def parse(reference: str) -> Entry:
 def recognise(root: Path, reference: str = DEFAULT) -> Entry:
     """Which handler `reference` means in the folder `root`; a dialect that it names is taken as said.
 
-    Without one the file itself tells, and of a folder without handler.py the others do. Pilotlight's own handler
-    comes first wherever it is one; what cannot be told is taken for pilotlight's, whose errors say what is missing.
+    Without one the file itself tells, and of a folder without handler.py the others do. Pilotflame's own handler
+    comes first wherever it is one; what cannot be told is taken for pilotflame's, whose errors say what is missing.
     Raises HandlerSignatureError if several files could be meant.
     """
     asked = parse(reference)
@@ -61,7 +61,7 @@ def recognise(root: Path, reference: str = DEFAULT) -> Entry:
     found = _told_by(asked.file, asked.name, source)
     if found is None and reference == DEFAULT and not _opaque(root / DEFAULT, source):
         found = _cog_yaml(root) or _search(root)
-    return found or Entry("pilotlight", asked.file, asked.name or "handler")
+    return found or Entry("pilotflame", asked.file, asked.name or "handler")
 
 
 def _opaque(path: Path, source: _Source | None) -> bool:
@@ -109,14 +109,14 @@ def _told_by(file: str, name: str, source: _Source | None) -> Entry | None:
     if source is None:
         return None
     if name:
-        dialect = "lambda" if name == LAMBDA_NAME else "cog" if name == source.predictor else "pilotlight"
+        dialect = "lambda" if name == LAMBDA_NAME else "cog" if name == source.predictor else "pilotflame"
         return Entry(dialect, file, name)
     owned = "handler" in source.arity
-    if source.starts_runpod and not (owned and source.imports("pilotlight")):
+    if source.starts_runpod and not (owned and source.imports("pilotflame")):
         return Entry("runpod", file, "")
     if owned:
-        theirs = Path(file).name in LAMBDA_FILES and not source.imports("pilotlight") and source.lambda_name
-        return Entry("lambda", file, theirs) if theirs else Entry("pilotlight", file, "handler")
+        theirs = Path(file).name in LAMBDA_FILES and not source.imports("pilotflame") and source.lambda_name
+        return Entry("lambda", file, theirs) if theirs else Entry("pilotflame", file, "handler")
     if source.predictor:
         return Entry("cog", file, source.predictor)
     return Entry("lambda", file, LAMBDA_NAME) if LAMBDA_NAME in source.arity else None
@@ -154,7 +154,7 @@ def _search(root: Path) -> Entry | None:
         if len(found) > 1 and names is not usual:
             raise HandlerSignatureError(
                 f"Several files could be the handler: {', '.join(entry.file for entry in found)}.",
-                remedy=f'Say which in pilotlight.toml, as `handler = "{found[0].dialect}:{found[0].label}"`.',
+                remedy=f'Say which in pilotflame.toml, as `handler = "{found[0].dialect}:{found[0].label}"`.',
             )
         if found:
             return found[0]
@@ -163,7 +163,7 @@ def _search(root: Path) -> Entry | None:
 
 def _foreign(root: Path, name: str) -> Entry | None:
     entry = _told_by(name, "", _read(root / name))
-    return entry if entry is not None and entry.dialect != "pilotlight" else None
+    return entry if entry is not None and entry.dialect != "pilotflame" else None
 
 
 def _files(root: Path, folder: str) -> Iterator[str]:

@@ -22,7 +22,7 @@ from ..loading import import_file
 from .bodies import LenientOutput, is_envelope
 from .recognise import Entry
 
-_REMEDY = 'Call runpod.serverless.start({"handler": handler}) in it, or name another file in pilotlight.toml.'
+_REMEDY = 'Call runpod.serverless.start({"handler": handler}) in it, or name another file in pilotflame.toml.'
 
 
 class Started(BaseException):

@@ -49,13 +49,13 @@ def stand_in(start: Callable[..., Any], progress_update: Callable[..., Any]) -> 
 
 
 def _module(name: str, names: Mapping[str, Any]) -> ModuleType:
-    module = ModuleType(name, "Pilotlight's stand-in.")
+    module = ModuleType(name, "Pilotflame's stand-in.")
     module.__path__ = []  # a package, so that `import runpod.serverless` looks no further
     vars(module).update(names)
 
     def missing(attribute: str) -> Any:
         raise AttributeError(
-            f"pilotlight's stand-in for {name} has no {attribute!r}: add runpod to requirements.txt"
+            f"pilotflame's stand-in for {name} has no {attribute!r}: add runpod to requirements.txt"
         )
 
     vars(module)["__getattr__"] = missing

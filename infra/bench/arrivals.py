@@ -18,10 +18,10 @@ from lane import Lane
 from memory_folder import memory_folder
 from nginx import Nginx, start_nginx
 from percentiles import median
-from pilotlight.snapshot.fetching.arrival import Arrival
-from pilotlight.snapshot.fetching.fetch import fetch
-from pilotlight.snapshot.format.manifest import Manifest
-from pilotlight.snapshot.sources.source import Connection, ObjectInfo, Source
+from pilotflame.snapshot.fetching.arrival import Arrival
+from pilotflame.snapshot.fetching.fetch import fetch
+from pilotflame.snapshot.format.manifest import Manifest
+from pilotflame.snapshot.sources.source import Connection, ObjectInfo, Source
 from report import Report
 
 LIMIT_BYTES_S = 200e6
@@ -137,7 +137,7 @@ class FirstAnswer:
     def __init__(self, url: str, folder: str) -> None:
         import torch  # noqa: PLC0415
         from llama import skeleton  # noqa: PLC0415
-        from pilotlight.snapshot.restoring.plan import make_plan  # noqa: PLC0415
+        from pilotflame.snapshot.restoring.plan import make_plan  # noqa: PLC0415
 
         self._url, self._manifest = url, Manifest.read(Path(folder))
         self._model = skeleton(checkpoint.TOY)
@@ -148,9 +148,9 @@ class FirstAnswer:
         self._torch = torch
 
     def run(self, overlapped: bool) -> dict[str, Any]:
-        from pilotlight.snapshot.restoring.gate import Gate  # noqa: PLC0415
-        from pilotlight.snapshot.restoring.mapping import Mapping  # noqa: PLC0415
-        from pilotlight.snapshot.restoring.restore import restore  # noqa: PLC0415
+        from pilotflame.snapshot.restoring.gate import Gate  # noqa: PLC0415
+        from pilotflame.snapshot.restoring.mapping import Mapping  # noqa: PLC0415
+        from pilotflame.snapshot.restoring.restore import restore  # noqa: PLC0415
 
         started_s = time.perf_counter()
         files = ours.Files(self._manifest, memory_folder())

@@ -24,7 +24,7 @@ HANDLER = """
 async def handler(event: int) -> int:
     return event * 2
 """
-COMMAND = [sys.executable, "-m", "pilotlight.runtime.cli"]
+COMMAND = [sys.executable, "-m", "pilotflame.runtime.cli"]
 
 
 @contextmanager
@@ -35,7 +35,7 @@ def gateway(folder: Path) -> Iterator[dict[str, str]]:
         if process.stdout is None:
             raise RuntimeError("no pipe")
         try:
-            yield {**os.environ, "PILOTLIGHT_URL": json.loads(process.stdout.readline())["url"]}
+            yield {**os.environ, "PILOTFLAME_URL": json.loads(process.stdout.readline())["url"]}
         finally:
             process.terminate()
             process.wait()
@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--max-in-flight", type=int, default=64)
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="pl-batch-", dir="/tmp") as name:
+    with tempfile.TemporaryDirectory(prefix="pf-batch-", dir="/tmp") as name:
         folder = Path(name)
         (folder / "twice").mkdir()
         (folder / "twice" / "handler.py").write_text(HANDLER)

@@ -27,7 +27,7 @@ BUCKET = "bucket"  # the folder that S3 clients take for a bucket, path style
 SAFETENSORS = "model.safetensors"
 TENSORIZER = "model.tensors"
 TORCH = "model.pt"
-MANIFEST = "pilotlight.manifest.json"
+MANIFEST = "pilotflame.manifest.json"
 _DIGESTS = "digests.json"
 _PIECE = 4 << 20
 _FINITE = 0xBFFF  # without the exponent's top bit every bf16 is finite, its magnitude below 2
@@ -170,7 +170,7 @@ def _noise(generator: np.random.Generator, size: int) -> bytes:
 
 
 def _describe(made: Checkpoint) -> None:
-    from pilotlight.snapshot.format.create import create  # noqa: PLC0415
+    from pilotflame.snapshot.format.create import create  # noqa: PLC0415
 
     manifest = create(made.folder)
     first_touch = tuple(name for name, _ in made.shape.tensors())

@@ -20,7 +20,7 @@ from control import Control, Reply
 from memory import held, print_holdings
 from report import Report
 from rich.console import Console
-from servers import start_pilotlight
+from servers import start_pilotflame
 
 TEMPLATE = Path(__file__).resolve().parents[2] / "templates" / "text-embedding"
 NAME = "text-embedding"
@@ -53,7 +53,7 @@ def measure(report: Report, rounds: int) -> None:
 def deployed(**overrides: object) -> Iterator[Control]:
     """A gateway with the text-embedding template on the real model, at zero workers."""
     os.environ.update(minilm.OFFLINE)
-    with start_pilotlight() as server:
+    with start_pilotflame() as server:
         control = Control(server.url)
         try:
             settings = {

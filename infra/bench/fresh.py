@@ -13,10 +13,10 @@ from pathlib import Path
 
 import uvloop
 from aiohttp import web
-from pilotlight.handlers.contract import Context
-from pilotlight.handlers.resolve import resolve
-from pilotlight.snapshot.attached import Snapshot
-from pilotlight.snapshot.format.create import create
+from pilotflame.handlers.contract import Context
+from pilotflame.handlers.resolve import resolve
+from pilotflame.snapshot.attached import Snapshot
+from pilotflame.snapshot.format.create import create
 
 
 async def serve(code: Path, root: Path) -> None:

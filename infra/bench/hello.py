@@ -17,7 +17,7 @@ from pathlib import Path
 from contestant import HELLO, Contestant
 from control import Control
 from report import Report
-from servers import LitServeSettings, start_echo, start_litserve, start_pilotlight
+from servers import LitServeSettings, start_echo, start_litserve, start_pilotflame
 
 CALLERS = 32
 FUNCTION = Path(__file__).with_name("functions") / "hello"
@@ -58,7 +58,7 @@ def contestants(*, ours: bool, litserve: LitServeSettings | None) -> Iterator[di
     with ExitStack() as stack:
         entered = {"echo": Contestant("echo", stack.enter_context(start_echo()), "/", expect=HELLO)}
         if ours:
-            server = stack.enter_context(start_pilotlight())
+            server = stack.enter_context(start_pilotflame())
             control = Control(server.url)
             control.deploy(str(FUNCTION), name="hello")
             control.close()

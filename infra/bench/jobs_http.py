@@ -14,7 +14,7 @@ from control import Control
 from load import Request, Tally, load_apart
 from percentiles import median
 from report import Report
-from servers import Server, start_pilotlight
+from servers import Server, start_pilotflame
 
 CALLERS = 64
 SECONDS, QUICK_SECONDS = 4.0, 1.0
@@ -28,7 +28,7 @@ _ECHO = "def handler(event):\n    return event\n"
 def measure(report: Report, *, quick: bool) -> None:
     """Enters submits_per_s and, beside it, what jobs that are run come to."""
     seconds, rounds = (QUICK_SECONDS, QUICK_ROUNDS) if quick else (SECONDS, ROUNDS)
-    with tempfile.TemporaryDirectory(prefix="pilotlight-bench-") as folder, start_pilotlight() as server:
+    with tempfile.TemporaryDirectory(prefix="pilotflame-bench-") as folder, start_pilotflame() as server:
         for name, handler in (("keeps", _KEEPS), ("echo", _ECHO)):
             Path(folder, name).mkdir()
             Path(folder, name, "handler.py").write_text(handler)

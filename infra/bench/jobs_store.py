@@ -19,11 +19,11 @@ from pathlib import Path
 
 import uvloop
 from percentiles import median, percentile
-from pilotlight.runtime.jobs.database import Database
-from pilotlight.runtime.jobs.identity import new_job_id
-from pilotlight.runtime.jobs.job import Job, NewJob, Outcome, State
-from pilotlight.runtime.jobs.schema import SCRIPTS
-from pilotlight.runtime.jobs.store import JobStore
+from pilotflame.runtime.jobs.database import Database
+from pilotflame.runtime.jobs.identity import new_job_id
+from pilotflame.runtime.jobs.job import Job, NewJob, Outcome, State
+from pilotflame.runtime.jobs.schema import SCRIPTS
+from pilotflame.runtime.jobs.store import JobStore
 from report import Report
 
 BUILD = Path(__file__).resolve().parents[2] / "build"

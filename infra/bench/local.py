@@ -19,7 +19,7 @@ import psutil
 from floors import map_and_parse_ms
 from lane import Lane
 from percentiles import median
-from pilotlight.snapshot.format.manifest import Manifest
+from pilotflame.snapshot.format.manifest import Manifest
 from report import Report
 from rich.console import Console
 from rich.table import Table
@@ -34,7 +34,7 @@ class Local:
     def __init__(self, folder: str, shape: str) -> None:
         import torch  # noqa: PLC0415
         from llama import skeleton  # noqa: PLC0415
-        from pilotlight.snapshot.restoring import mapping, plan, restore  # noqa: PLC0415
+        from pilotflame.snapshot.restoring import mapping, plan, restore  # noqa: PLC0415
         from safetensors import safe_open  # noqa: PLC0415
 
         self._torch, self._mapping, self._planning, self._restoring = torch, mapping, plan, restore

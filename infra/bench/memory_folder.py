@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pilotlight.snapshot.caching.memory import has_huge_pages, mount, unmount
+from pilotflame.snapshot.caching.memory import has_huge_pages, mount, unmount
 
 SMALL_PAGES = Path("/dev/shm")
 _MOUNTED = Path(__file__).resolve().parents[2] / "build" / "bench" / "memory"

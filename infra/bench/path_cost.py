@@ -26,7 +26,7 @@ from hello import CALLERS, FUNCTION
 from load import Request, load_apart
 from percentiles import median
 from report import Report
-from servers import Server, ServerError, start_echo, start_pilotlight
+from servers import Server, ServerError, start_echo, start_pilotflame
 
 HEADERS = {"Content-Type": "application/json"}
 PARTS = ("gateway", "worker", "others")
@@ -133,12 +133,12 @@ def sides(workers: int) -> Iterator[tuple[Side, Side]]:
     """The echo and ours, both up, so that rounds can be interleaved."""
     with ExitStack() as stack:
         echo = Side(stack.enter_context(start_echo()), "/", "-")
-        server = stack.enter_context(start_pilotlight())
+        server = stack.enter_context(start_pilotflame())
         control = Control(server.url)
         overrides = {"scale.max": workers} if workers else {}
         control.deploy(str(FUNCTION), name="hello", **overrides)
         control.close()
-        yield echo, Side(server, "/invoke/hello", "pilotlight: worker hello")
+        yield echo, Side(server, "/invoke/hello", "pilotflame: worker hello")
 
 
 def measure(echo: Side, ours: Side, arguments: argparse.Namespace) -> None:
@@ -182,7 +182,7 @@ def profile(ours: Side, part: str, callers: int, seconds: float) -> None:
     beside = Path(sys.executable).with_name("py-spy")
     sampler = str(beside) if beside.exists() else shutil.which("py-spy")
     if sampler is None:
-        raise ServerError("py-spy, which takes the profile, is missing: pip install 'pilotlight[bench]'")
+        raise ServerError("py-spy, which takes the profile, is missing: pip install py-spy")
     load = threading.Thread(target=ours.load, args=(callers, seconds + 1.0))
     load.start()
     with tempfile.NamedTemporaryFile(suffix=".raw") as raw:

@@ -28,7 +28,7 @@ class Load:
     """A lane's contestant: one load, with what it cost in memory."""
 
     def __init__(self, url: str, folder: str) -> None:
-        from pilotlight.snapshot.format.manifest import Manifest  # noqa: PLC0415
+        from pilotflame.snapshot.format.manifest import Manifest  # noqa: PLC0415
 
         self._url = url
         self._manifest = Manifest.read(Path(folder))
@@ -45,8 +45,8 @@ class Load:
         """The files stay for the second turn."""
 
     def _fetch(self) -> dict[str, Any]:
-        from pilotlight.snapshot.fetching.arrival import Arrival  # noqa: PLC0415
-        from pilotlight.snapshot.fetching.fetch import fetch  # noqa: PLC0415
+        from pilotflame.snapshot.fetching.arrival import Arrival  # noqa: PLC0415
+        from pilotflame.snapshot.fetching.fetch import fetch  # noqa: PLC0415
 
         before = status_kb()
         self._files = ours.Files(self._manifest, memory_folder())
@@ -80,7 +80,7 @@ def status_kb() -> dict[str, int]:
 
 def measure(report: Report, shape: checkpoint.Shape = checkpoint.GIANT) -> None:
     """Enters peak_extra_mb."""
-    with tempfile.TemporaryDirectory(prefix="pilotlight-bench-", dir=SMALL_PAGES) as name:
+    with tempfile.TemporaryDirectory(prefix="pilotflame-bench-", dir=SMALL_PAGES) as name:
         made = checkpoint.snapshot(shape, Path(name), sparse=True)
         with (
             start_nginx(Path(name)) as server,

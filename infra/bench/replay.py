@@ -24,10 +24,10 @@ import servers
 from control import Control
 from http1 import Request
 from load import load_apart
-from pilotlight.runtime.batching.calls import Call, Outcome
-from pilotlight.runtime.batching.curve import Curve, Point
-from pilotlight.runtime.batching.figures import figures
-from pilotlight.runtime.batching.simulator import Plant, Simulator, Timed
+from pilotflame.runtime.batching.calls import Call, Outcome
+from pilotflame.runtime.batching.curve import Curve, Point
+from pilotflame.runtime.batching.figures import figures
+from pilotflame.runtime.batching.simulator import Plant, Simulator, Timed
 from report import Report
 from warm_open import DEADLINES
 from warm_replay import instants_ns, replay
@@ -78,7 +78,7 @@ def simulate(instants: Sequence[int], learned: Learned) -> dict[str, Any]:
 @contextmanager
 def live() -> Iterator[tuple[Request, servers.Server]]:
     """The sleep curve on one worker, warm, and the request."""
-    with servers.start_pilotlight() as server, closing(Control(server.url)) as control:
+    with servers.start_pilotflame() as server, closing(Control(server.url)) as control:
         control.deploy(str(FOLDER), **{"scale.max": 1, "scale.idle_timeout_s": IDLE_S})
         request = Request(
             f"{server.url}/invoke/sleep", body=b'{"value": 7}', headers={"Content-Type": "application/json"}

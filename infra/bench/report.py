@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 _ROOT = Path(__file__).resolve().parents[2]
-_PACKAGES = ("pilotlight", "aiohttp", "uvloop")
+_PACKAGES = ("pilotflame", "aiohttp", "uvloop")
 _COMPARE: dict[str, Callable[[float, float], bool]] = {
     "<=": operator.le,
     ">=": operator.ge,

@@ -38,7 +38,7 @@ HANDLERS = {
         "    return Answer(length=len(event.text), area=sum(s.width * s.height for s in event.sizes))\n"
     ),
     "streamed": "def handler(event):\n    yield from range(3)\n",
-    "batched": "import pilotlight\n@pilotlight.batch(max_size=4)\ndef handler(events):\n    return list(events)\n",
+    "batched": "import pilotflame\n@pilotflame.batch(max_size=4)\ndef handler(events):\n    return list(events)\n",
     "spare": "def handler(event):\n    return 1\n",  # the one that may be deleted
 }
 SETTINGS: dict[str, Any] = {"scale.max": 2, "scale.idle_timeout_s": 60}
@@ -55,7 +55,7 @@ def main() -> int:
     parser.add_argument("--phases", default="coverage,fuzzing,stateful", help="schemathesis's")
     arguments = parser.parse_args()
     with (
-        tempfile.TemporaryDirectory(prefix="pl-", dir="/tmp", ignore_cleanup_errors=True) as folder,
+        tempfile.TemporaryDirectory(prefix="pf-", dir="/tmp", ignore_cleanup_errors=True) as folder,
         gateway(Path(folder)) as url,
     ):
         described = prepare(url, Path(folder))
@@ -69,7 +69,7 @@ def gateway(folder: Path) -> Iterator[str]:
     command = [
         sys.executable,
         "-m",
-        "pilotlight.runtime.cli",
+        "pilotflame.runtime.cli",
         "serve",
         "--json",
         "--port",
@@ -79,7 +79,7 @@ def gateway(folder: Path) -> Iterator[str]:
     ]
     process = subprocess.Popen(
         [*command, "--state-dir", str(folder / "state")], stdout=subprocess.PIPE, text=True, cwd=folder,
-        env={key: value for key, value in os.environ.items() if not key.startswith("PILOTLIGHT_")},
+        env={key: value for key, value in os.environ.items() if not key.startswith("PILOTFLAME_")},
     )  # fmt: skip
     try:
         assert process.stdout is not None

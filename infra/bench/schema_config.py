@@ -31,7 +31,7 @@ values = ["TOKEN", "lower"]
 "path.job" = {{ dictionary = "jobs", probability = 0.7 }}
 "path.key" = {{ dictionary = "secrets", probability = 0.7 }}
 "query.function" = {{ dictionary = "functions", probability = 0.7 }}
-"header.X-Pilotlight-Function" = {{ dictionary = "functions", probability = 0.7 }}
+"header.X-Pilotflame-Function" = {{ dictionary = "functions", probability = 0.7 }}
 
 # A deadline or a hold time that is asked for may pass at once: typed, and described.
 [[operations]]

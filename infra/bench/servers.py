@@ -194,12 +194,12 @@ def start_litserve(settings: LitServeSettings | None = None) -> Iterator[Server]
 
 
 @contextmanager
-def start_pilotlight() -> Iterator[Server]:
+def start_pilotflame() -> Iterator[Server]:
     """Ours. The one place that knows how it is started. `POST /invoke/hello`."""
-    with tempfile.TemporaryDirectory(prefix="pilotlight-bench-") as state:
-        command = [sys.executable, "-m", "pilotlight.runtime.cli", "serve"]
+    with tempfile.TemporaryDirectory(prefix="pilotflame-bench-") as state:
+        command = [sys.executable, "-m", "pilotflame.runtime.cli", "serve"]
         command += ["--port", "0", "--state-dir", state, "--json"]
-        with running("pilotlight", command) as server:
+        with running("pilotflame", command) as server:
             server.wait_line()
             server.state = state
             yield server

@@ -44,8 +44,8 @@ def handler(event, context):
 GATEWAY = """
 import json, sys
 from pathlib import Path
-from pilotlight.runtime.main import run
-from pilotlight.runtime.settings import GatewaySettings
+from pilotflame.runtime.main import run
+from pilotflame.runtime.settings import GatewaySettings
 
 run(
     GatewaySettings(port=0, state_dir=Path(sys.argv[1])),
@@ -90,13 +90,13 @@ def activate(control: Control) -> float:
 
 
 def soak(activations: int, report: Report) -> None:
-    with tempfile.TemporaryDirectory(prefix="pl-soak-", dir="/tmp") as folder:
+    with tempfile.TemporaryDirectory(prefix="pf-soak-", dir="/tmp") as folder:
         root = Path(folder)
         state, scratch = root / "state", root / "tmp"
         scratch.mkdir()
         folders = [state, scratch, Path("/dev/shm")]
         command = [sys.executable, "-c", GATEWAY, str(state)]
-        server = Server("pilotlight", command, root / "gateway.log", {"TMPDIR": str(scratch)})
+        server = Server("pilotflame", command, root / "gateway.log", {"TMPDIR": str(scratch)})
         try:
             server.wait_line()
             control = Control(server.url)
@@ -148,11 +148,11 @@ def _function(root: Path) -> Path:
 
 
 def _role(process: psutil.Process) -> str:
-    """What it calls itself: "pilotlight: zygote soak r1-…"."""
+    """What it calls itself: "pilotflame: zygote soak r1-…"."""
     if not process_tree.alive(process):
         return ZOMBIE
     title = " ".join(process.cmdline())
-    return title.removeprefix("pilotlight: ").split()[0] if title.startswith("pilotlight: ") else title[:40]
+    return title.removeprefix("pilotflame: ").split()[0] if title.startswith("pilotflame: ") else title[:40]
 
 
 def _wait_for_end(pid: int) -> None:

@@ -284,7 +284,7 @@ class Soak:
 
 
 def soak(kills: int, seed: int, report: Report) -> None:
-    with tempfile.TemporaryDirectory(prefix="pl-soak-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(prefix="pf-soak-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         report.note(f"seed {seed}")
         asyncio.run(Soak(Path(folder), seed).run(kills, report))
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import httpx
 from percentiles import median
-from servers import Server, start_pilotlight
+from servers import Server, start_pilotflame
 
 HANDLERS = {
     "generator": "def handler(event):\n    for n in range(event):\n        yield {'token': n}\n",
@@ -26,7 +26,7 @@ STREAMS = (1, 4)
 
 
 def deploy(server: Server, name: str) -> None:
-    with tempfile.TemporaryDirectory(prefix="pilotlight-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="pilotflame-bench-") as folder:
         (Path(folder) / "handler.py").write_text(HANDLERS[name])
         settings = {"name": name, "concurrency": max(STREAMS), "scale.max": 1}
         order = {"path": folder, "overrides": settings}
@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
     found: dict[str, list[tuple[float, float]]] = {}
-    with start_pilotlight() as server:
+    with start_pilotflame() as server:
         for name in HANDLERS:
             deploy(server, name)
         for number in range(given.rounds + 1):

@@ -25,12 +25,12 @@ from raw_floor import file_digest
 from report import Report
 from rounds import Entry, Rounds, plain
 
-FRESH, UNVERIFIED = "pilotlight, fresh files", "pilotlight, fresh files, not verified"
-RECYCLED, RECYCLED_UNVERIFIED = "pilotlight, recycled files", "pilotlight, recycled files, not verified"
-LEARNED, TENSORS = "pilotlight, fresh files, learned", "pilotlight, fresh files, to tensors"
-CACHED, SPARES = "pilotlight, through the cache, to tensors", "pilotlight, through the cache, spare files"
-SMALL, SMALL_RECYCLED = "pilotlight, fresh files, 4 KiB pages", "pilotlight, recycled files, 4 KiB pages"
-DISK, TLS = "pilotlight, onto disk", "pilotlight, fresh files, TLS"
+FRESH, UNVERIFIED = "pilotflame, fresh files", "pilotflame, fresh files, not verified"
+RECYCLED, RECYCLED_UNVERIFIED = "pilotflame, recycled files", "pilotflame, recycled files, not verified"
+LEARNED, TENSORS = "pilotflame, fresh files, learned", "pilotflame, fresh files, to tensors"
+CACHED, SPARES = "pilotflame, through the cache, to tensors", "pilotflame, through the cache, spare files"
+SMALL, SMALL_RECYCLED = "pilotflame, fresh files, 4 KiB pages", "pilotflame, recycled files, 4 KiB pages"
+DISK, TLS = "pilotflame, onto disk", "pilotflame, fresh files, TLS"
 _OTHERS = (2, 4)
 """Connections of the ceiling besides the eight that the issue names."""
 
@@ -48,7 +48,7 @@ class Field:
         return clients.job_of(self.server, self.data, self.digest, tls)
 
     def ours(self, tls: bool = False, **more: Any) -> Lane:
-        return Lane("pilotlight", "ours:Ours", **ours.given(self.server, self.data, self.digest, tls), **more)
+        return Lane("pilotflame", "ours:Ours", **ours.given(self.server, self.data, self.digest, tls), **more)
 
 
 def field(server: Nginx, data: checkpoint.Checkpoint, rounds: int) -> Field:
@@ -163,7 +163,7 @@ def _play(
     table.print(group)
     for row in table.as_rows():
         report.row(group=group, **row)
-    mine = [name for name in table.failed if name.startswith("pilotlight")]
+    mine = [name for name in table.failed if name.startswith("pilotflame")]
     if mine:
         raise RuntimeError(f"{mine} failed: {[table.failed[name] for name in mine]}")
     if table.failed:

@@ -15,7 +15,7 @@ from warm_field import rotated, turn
 from warm_peers import LIMIT, Contender
 
 CALLERS = (1, 2, 8, 32, 128)
-OURS = "pilotlight"
+OURS = "pilotflame"
 
 
 @dataclass(frozen=True)
@@ -100,14 +100,14 @@ _TARGETS = {"minilm_rps_vs_best_peer_32": ">= 1.1", "sleep_rps_vs_best_peer_8": 
 
 
 def batch_counts(contender: Contender) -> tuple[float, float]:
-    """Of our own gateway's `pilotlight_batch_size`: the sum and the count so far."""
+    """Of our own gateway's `pilotflame_batch_size`: the sum and the count so far."""
     with urllib.request.urlopen(f"{contender.server.url}/metrics", timeout=10) as answer:
         text = answer.read().decode()
     found = {
         sample.name: sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
-        if sample.name.startswith("pilotlight_batch_size_")
+        if sample.name.startswith("pilotflame_batch_size_")
         and sample.labels.get("function") == contender.handler
     }
-    return found.get("pilotlight_batch_size_sum", 0.0), found.get("pilotlight_batch_size_count", 0.0)
+    return found.get("pilotflame_batch_size_sum", 0.0), found.get("pilotflame_batch_size_count", 0.0)

@@ -46,7 +46,7 @@ class Choice:
 
     def __str__(self) -> str:
         words = [f"{self.workers} worker{'s' if self.workers > 1 else ''}", f"{self.threads} threads"]
-        if self.name != "pilotlight":
+        if self.name != "pilotflame":
             words += [f"batch {self.batch}", f"wait {self.wait_ms:g} ms"]
         if self.name == "litserve":
             words += ["fast queue"] * self.fast_queue + [f"{self.api_servers} api servers"]
@@ -137,16 +137,16 @@ def _ray(choice: Choice, handler: str) -> Iterator[Contender]:
 
 
 @contextmanager
-def _pilotlight(choice: Choice, handler: str) -> Iterator[Contender]:
+def _pilotflame(choice: Choice, handler: str) -> Iterator[Contender]:
     os.environ.update(minilm.OFFLINE)
-    with servers.start_pilotlight() as server:
+    with servers.start_pilotflame() as server:
         control = Control(server.url)
         deploy(control, handler, workers=choice.workers, threads=choice.threads)
         control.close()
         yield Contender(choice, handler, server, f"/invoke/{handler}")
 
 
-STARTERS = {"pilotlight": _pilotlight, "litserve": _litserve, "bentoml": _bento, "ray": _ray}
+STARTERS = {"pilotflame": _pilotflame, "litserve": _litserve, "bentoml": _bento, "ray": _ray}
 
 
 def deploy(control: Control, handler: str, *, workers: int, threads: int = 1, **overrides: Any) -> None:

@@ -17,7 +17,7 @@ from load import Tally, load_apart
 from memory import held_by_tree
 from percentiles import median
 from report import Report
-from servers import Server, start_pilotlight
+from servers import Server, start_pilotflame
 from warm_peers import HEADERS, HERE
 
 SLOW_MB = 256
@@ -28,7 +28,7 @@ ROUNDS = 3
 
 def measure(report: Report, for_s: float = 2.0) -> None:
     """Enters slow_reader_memory_mb and other_streams_rate_share."""
-    with start_pilotlight() as server:
+    with start_pilotflame() as server:
         control = Control(server.url)
         control.deploy(
             str(HERE / "functions" / "streams"), concurrency=16, **{"scale.min": 1, "scale.max": 1}

@@ -58,13 +58,13 @@ def _ray(handler: str) -> list[Choice]:
     return [*found, replace(one, threads=2)] if handler == "minilm" else found
 
 
-def _pilotlight(handler: str) -> list[Choice]:
-    one = Choice("pilotlight")
+def _pilotflame(handler: str) -> list[Choice]:
+    one = Choice("pilotflame")
     found = [one, replace(one, workers=2)]
     return [*found, replace(one, threads=2)] if handler == "minilm" else found
 
 
-CHOICES = {"pilotlight": _pilotlight, "litserve": _litserve, "bentoml": _bentoml, "ray": _ray}
+CHOICES = {"pilotflame": _pilotflame, "litserve": _litserve, "bentoml": _bentoml, "ray": _ray}
 
 
 @dataclass(frozen=True)

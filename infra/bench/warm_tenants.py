@@ -27,7 +27,7 @@ HANDLER = "sleep"
 
 def key(contender: Contender, name: str) -> str:
     """A new API key, made as an operator makes it."""
-    command = [sys.executable, "-m", "pilotlight.runtime.cli", "keys", "create", name]
+    command = [sys.executable, "-m", "pilotflame.runtime.cli", "keys", "create", name]
     command += ["--state-dir", contender.server.state, "--json"]
     done = subprocess.run(command, check=True, capture_output=True, timeout=30)
     return str(json.loads(done.stdout)["key"])
@@ -39,7 +39,7 @@ def as_tenant(request: Request, of: str) -> Request:
 
 def measure(report: Report, capacity: float, for_s: float = FOR_S) -> None:
     """Enters small_tenant_p99_ratio and what it is made of."""
-    with start(Choice("pilotlight"), HANDLER) as contender:
+    with start(Choice("pilotflame"), HANDLER) as contender:
         contender.warm_up()
         small, big = (as_tenant(contender.request, key(contender, name)) for name in ("small", "big"))
         rates = {"alone": 0.0, "beside_50_times": BIG_RATE, "beside_1_5x": 1.5 * capacity}

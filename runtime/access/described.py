@@ -70,7 +70,7 @@ def guarded(paths: dict[str, Any], error: dict[str, Any]) -> dict[str, Any]:
     return paths
 
 
-SECURITY_SCHEMES = {"key": {"type": "http", "scheme": "bearer", "description": "An API key: pl_…"}}
+SECURITY_SCHEMES = {"key": {"type": "http", "scheme": "bearer", "description": "An API key: pf_…"}}
 
 
 def _parameter(name: str) -> dict[str, Any]:

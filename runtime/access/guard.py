@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from aiohttp import web
 
-from ...errors import Forbidden, GatewayError, PilotlightError, QuotaExceeded, Unauthorized
+from ...errors import Forbidden, GatewayError, PilotflameError, QuotaExceeded, Unauthorized
 from ..api.answer import error_response
 from ..api.aws_error import PATHS, aws_error
 from ..api.intake import request_id_of
@@ -57,7 +57,7 @@ class Guard:
         tasks: asyncio.TaskGroup,
         *,
         required: bool,
-        on_quota: Callable[[str, PilotlightError], None] = lambda _function, _error: None,
+        on_quota: Callable[[str, PilotflameError], None] = lambda _function, _error: None,
     ) -> None:
         """`on_quota` is told of requests for a function, if there is one of that name, for which a key had no quota."""
         self._keyring = keyring
@@ -79,7 +79,7 @@ class Guard:
         function = request.match_info.get("function")
         try:
             admitted = self.admit(request.headers, path, function, request.transport)
-        except PilotlightError as error:
+        except PilotflameError as error:
             if isinstance(error, QuotaExceeded) and (function := request.match_info.get("function")):
                 self._on_quota(function, error)
             return _refusal(request, error)
@@ -116,7 +116,7 @@ class Guard:
                 held.caller.check_scope(scope)
             if function is not None:
                 held.caller.check(function)
-        except PilotlightError:
+        except PilotflameError:
             held.meter.leave()
             raise
         return Admitted(held.caller, held.meter)
@@ -129,7 +129,7 @@ class Guard:
                 return None
             raise Unauthorized(
                 "This gateway answers only to those who send an API key.",
-                remedy="Send `Authorization: Bearer KEY`, or set PILOTLIGHT_API_KEY; `pilotlight keys create` makes one.",
+                remedy="Send `Authorization: Bearer KEY`, or set PILOTFLAME_API_KEY; `pilotflame keys create` makes one.",
             )
         now_s = time.time()
         if given.startswith(SIGNED):  # of a signature only the key's holder could tell whether it is right
@@ -138,7 +138,7 @@ class Guard:
         if held is None:
             raise Unauthorized(
                 "The API key that was sent is not one of this gateway's, was revoked, or has expired.",
-                remedy="See `pilotlight keys list` on the gateway's machine.",
+                remedy="See `pilotflame keys list` on the gateway's machine.",
             )
         if held.used(now_s):
             self._tasks.create_task(asyncio.to_thread(self._save))
@@ -148,7 +148,7 @@ class Guard:
         try:
             self._keyring.save()
         except GatewayError as error:  # nobody is let in or kept out by when a key was last used
-            sys.stderr.write(f"pilotlight: {error}\n")
+            sys.stderr.write(f"pilotflame: {error}\n")
 
 
 def token_in(header: str) -> str:
@@ -173,7 +173,7 @@ def _enter(held: Held) -> None:
         )
 
 
-def _refusal(request: web.Request, error: PilotlightError) -> web.Response:
+def _refusal(request: web.Request, error: PilotflameError) -> web.Response:
     # With an id, as every route's own refusal: nobody is to tell the two apart.
     answer = aws_error if request.path.startswith(PATHS) else error_response
     response = answer(error, request_id_of(request.headers))

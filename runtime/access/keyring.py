@@ -110,7 +110,7 @@ class Keyring:
             held = self._held.get(key_id)
             if held is None:
                 raise UnknownKey(
-                    f"There is no API key with the id {key_id[:64]!r}.", remedy="See `pilotlight keys list`."
+                    f"There is no API key with the id {key_id[:64]!r}.", remedy="See `pilotflame keys list`."
                 )
             self._replace(other for other in self._held.values() if other is not held)
         return held.key

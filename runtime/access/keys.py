@@ -16,7 +16,7 @@ from ...errors import BadInput
 from ..settings import name_problem
 
 _YEAR_S = 365 * 24 * 3600.0
-_TOKEN = re.compile(r"pl_([0-9a-f]{12})_[0-9a-f]{64}")
+_TOKEN = re.compile(r"pf_([0-9a-f]{12})_[0-9a-f]{64}")
 # What a key that is not known is compared with, so that it takes as long as one that is.
 _NOBODY = hashlib.sha256(b"").hexdigest()
 
@@ -99,7 +99,7 @@ class ApiKey(BaseModel):
 def mint(new: NewKey, now_s: float) -> tuple[ApiKey, str]:
     """A key, and its token: what its owner sends, shown once and never stored."""
     key_id = secrets.token_hex(6)
-    token = f"pl_{key_id}_{secrets.token_hex(32)}"
+    token = f"pf_{key_id}_{secrets.token_hex(32)}"
     fields = new.model_dump(exclude={"expires_in_s"})
     expires_s = None if new.expires_in_s is None else now_s + new.expires_in_s
     key = ApiKey(id=key_id, digest=digest(token), created_s=now_s, expires_s=expires_s, **fields)

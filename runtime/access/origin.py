@@ -18,7 +18,7 @@ from ..loopback import is_loopback
 _FETCH_SITE = istr("Sec-Fetch-Site")
 _REMEDY = (
     "Call it as http://127.0.0.1:PORT or http://localhost:PORT, not from a page of elsewhere; or make an API key "
-    "(pilotlight keys create NAME --scope admin) and send it: then any name will do."
+    "(pilotflame keys create NAME --scope admin) and send it: then any name will do."
 )
 
 

@@ -73,7 +73,7 @@ class Vault:
             if known.pop(key, None) is None:
                 raise UnknownSecret(
                     f"{function} has no secret {key[:64]!r}.",
-                    remedy=f"See `pilotlight secrets list {function}`.",
+                    remedy=f"See `pilotflame secrets list {function}`.",
                 )
             self._write(function, known)
 

@@ -153,7 +153,7 @@ class Admin:
         if not self._local:
             raise CodeError(
                 "This gateway listens beyond this machine, so it does not read folders by path.",
-                remedy="Upload the folder: pilotlight deploy --upload.",
+                remedy="Upload the folder: pilotflame deploy --upload.",
             )
         return Order(path=order.path, overrides=order.overrides, install=order.install, check=order.check)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import orjson
 from aiohttp import web
 
-from ...errors import PilotlightError
+from ...errors import PilotflameError
 from ...handlers.codec import JSON_TYPE
 from .intake import request_id_of
 
@@ -34,7 +34,7 @@ class Reply(NamedTuple):
 
 
 def error_reply(
-    error: PilotlightError, request_id: str = "", headers: Mapping[str, str] | None = None
+    error: PilotflameError, request_id: str = "", headers: Mapping[str, str] | None = None
 ) -> Reply:
     """The typed JSON error: `{"error": {"type", "message", "remedy", "details", "request_id"}}`."""
     told = dict(headers) if headers is not None else {"X-Request-Id": request_id} if request_id else {}
@@ -45,13 +45,13 @@ def error_reply(
 
 
 def error_response(
-    error: PilotlightError, request_id: str = "", headers: Mapping[str, str] | None = None
+    error: PilotflameError, request_id: str = "", headers: Mapping[str, str] | None = None
 ) -> web.Response:
     """`error_reply` as a route answers it."""
     return error_reply(error, request_id, headers).response()
 
 
-def retry_headers(error: PilotlightError) -> dict[str, str]:
+def retry_headers(error: PilotflameError) -> dict[str, str]:
     """When a refused caller may come again: in whole seconds, as HTTP wants it, and exactly for those who read that."""
     if error.status not in RETRY_AFTER_S:
         return {}
@@ -68,7 +68,7 @@ def typed(route: Route) -> Route:
     async def answer(request: web.Request) -> web.StreamResponse:
         try:
             return await route(request)
-        except PilotlightError as error:
+        except PilotflameError as error:
             return error_response(error, request_id_of(request.headers))
 
     return answer

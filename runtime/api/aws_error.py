@@ -9,7 +9,7 @@ from ...errors import (
     BadInput,
     Forbidden,
     InputTooLarge,
-    PilotlightError,
+    PilotflameError,
     QueueFull,
     QuotaExceeded,
     Unauthorized,
@@ -30,7 +30,7 @@ _NAMES = (
 )
 
 
-def aws_error(error: PilotlightError, request_id: str = "") -> web.Response:
+def aws_error(error: PilotflameError, request_id: str = "") -> web.Response:
     """The response; its status is the same as everywhere."""
     ours = error.status >= 500
     name = next((name for cls, name in _NAMES if isinstance(error, cls)), "")

@@ -16,7 +16,7 @@ from ...errors import (
     HandlerFailed,
     InputInvalid,
     OutputInvalid,
-    PilotlightError,
+    PilotflameError,
     RevisionRetired,
     UnknownFunction,
     WorkerDied,
@@ -76,7 +76,7 @@ class LambdaApi:
             raise BadInput(
                 f"X-Amz-Invocation-Type is {kind[:40]!r}.", remedy="RequestResponse, Event or DryRun."
             )
-        except PilotlightError as error:
+        except PilotflameError as error:
             return aws_error(error, request_id)
 
     async def _leave(self, request: web.Request, live: Live) -> web.Response:
@@ -116,21 +116,21 @@ class LambdaApi:
         )  # fmt: skip
         try:
             revision.submit(invocation)
-        except PilotlightError as error:
+        except PilotflameError as error:
             self._metrics.refused(name, error)
             raise
         answer = await self._ended(name, live, invocation)
         told = _headers(request_id) | self._tail(request, live, invocation)
-        if isinstance(answer, PilotlightError):
+        if isinstance(answer, PilotflameError):
             told["X-Amz-Function-Error"] = "Unhandled"
             answer = Answer(orjson.dumps(function_error(answer, request_id)), JSON_TYPE)
         return web.Response(body=answer.payload, headers=told | {"Content-Type": answer.content_type})
 
-    async def _ended(self, name: str, live: Live, invocation: Invocation) -> Answer | PilotlightError:
+    async def _ended(self, name: str, live: Live, invocation: Invocation) -> Answer | PilotflameError:
         """The answer, or how the function failed. Raises what is not the function's failure."""
         try:
             answer = await _answer(invocation)
-        except PilotlightError as error:
+        except PilotflameError as error:
             self._note(name, error.status, invocation, error)
             if isinstance(error, RevisionRetired) or not isinstance(error, OF_THE_FUNCTION):
                 raise
@@ -142,7 +142,7 @@ class LambdaApi:
         return answer
 
     def _note(
-        self, name: str, status: int, invocation: Invocation, error: PilotlightError | None = None
+        self, name: str, status: int, invocation: Invocation, error: PilotflameError | None = None
     ) -> None:
         invocation.timeline.responded_s = time.monotonic()
         self._metrics.answered(name, status, invocation.timeline, error)
@@ -191,7 +191,7 @@ def parse_name(text: str) -> tuple[str, str]:
     return (parts[0] if parts else "", ":".join(parts[1:]))
 
 
-def function_error(error: PilotlightError, request_id: str) -> dict[str, object]:
+def function_error(error: PilotflameError, request_id: str) -> dict[str, object]:
     """What Lambda says of a function that failed. A handler written for Lambda has told it in these words itself."""
     told = error.details
     kind = told.get("errorType") or told.get("exception")

@@ -15,7 +15,7 @@ from aiohttp import web
 from aiohttp.http import RawRequestMessage
 from aiohttp.streams import StreamReader
 
-from ...errors import MalformedRequest, PilotlightError
+from ...errors import MalformedRequest, PilotflameError
 from .answer import error_response
 
 MAX_REASON_CHARS = 200
@@ -148,7 +148,7 @@ class Connection(web.RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         """What is no HTTP is not logged: whoever reaches the port could fill the disk with it."""
-        error: PilotlightError
+        error: PilotflameError
         if status == HTTPStatus.BAD_REQUEST:
             reason = (message or "").partition("\n")[0][:MAX_REASON_CHARS].rstrip(":. ")
             error = MalformedRequest(f"This is not HTTP as it is spoken here: {reason}.")
@@ -156,7 +156,7 @@ class Connection(web.RequestHandler):
             response = super().handle_error(request, status, exc, message)
             if status != HTTPStatus.INTERNAL_SERVER_ERROR:
                 return response
-            error = PilotlightError("The gateway failed.", remedy="This is a bug; its log says where.")
+            error = PilotflameError("The gateway failed.", remedy="This is a bug; its log says where.")
         response = error_response(error)
         response.force_close()
         return response

@@ -56,7 +56,7 @@ def spelled_schemas() -> dict[str, Any]:
 
 def _predictions(error: dict[str, Any]) -> dict[str, Any]:
     which = {"name": "function", "in": "query", "schema": _TEXT}
-    header = {"name": "X-Pilotlight-Function", "in": "header", "schema": _TEXT}
+    header = {"name": "X-Pilotflame-Function", "in": "header", "schema": _TEXT}
     prefer = {"name": "Prefer", "in": "header", "schema": _TEXT, "description": "respond-async, wait=seconds"}
     job = {"name": "id", "in": "path", "required": True, "schema": _TEXT}
     chosen = {**job, "schema": {"type": "string", "pattern": f"^{ID.pattern}$"}}

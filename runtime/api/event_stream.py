@@ -10,7 +10,7 @@ from collections.abc import Callable
 import orjson
 from aiohttp import web
 
-from ...errors import PilotlightError
+from ...errors import PilotflameError
 from ..invocation import Invocation, Stream
 from .answer import EVENT_STREAM_TYPE, HEARTBEAT_S, event
 
@@ -42,7 +42,7 @@ class EventStream:
             )
             stream.passed(len(pieces))
 
-    async def end(self, error: PilotlightError | None) -> web.StreamResponse:
+    async def end(self, error: PilotflameError | None) -> web.StreamResponse:
         """The last event. It says how the stream ended, since the status is long gone."""
         name, data = ("completed", b"{}") if error is None else ("error", orjson.dumps(error.to_wire()))
         await self._write(event(name, data, self._number + 1))

@@ -10,7 +10,7 @@ import asyncio
 import orjson
 from aiohttp import web
 
-from ...errors import EventInvalid, PilotlightError
+from ...errors import EventInvalid, PilotflameError
 from ..functions import Functions, Live
 from ..jobs.job import Job, NewJob
 from ..jobs.jobs import Jobs
@@ -38,7 +38,7 @@ class EventsApi:
         try:
             self._functions.live(request.match_info["function"])
             headers = _allowed(request.headers.get(ORIGIN, ""), request.headers.get(RATE))
-        except PilotlightError as error:
+        except PilotflameError as error:
             return error_response(error, request_id_of(request.headers))
         return web.Response(headers={"Allow": "POST, OPTIONS", **headers})
 
@@ -65,7 +65,7 @@ async def submit(jobs: Jobs, live: Live, events: list[Event], *, owner: str) -> 
     try:
         async with asyncio.TaskGroup() as tasks:
             pending = [tasks.create_task(jobs.submit(one)) for one in new]
-    except* PilotlightError as refused:
+    except* PilotflameError as refused:
         raise _first(refused) from None
     return [one.result() for one in pending]
 
@@ -97,6 +97,6 @@ def accepted(request: web.Request, found: list[tuple[Job, bool]]) -> web.Respons
     return web.Response(body=orjson.dumps(body), status=202, headers=headers, content_type="application/json")
 
 
-def _first(group: BaseExceptionGroup[PilotlightError]) -> PilotlightError:
+def _first(group: BaseExceptionGroup[PilotflameError]) -> PilotflameError:
     found = group.exceptions[0]
     return _first(found) if isinstance(found, BaseExceptionGroup) else found

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from aiohttp import web
 from multidict import istr
 
-from ...errors import DeadlineExceeded, PilotlightError
+from ...errors import DeadlineExceeded, PilotflameError
 from ..access.caller import Caller, caller_of
 from ..functions import Functions
 from ..invocation import Invocation, Stream
@@ -56,18 +56,18 @@ class Gateway:
         request_id = request_id_of(request.headers)
         try:
             revision = self._functions.live(name)
-        except PilotlightError as error:  # not counted by name: anybody can make names up
+        except PilotflameError as error:  # not counted by name: anybody can make names up
             return error_response(error, request_id)
         try:
             body = await read_body(request, self.most(revision), self._body_timeout_s)
             caller = caller_of(request)
             revision, invocation = self.begin(name, request.headers, request_id, body, received_s, caller)
-        except PilotlightError as error:
+        except PilotflameError as error:
             return self.refused(name, error, request_id).response()
         try:
             if invocation.stream is not None:
                 return await self._stream(request, name, invocation, invocation.stream)
-            with contextlib.suppress(PilotlightError):
+            with contextlib.suppress(PilotflameError):
                 await invocation.answer
         except (
             asyncio.CancelledError,
@@ -96,7 +96,7 @@ class Gateway:
         revision.submit(invocation)
         return revision, invocation
 
-    def refused(self, name: str, error: PilotlightError, request_id: str) -> Reply:
+    def refused(self, name: str, error: PilotflameError, request_id: str) -> Reply:
         """What its caller is told of a request that `begin` did not take."""
         self._metrics.refused(name, error)
         return error_reply(error, request_id)
@@ -105,7 +105,7 @@ class Gateway:
         """What its caller is told of an invocation that has ended."""
         error = invocation.answer.exception()
         invocation.timeline.responded_s = time.monotonic()
-        if isinstance(error, PilotlightError):
+        if isinstance(error, PilotflameError):
             self._note(name, error.status, invocation, error)
             return error_reply(error, invocation.id, _headers(invocation))
         self._note(name, 200, invocation)
@@ -135,7 +135,7 @@ class Gateway:
             return events.response or web.Response(status=DeadlineExceeded.status)
 
     def _note(
-        self, name: str, status: int, invocation: Invocation, error: PilotlightError | None = None
+        self, name: str, status: int, invocation: Invocation, error: PilotflameError | None = None
     ) -> None:
         self._metrics.answered(name, status, invocation.timeline, error)
         if invocation.timeline.cold:
@@ -180,7 +180,7 @@ def _headers(invocation: Invocation) -> dict[str, str]:
     return headers
 
 
-def _error_of(invocation: Invocation) -> PilotlightError | None:
+def _error_of(invocation: Invocation) -> PilotflameError | None:
     """How a stream that has ended failed, if it did."""
     error = invocation.answer.exception()
-    return error if isinstance(error, PilotlightError) else None
+    return error if isinstance(error, PilotflameError) else None

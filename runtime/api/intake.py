@@ -137,7 +137,7 @@ def accept_of(headers: Mapping[str, str]) -> str:
 def too_large(limit: int) -> InputTooLarge:
     return InputTooLarge(
         f"The body is larger than {limit} bytes.",
-        remedy="Send a reference (an object's address) instead, or raise max_body_bytes in pilotlight.toml.",
+        remedy="Send a reference (an object's address) instead, or raise max_body_bytes in pilotflame.toml.",
     )
 
 

@@ -20,7 +20,7 @@ from aiohttp.http_writer import _serialize_headers
 from aiohttp.streams import StreamReader
 from multidict import CIMultiDict, istr
 
-from ...errors import OutputInvalid, PilotlightError
+from ...errors import OutputInvalid, PilotflameError
 from ...handlers.codec import JSON_TYPE
 from ..access.guard import Admitted, Guard
 from ..functions import Functions
@@ -60,7 +60,7 @@ class Lane:
         name, headers = revision.spec.function, message.headers
         try:
             admitted = self._guard.admit(headers, ROUTE, name, transport)
-        except PilotlightError:  # the guard says the same once more, and says it to the caller
+        except PilotflameError:  # the guard says the same once more, and says it to the caller
             return None
         passage = Passage(self, name, admitted, send)
         passage.begin(headers, payload.read_nowait(), received_s)
@@ -99,7 +99,7 @@ class Lane:
             return None
         try:
             revision = self._functions.live(path[len(BEGINNING) :])
-        except PilotlightError:
+        except PilotflameError:
             return None
         return None if revision.streaming else revision
 
@@ -125,7 +125,7 @@ class Passage:
             self._revision, invocation = gateway.begin(
                 self._name, headers, request_id, body, received_s, self._admitted.caller
             )
-        except PilotlightError as error:
+        except PilotflameError as error:
             self._end(gateway.refused(self._name, error, request_id))
             return
         self._invocation = invocation

@@ -50,7 +50,7 @@ def describe(functions: Iterable[FunctionStatus]) -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {
-            "title": "pilotlight",
+            "title": "pilotflame",
             "version": __version__,
             "description": "Functions that start when called.",
         },

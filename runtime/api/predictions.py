@@ -13,7 +13,7 @@ import orjson
 from aiohttp import web
 
 from ..._version import __version__
-from ...errors import GatewayError, InputInvalid, PilotlightError, UnknownFunction, UnknownJob
+from ...errors import GatewayError, InputInvalid, PilotflameError, UnknownFunction, UnknownJob
 from ..access.caller import caller_of
 from ..access.keys import Scope
 from ..functions import Functions, Live
@@ -26,7 +26,7 @@ from .answer import EVENT_STREAM_TYPE, HEARTBEAT_S, event, typed
 from .intake import Limits, idempotency_of, read_body, too_large, traceparent_of
 from .prediction import ID, Order, Preference, chosen_id, parse, shown, stored_id
 
-FUNCTION = "X-Pilotlight-Function"
+FUNCTION = "X-Pilotflame-Function"
 ASYNC_BODY_BYTES = 10 << 20
 MAX_CHOICES = 50
 PIECES_SHOWN = 1000
@@ -90,7 +90,7 @@ class Predictions:
             self._known(named)
         order = ("READY", "BUSY", "STARTING", "SETUP_FAILED", "DEFUNCT")
         status = min(found.values(), key=order.index, default="READY")
-        body = {"status": status, "version": {"pilotlight": __version__}, "functions": found}
+        body = {"status": status, "version": {"pilotflame": __version__}, "functions": found}
         return web.Response(body=orjson.dumps(body), content_type="application/json")
 
     def _health(self, name: str) -> str:
@@ -114,7 +114,7 @@ class Predictions:
             return await self._jobs.wait(job.function, job.id, policy.hold_s + policy.timeout_s)
         except (asyncio.CancelledError, ConnectionError):
             if not replayed:
-                with contextlib.suppress(PilotlightError):  # there is nobody left to be told
+                with contextlib.suppress(PilotflameError):  # there is nobody left to be told
                     await self._jobs.cancel(job.function, job.id)
             raise
 
@@ -128,7 +128,7 @@ class Predictions:
         await response.prepare(request)
         try:
             await self._tell(response, job, sent)
-        except PilotlightError as error:  # the head is gone: it can only be told as an event
+        except PilotflameError as error:  # the head is gone: it can only be told as an event
             await response.write(event("error", orjson.dumps(error.to_wire())))
         await response.write_eof()
         return response
@@ -246,7 +246,7 @@ def _refuse_input(job: Job) -> None:
         and job.error is not None
         and job.error.get("type") in NOT_THE_HANDLERS_FAULT
     ):
-        raise PilotlightError.from_wire(dict(job.error))
+        raise PilotflameError.from_wire(dict(job.error))
 
 
 def _wants_events(request: web.Request) -> bool:

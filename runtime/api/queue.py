@@ -14,7 +14,7 @@ import orjson
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ...errors import BadInput, InputInvalid, PilotlightError
+from ...errors import BadInput, InputInvalid, PilotflameError
 from ...handlers.codec import JSON_TYPE
 from ..access.caller import caller_of
 from ..functions import Functions, Live
@@ -123,7 +123,7 @@ class QueueApi:
             kind = content_type_of(request.headers)
             bare = order(live.record.settings, body, content_type=kind, **_told_by(request))
             job, replayed = await self._jobs.submit(bare)
-        except PilotlightError as error:
+        except PilotflameError as error:
             return error_response(error, request_id_of(request.headers))
         response = _json({"id": job.id, "status": str(job.state)}, job, replayed)
         response.set_status(202)
@@ -203,7 +203,7 @@ class QueueApi:
         await response.prepare(request)
         try:
             await self._tell(response, job, after)
-        except PilotlightError as error:  # the head is gone: it can only be told as an event
+        except PilotflameError as error:  # the head is gone: it can only be told as an event
             await response.write(event("error", orjson.dumps(error.to_wire())))
         await response.write_eof()
         return response

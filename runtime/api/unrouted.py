@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import hdrs, web
 
-from ...errors import MethodNotAllowed, PilotlightError, UnknownRoute
+from ...errors import MethodNotAllowed, PilotflameError, UnknownRoute
 from .answer import error_response
 from .aws_error import PATHS, aws_error
 from .intake import request_id_of
@@ -36,7 +36,7 @@ async def unrouted(request: web.Request, handler: Handler) -> web.StreamResponse
         )
 
 
-def _refusal(request: web.Request, error: PilotlightError) -> web.Response:
+def _refusal(request: web.Request, error: PilotflameError) -> web.Response:
     request_id = request_id_of(request.headers)
     if request.path.startswith(PATHS):
         return aws_error(error, request_id)

@@ -127,14 +127,14 @@ class Queue(Generic[T]):
         self._promises.make(item.tenant, item.body, now_s, wait_s, item.timeout_s)
         return Overloaded(
             f"Function {self._name!r} has {len(self._turns)} invocations waiting; this one would not end within its deadline.",
-            remedy="Try again after the time in Retry-After, allow more time, or raise scale.max in pilotlight.toml.",
+            remedy="Try again after the time in Retry-After, allow more time, or raise scale.max in pilotflame.toml.",
             details={"retry_after_s": round(wait_s, 3)},
         )
 
     def _refuse_full(self, now_s: float, lanes: Lanes) -> None:
         raise QueueFull(
             f"Function {self._name!r} has {len(self._turns)} invocations waiting, its limit.",
-            remedy="Try again later, or raise max_queue or scale.max in pilotlight.toml.",
+            remedy="Try again later, or raise max_queue or scale.max in pilotflame.toml.",
             details={"retry_after_s": round(self._retry_s(now_s, lanes), 3)},
         )
 

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import aiohttp
 
-from ...errors import BadInput, BatchFailed, GatewayError, PilotlightError
+from ...errors import BadInput, BatchFailed, GatewayError, PilotflameError
 from .inputs import Line
 
 WAIT_MS = 90_000
@@ -84,7 +84,7 @@ class Asker:
                 if status in _OF_THE_LINE:
                     return failure(line, wire)
                 if status not in _PASSING:
-                    raise PilotlightError.from_wire(wire)
+                    raise PilotflameError.from_wire(wire)
                 self._check_patience(str(wire.get("message", "")))
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)

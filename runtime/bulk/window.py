@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 
-from ...errors import PilotlightError
+from ...errors import PilotflameError
 from .inputs import Line
 from .journal import Journal, is_failure
 
@@ -38,7 +38,7 @@ class Window:
         self._ended = False
         self._answers: dict[int, tuple[Line, bytes]] = {}
         self._advanced = asyncio.Condition()
-        self._failure: PilotlightError | None = None
+        self._failure: PilotflameError | None = None
 
     async def run(self) -> None:
         """To the end of the lines. What concerns all of them is raised; answers that were there by then are written."""
@@ -58,7 +58,7 @@ class Window:
         while (line := await self._next()) is not None:
             try:
                 answer = await self._ask(line)
-            except PilotlightError as error:
+            except PilotflameError as error:
                 self._failure = self._failure or error
                 return
             self._answers[line.number] = line, answer
@@ -73,7 +73,7 @@ class Window:
             if not self._ready and not self._ended:
                 try:
                     await self._read()
-                except PilotlightError as error:
+                except PilotflameError as error:
                     self._failure, self._ended = self._failure or error, True
             if not self._ready or self._failure is not None:
                 return None

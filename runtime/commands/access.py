@@ -1,4 +1,4 @@
-"""The commands of access: `pilotlight keys create|list|revoke`, `pilotlight secrets set|list|unset`."""
+"""The commands of access: `pilotflame keys create|list|revoke`, `pilotflame secrets set|list|unset`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def keys() -> None:
 
     \b
     Example:
-      pilotlight keys create laptop --scope admin
+      pilotflame keys create laptop --scope admin
     """
 
 
@@ -38,7 +38,7 @@ def secrets() -> None:
 
     \b
     Example:
-      pilotlight secrets set greeter API_TOKEN --from-file token.txt
+      pilotflame secrets set greeter API_TOKEN --from-file token.txt
     """
 
 
@@ -106,8 +106,8 @@ def create_key(
 
     \b
     Examples:
-      pilotlight keys create laptop --scope admin
-      pilotlight keys create shop --function greeter --rate 20 --concurrency 4 --expires 90d
+      pilotflame keys create laptop --scope admin
+      pilotflame keys create shop --function greeter --rate 20 --concurrency 4 --expires 90d
     """
     wanted = {"name": name, "scopes": scopes, "functions": functions or None, **limits}
     with _keys_of(url, state_dir) as home:
@@ -127,14 +127,14 @@ def list_keys(*, url: str, state_dir: Path | None, as_json: bool) -> None:
 
     \b
     Example:
-      pilotlight keys list
+      pilotflame keys list
     """
     with _keys_of(url, state_dir) as home:
         found = home.keys()
     if as_json:
         return display.print_json({"keys": found})
     if not found:
-        return display.say("no keys: pilotlight keys create NAME")
+        return display.say("no keys: pilotflame keys create NAME")
     columns = ("id", "for", "may", "quota", "made", "last used", "ends")
     display.print_table(columns, [_row(key) for key in found])
     return None
@@ -152,9 +152,9 @@ def revoke_key(*, key_id: str, url: str, state_dir: Path | None, as_json: bool) 
 
     \b
     Example:
-      pilotlight keys revoke 3f2a9c0b1d4e
+      pilotflame keys revoke 3f2a9c0b1d4e
     """
-    key_id = key_id.removeprefix("pl_").partition("_")[0]  # of a whole key, what is no secret
+    key_id = key_id.removeprefix("pf_").partition("_")[0]  # of a whole key, what is no secret
     with _keys_of(url, state_dir) as home:
         home.revoke_key(key_id)
     if as_json:
@@ -179,8 +179,8 @@ def set_secret(*, name: str, key: str, from_file: Path | None, url: str, as_json
 
     \b
     Examples:
-      pilotlight secrets set greeter API_TOKEN
-      pass show api-token | pilotlight secrets set greeter API_TOKEN
+      pilotflame secrets set greeter API_TOKEN
+      pass show api-token | pilotflame secrets set greeter API_TOKEN
     """
     value = _value(key, from_file)
     with options.connect(url) as client:
@@ -202,7 +202,7 @@ def list_secrets(*, name: str, url: str, as_json: bool) -> None:
 
     \b
     Example:
-      pilotlight secrets list greeter
+      pilotflame secrets list greeter
     """
     with options.connect(url) as client:
         found = client.secrets(name)
@@ -224,7 +224,7 @@ def unset_secret(*, name: str, key: str, url: str, as_json: bool) -> None:
 
     \b
     Example:
-      pilotlight secrets unset greeter API_TOKEN
+      pilotflame secrets unset greeter API_TOKEN
     """
     with options.connect(url) as client:
         client.unset_secret(name, key)

@@ -1,4 +1,4 @@
-"""The command that measures a source of weights: `pilotlight snapshot bench`."""
+"""The command that measures a source of weights: `pilotflame snapshot bench`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def bench(*, url: str, rounds: int, connections: int | None, part_mib: int | Non
 
     \b
     Example:
-      pilotlight snapshot bench s3://bucket/models/llama --rounds 5
+      pilotflame snapshot bench s3://bucket/models/llama --rounds 5
     """
     from ...snapshot.fetching.bench import bench as measure  # noqa: PLC0415  pydantic and xxhash take time to import
 

@@ -1,4 +1,4 @@
-"""The command that sends many lines through one function: `pilotlight batch`."""
+"""The command that sends many lines through one function: `pilotflame batch`."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def batch(
 
     \b
     Examples:
-      pilotlight batch embed texts.jsonl vectors.jsonl
-      pilotlight batch embed s3://bucket/texts/ s3://bucket/vectors.jsonl --max-in-flight 256
+      pilotflame batch embed texts.jsonl vectors.jsonl
+      pilotflame batch embed s3://bucket/texts/ s3://bucket/vectors.jsonl --max-in-flight 256
     """
     from ..bulk.inputs import Inputs  # noqa: PLC0415  what reads sources takes time to import, and --help needs none of it
     from ..bulk.journal import Journal  # noqa: PLC0415

@@ -67,7 +67,7 @@ def read_manifest_of(path: str | Path) -> Manifest:
     )
     if not file.is_file():
         raise ManifestError(
-            f"{path} has no manifest ({file.name}).", remedy=f"Make one: pilotlight snapshot create {path}"
+            f"{path} has no manifest ({file.name}).", remedy=f"Make one: pilotflame snapshot create {path}"
         )
     return Manifest.read(file)
 

@@ -102,10 +102,10 @@ def _state_dir(folder: Path) -> Check:
         with tempfile.TemporaryDirectory(dir=there):
             free_bytes = shutil.disk_usage(there).free
     except OSError as error:
-        remedy = "Set PILOTLIGHT_STATE_DIR to a folder that can be written."
+        remedy = "Set PILOTFLAME_STATE_DIR to a folder that can be written."
         return Check("state folder", "fail", f"{folder}: {error.strerror}", remedy)
     scarce = free_bytes < MIN_FREE_BYTES
-    remedy = "Make room, or set PILOTLIGHT_STATE_DIR to a larger disk." if scarce else ""
+    remedy = "Make room, or set PILOTFLAME_STATE_DIR to a larger disk." if scarce else ""
     return Check("state folder", "note" if scarce else "ok", f"{folder}, {size(free_bytes)} free", remedy)
 
 
@@ -113,7 +113,7 @@ def _unix_socket(folder: Path) -> Check:
     length = len(os.fsencode(folder / LINK_SOCKET)) + 1
     if length > MAX_SOCKET_PATH_BYTES:
         found = f"{folder / LINK_SOCKET} is {length - MAX_SOCKET_PATH_BYTES} bytes too long"
-        return Check("unix sockets", "fail", found, "Set PILOTLIGHT_STATE_DIR to a shorter path.")
+        return Check("unix sockets", "fail", found, "Set PILOTFLAME_STATE_DIR to a shorter path.")
     try:
         with tempfile.TemporaryDirectory() as place, socket.socket(socket.AF_UNIX) as probe:
             probe.bind(str(Path(place, "probe")))
@@ -128,7 +128,7 @@ def _port(settings: GatewaySettings) -> Check:
         with socket.create_server((settings.host, settings.port)):
             return Check("port", "ok", f"{where} is free")
     except OSError as error:
-        remedy = "Is it your gateway? Otherwise set PILOTLIGHT_PORT, or use serve --port."
+        remedy = "Is it your gateway? Otherwise set PILOTFLAME_PORT, or use serve --port."
         return Check("port", "note", f"{where}: {error.strerror}", remedy)
 
 
@@ -187,7 +187,7 @@ def _packages() -> Iterator[Check]:
         try:
             yield Check(package, "ok", metadata.version(package))
         except metadata.PackageNotFoundError:
-            remedy = f"For {purpose}: pip install 'pilotlight[transformers]'"
+            remedy = f"For {purpose}: pip install {package}"
             yield Check(package, "note", "not installed", remedy)
 
 
@@ -196,7 +196,7 @@ def _torch() -> Check:
         import torch  # noqa: PLC0415  seconds, and the other checks come first
     except Exception as error:  # noqa: BLE001  a broken installation may raise anything; it is told
         found = "not installed" if isinstance(error, ModuleNotFoundError) else f"cannot be imported: {error}"
-        return Check("torch", "note", found, "For neural networks: pip install 'pilotlight[torch]'")
+        return Check("torch", "note", found, "For neural networks: pip install torch safetensors numpy threadpoolctl")
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     found = f"{torch.__version__}, {torch.get_num_threads()} threads, {devices} GPUs"
     return Check("torch", "ok", found)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
-from ...errors import HandlerFailed, HandlerSetupError, PilotlightError
+from ...errors import HandlerFailed, HandlerSetupError, PilotflameError
 from ...handlers.contract import Context
 from ...handlers.failure import explain
 from ..spec import WorkerSpec
@@ -26,14 +26,14 @@ DEADLINE_S = 900.0
 
 
 def main() -> None:
-    """`python -m pilotlight.runtime.first_call DESCRIPTOR`, with spec and event on standard input."""
+    """`python -m pilotflame.runtime.first_call DESCRIPTOR`, with spec and event on standard input."""
     order = json.load(sys.stdin)
     try:
         manifest = _live(
             WorkerSpec.model_validate(order["spec"]), order["event"].encode("utf-8", "surrogateescape")
         )
         answer: dict[str, Any] = {"order": list(manifest.first_touch)}
-    except PilotlightError as error:
+    except PilotflameError as error:
         answer = {"error": error.to_wire()}
     with os.fdopen(int(sys.argv[1]), "wb", closefd=False) as stream:
         stream.write(json.dumps(answer).encode())

@@ -1,4 +1,4 @@
-"""The commands of jobs: `pilotlight run`, `pilotlight jobs list|get|cancel|retry|purge|follow`."""
+"""The commands of jobs: `pilotflame run`, `pilotflame jobs list|get|cancel|retry|purge|follow`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from ...errors import BadInput, JobConflict, JobError, PilotlightError
+from ...errors import BadInput, JobConflict, JobError, PilotflameError
 from ..jobs.job import State
 from . import display, options
 
@@ -61,9 +61,9 @@ def run_job(
 
     \b
     Examples:
-      pilotlight run hello '{"name": "Ada"}'
-      pilotlight run hello @test_input.json --wait
-      pilotlight run report '{"day": 7}' --idempotency-key report-7 --webhook https://example.com/done --low-priority
+      pilotflame run hello '{"name": "Ada"}'
+      pilotflame run hello @test_input.json --wait
+      pilotflame run report '{"day": 7}' --idempotency-key report-7 --webhook https://example.com/done --low-priority
     """
     order = _order(options.event_body(event), webhook, low_priority, timeout_s, ttl_s)
     with options.connect(url) as client:
@@ -89,8 +89,8 @@ def jobs() -> None:
 
     \b
     Examples:
-      pilotlight jobs list hello
-      pilotlight jobs get hello job-…
+      pilotflame jobs list hello
+      pilotflame jobs get hello job-…
     """
 
 
@@ -110,15 +110,15 @@ def list_jobs(*, name: str, states: tuple[str, ...], limit: int, url: str, as_js
 
     \b
     Examples:
-      pilotlight jobs list hello
-      pilotlight jobs list hello --status failed --status timed_out --limit 100
+      pilotflame jobs list hello
+      pilotflame jobs list hello --status failed --status timed_out --limit 100
     """
     with options.connect(url) as client:
         found = client.jobs(name, [str(state) for state in states], limit)
     if as_json:
         return display.print_json({"jobs": found})
     if not found:
-        return display.say(f"no such jobs: pilotlight run {name} EVENT")
+        return display.say(f"no such jobs: pilotflame run {name} EVENT")
     columns = ("id", "status", "age", "attempts", "delay", "execution")
     display.print_table(columns, [_row(job) for job in found])
     return None
@@ -142,8 +142,8 @@ def get_job(*, name: str, job_id: str, output_only: bool, url: str, as_json: boo
 
     \b
     Examples:
-      pilotlight jobs get hello job-…
-      pilotlight jobs get hello job-… --output-only > answer.json
+      pilotflame jobs get hello job-…
+      pilotflame jobs get hello job-… --output-only > answer.json
     """
     with options.connect(url) as client:
         job = client.job(name, job_id)
@@ -174,7 +174,7 @@ def cancel_jobs(*, name: str, job_ids: tuple[str, ...], url: str, as_json: bool)
 
     \b
     Example:
-      pilotlight jobs cancel hello job-… job-…
+      pilotflame jobs cancel hello job-… job-…
     """
     with options.connect(url) as client:
         _each(job_ids, lambda job_id: client.cancel(name, job_id), as_json=as_json)
@@ -192,7 +192,7 @@ def retry_jobs(*, name: str, job_ids: tuple[str, ...], url: str, as_json: bool) 
 
     \b
     Example:
-      pilotlight jobs retry hello job-… job-…
+      pilotflame jobs retry hello job-… job-…
     """
     with options.connect(url) as client:
         _each(job_ids, lambda job_id: client.retry(name, job_id), as_json=as_json)
@@ -208,7 +208,7 @@ def purge_jobs(*, name: str, yes: bool, url: str, as_json: bool) -> None:
 
     \b
     Example:
-      pilotlight jobs purge hello --yes
+      pilotflame jobs purge hello --yes
     """
     if not yes and not sys.stdin.isatty():
         raise click.UsageError("Nobody is there to be asked: say --yes.")
@@ -239,7 +239,7 @@ def follow_job(*, name: str, job_id: str, url: str, as_json: bool) -> None:
 
     \b
     Example:
-      pilotlight jobs follow hello job-…
+      pilotflame jobs follow hello job-…
     """
     told, job = False, dict[str, Any]()
     with options.connect(url) as client, _going_on(name, job_id):
@@ -287,7 +287,7 @@ def _going_on(name: str, job_id: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        display.say(f"\nthe job goes on: pilotlight jobs follow {name} {job_id}")
+        display.say(f"\nthe job goes on: pilotflame jobs follow {name} {job_id}")
         raise
 
 
@@ -316,7 +316,7 @@ def _print_output(name: str, job: dict[str, Any]) -> None:
     if not state.final:
         raise JobConflict(
             f"{job['id']} is {state}: it has no output yet.",
-            remedy=f"Wait for it: pilotlight jobs follow {name} {job['id']}.",
+            remedy=f"Wait for it: pilotflame jobs follow {name} {job['id']}.",
         )
     if state is State.COMPLETED:
         display.print_answer(_output(job))
@@ -327,7 +327,7 @@ def _leave(job: dict[str, Any]) -> None:
     """What kept it from completing, and the exit code for that."""
     if job["status"] == State.COMPLETED:
         return
-    why = PilotlightError.from_wire(job["errorDetails"]) if "errorDetails" in job else ""
+    why = PilotflameError.from_wire(job["errorDetails"]) if "errorDetails" in job else ""
     display.say(" ".join(f"error: {job['id']} is {job['status']}. {why}".split()))
     raise click.exceptions.Exit(EXIT_NOT_COMPLETED)
 

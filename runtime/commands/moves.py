@@ -1,4 +1,4 @@
-"""The commands that write weights elsewhere: `pilotlight snapshot push|convert`."""
+"""The commands that write weights elsewhere: `pilotflame snapshot push|convert`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def push(folder: Path, destination: str, force: bool, as_json: bool) -> None:
 
     \b
     Example:
-      pilotlight snapshot push weights/ s3://bucket/models/llama
+      pilotflame snapshot push weights/ s3://bucket/models/llama
     """
     from ...snapshot.converting.push import push as send  # noqa: PLC0415
     from ...snapshot.format.verify import verify as check  # noqa: PLC0415
@@ -79,8 +79,8 @@ def convert(
 
     \b
     Examples:
-      pilotlight snapshot convert downloads/llama weights/ --dtype bf16
-      pilotlight snapshot convert weights/ llama.tensors --to tensorizer
+      pilotflame snapshot convert downloads/llama weights/ --dtype bf16
+      pilotflame snapshot convert weights/ llama.tensors --to tensorizer
     """
     from ...snapshot.converting.convert import convert as make  # noqa: PLC0415  torch takes seconds to import
     from ...snapshot.converting.convert import convert_to_tensorizer  # noqa: PLC0415

@@ -18,25 +18,25 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-URL_VARIABLE = "PILOTLIGHT_URL"
-KEY_VARIABLE = "PILOTLIGHT_API_KEY"
+URL_VARIABLE = "PILOTFLAME_URL"
+KEY_VARIABLE = "PILOTFLAME_API_KEY"
 OTHER_VARIABLES = (URL_VARIABLE, KEY_VARIABLE)
 """Variables with our prefix that are not the gateway's settings."""
 
-_KEY_META = "pilotlight.api_key"
+_KEY_META = "pilotflame.api_key"
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, one line, for programs.")
 snapshot = click.option(
     "--snapshot",
     metavar="PATH",
-    help="The weights: a folder or .safetensors file; wins over pilotlight.toml.",
+    help="The weights: a folder or .safetensors file; wins over pilotflame.toml.",
 )
 name = click.option(
-    "--name", metavar="NAME", help="Deploy under this name instead of the one in pilotlight.toml."
+    "--name", metavar="NAME", help="Deploy under this name instead of the one in pilotflame.toml."
 )
 settings = click.option(
     "--set", "settings", metavar="KEY=VALUE", multiple=True,
-    help="A setting that wins over pilotlight.toml, as scale.max=8 or env.MODE=fast. May be repeated.",
+    help="A setting that wins over pilotflame.toml, as scale.max=8 or env.MODE=fast. May be repeated.",
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The command that records the order of first touch: `pilotlight snapshot record`."""
+"""The command that records the order of first touch: `pilotflame snapshot record`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def record(
 
     \b
     Example:
-      pilotlight snapshot record my-embeddings --input long_text.json
+      pilotflame snapshot record my-embeddings --input long_text.json
     """
     from ..requirements import check_requirements  # noqa: PLC0415  packaging takes time to import
     from ..settings import read_settings  # noqa: PLC0415  pydantic too
@@ -76,14 +76,14 @@ def _weights(settings: FunctionSettings, folder: Path) -> Path:
     if settings.snapshot is None:
         raise SnapshotError(
             f"{folder} has no snapshot: nothing of it can be recorded.",
-            remedy='Set `snapshot = "path/to/weights"` in pilotlight.toml, or give --snapshot.',
+            remedy='Set `snapshot = "path/to/weights"` in pilotflame.toml, or give --snapshot.',
         )
     path = settings.snapshot_path(folder)
     if path is None:
         raise SnapshotError(
             f"The snapshot of {folder} is remote ({settings.snapshot_url}).",
-            remedy=f"Pull it first: pilotlight snapshot pull {settings.snapshot_url} weights/ "
-            f"&& pilotlight snapshot record {folder} --snapshot weights/",
+            remedy=f"Pull it first: pilotflame snapshot pull {settings.snapshot_url} weights/ "
+            f"&& pilotflame snapshot record {folder} --snapshot weights/",
         )
     if not path.exists():
         raise SnapshotError(
@@ -148,7 +148,7 @@ def _some(names: list[str]) -> str:
 
 def _order(settings: FunctionSettings, folder: Path, weights: Path, event: bytes) -> list[str]:
     """The names in the order in which a child process touched them."""
-    from ...errors import HandlerError, PilotlightError  # noqa: PLC0415
+    from ...errors import HandlerError, PilotflameError  # noqa: PLC0415
     from ..spec import WorkerSpec  # noqa: PLC0415
 
     spec = WorkerSpec(
@@ -163,7 +163,7 @@ def _order(settings: FunctionSettings, folder: Path, weights: Path, event: bytes
         )
     told = json.loads(answer)
     if "error" in told:
-        raise PilotlightError.from_wire(told["error"])
+        raise PilotflameError.from_wire(told["error"])
     names: list[str] = told["order"]
     return names
 

@@ -49,7 +49,7 @@ def deploy(
 
     \b
     Example:
-      pilotlight deploy hello --set scale.max=8 --name greeter
+      pilotflame deploy hello --set scale.max=8 --name greeter
     """
     with options.connect(url) as client, display.waiting(f"deploying {folder}"):
         local = client.on_loopback and not upload
@@ -66,7 +66,7 @@ def deploy(
     if (platform := PLATFORMS.get(status.get("dialect", ""))) is not None:
         display.say(f"recognised a {platform} handler: {status['entry']}")
     click.echo(
-        f"{status['name']} {status['revision']} is deployed; call it: pilotlight invoke {status['name']} JSON"
+        f"{status['name']} {status['revision']} is deployed; call it: pilotflame invoke {status['name']} JSON"
     )
     return None
 
@@ -96,9 +96,9 @@ def invoke(
 
     \b
     Examples:
-      pilotlight invoke hello '{"name": "Ada"}' --timing
-      pilotlight invoke hello @test_input.json
-      cat photo.jpg | pilotlight invoke classify - --content-type image/jpeg
+      pilotflame invoke hello '{"name": "Ada"}' --timing
+      pilotflame invoke hello @test_input.json
+      cat photo.jpg | pilotflame invoke classify - --content-type image/jpeg
     """
     with (
         options.connect(url) as client,
@@ -131,14 +131,14 @@ def list_functions(url: str, as_json: bool) -> None:
 
     \b
     Example:
-      pilotlight list
+      pilotflame list
     """
     with options.connect(url) as client:
         functions = client.functions()
     if as_json:
         return display.print_json({"functions": functions})
     if not functions:
-        return display.say("no functions yet: pilotlight deploy FOLDER")
+        return display.say("no functions yet: pilotflame deploy FOLDER")
     columns = (
         "function",
         "revision",
@@ -163,7 +163,7 @@ def status(*, name: str, memory: bool, url: str, as_json: bool) -> None:
 
     \b
     Example:
-      pilotlight status hello --memory
+      pilotflame status hello --memory
     """
     with options.connect(url) as client:
         found = client.status(name, memory=memory)
@@ -196,7 +196,7 @@ def logs(*, name: str, follow: bool, lines: int, url: str, as_json: bool) -> Non
 
     \b
     Example:
-      pilotlight logs hello -f
+      pilotflame logs hello -f
     """
     with options.connect(url) as client:
         for line in client.logs(name, lines=lines, follow=follow):
@@ -216,7 +216,7 @@ def delete(*, name: str, yes: bool, url: str, as_json: bool) -> None:
 
     \b
     Example:
-      pilotlight delete hello --yes
+      pilotflame delete hello --yes
     """
     if not yes and not sys.stdin.isatty():
         raise click.UsageError("Nobody is there to be asked: say --yes.")
@@ -241,7 +241,7 @@ def warmup(*, name: str, workers: int, url: str, as_json: bool) -> None:
 
     \b
     Example:
-      pilotlight warmup hello --workers 2
+      pilotflame warmup hello --workers 2
     """
     with options.connect(url) as client:
         found = client.warmup(name, workers)

@@ -56,7 +56,7 @@ def _rename(folder: Path, template: str, name: str) -> None:
     """Puts the function's name where the template has its own: the settings, and the README's commands."""
     for file, places in (
         (SETTINGS_FILE, ('name = "{}"',)),
-        (README_FILE, ("pilotlight invoke {} ", "/invoke/{}\n")),
+        (README_FILE, ("pilotflame invoke {} ", "/invoke/{}\n")),
     ):
         text = (folder / file).read_text(encoding="utf-8")
         for place in places:

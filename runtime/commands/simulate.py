@@ -1,4 +1,4 @@
-"""The command that tells how many workers some load needs: `pilotlight simulate`."""
+"""The command that tells how many workers some load needs: `pilotflame simulate`."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ MOST_CALLS = 5_000_000
     type=click.IntRange(min=1),
     default=1000,
     show_default=True,
-    help="max_queue in pilotlight.toml.",
+    help="max_queue in pilotflame.toml.",
 )
 @click.option(
     "--speed",
@@ -91,7 +91,7 @@ def simulate(
 
     \b
     Example: would two workers do at three times last week's load, where callers wait for a second?
-      pilotlight simulate calls.csv.gz --speed 3 --curve 1:20.5,32:36 --deadline 1 --workers 1-4
+      pilotflame simulate calls.csv.gz --speed 3 --curve 1:20.5,32:36 --deadline 1 --workers 1-4
     """
     if (arrivals is None) == (rate is None):
         raise click.UsageError("Give either a file of ARRIVALS or a --rate.")

@@ -1,4 +1,4 @@
-"""The commands about weights: `pilotlight snapshot create|inspect|verify`."""
+"""The commands about weights: `pilotflame snapshot create|inspect|verify`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ place = click.argument("path", metavar="PATH_OR_URL", type=Place())
 def snapshot() -> None:
     """Weights: make, look at, verify, move and convert snapshots.
 
-    A snapshot is a manifest (pilotlight.manifest.json) beside ordinary safetensors files, which stay as they are.
+    A snapshot is a manifest (pilotflame.manifest.json) beside ordinary safetensors files, which stay as they are.
 
     \b
     Example:
-      pilotlight snapshot create weights/
+      pilotflame snapshot create weights/
     """
 
 
@@ -46,8 +46,8 @@ def create(path: str | Path, chunk_mib: int, output: Path | None, as_json: bool)
 
     \b
     Examples:
-      pilotlight snapshot create weights/
-      pilotlight snapshot create s3://bucket/models/llama
+      pilotflame snapshot create weights/
+      pilotflame snapshot create s3://bucket/models/llama
     """
     from ...snapshot.format.create import create as make  # noqa: PLC0415  pydantic takes time to import
     from ...snapshot.format.manifest import MANIFEST_NAME  # noqa: PLC0415
@@ -82,8 +82,8 @@ def inspect(path: str | Path, tensors: bool, as_json: bool) -> None:
 
     \b
     Examples:
-      pilotlight snapshot inspect weights/ --tensors
-      pilotlight snapshot inspect s3://bucket/models/llama
+      pilotflame snapshot inspect weights/ --tensors
+      pilotflame snapshot inspect s3://bucket/models/llama
     """
     manifest = read_manifest_of(path)
     if as_json:
@@ -120,7 +120,7 @@ def verify(path: Path, as_json: bool) -> None:
 
     \b
     Example:
-      pilotlight snapshot verify weights/
+      pilotflame snapshot verify weights/
     """
     from ...snapshot.format.verify import verify as check  # noqa: PLC0415  see create
 

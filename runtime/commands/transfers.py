@@ -1,4 +1,4 @@
-"""The commands that bring weights here, and show what is here: `pilotlight snapshot pull|cache`."""
+"""The commands that bring weights here, and show what is here: `pilotflame snapshot pull|cache`."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def pull(
 
     \b
     Examples:
-      pilotlight snapshot pull s3://bucket/models/llama weights/
-      pilotlight snapshot pull https://host/models/llama --into-cache
+      pilotflame snapshot pull s3://bucket/models/llama weights/
+      pilotflame snapshot pull https://host/models/llama --into-cache
     """
     if (folder is None) != into_cache:
         raise click.UsageError("Name the FOLDER to pull into, or say --into-cache.")
@@ -97,8 +97,8 @@ def cache(*, evict: str | None, as_json: bool) -> None:
 
     \b
     Examples:
-      pilotlight snapshot cache
-      pilotlight snapshot cache --evict 3f9c01
+      pilotflame snapshot cache
+      pilotflame snapshot cache --evict 3f9c01
     """
     from ...snapshot.caching.cache import Cache  # noqa: PLC0415  see pull
     from ...snapshot.caching.node import node_tiers  # noqa: PLC0415
@@ -139,7 +139,7 @@ def open_snapshot(url: str) -> tuple[Source, Manifest]:
 
 
 def cache_folder() -> Path:
-    """Where this node's cache lies, by PILOTLIGHT_CACHE_DIR or the usual place."""
+    """Where this node's cache lies, by PILOTFLAME_CACHE_DIR or the usual place."""
     from ..settings import read_gateway_settings  # noqa: PLC0415  see pull
 
     return read_gateway_settings(os.environ, other_variables=(options.URL_VARIABLE,)).cache_dir
@@ -214,7 +214,7 @@ def _the_one(begun: str, digests: list[str]) -> str:
     if not begun or not found:
         raise CacheError(
             f"No snapshot in the cache has a digest that begins with {begun!r}.",
-            remedy="List them: pilotlight snapshot cache",
+            remedy="List them: pilotflame snapshot cache",
         )
     if len(found) > 1:
         raise CacheError(

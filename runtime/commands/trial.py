@@ -1,4 +1,4 @@
-"""The trial: one function in a gateway of its own, called once. What `pilotlight test` runs."""
+"""The trial: one function in a gateway of its own, called once. What `pilotflame test` runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DRAIN_S = 5.0
 STOP_TIMEOUT_S = 15.0
 LOG_LINES = 20
 _PR_SET_PDEATHSIG = 1
-AUTH_VARIABLE = "PILOTLIGHT_AUTH"  # nobody but us finds this gateway, so it asks for no key
+AUTH_VARIABLE = "PILOTFLAME_AUTH"  # nobody but us finds this gateway, so it asks for no key
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def run_trial(folder: Path, overrides: Mapping[str, str], *, install: bool = Fal
 @contextmanager
 def private_gateway() -> Iterator[str]:
     """A gateway on a free port with a state folder of its own; gives its address. Both are gone afterwards."""
-    with tempfile.TemporaryDirectory(prefix="pilotlight-test-") as folder:
+    with tempfile.TemporaryDirectory(prefix="pilotflame-test-") as folder:
         log = Path(folder) / "gateway.log"
         with log.open("wb") as errors:
             process = _start(Path(folder) / "state", errors)
@@ -111,7 +111,7 @@ def _wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
         if not data:
             said = " ".join(log.read_text(errors="replace").split())[-500:]
             why = "did not start in time" if not ready else "ended at its start"
-            raise GatewayError(f"The gateway of this test {why}: {said}", remedy="Run `pilotlight doctor`.")
+            raise GatewayError(f"The gateway of this test {why}: {said}", remedy="Run `pilotflame doctor`.")
         line += data
     url: str = json.loads(line)["url"]
     return url

@@ -1,4 +1,4 @@
-"""The commands of webhooks: `pilotlight webhooks list|redeliver|secret`."""
+"""The commands of webhooks: `pilotflame webhooks list|redeliver|secret`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def webhooks() -> None:
 
     \b
     Example:
-      pilotlight webhooks list hello --state dead
+      pilotflame webhooks list hello --state dead
     """
 
 
@@ -42,15 +42,15 @@ def list_deliveries(
 
     \b
     Examples:
-      pilotlight webhooks list hello
-      pilotlight webhooks list hello --job job-… --json
+      pilotflame webhooks list hello
+      pilotflame webhooks list hello --job job-… --json
     """
     with options.connect(url) as client:
         found = client.deliveries(name, job_id=job_id, states=[str(state) for state in states], limit=limit)
     if as_json:
         return display.print_json({"deliveries": found})
     if not found:
-        return display.say("no such deliveries: pilotlight run NAME EVENT --webhook URL")
+        return display.say("no such deliveries: pilotflame run NAME EVENT --webhook URL")
     columns = ("id", "job", "event", "state", "age", "tries", "last answer", "next try", "to")
     display.print_table(columns, [_row(delivery) for delivery in found])
     return None
@@ -68,7 +68,7 @@ def redeliver(*, name: str, delivery_id: str, url: str, as_json: bool) -> None:
 
     \b
     Example:
-      pilotlight webhooks redeliver hello msg_…
+      pilotflame webhooks redeliver hello msg_…
     """
     with options.connect(url) as client:
         delivery = client.redeliver(name, delivery_id)
@@ -89,7 +89,7 @@ def show_secret(*, name: str, url: str, as_json: bool) -> None:
 
     \b
     Example:
-      pilotlight webhooks secret hello
+      pilotflame webhooks secret hello
     """
     with options.connect(url) as client:
         secret = client.webhook_secret(name)

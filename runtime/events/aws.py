@@ -13,7 +13,7 @@ from ...errors import BusFailed
 from .calls import Call
 
 T = TypeVar("T")
-INSTALL = "pip install 'pilotlight[s3]'"
+INSTALL = "pip install boto3"
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 30.0
 """Above the longest poll."""

@@ -25,7 +25,7 @@ class Call(Generic[T]):
         """Runs it, and gives or raises what it did."""
         loop = asyncio.get_running_loop()
         told: asyncio.Future[T] = loop.create_future()
-        threading.Thread(target=self._run, args=(loop, told), name="pilotlight-call", daemon=True).start()
+        threading.Thread(target=self._run, args=(loop, told), name="pilotflame-call", daemon=True).start()
         try:
             return await told
         except asyncio.CancelledError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from ...errors import BusFailed, PilotlightError
+from ...errors import BusFailed, PilotflameError
 from ..jobs.job import Job, NewJob, State
 from ..jobs.jobs import Jobs
 from ..jobs.order import order
@@ -215,9 +215,9 @@ class Pump:
 
 def _told(error: Exception) -> str:
     """What is said of it. An error that is none of ours is told by its kind: its text may quote what is signed."""
-    if isinstance(error, PilotlightError):
+    if isinstance(error, PilotflameError):
         return str(error)
-    return f"An error that nobody expected ({type(error).__name__}), to be reported as Pilotlight's."
+    return f"An error that nobody expected ({type(error).__name__}), to be reported as Pilotflame's."
 
 
 def _why(job: Job) -> str:

@@ -1,4 +1,4 @@
-"""The settings of an event source: a `[[source]]` table of pilotlight.toml."""
+"""The settings of an event source: a `[[source]]` table of pilotflame.toml."""
 
 from __future__ import annotations
 

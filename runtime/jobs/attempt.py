@@ -14,7 +14,7 @@ from ...errors import (
     GatewayError,
     JobStoreFailed,
     OutputInvalid,
-    PilotlightError,
+    PilotflameError,
     RevisionRetired,
     WorkerDied,
 )
@@ -180,7 +180,7 @@ class Attempt:
         return b"[" + b",".join(found) + b"]"
 
     async def _fail(self, error: BaseException) -> None:
-        if not isinstance(error, PilotlightError):
+        if not isinstance(error, PilotflameError):
             raise error
         wire = error.to_wire()
         if isinstance(error, Cancelled):

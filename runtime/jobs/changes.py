@@ -51,13 +51,13 @@ def _check_room(turn: Turn, new: NewJob) -> None:
     if new.max_queued is not None and jobs >= new.max_queued:
         raise QueueFull(
             f"{new.function!r} has {jobs} jobs in its queue; the limit is {new.max_queued}.",
-            remedy="Try again later, or raise max_jobs or scale.max in pilotlight.toml.",
+            remedy="Try again later, or raise max_jobs or scale.max in pilotflame.toml.",
         )
     most_bytes = new.max_queued_bytes
     if most_bytes is not None and jobs and size_bytes + len(new.input) > most_bytes:
         raise QueueFull(
             f"The jobs in the queue of {new.function!r} hold {size_bytes} bytes of input; the limit is {most_bytes}.",
-            remedy="Try again later, or raise max_jobs_bytes or scale.max in pilotlight.toml.",
+            remedy="Try again later, or raise max_jobs_bytes or scale.max in pilotflame.toml.",
         )
 
 

@@ -129,8 +129,8 @@ class Database:
             raise self._unusable(error) from error
         if version > len(self._scripts):
             raise JobStoreFailed(
-                f"{self._path} is of version {version}, this pilotlight knows {len(self._scripts)}.",
-                remedy="Use the pilotlight that made it, or a newer one.",
+                f"{self._path} is of version {version}, this pilotflame knows {len(self._scripts)}.",
+                remedy="Use the pilotflame that made it, or a newer one.",
             )
 
     def _unusable(self, error: sqlite3.Error) -> JobStoreFailed:

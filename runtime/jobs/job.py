@@ -105,7 +105,7 @@ class Job:
     output_type: str = ""
     """"" is JSON."""
     error: Mapping[str, Any] | None = None
-    """As `PilotlightError.to_wire()` has it."""
+    """As `PilotflameError.to_wire()` has it."""
     progress: bytes | None = None
     """JSON: what the handler last said of how far it is."""
     logs: str = ""

@@ -241,5 +241,5 @@ def _host(url: str) -> str:
 def _unknown(function: str, delivery_id: str) -> UnknownDelivery:
     return UnknownDelivery(
         f"There is no delivery {delivery_id} of {function}.",
-        remedy="List those that are kept: pilotlight webhooks list.",
+        remedy="List those that are kept: pilotflame webhooks list.",
     )

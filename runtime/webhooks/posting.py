@@ -24,7 +24,7 @@ MAX_REDIRECTS = 3
 # Shorter than what servers keep a connection for, so that few are sent into one that is being closed.
 KEEP_ALIVE_S = 4.0
 
-_HEADERS = {"Content-Type": "application/json", "User-Agent": f"pilotlight/{__version__}"}
+_HEADERS = {"Content-Type": "application/json", "User-Agent": f"pilotflame/{__version__}"}
 
 
 class Poster:

@@ -1,6 +1,6 @@
 """The node's cache of snapshots: what is here is used, what is not is fetched once, whoever asks and however many.
 
-    cache = Cache([Tier(Path("/dev/shm/pilotlight"), 8 << 30, "tmpfs"), Tier(Path("/var/cache/pilotlight"), 200 << 30)])
+    cache = Cache([Tier(Path("/dev/shm/pilotflame"), 8 << 30, "tmpfs"), Tier(Path("/var/cache/pilotflame"), 200 << 30)])
     with cache.open(manifest, open_source("s3://bucket/prefix")) as lease:
         mapping = Mapping(lease.root, lease.manifest, keep=lease.hold)   # at once; tensors come in lease.arrival
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from ...errors import CacheError, PilotlightError
+from ...errors import CacheError, PilotflameError
 from ..fetching.arrival import Arrival
 from ..fetching.fetch import FetchStats
 from ..format.chunk import Progress
@@ -48,7 +48,7 @@ class Lease:
         self._pull = pull
         self._lock = threading.Lock()
         self._copy: Pull | None = None
-        self._copy_error: PilotlightError | None = None
+        self._copy_error: PilotflameError | None = None
         self._copy_begun = threading.Event()
 
     @property
@@ -106,7 +106,7 @@ class Lease:
         try:
             # The same engine as from afar: resumed, verified chunk by chunk, published last.
             copy = Pull(tier, digest, self.manifest, FolderSource(self.root))
-        except PilotlightError as error:
+        except PilotflameError as error:
             self._copy_error = error
             return False
         except OSError as error:

@@ -18,7 +18,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ...errors import LinkError, PilotlightError
+from ...errors import LinkError, PilotflameError
 from ..fetching.arrival import Arrival
 
 SOCKET_NAME = "socket"
@@ -63,7 +63,7 @@ class Feed:
         self._thread = threading.Thread(target=self._run, name="snapshot-feed", daemon=True)
         self._thread.start()
 
-    def close(self, error: PilotlightError | None = None, *, dropped: bool = False) -> None:
+    def close(self, error: PilotflameError | None = None, *, dropped: bool = False) -> None:
         """End: all is published, or `error` happened; with `dropped`, somebody else may go on."""
         _unlink_socket(self._folder)
         self._end = b"" if dropped else ENDED + _wire(error)
@@ -226,7 +226,7 @@ def _unlink_socket(folder: int) -> None:
         os.unlink(SOCKET_NAME, dir_fd=folder)
 
 
-def _wire(error: PilotlightError | None) -> bytes:
+def _wire(error: PilotflameError | None) -> bytes:
     wire = {} if error is None else error.to_wire()
     text = json.dumps(wire).encode()
     if len(text) < _MESSAGE_BYTES:
@@ -237,7 +237,7 @@ def _wire(error: PilotlightError | None) -> bytes:
 def _raise_wire(text: bytes) -> None:
     wire = json.loads(text)
     if wire:
-        raise PilotlightError.from_wire(wire)
+        raise PilotflameError.from_wire(wire)
 
 
 def _numbers(message: bytes, count: int) -> tuple[int, ...]:

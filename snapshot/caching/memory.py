@@ -57,7 +57,7 @@ def mount(folder: Path, size_bytes: int) -> bool:
     """
     options = f"huge=within_size,mode=0700,size={size_bytes}".encode()
     flags = _NOSUID | _NODEV | _NOEXEC
-    return bool(_libc.mount(b"pilotlight", os.fsencode(folder), b"tmpfs", flags, options) == 0)
+    return bool(_libc.mount(b"pilotflame", os.fsencode(folder), b"tmpfs", flags, options) == 0)
 
 
 def unmount(folder: Path) -> bool:

@@ -18,7 +18,7 @@ from .tier import Tier
 
 MEMORY_SHARE = 0.25
 DISK_SHARE = 0.8
-_MEMORY_PREFIX = "pilotlight-"
+_MEMORY_PREFIX = "pilotflame-"
 
 
 def node_cache(folder: Path) -> Cache:

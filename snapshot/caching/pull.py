@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from mmap import mmap
 from pathlib import Path
 
-from ...errors import CacheError, PilotlightError, SourceDenied, SourceUnavailable
+from ...errors import CacheError, PilotflameError, SourceDenied, SourceUnavailable
 from ..fetching.arrival import Arrival
 from ..fetching.fetch import FetchStats, fetch
 from ..fetching.target import Target
@@ -61,7 +61,7 @@ class Pull:
         self.stats: FetchStats | None = None
         """Of the fetch, if it was this pull that fetched."""
         self._digest, self._manifest, self._source, self._learned = digest, manifest, source, learned
-        self._error: PilotlightError | None = None
+        self._error: PilotflameError | None = None
         self._hold: Hold | None = None
         self._cancelled = threading.Event()
         self._over = threading.Event()
@@ -153,7 +153,7 @@ class Pull:
         finally:
             os.close(descriptor)
 
-    def _end_turn(self, error: PilotlightError | None, *, dropped: bool = False) -> None:
+    def _end_turn(self, error: PilotflameError | None, *, dropped: bool = False) -> None:
         turn, self._turn = self._turn, None
         if isinstance(turn, _Fetching):
             turn.feed.close(error, dropped=dropped)
@@ -172,7 +172,7 @@ class Pull:
         try:
             while not self._step():
                 self._turn = self._join()
-        except PilotlightError as error:
+        except PilotflameError as error:
             self._fail(error)
         except OSError as error:
             self._fail(
@@ -191,7 +191,7 @@ class Pull:
             if self.cancelled:
                 self._hold = None
 
-    def _fail(self, error: PilotlightError) -> None:
+    def _fail(self, error: PilotflameError) -> None:
         self._error = error
         # Who follows may have better credentials than ours.
         self._end_turn(error, dropped=self.cancelled or isinstance(error, SourceDenied))

@@ -66,7 +66,7 @@ def convert(
         indexes = [name for name in small if name.endswith(".index.json") and "/" not in name]
         as_is = bool(found.kept) and dtype is None
         _copy(found.source, tuple(name for name in small if as_is or name not in indexes), folder)
-        provenance = Provenance(created_by=f"pilotlight {__version__}", source=str(path_in)[:4096])
+        provenance = Provenance(created_by=f"pilotflame {__version__}", source=str(path_in)[:4096])
         manifest = create(folder).model_copy(update={"provenance": provenance})
         manifest.write(folder / MANIFEST_NAME)
     return manifest

@@ -120,7 +120,7 @@ def _library() -> Any:
     except ImportError as error:
         raise SnapshotError(
             "Files of tensorizer need its package, which is not installed.",
-            remedy="Install it: pip install 'pilotlight[tensorizer]'",
+            remedy="Install it: pip install tensorizer",
         ) from error
     return tensorizer
 

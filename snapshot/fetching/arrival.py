@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from itertools import accumulate
 
-from ...errors import PilotlightError, SourceUnavailable
+from ...errors import PilotflameError, SourceUnavailable
 from ..format.manifest import Manifest
 
 
@@ -22,7 +22,7 @@ class Arrival:
         self.count = self.first[-1]
         self._landed = bytearray(self.count)
         self._missing = self.count
-        self._error: PilotlightError | None = None
+        self._error: PilotflameError | None = None
         self._changed = threading.Condition()
         self._on_land: list[Callable[[int], None]] = []
         self._on_demand: list[Callable[[int, int], None]] = []
@@ -32,7 +32,7 @@ class Arrival:
         return self._missing == 0
 
     @property
-    def error(self) -> PilotlightError | None:
+    def error(self) -> PilotflameError | None:
         return self._error
 
     def landed(self, chunk: int) -> bool:
@@ -62,7 +62,7 @@ class Arrival:
             for chunk in new:
                 listener(chunk)
 
-    def fail(self, error: PilotlightError) -> None:
+    def fail(self, error: PilotflameError) -> None:
         """Nothing more will come; the first error counts. Who waits for what is missing gets it raised."""
         with self._changed:
             if self._error is None:

@@ -76,7 +76,7 @@ def bench(
     """
     latency_s, first = _latency_s(manifest, source), _first_tensor(manifest)
     done = []
-    with _Memory(manifest) as memory, TemporaryDirectory(prefix="pilotlight-bench-") as folder:
+    with _Memory(manifest) as memory, TemporaryDirectory(prefix="pilotflame-bench-") as folder:
         learned = Path(folder) / "learned.json"
         for number in range(rounds):
             report = None if progress is None else _shifted(progress, number, rounds)

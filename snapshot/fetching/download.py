@@ -1,6 +1,6 @@
 """Downloads: a snapshot into a folder of the user's own, whole or resumable, and never over what is somebody else's.
 
-While it is under way the folder holds `.pilotlight.pull`: locked by who pulls, and in it the digest of what is pulled, so
+While it is under way the folder holds `.pilotflame.pull`: locked by who pulls, and in it the digest of what is pulled, so
 that whoever comes after a crash knows that half a file is a beginning and not somebody's weights. The manifest is written last.
 """
 
@@ -27,7 +27,7 @@ from .arrival import Arrival
 from .fetch import FetchStats, fetch
 from .target import Target
 
-MARK_NAME = ".pilotlight.pull"
+MARK_NAME = ".pilotflame.pull"
 _MARK_BYTES = 64
 _ELSEWHERE = "Name another folder, or overwrite what is there with --force (force=True)."
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...errors import Cancelled, FetchFailed, PilotlightError, SnapshotChanged, SourceUnavailable
+from ...errors import Cancelled, FetchFailed, PilotflameError, SnapshotChanged, SourceUnavailable
 from ..format.chunk import Progress
 from ..format.damage import chunk_tensors, holding
 from ..format.manifest import Manifest
@@ -71,7 +71,7 @@ def fetch(
     run = _Fetch(manifest, source, targets, arrival, pace, verify=verify, progress=progress)
     try:
         stats = run.run(cancelled)
-    except PilotlightError as error:
+    except PilotflameError as error:
         arrival.fail(error)
         raise
     except BaseException:

@@ -78,7 +78,7 @@ def _manifest(
         tensors=tensors,
         aliases=aliases_of(headers.values(), {tensor.name for tensor in tensors}),
         assets=tuple(assets),
-        provenance=Provenance(created_by=f"pilotlight {__version__}", source=origin[:4096]),
+        provenance=Provenance(created_by=f"pilotflame {__version__}", source=origin[:4096]),
     )
 
 

@@ -133,7 +133,7 @@ def _nothing(source: Source, names: list[str]) -> SnapshotError:
     if foreign:
         return SnapshotError(
             f"{source.url} holds no safetensors, only {some(foreign)}.",
-            remedy="Convert with: pilotlight snapshot convert IN OUT",
+            remedy="Convert with: pilotflame snapshot convert IN OUT",
         )
     found = f"only {some(names)}" if names else "it is empty"
     return SnapshotError(f"{source.url} holds no safetensors: {found}.", remedy="Check the path.")

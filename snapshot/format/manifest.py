@@ -31,7 +31,7 @@ from .header import (
 )
 from .publish import publish
 
-MANIFEST_NAME = "pilotlight.manifest.json"
+MANIFEST_NAME = "pilotflame.manifest.json"
 MAX_MANIFEST_BYTES = 128 << 20
 MAX_SHARDS = 1 << 14
 MAX_CHUNKS = 1 << 20
@@ -46,7 +46,7 @@ MAX_ASSET_DEPTH = 4  # folders around an asset
 # Only hostile input has more: lists end at their first fault.
 _FAULTS_LISTED = 100
 _LARGE_BYTES = 1 << 20
-_REMEDY = "Make the manifest anew: pilotlight snapshot create."
+_REMEDY = "Make the manifest anew: pilotflame snapshot create."
 
 
 def _plain(name: str) -> str:

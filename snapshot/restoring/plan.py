@@ -93,7 +93,7 @@ def make_plan(
     `prefix` is what the snapshot's names start with and the module's do not. Tensors that the module has no
     use for are refused unless a regex of `ignore` is found in their name (`re.search`, as in transformers).
     With `cast`, floating-point tensors of another type than the module's are converted; that costs memory and time of
-    their own, where mapping costs neither: better convert the snapshot once (`pilotlight snapshot convert --dtype`).
+    their own, where mapping costs neither: better convert the snapshot once (`pilotflame snapshot convert --dtype`).
     A tensor reached under several names (tied weights) needs only one of them, or an alias, in the snapshot.
     """
     stored = _stored(manifest)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 
 from ...errors import (
-    PilotlightError,
+    PilotflameError,
     SnapshotChanged,
     SourceDenied,
     SourceError,
@@ -95,7 +95,7 @@ def check(head: Head, asked: Asked, size_bytes: int | None) -> None:
     _check_version(head, asked)
 
 
-def refusal(head: Head, asked: Asked) -> PilotlightError:
+def refusal(head: Head, asked: Asked) -> PilotflameError:
     """The error behind a status that is neither a success nor a redirect."""
     status, where = head.status, asked.where
     details = {"object": asked.name, "status": status}

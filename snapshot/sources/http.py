@@ -14,7 +14,7 @@ import h11
 
 from ..._version import __version__
 from ...errors import (
-    PilotlightError,
+    PilotflameError,
     SnapshotChanged,
     SourceError,
     SourceMissing,
@@ -58,7 +58,7 @@ class Site(Ranged):
     def settle(self, name: str, location: Location) -> None:
         """A redirect led to `location`, which answers."""
 
-    def explain(self, asked: Asked, head: Head, body: bytes) -> PilotlightError:
+    def explain(self, asked: Asked, head: Head, body: bytes) -> PilotflameError:
         """What a refusal means; `body` is its first 64 KiB."""
         del body
         return refusal(head, asked)
@@ -252,7 +252,7 @@ class HttpConnection:
                 remedy="Look for line ends and control characters in them.",
             ) from None
 
-    def _refused(self, head: Head, asked: Asked) -> PilotlightError:
+    def _refused(self, head: Head, asked: Asked) -> PilotflameError:
         return self._site.explain(asked, head, self._rest())
 
     def _rest(self) -> bytes:
@@ -261,7 +261,7 @@ class HttpConnection:
         except (OSError, h11.RemoteProtocolError):
             return b""  # the status says enough
 
-    def _broken(self, asked: Asked, error: Exception) -> PilotlightError:
+    def _broken(self, asked: Asked, error: Exception) -> PilotflameError:
         self._wire.drop()
         if isinstance(error, ssl.SSLCertVerificationError):
             return SourceError(
@@ -284,7 +284,7 @@ def _describe(connection: HttpConnection, name: str) -> ObjectInfo:
 
 def _headers(location: Location, asked: Asked) -> list[tuple[str, str]]:
     headers = [
-        ("User-Agent", f"pilotlight/{__version__}"),
+        ("User-Agent", f"pilotflame/{__version__}"),
         ("Accept-Encoding", "identity"),
         ("Range", f"bytes={asked.begin}-{asked.end - 1}"),
     ]

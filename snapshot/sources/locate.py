@@ -56,6 +56,6 @@ def _without_manifest(source: Source, error: SourceMissing) -> SourceMissing:
     place = source.url if isinstance(source, Writable) else "FOLDER (the one that is served)"
     return SourceMissing(
         f"There is no manifest at {source.url}: {error.message}",
-        remedy=f"Check the URL. If weights are there, make their manifest: pilotlight snapshot create {place}",
+        remedy=f"Check the URL. If weights are there, make their manifest: pilotflame snapshot create {place}",
         details=error.details,
     )

@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ...errors import PilotlightError, SourceError, SourceUnavailable
+from ...errors import PilotflameError, SourceError, SourceUnavailable
 from ..format.chunk import Progress
 from .answer import Asked, refusal, unavailable
 from .exchange import Head
@@ -35,7 +35,7 @@ class S3Source(Site):
     """`s3://bucket/prefix`; objects are below it.
 
     What is not given comes from where boto3 takes it (environment, profile, instance role). `anonymous`: True for
-    unsigned requests; None: if PILOTLIGHT_S3_ANONYMOUS is 1, or there are no credentials.
+    unsigned requests; None: if PILOTFLAME_S3_ANONYMOUS is 1, or there are no credentials.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class S3Source(Site):
         self._prefix = prefix.strip("/")
         if scheme != "s3" or not self._bucket or "@" in self._bucket:
             raise SourceError(f"{scheme}://… is not a URL of S3.", remedy="Write s3://bucket/prefix.")
-        if anonymous is None and os.environ.get("PILOTLIGHT_S3_ANONYMOUS") == "1":
+        if anonymous is None and os.environ.get("PILOTFLAME_S3_ANONYMOUS") == "1":
             anonymous = True
         self._endpoint = endpoint
         self._region = region
@@ -103,7 +103,7 @@ class S3Source(Site):
             self._pinned.pop(name, None)
             self._signed.pop(name, None)
 
-    def explain(self, asked: Asked, head: Head, body: bytes) -> PilotlightError:
+    def explain(self, asked: Asked, head: Head, body: bytes) -> PilotflameError:
         code = code_in(body)
         region = head.headers.get("x-amz-bucket-region", "") or region_in(body)
         if code == "AccessDenied":

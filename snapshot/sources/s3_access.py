@@ -37,7 +37,7 @@ def open_access(
         import botocore.session  # noqa: PLC0415
     except ImportError as error:
         raise SourceError(
-            "boto3, which finds S3's credentials, is not installed.", remedy="pip install 'pilotlight[s3]'"
+            "boto3, which finds S3's credentials, is not installed.", remedy="pip install boto3"
         ) from error
     try:
         core = botocore.session.Session(profile=profile)

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from ...errors import (
-    PilotlightError,
+    PilotflameError,
     SnapshotChanged,
     SourceDenied,
     SourceError,
@@ -26,7 +26,7 @@ _REGION = "Name the bucket's region: AWS_REGION, or the profile's `region`."
 _LATER = "Try again; ask for less at once if it stays."
 
 # Code: (class, what it means, remedy). Numbers are what HEAD gives, which has no body to hold a code.
-_MEANINGS: dict[str, tuple[type[PilotlightError], str, str]] = {
+_MEANINGS: dict[str, tuple[type[PilotflameError], str, str]] = {
     "NoSuchBucket": (SourceMissing, "there is no such bucket", _NO_BUCKET),
     "NoSuchKey": (
         SourceMissing,
@@ -89,7 +89,7 @@ def region_in(body: bytes) -> str:
 
 def meaning(
     code: str, subject: Subject, details: dict[str, object] | None = None, region: str = ""
-) -> PilotlightError | None:
+) -> PilotflameError | None:
     """The error of a code; None for a code that is not known here."""
     if code not in _MEANINGS:
         return None

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator
 
-from pilotlight import Context
+from pilotflame import Context
 from pydantic import BaseModel, Field
 
 

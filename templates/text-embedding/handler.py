@@ -12,7 +12,7 @@ from typing import Annotated, Any
 # The tokenizer's threads would not survive the fork, and texts of one batch do not need them.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import pilotlight
+import pilotflame
 import torch
 from pydantic import BaseModel, Field
 from torch.nn.functional import normalize
@@ -58,7 +58,7 @@ class Encoder:
         return normalize(means, dim=1).tolist()
 
 
-def build(context: pilotlight.Context) -> Encoder:
+def build(context: pilotflame.Context) -> Encoder:
     """Once per revision: everything but the weights, which each worker maps when it starts."""
     with context.snapshot.skeleton():
         encoder = Encoder(context.snapshot.path)
@@ -70,13 +70,13 @@ def build(context: pilotlight.Context) -> Encoder:
     return encoder
 
 
-def rehearse(context: pilotlight.Context) -> None:
+def rehearse(context: pilotflame.Context) -> None:
     """Ahead of need, in a worker that waits without weights: the first real pass then finds its kernels warm."""
     context.state.embed([SAMPLE])
 
 
-@pilotlight.batch(max_size=32, example={"text": SAMPLE})
-def handler(events: list[Event], context: pilotlight.Context) -> list[dict[str, Any]]:
+@pilotflame.batch(max_size=32, example={"text": SAMPLE})
+def handler(events: list[Event], context: pilotflame.Context) -> list[dict[str, Any]]:
     """One embedding for a text, a list of them for a list."""
     texts = [text for event in events for text in _texts(event)]
     # Texts of about the same length go together: the less padding, the less work.

@@ -5,7 +5,7 @@ Replace `Wave` by your module and `make_weights.py` by your training; the rest s
 
 from typing import Annotated
 
-import pilotlight
+import pilotflame
 import torch
 from pydantic import BaseModel, Field
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ class Event(BaseModel):
     x: Annotated[float, Field(ge=-3.15, le=3.15)]
 
 
-def build(context: pilotlight.Context) -> nn.Module:
+def build(context: pilotflame.Context) -> nn.Module:
     """Once per revision: the module's structure. Each worker maps the weights into it when it starts."""
     with context.snapshot.skeleton():
         model = Wave().eval()
@@ -37,14 +37,14 @@ def build(context: pilotlight.Context) -> nn.Module:
 
 
 @torch.inference_mode()
-def rehearse(context: pilotlight.Context) -> None:
+def rehearse(context: pilotflame.Context) -> None:
     """Ahead of need, in a worker that waits without weights: the first real pass then finds its kernels warm."""
     context.state(torch.zeros(1, 1))
 
 
-@pilotlight.batch(max_size=256, example={"x": 1.0})
+@pilotflame.batch(max_size=256, example={"x": 1.0})
 @torch.inference_mode()
-def handler(events: list[Event], context: pilotlight.Context) -> list[dict[str, float]]:
+def handler(events: list[Event], context: pilotflame.Context) -> list[dict[str, float]]:
     inputs = torch.tensor([[event.x] for event in events])
     outputs: list[float] = context.state(inputs).squeeze(1).tolist()
     return [{"y": y} for y in outputs]

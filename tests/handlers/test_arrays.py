@@ -16,9 +16,9 @@ import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotlight.errors import BadInput, OutputInvalid
-from pilotlight.handlers.arrays import NPY_TYPE, SAFETENSORS_TYPE
-from pilotlight.handlers.codec import BYTES_TYPE, JSON_TYPE, InputCodec, OutputCodec
+from pilotflame.errors import BadInput, OutputInvalid
+from pilotflame.handlers.arrays import NPY_TYPE, SAFETENSORS_TYPE
+from pilotflame.handlers.codec import BYTES_TYPE, JSON_TYPE, InputCodec, OutputCodec
 
 CODEC = OutputCodec(None)
 
@@ -171,7 +171,7 @@ def test_nan_in_a_tensor_is_an_error_not_a_null() -> None:
 
 def test_neither_library_is_loaded_for_who_does_not_use_it() -> None:
     text = (
-        "import sys; from pilotlight.handlers.codec import InputCodec, OutputCodec;"
+        "import sys; from pilotflame.handlers.codec import InputCodec, OutputCodec;"
         "assert OutputCodec(None).encode({'a': [1]}, 'application/x-npy')[0] == b'{\"a\":[1]}';"
         f"assert InputCodec(None).decode(b'x', {NPY_TYPE!r}) == b'x';"
         "sys.exit(bool({'numpy', 'torch', 'safetensors'} & set(sys.modules)))"

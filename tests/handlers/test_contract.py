@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotlight.errors import HandlerFailed, HandlerSignatureError, SnapshotError
-from pilotlight.handlers.contract import BATCH_MARK, MAX_BATCH, BatchSpec, Cancellation, Context, batch
+from pilotflame.errors import HandlerFailed, HandlerSignatureError, SnapshotError
+from pilotflame.handlers.contract import BATCH_MARK, MAX_BATCH, BatchSpec, Cancellation, Context, batch
 
 
 @given(st.integers(1, MAX_BATCH))
@@ -176,7 +176,7 @@ def test_a_context_takes_no_stray_attributes() -> None:
 def test_a_snapshot_that_was_not_configured_names_the_function_and_the_setting() -> None:
     with pytest.raises(SnapshotError, match="'tone' has no snapshot") as caught:
         _ = Context("tone", "r1").snapshot
-    assert "pilotlight.toml" in caught.value.remedy
+    assert "pilotflame.toml" in caught.value.remedy
 
 
 @pytest.fixture
@@ -187,7 +187,7 @@ def records() -> Iterator[list[logging.LogRecord]]:
         def emit(self, record: logging.LogRecord) -> None:
             found.append(record)
 
-    logger, handler = logging.getLogger("pilotlight.handler"), Kept()
+    logger, handler = logging.getLogger("pilotflame.handler"), Kept()
     logger.addHandler(handler)
     yield found
     logger.removeHandler(handler)

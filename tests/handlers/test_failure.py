@@ -8,9 +8,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from pilotlight.errors import HandlerFailed, HandlerImportError, PilotlightError, SnapshotMismatch
-from pilotlight.handlers.codec import OutputCodec
-from pilotlight.handlers.failure import MAX_TRACEBACK_CHARS, explain, locate
+from pilotflame.errors import HandlerFailed, HandlerImportError, PilotflameError, SnapshotMismatch
+from pilotflame.handlers.codec import OutputCodec
+from pilotflame.handlers.failure import MAX_TRACEBACK_CHARS, explain, locate
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def test_a_cause_is_told_too(tmp_path: Path) -> None:
         try:
             (tmp_path / "missing").stat()
         except FileNotFoundError as error:
-            raise PilotlightError("outer") from error
+            raise PilotflameError("outer") from error
 
     text = explain(HandlerFailed, "The handler", caught(fail), tmp_path).details["traceback"]
     assert "FileNotFoundError" in text

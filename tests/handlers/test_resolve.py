@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pilotlight.errors import (
+from pilotflame.errors import (
     BadInput,
     HandlerError,
     HandlerImportError,
@@ -18,8 +18,8 @@ from pilotlight.errors import (
     InputInvalid,
     OutputInvalid,
 )
-from pilotlight.handlers.contract import Context
-from pilotlight.handlers.resolve import Handler, Kind, resolve
+from pilotflame.handlers.contract import Context
+from pilotflame.handlers.resolve import Handler, Kind, resolve
 
 Resolve = Callable[..., Handler]
 
@@ -81,7 +81,7 @@ def test_the_kind_is_found_without_calling(made: Resolve, text: str, kind: Kind)
     assert handler.kind.streaming is ("generator" in kind.value)
     assert handler.kind.on_loop is ("async" in kind.value)
     assert handler.facts() == {
-        "dialect": "pilotlight",
+        "dialect": "pilotflame",
         "entry": "handler.py:handler",
         "kind": kind.value,
         "streaming": kind.streaming,
@@ -190,8 +190,8 @@ def test_hooks_that_cannot_be_called_are_refused(made: Resolve, hook: str, said:
 
 def test_a_batch_handler_takes_one_event_of_its_list(made: Resolve) -> None:
     handler = made("""
-        import pilotlight
-        @pilotlight.batch(max_size=3)
+        import pilotflame
+        @pilotflame.batch(max_size=3)
         def handler(events: list[int]) -> list[str]: return [str(e) for e in events]
     """)
     assert handler.batch is not None
@@ -224,13 +224,13 @@ def test_arrays_may_be_announced_and_are_not_checked(made: Resolve) -> None:
 @pytest.mark.parametrize("prefix", ["", "async "])
 def test_streaming_a_batch_is_refused(made: Resolve, prefix: str) -> None:
     with pytest.raises(HandlerSignatureError, match="generator with @batch") as caught:
-        made(f"import pilotlight\n@pilotlight.batch()\n{prefix}def handler(events): yield 1")
+        made(f"import pilotflame\n@pilotflame.batch()\n{prefix}def handler(events): yield 1")
     assert "remove one" in caught.value.remedy
 
 
 def test_a_batch_size_that_cannot_be_is_an_import_failure_with_its_line(made: Resolve) -> None:
     with pytest.raises(HandlerImportError, match=r"handler\.py, line 2: .*max_size=0"):
-        made("import pilotlight\n@pilotlight.batch(max_size=0)\ndef handler(events): pass")
+        made("import pilotflame\n@pilotflame.batch(max_size=0)\ndef handler(events): pass")
 
 
 # -- annotations
@@ -274,7 +274,7 @@ def test_models_that_refer_forward_are_found(made: Resolve) -> None:
             name: str
             children: list[Node] = []
 
-        from pilotlight import Context
+        from pilotflame import Context
     """)
     assert handler.takes_context
     with pytest.raises(InputInvalid) as caught:
@@ -287,7 +287,7 @@ def test_the_context_may_be_annotated_with_a_name_only_known_to_type_checkers(ma
         from __future__ import annotations
         from typing import TYPE_CHECKING
         if TYPE_CHECKING:
-            from pilotlight import Context
+            from pilotflame import Context
         def handler(event: int, context: Context) -> int: return event
     """)
     assert handler.takes_context
@@ -433,13 +433,13 @@ def test_in_a_fresh_process_the_folder_comes_first_and_dataclasses_work(folder: 
     (folder / "runtime.py").write_text("MINE = True")
     (folder / "handler.py").write_text(
         "from __future__ import annotations\n"
-        "import os, dataclasses, handlers, runtime, pilotlight\n"
+        "import os, dataclasses, handlers, runtime, pilotflame\n"
         "@dataclasses.dataclass\nclass D:\n    x: int\n"
         "assert handlers.MINE and runtime.MINE\n"
         "def handler(event: D): return [event.x, os.getcwd(), __name__]\n"
     )
     program = (
-        "import sys, json, pathlib\nfrom pilotlight.handlers.resolve import resolve\n"
+        "import sys, json, pathlib\nfrom pilotflame.handlers.resolve import resolve\n"
         "h = resolve(pathlib.Path(sys.argv[1]))\nprint(json.dumps(h.call(h.input.decode(b'{\"x\":1}'))))"
     )
     done = subprocess.run(

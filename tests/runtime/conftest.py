@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-COMMAND = [sys.executable, "-m", "pilotlight.runtime.cli"]
+COMMAND = [sys.executable, "-m", "pilotflame.runtime.cli"]
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def environment(**variables: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PILOTLIGHT_")}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PILOTFLAME_")}
     return {**kept, "HF_HUB_OFFLINE": "1", **variables}
 
 
@@ -47,16 +47,16 @@ def started(*arguments: object, **variables: str) -> Iterator[subprocess.Popen[s
 @pytest.fixture(scope="session")
 def short_tmp() -> Iterator[Path]:
     """A folder whose path leaves room for a unix socket's."""
-    folder = Path(tempfile.mkdtemp(prefix="plc-"))
+    folder = Path(tempfile.mkdtemp(prefix="pfc-"))
     yield folder
     shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="session")
 def served(short_tmp: Path) -> Iterator[str]:
-    """The address of a gateway that `pilotlight serve` runs."""
+    """The address of a gateway that `pilotflame serve` runs."""
     arguments = ("serve", "--json", "--port", 0, "--state-dir", short_tmp / "served", "--drain", 5)
-    with started(*arguments, PILOTLIGHT_WEBHOOK_NETWORKS="127.0.0.0/8") as process:
+    with started(*arguments, PILOTFLAME_WEBHOOK_NETWORKS="127.0.0.0/8") as process:
         assert process.stdout is not None
         yield json.loads(process.stdout.readline())["url"]
         process.send_signal(signal.SIGTERM)
@@ -66,14 +66,14 @@ def served(short_tmp: Path) -> Iterator[str]:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts commands that run on: `start("logs", "-f", "hello", PILOTLIGHT_URL=…)`."""
+    """Starts commands that run on: `start("logs", "-f", "hello", PILOTFLAME_URL=…)`."""
     with ExitStack() as stack:
         yield lambda *arguments, **variables: stack.enter_context(started(*arguments, **variables))
 
 
 @pytest.fixture
 def run() -> Run:
-    """Runs a command to its end: `run("list", PILOTLIGHT_URL=…)`."""
+    """Runs a command to its end: `run("list", PILOTFLAME_URL=…)`."""
 
     def ran(*arguments: object, given: bytes = b"", **variables: str) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
@@ -88,13 +88,13 @@ def run() -> Run:
 
 
 @pytest.fixture
-def pilotlight(run: Run, served: str) -> Run:
+def pilotflame(run: Run, served: str) -> Run:
     """`run`, with the gateway `served`."""
-    return lambda *arguments, **how: run(*arguments, **{"PILOTLIGHT_URL": served, **how})
+    return lambda *arguments, **how: run(*arguments, **{"PILOTFLAME_URL": served, **how})
 
 
 @pytest.fixture
-def deployed(pilotlight: Run, tmp_path: Path) -> Iterator[Callable[..., str]]:
+def deployed(pilotflame: Run, tmp_path: Path) -> Iterator[Callable[..., str]]:
     """Deploys a handler's source, gives its name; it is deleted when the test ends."""
     names: list[str] = []
 
@@ -103,11 +103,11 @@ def deployed(pilotlight: Run, tmp_path: Path) -> Iterator[Callable[..., str]]:
         folder = tmp_path / name
         folder.mkdir()
         (folder / "handler.py").write_text(source)
-        done = pilotlight("deploy", folder, "--name", name, *arguments)
+        done = pilotflame("deploy", folder, "--name", name, *arguments)
         assert done.returncode == 0, done.stderr
         names.append(name)
         return name
 
     yield deploy
     for name in names:
-        pilotlight("delete", name, "--yes")
+        pilotflame("delete", name, "--yes")

@@ -2,7 +2,7 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotlight.runtime.advance import MAX_PREFETCH, PREFETCH_S, window
+from pilotflame.runtime.advance import MAX_PREFETCH, PREFETCH_S, window
 
 
 @given(st.integers(1, 4096), st.none() | st.floats(0, 100))

@@ -6,8 +6,8 @@ import asyncio
 import time
 
 import pytest
-from pilotlight.runtime import alarms
-from pilotlight.runtime.invocation import Answer, Invocation
+from pilotflame.runtime import alarms
+from pilotflame.runtime.invocation import Answer, Invocation
 
 pytestmark = pytest.mark.asyncio
 

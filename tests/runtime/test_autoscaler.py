@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotlight.runtime.autoscaler import Decision, Spec, Stats, calm, decide, wanted
+from pilotflame.runtime.autoscaler import Decision, Spec, Stats, calm, decide, wanted
 
 NOW_S = 1_000_000.0
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from pilotlight.runtime.cli import cli
+from pilotflame.runtime.cli import cli
 from safetensors.numpy import save_file
 
 ECHO = "def handler(event):\n    return event\n"
@@ -43,7 +43,7 @@ def test_help_needs_nothing_heavy(run):
 def test_help_loads_nothing_heavy():
     heavy = ("aiohttp", "httpx", "pydantic", "rich", "torch", "uvloop")
     code = (
-        "import sys; from pilotlight.runtime.cli import run_command; run_command(['--help']);"
+        "import sys; from pilotflame.runtime.cli import run_command; run_command(['--help']);"
         f"sys.exit(' '.join(name for name in {heavy} if name in sys.modules) or None)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -55,90 +55,90 @@ def test_every_command_teaches_with_an_example(name: str):
     shown = CliRunner().invoke(cli, [name, "--help"])
     assert shown.exit_code == 0
     assert "Example" in shown.output
-    assert f"pilotlight {name}" in shown.output
+    assert f"pilotflame {name}" in shown.output
 
 
 # -- the life of a function
 
 
-def test_the_life_of_a_function(pilotlight, tmp_path: Path):
+def test_the_life_of_a_function(pilotflame, tmp_path: Path):
     folder = tmp_path / "life-of-one"
-    made = pilotlight("init", folder, "--json")
+    made = pilotflame("init", folder, "--json")
     assert json.loads(made.stdout)["name"] == "life-of-one"
-    deployed = pilotlight("deploy", folder, "--set", "scale.max=2", "--set", "env.MODE=fast", "--json")
+    deployed = pilotflame("deploy", folder, "--set", "scale.max=2", "--set", "env.MODE=fast", "--json")
     status = json.loads(deployed.stdout)
     assert status["name"] == "life-of-one"
     assert status["settings"]["scale"]["max"] == 2
     assert status["settings"]["env"] == {"MODE": "fast"}
-    answered = pilotlight("invoke", "life-of-one", '{"name": "Ada"}')
+    answered = pilotflame("invoke", "life-of-one", '{"name": "Ada"}')
     assert (answered.stdout, answered.stderr, answered.returncode) == ('{"greeting": "Hello, Ada."}\n', "", 0)
-    listed = pilotlight("list")
+    listed = pilotflame("list")
     assert "life-of-one" in listed.stdout
     assert "of 2" in listed.stdout
-    shown = pilotlight("status", "life-of-one", "--memory")
+    shown = pilotflame("status", "life-of-one", "--memory")
     assert "handler.py, plain" in shown.stdout
     assert "zygote" in shown.stdout
     assert "MB" in shown.stdout
-    assert pilotlight("delete", "life-of-one", "--yes").stdout == "life-of-one is deleted\n"
-    one_paragraph(pilotlight("status", "life-of-one"), "life-of-one")
+    assert pilotflame("delete", "life-of-one", "--yes").stdout == "life-of-one is deleted\n"
+    one_paragraph(pilotflame("status", "life-of-one"), "life-of-one")
 
 
-def test_a_second_deploy_is_a_new_revision(pilotlight, deployed, tmp_path: Path):
+def test_a_second_deploy_is_a_new_revision(pilotflame, deployed, tmp_path: Path):
     name = deployed("def handler(event):\n    return 1\n")
-    first = json.loads(pilotlight("status", name, "--json").stdout)["revision"]
+    first = json.loads(pilotflame("status", name, "--json").stdout)["revision"]
     (tmp_path / name / "handler.py").write_text("def handler(event):\n    return 2\n")
-    again = pilotlight("deploy", tmp_path / name, "--name", name)
+    again = pilotflame("deploy", tmp_path / name, "--name", name)
     assert again.returncode == 0
     assert first not in again.stdout
-    assert pilotlight("invoke", name).stdout == "2\n"
+    assert pilotflame("invoke", name).stdout == "2\n"
 
 
-def test_upload_sends_the_files(pilotlight, deployed):
+def test_upload_sends_the_files(pilotflame, deployed):
     name = deployed(ECHO, "--upload", "--set", "scale.max=3")
-    status = json.loads(pilotlight("status", name, "--json").stdout)
+    status = json.loads(pilotflame("status", name, "--json").stdout)
     assert status["settings"]["scale"]["max"] == 3
-    assert pilotlight("invoke", name, "[1, null]").stdout == "[1, null]\n"
+    assert pilotflame("invoke", name, "[1, null]").stdout == "[1, null]\n"
 
 
-def test_no_check_defers_mistakes_to_the_first_call(pilotlight, deployed, tmp_path: Path):
+def test_no_check_defers_mistakes_to_the_first_call(pilotflame, deployed, tmp_path: Path):
     source = "def setup(context):\n    raise ValueError('no device')\n\n" + ECHO
     name = deployed(source, "--no-check")
-    one_paragraph(pilotlight("invoke", name, "1"), "handler.py", "line 2", "no device")
+    one_paragraph(pilotflame("invoke", name, "1"), "handler.py", "line 2", "no device")
     (tmp_path / "handler.py").write_text(source)
-    one_paragraph(pilotlight("deploy", tmp_path, "--name", "checked"), "handler.py", "line 2", "no device")
+    one_paragraph(pilotflame("deploy", tmp_path, "--name", "checked"), "handler.py", "line 2", "no device")
 
 
-def test_warmup_starts_workers(pilotlight, deployed):
+def test_warmup_starts_workers(pilotflame, deployed):
     name = deployed(ECHO)
-    workers = json.loads(pilotlight("warmup", name, "--workers", 2, "--json").stdout)["workers"]
+    workers = json.loads(pilotflame("warmup", name, "--workers", 2, "--json").stdout)["workers"]
     assert workers["ready"] + workers["starting"] >= 1
 
 
 # -- invoke
 
 
-def test_events_come_from_arguments_files_and_stdin(pilotlight, deployed, tmp_path: Path):
+def test_events_come_from_arguments_files_and_stdin(pilotflame, deployed, tmp_path: Path):
     name = deployed(ECHO)
     (tmp_path / "event.json").write_text('{"from": "file"}')
-    assert pilotlight("invoke", name, '"argument"').stdout == '"argument"\n'
-    assert pilotlight("invoke", name, f"@{tmp_path / 'event.json'}").stdout == '{"from": "file"}\n'
-    assert pilotlight("invoke", name, "-", given='"später"'.encode()).stdout == '"später"\n'
-    assert pilotlight("invoke", name).stdout == "null\n"
+    assert pilotflame("invoke", name, '"argument"').stdout == '"argument"\n'
+    assert pilotflame("invoke", name, f"@{tmp_path / 'event.json'}").stdout == '{"from": "file"}\n'
+    assert pilotflame("invoke", name, "-", given='"später"'.encode()).stdout == '"später"\n'
+    assert pilotflame("invoke", name).stdout == "null\n"
 
 
-def test_bytes_pass_as_they_are(pilotlight, deployed):
+def test_bytes_pass_as_they_are(pilotflame, deployed):
     name = deployed("def handler(event: bytes) -> bytes:\n    return event[::-1]\n")
-    done = pilotlight("invoke", name, "-", "--content-type", "application/octet-stream", given=b"olleh\n")
+    done = pilotflame("invoke", name, "-", "--content-type", "application/octet-stream", given=b"olleh\n")
     assert done.stdout == "\nhello"
 
 
-def test_timing_shows_the_phases_beside_the_answer(pilotlight, deployed):
+def test_timing_shows_the_phases_beside_the_answer(pilotflame, deployed):
     name = deployed(ECHO)
-    done = pilotlight("invoke", name, "7", "--timing")
+    done = pilotflame("invoke", name, "7", "--timing")
     assert done.stdout == "7\n"
     assert "in all, worker" in done.stderr
     assert all(phase in done.stderr for phase in ("link", "wait", "exec", "respond"))
-    envelope = json.loads(pilotlight("invoke", name, "7", "--json").stdout)
+    envelope = json.loads(pilotflame("invoke", name, "7", "--json").stdout)
     assert envelope["answer"] == 7
     assert envelope["cold"] is False
     phases = envelope["timing_ms"]
@@ -149,7 +149,7 @@ def test_a_stream_is_printed_piece_by_piece(start, served, deployed):
     name = deployed(
         "import time\n\ndef handler(event):\n    yield {'n': 0}\n    time.sleep(1)\n    yield 'last\\u2028'\n"
     )
-    process = start("invoke", name, "--timing", PILOTLIGHT_URL=served)
+    process = start("invoke", name, "--timing", PILOTFLAME_URL=served)
     assert process.stdout.readline() == '{"n": 0}\n'
     assert process.poll() is None  # the second piece is a second away
     rest, said = process.communicate(timeout=30)
@@ -158,9 +158,9 @@ def test_a_stream_is_printed_piece_by_piece(start, served, deployed):
     assert "-" not in said.splitlines()[0].partition(" in all")[0]  # no negative total
 
 
-def test_a_stream_that_fails_ends_with_its_error(pilotlight, deployed):
+def test_a_stream_that_fails_ends_with_its_error(pilotflame, deployed):
     name = deployed("def handler(event):\n    yield 1\n    raise KeyError('gone')\n")
-    done = pilotlight("invoke", name)
+    done = pilotflame("invoke", name)
     assert (done.returncode, done.stdout) == (1, "1\n")
     assert "gone" in done.stderr
     assert "line 3" in done.stderr
@@ -169,20 +169,20 @@ def test_a_stream_that_fails_ends_with_its_error(pilotlight, deployed):
 # -- logs
 
 
-def test_logs_are_printed_and_followed(pilotlight, start, served, deployed):
+def test_logs_are_printed_and_followed(pilotflame, start, served, deployed):
     name = deployed(SHOUT)
-    pilotlight("invoke", name, '"one"')
-    process = start("logs", name, "-f", "-n", 0, "--json", PILOTLIGHT_URL=served)
+    pilotflame("invoke", name, '"one"')
+    process = start("logs", name, "-f", "-n", 0, "--json", PILOTFLAME_URL=served)
     # Whether it already follows cannot be seen from outside: call until a line is there.
     reader = iter(process.stdout.readline, "")
-    calls = [pilotlight("invoke", name, '"two"').returncode for _ in range(3)]
+    calls = [pilotflame("invoke", name, '"two"').returncode for _ in range(3)]
     assert calls == [0, 0, 0]
     assert json.loads(next(reader))["text"] == "heard two"
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=10)
     assert process.returncode == 130
     assert said.strip() == ""
-    assert "heard one" in pilotlight("logs", name).stdout
+    assert "heard one" in pilotflame("logs", name).stdout
 
 
 # -- what goes wrong
@@ -196,38 +196,38 @@ def test_logs_are_printed_and_followed(pilotlight, start, served, deployed):
         ({"handler.py": "\nimport no_such_thing\n"}, ("handler.py", "line 2", "no_such_thing")),
         ({"handler.py": "def handle(event): ...\n"}, ("handler.py", "`handler`")),
         ({"handler.py": "def handler(a, b, c): ...\n"}, ("(a, b, c)",)),
-        ({"handler.py": ECHO, "pilotlight.toml": "idle_timeout_s = 5\n"}, ("idle_timeout_s",)),
-        ({"handler.py": ECHO, "pilotlight.toml": "[scale]\nmaxx = 5\n"}, ("scale.maxx", "scale.max")),
-        ({"handler.py": ECHO, "pilotlight.toml": "= 5\n"}, ("pilotlight.toml", "line 1")),
+        ({"handler.py": ECHO, "pilotflame.toml": "idle_timeout_s = 5\n"}, ("idle_timeout_s",)),
+        ({"handler.py": ECHO, "pilotflame.toml": "[scale]\nmaxx = 5\n"}, ("scale.maxx", "scale.max")),
+        ({"handler.py": ECHO, "pilotflame.toml": "= 5\n"}, ("pilotflame.toml", "line 1")),
         ({"handler.py": ECHO, "requirements.txt": "no-such-package-at-all>=3\n"}, ("no-such-package-at-all", "--install")),
-        ({"handler.py": ECHO, "pilotlight.toml": 'snapshot = "nowhere"\n'}, ("nowhere", "--snapshot")),
+        ({"handler.py": ECHO, "pilotflame.toml": 'snapshot = "nowhere"\n'}, ("nowhere", "--snapshot")),
     ],
     ids=["missing", "syntax", "import", "name", "arity", "setting", "subsetting", "toml", "requirement", "snapshot"],
 )  # fmt: skip
 def test_a_folder_that_cannot_be_deployed(
-    pilotlight, tmp_path: Path, files: dict[str, str], named: tuple[str, ...]
+    pilotflame, tmp_path: Path, files: dict[str, str], named: tuple[str, ...]
 ):
     for name, content in files.items():
         (tmp_path / name).write_text(content)
-    one_paragraph(pilotlight("deploy", tmp_path, "--name", "broken"), *named)
-    assert "broken" not in pilotlight("list").stdout
+    one_paragraph(pilotflame("deploy", tmp_path, "--name", "broken"), *named)
+    assert "broken" not in pilotflame("list").stdout
 
 
-def test_unknown_functions_are_named(pilotlight):
+def test_unknown_functions_are_named(pilotflame):
     for command in (("invoke",), ("status",), ("logs",), ("warmup",), ("delete", "--yes")):
-        one_paragraph(pilotlight(command[0], "nobody", *command[1:]), "nobody")
+        one_paragraph(pilotflame(command[0], "nobody", *command[1:]), "nobody")
 
 
-def test_a_wrong_body_is_explained(pilotlight, deployed):
+def test_a_wrong_body_is_explained(pilotflame, deployed):
     name = deployed("def handler(event: dict[str, int]):\n    return event\n")
-    one_paragraph(pilotlight("invoke", name, "{wrong"), "not JSON")
-    one_paragraph(pilotlight("invoke", name, '{"count": "many"}'), "input.count", "integer")
-    one_paragraph(pilotlight("invoke", name, "@/no/such/file"), "/no/such/file")
+    one_paragraph(pilotflame("invoke", name, "{wrong"), "not JSON")
+    one_paragraph(pilotflame("invoke", name, '{"count": "many"}'), "input.count", "integer")
+    one_paragraph(pilotflame("invoke", name, "@/no/such/file"), "/no/such/file")
 
 
-def test_a_failing_handler_is_located(pilotlight, deployed):
+def test_a_failing_handler_is_located(pilotflame, deployed):
     name = deployed("def handler(event):\n    return 1 / 0\n")
-    one_paragraph(pilotlight("invoke", name, "1"), "ZeroDivisionError", "handler.py", "line 2")
+    one_paragraph(pilotflame("invoke", name, "1"), "ZeroDivisionError", "handler.py", "line 2")
 
 
 def test_no_gateway_is_exit_code_3(run):
@@ -235,7 +235,7 @@ def test_no_gateway_is_exit_code_3(run):
         taken.bind(("127.0.0.1", 0))
         done = run("list", "--url", f"http://127.0.0.1:{taken.getsockname()[1]}")
     assert done.returncode == 3
-    assert "pilotlight serve" in done.stderr
+    assert "pilotflame serve" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_serve_names_what_it_cannot_have(run, served, short_tmp: Path):
     port = served.rpartition(":")[2]
     one_paragraph(run("serve", "--port", port, "--state-dir", short_tmp / "other"), port, "--port")
     one_paragraph(run("serve", "--port", 0, "--state-dir", short_tmp / "served"), str(short_tmp / "served"))
-    one_paragraph(run("serve", PILOTLIGHT_PROT="1"), "PILOTLIGHT_PROT", "PILOTLIGHT_PORT")
+    one_paragraph(run("serve", PILOTFLAME_PROT="1"), "PILOTFLAME_PROT", "PILOTFLAME_PORT")
 
 
 def test_dev_follows_changes_and_keeps_the_last_good_revision(start, run, tmp_path: Path, short_tmp: Path):
@@ -285,10 +285,10 @@ def test_dev_follows_changes_and_keeps_the_last_good_revision(start, run, tmp_pa
     def wait_for(text: str) -> str:
         return next(line for line in iter(process.stderr.readline, "") if text in line)
 
-    wait_for("pilotlight: mine r1-")
+    wait_for("pilotflame: mine r1-")
     assert run("invoke", "mine", "--url", url).stdout == '"first"\n'
     handler.write_text("def handler(event):\n    return 'second'\n")
-    wait_for("pilotlight: mine r2-")
+    wait_for("pilotflame: mine r2-")
     assert run("invoke", "mine", "--url", url).stdout == '"second"\n'
     handler.write_text("def handler(event):\n    return (\n")
     assert "line 2" in wait_for("not deployed")
@@ -296,7 +296,7 @@ def test_dev_follows_changes_and_keeps_the_last_good_revision(start, run, tmp_pa
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=20)
     assert process.returncode == 0
-    assert not list(short_tmp.glob("pilotlight-dev-*"))
+    assert not list(short_tmp.glob("pilotflame-dev-*"))
 
 
 def test_test_answers_and_leaves_nothing_behind(run, tmp_path: Path, short_tmp: Path):
@@ -305,7 +305,7 @@ def test_test_answers_and_leaves_nothing_behind(run, tmp_path: Path, short_tmp: 
     done = run("test", folder, TMPDIR=str(short_tmp))
     assert (done.returncode, done.stdout) == (0, '{"greeting": "Hello, Ada!"}\n')
     assert "cold start" in done.stderr
-    assert not list(short_tmp.glob("pilotlight-test-*"))
+    assert not list(short_tmp.glob("pilotflame-test-*"))
     outcome = json.loads(run("test", folder, "--json", TMPDIR=str(short_tmp)).stdout)
     assert outcome["cold"] is True
     assert outcome["answer"] == {"greeting": "Hello, Ada!"}
@@ -316,7 +316,7 @@ def test_test_fails_as_the_function_fails(run, tmp_path: Path, short_tmp: Path):
     one_paragraph(run("test", tmp_path, TMPDIR=str(short_tmp)), "test_input.json")
     (tmp_path / "test_input.json").write_text("{}")
     one_paragraph(run("test", tmp_path, TMPDIR=str(short_tmp)), "KeyError", "line 2")
-    assert not list(short_tmp.glob("pilotlight-test-*"))
+    assert not list(short_tmp.glob("pilotflame-test-*"))
 
 
 # -- doctor, snapshot, init
@@ -336,13 +336,13 @@ def test_doctor_says_what_is_wrong_and_what_to_do(run, tmp_path: Path):
     assert done.returncode == 1
     line = next(line for line in done.stdout.splitlines() if "state folder" in line)
     assert line.startswith("fail")
-    assert "PILOTLIGHT_STATE_DIR" in line
+    assert "PILOTFLAME_STATE_DIR" in line
 
 
 def test_snapshot_create_inspect_verify(run, tmp_path: Path):
     file = tmp_path / "model.safetensors"
     save_file({"first": np.zeros((300, 2), np.float32), "second.weight": np.ones(7, np.float32)}, file)
-    one_paragraph(run("snapshot", "verify", tmp_path), "pilotlight snapshot create")
+    one_paragraph(run("snapshot", "verify", tmp_path), "pilotflame snapshot create")
     created = run("snapshot", "create", tmp_path)
     assert "2 tensors (2 F32)" in created.stdout
     shown = run("snapshot", "inspect", tmp_path)
@@ -370,13 +370,13 @@ def test_init_lists_and_refuses(run, tmp_path: Path):
 # -- handlers written for others
 
 
-def test_deploy_says_whose_handler_it_recognised(pilotlight, tmp_path):
+def test_deploy_says_whose_handler_it_recognised(pilotflame, tmp_path):
     folder = tmp_path / "greeter"
     folder.mkdir()
     (folder / "app.py").write_text("def lambda_handler(event, context):\n    return event['name']\n")
-    done = pilotlight("deploy", folder)
+    done = pilotflame("deploy", folder)
     assert done.returncode == 0, done.stderr
     assert "recognised a Lambda handler: app.py:lambda_handler" in done.stderr
-    assert "app.py:lambda_handler (Lambda), plain" in pilotlight("status", "greeter").stdout
-    assert pilotlight("invoke", "greeter", '{"name": "Ada"}').stdout.strip() == '"Ada"'
-    pilotlight("delete", "greeter", "--yes")
+    assert "app.py:lambda_handler (Lambda), plain" in pilotflame("status", "greeter").stdout
+    assert pilotflame("invoke", "greeter", '{"name": "Ada"}').stdout.strip() == '"Ada"'
+    pilotflame("delete", "greeter", "--yes")

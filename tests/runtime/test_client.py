@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotlight.errors import BadInput, GatewayError, GatewayUnreachable, SettingsError, UnknownFunction
-from pilotlight.runtime.client import Client, Event, parse_events, split_lines
+from pilotflame.errors import BadInput, GatewayError, GatewayUnreachable, SettingsError, UnknownFunction
+from pilotflame.runtime.client import Client, Event, parse_events, split_lines
 
 
 @pytest.fixture

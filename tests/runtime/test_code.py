@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pilotlight.errors import CodeError
-from pilotlight.runtime import code
-from pilotlight.runtime.code import code_digest, copy_folder, pack, select
-from pilotlight.runtime.unpack import unpack
+from pilotflame.errors import CodeError
+from pilotflame.runtime import code
+from pilotflame.runtime.code import code_digest, copy_folder, pack, select
+from pilotflame.runtime.unpack import unpack
 
 
 def make(folder: Path, files: dict[str, bytes]) -> Path:
@@ -112,13 +112,13 @@ def test_what_is_not_code_is_left_out(folder: Path) -> None:
     ],
 )
 def test_the_ignore_file(folder: Path, ignore: str, kept: list[str]) -> None:
-    (folder / ".pilotlightignore").write_text(ignore)
-    assert names(folder) == [".pilotlightignore", *kept]
+    (folder / ".pilotflameignore").write_text(ignore)
+    assert names(folder) == [".pilotflameignore", *kept]
 
 
 def test_an_ignore_file_that_is_no_text_is_refused(folder: Path) -> None:
-    (folder / ".pilotlightignore").write_bytes(b"\xff")
-    with pytest.raises(CodeError, match=r"\.pilotlightignore cannot be read"):
+    (folder / ".pilotflameignore").write_bytes(b"\xff")
+    with pytest.raises(CodeError, match=r"\.pilotflameignore cannot be read"):
         select(folder)
 
 
@@ -170,7 +170,7 @@ def test_other_links_are_refused(folder: Path, tmp_path: Path, target: str, said
     (tmp_path / "secret").write_text("s")
     if target == "../secret":
         (folder / "secret").symlink_to(tmp_path / "secret")
-        (folder / ".pilotlightignore").write_text("/secret\n")
+        (folder / ".pilotflameignore").write_text("/secret\n")
     (folder / "lib/link").symlink_to(target)
     with pytest.raises(CodeError) as caught:
         pack(folder)

@@ -15,13 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from live import Gate, failure, until
-from pilotlight.errors import BadInput, SnapshotError
-from pilotlight.handlers.contract import Cancellation, Context, batch
-from pilotlight.handlers.resolve import handler_of
-from pilotlight.runtime.link import Frame, FrameReader, Kind, Link, Timing
-from pilotlight.runtime.loop_runner import LoopRunner
-from pilotlight.runtime.runner import Call, Runner
-from pilotlight.runtime.thread_runner import ThreadRunner
+from pilotflame.errors import BadInput, SnapshotError
+from pilotflame.handlers.contract import Cancellation, Context, batch
+from pilotflame.handlers.resolve import handler_of
+from pilotflame.runtime.link import Frame, FrameReader, Kind, Link, Timing
+from pilotflame.runtime.loop_runner import LoopRunner
+from pilotflame.runtime.runner import Call, Runner
+from pilotflame.runtime.thread_runner import ThreadRunner
 
 LIMIT_S = 30.0
 ROOT = Path(__file__).parent
@@ -397,9 +397,9 @@ async def test_a_batch_that_everybody_left_is_interrupted_and_the_rest_of_its_gr
 # -- through the gateway and a real worker
 
 HOLDS = """
-import gate, os, pilotlight
+import gate, os, pilotflame
 failed = []
-@pilotlight.batch(max_size=32)
+@pilotflame.batch(max_size=32)
 def handler(events):
     if events == ["hold"]:
         gate.wait()
@@ -467,8 +467,8 @@ async def test_after_one_that_is_too_much_by_itself_the_others_run_together(depl
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_caller_who_hangs_up_disturbs_nobody_in_its_async_batch(deploy: Any, gate: Gate) -> None:
     source = """
-import asyncio, gate, pilotlight
-@pilotlight.batch(max_size=8)
+import asyncio, gate, pilotflame
+@pilotflame.batch(max_size=8)
 async def handler(events, context):
     await gate.wait_async(str(len(events)))
     while len(events) > 1 and not any(item.cancelled for item in context.items):

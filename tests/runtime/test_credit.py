@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from live import LIMIT_S
-from pilotlight.runtime.credit import Credit
+from pilotflame.runtime.credit import Credit
 
 
 def test_pieces_are_spent_and_granted() -> None:

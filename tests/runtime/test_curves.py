@@ -7,8 +7,8 @@ from pathlib import Path
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
-from pilotlight.runtime import curves
-from pilotlight.runtime.batching.curve import Point
+from pilotflame.runtime import curves
+from pilotflame.runtime.batching.curve import Point
 
 finite = st.floats(0, 1e6, allow_nan=False)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from pilotlight.errors import CodeError, PilotlightError, RequirementsError, SettingsError, SnapshotError
-from pilotlight.runtime.deploy import (
+from pilotflame.errors import CodeError, PilotflameError, RequirementsError, SettingsError, SnapshotError
+from pilotflame.runtime.deploy import (
     MANIFEST_FILE,
     Order,
     Prepared,
@@ -19,8 +19,8 @@ from pilotlight.runtime.deploy import (
     prepare,
     worker_spec,
 )
-from pilotlight.runtime.store import RevisionRecord, Store
-from pilotlight.snapshot.format.manifest import MANIFEST_NAME, Manifest
+from pilotflame.runtime.store import RevisionRecord, Store
+from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
 from safetensors.torch import save_file
 
 HANDLER = "def handler(event): return event\n"
@@ -66,7 +66,7 @@ def left(store: Store, tmp_path: Path) -> list[Path]:
 
 
 def test_a_folder_is_copied_and_described(store: Store, folder: Path) -> None:
-    (folder / "pilotlight.toml").write_text('name = "chime"\nconcurrency = 3\nthreads = 2\n[env]\nA = "1"\n')
+    (folder / "pilotflame.toml").write_text('name = "chime"\nconcurrency = 3\nthreads = 2\n[env]\nA = "1"\n')
     made = prepared(store, folder)
     (folder / "handler.py").write_text("changed after")
     assert (made.staging.code / "handler.py").read_text() == HANDLER
@@ -79,8 +79,8 @@ def test_a_folder_is_copied_and_described(store: Store, folder: Path) -> None:
 
 
 def test_an_archive_is_the_same_as_its_folder(store: Store, folder: Path) -> None:
-    (folder / "pilotlight.toml").write_text('name = "tone"\n')
-    uploaded = prepared(store, archive=archive({"handler.py": HANDLER, "pilotlight.toml": 'name = "tone"\n'}))
+    (folder / "pilotflame.toml").write_text('name = "tone"\n')
+    uploaded = prepared(store, archive=archive({"handler.py": HANDLER, "pilotflame.toml": 'name = "tone"\n'}))
     assert uploaded.fields.code_digest == prepared(store, folder).fields.code_digest
     assert uploaded.fields.settings.name == "tone"
 
@@ -92,7 +92,7 @@ def test_the_same_content_has_the_same_digest_and_other_content_another(store: S
 
 
 def test_overrides_win_over_the_file(store: Store, folder: Path) -> None:
-    (folder / "pilotlight.toml").write_text("concurrency = 3\n[scale]\nmax = 2\n")
+    (folder / "pilotflame.toml").write_text("concurrency = 3\n[scale]\nmax = 2\n")
     settings = prepared(store, folder, overrides={"scale.max": 7}).fields.settings
     assert (settings.scale.max, settings.concurrency) == (7, 3)
 
@@ -105,11 +105,11 @@ def test_threads_are_shared_out_unless_the_owner_says(store: Store, folder: Path
     assert fair_threads(1) >= fair_threads(2) >= fair_threads(10_000) == 1
 
 
-BROKEN: dict[str, tuple[Callable[[Path], object], type[PilotlightError], str]] = {
-    "unknown setting": (lambda f: (f / "pilotlight.toml").write_text("concurency = 1\n"), SettingsError, "concurrency"),
-    "broken settings": (lambda f: (f / "pilotlight.toml").write_text("x = ["), SettingsError, "pilotlight.toml"),
+BROKEN: dict[str, tuple[Callable[[Path], object], type[PilotflameError], str]] = {
+    "unknown setting": (lambda f: (f / "pilotflame.toml").write_text("concurency = 1\n"), SettingsError, "concurrency"),
+    "broken settings": (lambda f: (f / "pilotflame.toml").write_text("x = ["), SettingsError, "pilotflame.toml"),
     "unmet requirement": (lambda f: (f / "requirements.txt").write_text("no-such-package>=1\n"), RequirementsError, "no-such-package"),
-    "missing weights": (lambda f: (f / "pilotlight.toml").write_text('snapshot = "weights"\n'), SnapshotError, "does not exist"),
+    "missing weights": (lambda f: (f / "pilotflame.toml").write_text('snapshot = "weights"\n'), SnapshotError, "does not exist"),
     "link that leaves": (lambda f: (f / "out").symlink_to("/etc"), CodeError, "out"),
 }  # fmt: skip
 
@@ -132,14 +132,14 @@ def test_what_cannot_be_deployed_is_refused_and_leaves_nothing(
     [
         ({}, SettingsError),
         ({"path": Path("relative")}, SettingsError),
-        ({"path": Path("/no/such/folder")}, PilotlightError),
+        ({"path": Path("/no/such/folder")}, PilotflameError),
         ({"archive": b"not a tar"}, CodeError),
         ({"archive": archive({"../escape.py": "x"})}, CodeError),
         ({"overrides": {"scale.mx": 1}, "archive": archive({"handler.py": HANDLER})}, SettingsError),
     ],
 )
 def test_an_order_that_cannot_be_is_refused_and_leaves_nothing(
-    store: Store, tmp_path: Path, order: dict[str, Any], kind: type[PilotlightError]
+    store: Store, tmp_path: Path, order: dict[str, Any], kind: type[PilotflameError]
 ) -> None:
     with pytest.raises(kind) as caught:
         prepare(store, tmp_path / "env", Order(**order), lambda _text: None)
@@ -186,7 +186,7 @@ def test_uploaded_weights_move_with_their_revision(store: Store, weights: Path) 
     files: dict[str, str | bytes] = {
         "handler.py": HANDLER,
         "weights/model.safetensors": data,
-        "pilotlight.toml": 'name = "tone"\nsnapshot = "weights"\n',
+        "pilotflame.toml": 'name = "tone"\nsnapshot = "weights"\n',
     }
     spec = worker_spec(store, published(store, prepared(store, archive=archive(files))), Path("cache"))
     assert spec.snapshot == spec.code / "weights"

@@ -10,10 +10,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from pilotlight.errors import RequirementsError
-from pilotlight.runtime import environment
-from pilotlight.runtime.environment import ensure_environment
-from pilotlight.runtime.requirements import check_requirements, requirements_digest
+from pilotflame.errors import RequirementsError
+from pilotflame.runtime import environment
+from pilotflame.runtime.environment import ensure_environment
+from pilotflame.runtime.requirements import check_requirements, requirements_digest
 
 
 def wheel(folder: Path, name: str, version: str, code: str) -> None:
@@ -96,7 +96,7 @@ def test_what_pip_says_is_in_the_error(tmp_path: Path) -> None:
 def test_an_unfinished_environment_is_built_again(tmp_path: Path) -> None:
     made = ensure_environment(tmp_path / "envs", "tinything", lambda _: None)
     folder = made.python.parent.parent
-    (folder / "pilotlight-complete").unlink()
+    (folder / "pilotflame-complete").unlink()
     (folder / "leftover").touch()
     said: list[str] = []
     assert ensure_environment(tmp_path / "envs", "tinything", said.append) == made

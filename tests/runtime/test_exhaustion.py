@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from pilotlight.runtime.exhaustion import exhausted
+from pilotflame.runtime.exhaustion import exhausted
 
 
 class Silent(RuntimeError):

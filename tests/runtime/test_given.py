@@ -5,8 +5,8 @@ from __future__ import annotations
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given as draws
-from pilotlight.runtime.batching.curve import Curve
-from pilotlight.runtime.given import Given
+from pilotflame.runtime.batching.curve import Curve
+from pilotflame.runtime.given import Given
 
 
 class Name:

@@ -5,7 +5,7 @@ import threading
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
-from pilotlight.runtime.groups import Groups
+from pilotflame.runtime.groups import Groups
 
 
 class Queue(RuleBasedStateMachine):

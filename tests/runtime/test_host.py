@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 from live import Gate, Gateway
-from pilotlight.errors import OutputInvalid
-from pilotlight.runtime.host import WorkerHost
-from pilotlight.runtime.invocation import Invocation
-from pilotlight.runtime.link import Frame, FrameReader, Kind, Link
+from pilotflame.errors import OutputInvalid
+from pilotflame.runtime.host import WorkerHost
+from pilotflame.runtime.invocation import Invocation
+from pilotflame.runtime.link import Frame, FrameReader, Kind, Link
 
 LIMIT_S = 30.0
 

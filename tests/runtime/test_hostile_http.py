@@ -250,7 +250,7 @@ async def test_codes_of_odd_targets_and_methods(gateway: Gateway, request_: str,
 
 HEADERS = (
     "Authorization", "Idempotency-Key", "Content-Type", "Accept", "Prefer", "Last-Event-ID", "X-Request-Id", "traceparent",
-    "X-Pilotlight-Function", "X-Amz-Invocation-Type", "X-Amz-Log-Type", "X-Amz-Security-Token", "ce-specversion",
+    "X-Pilotflame-Function", "X-Amz-Invocation-Type", "X-Amz-Log-Type", "X-Amz-Security-Token", "ce-specversion",
     "WebHook-Request-Origin", "WebHook-Request-Rate", "X-Request-Timeout", "Content-Encoding", "Host", "Cookie", "Range",
 )  # fmt: skip
 
@@ -279,7 +279,7 @@ async def test_headers_that_are_no_text(gateway: Gateway, deploy, value: str):
 
 async def test_a_key_that_is_no_text(state):
     async with gateway_here(state, auth="always") as gateway:
-        for value in ("Bearer \xff\xfe", "\xff", "Bearer pl_\xb2", "AWS4-\xff"):
+        for value in ("Bearer \xff\xfe", "\xff", "Bearer pf_\xb2", "AWS4-\xff"):
             assert await status_of(gateway, get("/v1/functions", f"Authorization: {value}")) == 401
         assert await status_of(gateway, get("http://x/healthz")) == 200
         assert await status_of(gateway, get("http://x//v1/functions")) == 401

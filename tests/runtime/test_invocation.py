@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotlight.errors import HandlerFailed, WorkerDied
-from pilotlight.runtime.invocation import Answer, Invocation, Stream
+from pilotflame.errors import HandlerFailed, WorkerDied
+from pilotflame.runtime.invocation import Answer, Invocation, Stream
 
 LIMIT_S = 30.0
 ANSWER = Answer(b"1", "application/json")

@@ -31,7 +31,7 @@ async def test_the_gateway_s_secrets_stay_with_it(state, monkeypatch):
         "AWS_SECRET_ACCESS_KEY",
         "AWS_SESSION_TOKEN",
         "DATABASE_URL",
-        "PILOTLIGHT_TOKEN",
+        "PILOTFLAME_TOKEN",
         "SOME_API_KEY",
     ):
         monkeypatch.setenv(name, "secret-of-the-gateway")
@@ -79,4 +79,4 @@ async def test_processes_name_themselves(deploy):
     answer = await function.answer()
     revision = (await function.status())["revision"]
     for pid, role in ((answer["pid"], "worker"), (answer["ppid"], "zygote")):
-        assert psutil.Process(pid).cmdline()[0].startswith(f"pilotlight: {role} {function.name} {revision}")
+        assert psutil.Process(pid).cmdline()[0].startswith(f"pilotflame: {role} {function.name} {revision}")

@@ -7,14 +7,14 @@ import time
 
 import pytest
 from live import Gate, failure, gone, until
-from pilotlight.runtime.invocation import Invocation
+from pilotflame.runtime.invocation import Invocation
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ONE = {"scale.max": 1}
 POISONED = """
-import gate, pilotlight
-@pilotlight.batch(max_size=32)
+import gate, pilotflame
+@pilotflame.batch(max_size=32)
 def handler(events):
     if events == ["first"]:
         gate.wait("first")
@@ -51,8 +51,8 @@ async def test_one_poisoned_item_of_32_fails_alone(deploy, gate: Gate):
 
 async def test_a_handler_stuck_for_ever_in_a_group_is_found(deploy, gate: Gate):
     source = """
-import gate, os, pilotlight, threading
-@pilotlight.batch(max_size=8)
+import gate, os, pilotflame, threading
+@pilotflame.batch(max_size=8)
 def handler(events):
     if events == ["first"]:
         gate.wait("first")
@@ -111,8 +111,8 @@ async def test_a_stuck_async_handler_is_interrupted_and_its_worker_stays(deploy)
 
 async def test_an_item_that_kills_its_worker_kills_nobody_else(deploy, gate: Gate):
     source = """
-import gate, os, pilotlight
-@pilotlight.batch(max_size=8)
+import gate, os, pilotflame
+@pilotflame.batch(max_size=8)
 def handler(events):
     if events == ["first"]:
         gate.wait("first")
@@ -247,9 +247,9 @@ async def test_priority_then_fair_turns_then_deadlines(gateway, deploy, gate: Ga
 
 async def test_what_was_measured_is_remembered_at_zero(gateway, deploy):
     source = """
-import pilotlight, time
+import pilotflame, time
 calls = []
-@pilotlight.batch(max_size=4, example=0)
+@pilotflame.batch(max_size=4, example=0)
 def handler(events):
     calls.append(len(events))
     time.sleep(0.001 * len(events))
@@ -269,8 +269,8 @@ def handler(events):
 
 async def test_each_call_of_a_group_that_is_taken_apart_has_all_of_its_time(deploy, gate: Gate):
     source = """
-import gate, os, pilotlight, time
-@pilotlight.batch(max_size=8)
+import gate, os, pilotflame, time
+@pilotflame.batch(max_size=8)
 def handler(events):
     if events == ["first"]:
         gate.wait("first")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pilotlight.runtime import lineage
+from pilotflame.runtime import lineage
 
 
 def program(text: str, *arguments: str, cwd: Path | None = None) -> Any:
@@ -27,7 +27,7 @@ def test_children_draw_numbers_of_their_own() -> None:
     drawn = program("""
         import json, os, random
         import numpy, torch
-        from pilotlight.runtime import lineage
+        from pilotflame.runtime import lineage
         torch.set_num_threads(1)
         random.seed(1); numpy.random.seed(1); torch.manual_seed(1)
         found = []
@@ -54,7 +54,7 @@ def test_a_detached_child_ends_with_its_parent_and_has_a_session_of_its_own() ->
     """parent (killed) -> child (detached, waits); the child's end is seen as the end of its pipe."""
     text = """
         import os, signal, sys
-        from pilotlight.runtime import lineage
+        from pilotflame.runtime import lineage
         signal.signal(signal.SIGTERM, lambda *_: None)   # a parent's handlers are not the child's
         parent = os.getpid()
         if os.fork() == 0:
@@ -86,7 +86,7 @@ def test_a_child_whose_parent_is_gone_already_ends_at_once() -> None:
 def test_threads_are_counted_as_the_kernel_does() -> None:
     counts = program("""
         import json, threading
-        from pilotlight.runtime import lineage
+        from pilotflame.runtime import lineage
         before, gate = lineage.thread_count(), threading.Event()
         thread = threading.Thread(target=gate.wait)
         thread.start()
@@ -103,7 +103,7 @@ def test_threads_are_counted_as_the_kernel_does() -> None:
 def test_torch_gets_its_threads_back() -> None:
     assert program("""
         import json, torch
-        from pilotlight.runtime import lineage
+        from pilotflame.runtime import lineage
         torch.set_num_threads(1)
         found = [lineage.torch_threads()]
         lineage.own_threads(3)
@@ -114,7 +114,7 @@ def test_torch_gets_its_threads_back() -> None:
 def test_without_torch_there_is_one_thread_and_none_is_loaded() -> None:
     assert program("""
         import json, sys
-        from pilotlight.runtime import lineage
+        from pilotflame.runtime import lineage
         lineage.own_threads(4); lineage.reseed(); lineage.settle()
         print(json.dumps([lineage.torch_threads(), "torch" in sys.modules, "numpy" in sys.modules]))
     """) == [1, False, False]
@@ -148,7 +148,7 @@ def test_threads_are_put_down_to_the_innermost_import(
         f"""
         import json, sys
         sys.path.insert(0, "")
-        from pilotlight.runtime import lineage
+        from pilotflame.runtime import lineage
         before = list(sys.meta_path)
         with lineage.watch_threads() as culprits:
             import {first}
@@ -171,7 +171,7 @@ def test_watched_imports_are_as_python_makes_them(tmp_path: Path) -> None:
     text = """
         import json, sys, importlib, importlib.resources, inspect, pkgutil, contextlib
         sys.path.insert(0, "")
-        from pilotlight.runtime import lineage
+        from pilotflame.runtime import lineage
         with lineage.watch_threads() if sys.argv[1] == "watched" else contextlib.nullcontext():
             import pack, space.sub.mod, _json, xml.dom.minidom
             inside = importlib.resources.files("pack").joinpath("data.txt").read_text()
@@ -197,7 +197,7 @@ def test_an_import_that_fails_under_watch_raises_as_ever(tmp_path: Path) -> None
         """
         import json, sys
         sys.path.insert(0, "")
-        from pilotlight.runtime import lineage
+        from pilotflame.runtime import lineage
         with lineage.watch_threads() as culprits:
             try:
                 import broken
@@ -213,7 +213,7 @@ def test_threads_of_nobody_are_a_native_librarys() -> None:
     assert (
         program("""
         import json
-        from pilotlight.runtime import lineage
+        from pilotflame.runtime import lineage
         print(json.dumps(lineage.describe_threads({})))
     """)
         == "a native library"

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotlight.errors import LinkError
-from pilotlight.runtime.link import (
+from pilotflame.errors import LinkError
+from pilotflame.runtime.link import (
     HEADER,
     JOIN_BYTES,
     MAX_FRAME_BYTES,

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from pilotlight.errors import GatewayError
-from pilotlight.runtime import listener as module
-from pilotlight.runtime.link import HEADER, Frame, Kind, Link, encode, encode_json
-from pilotlight.runtime.listener import MAX_HELLO_BYTES, MAX_SOCKET_PATH, Listener
-from pilotlight.runtime.logs import LogBook
+from pilotflame.errors import GatewayError
+from pilotflame.runtime import listener as module
+from pilotflame.runtime.link import HEADER, Frame, Kind, Link, encode, encode_json
+from pilotflame.runtime.listener import MAX_HELLO_BYTES, MAX_SOCKET_PATH, Listener
+from pilotflame.runtime.logs import LogBook
 
 LIMIT_S = 30.0
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pilotlight.runtime.logs import FOLLOWER_LINES, MAX_LINE_BYTES, Line, LogBook, LogStream
+from pilotflame.runtime.logs import FOLLOWER_LINES, MAX_LINE_BYTES, Line, LogBook, LogStream
 
 LIMIT_S = 30.0
 

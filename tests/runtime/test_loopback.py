@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from pilotlight.runtime.loopback import is_loopback
+from pilotflame.runtime.loopback import is_loopback
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.8.9.10", "::1"])

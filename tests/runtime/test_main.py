@@ -12,8 +12,8 @@ import psutil
 import pytest
 from blockbuster import blockbuster_ctx
 from live import LIMIT_S, Gate, failure, gateway_here, gateway_process, gone
-from pilotlight.errors import GatewayError
-from pilotlight.runtime.logs import LogBook
+from pilotflame.errors import GatewayError
+from pilotflame.runtime.logs import LogBook
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -107,7 +107,7 @@ async def test_nothing_blocks_the_event_loop(state, caplog):
     escaped: list[dict] = []
     asyncio.get_running_loop().set_exception_handler(lambda _loop, context: escaped.append(context))
     async with gateway_here(state) as gateway:
-        with blockbuster_ctx(["pilotlight"]):
+        with blockbuster_ctx(["pilotflame"]):
             source = (
                 "import os\ndef setup(context):\n    print('up')\ndef handler(event):\n    return 1 / event"
             )
@@ -135,7 +135,7 @@ async def test_nothing_blocks_the_event_loop(state, caplog):
 async def test_the_tripwire_holds(state, monkeypatch):
     async with gateway_here(state) as gateway:
         function = await gateway.deploy("def handler(event):\n    return event")
-        with blockbuster_ctx(["pilotlight"]):
+        with blockbuster_ctx(["pilotflame"]):
             monkeypatch.setattr(LogBook, "tail", lambda _self, _count: time.sleep(0))
             with pytest.raises(httpx.HTTPError):
                 await function.lines()

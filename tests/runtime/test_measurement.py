@@ -2,8 +2,8 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotlight.runtime.batching.curve import Point
-from pilotlight.runtime.measurement import RUNS, schedule, sizes
+from pilotflame.runtime.batching.curve import Point
+from pilotflame.runtime.measurement import RUNS, schedule, sizes
 
 
 def run(max_size: int, budget_s: float, takes_s: list[float]) -> tuple[list[int], list[Point]]:

@@ -6,7 +6,7 @@ import subprocess
 from dataclasses import dataclass
 
 import pytest
-from pilotlight.errors import (
+from pilotflame.errors import (
     DeadlineExceeded,
     HandlerFailed,
     InputTooLarge,
@@ -14,8 +14,8 @@ from pilotlight.errors import (
     QueueFull,
     QuotaExceeded,
 )
-from pilotlight.runtime.metrics import Metrics
-from pilotlight.runtime.timeline import PHASES, Activation, Timeline
+from pilotflame.runtime.metrics import Metrics
+from pilotflame.runtime.timeline import PHASES, Activation, Timeline
 from prometheus_client.parser import text_string_to_metric_families
 
 
@@ -58,30 +58,30 @@ def test_answers_are_counted_by_function_and_code() -> None:
     metrics.answered("tone", 200, WARM)
     metrics.answered("tone", 422, WARM)
     metrics.refused("other", QueueFull("full"))
-    assert value(metrics, "pilotlight_invocations_total", function="tone", code="200") == 2
-    assert value(metrics, "pilotlight_invocations_total", function="tone", code="422") == 1
-    assert value(metrics, "pilotlight_invocations_total", function="other", code="429") == 1
-    assert value(metrics, "pilotlight_invocation_seconds_sum", function="tone") == pytest.approx(7.5)
-    assert not value(metrics, "pilotlight_invocation_seconds_count", function="other")
-    assert value(metrics, "pilotlight_batch_size_sum", function="tone") == 12
+    assert value(metrics, "pilotflame_invocations_total", function="tone", code="200") == 2
+    assert value(metrics, "pilotflame_invocations_total", function="tone", code="422") == 1
+    assert value(metrics, "pilotflame_invocations_total", function="other", code="429") == 1
+    assert value(metrics, "pilotflame_invocation_seconds_sum", function="tone") == pytest.approx(7.5)
+    assert not value(metrics, "pilotflame_invocation_seconds_count", function="other")
+    assert value(metrics, "pilotflame_batch_size_sum", function="tone") == 12
 
 
 def test_one_that_was_never_answered_by_a_worker_has_no_batch() -> None:
     metrics = Metrics(dict)
     metrics.answered("tone", 503, Timeline(1.0, responded_s=2.0))
-    assert not value(metrics, "pilotlight_batch_size_count", function="tone")
+    assert not value(metrics, "pilotflame_batch_size_count", function="tone")
 
 
 def test_cold_starts_have_their_phases_and_warm_calls_none() -> None:
     metrics = Metrics(dict)
     metrics.answered("tone", 200, WARM)
-    assert value(metrics, "pilotlight_cold_start_phase_seconds_count", function="tone", phase="exec") is None
+    assert value(metrics, "pilotflame_cold_start_phase_seconds_count", function="tone", phase="exec") is None
     cold = Timeline(
         1.0, sent_s=5.0, answered_s=6.0, responded_s=6.0, exec_s=1.0, activation=Activation(1.5, 2.0, 4.0)
     )
     metrics.answered("tone", 200, cold)
     for phase, seconds in cold.phases().items():
-        found = value(metrics, "pilotlight_cold_start_phase_seconds_sum", function="tone", phase=phase)
+        found = value(metrics, "pilotflame_cold_start_phase_seconds_sum", function="tone", phase=phase)
         assert found == pytest.approx(seconds)
     assert set(cold.phases()) == set(PHASES)
 
@@ -91,8 +91,8 @@ def test_activations_are_counted_by_outcome() -> None:
     metrics.activated("tone", "ready")
     metrics.activated("tone", "failed")
     metrics.activated("tone", "ready")
-    assert value(metrics, "pilotlight_activations_total", function="tone", outcome="ready") == 2
-    assert value(metrics, "pilotlight_activations_total", function="tone", outcome="failed") == 1
+    assert value(metrics, "pilotflame_activations_total", function="tone", outcome="ready") == 2
+    assert value(metrics, "pilotflame_activations_total", function="tone", outcome="failed") == 1
 
 
 def test_workers_are_counted_when_somebody_looks() -> None:
@@ -100,25 +100,25 @@ def test_workers_are_counted_when_somebody_looks() -> None:
     metrics = Metrics(lambda: census)
     census["tone"] = Counts(queued=3, in_flight=2, starting=1, ready=4, draining=5)
     for state, count in (("starting", 1), ("ready", 4), ("draining", 5)):
-        assert value(metrics, "pilotlight_workers", function="tone", state=state) == count
-    assert value(metrics, "pilotlight_queued", function="tone") == 3
-    assert value(metrics, "pilotlight_in_flight", function="tone") == 2
+        assert value(metrics, "pilotflame_workers", function="tone", state=state) == count
+    assert value(metrics, "pilotflame_queued", function="tone") == 3
+    assert value(metrics, "pilotflame_in_flight", function="tone") == 2
     del census["tone"]
-    assert value(metrics, "pilotlight_queued", function="tone") is None
+    assert value(metrics, "pilotflame_queued", function="tone") is None
 
 
 def test_two_gateways_in_one_process_do_not_mix() -> None:
     one, other = Metrics(dict), Metrics(dict)
     one.refused("tone", QueueFull("full"))
-    assert value(other, "pilotlight_invocations_total", function="tone", code="429") is None
+    assert value(other, "pilotflame_invocations_total", function="tone", code="429") is None
 
 
 def test_buckets_hold_what_is_at_most_their_bound() -> None:
     metrics = Metrics(dict)
     metrics.answered("tone", 200, Timeline(1.0, answered_s=1.0, responded_s=1.05))
-    assert value(metrics, "pilotlight_invocation_seconds_bucket", function="tone", le="0.025") == 0
-    assert value(metrics, "pilotlight_invocation_seconds_bucket", function="tone", le="0.1") == 1
-    assert value(metrics, "pilotlight_invocation_seconds_bucket", function="tone", le="+Inf") == 1
+    assert value(metrics, "pilotflame_invocation_seconds_bucket", function="tone", le="0.025") == 0
+    assert value(metrics, "pilotflame_invocation_seconds_bucket", function="tone", le="0.1") == 1
+    assert value(metrics, "pilotflame_invocation_seconds_bucket", function="tone", le="+Inf") == 1
 
 
 def test_phases_are_told_of_every_answer() -> None:
@@ -128,9 +128,9 @@ def test_phases_are_told_of_every_answer() -> None:
     for phase, seconds, count in (
         ("queue", 2.5, 2), ("batch", 0.0, 1), ("wait", 0.5, 1), ("exec", 1.0, 1), ("respond", 0.5, 1),
     ):  # fmt: skip
-        found = value(metrics, "pilotlight_phase_seconds_sum", function="tone", phase=phase)
+        found = value(metrics, "pilotflame_phase_seconds_sum", function="tone", phase=phase)
         assert found == pytest.approx(seconds)
-        assert value(metrics, "pilotlight_phase_seconds_count", function="tone", phase=phase) == count
+        assert value(metrics, "pilotflame_phase_seconds_count", function="tone", phase=phase) == count
 
 
 def test_refusals_are_counted_by_reason_and_failures_are_none() -> None:
@@ -147,18 +147,18 @@ def test_refusals_are_counted_by_reason_and_failures_are_none() -> None:
         ("queue_full", 1), ("input_too_large", 1), ("quota_exceeded", 1), ("deadline_exceeded", 1), ("overloaded", 1),
         ("handler_failed", None),
     ):  # fmt: skip
-        assert value(metrics, "pilotlight_refusals_total", function="tone", reason=reason) == count
+        assert value(metrics, "pilotflame_refusals_total", function="tone", reason=reason) == count
     # Of quotas the route, which may be no invocation's, was never reached.
-    assert value(metrics, "pilotlight_invocations_total", function="tone", code="429") == 1
+    assert value(metrics, "pilotflame_invocations_total", function="tone", code="429") == 1
 
 
 def test_how_busy_workers_were() -> None:
     census = {"tone": Counts(busy_s=3.0, ready_s=12.0), "new": Counts()}
     metrics = Metrics(lambda: census)
-    assert value(metrics, "pilotlight_worker_busy_seconds_total", function="tone") == 3
-    assert value(metrics, "pilotlight_worker_ready_seconds_total", function="tone") == 12
-    assert value(metrics, "pilotlight_worker_busy_ratio", function="tone") == 0.25
-    assert value(metrics, "pilotlight_worker_busy_ratio", function="new") == 0
+    assert value(metrics, "pilotflame_worker_busy_seconds_total", function="tone") == 3
+    assert value(metrics, "pilotflame_worker_ready_seconds_total", function="tone") == 12
+    assert value(metrics, "pilotflame_worker_busy_ratio", function="tone") == 0.25
+    assert value(metrics, "pilotflame_worker_busy_ratio", function="new") == 0
 
 
 PROMTOOL = os.environ.get("PROMTOOL") or shutil.which("promtool") or ""

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotlight.runtime.packing import pack
+from pilotflame.runtime.packing import pack
 
 COSTS = st.lists(st.integers(1, 1000).map(float), max_size=60)
 MAX_COST = st.none() | st.integers(1, 3000).map(float)

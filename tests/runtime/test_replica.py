@@ -10,7 +10,7 @@ import time
 
 import pytest
 from live import Gate, gone
-from pilotlight.runtime.invocation import Invocation
+from pilotflame.runtime.invocation import Invocation
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -6,8 +6,8 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotlight.errors import RequirementsError
-from pilotlight.runtime.requirements import check_requirements, installed_versions, requirements_digest
+from pilotflame.errors import RequirementsError
+from pilotflame.runtime.requirements import check_requirements, installed_versions, requirements_digest
 
 INSTALLED = {
     "numpy": "2.4.6",
@@ -57,7 +57,7 @@ def test_unmet(text: str, said: str) -> None:
         check_requirements(text, INSTALLED, environment={"sys_platform": "linux"})
     assert said in caught.value.message
     assert "pip install '" in caught.value.remedy
-    assert "pilotlight deploy --install" in caught.value.remedy
+    assert "pilotflame deploy --install" in caught.value.remedy
 
 
 def test_markers_are_of_the_given_environment() -> None:
@@ -112,7 +112,7 @@ def test_what_an_extra_needs_is_checked_where_it_can_be(monkeypatch: pytest.Monk
     }
     monkeypatch.setattr("importlib.metadata.requires", needs.__getitem__)
     monkeypatch.setattr(
-        "pilotlight.runtime.requirements.installed_versions", lambda: {"base": "1", "deep": "1", "leaf": "1"}
+        "pilotflame.runtime.requirements.installed_versions", lambda: {"base": "1", "deep": "1", "leaf": "1"}
     )
     with pytest.raises(RequirementsError, match="line 1: leaf>9 is wanted, 1 is installed"):
         check_requirements("base[x]")

@@ -125,7 +125,7 @@ async def test_kills_under_load(deploy, kind: str, idempotent: bool):
     source = {
         "plain": "import os\ndef handler(event):\n    return [event, os.getpid()]",
         "async": "import asyncio, os\nasync def handler(event):\n    await asyncio.sleep(0)\n    return [event, os.getpid()]",
-        "batch": "import os, pilotlight\n@pilotlight.batch(max_size=4)\n"
+        "batch": "import os, pilotflame\n@pilotflame.batch(max_size=4)\n"
         "def handler(events):\n    return [[event, os.getpid()] for event in events]",
     }[kind]
     settings = {"scale.max": 2, "idempotent": idempotent, "concurrency": 2 if kind == "async" else 1}
@@ -213,8 +213,8 @@ def handler(event):
 
 
 async def test_workers_for_nobody_are_not_started_again_and_again(deploy, monkeypatch):
-    monkeypatch.setattr("pilotlight.runtime.revision.FIRST_REST_S", 3600.0)
-    monkeypatch.setattr("pilotlight.runtime.revision.MAX_REST_S", 3600.0)
+    monkeypatch.setattr("pilotflame.runtime.revision.FIRST_REST_S", 3600.0)
+    monkeypatch.setattr("pilotflame.runtime.revision.MAX_REST_S", 3600.0)
     source = "def setup(context):\n    raise OSError\ndef handler(event):\n    return event"
     function = await deploy(source, {"scale.min": 1}, check=False)
     await function.logged("activation failed")

@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
-from pilotlight.handlers.contract import Cancellation, Context, batch
-from pilotlight.handlers.resolve import Kind as HandlerKind
-from pilotlight.handlers.resolve import handler_of
-from pilotlight.runtime.advance import window
-from pilotlight.runtime.credit import Credit
-from pilotlight.runtime.link import TIMING, Frame, FrameReader, Kind, Link, Timing
-from pilotlight.runtime.loop_runner import LoopRunner
-from pilotlight.runtime.runner import Call, Runner
-from pilotlight.runtime.thread_runner import ThreadRunner
+from pilotflame.handlers.contract import Cancellation, Context, batch
+from pilotflame.handlers.resolve import Kind as HandlerKind
+from pilotflame.handlers.resolve import handler_of
+from pilotflame.runtime.advance import window
+from pilotflame.runtime.credit import Credit
+from pilotflame.runtime.link import TIMING, Frame, FrameReader, Kind, Link, Timing
+from pilotflame.runtime.loop_runner import LoopRunner
+from pilotflame.runtime.runner import Call, Runner
+from pilotflame.runtime.thread_runner import ThreadRunner
 from pydantic import BaseModel, field_validator
 
 LIMIT_S = 30.0

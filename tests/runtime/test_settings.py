@@ -1,4 +1,4 @@
-"""Settings: what pilotlight.toml, the overrides and the environment may say, and how a mistake is told."""
+"""Settings: what pilotflame.toml, the overrides and the environment may say, and how a mistake is told."""
 
 import json
 import math
@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from pilotlight.errors import SettingsError
-from pilotlight.runtime.events.source import Source
-from pilotlight.runtime.settings import (
+from pilotflame.errors import SettingsError
+from pilotflame.runtime.events.source import Source
+from pilotflame.runtime.settings import (
     FunctionSettings,
     GatewaySettings,
     Scale,
@@ -28,7 +28,7 @@ from pydantic import ValidationError
 def folder_with(tmp_path: Path, toml: str, name: str = "sentiment") -> Path:
     folder = tmp_path / name
     folder.mkdir()
-    (folder / "pilotlight.toml").write_text(toml)
+    (folder / "pilotflame.toml").write_text(toml)
     return folder
 
 
@@ -104,7 +104,7 @@ def test_settings_are_frozen() -> None:
         ("env.TOKEN = 12345", "env.TOKEN is of type int; allowed: text."),
         ("env = 3", "env is 3; allowed: table of text."),
         ('env."9A" = "x"', "env.9A is not a variable's name"),
-        ('env.PILOTLIGHT_X = "x"', "env.PILOTLIGHT_X begins with PILOTLIGHT_, which is reserved."),
+        ('env.PILOTFLAME_X = "x"', "env.PILOTFLAME_X begins with PILOTFLAME_, which is reserved."),
         ('name = "Sentiment"', "name is 'Sentiment'; allowed: 1 to 63 of a-z"),
         ('name = "a-"', "name is 'a-'; allowed"),
         ('name = "a\\n"', "name is 'a\\n'; allowed"),
@@ -139,19 +139,19 @@ def test_a_secret_is_not_shown(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_toml_is_named_with_its_line(tmp_path: Path) -> None:
     message = problem(tmp_path, "name = \n")
-    assert "pilotlight.toml is not TOML" in message
+    assert "pilotflame.toml is not TOML" in message
     assert "line 1" in message
 
 
 def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, "")
-    (folder / "pilotlight.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(SettingsError, match=r"pilotlight\.toml is not TOML"):
+    (folder / "pilotflame.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(SettingsError, match=r"pilotflame\.toml is not TOML"):
         read_settings(folder)
 
 
 def test_a_file_that_is_a_folder_is_named(tmp_path: Path) -> None:
-    (tmp_path / "pilotlight.toml").mkdir()
+    (tmp_path / "pilotflame.toml").mkdir()
     with pytest.raises(SettingsError, match="cannot be read: Is a directory"):
         read_settings(tmp_path)
 
@@ -278,7 +278,7 @@ def test_a_name_is_refused_with_a_remedy() -> None:
 
 
 def test_the_gateway_reads_its_environment(tmp_path: Path) -> None:
-    environ = {"PILOTLIGHT_PORT": "9000", "PILOTLIGHT_STATE_DIR": str(tmp_path), "HOME": "/h", "OTHER": "x"}
+    environ = {"PILOTFLAME_PORT": "9000", "PILOTFLAME_STATE_DIR": str(tmp_path), "HOME": "/h", "OTHER": "x"}
     settings = read_gateway_settings(environ, drain_s=5, host=None)
     assert (settings.port, settings.state_dir, settings.drain_s) == (9000, tmp_path, 5.0)
     assert settings.host == "127.0.0.1"
@@ -288,10 +288,10 @@ def test_the_gateway_reads_its_environment(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
-        ({"HOME": "/home/a"}, "/home/a/.local/state/pilotlight"),
-        ({"HOME": "/home/a", "XDG_STATE_HOME": "/state"}, "/state/pilotlight"),
-        ({"HOME": "/home/a", "XDG_STATE_HOME": "relative"}, "/home/a/.local/state/pilotlight"),
-        ({}, str(Path.home() / ".local/state/pilotlight")),
+        ({"HOME": "/home/a"}, "/home/a/.local/state/pilotflame"),
+        ({"HOME": "/home/a", "XDG_STATE_HOME": "/state"}, "/state/pilotflame"),
+        ({"HOME": "/home/a", "XDG_STATE_HOME": "relative"}, "/home/a/.local/state/pilotflame"),
+        ({}, str(Path.home() / ".local/state/pilotflame")),
     ],
 )
 def test_the_state_folder_is_xdgs(environ: dict[str, str], expected: str) -> None:
@@ -299,22 +299,22 @@ def test_the_state_folder_is_xdgs(environ: dict[str, str], expected: str) -> Non
 
 
 def test_a_typo_in_the_environment_is_told() -> None:
-    with pytest.raises(SettingsError, match=r"PILOTLIGHT_PROT is not .*did you mean PILOTLIGHT_PORT\?"):
-        read_gateway_settings({"PILOTLIGHT_PROT": "1"})
-    with pytest.raises(SettingsError, match=r"PILOTLIGHT_TYPO is not .*did you mean PILOTLIGHT_"):
-        read_gateway_settings({"PILOTLIGHT_TYPO": "1"})
-    assert read_gateway_settings({"PILOTLIGHT_URL": "x"}, other_variables=("PILOTLIGHT_URL",)).port == 8600
+    with pytest.raises(SettingsError, match=r"PILOTFLAME_PROT is not .*did you mean PILOTFLAME_PORT\?"):
+        read_gateway_settings({"PILOTFLAME_PROT": "1"})
+    with pytest.raises(SettingsError, match=r"PILOTFLAME_TYPO is not .*did you mean PILOTFLAME_"):
+        read_gateway_settings({"PILOTFLAME_TYPO": "1"})
+    assert read_gateway_settings({"PILOTFLAME_URL": "x"}, other_variables=("PILOTFLAME_URL",)).port == 8600
 
 
 def test_a_bad_value_in_the_environment_is_told() -> None:
     with pytest.raises(SettingsError, match="port is '99999'; allowed: whole number, 0 to 65535"):
-        read_gateway_settings({"PILOTLIGHT_PORT": "99999"})
+        read_gateway_settings({"PILOTFLAME_PORT": "99999"})
 
 
 def test_networks_in_the_environment_have_commas_between_them() -> None:
-    found = read_gateway_settings({"PILOTLIGHT_WEBHOOK_NETWORKS": "10.0.0.0/8, fd00::/8"})
+    found = read_gateway_settings({"PILOTFLAME_WEBHOOK_NETWORKS": "10.0.0.0/8, fd00::/8"})
     assert found.webhook_networks == ("10.0.0.0/8", "fd00::/8")
-    assert read_gateway_settings({"PILOTLIGHT_WEBHOOK_NETWORKS": ""}).webhook_networks == ()
+    assert read_gateway_settings({"PILOTFLAME_WEBHOOK_NETWORKS": ""}).webhook_networks == ()
 
 
 def test_the_gateways_defaults_need_no_environment() -> None:

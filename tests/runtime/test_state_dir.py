@@ -6,8 +6,8 @@ import stat
 from pathlib import Path
 
 import pytest
-from pilotlight.errors import GatewayError
-from pilotlight.runtime.state_dir import StateDir
+from pilotflame.errors import GatewayError
+from pilotflame.runtime.state_dir import StateDir
 
 
 def test_it_is_made_and_private(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pilotlight.errors import CodeError, SettingsError, UnknownFunction
-from pilotlight.runtime.settings import FunctionSettings
-from pilotlight.runtime.store import RevisionFields, RevisionRecord, Store
+from pilotflame.errors import CodeError, SettingsError, UnknownFunction
+from pilotflame.runtime.settings import FunctionSettings
+from pilotflame.runtime.store import RevisionFields, RevisionRecord, Store
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 

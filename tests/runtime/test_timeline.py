@@ -5,7 +5,7 @@ import math
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from pilotlight.runtime.timeline import PHASES, Activation, Timeline, parse_server_timing
+from pilotflame.runtime.timeline import PHASES, Activation, Timeline, parse_server_timing
 
 TIMES = st.floats(0, 1000)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from pilotlight.runtime import traits
+from pilotflame.runtime import traits
 
 
 def test_a_device_that_no_handler_set_up_is_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:

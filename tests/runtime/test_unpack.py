@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pilotlight.errors import CodeError
-from pilotlight.runtime import unpack as unpack_module
-from pilotlight.runtime.unpack import unpack
+from pilotflame.errors import CodeError
+from pilotflame.runtime import unpack as unpack_module
+from pilotflame.runtime.unpack import unpack
 
 KINDS = {"file": tarfile.REGTYPE, "dir": tarfile.DIRTYPE, "sym": tarfile.SYMTYPE, "hard": tarfile.LNKTYPE,
          "fifo": tarfile.FIFOTYPE, "char": tarfile.CHRTYPE, "block": tarfile.BLKTYPE}  # fmt: skip

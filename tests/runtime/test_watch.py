@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from live import gateway_process, until
-from pilotlight.errors import GatewayError
-from pilotlight.runtime.main import run
-from pilotlight.runtime.settings import GatewaySettings
+from pilotflame.errors import GatewayError
+from pilotflame.runtime.main import run
+from pilotflame.runtime.settings import GatewaySettings
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

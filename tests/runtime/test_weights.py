@@ -16,9 +16,9 @@ import pytest
 import torch
 from fault_server import Faults, FaultServer
 from live import Function, Gateway, failure, gateway_here, until
-from pilotlight.runtime.timeline import parse_server_timing
-from pilotlight.snapshot.format.create import create
-from pilotlight.snapshot.format.manifest import MANIFEST_NAME
+from pilotflame.runtime.timeline import parse_server_timing
+from pilotflame.snapshot.format.create import create
+from pilotflame.snapshot.format.manifest import MANIFEST_NAME
 from safetensors.torch import save_file
 
 LAYERS, WIDTH = 8, 256
@@ -99,8 +99,8 @@ async def deployed(gateway: Gateway, weights: Weights, name: str = "net", **how:
 
 
 def fetcher() -> psutil.Process:
-    found = [child for child in psutil.Process().children() if child.name().startswith("pilotlight: fet")
-             or any("pilotlight.runtime.fetcher" in word or "fetcher" in word for word in child.cmdline())]  # fmt: skip
+    found = [child for child in psutil.Process().children() if child.name().startswith("pilotflame: fet")
+             or any("pilotflame.runtime.fetcher" in word or "fetcher" in word for word in child.cmdline())]  # fmt: skip
     assert len(found) == 1
     return found[0]
 

@@ -15,10 +15,10 @@ import pytest_asyncio
 import torch
 from live import Function, Gateway, failure, gateway_process, short_folder
 from moto.server import ThreadedMotoServer
-from pilotlight.runtime.timeline import parse_server_timing
-from pilotlight.snapshot.converting.push import push
-from pilotlight.snapshot.format.create import create
-from pilotlight.snapshot.sources.s3 import S3Source
+from pilotflame.runtime.timeline import parse_server_timing
+from pilotflame.snapshot.converting.push import push
+from pilotflame.snapshot.format.create import create
+from pilotflame.snapshot.sources.s3 import S3Source
 from safetensors.torch import save_file
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -185,7 +185,7 @@ async def test_of_all_that_the_gateway_starts_only_the_fetcher_has_them_in_memor
         holders = [command for pid, command in processes.items() if holds(pid, secret)]
     except PermissionError:
         pytest.skip("no right to read the memory of one's own descendants")
-    assert [command.strip() for command in holders] == ["pilotlight: fetcher"]
+    assert [command.strip() for command in holders] == ["pilotflame: fetcher"]
 
 
 async def test_weights_without_a_manifest_are_refused_with_the_command_that_makes_it(
@@ -196,7 +196,7 @@ async def test_weights_without_a_manifest_are_refused_with_the_command_that_make
     assert error["status"] == 422
     assert error["type"] == "source_missing"
     assert f"s3://{BUCKET}/bare" in error["message"]
-    assert f"pilotlight snapshot create s3://{BUCKET}/bare" in error["remedy"]
+    assert f"pilotflame snapshot create s3://{BUCKET}/bare" in error["remedy"]
 
 
 async def test_a_bucket_that_is_not_there_is_said(gateway: Gateway) -> None:

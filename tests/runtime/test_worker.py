@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pilotlight.runtime.link import Frame, FrameReader, Kind, encode, encode_json
-from pilotlight.runtime.spec import WorkerSpec
+from pilotflame.runtime.link import Frame, FrameReader, Kind, encode, encode_json
+from pilotflame.runtime.spec import WorkerSpec
 
 LIMIT_S = 60.0
 PROGRAM = """
 import socket, sys
-from pilotlight.runtime.spec import WorkerSpec
-from pilotlight.runtime.worker import Worker
-from pilotlight.runtime.zygote import build
+from pilotflame.runtime.spec import WorkerSpec
+from pilotflame.runtime.worker import Worker
+from pilotflame.runtime.zygote import build
 spec = WorkerSpec.model_validate_json(sys.argv[2])
 Worker(socket.socket(fileno=int(sys.argv[1])), spec, build(spec)).run()
 sys.stdout.flush()
@@ -262,8 +262,8 @@ def test_a_worker_whose_gateway_is_gone_ends_although_its_handler_does_not(
 
 
 BATCH_BLOCKS = """
-import pilotlight
-@pilotlight.batch(max_size=3)
+import pilotflame
+@pilotflame.batch(max_size=3)
 def handler(events):
     open("inside", "wb").close()
     open("gate", "rb").close()
@@ -304,9 +304,9 @@ def test_64_plain_handlers_run_at_the_same_time_in_one_worker(worker: Callable[.
 
 
 MEASURED = """
-    import pilotlight
+    import pilotflame
     sizes = []
-    @pilotlight.batch(max_size=6, example=[{{"n": 1}}, {{"n": 2}}])
+    @pilotflame.batch(max_size=6, example=[{{"n": 1}}, {{"n": 2}}])
     {prefix}def handler(events, context):
         if len(events) > 2 and "{fails}":
             raise MemoryError("no room")
@@ -353,9 +353,9 @@ def test_nothing_is_measured_without_an_example_or_unasked(
     worker: Callable[..., Process], example: str, order: dict[str, bool]
 ) -> None:
     process = worker(f"""
-        import pilotlight
+        import pilotflame
         ran = []
-        @pilotlight.batch(max_size=2{example})
+        @pilotflame.batch(max_size=2{example})
         def handler(events):
             ran.append(len(events))
             return [ran] * len(events)

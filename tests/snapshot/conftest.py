@@ -11,8 +11,8 @@ import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-from pilotlight.snapshot.format.create import create
-from pilotlight.snapshot.format.manifest import Manifest
+from pilotflame.snapshot.format.create import create
+from pilotflame.snapshot.format.manifest import Manifest
 from safetensors.torch import save_file
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from pilotlight.errors import SnapshotCorrupt
-from pilotlight.snapshot.format.create import create
-from pilotlight.snapshot.format.manifest import Manifest
-from pilotlight.snapshot.format.verify import verify
+from pilotflame.errors import SnapshotCorrupt
+from pilotflame.snapshot.format.create import create
+from pilotflame.snapshot.format.manifest import Manifest
+from pilotflame.snapshot.format.verify import verify
 from safetensors.torch import save_file
 
 COUNT = 10_000

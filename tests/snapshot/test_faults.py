@@ -15,27 +15,27 @@ from typing import Any
 import pytest
 import torch
 from fault_server import Faults, FaultServer, Request
-from pilotlight.errors import (
+from pilotflame.errors import (
     FetchFailed,
-    PilotlightError,
+    PilotflameError,
     SnapshotChanged,
     SnapshotCorrupt,
     SourceDenied,
     SourceError,
     SourceMissing,
 )
-from pilotlight.snapshot.caching.cache import Cache
-from pilotlight.snapshot.caching.tier import Tier
-from pilotlight.snapshot.fetching.arrival import Arrival
-from pilotlight.snapshot.fetching.fetch import FetchStats, fetch
-from pilotlight.snapshot.fetching.target import Target
-from pilotlight.snapshot.format.create import create
-from pilotlight.snapshot.format.manifest import MANIFEST_NAME, Manifest
-from pilotlight.snapshot.restoring.mapping import Mapping
-from pilotlight.snapshot.restoring.plan import make_plan
-from pilotlight.snapshot.restoring.restore import restore
-from pilotlight.snapshot.sources import ranged
-from pilotlight.snapshot.sources.http import HttpSource
+from pilotflame.snapshot.caching.cache import Cache
+from pilotflame.snapshot.caching.tier import Tier
+from pilotflame.snapshot.fetching.arrival import Arrival
+from pilotflame.snapshot.fetching.fetch import FetchStats, fetch
+from pilotflame.snapshot.fetching.target import Target
+from pilotflame.snapshot.format.create import create
+from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
+from pilotflame.snapshot.restoring.mapping import Mapping
+from pilotflame.snapshot.restoring.plan import make_plan
+from pilotflame.snapshot.restoring.restore import restore
+from pilotflame.snapshot.sources import ranged
+from pilotflame.snapshot.sources.http import HttpSource
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -129,17 +129,17 @@ def check(weights: Weights, folder: Path) -> None:
         assert torch.equal(net.state_dict()[name], right), name
 
 
-def refused(weights: Weights, url: str, folder: Path, **how: Any) -> PilotlightError:
+def refused(weights: Weights, url: str, folder: Path, **how: Any) -> PilotflameError:
     arrival = Arrival(weights.manifest)
     options = {"connections": 4, "part_bytes": 2 * CHUNK, **how}
-    with files_in(folder, weights.manifest) as targets, pytest.raises(PilotlightError) as caught:
+    with files_in(folder, weights.manifest) as targets, pytest.raises(PilotflameError) as caught:
         fetch(weights.manifest, HttpSource(url), targets, arrival, **options)
     assert arrival.error is caught.value
     assert not arrival.complete
     return caught.value
 
 
-def check_named(weights: Weights, error: PilotlightError) -> None:
+def check_named(weights: Weights, error: PilotflameError) -> None:
     """It says which shard, which chunk, and exactly the tensors in it: in words, and in fields."""
     manifest = weights.manifest
     shard, chunk = weights.shards.index(error.details["shard"]), error.details["chunk"]

@@ -8,10 +8,10 @@ import re
 from pathlib import Path
 
 import pytest
-from pilotlight.snapshot.format import header, manifest
-from pilotlight.snapshot.format.dtype import DTYPES
-from pilotlight.snapshot.format.manifest import Asset, Manifest, Shard, TensorEntry
-from pilotlight.snapshot.sources import source
+from pilotflame.snapshot.format import header, manifest
+from pilotflame.snapshot.format.dtype import DTYPES
+from pilotflame.snapshot.format.manifest import Asset, Manifest, Shard, TensorEntry
+from pilotflame.snapshot.sources import source
 
 PAGE = (Path(__file__).parents[2] / "docs" / "snapshot-format.md").read_text()
 

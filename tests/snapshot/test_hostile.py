@@ -12,13 +12,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pilotlight.errors import HeaderError, ManifestError, SnapshotError
-from pilotlight.snapshot.format.dtype import DTYPES
-from pilotlight.snapshot.format.header import MAX_HEADER_BYTES, Header, parse_header, read_header
-from pilotlight.snapshot.format.layout import read_index
-from pilotlight.snapshot.format.manifest import MANIFEST_NAME, MAX_ASSET_BYTES, Manifest
-from pilotlight.snapshot.sources.folder import FolderSource
-from pilotlight.snapshot.sources.source import name_fault
+from pilotflame.errors import HeaderError, ManifestError, SnapshotError
+from pilotflame.snapshot.format.dtype import DTYPES
+from pilotflame.snapshot.format.header import MAX_HEADER_BYTES, Header, parse_header, read_header
+from pilotflame.snapshot.format.layout import read_index
+from pilotflame.snapshot.format.manifest import MANIFEST_NAME, MAX_ASSET_BYTES, Manifest
+from pilotflame.snapshot.sources.folder import FolderSource
+from pilotflame.snapshot.sources.source import name_fault
 from safetensors.torch import save
 
 DEADLINE_MS = 2000

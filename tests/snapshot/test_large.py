@@ -21,21 +21,21 @@ import numpy
 import pytest
 import torch
 import xxhash
-from pilotlight.snapshot.fetching.arrival import Arrival
-from pilotlight.snapshot.fetching.fetch import fetch
-from pilotlight.snapshot.fetching.target import Target
-from pilotlight.snapshot.format.header import read_header
-from pilotlight.snapshot.format.manifest import (
+from pilotflame.snapshot.fetching.arrival import Arrival
+from pilotflame.snapshot.fetching.fetch import fetch
+from pilotflame.snapshot.fetching.target import Target
+from pilotflame.snapshot.format.header import read_header
+from pilotflame.snapshot.format.manifest import (
     DEFAULT_CHUNK_BYTES,
     MANIFEST_NAME,
     Manifest,
     Shard,
     TensorEntry,
 )
-from pilotlight.snapshot.restoring.mapping import Mapping
-from pilotlight.snapshot.restoring.plan import make_plan
-from pilotlight.snapshot.restoring.restore import restore
-from pilotlight.snapshot.sources.folder import FolderSource
+from pilotflame.snapshot.restoring.mapping import Mapping
+from pilotflame.snapshot.restoring.plan import make_plan
+from pilotflame.snapshot.restoring.restore import restore
+from pilotflame.snapshot.sources.folder import FolderSource
 from torch import nn
 
 NAME = "model.safetensors"
@@ -125,7 +125,7 @@ def room() -> Iterator[Path]:
     """A folder in memory: there, unlike on a disk, reading a hole takes no page."""
     if not Path("/dev/shm").is_dir() or shutil.disk_usage("/dev/shm").free < DISK_BYTES:
         pytest.skip("no room in /dev/shm")
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="pilotlight-test-") as folder:
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="pilotflame-test-") as folder:
         yield Path(folder)
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from live import Function, Gateway
-from pilotlight.handlers.contract import Context
-from pilotlight.handlers.handler import Handler, Kind
-from pilotlight.handlers.resolve import resolve
+from pilotflame.handlers.contract import Context
+from pilotflame.handlers.handler import Handler, Kind
+from pilotflame.handlers.resolve import resolve
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PLATFORMS = ("runpod", "cog")
@@ -101,13 +101,13 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return None if hidden else found
 
     for platform in PLATFORMS:
-        monkeypatch.setattr(f"pilotlight.handlers.foreign.{platform}.find_spec", absent)
+        monkeypatch.setattr(f"pilotflame.handlers.foreign.{platform}.find_spec", absent)
     yield
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environ)
     for name in set(sys.modules) - set(before):
-        if name.partition(".")[0] in PLATFORMS or not name.startswith("pilotlight"):
+        if name.partition(".")[0] in PLATFORMS or not name.startswith("pilotflame"):
             del sys.modules[name]
     sys.modules.update(
         {name: before[name] for name in before if name.partition(".")[0] in (*PLATFORMS, "__main__")}

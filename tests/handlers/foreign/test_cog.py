@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from live import LIMIT_S, Gate, Gateway
-from pilotlight.runtime.invocation import Invocation
+from pilotflame.runtime.invocation import Invocation
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -26,7 +26,7 @@ def pieces(text: str) -> list[Any]:
     ]
 
 
-HERE = {"env.PILOTLIGHT_INPUT_NETWORKS": "127.0.0.0/8"}
+HERE = {"env.PILOTFLAME_INPUT_NETWORKS": "127.0.0.0/8"}
 """This machine may be fetched from."""
 
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pilotlight.addresses import INPUT_NETWORKS
-from pilotlight.handlers.foreign import files
-from pilotlight.handlers.foreign.files import Fetched
+from pilotflame.addresses import INPUT_NETWORKS
+from pilotflame.handlers.foreign import files
+from pilotflame.handlers.foreign.files import Fetched
 
 
 @pytest.fixture(autouse=True)

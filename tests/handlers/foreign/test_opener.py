@@ -9,9 +9,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.error import URLError
 
 import pytest
-from pilotlight.addresses import INPUT_NETWORKS, Addresses
-from pilotlight.handlers.foreign.files import Fetched
-from pilotlight.handlers.foreign.opener import connected, opener
+from pilotflame.addresses import INPUT_NETWORKS, Addresses
+from pilotflame.handlers.foreign.files import Fetched
+from pilotflame.handlers.foreign.opener import connected, opener
 
 HERE = {INPUT_NETWORKS: "127.0.0.1, ::1"}
 

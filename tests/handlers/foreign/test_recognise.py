@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from pilotlight.errors import HandlerSignatureError
-from pilotlight.handlers.foreign.recognise import Entry, parse, recognise
+from pilotflame.errors import HandlerSignatureError
+from pilotflame.handlers.foreign.recognise import Entry, parse, recognise
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # If any of these files were run, the test would end here.
@@ -33,7 +33,7 @@ def write(folder: Path, **files: str) -> Path:
         ("runpod:handler.py", Entry("runpod", "handler.py", "")),
         ("cog:predict.py:Predictor", Entry("cog", "predict.py", "Predictor")),
         ("lambda:app.py:lambda_handler", Entry("lambda", "app.py", "lambda_handler")),
-        ("pilotlight:handler.py", Entry("pilotlight", "handler.py", "")),
+        ("pilotflame:handler.py", Entry("pilotflame", "handler.py", "")),
         ("other:handler.py", Entry("", "other", "handler.py")),
     ],
 )
@@ -115,7 +115,7 @@ def test_a_lambda_function_is_lambdas(tmp_path: Path, file: str, text: str, name
     [
         {"handler": OWN},
         {"handler": "def handler(event, context): return 1\n"},
-        {"handler": "import pilotlight\n" + RUNPOD},
+        {"handler": "import pilotflame\n" + RUNPOD},
         {"handler": OWN, "predict": COG, "app": LAMBDA, "rp_handler": RUNPOD},
         {"handler": OWN, "predict": COG, "cog.yaml": "predict: predict.py:Predictor\n"},
         {"handler": "from model import handler\n", "rp_handler": RUNPOD},
@@ -125,13 +125,13 @@ def test_a_lambda_function_is_lambdas(tmp_path: Path, file: str, text: str, name
         {"handler": OWN + LAMBDA},
         {"handler": "# we left runpod\nimport runpod\ndef handler(event): return runpod.Endpoint('x')\n"},
         {"app": "def handler(event): return 1\n"},
-        {"app": "import pilotlight\ndef handler(event, context): return 1\n"},
+        {"app": "import pilotflame\ndef handler(event, context): return 1\n"},
         {},
     ],
     ids=lambda files: "+".join(files) or "empty",
 )
-def test_pilotlights_own_comes_first_where_it_is_one(tmp_path: Path, files: dict[str, str]) -> None:
-    assert recognise(write(tmp_path, **files)) == ("pilotlight", "handler.py", "handler")
+def test_pilotflames_own_comes_first_where_it_is_one(tmp_path: Path, files: dict[str, str]) -> None:
+    assert recognise(write(tmp_path, **files)) == ("pilotflame", "handler.py", "handler")
 
 
 def test_a_handler_file_without_a_handler_is_not_in_the_way(tmp_path: Path) -> None:
@@ -157,16 +157,16 @@ def test_runpods_template_keeps_it_in_src(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("reference", "entry"),
     [
-        ("pilotlight:both.py", ("pilotlight", "both.py", "handler")),
+        ("pilotflame:both.py", ("pilotflame", "both.py", "handler")),
         ("both.py", ("runpod", "both.py", "")),
-        ("both.py:handler", ("pilotlight", "both.py", "handler")),
+        ("both.py:handler", ("pilotflame", "both.py", "handler")),
         ("both.py:lambda_handler", ("lambda", "both.py", "lambda_handler")),
         ("both.py:Predictor", ("cog", "both.py", "Predictor")),
-        ("both.py:other", ("pilotlight", "both.py", "other")),
+        ("both.py:other", ("pilotflame", "both.py", "other")),
         ("cog:both.py", ("cog", "both.py", "Predictor")),
         ("lambda:both.py:anything", ("lambda", "both.py", "anything")),
         ("lambda:gone.py", ("lambda", "gone.py", "lambda_handler")),
-        ("gone.py", ("pilotlight", "gone.py", "handler")),
+        ("gone.py", ("pilotflame", "gone.py", "handler")),
     ],
 )
 def test_who_says_it_is_believed(tmp_path: Path, reference: str, entry: tuple[str, str, str]) -> None:
@@ -183,8 +183,8 @@ def test_what_cannot_be_read_is_left_to_its_import(tmp_path: Path) -> None:
         b"#" * (2 << 20),
     ):
         (tmp_path / "handler.py").write_bytes(content)
-        assert recognise(tmp_path) == ("pilotlight", "handler.py", "handler")
-    assert recognise(tmp_path / "gone") == ("pilotlight", "handler.py", "handler")
+        assert recognise(tmp_path) == ("pilotflame", "handler.py", "handler")
+    assert recognise(tmp_path / "gone") == ("pilotflame", "handler.py", "handler")
 
 
 @pytest.mark.parametrize(

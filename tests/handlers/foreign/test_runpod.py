@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from live import LIMIT_S, Function, Gate, Gateway, until
-from pilotlight.errors import HandlerFailed, HandlerImportError, HandlerSignatureError
-from pilotlight.runtime.invocation import Answer, Invocation
+from pilotflame.errors import HandlerFailed, HandlerImportError, HandlerSignatureError
+from pilotflame.runtime.invocation import Answer, Invocation
 
 live = pytest.mark.asyncio(loop_scope="module")
 START = "\nimport runpod\nrunpod.serverless.start({'handler': handler})\n"

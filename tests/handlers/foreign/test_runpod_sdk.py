@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pilotlight.handlers.foreign import runpod_sdk
-from pilotlight.handlers.foreign.runpod_sdk import stand_in, validate
+from pilotflame.handlers.foreign import runpod_sdk
+from pilotflame.handlers.foreign.runpod_sdk import stand_in, validate
 
 SCHEMA = {
     "n": {"type": int, "required": True, "constraints": lambda n: n < 10},

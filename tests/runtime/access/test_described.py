@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from live import Gateway
-from pilotlight.runtime.access.rules import OPEN
+from pilotflame.runtime.access.rules import OPEN
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

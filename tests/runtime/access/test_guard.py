@@ -15,8 +15,8 @@ import httpx
 import pytest
 import pytest_asyncio
 from live import Function, Gate, Gateway, failure, gateway_here, gateway_process, short_folder, until
-from pilotlight.runtime.access.guard import token_in
-from pilotlight.runtime.access.keyring import USE_GRAIN_S
+from pilotflame.runtime.access.guard import token_in
+from pilotflame.runtime.access.keyring import USE_GRAIN_S
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -118,7 +118,7 @@ async def test_without_a_key_only_health_answers(gateway: Gateway):
 
 
 @pytest.mark.parametrize(
-    "header", ["", "Bearer", "Bearer x y", "Bearer pl_x", "Basic dXNlcjpwYXNz", "Bearer pl_000000000000_" + "0" * 64, "AWS4-HMAC-SHA256 Credential=x"]
+    "header", ["", "Bearer", "Bearer x y", "Bearer pf_x", "Basic dXNlcjpwYXNz", "Bearer pf_000000000000_" + "0" * 64, "AWS4-HMAC-SHA256 Credential=x"]
 )  # fmt: skip
 async def test_a_key_that_is_none_opens_nothing(gateway: Gateway, header: str):
     async with httpx.AsyncClient(base_url=gateway.url, headers={"Authorization": header}) as client:
@@ -126,7 +126,7 @@ async def test_a_key_that_is_none_opens_nothing(gateway: Gateway, header: str):
 
 
 async def test_a_header_that_is_no_text_opens_nothing(gateway: Gateway):
-    headers = [(b"Authorization", b"Bearer pl_\xff\xfe")]
+    headers = [(b"Authorization", b"Bearer pf_\xff\xfe")]
     async with httpx.AsyncClient(base_url=gateway.url, headers=headers) as client:
         assert (await client.get("/v1/functions")).status_code == 401
 
@@ -136,7 +136,7 @@ async def test_beyond_this_machine_nothing_but_health_answers_until_there_is_a_k
     async with gateway_process(state, host="0.0.0.0") as gateway:
         port = httpx.URL(gateway.url).port
         said = (state.parent / "gateway.log").read_text()
-        assert "pilotlight keys create NAME --scope admin" in said
+        assert "pilotflame keys create NAME --scope admin" in said
         assert str(state) in said
         for address in {"127.0.0.1", *addresses}:
             async with httpx.AsyncClient(base_url=f"http://{address}:{port}") as client:
@@ -191,7 +191,7 @@ async def test_a_key_may_come_as_the_session_token_of_a_signed_request(gateway: 
             response = await client.post("/invoke/mine", json=1, headers={"X-Amz-Security-Token": token})
             assert response.status_code == status, token
         # It stands for the signature, not for whatever else was sent.
-        both = {"Authorization": "Bearer pl_x", "X-Amz-Security-Token": key["key"]}
+        both = {"Authorization": "Bearer pf_x", "X-Amz-Security-Token": key["key"]}
         assert (await client.post("/invoke/mine", json=1, headers=both)).status_code == 401
 
 
@@ -339,7 +339,7 @@ async def test_over_the_concurrency_is_refused_while_it_lasts(gateway: Gateway, 
     assert (await running).json() == 1
     assert (await client.post("/invoke/mine", json=1)).status_code == 200
     told = (await gateway.client.get("/metrics")).text
-    assert 'pilotlight_refusals_total{function="mine",reason="quota_exceeded"}' in told
+    assert 'pilotflame_refusals_total{function="mine",reason="quota_exceeded"}' in told
 
 
 async def test_who_leaves_gives_his_place_back(gateway: Gateway, keyed: Opened, gate: Gate):

@@ -7,9 +7,9 @@ import threading
 from pathlib import Path
 
 import pytest
-from pilotlight.errors import GatewayError, UnknownKey
-from pilotlight.runtime.access.keyring import USE_GRAIN_S, Keyring
-from pilotlight.runtime.access.keys import NewKey
+from pilotflame.errors import GatewayError, UnknownKey
+from pilotflame.runtime.access.keyring import USE_GRAIN_S, Keyring
+from pilotflame.runtime.access.keys import NewKey
 
 
 def loaded(state: Path) -> Keyring:
@@ -50,7 +50,7 @@ def test_a_revoked_key_is_gone_and_the_gateway_stays_closed(tmp_path: Path):
         keyring.revoke(key.id)
 
 
-@pytest.mark.parametrize("token", ["", "pl_", "Bearer", "pl_000000000000_" + "0" * 64, "ä" * 80])
+@pytest.mark.parametrize("token", ["", "pf_", "Bearer", "pf_000000000000_" + "0" * 64, "ä" * 80])
 def test_what_is_no_key_finds_none(tmp_path: Path, token: str):
     keyring = loaded(tmp_path)
     keyring.create(NewKey(name="a"), 0.0)

@@ -8,9 +8,9 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotlight.errors import BadInput
-from pilotlight.runtime.access import keys
-from pilotlight.runtime.access.keys import ApiKey, NewKey, Scope, key_id_of, mint, parse_new_key
+from pilotflame.errors import BadInput
+from pilotflame.runtime.access import keys
+from pilotflame.runtime.access.keys import ApiKey, NewKey, Scope, key_id_of, mint, parse_new_key
 
 
 def test_a_token_opens_its_key_and_no_other():
@@ -45,7 +45,7 @@ def test_comparing_takes_equally_long():
 @given(st.text())
 def test_nonsense_is_no_token(text: str):
     assert key_id_of(text) is None
-    assert key_id_of(f"pl_{text}") is None
+    assert key_id_of(f"pf_{text}") is None
 
 
 def test_a_wish_is_read():

@@ -7,9 +7,9 @@ from pathlib import Path
 import httpx
 import pytest
 from live import failure, gateway_here
-from pilotlight.errors import Forbidden
-from pilotlight.runtime.access.origin import OriginCheck
-from pilotlight.runtime.code import pack
+from pilotflame.errors import Forbidden
+from pilotflame.runtime.access.origin import OriginCheck
+from pilotflame.runtime.code import pack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -66,7 +66,7 @@ async def test_a_web_page_of_elsewhere_can_do_nothing(gateway, deploy, tmp_path:
         assert response.status_code == 403
         assert "Without API keys" in response.text
     error = failure(await client.get("/v1/functions", headers=sent))
-    assert (error["type"], "pilotlight keys create" in error["remedy"]) == ("forbidden", True)
+    assert (error["type"], "pilotflame keys create" in error["remedy"]) == ("forbidden", True)
     assert [one["name"] for one in (await client.get("/v1/functions")).json()["functions"]] == [function.name]
     assert (await client.get("/healthz", headers=sent)).status_code == 200
 

@@ -7,7 +7,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotlight.runtime.access.quota import Bucket, Meter
+from pilotflame.runtime.access.quota import Bucket, Meter
 
 RATES = st.floats(min_value=1e-3, max_value=1e4)
 GAPS = st.lists(st.floats(min_value=0.0, max_value=1e4), max_size=60)

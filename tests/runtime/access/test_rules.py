@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from pilotlight.runtime.access.keys import Scope
-from pilotlight.runtime.access.rules import OPEN, scope_of
+from pilotflame.runtime.access.keys import Scope
+from pilotflame.runtime.access.rules import OPEN, scope_of
 
 
 @pytest.mark.parametrize(

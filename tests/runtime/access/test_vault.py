@@ -6,8 +6,8 @@ import stat
 from pathlib import Path
 
 import pytest
-from pilotlight.errors import BadInput, GatewayError, SettingsError, UnknownSecret
-from pilotlight.runtime.access.vault import MAX_SECRETS, MAX_VALUE_BYTES, Vault
+from pilotflame.errors import BadInput, GatewayError, SettingsError, UnknownSecret
+from pilotflame.runtime.access.vault import MAX_SECRETS, MAX_VALUE_BYTES, Vault
 
 VALUE = "s3cr3t-välue\n with lines"
 

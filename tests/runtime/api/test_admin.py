@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 from live import Gate, Gateway, failure, gateway_here
-from pilotlight.runtime.code import pack
+from pilotflame.runtime.code import pack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -30,8 +30,8 @@ BROKEN = {
     ),
     "module": ({"handler.py": "import nosuchmodule\n"}, {}, "handler_import_failed", "nosuchmodule"),
     "requirement": (
-        {"handler.py": ECHO, "requirements.txt": "nosuchpackage-pilotlight==1\n"}, {},
-        "requirements_unmet", "nosuchpackage-pilotlight",
+        {"handler.py": ECHO, "requirements.txt": "nosuchpackage-pilotflame==1\n"}, {},
+        "requirements_unmet", "nosuchpackage-pilotflame",
     ),
     "no-function": ({"handler.py": "x = 1\n"}, {}, "handler_signature_invalid", "defines no `handler`"),
     "arity": ({"handler.py": "def handler():\n    pass\n"}, {}, "handler_signature_invalid", "`handler in handler.py` is defined as ()"),
@@ -44,7 +44,7 @@ BROKEN = {
         "handler_setup_failed", "handler.py, line 2: RuntimeError: no",
     ),
     "setting": ({"handler.py": ECHO}, {"scale.mx": 3}, "settings_invalid", "scale.max"),
-    "toml": ({"handler.py": ECHO, "pilotlight.toml": "idempotnt = true\n"}, {}, "settings_invalid", "idempotent"),
+    "toml": ({"handler.py": ECHO, "pilotflame.toml": "idempotnt = true\n"}, {}, "settings_invalid", "idempotent"),
     "no-weights": ({"handler.py": ECHO}, {"snapshot": "weights"}, "snapshot_error", "does not exist"),
 }  # fmt: skip
 
@@ -168,7 +168,7 @@ async def test_a_folder_is_not_read_for_callers_from_elsewhere(state, tmp_path: 
 
 async def test_an_archive_is_deployed(client, tmp_path: Path):
     (tmp_path / "handler.py").write_text(ECHO)
-    (tmp_path / "pilotlight.toml").write_text('name = "packed"\n[scale]\nmax = 2\n')
+    (tmp_path / "pilotflame.toml").write_text('name = "packed"\n[scale]\nmax = 2\n')
     response = await client.post(
         "/v1/functions", content=pack(tmp_path), params={"set": "scale.max=3", "check": "0"},
         headers={"Content-Type": "application/gzip"},
@@ -304,11 +304,11 @@ async def test_health_metrics_and_description(deploy, client: httpx.AsyncClient)
     assert (await client.get("/healthz")).json() == {"status": "alive"}
     assert (await client.get("/readyz")).json() == {"status": "ready"}
     text = (await client.get("/metrics")).text
-    assert f'pilotlight_invocations_total{{code="200",function="{function.name}"}} 1.0' in text
-    assert f'pilotlight_invocations_total{{code="422",function="{function.name}"}} 1.0' in text
-    assert f'pilotlight_workers{{function="{function.name}",state="ready"}} 1.0' in text
+    assert f'pilotflame_invocations_total{{code="200",function="{function.name}"}} 1.0' in text
+    assert f'pilotflame_invocations_total{{code="422",function="{function.name}"}} 1.0' in text
+    assert f'pilotflame_workers{{function="{function.name}",state="ready"}} 1.0' in text
     assert (
-        f'pilotlight_cold_start_phase_seconds_count{{function="{function.name}",phase="restore"}} 1.0' in text
+        f'pilotflame_cold_start_phase_seconds_count{{function="{function.name}",phase="restore"}} 1.0' in text
     )
     described = (await client.get("/openapi.json")).json()
     assert f"/invoke/{function.name}" in described["paths"]

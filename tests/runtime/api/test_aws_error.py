@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 
 import pytest
-from pilotlight.errors import (
+from pilotflame.errors import (
     ActivationTimeout,
     BadInput,
-    PilotlightError,
+    PilotflameError,
     QueueFull,
     Unauthorized,
     UnknownFunction,
 )
-from pilotlight.runtime.api.aws_error import aws_error
+from pilotflame.runtime.api.aws_error import aws_error
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ from pilotlight.runtime.api.aws_error import aws_error
         (ActivationTimeout("late"), "ServiceException", 503, "Service"),
     ],
 )
-def test_each_error_has_its_name(error: PilotlightError, name: str, status: int, whose: str) -> None:
+def test_each_error_has_its_name(error: PilotflameError, name: str, status: int, whose: str) -> None:
     response = aws_error(error, "r-1")
     assert (response.status, response.headers["x-amzn-ErrorType"]) == (status, name)
     assert response.headers["x-amzn-RequestId"] == "r-1"

@@ -263,7 +263,7 @@ async def test_the_session_token_is_the_api_key(state):
         assert (await invoke(client, "mine:$LATEST", 1, InvocationType="Event"))["StatusCode"] == 202
         assert await refused(client, "theirs") == ("ResourceNotFoundException", 404)
         assert await refused(client, "arn:aws:lambda:us-east-1:000000000000:function:theirs") == ("ResourceNotFoundException", 404)  # fmt: skip
-        for wrong in (None, "pl_000000000000_" + "0" * 64):
+        for wrong in (None, "pf_000000000000_" + "0" * 64):
             assert await refused(client_of(gateway.url, wrong), "mine") == (
                 "UnrecognizedClientException",
                 401,

@@ -12,8 +12,8 @@ from cloudevents.core.formats.json import JSONFormat
 from cloudevents.core.v1.event import CloudEvent
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotlight.errors import EventInvalid, InputTooLarge, PilotlightError, UnsupportedMedia
-from pilotlight.runtime.api.cloudevents import BATCHED, MAX_EVENTS, STRUCTURED, Event, parse
+from pilotflame.errors import EventInvalid, InputTooLarge, PilotflameError, UnsupportedMedia
+from pilotflame.runtime.api.cloudevents import BATCHED, MAX_EVENTS, STRUCTURED, Event, parse
 
 PLAIN = {"specversion": "1.0", "id": "1", "source": "/mine", "type": "made"}
 FORBIDDEN = "".join(chr(code) for code in [*range(0x20), *range(0x7F, 0xA0), 0xFDD0, 0xFFFE, 0xFFFF])
@@ -228,7 +228,7 @@ def refused(headers: dict[str, str], body: bytes) -> int:
     """The status with which a request is refused; 0 if it is taken."""
     try:
         parse(headers, body)
-    except PilotlightError as error:
+    except PilotflameError as error:
         return error.status
     return 0
 

@@ -8,8 +8,8 @@ import sys
 import threading
 
 import pytest
-from pilotlight.runtime.api import compression
-from pilotlight.runtime.api.compression import LEAST_BYTES, chosen
+from pilotflame.runtime.api import compression
+from pilotflame.runtime.api.compression import LEAST_BYTES, chosen
 
 if sys.version_info >= (3, 14):
     from compression import zstd

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from multidict import CIMultiDict
-from pilotlight.errors import BadInput
-from pilotlight.runtime.api.deadline import ENVOY, GRPC, STAINLESS, TIMEOUT, priority_of, timeout_of
+from pilotflame.errors import BadInput
+from pilotflame.runtime.api.deadline import ENVOY, GRPC, STAINLESS, TIMEOUT, priority_of, timeout_of
 
 MOST = 600.0
 

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from live import LIMIT_S, Gate, Gateway, events, until
-from pilotlight.runtime.api import gateway as gateway_module
+from pilotflame.runtime.api import gateway as gateway_module
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -87,7 +87,7 @@ async def test_a_reader_that_never_reads_is_hung_up_on(
         poll.register(sock, 0)  # an error or a hang-up, which are told whatever is asked for
         assert await asyncio.to_thread(poll.poll, LIMIT_S * 1000)
     metrics = (await gateway.client.get("/metrics")).text
-    assert f'pilotlight_invocations_total{{code="504",function="{function.name}"}} 1.0' in metrics
+    assert f'pilotflame_invocations_total{{code="504",function="{function.name}"}} 1.0' in metrics
 
 
 @KINDS

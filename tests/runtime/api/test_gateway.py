@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from live import LIMIT_S, Gate, Gateway, events, failure, gateway_here, gone
-from pilotlight.runtime.invocation import Invocation
-from pilotlight.runtime.revision import Revision
-from pilotlight.runtime.timeline import parse_server_timing
+from pilotflame.runtime.invocation import Invocation
+from pilotflame.runtime.revision import Revision
+from pilotflame.runtime.timeline import parse_server_timing
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -30,9 +30,9 @@ ECHO = "def handler(event):\n    return event\n"
         "def handler(event, context):\n    return {'twice': event * 2, 'id': context.id}",
         "async def handler(event):\n    return {'twice': event * 2}",
         "async def handler(event, context):\n    return {'twice': event * 2, 'id': context.id}",
-        "import pilotlight\n@pilotlight.batch(max_size=4)\ndef handler(events):\n"
+        "import pilotflame\n@pilotflame.batch(max_size=4)\ndef handler(events):\n"
         "    return [{'twice': event * 2} for event in events]",
-        "import pilotlight\n@pilotlight.batch(max_size=4)\nasync def handler(events, context):\n"
+        "import pilotflame\n@pilotflame.batch(max_size=4)\nasync def handler(events, context):\n"
         "    return [{'twice': event * 2, 'id': item.id} for event, item in zip(events, context.items)]",
         "class Model:\n    def __call__(self, event):\n        return {'twice': event * 2}\nhandler = Model()",
     ],
@@ -225,10 +225,10 @@ async def test_refusals_are_counted_by_their_reason(deploy, client: httpx.AsyncC
     await function.error(0)
     await function.error(1, X_Priority="9")
     told = (await client.get("/metrics")).text
-    of = f'pilotlight_refusals_total{{function="{function.name}",reason='
+    of = f'pilotflame_refusals_total{{function="{function.name}",reason='
     found = [line for line in told.splitlines() if line.startswith(of)]
     assert sorted(found) == [f'{of}"bad_json"}} 1.0', f'{of}"input_too_large"}} 1.0']
-    exec_ = f'pilotlight_phase_seconds_count{{function="{function.name}",phase="exec"}} 1.0'
+    exec_ = f'pilotflame_phase_seconds_count{{function="{function.name}",phase="exec"}} 1.0'
     assert exec_ in told
 
 
@@ -316,7 +316,7 @@ async def test_cold_then_warm_and_the_phases_sum(deploy):
 
 
 async def test_a_deadline_passes_and_the_stuck_worker_is_replaced(deploy, gate: Gate, monkeypatch):
-    monkeypatch.setattr("pilotlight.runtime.line.CANCEL_GRACE_S", 0.0)
+    monkeypatch.setattr("pilotflame.runtime.line.CANCEL_GRACE_S", 0.0)
     source = (
         "import gate, os\ndef handler(event):\n    if event:\n        gate.wait()\n    return os.getpid()"
     )
@@ -493,8 +493,8 @@ async def test_what_waits_is_dropped_when_its_caller_leaves(deploy, gate: Gate):
 
 
 BATCH = """
-import gate, pilotlight
-@pilotlight.batch(max_size=8)
+import gate, pilotflame
+@pilotflame.batch(max_size=8)
 def handler(events):
     gate.wait(str(len(events)))
     return [ValueError("bad") if event == "bad" else [event, len(events)] for event in events]
@@ -517,7 +517,7 @@ async def test_callers_are_batched_and_one_bad_item_fails_alone(deploy, gate: Ga
 
 
 async def test_a_batch_of_the_wrong_length_fails_as_a_whole(deploy):
-    function = await deploy("import pilotlight\n@pilotlight.batch()\ndef handler(events):\n    return []")
+    function = await deploy("import pilotflame\n@pilotflame.batch()\ndef handler(events):\n    return []")
     error = await function.error(1)
     assert error["type"] == "output_invalid"
     assert "1 events and returned 0 answers" in error["message"]

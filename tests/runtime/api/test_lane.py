@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 from live import LIMIT_S, Function, Gate, Gateway
-from pilotlight.errors import OutputInvalid
-from pilotlight.runtime.api.answer import Reply
-from pilotlight.runtime.api.lane import Lane
+from pilotflame.errors import OutputInvalid
+from pilotflame.runtime.api.answer import Reply
+from pilotflame.runtime.api.lane import Lane
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -6,11 +6,11 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from pilotlight._version import __version__
-from pilotlight.handlers.codec import InputCodec, OutputCodec
-from pilotlight.runtime.api.openapi import describe
-from pilotlight.runtime.functions import FunctionStatus, Workers
-from pilotlight.runtime.settings import FunctionSettings
+from pilotflame._version import __version__
+from pilotflame.handlers.codec import InputCodec, OutputCodec
+from pilotflame.runtime.api.openapi import describe
+from pilotflame.runtime.functions import FunctionStatus, Workers
+from pilotflame.runtime.settings import FunctionSettings
 from pydantic import BaseModel
 
 

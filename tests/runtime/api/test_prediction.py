@@ -9,9 +9,9 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotlight.errors import BadInput, InputInvalid
-from pilotlight.runtime.api.prediction import STATUSES, Preference, parse, shown
-from pilotlight.runtime.jobs.job import EVENTS, Job, State, Webhook
+from pilotflame.errors import BadInput, InputInvalid
+from pilotflame.runtime.api.prediction import STATUSES, Preference, parse, shown
+from pilotflame.runtime.jobs.job import EVENTS, Job, State, Webhook
 
 # -- what is preferred
 

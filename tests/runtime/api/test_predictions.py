@@ -48,7 +48,7 @@ class Predictor:
 
     async def ask(self, method: str, path: str, body: Any = None, **headers: str) -> httpx.Response:
         named = {key.replace("_", "-"): value for key, value in headers.items()}
-        named.setdefault("X-Pilotlight-Function", self.function.name)
+        named.setdefault("X-Pilotflame-Function", self.function.name)
         return await self.function.client.request(method, path, json=body, headers=named)
 
     async def post(self, event: Any, **more: Any) -> httpx.Response:
@@ -158,7 +158,7 @@ async def test_who_only_joined_leaves_the_prediction_alone(deploy, gate: Gate):
     with pytest.raises(httpx.ReadTimeout):
         await predictor.function.client.put(
             "/predictions/mine-2", json={"input": 1}, timeout=0.3,
-            headers={"X-Pilotlight-Function": predictor.function.name},
+            headers={"X-Pilotflame-Function": predictor.function.name},
         )  # fmt: skip
     arrival.go()
     assert (await predictor.reached("mine-2", "succeeded"))["output"] == 1
@@ -275,7 +275,7 @@ async def test_the_function_must_be_clear(deploy):
     for given_ in (
         await client.post(f"/predictions?function={one.name}", json=body),
         await client.post("/predictions", json={**body, "version": one.name}),
-        await client.post("/predictions", json={**body, "version": "x"}, headers={"X-Pilotlight-Function": one.name}),
+        await client.post("/predictions", json={**body, "version": "x"}, headers={"X-Pilotflame-Function": one.name}),
     ):  # fmt: skip
         assert given_.json()["version"] == one.name, given_.text
     assert failure(await client.post("/predictions", json={**body, "version": "none"}))["status"] == 404

@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 from live import LIMIT_S, Function, Gate, Gateway, failure, gateway_here, gone, until
-from pilotlight.errors import JobStoreFailed
-from pilotlight.runtime.api import queue as queue_api
+from pilotflame.errors import JobStoreFailed
+from pilotflame.runtime.api import queue as queue_api
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

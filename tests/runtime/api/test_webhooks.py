@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from live import Function, Gateway, failure, gateway_here, short_folder, until
-from pilotlight.runtime.api.webhooks import bare
-from pilotlight.runtime.webhooks.signing import SigningKey
+from pilotflame.runtime.api.webhooks import bare
+from pilotflame.runtime.webhooks.signing import SigningKey
 from receiver import Receiver, receiving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

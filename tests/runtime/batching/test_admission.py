@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotlight.runtime.batching.admission import Load, drained_s, finish_s
-from pilotlight.runtime.batching.curve import Curve, Point
+from pilotflame.runtime.batching.admission import Load, drained_s, finish_s
+from pilotflame.runtime.batching.curve import Curve, Point
 
 CURVE = Curve(Point(n, 0.02 + n * 0.001, 0.03 + n * 0.001) for n in (1, 2, 4, 8))
 loads = st.builds(

@@ -8,7 +8,7 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotlight.runtime.batching.curve import KEPT, Curve, Point, isotonic
+from pilotflame.runtime.batching.curve import KEPT, Curve, Point, isotonic
 
 seconds = st.floats(1e-4, 10.0)
 groups = st.lists(st.tuples(st.integers(1, 64), seconds), min_size=1, max_size=80)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from pilotlight.runtime.batching.calls import Call, poisson
-from pilotlight.runtime.batching.figures import figures, percentile
-from pilotlight.runtime.batching.simulator import Plant, Run, Simulator, affine
+from pilotflame.runtime.batching.calls import Call, poisson
+from pilotflame.runtime.batching.figures import figures, percentile
+from pilotflame.runtime.batching.simulator import Plant, Run, Simulator, affine
 
 
 def test_shares_are_of_the_calls_and_add_up() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotlight.runtime.batching.curve import Curve, Point
-from pilotlight.runtime.batching.gathering import Situation, saving, too_late, wait_until
-from pilotlight.runtime.batching.returns import Returns
+from pilotflame.runtime.batching.curve import Curve, Point
+from pilotflame.runtime.batching.gathering import Situation, saving, too_late, wait_until
+from pilotflame.runtime.batching.returns import Returns
 
 
 def line(fixed_s: float, each_s: float) -> Curve:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pilotlight.runtime.batching.calls import Attempt, Call
-from pilotlight.runtime.batching.curve import Curve, Point
-from pilotlight.runtime.batching.handing import AHEAD_S, hand_out
-from pilotlight.runtime.batching.queue import Lanes, Queue
+from pilotflame.runtime.batching.calls import Attempt, Call
+from pilotflame.runtime.batching.curve import Curve, Point
+from pilotflame.runtime.batching.handing import AHEAD_S, hand_out
+from pilotflame.runtime.batching.queue import Lanes, Queue
 
 
 @dataclass

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from pilotlight.runtime.batching import promises
-from pilotlight.runtime.batching.promises import EARLY, LATE_S, Promises
+from pilotflame.runtime.batching import promises
+from pilotflame.runtime.batching.promises import EARLY, LATE_S, Promises
 
 
 class Beside(RuleBasedStateMachine):

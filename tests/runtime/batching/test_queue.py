@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from pilotlight.errors import Overloaded, QueueFull
-from pilotlight.runtime.batching.curve import Curve, Point
-from pilotlight.runtime.batching.queue import MAX_RETRY_S, MIN_RETRY_S, Lanes, Queue
+from pilotflame.errors import Overloaded, QueueFull
+from pilotflame.runtime.batching.curve import Curve, Point
+from pilotflame.runtime.batching.queue import MAX_RETRY_S, MIN_RETRY_S, Lanes, Queue
 
 BUSY_S = 0.01
 

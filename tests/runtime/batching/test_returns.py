@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotlight.runtime.batching.returns import STEP, STEPS, Returns
+from pilotflame.runtime.batching.returns import STEP, STEPS, Returns
 
 
 @given(st.lists(st.floats(0, 0.1), max_size=30), st.integers(1, 64), st.floats(1e-3, 0.1))

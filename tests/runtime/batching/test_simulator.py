@@ -9,10 +9,10 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pilotlight.runtime.batching.calls import Attempt, Call, Outcome, poisson
-from pilotlight.runtime.batching.curve import Curve
-from pilotlight.runtime.batching.queue import Queue
-from pilotlight.runtime.batching.simulator import Plant, Run, Simulator, Timed, affine
+from pilotflame.runtime.batching.calls import Attempt, Call, Outcome, poisson
+from pilotflame.runtime.batching.curve import Curve
+from pilotflame.runtime.batching.queue import Queue
+from pilotflame.runtime.batching.simulator import Plant, Run, Simulator, Timed, affine
 
 GPU, MID, CPU = affine(0.020, 0.0005), affine(0.010, 0.003), affine(0.004, 0.010)
 CURVES = pytest.mark.parametrize("timed", [GPU, MID, CPU], ids=["gpu", "mid", "cpu"])

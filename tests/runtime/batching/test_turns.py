@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from pilotlight.runtime.batching.turns import Turns
+from pilotflame.runtime.batching.turns import Turns
 
 
 @dataclass(eq=False)

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from pilotlight.errors import Forbidden, GatewayError
-from pilotlight.runtime.bulk.asking import Asker, dumped
-from pilotlight.runtime.bulk.inputs import Line
+from pilotflame.errors import Forbidden, GatewayError
+from pilotflame.runtime.bulk.asking import Asker, dumped
+from pilotflame.runtime.bulk.inputs import Line
 
 Answer = Callable[[web.Request], Awaitable[web.Response]]
 LINE = Line(7, "in.jsonl, line 7", b'{"a": 1}', 9)
@@ -37,7 +37,7 @@ async def test_it_asks_with_its_key_until_there_is_an_end(serve) -> None:
 
     async def answer(request: web.Request) -> web.Response:
         asked.append((request.headers["Idempotency-Key"], await request.json()))
-        assert request.headers["Authorization"] == "Bearer pl_x"
+        assert request.headers["Authorization"] == "Bearer pf_x"
         if len(asked) == 1:
             return web.json_response({"error": {"type": "quota_exceeded", "message": "later"}}, status=429)
         if len(asked) == 2:
@@ -46,7 +46,7 @@ async def test_it_asks_with_its_key_until_there_is_an_end(serve) -> None:
             return web.json_response({"id": "job-1", "status": "IN_PROGRESS"})
         return web.json_response({"id": "job-1", "status": "COMPLETED", "output": [1]})
 
-    async with Asker(await serve(answer), "f", api_key="pl_x", run="r") as asker:
+    async with Asker(await serve(answer), "f", api_key="pf_x", run="r") as asker:
         assert await asker.ask(LINE) == b"[1]"
     assert asked == [("batch:r:7", {"input": {"a": 1}, "policy": {"priority": "batch"}})] * 4
 

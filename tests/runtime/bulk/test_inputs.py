@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from pilotlight.errors import BatchFailed
-from pilotlight.runtime.bulk import inputs
-from pilotlight.runtime.bulk.inputs import Inputs
+from pilotflame.errors import BatchFailed
+from pilotflame.runtime.bulk import inputs
+from pilotflame.runtime.bulk.inputs import Inputs
 
 
 def test_a_folders_files_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from pilotlight.errors import BatchFailed
-from pilotlight.runtime.bulk.asking import dumped
-from pilotlight.runtime.bulk.journal import Journal
+from pilotflame.errors import BatchFailed
+from pilotflame.runtime.bulk.asking import dumped
+from pilotflame.runtime.bulk.journal import Journal
 
 LINES = st.lists(
     st.recursive(st.none() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)),

@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from pilotlight.errors import GatewayError, UnknownFunction
-from pilotlight.runtime.bulk.inputs import Line
-from pilotlight.runtime.bulk.journal import Journal
-from pilotlight.runtime.bulk.window import AHEAD, Window
+from pilotflame.errors import GatewayError, UnknownFunction
+from pilotflame.runtime.bulk.inputs import Line
+from pilotflame.runtime.bulk.journal import Journal
+from pilotflame.runtime.bulk.window import AHEAD, Window
 
 
 @pytest.fixture

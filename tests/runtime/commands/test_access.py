@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from pilotlight.runtime.cli import cli, run_command
-from pilotlight.runtime.commands.access import COMMANDS
+from pilotflame.runtime.cli import cli, run_command
+from pilotflame.runtime.commands.access import COMMANDS
 
 # Fixtures of the command line's tests stand one folder higher: start, served, short_tmp.
 Run = Callable[..., Any]
@@ -27,7 +27,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
     def ran(*arguments: object, given: bytes = b"", **variables: str) -> subprocess.CompletedProcess[str]:
         with monkeypatch.context() as patch:
-            for name in ("PILOTLIGHT_URL", "PILOTLIGHT_API_KEY", "PILOTLIGHT_STATE_DIR", "PILOTLIGHT_AUTH"):
+            for name in ("PILOTFLAME_URL", "PILOTFLAME_API_KEY", "PILOTFLAME_STATE_DIR", "PILOTFLAME_AUTH"):
                 patch.delenv(name, raising=False)
             for name, value in variables.items():
                 patch.setenv(name, value)
@@ -45,24 +45,24 @@ def test_every_command_teaches_with_an_example(group: Any):
     for name in group.commands:
         shown = CliRunner().invoke(cli, [group.name, name, "--help"])
         assert shown.exit_code == 0
-        assert f"pilotlight {group.name} {name}" in shown.output
+        assert f"pilotflame {group.name} {name}" in shown.output
 
 
 def test_the_life_of_keys_with_and_without_a_gateway(run: Run, start: Run, short_tmp: Path):
     """Made in the files, used and revoked through the gateway, seen in the files again."""
     home = ("--state-dir", short_tmp / "keys-home")
-    assert run("keys", "list", *home).stderr == "no keys: pilotlight keys create NAME\n"
+    assert run("keys", "list", *home).stderr == "no keys: pilotflame keys create NAME\n"
     made = run("keys", "create", "laptop", "--scope", "admin", "--expires", "30d", *home)
     admin = made.stdout.strip()
-    assert made.stdout.startswith("pl_")
+    assert made.stdout.startswith("pf_")
     assert made.stdout.count("\n") == 1
     assert "laptop: admin all" in made.stderr
-    with_key = {"PILOTLIGHT_API_KEY": admin}
+    with_key = {"PILOTFLAME_API_KEY": admin}
     process = start("serve", "--json", "--port", 0, *home)
     url = json.loads(process.stdout.readline())["url"]
     refused = run("list", "--url", url)
     assert refused.returncode == 1
-    assert "PILOTLIGHT_API_KEY" in refused.stderr
+    assert "PILOTFLAME_API_KEY" in refused.stderr
     assert run("list", "--url", url, "--api-key", admin).returncode == 0
     # Through the gateway's own socket, without a key; and over HTTP with one.
     shop = json.loads(run("keys", "create", "shop", "--function", "f", "--rate", 5, *home, "--json").stdout)
@@ -105,7 +105,7 @@ def test_a_key_that_is_none_is_not_echoed(run: Run):
     done = run("list", "--api-key", "s3cr3t wörd")
     assert (done.returncode, done.stdout) == (1, "")
     assert "s3cr3t" not in done.stderr
-    assert "s3cr3t" not in run("list", "--help", PILOTLIGHT_API_KEY="s3cr3t").stdout
+    assert "s3cr3t" not in run("list", "--help", PILOTFLAME_API_KEY="s3cr3t").stdout
 
 
 def test_secrets_come_from_a_file_or_standard_input(run: Run, served: str, tmp_path: Path):

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from fault_server import FaultServer
-from pilotlight.runtime.cli import cli
-from pilotlight.snapshot.format.manifest import MANIFEST_NAME, Manifest
+from pilotflame.runtime.cli import cli
+from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
 from pulling import make
 
 

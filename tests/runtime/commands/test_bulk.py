@@ -1,4 +1,4 @@
-"""`pilotlight batch`, against a gateway: every line once, in order, whatever happens on the way."""
+"""`pilotflame batch`, against a gateway: every line once, in order, whatever happens on the way."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import httpx
 from moto.server import ThreadedMotoServer
 
 HANDLER = """
-from pilotlight import batch
+from pilotflame import batch
 
 def handler(event: object) -> object:
     if isinstance(event, dict) and event.get("fail"):
@@ -43,7 +43,7 @@ def read(path: Path) -> list[Any]:
 
 
 def test_every_line_in_order_and_what_fails_says_why_and_where(
-    pilotlight: Any, deployed: Callable[..., str], tmp_path: Path
+    pilotflame: Any, deployed: Callable[..., str], tmp_path: Path
 ) -> None:
     name = deployed(HANDLER)
     values: list[Any] = [*range(100), {"text": "line\u2028end"}, None, 12345678901234567]
@@ -51,7 +51,7 @@ def test_every_line_in_order_and_what_fails_says_why_and_where(
     text = source.read_bytes().split(b"\n")
     text[50], text[60] = b'1,"webhook":"http://127.0.0.1"', b'{"fail": true}'
     source.write_bytes(b"\n".join(text))
-    done = pilotlight("batch", name, source, tmp_path / "out.jsonl", "--json")
+    done = pilotflame("batch", name, source, tmp_path / "out.jsonl", "--json")
     assert done.returncode == 4, done.stderr
     summary = json.loads(done.stdout)
     assert (summary["lines"], summary["failed"], summary["resumed_at"]) == (103, 2, 0)
@@ -68,7 +68,7 @@ def test_every_line_in_order_and_what_fails_says_why_and_where(
 
 
 def test_killed_and_resumed_every_line_is_there_once_and_ran_once(
-    pilotlight: Any, deployed: Callable[..., str], start: Any, served: str, tmp_path: Path
+    pilotflame: Any, deployed: Callable[..., str], start: Any, served: str, tmp_path: Path
 ) -> None:
     name, count, chance = (
         deployed(SLOW, "--set", "scale.max=2", "--set", "concurrency=4"),
@@ -77,13 +77,13 @@ def test_killed_and_resumed_every_line_is_there_once_and_ran_once(
     )
     source, output = write(tmp_path / "in.jsonl", list(range(count))), tmp_path / "out.jsonl"
     for _ in range(3):
-        process = start("batch", name, source, output, PILOTLIGHT_URL=served)
+        process = start("batch", name, source, output, PILOTFLAME_URL=served)
         _wait_until_longer(output, process, output.stat().st_size if output.exists() else 0, chance)
         process.kill()
         process.wait()
     before = output.read_bytes()
     output.write_bytes(before[: -chance.randrange(1, 4)])  # as if the last line had been written by half
-    done = pilotlight("batch", name, source, output, "--json")
+    done = pilotflame("batch", name, source, output, "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["resumed_at"] == output.read_bytes()[: len(before)].count(b"\n") - 1
     assert read(output) == [2 * value for value in range(count)]
@@ -100,39 +100,39 @@ def _wait_until_longer(
 
 
 def test_interrupted_it_says_how_far_it_came(
-    pilotlight: Any, deployed: Callable[..., str], start: Any, served: str, tmp_path: Path
+    pilotflame: Any, deployed: Callable[..., str], start: Any, served: str, tmp_path: Path
 ) -> None:
     name = deployed(SLOW)
     source, output = write(tmp_path / "in.jsonl", list(range(300))), tmp_path / "out.jsonl"
-    process = start("batch", name, source, output, PILOTLIGHT_URL=served)
+    process = start("batch", name, source, output, PILOTFLAME_URL=served)
     _wait_until_longer(output, process, 0, random.Random(1))
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=20)
     assert process.returncode == 130, said
     assert "the same command goes on from there" in said
     assert "Traceback" not in said
-    done = pilotlight("batch", name, source, output)
+    done = pilotflame("batch", name, source, output)
     assert done.returncode == 0, done.stderr
     assert read(output) == [2 * value for value in range(300)]
 
 
-def test_what_cannot_go_on_says_so(pilotlight: Any, deployed: Callable[..., str], tmp_path: Path) -> None:
+def test_what_cannot_go_on_says_so(pilotflame: Any, deployed: Callable[..., str], tmp_path: Path) -> None:
     source, output = write(tmp_path / "in.jsonl", [1]), tmp_path / "out.jsonl"
-    unknown = pilotlight("batch", "nobody", source, output)
+    unknown = pilotflame("batch", "nobody", source, output)
     assert unknown.returncode == 1
     assert "no function 'nobody'" in unknown.stderr
     name = deployed(HANDLER)
-    other = pilotlight("batch", name, source, output)
+    other = pilotflame("batch", name, source, output)
     assert other.returncode == 1
     assert "half done with another function" in other.stderr
-    assert pilotlight("batch", name, source, output, "--restart").returncode == 0
-    twice = pilotlight("batch", name, source, output)
+    assert pilotflame("batch", name, source, output, "--restart").returncode == 0
+    twice = pilotflame("batch", name, source, output)
     assert twice.returncode == 1
     assert "is there already" in twice.stderr
     assert read(output) == [{"got": 1}]
 
 
-def test_from_s3_to_s3(pilotlight: Any, deployed: Callable[..., str], tmp_path: Path) -> None:
+def test_from_s3_to_s3(pilotflame: Any, deployed: Callable[..., str], tmp_path: Path) -> None:
     name = deployed(HANDLER)
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
@@ -150,12 +150,12 @@ def test_from_s3_to_s3(pilotlight: Any, deployed: Callable[..., str], tmp_path: 
         store.create_bucket(Bucket="lots")
         store.put_object(Bucket="lots", Key="in/a.jsonl", Body=b"1\n2\n")
         store.put_object(Bucket="lots", Key="in/b.jsonl", Body=b"3\n")
-        done = pilotlight("batch", name, "s3://lots/in/", "s3://lots/out/all.jsonl", "--json", **aws)
+        done = pilotflame("batch", name, "s3://lots/in/", "s3://lots/out/all.jsonl", "--json", **aws)
         assert done.returncode == 0, done.stderr
         body = store.get_object(Bucket="lots", Key="out/all.jsonl")["Body"]
         assert body.read() == b'{"got":1}\n{"got":2}\n{"got":3}\n'
         body.close()
-        assert not list((tmp_path / "pilotlight" / "batches").iterdir())
+        assert not list((tmp_path / "pilotflame" / "batches").iterdir())
     finally:
         store.close()
         server.stop()

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from pilotlight.runtime.cli import cli, run_command
-from pilotlight.runtime.client import Client
+from pilotflame.runtime.cli import cli, run_command
+from pilotflame.runtime.client import Client
 
 Run = Callable[..., Any]
 
@@ -51,7 +51,7 @@ def run(capsysbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPa
         *arguments: object, given: bytes = b"", person: bool = False, **variables: str
     ) -> subprocess.CompletedProcess[str]:
         with monkeypatch.context() as patch:
-            for name in ("PILOTLIGHT_URL", "PILOTLIGHT_API_KEY"):
+            for name in ("PILOTFLAME_URL", "PILOTFLAME_API_KEY"):
                 patch.delenv(name, raising=False)
             for name, value in variables.items():
                 patch.setenv(name, value)
@@ -121,106 +121,106 @@ def test_every_command_teaches_with_an_example(group: str):
     for name in cli.commands[group].commands:  # type: ignore[attr-defined]
         shown = CliRunner().invoke(cli, [group, name, "--help"])
         assert shown.exit_code == 0
-        assert f"pilotlight {group} {name}" in shown.output
+        assert f"pilotflame {group} {name}" in shown.output
 
 
 # -- run
 
 
-def test_a_job_is_submitted_and_its_id_printed(pilotlight: Run, does: str):
-    done = pilotlight("run", does, '{"n": 1}')
+def test_a_job_is_submitted_and_its_id_printed(pilotflame: Run, does: str):
+    done = pilotflame("run", does, '{"n": 1}')
     assert (done.returncode, done.stderr) == (0, "")
     job_id = done.stdout.strip()
-    assert pilotlight("jobs", "follow", does, job_id).stdout == '{"n": 1}\n'
-    told = json.loads(pilotlight("run", does, "1", "--json").stdout)
+    assert pilotflame("jobs", "follow", does, job_id).stdout == '{"n": 1}\n'
+    told = json.loads(pilotflame("run", does, "1", "--json").stdout)
     assert set(told) == {"id", "status", "replayed"}
     assert told["replayed"] is False
 
 
-def test_wait_prints_the_output(pilotlight: Run, does: str, tmp_path: Path):
-    done = pilotlight("run", does, '["später"]', "--wait")
+def test_wait_prints_the_output(pilotflame: Run, does: str, tmp_path: Path):
+    done = pilotflame("run", does, '["später"]', "--wait")
     assert (done.returncode, done.stdout) == (0, '["später"]\n')
     assert done.stderr.startswith("job job-")
     (tmp_path / "event.json").write_text('{"from": "file"}')
-    assert pilotlight("run", does, f"@{tmp_path / 'event.json'}", "--wait").stdout == '{"from": "file"}\n'
-    assert pilotlight("run", does, "-", "--wait", given=b'"stdin"').stdout == '"stdin"\n'
-    assert pilotlight("run", does, "--wait").stdout == "null\n"
-    job = json.loads(pilotlight("run", does, "7", "--wait", "--json").stdout)
+    assert pilotflame("run", does, f"@{tmp_path / 'event.json'}", "--wait").stdout == '{"from": "file"}\n'
+    assert pilotflame("run", does, "-", "--wait", given=b'"stdin"').stdout == '"stdin"\n'
+    assert pilotflame("run", does, "--wait").stdout == "null\n"
+    job = json.loads(pilotflame("run", does, "7", "--wait", "--json").stdout)
     assert (job["status"], job["output"], job["attempts"]) == ("COMPLETED", 7, 1)
 
 
-def test_output_of_other_types_is_printed_as_it_is(pilotlight: Run, deploy_once: Callable[..., str]):
+def test_output_of_other_types_is_printed_as_it_is(pilotflame: Run, deploy_once: Callable[..., str]):
     name = deploy_once(PIXELS)
-    assert pilotlight("run", name, "--wait").stdout == "\ufffdPNG"
+    assert pilotflame("run", name, "--wait").stdout == "\ufffdPNG"
     streams = deploy_once(STREAMS)
-    assert json.loads(pilotlight("run", streams, "2", "--wait").stdout) == [{"n": 0}, {"n": 1}]
+    assert json.loads(pilotflame("run", streams, "2", "--wait").stdout) == [{"n": 0}, {"n": 1}]
 
 
-def test_a_job_that_does_not_complete_is_exit_code_4(pilotlight: Run, does: str, fifo: Path):
-    failed(pilotlight("run", does, '{"fail": "no good"}', "--wait"), 4, "FAILED", "no good", "line 5")
-    slow = pilotlight("run", does, json.dumps({"wait": str(fifo)}), "--timeout", "0.2", "--wait", "--json")
+def test_a_job_that_does_not_complete_is_exit_code_4(pilotflame: Run, does: str, fifo: Path):
+    failed(pilotflame("run", does, '{"fail": "no good"}', "--wait"), 4, "FAILED", "no good", "line 5")
+    slow = pilotflame("run", does, json.dumps({"wait": str(fifo)}), "--timeout", "0.2", "--wait", "--json")
     assert slow.returncode == 4
     assert json.loads(slow.stdout)["status"] == "TIMED_OUT"
 
 
-def test_the_same_key_is_the_same_job(pilotlight: Run, does: str):
-    first = pilotlight("run", does, "5", "--idempotency-key", "once")
-    again = pilotlight("run", does, "5", "--idempotency-key", "once", "--wait")
+def test_the_same_key_is_the_same_job(pilotflame: Run, does: str):
+    first = pilotflame("run", does, "5", "--idempotency-key", "once")
+    again = pilotflame("run", does, "5", "--idempotency-key", "once", "--wait")
     assert f"job {first.stdout.strip()}" in again.stderr
     assert "before" in again.stderr
     assert again.stdout == "5\n"
-    failed(pilotlight("run", does, "6", "--idempotency-key", "once"), 1, "key")
+    failed(pilotflame("run", does, "6", "--idempotency-key", "once"), 1, "key")
 
 
 @pytest.mark.parametrize(
     ("event", "named"),
     [("{wrong", "not JSON"), ("NaN", "NaN"), ("@/no/such/file", "/no/such/file"), ("text", "quotes")],
 )
-def test_an_event_that_is_none_is_explained(pilotlight: Run, does: str, event: str, named: str):
-    failed(pilotlight("run", does, event), 1, named)
+def test_an_event_that_is_none_is_explained(pilotflame: Run, does: str, event: str, named: str):
+    failed(pilotflame("run", does, event), 1, named)
 
 
-def test_settings_of_a_job_arrive(pilotlight: Run, does: str, fifo: Path):
+def test_settings_of_a_job_arrive(pilotflame: Run, does: str, fifo: Path):
     """While one runs: of those that wait, the low one comes last, and one runs out of time."""
-    running = pilotlight("run", does, json.dumps({"wait": str(fifo)})).stdout.strip()
-    low = [pilotlight("run", does, f'"low{n}"', "--low-priority").stdout.strip() for n in range(12)]
-    late = pilotlight("run", does, '"late"', "--ttl", "0.05").stdout.strip()
-    soon = pilotlight("run", does, '"soon"').stdout.strip()
-    failed(pilotlight("jobs", "follow", does, late), 4, "TIMED_OUT")
+    running = pilotflame("run", does, json.dumps({"wait": str(fifo)})).stdout.strip()
+    low = [pilotflame("run", does, f'"low{n}"', "--low-priority").stdout.strip() for n in range(12)]
+    late = pilotflame("run", does, '"late"', "--ttl", "0.05").stdout.strip()
+    soon = pilotflame("run", does, '"soon"').stdout.strip()
+    failed(pilotflame("jobs", "follow", does, late), 4, "TIMED_OUT")
     go(fifo)
     ended = {
-        job: json.loads(pilotlight("jobs", "follow", does, job, "--json").stdout.splitlines()[-1])["data"]
+        job: json.loads(pilotflame("jobs", "follow", does, job, "--json").stdout.splitlines()[-1])["data"]
         for job in (running, soon, *low)
     }
     assert {job["status"] for job in ended.values()} == {"COMPLETED"}
-    lines = [line["text"] for line in map(json.loads, pilotlight("logs", does, "--json").stdout.splitlines())]
+    lines = [line["text"] for line in map(json.loads, pilotflame("logs", does, "--json").stdout.splitlines())]
     assert lines.index("doing soon") < lines.index("doing low11")
 
 
 # -- jobs
 
 
-def test_jobs_are_listed(pilotlight: Run, does: str):
+def test_jobs_are_listed(pilotflame: Run, does: str):
     for event in ("1", '{"fail": "listed"}'):
-        pilotlight("run", does, event, "--wait")
-    shown = pilotlight("jobs", "list", does, "--limit", 2).stdout.splitlines()
+        pilotflame("run", does, event, "--wait")
+    shown = pilotflame("jobs", "list", does, "--limit", 2).stdout.splitlines()
     assert shown[0].split() == ["id", "status", "age", "attempts", "delay", "execution"]
     assert [line.split()[1] for line in shown[1:]] == ["FAILED", "COMPLETED"]
-    found = json.loads(pilotlight("jobs", "list", does, "--status", "failed", "--json").stdout)["jobs"]
+    found = json.loads(pilotflame("jobs", "list", does, "--status", "failed", "--json").stdout)["jobs"]
     assert {job["status"] for job in found} == {"FAILED"}
-    assert pilotlight("jobs", "list", does, "--status", "nonsense").returncode == 2
+    assert pilotflame("jobs", "list", does, "--status", "nonsense").returncode == 2
 
 
-def test_a_function_without_jobs_says_how(pilotlight: Run, deployed: Callable[..., str]):
+def test_a_function_without_jobs_says_how(pilotflame: Run, deployed: Callable[..., str]):
     name = deployed("def handler(event):\n    return event\n")
-    done = pilotlight("jobs", "list", name)
+    done = pilotflame("jobs", "list", name)
     assert (done.returncode, done.stdout) == (0, "")
-    assert f"pilotlight run {name}" in done.stderr
+    assert f"pilotflame run {name}" in done.stderr
 
 
-def test_a_job_is_shown_whole(pilotlight: Run, does: str):
-    job = json.loads(pilotlight("run", does, '{"fail": "shown"}', "--wait", "--json").stdout)["id"]
-    shown = pilotlight("jobs", "get", does, job)
+def test_a_job_is_shown_whole(pilotflame: Run, does: str):
+    job = json.loads(pilotflame("run", does, '{"fail": "shown"}', "--wait", "--json").stdout)["id"]
+    shown = pilotflame("jobs", "get", does, job)
     assert shown.returncode == 0
     for text in (
         job,
@@ -233,80 +233,80 @@ def test_a_job_is_shown_whole(pilotlight: Run, does: str):
         "doing",
     ):
         assert text in shown.stdout, shown.stdout
-    found = json.loads(pilotlight("jobs", "get", does, job, "--json").stdout)
+    found = json.loads(pilotflame("jobs", "get", does, job, "--json").stdout)
     assert "doing {'fail': 'shown'}" in found["logs"]
-    failed(pilotlight("jobs", "get", does, job, "--output-only"), 4, job, "FAILED", "shown")
-    done = json.loads(pilotlight("run", does, '{"deep": [1]}', "--wait", "--json").stdout)["id"]
-    assert pilotlight("jobs", "get", does, done, "--output-only").stdout == '{"deep": [1]}\n'
-    assert '\noutput:\n{"deep": [1]}\n' in pilotlight("jobs", "get", does, done).stdout
+    failed(pilotflame("jobs", "get", does, job, "--output-only"), 4, job, "FAILED", "shown")
+    done = json.loads(pilotflame("run", does, '{"deep": [1]}', "--wait", "--json").stdout)["id"]
+    assert pilotflame("jobs", "get", does, done, "--output-only").stdout == '{"deep": [1]}\n'
+    assert '\noutput:\n{"deep": [1]}\n' in pilotflame("jobs", "get", does, done).stdout
 
 
-def test_jobs_are_cancelled_and_purged(pilotlight: Run, does: str, fifo: Path):
-    running = pilotlight("run", does, json.dumps({"wait": str(fifo)})).stdout.strip()
-    waiting = [pilotlight("run", does, str(n)).stdout.strip() for n in range(3)]
+def test_jobs_are_cancelled_and_purged(pilotflame: Run, does: str, fifo: Path):
+    running = pilotflame("run", does, json.dumps({"wait": str(fifo)})).stdout.strip()
+    waiting = [pilotflame("run", does, str(n)).stdout.strip() for n in range(3)]
     failed(
-        pilotlight("jobs", "get", does, waiting[1], "--output-only"), 1, waiting[1], "pilotlight jobs follow"
+        pilotflame("jobs", "get", does, waiting[1], "--output-only"), 1, waiting[1], "pilotflame jobs follow"
     )
-    assert pilotlight("jobs", "cancel", does, waiting[0]).stdout == f"{waiting[0]} CANCELLED\n"
-    assert pilotlight("jobs", "purge", does).returncode == 2  # nobody is there to be asked
-    assert pilotlight("jobs", "purge", does, "--yes").stdout == "2 cancelled\n"
-    assert json.loads(pilotlight("jobs", "purge", does, "-y", "--json").stdout) == {"removed": 0}
-    assert pilotlight("jobs", "cancel", does, running).stdout == f"{running} CANCELLED\n"
-    failed(pilotlight("jobs", "follow", does, running), 4, "CANCELLED")
+    assert pilotflame("jobs", "cancel", does, waiting[0]).stdout == f"{waiting[0]} CANCELLED\n"
+    assert pilotflame("jobs", "purge", does).returncode == 2  # nobody is there to be asked
+    assert pilotflame("jobs", "purge", does, "--yes").stdout == "2 cancelled\n"
+    assert json.loads(pilotflame("jobs", "purge", does, "-y", "--json").stdout) == {"removed": 0}
+    assert pilotflame("jobs", "cancel", does, running).stdout == f"{running} CANCELLED\n"
+    failed(pilotflame("jobs", "follow", does, running), 4, "CANCELLED")
 
 
-def test_a_purge_asks_a_person(pilotlight: Run, does: str):
-    asked = pilotlight("jobs", "purge", does, given=b"n\n", person=True)
+def test_a_purge_asks_a_person(pilotflame: Run, does: str):
+    asked = pilotflame("jobs", "purge", does, given=b"n\n", person=True)
     assert (asked.returncode, asked.stdout.strip()) == (130, "")
     assert f"0 jobs that wait for {does}?" in asked.stderr
-    assert pilotlight("jobs", "purge", does, given=b"y\n", person=True).stdout.lstrip() == "0 cancelled\n"
+    assert pilotflame("jobs", "purge", does, given=b"y\n", person=True).stdout.lstrip() == "0 cancelled\n"
 
 
-def test_one_that_is_refused_does_not_keep_the_others(pilotlight: Run, does: str):
-    bad = json.loads(pilotlight("run", does, '{"fail": "again"}', "--wait", "--json").stdout)["id"]
-    good = json.loads(pilotlight("run", does, "1", "--wait", "--json").stdout)["id"]
-    done = pilotlight("jobs", "retry", does, good, NO_JOB, bad, "--json")
+def test_one_that_is_refused_does_not_keep_the_others(pilotflame: Run, does: str):
+    bad = json.loads(pilotflame("run", does, '{"fail": "again"}', "--wait", "--json").stdout)["id"]
+    good = json.loads(pilotflame("run", does, "1", "--wait", "--json").stdout)["id"]
+    done = pilotflame("jobs", "retry", does, good, NO_JOB, bad, "--json")
     assert done.returncode == 1
     told = json.loads(done.stdout)
     assert [job["id"] for job in told["jobs"]] == [bad]
     assert {name: error["type"] for name, error in told["errors"].items()} == {good: "job_conflict", NO_JOB: "unknown_job"}  # fmt: skip
-    failed(pilotlight("jobs", "follow", does, bad), 4, "FAILED")
-    assert "retried by hand 1" in pilotlight("jobs", "get", does, bad).stdout
-    assert pilotlight("jobs", "cancel", does, good).stdout == f"{good} COMPLETED\n"
+    failed(pilotflame("jobs", "follow", does, bad), 4, "FAILED")
+    assert "retried by hand 1" in pilotflame("jobs", "get", does, bad).stdout
+    assert pilotflame("jobs", "cancel", does, good).stdout == f"{good} COMPLETED\n"
 
 
-def test_a_stream_is_followed(pilotlight: Run, deploy_once: Callable[..., str]):
+def test_a_stream_is_followed(pilotflame: Run, deploy_once: Callable[..., str]):
     name = deploy_once(STREAMS)
-    job = pilotlight("run", name, "3").stdout.strip()
-    assert pilotlight("jobs", "follow", name, job).stdout == '{"n": 0}\n{"n": 1}\n{"n": 2}\n'
+    job = pilotflame("run", name, "3").stdout.strip()
+    assert pilotflame("jobs", "follow", name, job).stdout == '{"n": 0}\n{"n": 1}\n{"n": 2}\n'
     events = [
-        json.loads(line) for line in pilotlight("jobs", "follow", name, job, "--json").stdout.splitlines()
+        json.loads(line) for line in pilotflame("jobs", "follow", name, job, "--json").stdout.splitlines()
     ]
     assert [event["event"] for event in events] == ["output"] * 3 + ["completed"]
     assert events[-1]["data"]["id"] == job
 
 
 def test_ctrl_c_ends_the_following_not_the_job(
-    pilotlight: Run, start: Run, served: str, does: str, fifo: Path
+    pilotflame: Run, start: Run, served: str, does: str, fifo: Path
 ):
-    job = pilotlight("run", does, json.dumps({"wait": str(fifo)})).stdout.strip()
-    process = start("jobs", "follow", does, job, PILOTLIGHT_URL=served)
+    job = pilotflame("run", does, json.dumps({"wait": str(fifo)})).stdout.strip()
+    process = start("jobs", "follow", does, job, PILOTFLAME_URL=served)
     assert "IN_PROGRESS\n" in iter(process.stderr.readline, "")
     process.send_signal(signal.SIGINT)
     out, rest = process.communicate(timeout=20)
     assert (process.returncode, out) == (130, "")
-    assert f"pilotlight jobs follow {does} {job}" in rest
+    assert f"pilotflame jobs follow {does} {job}" in rest
     go(fifo)
-    assert pilotlight("jobs", "follow", does, job).stdout == '"gone on"\n'
+    assert pilotflame("jobs", "follow", does, job).stdout == '"gone on"\n'
 
 
-def test_what_is_unknown_is_named(pilotlight: Run, does: str):
+def test_what_is_unknown_is_named(pilotflame: Run, does: str):
     for command in ("get", "follow", "cancel", "retry"):
-        failed(pilotlight("jobs", command, does, NO_JOB), 1, NO_JOB)
+        failed(pilotflame("jobs", command, does, NO_JOB), 1, NO_JOB)
     for command in (("run", "nobody"), ("jobs", "list", "nobody"), ("jobs", "purge", "nobody", "--yes"), ("webhooks", "list", "nobody")):  # fmt: skip
-        failed(pilotlight(*command), 1, "nobody")
-    failed(pilotlight("webhooks", "redeliver", does, "msg_0"), 1, "msg_0", "pilotlight webhooks list")
-    failed(pilotlight("webhooks", "secret", "nobody"), 1, "nobody")
+        failed(pilotflame(*command), 1, "nobody")
+    failed(pilotflame("webhooks", "redeliver", does, "msg_0"), 1, "msg_0", "pilotflame webhooks list")
+    failed(pilotflame("webhooks", "secret", "nobody"), 1, "nobody")
 
 
 # -- webhooks
@@ -341,40 +341,40 @@ def receiver() -> Iterator[tuple[str, Queue[str]]]:
         thread.join()
 
 
-def test_deliveries_are_listed_and_sent_again(pilotlight: Run, does: str, receiver: tuple[str, Queue[str]]):
+def test_deliveries_are_listed_and_sent_again(pilotflame: Run, does: str, receiver: tuple[str, Queue[str]]):
     url, came = receiver
-    job = pilotlight("run", does, "1", "--webhook", url).stdout.strip()
+    job = pilotflame("run", does, "1", "--webhook", url).stdout.strip()
     delivery = came.get(timeout=20)
-    found = ended(pilotlight, does, job, "DEAD")
+    found = ended(pilotflame, does, job, "DEAD")
     assert (found["id"], found["job_id"], found["last_status"]) == (delivery, job, 410)
     assert found["url"] == url.removesuffix("?token=hidden")
     assert [tried["status"] for tried in found["log"]] == [410]
-    assert pilotlight("webhooks", "redeliver", does, delivery).stdout.startswith(
+    assert pilotflame("webhooks", "redeliver", does, delivery).stdout.startswith(
         f"{delivery} goes to http://127"
     )
     assert came.get(timeout=20) == delivery
-    assert ended(pilotlight, does, job, "DELIVERED")["last_status"] == 204
-    shown = pilotlight("webhooks", "list", does, "--state", "delivered").stdout
+    assert ended(pilotflame, does, job, "DELIVERED")["last_status"] == 204
+    shown = pilotflame("webhooks", "list", does, "--state", "delivered").stdout
     for text in (delivery, job, "completed", "DELIVERED", "204"):
         assert text in shown
     assert "hidden" not in shown
-    none = pilotlight("webhooks", "list", does, "--job", NO_JOB)
+    none = pilotflame("webhooks", "list", does, "--job", NO_JOB)
     assert (none.returncode, none.stdout) == (0, "")
-    secret = pilotlight("webhooks", "secret", does).stdout.strip()
+    secret = pilotflame("webhooks", "secret", does).stdout.strip()
     assert secret.startswith("whsec_")
-    told = pilotlight("webhooks", "secret", does, "--json").stdout
+    told = pilotflame("webhooks", "secret", does, "--json").stdout
     assert json.loads(told) == {"function": does, "secret": secret}
 
 
-def test_a_private_address_is_refused(pilotlight: Run, does: str):
-    failed(pilotlight("run", does, "1", "--webhook", "http://10.0.0.1/x"), 1, "10.0.0.1")
+def test_a_private_address_is_refused(pilotflame: Run, does: str):
+    failed(pilotflame("run", does, "1", "--webhook", "http://10.0.0.1/x"), 1, "10.0.0.1")
 
 
-def ended(pilotlight: Run, name: str, job: str, state: str) -> dict[str, Any]:
+def ended(pilotflame: Run, name: str, job: str, state: str) -> dict[str, Any]:
     """The job's one delivery, once its attempt is written down: the receiver knows of it a moment earlier."""
     until_s = time.monotonic() + 20
     while time.monotonic() < until_s:
-        told = pilotlight("webhooks", "list", name, "--job", job, "--state", state, "--json").stdout
+        told = pilotflame("webhooks", "list", name, "--job", job, "--state", state, "--json").stdout
         if found := json.loads(told)["deliveries"]:
             return dict(found[0])
     raise AssertionError(f"no {state} delivery of {job}")

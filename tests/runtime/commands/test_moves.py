@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from moto.server import ThreadedMotoServer
-from pilotlight.errors import ManifestError, SnapshotError
-from pilotlight.runtime.commands.snapshots import snapshot
-from pilotlight.snapshot.format.manifest import MANIFEST_NAME, Manifest
-from pilotlight.snapshot.format.verify import verify
+from pilotflame.errors import ManifestError, SnapshotError
+from pilotflame.runtime.commands.snapshots import snapshot
+from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
+from pilotflame.snapshot.format.verify import verify
 from safetensors.numpy import save_file
 
 
@@ -60,7 +60,7 @@ def bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def test_push_to_s3_and_look_at_it_there(weights: Path, bucket: str) -> None:
-    with pytest.raises(ManifestError, match="pilotlight snapshot create"):
+    with pytest.raises(ManifestError, match="pilotflame snapshot create"):
         run("push", weights, bucket)
     run("create", weights)
     assert "pushed to s3://models/llama: 2.4 KiB in 2 files, " in run("push", weights, bucket).output
@@ -128,7 +128,7 @@ def test_convert_both_ways(weights: Path, tmp_path: Path) -> None:
 def test_every_command_teaches_with_an_example(name: str) -> None:
     shown = run(name, "--help").output
     assert "Example" in shown
-    assert f"pilotlight snapshot {name}" in shown
+    assert f"pilotflame snapshot {name}" in shown
 
 
 def test_no_thread_is_left() -> None:

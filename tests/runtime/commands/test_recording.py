@@ -13,24 +13,24 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from pilotlight.errors import (
+from pilotflame.errors import (
     CacheError,
     CodeError,
     HandlerError,
     HandlerFailed,
     HandlerSetupError,
     ManifestError,
-    PilotlightError,
+    PilotflameError,
     SnapshotError,
 )
-from pilotlight.runtime.cli import cli
-from pilotlight.runtime.commands import recording
-from pilotlight.snapshot.format.create import create
-from pilotlight.snapshot.format.manifest import MANIFEST_NAME, Manifest
+from pilotflame.runtime.cli import cli
+from pilotflame.runtime.commands import recording
+from pilotflame.snapshot.format.create import create
+from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
 from safetensors.torch import save_file
 
 HEAD = """
-import pilotlight, torch
+import pilotflame, torch
 from torch import nn
 
 class Net(nn.Module):
@@ -74,7 +74,7 @@ async def setup(context):
     context.state.b(torch.zeros(1, 4))
     return {"net": context.state}
 
-@pilotlight.batch(max_size=8)
+@pilotflame.batch(max_size=8)
 def handler(events, context):
     assert [item.id for item in context.items] == [context.id]
     return [answer(context.state["net"], event) for event in events]
@@ -95,7 +95,7 @@ def folder(tmp_path: Path) -> Path:
     weights.mkdir(parents=True)
     save_file({f"{name}.weight": torch.rand(4, 4) for name in "abcd"}, weights / "model.safetensors")
     create(weights).write(weights / MANIFEST_NAME)
-    (tmp_path / "function" / "pilotlight.toml").write_text('snapshot = "weights"\n')
+    (tmp_path / "function" / "pilotflame.toml").write_text('snapshot = "weights"\n')
     (tmp_path / "function" / "test_input.json").write_text('{"x": 1}')
     return tmp_path / "function"
 
@@ -104,7 +104,7 @@ def record(folder: Path, *arguments: object) -> Result:
     return CliRunner().invoke(cli, ["snapshot", "record", str(folder), *map(str, arguments)])
 
 
-def refusal(done: Result, kind: type[PilotlightError]) -> str:
+def refusal(done: Result, kind: type[PilotflameError]) -> str:
     assert done.exit_code == 1
     assert isinstance(done.exception, kind), done.exception
     return str(done.exception)
@@ -156,7 +156,7 @@ def test_another_input_and_json(folder: Path, tmp_path: Path) -> None:
     ids=["handler", "setup", "nothing", "death"],
 )  # fmt: skip
 def test_what_goes_wrong_is_told_and_nothing_is_written(
-    folder: Path, body: str, kind: type[PilotlightError], named: str
+    folder: Path, body: str, kind: type[PilotflameError], named: str
 ) -> None:
     (folder / "handler.py").write_text(HEAD + body)
     before = (folder / "weights" / MANIFEST_NAME).read_bytes()
@@ -167,13 +167,13 @@ def test_what_goes_wrong_is_told_and_nothing_is_written(
 def test_what_cannot_be_recorded_is_said_before_anything_runs(folder: Path) -> None:
     (folder / "handler.py").write_text("raise SystemExit('imported')\n")
     refused = refusal(record(folder, "--snapshot", "s3://bucket/models"), SnapshotError)
-    assert "pilotlight snapshot pull s3://bucket/models" in refused
+    assert "pilotflame snapshot pull s3://bucket/models" in refused
     assert "nowhere" in refusal(record(folder, "--snapshot", folder / "nowhere"), SnapshotError)
     (folder / "test_input.json").unlink()
     assert "--input" in refusal(record(folder), CodeError)
     (folder / "weights" / MANIFEST_NAME).unlink()
-    assert "pilotlight snapshot create" in refusal(record(folder), ManifestError)
-    (folder / "pilotlight.toml").write_text("")
+    assert "pilotflame snapshot create" in refusal(record(folder), ManifestError)
+    (folder / "pilotflame.toml").write_text("")
     assert "has no snapshot" in refusal(record(folder), SnapshotError)
 
 
@@ -186,7 +186,7 @@ def test_a_read_only_folder_is_said(folder: Path) -> None:
     (folder / "weights").chmod(0o555)
     bound = ["setpriv", "--bounding-set=-dac_override"] if os.geteuid() == 0 else []
     done = subprocess.run(
-        [*bound, sys.executable, "-m", "pilotlight.runtime.cli", "snapshot", "record", str(folder)],
+        [*bound, sys.executable, "-m", "pilotflame.runtime.cli", "snapshot", "record", str(folder)],
         capture_output=True, text=True, timeout=30, check=False,
     )  # fmt: skip
     (folder / "weights").chmod(0o755)

@@ -7,12 +7,12 @@ import json
 from pathlib import Path
 
 import pytest
-from pilotlight.errors import CodeError, SettingsError
-from pilotlight.runtime.commands.scaffold import scaffold, templates
-from pilotlight.runtime.requirements import check_requirements
-from pilotlight.runtime.settings import read_settings
+from pilotflame.errors import CodeError, SettingsError
+from pilotflame.runtime.commands.scaffold import scaffold, templates
+from pilotflame.runtime.requirements import check_requirements
+from pilotflame.runtime.settings import read_settings
 
-FILES = {"handler.py", "pilotlight.toml", "requirements.txt", "test_input.json", "README.md"}
+FILES = {"handler.py", "pilotflame.toml", "requirements.txt", "test_input.json", "README.md"}
 NAMES = [template.name for template in templates()]
 
 
@@ -33,7 +33,7 @@ def test_a_template_becomes_a_function_of_the_folders_name(template: str, tmp_pa
     json.loads((folder / "test_input.json").read_text())
     ast.parse((folder / "handler.py").read_text())
     readme = (folder / "README.md").read_text()
-    assert "pilotlight invoke my-function " in readme
+    assert "pilotflame invoke my-function " in readme
     assert f"invoke {template} " not in readme
     assert 15 <= readme.count("\n") <= 40
 

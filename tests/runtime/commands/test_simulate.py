@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from pilotlight.runtime.cli import cli
+from pilotflame.runtime.cli import cli
 
 CURVE = ["--curve", "1:20.5,32:36"]
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 from fault_server import Faults, FaultServer, Request
-from pilotlight.errors import CacheError, PilotlightError, SourceMissing
-from pilotlight.runtime.cli import cli
-from pilotlight.snapshot.caching.node import node_tiers
-from pilotlight.snapshot.fetching.download import MARK_NAME
-from pilotlight.snapshot.format.manifest import MANIFEST_NAME, Manifest
-from pilotlight.snapshot.format.verify import verify
+from pilotflame.errors import CacheError, PilotflameError, SourceMissing
+from pilotflame.runtime.cli import cli
+from pilotflame.snapshot.caching.node import node_tiers
+from pilotflame.snapshot.fetching.download import MARK_NAME
+from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
+from pilotflame.snapshot.format.verify import verify
 from pulling import CHUNK_BYTES, Stopping, check, make
 
 MIB = 1 << 20
@@ -36,10 +36,10 @@ def cache(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def snapshot(cache: Path) -> Snapshot:
-    """Runs `pilotlight snapshot …` in this process."""
+    """Runs `pilotflame snapshot …` in this process."""
 
     def ran(*arguments: object) -> Result:
-        runner = CliRunner(env={"PILOTLIGHT_CACHE_DIR": str(cache)})
+        runner = CliRunner(env={"PILOTFLAME_CACHE_DIR": str(cache)})
         return runner.invoke(cli, ["snapshot", *map(str, arguments)])
 
     return ran
@@ -57,7 +57,7 @@ def server(origin: Path) -> Iterator[FaultServer]:
         yield served
 
 
-def refusal(done: Result, kind: type[PilotlightError]) -> str:
+def refusal(done: Result, kind: type[PilotflameError]) -> str:
     assert done.exit_code == 1
     assert isinstance(done.exception, kind), done.exception
     return str(done.exception)
@@ -107,7 +107,7 @@ def test_pull_from_a_folder_and_over_another(snapshot: Snapshot, origin: Path, t
 
 def test_pull_says_what_is_missing(snapshot: Snapshot, server: FaultServer, tmp_path: Path) -> None:
     said = refusal(snapshot("pull", f"{server.url}/nowhere?key=secret", tmp_path / "here"), SourceMissing)
-    assert "pilotlight snapshot create" in said
+    assert "pilotflame snapshot create" in said
     assert "secret" not in said
     assert "nothing-there" in refusal(
         snapshot("pull", tmp_path / "nothing-there", tmp_path / "here"), SourceMissing
@@ -142,7 +142,7 @@ def test_ctrl_c_ends_at_once_and_keeps_what_came(start, run, server: FaultServer
     server.faults = halt = Halt()
     here = tmp_path / "here"
     process = start(
-        "snapshot", "pull", server.url, here, "--connections", 1, "--part-mib", 1, PILOTLIGHT_CACHE_DIR=str(cache)
+        "snapshot", "pull", server.url, here, "--connections", 1, "--part-mib", 1, PILOTFLAME_CACHE_DIR=str(cache)
     )  # fmt: skip
     assert halt.reached.wait(30)
     process.send_signal(signal.SIGINT)
@@ -156,7 +156,7 @@ def test_ctrl_c_ends_at_once_and_keeps_what_came(start, run, server: FaultServer
 
 def test_ctrl_c_ends_a_pull_into_the_cache_too(start, server: FaultServer, cache: Path) -> None:
     server.faults = halt = Halt(0)
-    process = start("snapshot", "pull", server.url, "--into-cache", PILOTLIGHT_CACHE_DIR=str(cache))
+    process = start("snapshot", "pull", server.url, "--into-cache", PILOTFLAME_CACHE_DIR=str(cache))
     assert halt.reached.wait(30)
     process.send_signal(signal.SIGINT)
     out, said = process.communicate(timeout=20)
@@ -168,7 +168,7 @@ def test_after_kill_9_the_same_command_goes_on(start, snapshot: Snapshot, server
     server.faults = halt = Halt()
     here = tmp_path / "here"
     process = start(
-        "snapshot", "pull", server.url, here, "--connections", 1, "--part-mib", 1, PILOTLIGHT_CACHE_DIR=str(cache)
+        "snapshot", "pull", server.url, here, "--connections", 1, "--part-mib", 1, PILOTFLAME_CACHE_DIR=str(cache)
     )  # fmt: skip
     assert halt.reached.wait(30)
     process.kill()
@@ -205,13 +205,13 @@ def test_the_cache_is_filled_listed_and_evicted(
     in_memory = "tmpfs" in {row["tier"] for row in listed["snapshots"]}
     assert ("spare files" in snapshot("cache").stdout) == in_memory
     assert json.loads(snapshot("cache", "--json").stdout)["snapshots"] == []
-    assert "pilotlight snapshot cache" in refusal(snapshot("cache", "--evict", digest), CacheError)
+    assert "pilotflame snapshot cache" in refusal(snapshot("cache", "--evict", digest), CacheError)
 
 
 def test_what_is_on_its_way_is_shown_in_percent_and_not_evicted(
     snapshot: Snapshot, origin: Path, cache: Path
 ) -> None:
-    from pilotlight.snapshot.caching.cache import Cache
+    from pilotflame.snapshot.caching.cache import Cache
 
     manifest, source = Manifest.read(origin), Stopping(origin, MIB)
     disk = Cache([tier for tier in node_tiers(cache) if tier.kind == "disk"])
@@ -240,4 +240,4 @@ def test_an_ambiguous_digest_is_refused(snapshot: Snapshot, cache: Path, origin:
 def test_every_command_teaches_with_an_example(snapshot: Snapshot, name: str) -> None:
     shown = snapshot(name, "--help").output
     assert "Example" in shown
-    assert f"pilotlight snapshot {name}" in shown
+    assert f"pilotflame snapshot {name}" in shown

@@ -6,7 +6,7 @@ import asyncio
 import threading
 
 import pytest
-from pilotlight.runtime.events.calls import Call
+from pilotflame.runtime.events.calls import Call
 
 
 async def test_what_it_gives_and_what_it_raises() -> None:

@@ -15,10 +15,10 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 from live import Gate, Gateway, gateway_here, gateway_process, short_folder, until
-from pilotlight.runtime.events.bus import Message
-from pilotlight.runtime.events.pump import Pump
-from pilotlight.runtime.events.source import Source
-from pilotlight.runtime.settings import FunctionSettings
+from pilotflame.runtime.events.bus import Message
+from pilotflame.runtime.events.pump import Pump
+from pilotflame.runtime.events.source import Source
+from pilotflame.runtime.settings import FunctionSettings
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -327,7 +327,7 @@ async def test_an_error_that_nobody_expected_ends_no_gateway() -> None:
         text.startswith("message one: An error that nobody expected (AttributeError)") for text in said
     )
     assert any(text.startswith("messages could not be given back") for text in said)
-    assert "An error that nobody expected (ZeroDivisionError), to be reported as Pilotlight's." in said
+    assert "An error that nobody expected (ZeroDivisionError), to be reported as Pilotflame's." in said
     assert not any("secret" in text for text in said)
 
 

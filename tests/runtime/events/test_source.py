@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from pilotlight.errors import SettingsError
-from pilotlight.runtime.settings import FunctionSettings, read_settings, settings_reference
+from pilotflame.errors import SettingsError
+from pilotflame.runtime.settings import FunctionSettings, read_settings, settings_reference
 
 URL = "https://sqs.eu-west-1.amazonaws.com/123456789012/orders"
 
 
 def read(folder: Path, text: str) -> FunctionSettings:
-    (folder / "pilotlight.toml").write_text(text)
+    (folder / "pilotflame.toml").write_text(text)
     return read_settings(folder, overrides={"name": "f"})
 
 

@@ -5,10 +5,10 @@ import os
 import sys
 from pathlib import Path
 
-from pilotlight.runtime.jobs.database import Database
-from pilotlight.runtime.jobs.job import NewJob, Outcome, State
-from pilotlight.runtime.jobs.schema import SCRIPTS
-from pilotlight.runtime.jobs.store import JobStore
+from pilotflame.runtime.jobs.database import Database
+from pilotflame.runtime.jobs.job import NewJob, Outcome, State
+from pilotflame.runtime.jobs.schema import SCRIPTS
+from pilotflame.runtime.jobs.store import JobStore
 
 
 async def submit(store: JobStore, caller: int) -> None:

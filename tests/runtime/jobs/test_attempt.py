@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from live import LIMIT_S, Function, Gate, Gateway, gateway_here, until
-from pilotlight.errors import JobStoreFailed, RevisionRetired
-from pilotlight.runtime.invocation import Invocation
-from pilotlight.runtime.jobs import attempt
-from pilotlight.runtime.jobs.job import Outcome, State
-from pilotlight.runtime.jobs.store import JobStore
+from pilotflame.errors import JobStoreFailed, RevisionRetired
+from pilotflame.runtime.invocation import Invocation
+from pilotflame.runtime.jobs import attempt
+from pilotflame.runtime.jobs.job import Outcome, State
+from pilotflame.runtime.jobs.store import JobStore
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from pilotlight.errors import JobConflict, JobStoreFailed
-from pilotlight.runtime.jobs.database import MAX_GROUP, Database
+from pilotflame.errors import JobConflict, JobStoreFailed
+from pilotflame.runtime.jobs.database import MAX_GROUP, Database
 
 SCRIPTS = ("CREATE TABLE rows (number INTEGER PRIMARY KEY, body BLOB UNIQUE)",)
 
@@ -186,7 +186,7 @@ async def test_an_older_file_is_brought_up_to_date(tmp_path: Path) -> None:
         await newer.read(lambda connection: connection.execute("SELECT more FROM rows").fetchone()[0]) == "m"
     )
     await asyncio.to_thread(newer.close)
-    with pytest.raises(JobStoreFailed, match="version 2, this pilotlight knows 1"):
+    with pytest.raises(JobStoreFailed, match="version 2, this pilotflame knows 1"):
         opened(tmp_path / "jobs.db")
 
 

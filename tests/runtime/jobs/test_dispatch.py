@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 from live import LIMIT_S
-from pilotlight.runtime.autoscaler import Spec
-from pilotlight.runtime.invocation import Answer, Invocation
-from pilotlight.runtime.jobs.database import Database
-from pilotlight.runtime.jobs.dispatch import Dispatcher
-from pilotlight.runtime.jobs.job import Job, NewJob, State
-from pilotlight.runtime.jobs.schema import SCRIPTS
-from pilotlight.runtime.jobs.store import JobStore
-from pilotlight.runtime.logs import LogBook
+from pilotflame.runtime.autoscaler import Spec
+from pilotflame.runtime.invocation import Answer, Invocation
+from pilotflame.runtime.jobs.database import Database
+from pilotflame.runtime.jobs.dispatch import Dispatcher
+from pilotflame.runtime.jobs.job import Job, NewJob, State
+from pilotflame.runtime.jobs.schema import SCRIPTS
+from pilotflame.runtime.jobs.store import JobStore
+from pilotflame.runtime.logs import LogBook
 
 JOB = NewJob("tone", b"1", execution_timeout_s=60.0, ttl_s=600.0)
 

@@ -4,7 +4,7 @@ import re
 
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotlight.runtime.jobs.identity import idempotency_digest, new_job_id, tombstone_key
+from pilotflame.runtime.jobs.identity import idempotency_digest, new_job_id, tombstone_key
 
 TEXT = st.text(st.characters(exclude_categories=()), max_size=5)  # surrogates too, as headers may bring them
 

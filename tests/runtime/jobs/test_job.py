@@ -1,8 +1,8 @@
 """The job: which state may follow which."""
 
 import pytest
-from pilotlight.runtime.jobs.counters import COLUMNS
-from pilotlight.runtime.jobs.job import TRANSITIONS, Counts, State
+from pilotflame.runtime.jobs.counters import COLUMNS
+from pilotflame.runtime.jobs.job import TRANSITIONS, Counts, State
 
 
 def test_every_state_has_its_transitions_and_its_count() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from live import Function, Gate, Gateway, until
-from pilotlight.errors import JobStoreFailed, UnknownJob
-from pilotlight.runtime.jobs.job import State
-from pilotlight.runtime.jobs.jobs import Jobs
+from pilotflame.errors import JobStoreFailed, UnknownJob
+from pilotflame.runtime.jobs.job import State
+from pilotflame.runtime.jobs.jobs import Jobs
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -76,7 +76,7 @@ async def test_a_job_whose_canceller_hangs_up_is_stopped(
 async def test_a_purge_whose_caller_hangs_up_is_finished(
     deploy, gate: Gate, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("pilotlight.runtime.jobs.changes.PURGE_SLICE", 2)
+    monkeypatch.setattr("pilotflame.runtime.jobs.changes.PURGE_SLICE", 2)
     function = await deploy(WAITS, {"scale.max": 1}, gate=gate)
     first = await run(function, 0)
     await gate.next("0")

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from pilotlight.errors import JobExpired, UnknownJob
-from pilotlight.runtime.jobs import looks
-from pilotlight.runtime.jobs.database import Database
-from pilotlight.runtime.jobs.job import NewJob
-from pilotlight.runtime.jobs.schema import SCRIPTS
-from pilotlight.runtime.jobs.store import JobStore
+from pilotflame.errors import JobExpired, UnknownJob
+from pilotflame.runtime.jobs import looks
+from pilotflame.runtime.jobs.database import Database
+from pilotflame.runtime.jobs.job import NewJob
+from pilotflame.runtime.jobs.schema import SCRIPTS
+from pilotflame.runtime.jobs.store import JobStore
 
 BOTH = ("tone", "echo")
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotlight.runtime.jobs.job import State
-from pilotlight.runtime.jobs.message import body
+from pilotflame.runtime.jobs.job import State
+from pilotflame.runtime.jobs.message import body
 from receiver import job
 
 

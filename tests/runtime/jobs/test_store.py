@@ -21,20 +21,20 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 from jobs_model import KEEP_S, QUEUED, Kept, Model
-from pilotlight.errors import (
+from pilotflame.errors import (
     IdempotencyConflict,
     JobConflict,
     JobExpired,
     JobStoreFailed,
-    PilotlightError,
+    PilotflameError,
     QueueFull,
     UnknownJob,
 )
-from pilotlight.runtime.jobs import counters, expiry, rows
-from pilotlight.runtime.jobs.database import Database
-from pilotlight.runtime.jobs.job import Counts, Job, NewJob, Outcome, State, Webhook
-from pilotlight.runtime.jobs.schema import SCRIPTS
-from pilotlight.runtime.jobs.store import JobStore
+from pilotflame.runtime.jobs import counters, expiry, rows
+from pilotflame.runtime.jobs.database import Database
+from pilotflame.runtime.jobs.job import Counts, Job, NewJob, Outcome, State, Webhook
+from pilotflame.runtime.jobs.schema import SCRIPTS
+from pilotflame.runtime.jobs.store import JobStore
 
 FUNCTIONS = ("tone", "echo")
 HOOK = Webhook("http://127.0.0.1/hook", ("start", "output", "completed"))
@@ -67,7 +67,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.folder = Path(tempfile.mkdtemp(prefix="pl-jobs-"))
+        self.folder = Path(tempfile.mkdtemp(prefix="pf-jobs-"))
         self.runner = asyncio.Runner()
         self.model = Model()
         self.wakes: list[str] = []
@@ -92,7 +92,7 @@ class StoreMachine(RuleBasedStateMachine):
     def run(self, asked: Coroutine[None, None, Any]) -> Any:
         return self.runner.run(asked)
 
-    def refused(self, error: type[PilotlightError], asked: Coroutine[None, None, Any]) -> None:
+    def refused(self, error: type[PilotflameError], asked: Coroutine[None, None, Any]) -> None:
         with pytest.raises(error):
             self.run(asked)
 
@@ -115,7 +115,7 @@ class StoreMachine(RuleBasedStateMachine):
         asked = new(function, given, idempotency=key, wanted_id=wanted, **more)
         expected = self.model.replayed(asked)
         self.wakes.clear()
-        if isinstance(expected, PilotlightError):
+        if isinstance(expected, PilotflameError):
             self.refused(type(expected), self.store.submit(asked, now_s=self.model.now_s))
             assert not self.wakes
             return wanted or "job-unknown"
@@ -526,7 +526,7 @@ async def test_if_the_outbox_fails_nothing_has_happened(
 async def test_a_purge_takes_its_turns_and_leaves_what_comes_later(
     open_store: Callable[..., tuple[JobStore, Database]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pilotlight.runtime.jobs.changes.PURGE_SLICE", 10)
+    monkeypatch.setattr("pilotflame.runtime.jobs.changes.PURGE_SLICE", 10)
     store, _ = open_store()
     await asyncio.gather(*(store.submit(new()) for _ in range(95)))
     purging = asyncio.ensure_future(store.purge("tone"))

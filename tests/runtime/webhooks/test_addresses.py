@@ -6,8 +6,8 @@ import socket
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotlight.errors import SettingsError, WebhookRefused
-from pilotlight.runtime.webhooks.addresses import AddressPolicy
+from pilotflame.errors import SettingsError, WebhookRefused
+from pilotflame.runtime.webhooks.addresses import AddressPolicy
 
 PUBLIC = AddressPolicy()
 

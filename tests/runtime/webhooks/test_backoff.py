@@ -4,7 +4,7 @@ from email.utils import formatdate
 
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotlight.runtime.webhooks.backoff import LONGEST_WISH_S, Schedule, wish_s
+from pilotflame.runtime.webhooks.backoff import LONGEST_WISH_S, Schedule, wish_s
 
 SCHEDULES = st.builds(
     Schedule,

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pilotlight.errors import UnknownDelivery
-from pilotlight.runtime.jobs.job import Webhook
-from pilotlight.runtime.jobs.schema import SCRIPTS
-from pilotlight.runtime.webhooks import outbox
-from pilotlight.runtime.webhooks.backoff import Schedule
-from pilotlight.runtime.webhooks.delivery import MAX_LOG, Attempt, Delivery, DeliveryState
+from pilotflame.errors import UnknownDelivery
+from pilotflame.runtime.jobs.job import Webhook
+from pilotflame.runtime.jobs.schema import SCRIPTS
+from pilotflame.runtime.webhooks import outbox
+from pilotflame.runtime.webhooks.backoff import Schedule
+from pilotflame.runtime.webhooks.delivery import MAX_LOG, Attempt, Delivery, DeliveryState
 from receiver import job
 
 TWICE = Schedule(tries=5, first_s=10.0)

@@ -10,9 +10,9 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 from aiohttp.abc import AbstractResolver, ResolveResult
-from pilotlight.runtime.webhooks.addresses import AddressPolicy
-from pilotlight.runtime.webhooks.delivery import Attempt
-from pilotlight.runtime.webhooks.posting import MAX_REDIRECTS, Poster
+from pilotflame.runtime.webhooks.addresses import AddressPolicy
+from pilotflame.runtime.webhooks.delivery import Attempt
+from pilotflame.runtime.webhooks.posting import MAX_REDIRECTS, Poster
 from receiver import Held, Receiver, answer, receiving, reset
 
 SECOND = AddressPolicy.parse(["127.0.0.2"])
@@ -42,7 +42,7 @@ async def test_a_body_arrives_with_its_headers(outside: Receiver) -> None:
     (came,) = outside.came
     assert (came.path, came.body, came.id) == ("/hook", b'{"a":1}', "msg_1")
     assert came.headers["content-type"] == "application/json"
-    assert came.headers["user-agent"].startswith("pilotlight/")
+    assert came.headers["user-agent"].startswith("pilotflame/")
 
 
 @pytest.mark.parametrize("status", [301, 302, 307, 308])

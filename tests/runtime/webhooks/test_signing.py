@@ -11,8 +11,8 @@ import pytest
 import standardwebhooks
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotlight.errors import GatewayError
-from pilotlight.runtime.webhooks.signing import SigningKey, load_key
+from pilotflame.errors import GatewayError
+from pilotflame.runtime.webhooks.signing import SigningKey, load_key
 
 KEY = SigningKey(b"k" * 32)
 THEIRS = standardwebhooks.Webhook(KEY.secret)

@@ -6,13 +6,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from pilotlight.errors import SnapshotCorrupt, SourceMissing
-from pilotlight.snapshot.caching.cache import Cache
-from pilotlight.snapshot.caching.tier import Tier
-from pilotlight.snapshot.format.create import create
-from pilotlight.snapshot.format.manifest import Manifest
-from pilotlight.snapshot.format.verify import verify
-from pilotlight.snapshot.sources.folder import FolderSource
+from pilotflame.errors import SnapshotCorrupt, SourceMissing
+from pilotflame.snapshot.caching.cache import Cache
+from pilotflame.snapshot.caching.tier import Tier
+from pilotflame.snapshot.format.create import create
+from pilotflame.snapshot.format.manifest import Manifest
+from pilotflame.snapshot.format.verify import verify
+from pilotflame.snapshot.sources.folder import FolderSource
 from pulling import CHUNK_BYTES, LIMIT_S, Stopping, make
 
 ROOMY = 64 << 20

@@ -14,21 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pilotlight.errors import (
+from pilotflame.errors import (
     CacheError,
     Cancelled,
-    PilotlightError,
+    PilotflameError,
     SnapshotCorrupt,
     SourceDenied,
     SourceMissing,
     SourceUnavailable,
 )
-from pilotlight.snapshot.caching.cache import Cache
-from pilotlight.snapshot.caching.tier import Tier
-from pilotlight.snapshot.format.manifest import MANIFEST_NAME, Manifest
-from pilotlight.snapshot.format.verify import verify
-from pilotlight.snapshot.restoring.mapping import Mapping
-from pilotlight.snapshot.sources.folder import FolderConnection, FolderSource
+from pilotflame.snapshot.caching.cache import Cache
+from pilotflame.snapshot.caching.tier import Tier
+from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
+from pilotflame.snapshot.format.verify import verify
+from pilotflame.snapshot.restoring.mapping import Mapping
+from pilotflame.snapshot.sources.folder import FolderConnection, FolderSource
 from pulling import CHUNK_BYTES, LIMIT_S, Stopping, check, make, pulling
 
 ROOMY = 64 << 20
@@ -50,7 +50,7 @@ def shm() -> Iterator[Path]:
     """A folder on tmpfs."""
     if not Path("/dev/shm").is_dir():
         pytest.skip("no /dev/shm")
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="pilotlight-test-") as folder:
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="pilotflame-test-") as folder:
         yield Path(folder)
 
 
@@ -558,5 +558,5 @@ def test_a_folder_without_permission_is_named(shm: Path) -> None:
 
 
 def test_a_cache_without_tiers_says_so(source: Path, manifest: Manifest) -> None:
-    with pytest.raises(PilotlightError, match="No tier"):
+    with pytest.raises(PilotflameError, match="No tier"):
         Cache([]).open(manifest, FolderSource(source))

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pilotlight.errors import LinkError, SnapshotCorrupt
-from pilotlight.snapshot.caching.follow import Feed, Following
-from pilotlight.snapshot.fetching.arrival import Arrival
-from pilotlight.snapshot.format.manifest import Manifest, Shard
+from pilotflame.errors import LinkError, SnapshotCorrupt
+from pilotflame.snapshot.caching.follow import Feed, Following
+from pilotflame.snapshot.fetching.arrival import Arrival
+from pilotflame.snapshot.format.manifest import Manifest, Shard
 
 LIMIT_S = 20.0
 COUNT = 20_000

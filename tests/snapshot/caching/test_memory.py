@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pilotlight.errors import CacheError
-from pilotlight.snapshot.caching import memory, node
-from pilotlight.snapshot.caching.memory import (
+from pilotflame.errors import CacheError
+from pilotflame.snapshot.caching import memory, node
+from pilotflame.snapshot.caching.memory import (
     give_back,
     has_huge_pages,
     is_ours,
@@ -17,9 +17,9 @@ from pilotlight.snapshot.caching.memory import (
     sweep,
     unmount,
 )
-from pilotlight.snapshot.caching.node import node_cache, node_tiers, release_memory
-from pilotlight.snapshot.fetching.target import Target
-from pilotlight.snapshot.sources.folder import FolderSource
+from pilotflame.snapshot.caching.node import node_cache, node_tiers, release_memory
+from pilotflame.snapshot.fetching.target import Target
+from pilotflame.snapshot.sources.folder import FolderSource
 from pulling import make
 
 MIB = 1 << 20
@@ -127,7 +127,7 @@ def test_a_nodes_cache_sweeps_when_it_starts(tmp_path: Path, monkeypatch: pytest
     shared.mkdir()
     monkeypatch.setattr(node, "SHARED_MEMORY", shared)
     monkeypatch.setattr(memory, "LEFT_AFTER_S", -60.0)
-    left = [shared / f"pilotlight-{os.getuid()}-0123456789ab", shared / "pilotlight-x"]
+    left = [shared / f"pilotflame-{os.getuid()}-0123456789ab", shared / "pilotflame-x"]
     for root in left:
         assert prepare(root, MIB)
     cache = node_cache(tmp_path / "cache")

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from pilotlight.errors import CacheError
-from pilotlight.snapshot.caching.cache import Cache
-from pilotlight.snapshot.caching.flock import lock
-from pilotlight.snapshot.caching.tier import Tier
-from pilotlight.snapshot.format.manifest import MANIFEST_NAME, Manifest
-from pilotlight.snapshot.format.verify import verify
-from pilotlight.snapshot.restoring.mapping import Mapping
-from pilotlight.snapshot.sources.folder import FolderSource
+from pilotflame.errors import CacheError
+from pilotflame.snapshot.caching.cache import Cache
+from pilotflame.snapshot.caching.flock import lock
+from pilotflame.snapshot.caching.tier import Tier
+from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
+from pilotflame.snapshot.format.verify import verify
+from pilotflame.snapshot.restoring.mapping import Mapping
+from pilotflame.snapshot.sources.folder import FolderSource
 from pulling import CHUNK_BYTES, LIMIT_S, Stopping, check, make, pulling
 
 MIB = 1 << 20
@@ -29,7 +29,7 @@ def shm() -> Iterator[Path]:
     """A folder on tmpfs."""
     if not Path("/dev/shm").is_dir():
         pytest.skip("no /dev/shm")
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="pilotlight-test-") as folder:
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="pilotflame-test-") as folder:
         yield Path(folder)
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from pilotlight.errors import CacheError, HeaderError, SnapshotError
-from pilotlight.snapshot.converting import tensorizer_file
-from pilotlight.snapshot.converting.convert import convert, convert_to_tensorizer
-from pilotlight.snapshot.format.manifest import Manifest
-from pilotlight.snapshot.format.verify import verify
+from pilotflame.errors import CacheError, HeaderError, SnapshotError
+from pilotflame.snapshot.converting import tensorizer_file
+from pilotflame.snapshot.converting.convert import convert, convert_to_tensorizer
+from pilotflame.snapshot.format.manifest import Manifest
+from pilotflame.snapshot.format.verify import verify
 from safetensors.torch import load_file, save_file, save_model
 from tensorizer import TensorSerializer
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from pilotlight.errors import CacheError, SnapshotChanged, SnapshotCorrupt, SnapshotError
-from pilotlight.snapshot.converting.push import Pushed, push
-from pilotlight.snapshot.format.create import create
-from pilotlight.snapshot.format.manifest import MANIFEST_NAME, Manifest
-from pilotlight.snapshot.format.verify import verify
-from pilotlight.snapshot.sources.folder import FolderSource
+from pilotflame.errors import CacheError, SnapshotChanged, SnapshotCorrupt, SnapshotError
+from pilotflame.snapshot.converting.push import Pushed, push
+from pilotflame.snapshot.format.create import create
+from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
+from pilotflame.snapshot.format.verify import verify
+from pilotflame.snapshot.sources.folder import FolderSource
 from safetensors.torch import save_file
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from pilotlight.errors import CacheError, SnapshotError
-from pilotlight.snapshot.converting import tensorizer_file
-from pilotlight.snapshot.converting.origin import DTYPE_NAMES, TORCH_DTYPES, Spec
-from pilotlight.snapshot.converting.tensorizer_file import TensorizerOrigin, export
-from pilotlight.snapshot.format.dtype import DTYPES
+from pilotflame.errors import CacheError, SnapshotError
+from pilotflame.snapshot.converting import tensorizer_file
+from pilotflame.snapshot.converting.origin import DTYPE_NAMES, TORCH_DTYPES, Spec
+from pilotflame.snapshot.converting.tensorizer_file import TensorizerOrigin, export
+from pilotflame.snapshot.format.dtype import DTYPES
 from tensorizer import TensorDeserializer, TensorSerializer
 
 
@@ -128,4 +128,4 @@ def test_without_the_package_its_install_command_is_named(
     ):
         with pytest.raises(SnapshotError) as caught:
             attempt()
-        assert caught.value.remedy == "Install it: pip install 'pilotlight[tensorizer]'"
+        assert caught.value.remedy == "Install it: pip install tensorizer"

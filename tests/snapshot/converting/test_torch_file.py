@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from pilotlight.errors import SnapshotError
-from pilotlight.snapshot.converting.origin import DTYPE_NAMES
-from pilotlight.snapshot.converting.torch_file import TorchOrigin
+from pilotflame.errors import SnapshotError
+from pilotflame.snapshot.converting.origin import DTYPE_NAMES
+from pilotflame.snapshot.converting.torch_file import TorchOrigin
 
 
 def saved(folder: Path, what: Any, name: str = "m.pt", **options: Any) -> Path:

@@ -11,12 +11,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pilotlight.errors import SnapshotError
-from pilotlight.snapshot.converting.origin import DTYPE_NAMES, TORCH_DTYPES, Spec
-from pilotlight.snapshot.converting.writer import write_safetensors, write_shards
-from pilotlight.snapshot.format.create import create
-from pilotlight.snapshot.format.dtype import DTYPES
-from pilotlight.snapshot.format.header import parse_header
+from pilotflame.errors import SnapshotError
+from pilotflame.snapshot.converting.origin import DTYPE_NAMES, TORCH_DTYPES, Spec
+from pilotflame.snapshot.converting.writer import write_safetensors, write_shards
+from pilotflame.snapshot.format.create import create
+from pilotflame.snapshot.format.dtype import DTYPES
+from pilotflame.snapshot.format.header import parse_header
 from safetensors.torch import load_file
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 from fault_server import Faults, FaultServer
-from pilotlight.errors import CacheError, SnapshotCorrupt
-from pilotlight.snapshot.fetching.bench import bench
-from pilotlight.snapshot.format.manifest import Manifest
-from pilotlight.snapshot.sources.folder import FolderSource
-from pilotlight.snapshot.sources.http import HttpSource
+from pilotflame.errors import CacheError, SnapshotCorrupt
+from pilotflame.snapshot.fetching.bench import bench
+from pilotflame.snapshot.format.manifest import Manifest
+from pilotflame.snapshot.sources.folder import FolderSource
+from pilotflame.snapshot.sources.http import HttpSource
 from pulling import make
 
 

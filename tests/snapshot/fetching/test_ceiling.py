@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import pairwise
 
 from fault_server import Faults, FaultServer
-from pilotlight.snapshot.fetching.ceiling import CONNECTIONS, ceiling
-from pilotlight.snapshot.sources.location import Location
+from pilotflame.snapshot.fetching.ceiling import CONNECTIONS, ceiling
+from pilotflame.snapshot.sources.location import Location
 
 SIZE_BYTES = 1_000_003
 

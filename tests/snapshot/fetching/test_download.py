@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 from fault_server import Faults, FaultServer
-from pilotlight.errors import CacheError, Cancelled, SnapshotCorrupt, SourceDenied
-from pilotlight.snapshot.fetching.download import MARK_NAME, download
-from pilotlight.snapshot.format.manifest import MANIFEST_NAME, Manifest
-from pilotlight.snapshot.format.verify import verify
-from pilotlight.snapshot.sources.folder import FolderSource
-from pilotlight.snapshot.sources.http import HttpSource
+from pilotflame.errors import CacheError, Cancelled, SnapshotCorrupt, SourceDenied
+from pilotflame.snapshot.fetching.download import MARK_NAME, download
+from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
+from pilotflame.snapshot.format.verify import verify
+from pilotflame.snapshot.sources.folder import FolderSource
+from pilotflame.snapshot.sources.http import HttpSource
 from pulling import CHUNK_BYTES, Stopping, check, make
 
 SHARD = "model.safetensors"

@@ -16,7 +16,7 @@ import hypothesis
 import pytest
 import xxhash
 from hypothesis import strategies as st
-from pilotlight.errors import (
+from pilotflame.errors import (
     CacheError,
     Cancelled,
     FetchFailed,
@@ -26,13 +26,13 @@ from pilotlight.errors import (
     SourceError,
     SourceUnavailable,
 )
-from pilotlight.snapshot.fetching import fetch as fetch_module
-from pilotlight.snapshot.fetching.arrival import Arrival
-from pilotlight.snapshot.fetching.fetch import FetchStats, fetch
-from pilotlight.snapshot.fetching.target import Target
-from pilotlight.snapshot.format.manifest import Manifest, Shard, TensorEntry
-from pilotlight.snapshot.sources.folder import FolderSource
-from pilotlight.snapshot.sources.source import ObjectInfo
+from pilotflame.snapshot.fetching import fetch as fetch_module
+from pilotflame.snapshot.fetching.arrival import Arrival
+from pilotflame.snapshot.fetching.fetch import FetchStats, fetch
+from pilotflame.snapshot.fetching.target import Target
+from pilotflame.snapshot.format.manifest import Manifest, Shard, TensorEntry
+from pilotflame.snapshot.sources.folder import FolderSource
+from pilotflame.snapshot.sources.source import ObjectInfo
 
 CHUNK = 64 << 10
 Fault = Callable[["Ask"], None]

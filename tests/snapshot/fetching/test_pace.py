@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from pilotlight.snapshot.fetching.pace import (
+from pilotflame.snapshot.fetching.pace import (
     FAR,
     FIRST_CONNECTIONS,
     MAX_CONNECTIONS,

@@ -7,8 +7,8 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from pilotlight.snapshot.fetching.ranges import Part, Range, Ranges, wanted_order
-from pilotlight.snapshot.format.manifest import Manifest, Shard, TensorEntry
+from pilotflame.snapshot.fetching.ranges import Part, Range, Ranges, wanted_order
+from pilotflame.snapshot.format.manifest import Manifest, Shard, TensorEntry
 
 CHUNK = 4096
 DIGEST = "0" * 32

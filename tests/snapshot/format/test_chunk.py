@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import xxhash
-from pilotlight.snapshot.format.chunk import chunk_digests
-from pilotlight.snapshot.sources.folder import FolderSource
+from pilotflame.snapshot.format.chunk import chunk_digests
+from pilotflame.snapshot.sources.folder import FolderSource
 
 
 def test_chunks_cover_the_file_and_reuse_the_buffer(tmp_path: Path) -> None:

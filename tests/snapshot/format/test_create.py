@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 import xxhash
-from pilotlight.errors import HeaderError, ManifestError, SnapshotError, SourceMissing
-from pilotlight.snapshot.format.create import create
-from pilotlight.snapshot.format.manifest import MANIFEST_NAME, Manifest
-from pilotlight.snapshot.sources.folder import FolderSource
-from pilotlight.snapshot.sources.source import Connection, ObjectInfo
+from pilotflame.errors import HeaderError, ManifestError, SnapshotError, SourceMissing
+from pilotflame.snapshot.format.create import create
+from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
+from pilotflame.snapshot.sources.folder import FolderSource
+from pilotflame.snapshot.sources.source import Connection, ObjectInfo
 from safetensors.torch import save_file, save_model
 
 
@@ -44,7 +44,7 @@ def test_one_file_is_described(minilm: Path) -> None:
     assert shard.chunks[3] == xxhash.xxh3_128_hexdigest(content[3 * (4 << 20) : 4 * (4 << 20)])
     word = next(tensor for tensor in manifest.tensors if tensor.name == "embeddings.word_embeddings.weight")
     assert word.shape == (30522, 384)
-    assert manifest.provenance.created_by.startswith("pilotlight ")
+    assert manifest.provenance.created_by.startswith("pilotflame ")
     assert create(minilm / "model.safetensors").digest == manifest.digest
 
 

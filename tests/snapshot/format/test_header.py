@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pilotlight.errors import HeaderError
-from pilotlight.snapshot.format.dtype import DTYPES
-from pilotlight.snapshot.format.header import MAX_HEADER_BYTES, Header, parse_header, read_header
-from pilotlight.snapshot.sources.folder import FolderSource
+from pilotflame.errors import HeaderError
+from pilotflame.snapshot.format.dtype import DTYPES
+from pilotflame.snapshot.format.header import MAX_HEADER_BYTES, Header, parse_header, read_header
+from pilotflame.snapshot.sources.folder import FolderSource
 
 
 def parse(entries: dict[str, Any] | str, data_bytes: int) -> Header:

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pilotlight.errors import ManifestError
-from pilotlight.snapshot.format.dtype import DTYPES
-from pilotlight.snapshot.format.manifest import MANIFEST_NAME, Manifest, Provenance
+from pilotflame.errors import ManifestError
+from pilotflame.snapshot.format.dtype import DTYPES
+from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest, Provenance
 
 CHUNK = 4096
 
@@ -177,9 +177,9 @@ def test_the_plain_one_is_sound() -> None:
         (edited("name", "a//b", of="shards"), "component"),
         (edited("name", "a\x00b", of="shards"), "control character"),
         (edited("name", "a\\b", of="shards"), "backslash"),
-        (edited("name", "pilotlight.manifest.json", of="shards"), "manifest's own name"),
-        (edited("name", "pilotlight.manifest.json", of="assets"), "manifest's own name"),
-        (edited("name", "pilotlight.manifest.json/x", of="assets"), "both a file and a folder"),
+        (edited("name", "pilotflame.manifest.json", of="shards"), "manifest's own name"),
+        (edited("name", "pilotflame.manifest.json", of="assets"), "manifest's own name"),
+        (edited("name", "pilotflame.manifest.json/x", of="assets"), "both a file and a folder"),
         (edited("name", "m.safetensors", of="assets"), "'m.safetensors' is there twice"),
         (edited("name", "m.safetensors/x", of="assets"), "'m.safetensors' is both a file and a folder"),
         (edited("name", "../config.json", of="assets"), "not a file inside"),
@@ -302,6 +302,6 @@ def test_a_missing_file_is_a_manifest_error(tmp_path: Path) -> None:
 
 
 def test_torch_is_not_loaded() -> None:
-    modules = "format.manifest, pilotlight.snapshot.format.create, pilotlight.snapshot.format.verify, pilotlight.snapshot.restoring.pin"
-    code = f"import sys, pilotlight.snapshot.{modules}; sys.exit('torch' in sys.modules)"
+    modules = "format.manifest, pilotflame.snapshot.format.create, pilotflame.snapshot.format.verify, pilotflame.snapshot.restoring.pin"
+    code = f"import sys, pilotflame.snapshot.{modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from pilotlight.errors import CacheError, SnapshotError
-from pilotlight.snapshot.format.publish import publish, publish_folder
+from pilotflame.errors import CacheError, SnapshotError
+from pilotflame.snapshot.format.publish import publish, publish_folder
 
 
 def test_a_file_appears_when_it_is_whole(tmp_path: Path) -> None:

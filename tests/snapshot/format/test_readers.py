@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from pilotlight.snapshot.format.readers import in_order
+from pilotflame.snapshot.format.readers import in_order
 
 
 @pytest.mark.parametrize("readers", [1, 3])

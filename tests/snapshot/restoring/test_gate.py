@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from pilotlight.errors import FetchFailed, SourceUnavailable
-from pilotlight.snapshot.fetching.arrival import Arrival
-from pilotlight.snapshot.format.manifest import Manifest
-from pilotlight.snapshot.restoring.gate import Gate
-from pilotlight.snapshot.restoring.mapping import Mapping
-from pilotlight.snapshot.restoring.plan import make_plan
-from pilotlight.snapshot.restoring.record import record_first_touch
-from pilotlight.snapshot.restoring.restore import restore
+from pilotflame.errors import FetchFailed, SourceUnavailable
+from pilotflame.snapshot.fetching.arrival import Arrival
+from pilotflame.snapshot.format.manifest import Manifest
+from pilotflame.snapshot.restoring.gate import Gate
+from pilotflame.snapshot.restoring.mapping import Mapping
+from pilotflame.snapshot.restoring.plan import make_plan
+from pilotflame.snapshot.restoring.record import record_first_touch
+from pilotflame.snapshot.restoring.restore import restore
 from torch import nn
 
 Save = Callable[..., tuple[Path, Manifest]]

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from pilotlight.errors import SnapshotChanged
-from pilotlight.snapshot.format.manifest import Manifest
-from pilotlight.snapshot.restoring.mapping import Mapping
-from pilotlight.snapshot.restoring.pin import Pin, pin
+from pilotflame.errors import SnapshotChanged
+from pilotflame.snapshot.format.manifest import Manifest
+from pilotflame.snapshot.restoring.mapping import Mapping
+from pilotflame.snapshot.restoring.pin import Pin, pin
 
 Save = Callable[..., tuple[Path, Manifest]]
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from pilotlight.errors import SnapshotMismatch
-from pilotlight.snapshot.format.manifest import Manifest
-from pilotlight.snapshot.restoring.plan import make_plan
-from pilotlight.snapshot.restoring.skeleton import skeleton
+from pilotflame.errors import SnapshotMismatch
+from pilotflame.snapshot.format.manifest import Manifest
+from pilotflame.snapshot.restoring.plan import make_plan
+from pilotflame.snapshot.restoring.skeleton import skeleton
 from torch import nn
 
 Save = Callable[..., tuple[Path, Manifest]]

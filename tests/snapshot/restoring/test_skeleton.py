@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from pilotlight.snapshot.format.create import create
-from pilotlight.snapshot.restoring.mapping import Mapping
-from pilotlight.snapshot.restoring.plan import make_plan
-from pilotlight.snapshot.restoring.restore import restore
-from pilotlight.snapshot.restoring.skeleton import skeleton
+from pilotflame.snapshot.format.create import create
+from pilotflame.snapshot.restoring.mapping import Mapping
+from pilotflame.snapshot.restoring.plan import make_plan
+from pilotflame.snapshot.restoring.restore import restore
+from pilotflame.snapshot.restoring.skeleton import skeleton
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-from pilotlight.errors import CacheError, SnapshotError
-from pilotlight.snapshot.sources.folder import FolderSource
+from pilotflame.errors import CacheError, SnapshotError
+from pilotflame.snapshot.sources.folder import FolderSource
 
 
 def test_ranges_land_in_the_callers_memory(tmp_path: Path) -> None:

@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 import trustme
 from fault_server import Faults, FaultServer
-from pilotlight.errors import (
-    PilotlightError,
+from pilotflame.errors import (
+    PilotflameError,
     SnapshotChanged,
     SourceDenied,
     SourceError,
     SourceMissing,
     SourceUnavailable,
 )
-from pilotlight.snapshot.sources.http import HttpConnection, HttpSource
+from pilotflame.snapshot.sources.http import HttpConnection, HttpSource
 
 DATA = random.Random(3).randbytes(1 << 20)
 NAME = "model.safetensors"
@@ -234,7 +234,7 @@ def test_retry_after_is_told_in_seconds_or_as_a_date(server: FaultServer) -> Non
         (412, SnapshotChanged),
     ],
 )
-def test_statuses_mean_what_they_say(server: FaultServer, status: int, error: type[PilotlightError]) -> None:
+def test_statuses_mean_what_they_say(server: FaultServer, status: int, error: type[PilotflameError]) -> None:
     server.faults = Faults(status=status, body="no")
     with pytest.raises(error, match=NAME):
         read_once(server)

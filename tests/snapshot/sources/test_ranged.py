@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 from fault_server import Faults, FaultServer
-from pilotlight.errors import SourceMissing, SourceUnavailable
-from pilotlight.snapshot.sources import ranged
-from pilotlight.snapshot.sources.http import HttpSource
+from pilotflame.errors import SourceMissing, SourceUnavailable
+from pilotflame.snapshot.sources import ranged
+from pilotflame.snapshot.sources.http import HttpSource
 
 DATA = random.Random(4).randbytes(300_000)
 

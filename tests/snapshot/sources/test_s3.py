@@ -14,15 +14,15 @@ import pytest
 from fault_server import Faults, FaultServer
 from moto.s3.models import s3_backends
 from moto.server import ThreadedMotoServer
-from pilotlight.errors import (
-    PilotlightError,
+from pilotflame.errors import (
+    PilotflameError,
     SnapshotChanged,
     SourceDenied,
     SourceError,
     SourceMissing,
     SourceUnavailable,
 )
-from pilotlight.snapshot.sources.s3 import S3Source
+from pilotflame.snapshot.sources.s3 import S3Source
 
 DATA = random.Random(5).randbytes(300_000)
 KEY, SECRET = "AKIAEXAMPLEEXAMPLE00", "hush/secret+key"
@@ -30,7 +30,7 @@ KEY, SECRET = "AKIAEXAMPLEEXAMPLE00", "hush/secret+key"
 
 @pytest.fixture(autouse=True)
 def _no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in [name for name in os.environ if name.upper().startswith(("AWS_", "BOTO_", "PILOTLIGHT_"))]:
+    for name in [name for name in os.environ if name.upper().startswith(("AWS_", "BOTO_", "PILOTFLAME_"))]:
         monkeypatch.delenv(name)
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
@@ -224,7 +224,7 @@ def refusing(status: int, code: str, extra: str = "", **headers: str) -> Faults:
     ],
 )  # fmt: skip
 def test_codes_mean_what_they_say(
-    keys: None, status: int, code: str, error: type[PilotlightError], words: str
+    keys: None, status: int, code: str, error: type[PilotflameError], words: str
 ) -> None:
     with FaultServer({}, refusing(status, code, **{"Retry-After": "3"})) as server:
         connection = S3Source("s3://weights/p", endpoint=server.url).connect()
@@ -300,7 +300,7 @@ def test_anonymous_requests_are_not_signed(
     if how != "nothing":
         request.getfixturevalue("keys")
     if how == "environment":
-        monkeypatch.setenv("PILOTLIGHT_S3_ANONYMOUS", "1")
+        monkeypatch.setenv("PILOTFLAME_S3_ANONYMOUS", "1")
     with FaultServer({"weights/f": DATA}) as server:
         source = S3Source("s3://weights", endpoint=server.url, anonymous=True if how == "told" else None)
         assert read(source, "f", 100) == DATA[:100]

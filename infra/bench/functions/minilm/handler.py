@@ -2,13 +2,13 @@
 
 from typing import Any
 
-import pilotlight
+import pilotflame
 from embedder import Embedder
 
 SAMPLE = "A sentence of about the length that is usual."
 
 
-def build(context: pilotlight.Context) -> Embedder:
+def build(context: pilotflame.Context) -> Embedder:
     """Everything but the weights, once; the weights are mapped by each worker."""
     with context.snapshot.skeleton():
         embedder = Embedder(context.snapshot.path, weights=False)
@@ -16,11 +16,11 @@ def build(context: pilotlight.Context) -> Embedder:
     return embedder
 
 
-def rehearse(context: pilotlight.Context) -> None:
+def rehearse(context: pilotflame.Context) -> None:
     context.state.embed([SAMPLE])
 
 
-@pilotlight.batch(max_size=32, example={"text": SAMPLE})
-def handler(events: list[Any], context: pilotlight.Context) -> list[list[float]]:
+@pilotflame.batch(max_size=32, example={"text": SAMPLE})
+def handler(events: list[Any], context: pilotflame.Context) -> list[list[float]]:
     found: list[list[float]] = context.state.embed([event["text"] for event in events])
     return found

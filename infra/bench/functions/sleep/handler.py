@@ -3,10 +3,10 @@
 from typing import Any
 
 import curve
-import pilotlight
+import pilotflame
 
 
-@pilotlight.batch(max_size=32, example={"value": 0})
+@pilotflame.batch(max_size=32, example={"value": 0})
 def handler(events: list[Any]) -> list[Any]:
     answers: list[Any] = curve.answer(events)
     return answers
