@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from ..errors import HandlerFailed, HandlerSignatureError, SnapshotError
 
 if TYPE_CHECKING:
-    from ..snapshot.attached import Snapshot
+    from ..snapshot.handle import Snapshot
 
 BATCH_MARK = "__pilotflame_batch__"
 MAX_BATCH = 4096

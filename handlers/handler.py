@@ -16,7 +16,7 @@ from .contract import BatchSpec
 Hook = Callable[..., Any]
 
 
-class Kind(enum.StrEnum):
+class HandlerKind(enum.StrEnum):
     """How a handler runs."""
 
     PLAIN = "plain"
@@ -26,12 +26,12 @@ class Kind(enum.StrEnum):
 
     @property
     def streaming(self) -> bool:
-        return self in (Kind.GENERATOR, Kind.ASYNC_GENERATOR)
+        return self in (HandlerKind.GENERATOR, HandlerKind.ASYNC_GENERATOR)
 
     @property
     def on_loop(self) -> bool:
         """True if the handler runs on the event loop, False if it needs a thread."""
-        return self in (Kind.ASYNC, Kind.ASYNC_GENERATOR)
+        return self in (HandlerKind.ASYNC, HandlerKind.ASYNC_GENERATOR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Handler:
     """A user's handler, resolved: the callables, and what they take and give."""
 
     call: Callable[..., Any]
-    kind: Kind
+    kind: HandlerKind
     takes_context: bool
     batch: BatchSpec | None
     input: InputCodec
@@ -69,14 +69,14 @@ class Handler:
         }
 
 
-def kind_of(call: Callable[..., Any]) -> Kind:
+def kind_of(call: Callable[..., Any]) -> HandlerKind:
     """How `call` runs, without calling it."""
     function = written(call)
     if inspect.isasyncgenfunction(function):
-        return Kind.ASYNC_GENERATOR
+        return HandlerKind.ASYNC_GENERATOR
     if inspect.isgeneratorfunction(function):
-        return Kind.GENERATOR
-    return Kind.ASYNC if inspect.iscoroutinefunction(function) else Kind.PLAIN
+        return HandlerKind.GENERATOR
+    return HandlerKind.ASYNC if inspect.iscoroutinefunction(function) else HandlerKind.PLAIN
 
 
 def written(call: Callable[..., Any]) -> Callable[..., Any]:

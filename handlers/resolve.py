@@ -15,8 +15,8 @@ from pydantic.errors import PydanticSchemaGenerationError
 from ..errors import HandlerSignatureError
 from .codec import InputCodec, OutputCodec
 from .contract import BATCH_MARK, BatchSpec
-from .foreign.recognise import DEFAULT, recognise
-from .handler import Handler, Hook, Kind, kind_of, written
+from .dialects.recognise import DEFAULT, recognise
+from .handler import Handler, HandlerKind, Hook, kind_of, written
 from .loading import import_file
 
 
@@ -29,15 +29,15 @@ def resolve(root: Path, reference: str = DEFAULT, function: str = "") -> Handler
     """
     entry = recognise(root, reference)
     if entry.dialect == "runpod":
-        from .foreign.runpod import resolve_runpod  # noqa: PLC0415  only such functions pay for it
+        from .dialects.runpod import resolve_runpod  # noqa: PLC0415  only such functions pay for it
 
         return resolve_runpod(root, entry)
     if entry.dialect == "cog":
-        from .foreign.cog import resolve_cog  # noqa: PLC0415  as above
+        from .dialects.cog import resolve_cog  # noqa: PLC0415  as above
 
         return resolve_cog(root, entry)
     if entry.dialect == "lambda":
-        from .foreign.aws_lambda import resolve_lambda  # noqa: PLC0415  as above
+        from .dialects.aws_lambda import resolve_lambda  # noqa: PLC0415  as above
 
         return resolve_lambda(root, entry, function)
     module = import_file(root, root / entry.file)
@@ -95,7 +95,7 @@ def _hook(module: ModuleType, name: str, file: str) -> Hook | None:
             f"`{name}` in {file} is {_a(call)}, not a function.", remedy=f"Rename it: `{name}` is a hook."
         )
     kind = kind_of(call)
-    if kind.streaming or (name == "build" and kind is Kind.ASYNC):
+    if kind.streaming or (name == "build" and kind is HandlerKind.ASYNC):
         raise HandlerSignatureError(
             f"`{name}` in {file} is {kind.value.replace('_', ' ')}.",
             remedy="Make it a plain function." if name == "build" else "Make it a plain or async function.",
@@ -106,7 +106,7 @@ def _hook(module: ModuleType, name: str, file: str) -> Hook | None:
 
 
 def _annotations(
-    call: Callable[..., Any], kind: Kind, spec: BatchSpec | None, what: str
+    call: Callable[..., Any], kind: HandlerKind, spec: BatchSpec | None, what: str
 ) -> tuple[InputCodec, OutputCodec]:
     first = next(iter(inspect.signature(call).parameters))
     try:

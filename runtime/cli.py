@@ -119,7 +119,7 @@ def serve(
       pilotflame serve --port 8600
     """
     from .main import run  # noqa: PLC0415  aiohttp takes time to import, and --help needs none of it
-    from .settings import read_gateway_settings  # noqa: PLC0415
+    from .settings.gateway_settings import read_gateway_settings  # noqa: PLC0415
 
     settings = read_gateway_settings(
         os.environ,
@@ -169,7 +169,7 @@ def dev(
       pilotflame invoke hello '{"name": "Ada"}'      (in another terminal)
     """
     from .main import run  # noqa: PLC0415  see serve
-    from .settings import read_gateway_settings  # noqa: PLC0415
+    from .settings.gateway_settings import read_gateway_settings  # noqa: PLC0415
 
     with ExitStack() as stack:
         kept = state_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pilotflame-dev-")))
@@ -237,7 +237,7 @@ def doctor(state_dir: Path | None, as_json: bool) -> None:
       pilotflame doctor
     """
     from .commands.doctor import examine  # noqa: PLC0415
-    from .settings import read_gateway_settings  # noqa: PLC0415
+    from .settings.gateway_settings import read_gateway_settings  # noqa: PLC0415
 
     settings = read_gateway_settings(os.environ, other_variables=options.OTHER_VARIABLES, state_dir=state_dir)
     with display.waiting("looking around"):

@@ -18,36 +18,36 @@ import uvloop
 from aiohttp import web
 
 from ..errors import GatewayError, PilotflameError, UnknownFunction
-from .access.control import AccessControl
-from .access.door import door
-from .access.guard import Guard
+from .access.control_socket import door
 from .access.keyring import Keyring
-from .access.vault import Vault
+from .access.loopback import is_loopback
+from .access.secrets import Secrets
+from .api.access import AccessControl
 from .api.admin import MAX_ARCHIVE_BYTES, Admin
-from .api.aws_lambda import LambdaApi
 from .api.compression import compressed
-from .api.connection import Connection
-from .api.events import EventsApi
-from .api.gateway import Gateway
-from .api.intake import Limits
-from .api.lane import Lane
-from .api.predictions import Predictions
-from .api.queue import QueueApi
+from .api.connection import ClientConnection
+from .api.fast_path import FastPath
+from .api.guard import Guard
+from .api.invoke import Gateway
+from .api.requests import Limits
 from .api.unrouted import unrouted
 from .api.webhooks import WebhooksApi
-from .deploy import Order
+from .commands.watch import watch
+from .dialects.aws_lambda.routes import LambdaApi
+from .dialects.cloudevents.routes import EventsApi
+from .dialects.cog.routes import Predictions
+from .dialects.runpod.routes import QueueApi
 from .events.sources import Sources
-from .functions import Functions
+from .functions.deploy import Deployment
+from .functions.registry import Functions
+from .functions.store import Store
 from .jobs.jobs import Jobs, JobSettings
-from .launcher import Launcher
-from .listener import Listener
-from .loopback import is_loopback
-from .metrics import Metrics
-from .settings import GatewaySettings
-from .state_dir import StateDir
-from .store import Store
-from .watch import watch
-from .weights import Weights
+from .launching.fetcher_client import FetcherClient
+from .launching.launcher import Launcher
+from .launching.listener import Listener
+from .settings.gateway_settings import GatewaySettings
+from .settings.state_dir import StateDir
+from .telemetry.metrics import Metrics
 
 # A request makes some twenty objects that the collector counts, and nearly all of them go with it.
 YOUNG_OBJECTS = 20_000
@@ -100,7 +100,7 @@ async def _run(
             on_listening(server.url)
             if folder is not None:
                 server.tasks.create_task(
-                    watch(server.functions, Order(path=folder, overrides=overrides), stop)
+                    watch(server.functions, Deployment(path=folder, overrides=overrides), stop)
                 )
             await stop.wait()
 
@@ -133,7 +133,7 @@ async def _server(
 ) -> AsyncIterator[Server]:
     sock = _bind(settings)
     try:
-        keyring, vault = Keyring(state), Vault(state)
+        keyring, vault = Keyring(state), Secrets(state)
         await asyncio.to_thread(keyring.load)
         await asyncio.to_thread(vault.load)
         local = is_loopback(sock.getsockname()[0])
@@ -141,7 +141,7 @@ async def _server(
             _say(NO_KEY_YET.format(url=_url(sock), state=shlex.quote(str(state))))
         async with asyncio.TaskGroup() as tasks:
             launcher = Launcher(listener, tasks)
-            weights = Weights(settings.cache_dir, tasks)
+            weights = FetcherClient(settings.cache_dir, tasks)
             functions = Functions(
                 store, state / "environments", launcher, tasks, weights, vault,
                 drain_s=settings.drain_s,
@@ -168,7 +168,11 @@ async def _server(
                 routes = [*gateway.routes(), *admin.routes(), *access.routes(), *queue.routes(), *others]
                 with door(state) as own:
                     async with _http(
-                        [sock, own], routes, guard, Lane(gateway, functions, guard), settings.header_timeout_s
+                        [sock, own],
+                        routes,
+                        guard,
+                        FastPath(gateway, functions, guard),
+                        settings.header_timeout_s,
                     ):
                         try:
                             yield Server(_url(sock), functions, admin, tasks, jobs)
@@ -242,7 +246,11 @@ async def _close(functions: Functions, sources: Sources) -> None:
 
 @contextlib.asynccontextmanager
 async def _http(
-    socks: list[socket.socket], routes: list[web.RouteDef], guard: Guard, lane: Lane, header_timeout_s: float
+    socks: list[socket.socket],
+    routes: list[web.RouteDef],
+    guard: Guard,
+    lane: FastPath,
+    header_timeout_s: float,
 ) -> AsyncIterator[None]:
     app = web.Application(
         client_max_size=MAX_ARCHIVE_BYTES, middlewares=[unrouted, guard.middleware, compressed]
@@ -263,13 +271,17 @@ async def _http(
             await server.wait_closed()
 
 
-def _accepting(runner: web.AppRunner, lane: Lane, header_timeout_s: float) -> Callable[[], asyncio.Protocol]:
+def _accepting(
+    runner: web.AppRunner, lane: FastPath, header_timeout_s: float
+) -> Callable[[], asyncio.Protocol]:
     """Makes a protocol for each connection."""
 
     def accept() -> asyncio.Protocol:
         if runner.server is None:
             raise GatewayError("The gateway is shutting down.")
-        return Connection(runner.server, lane, header_timeout_s=header_timeout_s, keepalive_s=KEEPALIVE_S)
+        return ClientConnection(
+            runner.server, lane, header_timeout_s=header_timeout_s, keepalive_s=KEEPALIVE_S
+        )
 
     return accept
 

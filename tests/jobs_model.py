@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pilotflame.errors import IdempotencyConflict, JobConflict, JobExpired, PilotflameError, UnknownJob
-from pilotflame.runtime.jobs.job import Counts, NewJob, Outcome, State
+from pilotflame.runtime.jobs.job import JobCounts, JobOutcome, JobState, NewJob
 
 KEEP_S = 100.0
-QUEUED, RUNNING = State.IN_QUEUE, State.IN_PROGRESS
+QUEUED, RUNNING = JobState.IN_QUEUE, JobState.IN_PROGRESS
 
 
 @dataclass
@@ -20,7 +20,7 @@ class Kept:
     created_s: float
     stale_s: float
     max_attempts: int
-    state: State = QUEUED
+    state: JobState = QUEUED
     attempts: int = 0
     retries: int = 0
     due_s: float = 0.0
@@ -78,7 +78,7 @@ class Model:
         self.tell(job_id, "start")
         return True
 
-    def end(self, job_id: str, outcome: Outcome) -> None:
+    def end(self, job_id: str, outcome: JobOutcome) -> None:
         job = self.jobs[job_id]
         job.state, job.output, job.logs = outcome.state, outcome.output, outcome.logs
         job.expires_s = self.now_s + KEEP_S
@@ -87,7 +87,7 @@ class Model:
     def requeue(self, job_id: str, delay_s: float, *, counted: bool, logs: str = "") -> None:
         job = self.jobs[job_id]
         if counted and job.attempts >= job.max_attempts:
-            self.end(job_id, Outcome(State.FAILED, logs=logs))
+            self.end(job_id, JobOutcome(JobState.FAILED, logs=logs))
             return
         job.max_attempts += 0 if counted else 1
         self.queue(job, delay_s)
@@ -98,7 +98,7 @@ class Model:
 
     def retry(self, job_id: str) -> bool:
         job = self.jobs[job_id]
-        if job.state not in (State.FAILED, State.TIMED_OUT):
+        if job.state not in (JobState.FAILED, JobState.TIMED_OUT):
             return False
         self.queue(job)
         job.retries += 1
@@ -110,7 +110,7 @@ class Model:
     def expire(self) -> None:
         for job_id, job in list(self.jobs.items()):
             if job.state is QUEUED and job.stale_s <= self.now_s:
-                self.end(job_id, Outcome(State.TIMED_OUT))
+                self.end(job_id, JobOutcome(JobState.TIMED_OUT))
             elif job.state.final and job.expires_s <= self.now_s:
                 key = (job.new.function, job.state)
                 self.finished[key] = self.finished.get(key, 0) + 1
@@ -144,12 +144,12 @@ class Model:
         times += [until_s for _, until_s in self.forgotten.values()]
         return min(times, default=None)
 
-    def counts(self, function: str) -> Counts:
-        def count(*states: State) -> int:
+    def counts(self, function: str) -> JobCounts:
+        def count(*states: JobState) -> int:
             kept = [job for job in self.jobs.values() if job.new.function == function and job.state in states]
             return len(kept) + sum(self.finished.get((function, state), 0) for state in states)
 
-        return Counts(
-            count(QUEUED), count(RUNNING), count(State.COMPLETED), count(State.FAILED, State.TIMED_OUT),
-            count(State.CANCELLED), self.retried.get(function, 0),
+        return JobCounts(
+            count(QUEUED), count(RUNNING), count(JobState.COMPLETED), count(JobState.FAILED, JobState.TIMED_OUT),
+            count(JobState.CANCELLED), self.retried.get(function, 0),
         )  # fmt: skip

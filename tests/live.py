@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import httpx
 from pilotflame.runtime.main import Server, serve
-from pilotflame.runtime.settings import GatewaySettings
+from pilotflame.runtime.settings.gateway_settings import GatewaySettings
 
 LIMIT_S = float(os.environ.get("PILOTFLAME_TEST_LIMIT_S", "30"))
 
@@ -55,7 +55,7 @@ PROCESS = """
 import json, sys
 from pathlib import Path
 from pilotflame.runtime.main import run
-from pilotflame.runtime.settings import GatewaySettings
+from pilotflame.runtime.settings.function_settings import GatewaySettings
 
 settings = json.loads(sys.argv[1])
 folder = settings.pop("watch", None)

@@ -12,9 +12,9 @@ from typing import Any
 from aiohttp import web
 from live import LIMIT_S
 from pilotflame.runtime.jobs.database import Change, Database, T
-from pilotflame.runtime.jobs.job import Job, State, Webhook
-from pilotflame.runtime.webhooks.delivery import Delivery
-from pilotflame.runtime.webhooks.outbox import newest
+from pilotflame.runtime.jobs.job import Job, JobState, Webhook
+from pilotflame.runtime.jobs.outbox import newest
+from pilotflame.runtime.jobs.webhook_delivery import Delivery
 
 Answer = int | Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -129,7 +129,7 @@ def job(url: str = "http://127.0.0.1:1/hook", **fields: Any) -> Job:
     """A running job of function "f" that wants to be told of everything."""
     return Job(
         **{
-            "id": "job-1", "function": "f", "state": State.IN_PROGRESS, "input": b"{}", "content_type": "", "owner": "",
+            "id": "job-1", "function": "f", "state": JobState.IN_PROGRESS, "input": b"{}", "content_type": "", "owner": "",
             "priority": 0, "execution_timeout_s": 60.0, "ttl_s": 60.0, "max_attempts": 3, "created_s": 100.0,
             "webhook": Webhook(url, ("start", "output", "logs", "completed")), **fields,
         }

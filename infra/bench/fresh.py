@@ -15,8 +15,8 @@ import uvloop
 from aiohttp import web
 from pilotflame.handlers.contract import Context
 from pilotflame.handlers.resolve import resolve
-from pilotflame.snapshot.attached import Snapshot
 from pilotflame.snapshot.format.create import create
+from pilotflame.snapshot.handle import Snapshot
 
 
 async def serve(code: Path, root: Path) -> None:

@@ -21,7 +21,7 @@ import uvloop
 from percentiles import median, percentile
 from pilotflame.runtime.jobs.database import Database
 from pilotflame.runtime.jobs.identity import new_job_id
-from pilotflame.runtime.jobs.job import Job, NewJob, Outcome, State
+from pilotflame.runtime.jobs.job import Job, JobOutcome, JobState, NewJob
 from pilotflame.runtime.jobs.schema import SCRIPTS
 from pilotflame.runtime.jobs.store import JobStore
 from report import Report
@@ -71,7 +71,10 @@ async def ended(store: JobStore, job: Job, now_s: float | None = None) -> None:
     if taken is None:
         raise RuntimeError(f"{job.id} was not queued")
     await store.finish(
-        job.id, taken.attempts, Outcome(State.COMPLETED, output=b'{"text":"%s"}' % (b"y" * 200)), now_s=now_s
+        job.id,
+        taken.attempts,
+        JobOutcome(JobState.COMPLETED, output=b'{"text":"%s"}' % (b"y" * 200)),
+        now_s=now_s,
     )
 
 

@@ -19,7 +19,7 @@ from pilotflame.errors import Cancelled
 from pilotflame.snapshot.caching.memory import has_huge_pages
 from pilotflame.snapshot.fetching.arrival import Arrival
 from pilotflame.snapshot.fetching.fetch import fetch
-from pilotflame.snapshot.fetching.target import Target
+from pilotflame.snapshot.fetching.target import ShardTarget
 from pilotflame.snapshot.format.manifest import Manifest
 from pilotflame.snapshot.sources.http import HttpSource
 from pilotflame.snapshot.sources.source import Source
@@ -36,19 +36,19 @@ class Files:
         self.folder = Path(self._folder.name)
         self.targets = [self._target(shard.name, shard.size_bytes, recycled) for shard in manifest.shards]
 
-    def _target(self, name: str, size_bytes: int, recycled: bool) -> Target:
+    def _target(self, name: str, size_bytes: int, recycled: bool) -> ShardTarget:
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         os.ftruncate(descriptor, size_bytes)
         if not recycled and not has_huge_pages(self.folder):
-            return Target(name, descriptor)
+            return ShardTarget(name, descriptor)
         view = memoryview(mmap.mmap(descriptor, size_bytes, mmap.MAP_SHARED))
         if not recycled:
-            return Target(name, descriptor, view, fresh=True)
+            return ShardTarget(name, descriptor, view, fresh=True)
         for offset in range(0, size_bytes, mmap.PAGESIZE):
             view[offset] = 1
-        return Target(name, descriptor, view)
+        return ShardTarget(name, descriptor, view)
 
     def close(self) -> None:
         for target in self.targets:

@@ -24,10 +24,10 @@ import servers
 from control import Control
 from http1 import Request
 from load import load_apart
-from pilotflame.runtime.batching.calls import Call, Outcome
-from pilotflame.runtime.batching.curve import Curve, Point
 from pilotflame.runtime.batching.figures import figures
+from pilotflame.runtime.batching.latency_curve import LatencyCurve, Point
 from pilotflame.runtime.batching.simulator import Plant, Simulator, Timed
+from pilotflame.runtime.batching.workload import CallOutcome, SimulatedCall
 from report import Report
 from warm_open import DEADLINES
 from warm_replay import instants_ns, replay
@@ -63,12 +63,12 @@ def simulate(instants: Sequence[int], learned: Learned) -> dict[str, Any]:
     """The simulator's figures for these arrivals, and the share that its callers would call on time."""
     timed = Timed(tuple((point.size, point.p50_s) for point in learned.points), learned.noise)
     plant = Plant(timed, limit=LIMIT, way_s=0.0)  # the way to the worker is in what the gateway measured
-    calls = (Call(instant / 1e9, DEADLINE_S, body=b"%d" % at) for at, instant in enumerate(instants))
-    run = Simulator(plant, curve=Curve(learned.points)).open(calls)
+    calls = (SimulatedCall(instant / 1e9, DEADLINE_S, body=b"%d" % at) for at, instant in enumerate(instants))
+    run = Simulator(plant, curve=LatencyCurve(learned.points)).open(calls)
     before: Counter[float] = Counter()  # of those that ended together, how many were answered before
     in_time = 0
     for one in run.attempts:
-        if one.outcome is Outcome.ON_TIME:
+        if one.outcome is CallOutcome.ON_TIME:
             waits_s = learned.way_s + before[one.ended_s] * learned.each_s
             before[one.ended_s] += 1
             in_time += one.latency_s + waits_s <= DEADLINE_S
@@ -99,7 +99,7 @@ def learned_of(request: Request, server: servers.Server, each_s: float) -> Learn
         time.sleep(0.1)
     (points,) = json.loads(found[0].read_text()).values()
     curve = tuple(Point(**point) for point in points)
-    return Learned(curve, max(0.0, alone.p_ms(0.5) / 1e3 - Curve(curve).typical(1)), each_s)
+    return Learned(curve, max(0.0, alone.p_ms(0.5) / 1e3 - LatencyCurve(curve).typical(1)), each_s)
 
 
 def compare(share: float, for_s: float = 60.0) -> dict[str, Any]:

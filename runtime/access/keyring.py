@@ -14,7 +14,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ...errors import UnknownKey
-from . import private
+from . import private_files
 from .caller import Caller
 from .keys import ApiKey, NewKey, key_id_of, mint, spend_the_time
 from .quota import Meter
@@ -59,7 +59,7 @@ class Keyring:
     """The keys. `find` may be called at any time; what writes blocks, and may be called from any thread."""
 
     def __init__(self, state: Path) -> None:
-        self.path = state / private.FOLDER / FILE
+        self.path = state / private_files.FOLDER / FILE
         self.exists = False
         """Whether there has ever been a key here: from then on nobody is let in without one."""
         self._held: dict[str, Held] = {}
@@ -67,15 +67,15 @@ class Keyring:
 
     def load(self) -> None:
         """Reads the file. Raises GatewayError if it is there and cannot be understood."""
-        private.tidy(self.path.parent)
-        data = private.read(self.path)
+        private_files.tidy(self.path.parent)
+        data = private_files.read(self.path)
         if data is None:
             return
         try:
             file = _File.model_validate_json(data)
         except ValidationError as error:
             problem = error.errors(include_url=False, include_input=False)[0]
-            raise private.broken(self.path, f"{problem['loc']}: {problem['msg']}") from None
+            raise private_files.broken(self.path, f"{problem['loc']}: {problem['msg']}") from None
         self._held = {key.id: Held(key) for key in file.keys}
         self.exists = True
 
@@ -127,7 +127,7 @@ class Keyring:
         self.exists = True
 
     def _write(self, keys: list[ApiKey]) -> None:
-        private.write(self.path, _File(keys=tuple(keys)).model_dump_json(indent=1).encode())
+        private_files.write(self.path, _File(keys=tuple(keys)).model_dump_json(indent=1).encode())
 
 
 def _as_used(held: Held) -> ApiKey:

@@ -13,7 +13,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ...errors import BadInput
-from ..settings import name_problem
+from ..settings.function_settings import name_problem
 
 _YEAR_S = 365 * 24 * 3600.0
 _TOKEN = re.compile(r"pf_([0-9a-f]{12})_[0-9a-f]{64}")

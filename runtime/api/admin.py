@@ -13,12 +13,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...errors import BadInput, CodeError, InputTooLarge, SettingsError, UnsupportedMedia
 from ..access.caller import caller_of
-from ..deploy import Order
-from ..functions import Functions, FunctionStatus
-from ..metrics import Metrics
-from .answer import typed
-from .intake import media_type_of, read_body
+from ..functions.deploy import Deployment
+from ..functions.registry import Functions, FunctionStatus
+from ..telemetry.metrics import Metrics
 from .openapi import MAX_LOG_LINES, describe
+from .requests import media_type_of, read_body
+from .responses import typed
 
 MAX_ARCHIVE_BYTES = 256 << 20
 UPLOAD_TIMEOUT_S = 600.0
@@ -125,14 +125,14 @@ class Admin:
             if caller.allows(live.record.function)
         )
 
-    async def _order(self, request: web.Request) -> Order:
+    async def _order(self, request: web.Request) -> Deployment:
         if (request.content_length or 0) > MAX_ARCHIVE_BYTES:
             raise _archive_too_large()
         # aiohttp's `content_type` would take a body that says nothing for an archive: any web page can send that.
         kind = media_type_of(request.headers)
         if kind in ("application/gzip", "application/x-gzip", "application/octet-stream"):
             overrides = dict(_pair(text) for text in request.query.getall("set", []))
-            return Order(
+            return Deployment(
                 archive=await _body(request), overrides=overrides,
                 install=_flag(request, "install"), check=_flag(request, "check", default=True),
             )  # fmt: skip
@@ -155,7 +155,9 @@ class Admin:
                 "This gateway listens beyond this machine, so it does not read folders by path.",
                 remedy="Upload the folder: pilotflame deploy --upload.",
             )
-        return Order(path=order.path, overrides=order.overrides, install=order.install, check=order.check)
+        return Deployment(
+            path=order.path, overrides=order.overrides, install=order.install, check=order.check
+        )
 
 
 async def _body(request: web.Request) -> bytes:

@@ -16,12 +16,12 @@ from aiohttp.http import RawRequestMessage
 from aiohttp.streams import StreamReader
 
 from ...errors import MalformedRequest, PilotflameError
-from .answer import error_response
+from .responses import error_response
 
 MAX_REASON_CHARS = 200
 
 
-class Passage(Protocol):
+class PendingRequest(Protocol):
     """A request that the lane has taken and not answered yet."""
 
     def abandon(self) -> None:
@@ -37,11 +37,11 @@ class Taker(Protocol):
         payload: StreamReader,
         transport: asyncio.Transport,
         send: Callable[[bytes], None],
-    ) -> Passage | None:
+    ) -> PendingRequest | None:
         """None: it goes the ordinary way. Otherwise `send` is called with all of the response, after this returns."""
 
 
-class Connection(web.RequestHandler):
+class ClientConnection(web.RequestHandler):
     """Hangs up if a request's header does not arrive in time; of the first one, from when the connection was made.
 
     aiohttp has no such limit: without it, who sends a byte now and then holds a connection for as long as he likes.
@@ -59,7 +59,7 @@ class Connection(web.RequestHandler):
         self._header_timeout_s = header_timeout_s
         self._header_timer: asyncio.TimerHandle | None = None
         self._lane = lane
-        self._passage: Passage | None = None
+        self._passage: PendingRequest | None = None
         # aiohttp's own wait for the next request, kept from it while the lane has one.
         self._parked: asyncio.Future[None] | None = None
 

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from multidict import istr
 
 from ...errors import BadInput
-from ..invocation import NORMAL
-from .intake import seconds
+from ..serving.invocation import NORMAL
+from .requests import seconds
 
 # Looked for in every request: an `istr` has been made ready for that once and for all.
 TIMEOUT = istr("X-Request-Timeout")

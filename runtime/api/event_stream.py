@@ -11,8 +11,8 @@ import orjson
 from aiohttp import web
 
 from ...errors import PilotflameError
-from ..invocation import Invocation, Stream
-from .answer import EVENT_STREAM_TYPE, HEARTBEAT_S, event
+from ..serving.invocation import Invocation, Stream
+from .responses import EVENT_STREAM_TYPE, HEARTBEAT_S, event
 
 # How long after the deadline the last event may take to leave: then a reader that does not read is hung up on.
 LAST_WORD_S = 2.0

@@ -7,12 +7,12 @@ from typing import Any
 
 from ..._version import __version__
 from ...handlers.arrays import NPY_TYPE, SAFETENSORS_TYPE
-from ..access.described import SECURITY_SCHEMES, access_paths, access_schemas, guarded
-from ..functions import FunctionStatus
-from .described import EVENTS, spelled_paths, spelled_schemas
-from .described_queue import queue_paths, queue_schemas
-from .described_webhooks import webhook_paths, webhook_schemas
-from .parts import errors, json_answer, query
+from ..dialects.described import EVENTS, spelled_paths, spelled_schemas
+from ..dialects.runpod.openapi import queue_paths, queue_schemas
+from ..functions.registry import FunctionStatus
+from .openapi_access import SECURITY_SCHEMES, access_paths, access_schemas, guarded
+from .openapi_parts import errors, json_answer, query
+from .openapi_webhooks import webhook_paths, webhook_schemas
 
 ERROR = {"$ref": "#/components/schemas/Error"}
 MAX_LOG_LINES = 10_000

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable
 from aiohttp import hdrs, web
 
 from ...errors import MethodNotAllowed, PilotflameError, UnknownRoute
-from .answer import error_response
-from .aws_error import PATHS, aws_error
-from .intake import request_id_of
+from ..dialects.aws_lambda.errors import PATHS, aws_error
+from .requests import request_id_of
+from .responses import error_response
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -10,10 +10,10 @@ import orjson
 from aiohttp import web
 
 from ...errors import BadInput
-from ..functions import Functions
+from ..functions.registry import Functions
 from ..jobs.jobs import Jobs
-from ..webhooks.delivery import Delivery, DeliveryState
-from .answer import typed
+from ..jobs.webhook_delivery import Delivery, DeliveryState
+from .responses import typed
 
 DEFAULT_LISTED, MAX_LISTED = 100, 1000
 

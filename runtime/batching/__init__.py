@@ -1,1 +1,4 @@
-"""Gathering: which invocations are refused, which run together, and when. Pure: no I/O, no clock."""
+"""Pure policy of the queue: order, admission, batch forming, assignment to workers.
+
+Enter at `queue.py`. No I/O and no clock: time is an argument. The gateway and the simulator run the same code.
+"""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .curve import Curve
+from .latency_curve import LatencyCurve
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Load:
     """When the next lane is free: predicted from what runs, or when the first worker will be ready."""
 
 
-def finish_s(load: Load, curve: Curve) -> float:
+def finish_s(load: Load, curve: LatencyCurve) -> float:
     """When it would end, as likely as not: the rest of what runs, full groups of those ahead, and its own group.
 
     Whether it can be relied on is asked when its turn comes, when more is known: who is refused too early was refused
@@ -35,7 +35,7 @@ def finish_s(load: Load, curve: Curve) -> float:
     return start_s + rounds * curve.typical(load.limit) + curve.typical(min(load.limit, own + 1))
 
 
-def drained_s(load: Load, curve: Curve, promised: int = 0) -> float:
+def drained_s(load: Load, curve: LatencyCurve, promised: int = 0) -> float:
     """When all that waits now, and `promised` more, will have been started."""
     start_s = max(load.now_s, load.free_at_s)
     rounds = math.ceil((load.queued + promised) / (load.limit * load.lanes))

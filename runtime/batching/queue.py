@@ -11,11 +11,11 @@ from typing import Generic, Protocol, TypeVar
 
 from ...errors import Overloaded, QueueFull
 from .admission import Load, drained_s, finish_s
-from .curve import Curve
-from .gathering import Situation, saving, too_late, wait_until
-from .promises import Promises
-from .returns import Returns
-from .turns import FIRST, Turns, Waiting
+from .arrival_pattern import ArrivalPattern
+from .batch_forming import Situation, saving, too_late, wait_until
+from .fair_queue import FIRST, FairQueue, Waiting
+from .latency_curve import LatencyCurve
+from .reservations import Reservations
 
 # A caller is told to come again when there is room, but never at once and never in the far future.
 MIN_RETRY_S, MAX_RETRY_S = 0.05, 60.0
@@ -65,14 +65,14 @@ class Next(Generic[T]):
 class Queue(Generic[T]):
     """`limit` is how many a worker runs together; `most` how many may wait."""
 
-    def __init__(self, name: str, *, limit: int, most: int, curve: Curve | None = None) -> None:
+    def __init__(self, name: str, *, limit: int, most: int, curve: LatencyCurve | None = None) -> None:
         self.limit = limit
         self.most = most
-        self.curve = curve or Curve()
+        self.curve = curve or LatencyCurve()
         self._name = name
-        self._turns: Turns[T] = Turns()
-        self._returns = Returns()
-        self._promises = Promises()
+        self._turns: FairQueue[T] = FairQueue()
+        self._returns = ArrivalPattern()
+        self._promises = Reservations()
         self._kept: set[int] = set()
         self.margin_s = 0.0
         """How long it takes from the end of a group until all of it have their answers."""

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from ...errors import Overloaded, QueueFull
-from .calls import Attempt, Call, Outcome
-from .curve import Curve, Point
-from .handing import hand_out
+from .assignment import hand_out
+from .latency_curve import LatencyCurve, Point
 from .queue import Lanes, Queue
+from .workload import CallOutcome, SimulatedAttempt, SimulatedCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,29 +61,29 @@ class Plant:
     """The sizes that were measured at warm-up."""
     seed: int = 1
 
-    def curve(self) -> Curve:
+    def curve(self) -> LatencyCurve:
         """The curve as the first worker would have measured it."""
         sizes = [size for size in self.measured if size <= self.limit]
         way_s, timed = 2 * self.way_s, self.timed
-        return Curve(
+        return LatencyCurve(
             Point(size, way_s + timed.mean_s(size), way_s + timed.mean_s(size) * (1 + 1.645 * timed.noise))
             for size in sizes
         )
 
 
 @dataclass(slots=True)
-class Group:
-    items: list[Attempt]
+class SimulatedGroup:
+    items: list[SimulatedAttempt]
     begun_s: float
     cost: float
 
 
-class Given:
-    """What one worker was given and has not answered, as runtime/given.py counts it."""
+class SimulatedOutstanding:
+    """What one worker was given and has not answered, as runtime/serving/outstanding.py counts it."""
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
-        self.running: list[Group] = []
+        self.running: list[SimulatedGroup] = []
         self.busy_s = 0.0
         # When each lane of the worker itself ends what it has.
         self.lanes = [0.0] * slots
@@ -92,10 +92,10 @@ class Given:
     def groups(self) -> int:
         return len(self.running)
 
-    def free_at(self, now_s: float, curve: Curve) -> float:
+    def free_at(self, now_s: float, curve: LatencyCurve) -> float:
         return max(now_s, self.expected_at(now_s, curve))
 
-    def expected_at(self, now_s: float, curve: Curve) -> float:
+    def expected_at(self, now_s: float, curve: LatencyCurve) -> float:
         if len(self.running) < self.slots:
             return now_s
         behind_s = sum(curve.typical(len(group.items)) for group in self.running[self.slots :])
@@ -107,14 +107,14 @@ class Given:
 class Hand:
     """One worker."""
 
-    given: Given
+    given: SimulatedOutstanding
 
 
 @dataclass(slots=True)
 class Run:
     """What became of the calls."""
 
-    attempts: list[Attempt] = field(default_factory=list)
+    attempts: list[SimulatedAttempt] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     busy_s: float = 0.0
     """The sum over all lanes."""
@@ -125,24 +125,24 @@ class Run:
 class Simulator:
     """One run. Open loop: `calls` come when they come. Closed: callers make their next call `think` after an answer."""
 
-    def __init__(self, plant: Plant, *, obedient: float = 0.0, curve: Curve | None = None) -> None:
+    def __init__(self, plant: Plant, *, obedient: float = 0.0, curve: LatencyCurve | None = None) -> None:
         """`obedient`: the share of refused callers that come again, once, after their Retry-After."""
         self.plant = plant
-        self.queue: Queue[Attempt] = Queue(
+        self.queue: Queue[SimulatedAttempt] = Queue(
             "simulated", limit=plant.limit, most=plant.most, curve=plant.curve() if curve is None else curve
         )
         self.run = Run(lanes=plant.workers * plant.slots)
-        self._hands = [Hand(Given(plant.slots)) for _ in range(plant.workers)]
+        self._hands = [Hand(SimulatedOutstanding(plant.slots)) for _ in range(plant.workers)]
         self._draw = random.Random(plant.seed)  # noqa: S311  a model of noise
         self._obedient = obedient
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._numbers = itertools.count()
         self._look_s = math.inf
-        self._next_call: Callable[[Attempt, float], None] = lambda _attempt, _now_s: None
+        self._next_call: Callable[[SimulatedAttempt, float], None] = lambda _attempt, _now_s: None
 
     # -- the two loops
 
-    def open(self, calls: Iterable[Call]) -> Run:
+    def open(self, calls: Iterable[SimulatedCall]) -> Run:
         """All calls, in the order of their times, and until the last is answered."""
         self._arrive_next(iter(calls))
         return self._until(math.inf)
@@ -150,22 +150,22 @@ class Simulator:
     def closed(self, callers: int, think: Callable[[random.Random], float], duration_s: float) -> Run:
         """So many callers, each with one call at a time, for so long."""
 
-        def again(attempt: Attempt, now_s: float) -> None:
+        def again(attempt: SimulatedAttempt, now_s: float) -> None:
             pause_s = max(think(self._draw), attempt.retry_after_s or 0.0)
-            self._call(Call(now_s + pause_s, body=attempt.body), attempt.caller)
+            self._call(SimulatedCall(now_s + pause_s, body=attempt.body), attempt.caller)
 
         self._next_call = again
         for caller in range(callers):
-            self._call(Call(think(self._draw), body=str(caller).encode()), caller)
+            self._call(SimulatedCall(think(self._draw), body=str(caller).encode()), caller)
         return self._until(duration_s)
 
-    def _call(self, call: Call, caller: int, tries: int = 1) -> None:
-        attempt = Attempt(call, caller, tries)
+    def _call(self, call: SimulatedCall, caller: int, tries: int = 1) -> None:
+        attempt = SimulatedAttempt(call, caller, tries)
         self._at(call.at_s, lambda now_s: self._arrive(attempt, now_s))
 
-    def _arrive_next(self, calls: Iterator[Call]) -> None:
+    def _arrive_next(self, calls: Iterator[SimulatedCall]) -> None:
         if (call := next(calls, None)) is not None:
-            attempt = Attempt(call)
+            attempt = SimulatedAttempt(call)
 
             def arrive(now_s: float) -> None:
                 self._arrive_next(calls)
@@ -184,36 +184,38 @@ class Simulator:
     def _at(self, when_s: float, happen: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (when_s, next(self._numbers), happen))
 
-    # -- the gateway, as runtime/line.py
+    # -- the gateway, as runtime/serving/dispatcher.py
 
-    def _arrive(self, attempt: Attempt, now_s: float) -> None:
+    def _arrive(self, attempt: SimulatedAttempt, now_s: float) -> None:
         self.run.attempts.append(attempt)
         try:
             self.queue.admit(attempt, now_s, self._lanes(now_s))
         except Overloaded as error:
-            return self._refuse(attempt, now_s, Outcome.REFUSED, error)
+            return self._refuse(attempt, now_s, CallOutcome.REFUSED, error)
         except QueueFull as error:
-            return self._refuse(attempt, now_s, Outcome.FULL, error)
+            return self._refuse(attempt, now_s, CallOutcome.FULL, error)
         if attempt.deadline_s < math.inf:
             self._at(attempt.deadline_s, lambda when_s: self._expire(attempt, when_s))
         return self._pump(now_s)
 
     def _refuse(
-        self, attempt: Attempt, now_s: float, outcome: Outcome, error: Overloaded | QueueFull
+        self, attempt: SimulatedAttempt, now_s: float, outcome: CallOutcome, error: Overloaded | QueueFull
     ) -> None:
         attempt.retry_after_s = retry_s = float((error.details or {})["retry_after_s"])
         self._end(attempt, now_s, outcome)
         if attempt.caller < 0 and attempt.tries == 1 and self._draw.random() < self._obedient:
             call = attempt.call
-            again = Call(now_s + retry_s, call.timeout_s, call.tenant, call.priority, call.cost, call.body)
+            again = SimulatedCall(
+                now_s + retry_s, call.timeout_s, call.tenant, call.priority, call.cost, call.body
+            )
             self._call(again, -1, attempt.tries + 1)
 
-    def _expire(self, attempt: Attempt, now_s: float) -> None:
+    def _expire(self, attempt: SimulatedAttempt, now_s: float) -> None:
         if attempt.outcome is None:
             dropped = self.queue.drop(attempt)
-            self._end(attempt, now_s, Outcome.EXPIRED if dropped else Outcome.LATE)
+            self._end(attempt, now_s, CallOutcome.EXPIRED if dropped else CallOutcome.LATE)
 
-    def _end(self, attempt: Attempt, now_s: float, outcome: Outcome) -> None:
+    def _end(self, attempt: SimulatedAttempt, now_s: float, outcome: CallOutcome) -> None:
         attempt.outcome, attempt.ended_s = outcome, now_s
         self._next_call(attempt, now_s)
 
@@ -229,7 +231,7 @@ class Simulator:
         for step in hand_out(self.queue, self._pick, self._hands, now_s):
             for attempt in step.refused:
                 error = self.queue.refusal(attempt, now_s, self._lanes(now_s))
-                self._refuse(attempt, now_s, Outcome.DROPPED, error)
+                self._refuse(attempt, now_s, CallOutcome.DROPPED, error)
             if step.taken and step.worker is not None:
                 self._send(step.worker, step.taken, now_s)
             if step.look_at_s is not None:
@@ -243,10 +245,10 @@ class Simulator:
 
     # -- the workers
 
-    def _send(self, hand: Hand, taken: list[Attempt], now_s: float) -> None:
+    def _send(self, hand: Hand, taken: list[SimulatedAttempt], now_s: float) -> None:
         given, plant = hand.given, self.plant
         cost = sum(attempt.call.cost for attempt in taken)
-        group = Group(taken, now_s if given.groups < given.slots else 0.0, cost)
+        group = SimulatedGroup(taken, now_s if given.groups < given.slots else 0.0, cost)
         given.running.append(group)
         lane = min(range(plant.slots), key=lambda index: given.lanes[index])
         begins_s = max(now_s + plant.way_s, given.lanes[lane])
@@ -256,7 +258,7 @@ class Simulator:
         self.run.sizes.append(len(taken))
         self._at(begins_s + seconds + plant.way_s, lambda when_s: self._answer(given, group, when_s))
 
-    def _answer(self, given: Given, group: Group, now_s: float) -> None:
+    def _answer(self, given: SimulatedOutstanding, group: SimulatedGroup, now_s: float) -> None:
         given.running.remove(group)
         if given.groups >= given.slots and not (follower := given.running[given.slots - 1]).begun_s:
             follower.begun_s = now_s
@@ -265,5 +267,5 @@ class Simulator:
         for attempt in group.items:
             self.queue.charge(attempt, attempt.call.cost)
             if attempt.outcome is None:
-                self._end(attempt, now_s, Outcome.ON_TIME)
+                self._end(attempt, now_s, CallOutcome.ON_TIME)
         self._pump(now_s)

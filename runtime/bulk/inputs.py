@@ -18,7 +18,7 @@ _MARK = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class InputLine:
     """One input. `number` counts from 1 through all files; `end` is how many bytes of all are read with it."""
 
     number: int
@@ -65,7 +65,7 @@ class Inputs:
         ]
         return hashlib.sha256(repr(told).encode()).hexdigest()
 
-    def lines(self, skip: int = 0) -> Iterator[Line]:
+    def lines(self, skip: int = 0) -> Iterator[InputLine]:
         """All lines after the first `skip`. Blocking."""
         number = end = 0
         for name, info in zip(self._names, self._infos, strict=True):
@@ -73,7 +73,7 @@ class Inputs:
             for text, size_bytes in self._split(name, info.size_bytes):
                 number, end = number + 1, end + size_bytes
                 if number > skip:
-                    yield Line(number, f"{place}{number - first}", text, end)
+                    yield InputLine(number, f"{place}{number - first}", text, end)
 
     def _split(self, name: str, total_bytes: int) -> Iterator[tuple[bytes, int]]:
         """Each line of a file without its ending, and how many bytes it took."""

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 
 from ...errors import PilotflameError
-from .inputs import Line
+from .inputs import InputLine
 from .journal import Journal, is_failure
 
 AHEAD = 8
@@ -21,22 +21,22 @@ class Window:
 
     def __init__(
         self,
-        lines: Iterator[Line],
-        ask: Callable[[Line], Awaitable[bytes]],
+        lines: Iterator[InputLine],
+        ask: Callable[[InputLine], Awaitable[bytes]],
         journal: Journal,
         *,
         max_in_flight: int,
-        told: Callable[[Line], None],
+        told: Callable[[InputLine], None],
     ) -> None:
         self._lines = lines
         self._ask = ask
         self._journal = journal
         self._max_in_flight = max_in_flight
         self._told = told
-        self._ready: deque[Line] = deque()
+        self._ready: deque[InputLine] = deque()
         self._reading = asyncio.Lock()
         self._ended = False
-        self._answers: dict[int, tuple[Line, bytes]] = {}
+        self._answers: dict[int, tuple[InputLine, bytes]] = {}
         self._advanced = asyncio.Condition()
         self._failure: PilotflameError | None = None
 
@@ -67,7 +67,7 @@ class Window:
                 async with self._advanced:
                     self._advanced.notify_all()
 
-    async def _next(self) -> Line | None:
+    async def _next(self) -> InputLine | None:
         """The next line that is not too far ahead; None after the last."""
         async with self._reading:
             if not self._ready and not self._ended:
@@ -83,8 +83,8 @@ class Window:
             return self._ready.popleft()
 
     async def _read(self) -> None:
-        def some() -> list[Line]:
-            found: list[Line] = []
+        def some() -> list[InputLine]:
+            found: list[InputLine] = []
             size_bytes = 0
             for line in self._lines:
                 found.append(line)
@@ -101,7 +101,7 @@ class Window:
         """All answers that have their turn, at once."""
         lines: list[bytes] = []
         number = self._journal.done + 1
-        last: Line | None = None
+        last: InputLine | None = None
         while (found := self._answers.pop(number, None)) is not None:
             last, answer = found
             lines.append(answer)

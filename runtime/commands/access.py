@@ -13,7 +13,7 @@ import click
 from . import display, options
 
 if TYPE_CHECKING:
-    from ..access.home import Keys
+    from .local_keys import Keys
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _DURATION = re.compile(r"([1-9][0-9]{0,8})([smhd])")
@@ -56,7 +56,7 @@ def _keys_of(url: str, state_dir: Path | None) -> AbstractContextManager[Keys]:
     named = source is not click.core.ParameterSource.DEFAULT or options.given_key()
     if state_dir is None and named:
         return options.connect(url)
-    from ..access.home import at_home  # noqa: PLC0415  it loads what --help needs nothing of
+    from .local_keys import at_home  # noqa: PLC0415  it loads what --help needs nothing of
 
     return at_home(state_dir)
 

@@ -82,7 +82,7 @@ def _run(inputs: Inputs, journal: Journal, function: str, url: str, max_in_fligh
 
     import uvloop  # noqa: PLC0415
 
-    from ..bulk.asking import Asker  # noqa: PLC0415
+    from ..bulk.submitter import Submitter  # noqa: PLC0415
     from ..bulk.window import Window  # noqa: PLC0415
 
     begun_s, before = time.monotonic(), journal.done
@@ -94,7 +94,7 @@ def _run(inputs: Inputs, journal: Journal, function: str, url: str, max_in_fligh
             told(line.end, inputs.total_bytes, f"{journal.done:,} lines, {rate:,.0f}/s{failed}")
 
         async def go() -> None:
-            async with Asker(url, function, api_key=options.given_key(), run=journal.run) as asker:
+            async with Submitter(url, function, api_key=options.given_key(), run=journal.run) as asker:
                 lines = inputs.lines(journal.done)
                 await Window(lines, asker.ask, journal, max_in_flight=max_in_flight, told=tell).run()
 
@@ -121,7 +121,7 @@ def _working_file(output: str) -> Path:
     """Where answers are written: S3 cannot be appended to, so what goes there is kept in the state folder until then."""
     if not output.startswith("s3://"):
         return Path(output)
-    from ..settings import default_state_dir  # noqa: PLC0415  see batch
+    from ..settings.gateway_settings import default_state_dir  # noqa: PLC0415  see batch
 
     folder = default_state_dir(os.environ) / "batches"
     folder.mkdir(parents=True, exist_ok=True)

@@ -57,8 +57,11 @@ def put_manifest(source: Source, name: str, content: bytes) -> None:
 def read_manifest_of(path: str | Path) -> Manifest:
     """The manifest that describes `path`: a folder or prefix, its manifest, or a weights file beside it."""
     from ...errors import ManifestError  # noqa: PLC0415
-    from ...snapshot.format.manifest import MANIFEST_NAME, Manifest  # noqa: PLC0415  see create
-    from ...snapshot.sources.locate import read_manifest  # noqa: PLC0415
+    from ...snapshot.format.manifest import (  # noqa: PLC0415  see create
+        MANIFEST_NAME,
+        Manifest,
+        read_manifest,
+    )
 
     if isinstance(path, str):
         return read_manifest(open_place(path)[0])

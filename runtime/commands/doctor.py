@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 import psutil
 
-from ..settings import GatewaySettings
+from ..settings.gateway_settings import GatewaySettings
 from .display import size
 
 MIN_PYTHON = (3, 11)
@@ -196,7 +196,9 @@ def _torch() -> Check:
         import torch  # noqa: PLC0415  seconds, and the other checks come first
     except Exception as error:  # noqa: BLE001  a broken installation may raise anything; it is told
         found = "not installed" if isinstance(error, ModuleNotFoundError) else f"cannot be imported: {error}"
-        return Check("torch", "note", found, "For neural networks: pip install torch safetensors numpy threadpoolctl")
+        return Check(
+            "torch", "note", found, "For neural networks: pip install torch safetensors numpy threadpoolctl"
+        )
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     found = f"{torch.__version__}, {torch.get_num_threads()} threads, {devices} GPUs"
     return Check("torch", "ok", found)

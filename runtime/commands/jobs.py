@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from ...errors import BadInput, JobConflict, JobError, PilotflameError
-from ..jobs.job import State
+from ..jobs.job import JobState
 from . import display, options
 
 EXIT_ERROR = 1
@@ -78,7 +78,7 @@ def run_job(
             job = client.wait(name, submitted["id"])
     if as_json:
         display.print_json(job)
-    elif job["status"] == State.COMPLETED:
+    elif job["status"] == JobState.COMPLETED:
         display.print_answer(_output(job))
     return _leave(job)
 
@@ -97,7 +97,7 @@ def jobs() -> None:
 @jobs.command("list")
 @click.argument("name")
 @click.option(
-    "--status", "states", multiple=True, type=click.Choice(list(State), case_sensitive=False),
+    "--status", "states", multiple=True, type=click.Choice(list(JobState), case_sensitive=False),
     help="Only those; may be repeated.  [default: all]",
 )  # fmt: skip
 @click.option("-n", "--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="How many.")
@@ -153,7 +153,7 @@ def get_job(*, name: str, job_id: str, output_only: bool, url: str, as_json: boo
         return display.print_json(job)
     display.print_table(("", ""), _facts(job))
     if "output" in job:
-        click.echo("\nhow far it is:" if job["status"] == State.IN_PROGRESS else "\noutput:")
+        click.echo("\nhow far it is:" if job["status"] == JobState.IN_PROGRESS else "\noutput:")
         display.print_answer(_output(job))
     if trace := job.get("errorDetails", {}).get("details", {}).get("traceback"):
         click.echo(f"\n{trace.rstrip()}")
@@ -252,7 +252,7 @@ def follow_job(*, name: str, job_id: str, url: str, as_json: bool) -> None:
             elif event == "status":
                 display.say(data["status"])
             job = data
-    if not (as_json or told) and job["status"] == State.COMPLETED:
+    if not (as_json or told) and job["status"] == JobState.COMPLETED:
         display.print_answer(_output(job))
     _leave(job)
 
@@ -312,20 +312,20 @@ def _each(job_ids: tuple[str, ...], act: Callable[[str], dict[str, Any]], *, as_
 
 
 def _print_output(name: str, job: dict[str, Any]) -> None:
-    state = State(job["status"])
+    state = JobState(job["status"])
     if not state.final:
         raise JobConflict(
             f"{job['id']} is {state}: it has no output yet.",
             remedy=f"Wait for it: pilotflame jobs follow {name} {job['id']}.",
         )
-    if state is State.COMPLETED:
+    if state is JobState.COMPLETED:
         display.print_answer(_output(job))
     _leave(job)
 
 
 def _leave(job: dict[str, Any]) -> None:
     """What kept it from completing, and the exit code for that."""
-    if job["status"] == State.COMPLETED:
+    if job["status"] == JobState.COMPLETED:
         return
     why = PilotflameError.from_wire(job["errorDetails"]) if "errorDetails" in job else ""
     display.say(" ".join(f"error: {job['id']} is {job['status']}. {why}".split()))

@@ -14,7 +14,7 @@ from ...errors import CodeError
 from ...snapshot.sources.locate import is_remote
 
 if TYPE_CHECKING:
-    from ..client import Client
+    from .client import Client
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -76,7 +76,7 @@ def event_body(event: str | None) -> bytes:
 
 
 def connect(url: str) -> Client:
-    from ..client import Client  # noqa: PLC0415  httpx takes time to import, and --help needs none of it
+    from .client import Client  # noqa: PLC0415  httpx takes time to import, and --help needs none of it
 
     return Client(url, api_key=given_key())
 

@@ -16,7 +16,7 @@ from . import display, options
 
 if TYPE_CHECKING:
     from ...snapshot.format.manifest import Manifest
-    from ..settings import FunctionSettings
+    from ..settings.function_settings import FunctionSettings
 
 FIRST = 5
 START_TIMEOUT_S = 900.0
@@ -45,8 +45,8 @@ def record(
     Example:
       pilotflame snapshot record my-embeddings --input long_text.json
     """
-    from ..requirements import check_requirements  # noqa: PLC0415  packaging takes time to import
-    from ..settings import read_settings  # noqa: PLC0415  pydantic too
+    from ..functions.requirements import check_requirements  # noqa: PLC0415  packaging takes time to import
+    from ..settings.function_settings import read_settings  # noqa: PLC0415  pydantic too
 
     found = read_settings(folder, overrides=options.overrides(settings, None, snapshot, local=True))
     weights = _weights(found, folder)
@@ -149,7 +149,7 @@ def _some(names: list[str]) -> str:
 def _order(settings: FunctionSettings, folder: Path, weights: Path, event: bytes) -> list[str]:
     """The names in the order in which a child process touched them."""
     from ...errors import HandlerError, PilotflameError  # noqa: PLC0415
-    from ..spec import WorkerSpec  # noqa: PLC0415
+    from ..link.worker_spec import WorkerSpec  # noqa: PLC0415
 
     spec = WorkerSpec(
         function=settings.name, revision="recorded", code=folder.resolve(), handler=settings.handler,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...errors import CodeError
-from ..settings import SETTINGS_FILE, check_name, slug
+from ..settings.function_settings import SETTINGS_FILE, check_name, slug
 
 TEMPLATES = Path(__file__).resolve().parents[2] / "templates"
 README_FILE = "README.md"

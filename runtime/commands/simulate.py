@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 
-from ..batching.calls import Call, poisson
 from ..batching.figures import figures
 from ..batching.simulator import Plant, Simulator, Timed
+from ..batching.workload import SimulatedCall, poisson
 from . import display, options, trace
 
 # The bar moves each time that so many calls have come.
@@ -101,7 +101,7 @@ def simulate(
             f"--rate {rate:g} for --duration {duration_s:g} are more than {MOST_CALLS:,} calls."
         )
     if arrivals is not None:
-        calls = [Call(at_s / speed, timeout_s, body=b"%d" % number)
+        calls = [SimulatedCall(at_s / speed, timeout_s, body=b"%d" % number)
                  for number, at_s in enumerate(trace.read_arrivals(arrivals))]  # fmt: skip
     else:
         calls = list(poisson(rate or 1.0, round((rate or 1.0) * duration_s), timeout_s=timeout_s, seed=seed))
@@ -121,7 +121,7 @@ def simulate(
     return _print(rows)
 
 
-def _counted(calls: list[Call], told: Any) -> Iterator[Call]:
+def _counted(calls: list[SimulatedCall], told: Any) -> Iterator[SimulatedCall]:
     for number, call in enumerate(calls):
         if number % TOLD_EVERY == 0:
             told(number)

@@ -71,7 +71,7 @@ def pull(
     where = str(folder) if folder is not None else str(cache_folder())
     with _interruptible(where), display.progress(f"pulling {source.url}") as progress:
         if folder is not None:
-            from ...snapshot.fetching.download import download  # noqa: PLC0415  pydantic and xxhash take time to import
+            from ...snapshot.caching.download import download  # noqa: PLC0415  pydantic and xxhash take time to import
 
             stats: FetchStats | None = download(
                 manifest, source, folder, force=force, progress=progress, connections=connections,
@@ -132,7 +132,8 @@ def cache(*, evict: str | None, as_json: bool) -> None:
 
 def open_snapshot(url: str) -> tuple[Source, Manifest]:
     """The source at `url`, a URL or a path, and the manifest in it."""
-    from ...snapshot.sources.locate import is_remote, open_source, read_manifest  # noqa: PLC0415  see pull
+    from ...snapshot.format.manifest import read_manifest  # noqa: PLC0415  see pull
+    from ...snapshot.sources.locate import is_remote, open_source  # noqa: PLC0415  see pull
 
     source = open_place(url.rstrip("/"))[0] if is_remote(url) else open_source(url)
     return source, read_manifest(source)
@@ -140,7 +141,7 @@ def open_snapshot(url: str) -> tuple[Source, Manifest]:
 
 def cache_folder() -> Path:
     """Where this node's cache lies, by PILOTFLAME_CACHE_DIR or the usual place."""
-    from ..settings import read_gateway_settings  # noqa: PLC0415  see pull
+    from ..settings.gateway_settings import read_gateway_settings  # noqa: PLC0415  see pull
 
     return read_gateway_settings(os.environ, other_variables=(options.URL_VARIABLE,)).cache_dir
 

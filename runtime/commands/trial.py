@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ...errors import CodeError, GatewayError, InvocationError
-from ..client import Client, Reply
+from .client import Client, InvokeReply
 
 INPUT_FILE = "test_input.json"
 START_TIMEOUT_S = 60.0
@@ -30,7 +30,7 @@ AUTH_VARIABLE = "PILOTFLAME_AUTH"  # nobody but us finds this gateway, so it ask
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TrialOutcome:
     """What the function answered, and how it went."""
 
     answer: Any
@@ -44,7 +44,7 @@ class Outcome:
         return {**asdict(self), "answer": answer}
 
 
-def run_trial(folder: Path, overrides: Mapping[str, str], *, install: bool = False) -> Outcome:
+def run_trial(folder: Path, overrides: Mapping[str, str], *, install: bool = False) -> TrialOutcome:
     """Deploys `folder`, sends its test_input.json, gives the answer. Raises what went wrong."""
     event = _read_input(folder / INPUT_FILE)
     with private_gateway() as url, Client(url) as client:
@@ -137,6 +137,6 @@ def _read_input(file: Path) -> bytes:
         ) from None
 
 
-def _outcome(reply: Reply, warnings: list[str]) -> Outcome:
+def _outcome(reply: InvokeReply, warnings: list[str]) -> TrialOutcome:
     answer = reply.value()
-    return Outcome(answer, reply.cold, reply.timing_ms, reply.worker, warnings)
+    return TrialOutcome(answer, reply.cold, reply.timing_ms, reply.worker, warnings)

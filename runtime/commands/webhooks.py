@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ..webhooks.delivery import DeliveryState
+from ..jobs.webhook_delivery import DeliveryState
 from . import display, options
 
 MAX_ERROR_CHARS = 40

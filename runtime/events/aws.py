@@ -5,12 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
-from importlib.util import find_spec
 from typing import Any, TypeVar
 
 from ...errors import BusFailed
-from .calls import Call
+from .blocking_call import BlockingCall
 
 T = TypeVar("T")
 INSTALL = "pip install boto3"
@@ -46,7 +44,7 @@ class Aws:
 
     async def ask(self, call: Callable[[Any], T], unwanted: Callable[[T], object] | None = None) -> T:
         """What `call` does with the client, in a thread. `unwanted` is given what comes after nobody waits any more."""
-        return await Call(lambda: self.ask_here(call), unwanted).outcome()
+        return await BlockingCall(lambda: self.ask_here(call), unwanted).outcome()
 
     def ask_here(self, call: Callable[[Any], T]) -> T:
         """The same in this thread, which may wait for it."""
@@ -55,7 +53,7 @@ class Aws:
 
     async def close(self) -> None:
         if self._client is not None:
-            await Call(self._client.close).outcome()
+            await BlockingCall(self._client.close).outcome()
 
     def _opened(self) -> Any:
         with self._opening:
@@ -102,9 +100,3 @@ class Aws:
                 remedy="Check the address, the network, and the AWS settings in the gateway's environment.",
                 details={"code": type(error).__name__},
             ) from error
-
-
-@cache
-def missing() -> str:
-    """What sources need and is not installed here, with the remedy; "" if nothing is."""
-    return "" if find_spec("boto3") else f"boto3 is not installed: {INSTALL}"

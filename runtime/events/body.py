@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import orjson
 
-from ..api.intake import TRACEPARENT
+from ..telemetry.timeline import TRACEPARENT
 
 
 def job_input(body: bytes) -> bytes:

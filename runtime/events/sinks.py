@@ -7,14 +7,14 @@ from typing import Any
 from urllib.parse import quote
 
 from ..jobs.job import Job
+from ..settings.event_source import EventSource
 from .aws import Aws
 from .bus import Message, Sink
-from .source import Source
 
 TEXT = "text/"
 
 
-def open_sink(source: Source) -> Sink | None:
+def open_sink(source: EventSource) -> Sink | None:
     """The sink that the source names, if it names one."""
     if source.result is None:
         return None
@@ -24,7 +24,7 @@ def open_sink(source: Source) -> Sink | None:
 class QueueSink:
     """Sends answers to a queue: JSON as it is, text as text, else base64. What it answers is in the attributes."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: EventSource) -> None:
         self._result = source.result or ""
         self._url = "" if self._result.startswith("sqs://") else self._result
         self._aws = Aws(
@@ -58,7 +58,7 @@ class QueueSink:
 class ObjectSink:
     """Puts each answer to an object named after its message, so that the same answer told twice is one object."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: EventSource) -> None:
         result = source.result or ""
         self._bucket, _, prefix = result.removeprefix("s3://").partition("/")
         self._prefix = prefix.strip("/")

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable
 
 from ..jobs.jobs import Jobs
-from ..settings import FunctionSettings
-from .aws import missing
-from .pump import Pump
+from ..settings.event_source import missing_package
+from ..settings.function_settings import FunctionSettings
+from .consumer import Consumer
 from .sinks import open_sink
 from .sqs import SqsBus
 
@@ -26,7 +26,7 @@ class Sources:
         self._tasks = tasks
         self._say = say
         self._drain_s = drain_s
-        self._pumps: dict[str, list[Pump]] = {}
+        self._pumps: dict[str, list[Consumer]] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -35,16 +35,16 @@ class Sources:
         if self._closed:
             return
         before = {pump.source: pump for pump in self._pumps.pop(name, [])}
-        pumps: list[Pump] = []
+        pumps: list[Consumer] = []
         for source in dict.fromkeys(settings.source):
             pump = before.pop(source, None)
             if pump is not None:  # its messages at work do not notice that the revision was replaced
                 pump.settings = settings
-            elif problem := missing():
+            elif problem := missing_package():
                 self._say(name, f"source {source.queue}: {problem}")
                 continue
             else:
-                pump = Pump(
+                pump = Consumer(
                     settings, source, self._jobs, SqsBus(source), open_sink(source), self._sayer(name, source.queue_name)
                 )  # fmt: skip
                 pump.start(self._tasks)
@@ -69,7 +69,7 @@ class Sources:
         """How many messages of a function are at work."""
         return sum(pump.in_flight for pump in self._pumps.get(name, []))
 
-    def _end(self, pumps: list[Pump]) -> None:
+    def _end(self, pumps: list[Consumer]) -> None:
         for pump in pumps:
             task = self._tasks.create_task(pump.close(self._drain_s + SETTLE_S))
             self._leaving.add(task)

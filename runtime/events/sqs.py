@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...errors import BusFailed
+from ..settings.event_source import MAX_VISIBILITY_S, EventSource
 from .aws import Aws
 from .bus import Message
-from .source import MAX_VISIBILITY_S, Source
 
 POLL_S = 20
 """The longest that SQS waits with an empty answer: the fewest requests while nothing comes."""
@@ -23,7 +23,7 @@ _PARTS = ("MessageId", "ReceiptHandle", "Body")
 class SqsBus:
     """A queue of SQS."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: EventSource) -> None:
         self._url = source.queue
         self._visibility_s = source.visibility_s
         self._aws = Aws(

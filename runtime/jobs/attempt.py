@@ -18,9 +18,9 @@ from ...errors import (
     RevisionRetired,
     WorkerDied,
 )
-from ..invocation import LAST, NORMAL, Answer, Invocation, Stream
-from ..revision import Revision
-from .job import Job, Outcome, State
+from ..serving.invocation import LAST, NORMAL, Answer, Invocation, Stream
+from ..serving.revision import Revision
+from .job import Job, JobOutcome, JobState
 from .store import JobStore
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ LOG_LINES = 20
 STORE_RETRY_S = 5.0
 
 
-class Attempt:
+class JobAttempt:
     """Submits a job's invocation to a revision, and sees it to its end."""
 
     def __init__(
@@ -97,7 +97,7 @@ class Attempt:
                 return
         except OutputInvalid as too_large:
             self.cancel()
-            await self._finish(Outcome(State.FAILED, error=too_large.to_wire(), logs=self._logs()))
+            await self._finish(JobOutcome(JobState.FAILED, error=too_large.to_wire(), logs=self._logs()))
             return
         await asyncio.wait([answer])  # which never raises what the answer holds
         if answer.cancelled():
@@ -111,7 +111,7 @@ class Attempt:
         """It broke in our own hands: nobody is to wait for it for ever."""
         self.cancel()
         wire = GatewayError(f"What became of the job could not be stored: {type(error).__name__}.").to_wire()
-        await self._finish(Outcome(State.FAILED, error=wire))
+        await self._finish(JobOutcome(JobState.FAILED, error=wire))
 
     # -- progress: the last word counts, and one is written at a time
 
@@ -165,10 +165,10 @@ class Attempt:
     async def _complete(self, answer: Answer) -> None:
         if self.invocation.stream is None:
             kind = "" if answer.content_type == "application/json" else answer.content_type
-            await self._finish(Outcome(State.COMPLETED, answer.payload, kind))
+            await self._finish(JobOutcome(JobState.COMPLETED, answer.payload, kind))
         else:
             aggregate = await self._surely(self._aggregate) if self._revision.aggregates else b"[]"
-            await self._finish(Outcome(State.COMPLETED, aggregate))
+            await self._finish(JobOutcome(JobState.COMPLETED, aggregate))
 
     async def _aggregate(self) -> bytes:
         """All pieces as one list; an empty one if that would be too much, of which nothing is read."""
@@ -184,9 +184,9 @@ class Attempt:
             raise error
         wire = error.to_wire()
         if isinstance(error, Cancelled):
-            await self._finish(Outcome(State.CANCELLED, error=wire))
+            await self._finish(JobOutcome(JobState.CANCELLED, error=wire))
         elif isinstance(error, DeadlineExceeded):
-            await self._finish(Outcome(State.TIMED_OUT, error=wire, logs=self._logs()))
+            await self._finish(JobOutcome(JobState.TIMED_OUT, error=wire, logs=self._logs()))
         elif isinstance(error, (RevisionRetired, GatewayError)):
             await self._requeue(wire, counted=False)
         elif not self.invocation.worker:  # none could start: the next one may, a little later
@@ -197,7 +197,7 @@ class Attempt:
         ):  # at the end of a revision those are killed that are late: not the job's fault
             await self._requeue(wire, counted=not self._revision.retiring)
         else:
-            await self._finish(Outcome(State.FAILED, error=wire, logs=self._logs()))
+            await self._finish(JobOutcome(JobState.FAILED, error=wire, logs=self._logs()))
 
     async def _requeue(self, error: dict[str, object], delay_s: float = 0.0, *, counted: bool = True) -> None:
         if not self._fence and not counted:
@@ -209,7 +209,7 @@ class Attempt:
                 )
             )
 
-    async def _finish(self, outcome: Outcome) -> None:
+    async def _finish(self, outcome: JobOutcome) -> None:
         if await self._take():
             await self._surely(lambda: self._store.finish(self.job.id, self._fence, outcome))
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Mapping
 
-from .job import Counts, State
+from .job import JobCounts, JobState
 
-COLUMNS: Mapping[State, str] = {
-    State.IN_QUEUE: "in_queue",
-    State.IN_PROGRESS: "in_progress",
-    State.COMPLETED: "completed",
-    State.FAILED: "failed",
-    State.TIMED_OUT: "failed",
-    State.CANCELLED: "cancelled",
+COLUMNS: Mapping[JobState, str] = {
+    JobState.IN_QUEUE: "in_queue",
+    JobState.IN_PROGRESS: "in_progress",
+    JobState.COMPLETED: "completed",
+    JobState.FAILED: "failed",
+    JobState.TIMED_OUT: "failed",
+    JobState.CANCELLED: "cancelled",
 }
 _NAMES = ("in_queue", "in_progress", "completed", "failed", "cancelled", "retried")
 
@@ -35,8 +35,8 @@ def moved(
     connection: sqlite3.Connection,
     function: str,
     number: int,
-    was: State,
-    to: State,
+    was: JobState,
+    to: JobState,
     *,
     retried: bool = False,
 ) -> None:
@@ -46,8 +46,8 @@ def moved(
     if one_less != one_more:
         more += f", {one_less} = {one_less} - 1, {one_more} = {one_more} + 1"
     values: tuple[object, ...] = (function,)
-    if (was is State.IN_QUEUE) != (to is State.IN_QUEUE):
-        more += f", queued_bytes = queued_bytes {'-' if was is State.IN_QUEUE else '+'} {_INPUT_BYTES}"
+    if (was is JobState.IN_QUEUE) != (to is JobState.IN_QUEUE):
+        more += f", queued_bytes = queued_bytes {'-' if was is JobState.IN_QUEUE else '+'} {_INPUT_BYTES}"
         values = (number, function)
     if more:
         connection.execute(f"UPDATE counters SET {more[2:]} WHERE function = ?", values)  # noqa: S608  our names
@@ -60,9 +60,9 @@ def queued(connection: sqlite3.Connection, function: str) -> tuple[int, int]:
     return (row["in_queue"], row["queued_bytes"]) if row is not None else (0, 0)
 
 
-def counts(connection: sqlite3.Connection, function: str) -> Counts:
+def counts(connection: sqlite3.Connection, function: str) -> JobCounts:
     row = connection.execute("SELECT * FROM counters WHERE function = ?", (function,)).fetchone()
-    return Counts(**{name: row[name] for name in _NAMES}) if row is not None else Counts()
+    return JobCounts(**{name: row[name] for name in _NAMES}) if row is not None else JobCounts()
 
 
 def waiting(connection: sqlite3.Connection) -> list[str]:

@@ -8,8 +8,8 @@ import time
 from ...errors import DeadlineExceeded
 from . import rows
 from .identity import tombstone_key
-from .job import Outcome, State
-from .turn import Turn
+from .job import JobOutcome, JobState
+from .transaction import Transaction
 
 SLICE_S = 0.05
 """For so long the writer may be kept busy at once."""
@@ -20,7 +20,7 @@ VACUUM_PAGES = 256
 _INCREMENTAL = 2
 
 
-def expire(turn: Turn, limit: int) -> int:
+def expire(turn: Transaction, limit: int) -> int:
     """Handle at most `limit` jobs whose time has come, and as many tombstones; how many those were."""
     until_s = time.monotonic() + SLICE_S
     found = turn.connection.execute(
@@ -28,8 +28,8 @@ def expire(turn: Turn, limit: int) -> int:
     ).fetchall()
     done = 0
     for row in found:
-        if row["state"] == State.IN_QUEUE:
-            turn.end(row, Outcome(State.TIMED_OUT, error=_too_late(row)))
+        if row["state"] == JobState.IN_QUEUE:
+            turn.end(row, JobOutcome(JobState.TIMED_OUT, error=_too_late(row)))
         else:
             _forget(turn, row)
         done += 1
@@ -57,7 +57,7 @@ def _too_late(row: sqlite3.Row) -> dict[str, object]:
     ).to_wire()
 
 
-def _forget(turn: Turn, row: sqlite3.Row) -> None:
+def _forget(turn: Transaction, row: sqlite3.Row) -> None:
     """A job goes, with all that belongs to it; deliveries that are still to be made stay."""
     execute, number = turn.connection.execute, (row["number"],)
     execute("DELETE FROM jobs WHERE number = ?", number)
@@ -73,7 +73,7 @@ def _forget(turn: Turn, row: sqlite3.Row) -> None:
     )
 
 
-def _remove_tombstones(turn: Turn, limit: int) -> int:
+def _remove_tombstones(turn: Transaction, limit: int) -> int:
     """The oldest ones, once they were kept long enough or there are too many; they lie in the order of their ends."""
     execute = turn.connection.execute
     (last,) = execute("SELECT max(number) FROM tombstones").fetchone()
@@ -84,7 +84,7 @@ def _remove_tombstones(turn: Turn, limit: int) -> int:
     return len(ended)
 
 
-def _remove_deliveries(turn: Turn, limit: int) -> None:
+def _remove_deliveries(turn: Transaction, limit: int) -> None:
     """Those that were made, or given up, after their job was forgotten."""
     turn.connection.execute(
         "DELETE FROM deliveries WHERE rowid IN (SELECT rowid FROM deliveries "

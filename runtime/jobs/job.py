@@ -15,7 +15,7 @@ EVENTS = ("start", "output", "logs", "completed")
 """What a webhook may ask to be told of."""
 
 
-class State(enum.StrEnum):
+class JobState(enum.StrEnum):
     """Where a job stands."""
 
     IN_QUEUE = "IN_QUEUE"
@@ -28,18 +28,20 @@ class State(enum.StrEnum):
     @property
     def final(self) -> bool:
         """Whether it stays so, unless somebody asks for a retry."""
-        return self not in (State.IN_QUEUE, State.IN_PROGRESS)
+        return self not in (JobState.IN_QUEUE, JobState.IN_PROGRESS)
 
 
-TRANSITIONS: Mapping[State, frozenset[State]] = {
-    State.IN_QUEUE: frozenset({State.IN_PROGRESS, State.CANCELLED, State.TIMED_OUT, State.FAILED}),
-    State.IN_PROGRESS: frozenset(
-        {State.IN_QUEUE, State.COMPLETED, State.FAILED, State.CANCELLED, State.TIMED_OUT}
+TRANSITIONS: Mapping[JobState, frozenset[JobState]] = {
+    JobState.IN_QUEUE: frozenset(
+        {JobState.IN_PROGRESS, JobState.CANCELLED, JobState.TIMED_OUT, JobState.FAILED}
     ),
-    State.COMPLETED: frozenset(),
-    State.FAILED: frozenset({State.IN_QUEUE}),
-    State.CANCELLED: frozenset(),
-    State.TIMED_OUT: frozenset({State.IN_QUEUE}),
+    JobState.IN_PROGRESS: frozenset(
+        {JobState.IN_QUEUE, JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED, JobState.TIMED_OUT}
+    ),
+    JobState.COMPLETED: frozenset(),
+    JobState.FAILED: frozenset({JobState.IN_QUEUE}),
+    JobState.CANCELLED: frozenset(),
+    JobState.TIMED_OUT: frozenset({JobState.IN_QUEUE}),
 }
 """All that may happen. Back into the queue: its worker died, or somebody asked for a retry."""
 
@@ -83,7 +85,7 @@ class Job:
 
     id: str
     function: str
-    state: State
+    state: JobState
     input: bytes
     content_type: str
     owner: str
@@ -120,10 +122,10 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class JobOutcome:
     """How an attempt ended: a final state, with what it brought."""
 
-    state: State
+    state: JobState
     output: bytes | None = None
     output_type: str = ""
     error: Mapping[str, Any] | None = None
@@ -131,7 +133,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class JobCounts:
     """A function's jobs. Finished ones are counted from the beginning, forgotten ones too."""
 
     in_queue: int = 0

@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ...errors import JobExpired, JobStoreFailed, UnknownJob
-from ..webhooks import outbox
-from ..webhooks.addresses import AddressPolicy
-from ..webhooks.courier import Courier
-from ..webhooks.delivery import Delivery, DeliveryState
-from ..webhooks.signing import load_key
-from .board import Board
+from . import outbox
 from .database import Database
-from .dispatch import Dispatcher, Target
-from .job import Counts, Job, NewJob, State
+from .dispatcher import JobDispatcher, JobTarget
+from .job import Job, JobCounts, JobState, NewJob
+from .notifications import Notifications
 from .schema import SCRIPTS
 from .store import JobStore
+from .webhook_addresses import AddressPolicy
+from .webhook_delivery import Delivery, DeliveryState
+from .webhook_sender import WebhookSender
+from .webhook_signing import load_key
 
 T = TypeVar("T")
 
@@ -44,20 +44,20 @@ class Jobs:
     """All jobs of a gateway. What is accepted is on the disk; what it returns may be looked up after a crash."""
 
     def __init__(
-        self, state: Path, target: Callable[[str], Target], tasks: asyncio.TaskGroup, settings: JobSettings
+        self, state: Path, target: Callable[[str], JobTarget], tasks: asyncio.TaskGroup, settings: JobSettings
     ) -> None:
         self._database = Database(state / DATABASE_FILE, SCRIPTS)
         self._state = state
         self._tasks = tasks
         self._settings = settings
         self.policy = AddressPolicy.parse(settings.webhook_networks)
-        self.board = Board()
+        self.board = Notifications()
         self.store = JobStore(
             self._database, keep_s=settings.keep_s,
             tell=outbox.add, wake=self._wake, told=self._wake_courier, changed=self.board.tell,
         )  # fmt: skip
-        self._dispatcher = Dispatcher(self.store, target, tasks)
-        self._courier: Courier | None = None
+        self._dispatcher = JobDispatcher(self.store, target, tasks)
+        self._courier: WebhookSender | None = None
         self._keeping: asyncio.Task[None] | None = None
         self._due_s = 0.0
         self._due_news = asyncio.Event()
@@ -67,7 +67,9 @@ class Jobs:
     async def start(self) -> None:
         """Opens the store and goes on with what the last life of this gateway left."""
         await asyncio.to_thread(self._database.open)
-        self._courier = Courier(self._database, await asyncio.to_thread(load_key, self._state), self.policy)
+        self._courier = WebhookSender(
+            self._database, await asyncio.to_thread(load_key, self._state), self.policy
+        )
         self._courier.start(self._tasks)
         await self.store.recover()
         for function in await self.store.functions_waiting():
@@ -161,11 +163,11 @@ class Jobs:
         return await self._to_the_end(purged())
 
     async def list(
-        self, function: str, states: Collection[State] = (), limit: int = 100, before_id: str = ""
+        self, function: str, states: Collection[JobState] = (), limit: int = 100, before_id: str = ""
     ) -> list[Job]:
         return await self.store.list(function, states, limit, before_id)
 
-    async def counts(self, function: str) -> Counts:
+    async def counts(self, function: str) -> JobCounts:
         return await self.store.counts(function)
 
     async def _to_the_end(self, change: Coroutine[Any, Any, T]) -> T:

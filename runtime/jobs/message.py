@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from .job import Job, State
+from .job import Job, JobState
 
 
 def body(job: Job, event: str, now_s: float) -> bytes:
@@ -41,7 +41,7 @@ def status(job: Job, now_s: float) -> dict[str, Any]:
 
 def _output(job: Job) -> dict[str, Any]:
     """The answer; while the job runs, how far it is. Bytes that are not JSON are base64, with their type."""
-    if job.state is State.IN_PROGRESS and job.progress:
+    if job.state is JobState.IN_PROGRESS and job.progress:
         return {"output": orjson.Fragment(job.progress)}
     if not job.output:
         return {}

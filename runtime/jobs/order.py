@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..settings import FunctionSettings
+from ..settings.function_settings import FunctionSettings
 from .job import NewJob
 
 

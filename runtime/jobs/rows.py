@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import orjson
 
 from .identity import idempotency_digest
-from .job import Job, NewJob, State, Webhook
+from .job import Job, JobState, NewJob, Webhook
 
 _FIELDS = (
     "jobs.number, id, function, state, owner, priority, content_type, execution_timeout_s, ttl_s, max_attempts, "
@@ -46,7 +46,7 @@ def insert(connection: sqlite3.Connection, new: NewJob, job_id: str, now_s: floa
     ))  # fmt: skip
     connection.execute("INSERT INTO inputs VALUES (?, ?)", (cursor.lastrowid, new.input))
     return Job(
-        job_id, new.function, State.IN_QUEUE, new.input, new.content_type, new.owner, new.priority,
+        job_id, new.function, JobState.IN_QUEUE, new.input, new.content_type, new.owner, new.priority,
         new.execution_timeout_s, new.ttl_s, new.max_attempts, now_s,
         webhook=new.webhook, traceparent=new.traceparent, extra=new.extra or None,
     )  # fmt: skip
@@ -81,7 +81,7 @@ def job(row: sqlite3.Row) -> Job:
     return Job(
         id=row["id"],
         function=row["function"],
-        state=State(row["state"]),
+        state=JobState(row["state"]),
         input=row["input"],
         content_type=row["content_type"],
         owner=row["owner"],

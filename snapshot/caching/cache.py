@@ -18,10 +18,9 @@ from typing import Self
 from ...errors import CacheError, PilotflameError
 from ..fetching.arrival import Arrival
 from ..fetching.fetch import FetchStats
-from ..format.chunk import Progress
 from ..format.manifest import Manifest
 from ..sources.folder import FolderSource
-from ..sources.source import Source
+from ..sources.source import Progress, Source
 from .flock import Hold
 from .pull import Pull
 from .stored import Stored, needed_bytes

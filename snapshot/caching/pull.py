@@ -18,9 +18,9 @@ from pathlib import Path
 from ...errors import CacheError, PilotflameError, SourceDenied, SourceUnavailable
 from ..fetching.arrival import Arrival
 from ..fetching.fetch import FetchStats, fetch
-from ..fetching.target import Target
+from ..fetching.target import ShardTarget
 from ..format.manifest import MANIFEST_NAME, Manifest
-from ..format.publish import sync
+from ..publish import sync
 from ..sources.source import Source
 from .assets import bring_assets
 from .flock import Hold, hold, lock, try_lock
@@ -228,7 +228,7 @@ class Pull:
         if not self.arrival.complete:
             raise CacheError(_CLOSED, remedy=_CLOSED_REMEDY)
 
-    def _target(self, name: str, opened: ExitStack, *, huge: bool) -> Target:
+    def _target(self, name: str, opened: ExitStack, *, huge: bool) -> ShardTarget:
         descriptor = os.open(self.files / name, os.O_RDWR | os.O_CLOEXEC)
         opened.callback(os.close, descriptor)
         memory = self.tier.spares.touched(descriptor) if self.tier.kind == "tmpfs" else None
@@ -237,7 +237,7 @@ class Pull:
             memory = memoryview(mmap(descriptor, size_bytes))
         if memory is not None:
             opened.callback(_unmap, memory)
-        return Target(str(self.files / name), descriptor, memory, fresh=fresh)
+        return ShardTarget(str(self.files / name), descriptor, memory, fresh=fresh)
 
     def _publish(self) -> None:
         """All chunks are verified: say so, for good. On a disk, once the disk has them."""

@@ -14,14 +14,14 @@ from collections.abc import Sequence
 import xxhash
 
 from ..fetching.arrival import Arrival
-from ..fetching.target import Target
+from ..fetching.target import ShardTarget
 from ..format.manifest import Manifest
 
 _BUFFER_BYTES = 1 << 20
 
 
 def land_what_is_there(
-    manifest: Manifest, targets: Sequence[Target], arrival: Arrival, cancelled: threading.Event
+    manifest: Manifest, targets: Sequence[ShardTarget], arrival: Arrival, cancelled: threading.Event
 ) -> int:
     """Land every chunk whose bytes are in the files; returns how many."""
     buffer = memoryview(bytearray(_BUFFER_BYTES))
@@ -52,7 +52,7 @@ def _next_data(descriptor: int, offset: int, size_bytes: int) -> int:
         return size_bytes if error.errno == errno.ENXIO else offset
 
 
-def _digest(target: Target, begin: int, end: int, buffer: memoryview) -> str:
+def _digest(target: ShardTarget, begin: int, end: int, buffer: memoryview) -> str:
     hasher, at = xxhash.xxh3_128(), begin
     while at < end and (count := target.read_into(at, buffer[: min(len(buffer), end - at)])):
         hasher.update(buffer[:count])

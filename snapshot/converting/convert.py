@@ -8,14 +8,14 @@ from pathlib import Path
 
 from ..._version import __version__
 from ...errors import SnapshotError
-from ..format.chunk import Progress
 from ..format.create import create
 from ..format.layout import INDEX_SUFFIX, SUFFIX, Layout, is_asset, lay_out, read_index, some
 from ..format.manifest import MANIFEST_NAME, MAX_ASSET_BYTES, Manifest, Provenance
-from ..format.publish import publish, publish_folder
+from ..publish import publish, publish_folder
 from ..sources.folder import FolderSource
+from ..sources.source import Progress
 from . import tensorizer_file, torch_file
-from .origin import Origin, SafetensorsOrigin
+from .origin import SafetensorsOrigin, TensorOrigin
 from .writer import CASTS, write_shards
 
 SHARD_BYTES = 5_000_000_000
@@ -32,7 +32,7 @@ class _Found:
 
     source: FolderSource
     kept: tuple[str, ...]
-    origin: Callable[[], Origin]
+    origin: Callable[[], TensorOrigin]
     assets: tuple[str, ...]
 
 
@@ -128,7 +128,7 @@ def _is_foreign(name: str) -> bool:
     return path.suffix.lower() in suffixes and not path.name.startswith(_TRAINING)
 
 
-def _sharded(path: Path, source: FolderSource) -> Origin:
+def _sharded(path: Path, source: FolderSource) -> TensorOrigin:
     places = read_index(source, _TORCH_INDEX)
     files = sorted(set(places.values()))
     missing = [name for name in files if not (path / name).is_file()]

@@ -24,7 +24,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Spec:
+class TensorSpec:
     """One tensor without its values; `dtype` as safetensors calls it."""
 
     name: str
@@ -36,11 +36,11 @@ class Spec:
         return prod(self.shape) * DTYPES[self.dtype].itemsize_bytes
 
 
-class Origin(Protocol):
+class TensorOrigin(Protocol):
     """Tensors behind names. What `tensors` gives is contiguous and good until the next one is asked for."""
 
     @property
-    def specs(self) -> Sequence[Spec]: ...
+    def specs(self) -> Sequence[TensorSpec]: ...
 
     @property
     def aliases(self) -> Mapping[str, str]:
@@ -61,7 +61,9 @@ class SafetensorsOrigin:
         self._places = {
             tensor.name: (file, tensor) for file, header in self._headers.items() for tensor in header.tensors
         }
-        self.specs = [Spec(tensor.name, tensor.dtype, tensor.shape) for _, tensor in self._places.values()]
+        self.specs = [
+            TensorSpec(tensor.name, tensor.dtype, tensor.shape) for _, tensor in self._places.values()
+        ]
         check_specs(
             source.url, [tensor.name for header in self._headers.values() for tensor in header.tensors]
         )

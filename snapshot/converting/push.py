@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import SnapshotChanged, SnapshotError
-from ..format.chunk import Progress
 from ..format.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Asset, Manifest, Shard
 from ..format.verify import verify
 from ..sources.folder import FolderSource
-from ..sources.source import Source, Writable
+from ..sources.source import Progress, Source, Writable
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ import numpy
 import torch
 
 from ...errors import CacheError, SnapshotError
-from ..format.chunk import Progress
-from ..format.publish import publish
-from .origin import DTYPE_NAMES, Origin, Spec, check_specs
+from ..publish import publish
+from ..sources.source import Progress
+from .origin import DTYPE_NAMES, TensorOrigin, TensorSpec, check_specs
 
 SUFFIX = ".tensors"
 
@@ -30,7 +30,7 @@ class TensorizerOrigin:
         self._path = path
         self._keys: dict[str, Any] = {}
         self.aliases: dict[str, str] = {}
-        self.specs: list[Spec] = []
+        self.specs: list[TensorSpec] = []
         size_bytes = _size_bytes(path)
         with _open(path) as stream, _reading(path):
             reader = _reader(stream)
@@ -58,7 +58,7 @@ class TensorizerOrigin:
         path = tuple(key)
         name = ".".join(str(step) for step in path).removeprefix(".")  # a bare module's own: ".weight"
         shape = tuple(int(length) for length in entry.shape)
-        spec = Spec(name, _dtype(self._path, name, entry.dtype), shape)
+        spec = TensorSpec(name, _dtype(self._path, name, entry.dtype), shape)
         inside = 0 <= entry.data_offset <= size_bytes - entry.data_length
         if spec.size_bytes != entry.data_length or not inside or min(shape, default=0) < 0:
             raise SnapshotError(
@@ -81,7 +81,7 @@ class TensorizerOrigin:
             yield batch
 
 
-def export(origin: Origin, path: Path, progress: Progress | None = None) -> int:
+def export(origin: TensorOrigin, path: Path, progress: Progress | None = None) -> int:
     """Write an origin's tensors, those with several names once for each, as file `path`; returns their bytes."""
     library = _library()
     sizes = {spec.name: spec.size_bytes for spec in origin.specs}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...errors import SnapshotError
-from .origin import DTYPE_NAMES, Spec, check_specs
+from .origin import DTYPE_NAMES, TensorSpec, check_specs
 
 SUFFIXES = frozenset({".pt", ".pth", ".bin", ".ckpt"})
 
@@ -39,7 +39,7 @@ class TorchOrigin:
         where = str(paths[0]) if len(paths) == 1 else str(paths[0].parent)
         check_specs(where, [*self._tensors, *self.aliases])
         self.specs = [
-            Spec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
+            TensorSpec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
             for name, tensor in self._tensors.items()
         ]
 

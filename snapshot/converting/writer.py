@@ -12,8 +12,8 @@ import torch
 from ...errors import SnapshotError
 from ..format.dtype import DTYPES
 from ..format.header import LENGTH_BYTES
-from ..format.publish import publish
-from .origin import TORCH_DTYPES, Origin, Spec, raw
+from ..publish import publish
+from .origin import TORCH_DTYPES, TensorOrigin, TensorSpec, raw
 
 # The data starts at a multiple of the largest element.
 ALIGNMENT_BYTES = 8
@@ -27,7 +27,12 @@ Wrote = Callable[[int], None]
 
 
 def write_shards(
-    folder: Path, origin: Origin, *, shard_bytes: int, cast: str | None = None, wrote: Wrote | None = None
+    folder: Path,
+    origin: TensorOrigin,
+    *,
+    shard_bytes: int,
+    cast: str | None = None,
+    wrote: Wrote | None = None,
 ) -> None:
     """Write all tensors as model.safetensors, or in several files and their index if they are over `shard_bytes`.
 
@@ -54,7 +59,7 @@ def write_shards(
 
 def write_safetensors(
     stream: IO[bytes],
-    specs: Sequence[Spec],
+    specs: Sequence[TensorSpec],
     tensors: Iterable[torch.Tensor],
     metadata: Mapping[str, str],
     wrote: Wrote | None = None,
@@ -67,7 +72,7 @@ def write_safetensors(
         _write(stream, spec, next(source), wrote)  # no name here keeps it while the next one is made
 
 
-def _write(stream: IO[bytes], spec: Spec, given: torch.Tensor, wrote: Wrote | None) -> None:
+def _write(stream: IO[bytes], spec: TensorSpec, given: torch.Tensor, wrote: Wrote | None) -> None:
     tensor = _cast(given, spec)
     del given
     if tuple(tensor.shape) != spec.shape:
@@ -79,7 +84,7 @@ def _write(stream: IO[bytes], spec: Spec, given: torch.Tensor, wrote: Wrote | No
             wrote(count)
 
 
-def _header(specs: Sequence[Spec], metadata: Mapping[str, str]) -> bytes:
+def _header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
     entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end_bytes = 0
     for spec in specs:
@@ -93,9 +98,9 @@ def _header(specs: Sequence[Spec], metadata: Mapping[str, str]) -> bytes:
     return text + b" " * (-(LENGTH_BYTES + len(text)) % ALIGNMENT_BYTES)
 
 
-def _plan(specs: Sequence[Spec], shard_bytes: int) -> list[list[Spec]]:
+def _plan(specs: Sequence[TensorSpec], shard_bytes: int) -> list[list[TensorSpec]]:
     """Which tensors go into which file, in their order; only a tensor larger than a shard makes one larger."""
-    plan: list[list[Spec]] = [[]]
+    plan: list[list[TensorSpec]] = [[]]
     filled_bytes = 0
     for spec in specs:
         if plan[-1] and filled_bytes + spec.size_bytes > shard_bytes:
@@ -107,11 +112,11 @@ def _plan(specs: Sequence[Spec], shard_bytes: int) -> list[list[Spec]]:
     return [sorted(part, key=lambda spec: -DTYPES[spec.dtype].itemsize_bytes) for part in plan]
 
 
-def _cast_spec(spec: Spec, cast: str | None) -> Spec:
-    return spec if cast is None or spec.dtype not in _CAST_FROM else Spec(spec.name, cast, spec.shape)
+def _cast_spec(spec: TensorSpec, cast: str | None) -> TensorSpec:
+    return spec if cast is None or spec.dtype not in _CAST_FROM else TensorSpec(spec.name, cast, spec.shape)
 
 
-def _cast(tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
+def _cast(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     dtype = TORCH_DTYPES[spec.dtype]
     if tensor.dtype is dtype:
         return tensor

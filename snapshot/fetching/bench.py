@@ -14,14 +14,13 @@ from tempfile import TemporaryDirectory
 from typing import Self
 
 from ...errors import CacheError
-from ..format.chunk import Progress
 from ..format.manifest import Manifest, TensorEntry
 from ..sources.http import Site
-from ..sources.source import Source
+from ..sources.source import Progress, Source
 from .arrival import Arrival
 from .ceiling import ceiling
 from .fetch import FetchStats, fetch
-from .target import Target
+from .target import ShardTarget
 
 LATENCY_PROBES = 5
 
@@ -116,14 +115,14 @@ class _Memory:
         self._views = []
         self._opened.close()
 
-    def targets(self) -> Sequence[Target]:
+    def targets(self) -> Sequence[ShardTarget]:
         """For one more round: fresh pages the first time, mapped ones from then on."""
         if self._used and not self._views:
             self._views = [_mapped(descriptor) for descriptor in self._descriptors]
         self._used = True
         views = self._views or [None] * len(self._descriptors)
         return [
-            Target(shard.name, descriptor, view)
+            ShardTarget(shard.name, descriptor, view)
             for shard, descriptor, view in zip(self._manifest.shards, self._descriptors, views, strict=True)
         ]
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 from urllib.parse import urlsplit
 
 from ..sources.location import Location
-from ..sources.wire import Origin
+from ..sources.wire import ServerAddress
 
 CONNECTIONS = 8
 TIMEOUT_S = 30.0
@@ -39,7 +39,7 @@ def ceiling(location: Location, size_bytes: int) -> float | None:
 
 def _receive(location: Location, begin: int, end: int) -> bool:
     """Receive bytes [begin, end); whether all of them came."""
-    origin, parts = Origin.of(location.url), urlsplit(location.url)
+    origin, parts = ServerAddress.of(location.url), urlsplit(location.url)
     target = f"{parts.path or '/'}{f'?{parts.query}' if parts.query else ''}"
     headers = {"Host": origin.authority, "Range": f"bytes={begin}-{end - 1}", "Connection": "close"}
     lines = [f"GET {target} HTTP/1.1", *(f"{name}: {value}" for name, value in (headers | dict(location.headers)).items())]  # fmt: skip

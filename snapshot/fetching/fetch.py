@@ -16,17 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import Cancelled, FetchFailed, PilotflameError, SnapshotChanged, SourceUnavailable
-from ..format.chunk import Progress
 from ..format.damage import chunk_tensors, holding
 from ..format.manifest import Manifest
 from ..sources.ranged import delay_s
-from ..sources.source import Connection, ObjectInfo, Source, same_version
+from ..sources.source import Connection, ObjectInfo, Progress, Source, same_version
 from .arrival import Arrival
+from .concurrency_control import ConcurrencyControl
 from .landing import BOUNCE_BYTES, DIRECT_BYTES, Landing
 from .learned import recall, remember
-from .pace import Pace
 from .ranges import Part, Ranges, wanted_order
-from .target import Target
+from .target import ShardTarget
 
 ATTEMPTS = 8
 """Failures in a row, with hardly a byte in between, before a range is given up."""
@@ -51,7 +50,7 @@ class FetchStats:
 def fetch(
     manifest: Manifest,
     source: Source,
-    targets: Sequence[Target],
+    targets: Sequence[ShardTarget],
     arrival: Arrival,
     *,
     connections: int | None = None,
@@ -67,7 +66,7 @@ def fetch(
     `arrival` and raised: SnapshotCorrupt, SnapshotChanged, SourceMissing, SourceDenied, FetchFailed, CacheError, Cancelled.
     """
     habit = recall(learned, source.url) if learned is not None else None
-    pace = Pace(habit, connections=connections, part_bytes=part_bytes)
+    pace = ConcurrencyControl(habit, connections=connections, part_bytes=part_bytes)
     run = _Fetch(manifest, source, targets, arrival, pace, verify=verify, progress=progress)
     try:
         stats = run.run(cancelled)
@@ -87,9 +86,9 @@ class _Fetch:
         self,
         manifest: Manifest,
         source: Source,
-        targets: Sequence[Target],
+        targets: Sequence[ShardTarget],
         arrival: Arrival,
-        pace: Pace,
+        pace: ConcurrencyControl,
         *,
         verify: bool,
         progress: Progress | None,

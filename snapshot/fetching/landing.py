@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 
 import xxhash
 
-from ..format.chunk import Progress
 from ..format.damage import corrupt_chunk
 from ..format.manifest import Manifest
-from ..sources.source import Connection
+from ..sources.source import Connection, Progress
 from .arrival import Arrival
 from .ranges import Part, Ranges
-from .target import Target
+from .target import ShardTarget
 
 Received = Callable[[Part, int], None]
 """Called with the part and the bytes that have just come."""
@@ -29,7 +28,7 @@ class Landing:
     def __init__(
         self,
         manifest: Manifest,
-        targets: Sequence[Target],
+        targets: Sequence[ShardTarget],
         arrival: Arrival,
         ranges: Ranges,
         lock: threading.Condition,

@@ -10,7 +10,7 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 from urllib.parse import urlsplit
 
-from .pace import MAX_CONNECTIONS, Habit
+from .concurrency_control import MAX_CONNECTIONS, Habit
 
 MAX_SOURCES = 256
 MAX_FILE_BYTES = 1 << 20

@@ -12,7 +12,7 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ShardTarget:
     """A file of exactly the shard's size. `memory`: the same bytes mapped shared, where bytes go straight into from the
     socket: pages that were used before, or huge ones. `fresh`: they need not be there yet.
 

@@ -10,8 +10,8 @@ import xxhash
 from ..._version import __version__
 from ...errors import HeaderError, ManifestError, SnapshotChanged, SnapshotError
 from ..sources.folder import FolderSource
-from ..sources.source import Listing, ObjectInfo, Source
-from .chunk import Progress, file_digest
+from ..sources.source import Listing, ObjectInfo, Progress, Source
+from .chunk import file_digest
 from .header import Header, aliases_of, read_header
 from .layout import SUFFIX, Layout, lay_out
 from .manifest import (

@@ -18,18 +18,11 @@ from typing import Annotated, Any, Literal, Self
 import orjson
 from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
 
-from ...errors import ManifestError
-from ..sources.source import name_fault
+from ...errors import ManifestError, SourceMissing
+from ..publish import publish
+from ..sources.source import Source, Writable, name_fault
 from .dtype import DTYPES
-from .header import (
-    MAX_FILE_BYTES,
-    MAX_RANK,
-    MAX_TENSOR_NAME_CHARS,
-    MAX_TENSORS,
-    bulk_fault,
-    name_is_sound,
-)
-from .publish import publish
+from .header import MAX_FILE_BYTES, MAX_RANK, MAX_TENSOR_NAME_CHARS, MAX_TENSORS, bulk_fault, name_is_sound
 
 MANIFEST_NAME = "pilotflame.manifest.json"
 MAX_MANIFEST_BYTES = 128 << 20
@@ -334,3 +327,30 @@ def _first_fault(error: ValidationError) -> str:
     where = ".".join(str(step)[:80] for step in fault["loc"])
     what = fault["msg"].removeprefix("Value error, ")[:300]
     return f"The manifest is not valid{f' at {where}' if where else ''}: {what}."
+
+
+def read_manifest(source: Source) -> Manifest:
+    """The manifest that lies beside a source's shards; SourceMissing if there is none, ManifestError if it is wrong."""
+    try:
+        size_bytes = source.size(MANIFEST_NAME)
+    except SourceMissing as error:
+        if error.details.get("code") == "NoSuchBucket":
+            raise
+        raise _without_manifest(source, error) from error
+    if size_bytes > MAX_MANIFEST_BYTES:
+        raise ManifestError(
+            f"The manifest at {source.url} has {size_bytes} bytes, over the limit of {MAX_MANIFEST_BYTES}."
+        )
+    text = bytearray(size_bytes)
+    count = source.read_into(MANIFEST_NAME, 0, memoryview(text))
+    return Manifest.parse(bytes(text[:count]))
+
+
+def _without_manifest(source: Source, error: SourceMissing) -> SourceMissing:
+    """Where there is no manifest there may well be weights: say how theirs is made."""
+    place = source.url if isinstance(source, Writable) else "FOLDER (the one that is served)"
+    return SourceMissing(
+        f"There is no manifest at {source.url}: {error.message}",
+        remedy=f"Check the URL. If weights are there, make their manifest: pilotflame snapshot create {place}",
+        details=error.details,
+    )

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from ...errors import SnapshotCorrupt, SnapshotError
 from ..sources.folder import FolderSource
-from ..sources.source import Source
-from .chunk import Progress, chunk_digests, file_digest
+from ..sources.source import Progress, Source
+from .chunk import chunk_digests, file_digest
 from .damage import chunk_tensors, corrupt_chunk, holding, shard_fault
 from .manifest import Asset, Manifest
 

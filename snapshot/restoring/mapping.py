@@ -12,7 +12,7 @@ from ...errors import SnapshotChanged, SnapshotError
 from ..fetching.arrival import Arrival
 from ..format.manifest import Manifest, Shard
 from ..sources.folder import FolderSource
-from .pin import FilePin, Pin, check_pin
+from .fingerprint import FileFingerprint, Fingerprint, check_pin
 
 # Not in Python's mmap module before 3.13. Without it the kernel's heuristic refuses a writable private
 # mapping larger than memory, though hardly a page of it is ever written.
@@ -32,7 +32,7 @@ class Mapping:
         self,
         root: Path,
         manifest: Manifest,
-        pinned: Pin | None = None,
+        pinned: Fingerprint | None = None,
         *,
         keep: object = None,
         arrival: Arrival | None = None,
@@ -49,7 +49,9 @@ class Mapping:
                 remedy="Pin the files of this very manifest.",
             )
         source = FolderSource(root)
-        files: list[FilePin | None] = [*pinned.files] if pinned is not None else [None] * len(manifest.shards)
+        files: list[FileFingerprint | None] = (
+            [*pinned.files] if pinned is not None else [None] * len(manifest.shards)
+        )
         self._shards = [
             _map(source, shard, file, keep) for shard, file in zip(manifest.shards, files, strict=True)
         ]
@@ -87,7 +89,7 @@ class _Memory(mmap.mmap):
     keep: object = None
 
 
-def _map(source: FolderSource, shard: Shard, pinned: FilePin | None, keep: object) -> _Memory | None:
+def _map(source: FolderSource, shard: Shard, pinned: FileFingerprint | None, keep: object) -> _Memory | None:
     descriptor = _open(source, shard)
     try:
         if pinned is not None:

@@ -38,7 +38,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RestoreStep:
     """One tensor to restore: where it lies, what it looks like, and every slot that shares it."""
 
     name: str
@@ -62,7 +62,7 @@ class Plan:
 
     module: nn.Module
     manifest: Manifest
-    steps: tuple[Step, ...]
+    steps: tuple[RestoreStep, ...]
     replaced: tuple[torch.Tensor, ...]
     """The skeleton's tensors. Held so that a forked child does not free them: freeing writes to their pages,
     which
@@ -175,13 +175,13 @@ def _check_fit(held: _Held, entry: TensorEntry, found: Mismatches, *, cast: bool
         found.dtypes.append((entry.name, str(dtype or entry.dtype), str(held.tensor.dtype)))
 
 
-def _step(held: _Held, entry: TensorEntry) -> Step:
+def _step(held: _Held, entry: TensorEntry) -> RestoreStep:
     itemsize_bytes = DTYPES[entry.dtype].itemsize_bytes
     offset_elements, rest = divmod(entry.offset_bytes, itemsize_bytes)
     if entry.size_bytes == 0:
         offset_elements, rest = 0, 0  # it may lie at the end of the file, where a view would start outside
     dtype = _TORCH_DTYPES.get(entry.dtype, torch.uint8)
-    return Step(
+    return RestoreStep(
         name=entry.name,
         shard=entry.shard,
         dtype=dtype,

@@ -9,7 +9,7 @@ import torch
 
 from ...errors import SnapshotMismatch
 from .mapping import Mapping
-from .plan import Plan, Step
+from .plan import Plan, RestoreStep
 
 
 def restore(plan: Plan, mapping: Mapping) -> None:
@@ -49,13 +49,13 @@ def blank(plan: Plan) -> None:
             _place(step)
 
 
-def _extent_bytes(step: Step) -> int:
+def _extent_bytes(step: RestoreStep) -> int:
     """How far the tensor reaches from its first element; rounded up so that every dtype fits a whole number of times."""
     reach = 1 + sum((size - 1) * stride for size, stride in zip(step.shape, step.stride, strict=True))
     return -(-reach * step.tensor.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _place(step: Step) -> None:
+def _place(step: RestoreStep) -> None:
     for slot in step.slots:
         if slot.watched:
             setattr(slot.module, slot.attribute, step.tensor)
@@ -63,7 +63,7 @@ def _place(step: Step) -> None:
             slot.store[slot.attribute] = step.tensor
 
 
-def _copied(step: Step, mapping: Mapping) -> torch.Tensor:
+def _copied(step: RestoreStep, mapping: Mapping) -> torch.Tensor:
     # Either the module wants another type, or the file does not align the tensor to its elements (a header without
     # padding): torch's kernels may read such addresses on some processors only. A copy costs its memory and time;
     # saving the file again mends it for good.

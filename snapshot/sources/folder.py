@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from ...errors import CacheError, SnapshotChanged, SourceMissing, SourceUnavailable
-from ..format.publish import publish
+from ..publish import publish
 from .source import ObjectInfo, name_fault
 
 _COPY_BYTES = 16 << 20

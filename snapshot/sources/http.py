@@ -13,19 +13,13 @@ from urllib.parse import quote, unquote, urlsplit, urlunsplit
 import h11
 
 from ..._version import __version__
-from ...errors import (
-    PilotflameError,
-    SnapshotChanged,
-    SourceError,
-    SourceMissing,
-    SourceUnavailable,
-)
+from ...errors import PilotflameError, SnapshotChanged, SourceError, SourceMissing, SourceUnavailable
 from .answer import OK, PARTIAL, REDIRECTS, Asked, check, described, is_strong, refusal, unavailable
 from .exchange import Exchange, Head, StaleError
 from .location import PATH, QUERY, Location, redirected, shown
 from .ranged import Patience, Ranged
 from .source import ObjectInfo, name_fault
-from .wire import Origin, Wire
+from .wire import ServerAddress, Wire
 
 TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 10.0
@@ -116,7 +110,7 @@ class HttpSource(Site):
     ) -> None:
         super().__init__(timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, ssl_context=ssl_context)
         try:
-            origin, parts = Origin.of(url), urlsplit(url)
+            origin, parts = ServerAddress.of(url), urlsplit(url)
         except ValueError as error:
             raise SourceError(
                 f"{shown(url)!r} is not a URL of a web server: {error}.", remedy="Write http(s)://host/path."
@@ -231,7 +225,7 @@ class HttpConnection:
 
     def _get(self, location: Location, asked: Asked) -> Head:
         parts = urlsplit(location.url)
-        origin = Origin.of(location.url)
+        origin = ServerAddress.of(location.url)
         target = urlunsplit(("", "", parts.path or "/", parts.query, ""))
         headers = [("Host", origin.authority), *_headers(location, asked)]
         try:

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ...errors import ManifestError, SourceMissing
 from .folder import FolderSource
-from .source import Source, Writable
-
-if TYPE_CHECKING:
-    from ..format.manifest import Manifest
+from .source import Source
 
 
 def is_remote(url: str) -> bool:
@@ -29,33 +24,3 @@ def open_source(url: str) -> Source:
 
         return HttpSource(url)
     return FolderSource(Path(url))
-
-
-def read_manifest(source: Source) -> Manifest:
-    """The manifest that lies beside a source's shards; SourceMissing if there is none, ManifestError if it is wrong."""
-    # For a URL alone, as the command line has, pydantic is not loaded.
-    from ..format.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest  # noqa: PLC0415
-
-    try:
-        size_bytes = source.size(MANIFEST_NAME)
-    except SourceMissing as error:
-        if error.details.get("code") == "NoSuchBucket":
-            raise
-        raise _without_manifest(source, error) from error
-    if size_bytes > MAX_MANIFEST_BYTES:
-        raise ManifestError(
-            f"The manifest at {source.url} has {size_bytes} bytes, over the limit of {MAX_MANIFEST_BYTES}."
-        )
-    text = bytearray(size_bytes)
-    count = source.read_into(MANIFEST_NAME, 0, memoryview(text))
-    return Manifest.parse(bytes(text[:count]))
-
-
-def _without_manifest(source: Source, error: SourceMissing) -> SourceMissing:
-    """Where there is no manifest there may well be weights: say how theirs is made."""
-    place = source.url if isinstance(source, Writable) else "FOLDER (the one that is served)"
-    return SourceMissing(
-        f"There is no manifest at {source.url}: {error.message}",
-        remedy=f"Check the URL. If weights are there, make their manifest: pilotflame snapshot create {place}",
-        details=error.details,
-    )

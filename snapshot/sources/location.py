@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from urllib.parse import quote, urljoin
 
 from ...errors import SourceError
-from .wire import Origin
+from .wire import ServerAddress
 
 PATH = "/%:@!$&'()*+,;=~"  # left as they are: the path is encoded already, but for what no URL may hold
 QUERY = PATH + "?[]"
@@ -38,7 +38,7 @@ def redirected(location: Location, text: str) -> Location:
     """Where a redirect from `location` leads, by its Location header `text`. Headers stay with their host."""
     try:
         url = urljoin(location.url, quote(text, safe=QUERY + "#"))
-        came, goes = Origin.of(location.url), Origin.of(url)
+        came, goes = ServerAddress.of(location.url), ServerAddress.of(url)
     except ValueError:
         raise SourceError(f"{location.shown} is redirected to what is no http(s) URL.") from None
     if came.scheme == "https" and goes.scheme == "http":

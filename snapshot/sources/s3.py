@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import PilotflameError, SourceError, SourceUnavailable
-from ..format.chunk import Progress
 from .answer import Asked, refusal, unavailable
 from .exchange import Head
 from .http import CONNECT_TIMEOUT_S, TIMEOUT_S, Site
 from .location import Location
 from .s3_access import Access, denied, kind, no_credentials, open_access
 from .s3_codes import Subject, code_in, meaning, region_in
-from .source import ObjectInfo, name_fault
+from .source import ObjectInfo, Progress, name_fault
 
 SIGNED_FOR_S = 3600
 KEPT_FOR_S = 900.0  # a signed URL is made anew well before it ends; that costs 0.2 ms

@@ -14,6 +14,8 @@ from typing import Protocol, runtime_checkable
 
 MAX_NAME_CHARS = 1024
 _FIRST_PRINTABLE = 0x20
+Progress = Callable[[int, int], None]
+"""Called with the bytes done and the bytes in all."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ _PORTS = {"http": 80, "https": 443}
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class ServerAddress:
     """Whom a connection is to."""
 
     scheme: str
@@ -23,13 +23,13 @@ class Origin:
     port: int
 
     @staticmethod
-    def of(url: str) -> Origin:
+    def of(url: str) -> ServerAddress:
         """The origin of an http(s) URL; ValueError if it is none."""
         parts = urlsplit(url)
         if parts.scheme not in _PORTS or not parts.hostname:
             raise ValueError("not an http(s) URL")
         host = parts.hostname.encode("idna").decode()
-        return Origin(parts.scheme, host, parts.port or _PORTS[parts.scheme])
+        return ServerAddress(parts.scheme, host, parts.port or _PORTS[parts.scheme])
 
     @property
     def authority(self) -> str:
@@ -49,7 +49,7 @@ class Wire:
     """
 
     def __init__(self, timeout_s: float, connect_timeout_s: float, tls: Callable[[], ssl.SSLContext]) -> None:
-        self.origin: Origin | None = None
+        self.origin: ServerAddress | None = None
         self._timeout_s = timeout_s
         self._connect_timeout_s = connect_timeout_s
         self._tls = tls
@@ -62,7 +62,7 @@ class Wire:
     def closed(self) -> bool:
         return self._closed
 
-    def connect(self, origin: Origin) -> None:
+    def connect(self, origin: ServerAddress) -> None:
         """Connect to `origin`, whatever this was connected to before; TLS included."""
         self.drop()
         deadline_s = time.monotonic() + self._connect_timeout_s
@@ -126,7 +126,9 @@ class Wire:
                 self._socket.close()
                 self._socket = None
 
-    def _open(self, origin: Origin, raw: socket.socket, address: tuple[object, ...], left_s: float) -> None:
+    def _open(
+        self, origin: ServerAddress, raw: socket.socket, address: tuple[object, ...], left_s: float
+    ) -> None:
         # TLS is put around the socket before it connects, so that it is one object that `close` can shut,
         # all through the handshake.
         try:

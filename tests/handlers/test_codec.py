@@ -13,7 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import BadInput, InputInvalid, OutputInvalid
-from pilotflame.handlers.codec import BYTES_TYPE, FORM_TYPE, JSON_TYPE, MAX_PROBLEMS, InputCodec, OutputCodec
+from pilotflame.handlers.codec import (
+    BYTES_TYPE,
+    FORM_TYPE,
+    JSON_TYPE,
+    MAX_PROBLEMS,
+    InputCodec,
+    OutputCodec,
+)
 from pydantic import BaseModel, Field, field_validator
 
 JSON_VALUES = st.recursive(

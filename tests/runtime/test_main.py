@@ -13,7 +13,7 @@ import pytest
 from blockbuster import blockbuster_ctx
 from live import LIMIT_S, Gate, failure, gateway_here, gateway_process, gone
 from pilotflame.errors import GatewayError
-from pilotflame.runtime.logs import LogBook
+from pilotflame.runtime.telemetry.logs import LogBook
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

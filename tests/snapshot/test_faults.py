@@ -28,7 +28,7 @@ from pilotflame.snapshot.caching.cache import Cache
 from pilotflame.snapshot.caching.tier import Tier
 from pilotflame.snapshot.fetching.arrival import Arrival
 from pilotflame.snapshot.fetching.fetch import FetchStats, fetch
-from pilotflame.snapshot.fetching.target import Target
+from pilotflame.snapshot.fetching.target import ShardTarget
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
 from pilotflame.snapshot.restoring.mapping import Mapping
@@ -93,13 +93,13 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def files_in(folder: Path, manifest: Manifest) -> Iterator[list[Target]]:
+def files_in(folder: Path, manifest: Manifest) -> Iterator[list[ShardTarget]]:
     opened = []
     folder.mkdir(exist_ok=True)
     try:
         for shard in manifest.shards:
             descriptor = os.open(folder / shard.name, os.O_RDWR | os.O_CREAT)
-            opened.append(Target(shard.name, descriptor))
+            opened.append(ShardTarget(shard.name, descriptor))
             os.ftruncate(descriptor, shard.size_bytes)
         yield opened
     finally:

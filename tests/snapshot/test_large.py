@@ -23,7 +23,7 @@ import torch
 import xxhash
 from pilotflame.snapshot.fetching.arrival import Arrival
 from pilotflame.snapshot.fetching.fetch import fetch
-from pilotflame.snapshot.fetching.target import Target
+from pilotflame.snapshot.fetching.target import ShardTarget
 from pilotflame.snapshot.format.header import read_header
 from pilotflame.snapshot.format.manifest import (
     DEFAULT_CHUNK_BYTES,
@@ -52,7 +52,7 @@ class Net(nn.Module):
         self.norm = nn.Parameter(torch.empty(COLUMNS))
 
 
-class Sparse(Target):
+class Sparse(ShardTarget):
     """A fresh file in which holes stay holes."""
 
     def write(self, offset: int, view: memoryview) -> None:

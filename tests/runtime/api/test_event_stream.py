@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from live import LIMIT_S, Gate, Gateway, events, until
-from pilotflame.runtime.api import gateway as gateway_module
+from pilotflame.runtime.api import invoke as gateway_module
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

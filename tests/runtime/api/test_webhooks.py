@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 from live import Function, Gateway, failure, gateway_here, short_folder, until
 from pilotflame.runtime.api.webhooks import bare
-from pilotflame.runtime.webhooks.signing import SigningKey
+from pilotflame.runtime.jobs.webhook_signing import SigningKey
 from receiver import Receiver, receiving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

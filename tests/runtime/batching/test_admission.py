@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.runtime.batching.admission import Load, drained_s, finish_s
-from pilotflame.runtime.batching.curve import Curve, Point
+from pilotflame.runtime.batching.latency_curve import LatencyCurve, Point
 
-CURVE = Curve(Point(n, 0.02 + n * 0.001, 0.03 + n * 0.001) for n in (1, 2, 4, 8))
+CURVE = LatencyCurve(Point(n, 0.02 + n * 0.001, 0.03 + n * 0.001) for n in (1, 2, 4, 8))
 loads = st.builds(
     lambda ahead, more, lanes, limit, free_s: Load(10.0, ahead, ahead + more, lanes, limit, free_s),
     st.integers(0, 200), st.integers(0, 50), st.integers(1, 8), st.integers(1, 8), st.floats(9, 11),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from pilotflame.runtime.batching.calls import Call, poisson
 from pilotflame.runtime.batching.figures import figures, percentile
 from pilotflame.runtime.batching.simulator import Plant, Run, Simulator, affine
+from pilotflame.runtime.batching.workload import SimulatedCall, poisson
 
 
 def test_shares_are_of_the_calls_and_add_up() -> None:
@@ -23,7 +23,7 @@ def test_shares_are_of_the_calls_and_add_up() -> None:
 
 def test_one_call_alone() -> None:
     plant = Plant(affine(0.01, 0.01, noise=0.0), way_s=0.001)
-    found = figures(Simulator(plant).open([Call(5.0)]))
+    found = figures(Simulator(plant).open([SimulatedCall(5.0)]))
     assert found["latency_p99_s"] == pytest.approx(0.022)
     assert found["batch_mean"] == found["batch_p95"] == found["on_time_share"] == 1
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from pilotflame.errors import Overloaded, QueueFull
-from pilotflame.runtime.batching.curve import Curve, Point
+from pilotflame.runtime.batching.latency_curve import LatencyCurve, Point
 from pilotflame.runtime.batching.queue import MAX_RETRY_S, MIN_RETRY_S, Lanes, Queue
 
 BUSY_S = 0.01
@@ -26,8 +26,8 @@ class Item:
     timeout_s: float = math.inf
 
 
-def curve() -> Curve:
-    return Curve(Point(n, 0.02 + n * 0.001, 0.02 + n * 0.001) for n in (1, 2, 4, 8))
+def curve() -> LatencyCurve:
+    return LatencyCurve(Point(n, 0.02 + n * 0.001, 0.02 + n * 0.001) for n in (1, 2, 4, 8))
 
 
 def queue_of(limit: int = 4, most: int = 100) -> Queue[Item]:

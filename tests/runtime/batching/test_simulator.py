@@ -9,16 +9,16 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pilotflame.runtime.batching.calls import Attempt, Call, Outcome, poisson
-from pilotflame.runtime.batching.curve import Curve
+from pilotflame.runtime.batching.latency_curve import LatencyCurve
 from pilotflame.runtime.batching.queue import Queue
 from pilotflame.runtime.batching.simulator import Plant, Run, Simulator, Timed, affine
+from pilotflame.runtime.batching.workload import CallOutcome, SimulatedAttempt, SimulatedCall, poisson
 
 GPU, MID, CPU = affine(0.020, 0.0005), affine(0.010, 0.003), affine(0.004, 0.010)
 CURVES = pytest.mark.parametrize("timed", [GPU, MID, CPU], ids=["gpu", "mid", "cpu"])
 
 
-class Greedy(Queue[Attempt]):
+class Greedy(Queue[SimulatedAttempt]):
     """Takes what is there."""
 
     def arrived(self, now_s: float) -> None:
@@ -30,7 +30,7 @@ def capacity(timed: Timed) -> float:
 
 
 def share(
-    run: Run, outcome: Outcome = Outcome.ON_TIME, *, tenant: str | None = None, tries: int = 1
+    run: Run, outcome: CallOutcome = CallOutcome.ON_TIME, *, tenant: str | None = None, tries: int = 1
 ) -> float:
     fates = [
         one.outcome for one in run.attempts if one.tries == tries and (tenant is None or one.tenant == tenant)
@@ -50,7 +50,7 @@ def closed(callers: int, *, greedy: bool = False) -> float:
     if greedy:
         simulator.queue = Greedy("greedy", limit=32, most=1000, curve=plant.curve())
     run = simulator.closed(callers, lambda draw: draw.expovariate(1000), 3.0)
-    return Counter(attempt.outcome for attempt in run.attempts)[Outcome.ON_TIME] / 3.0
+    return Counter(attempt.outcome for attempt in run.attempts)[CallOutcome.ON_TIME] / 3.0
 
 
 @CURVES
@@ -59,8 +59,10 @@ def test_at_a_fifth_too_much_load_hardly_less_is_on_time_than_could_be(timed: Ti
     timeout_s = groups * timed.mean_s(32)
     run = Simulator(Plant(timed)).open(poisson(1.2 * capacity(timed), 1600, timeout_s=timeout_s))
     assert share(run) >= 0.79  # 1 / 1.2 would be 0.83
-    assert share(run, Outcome.LATE) + share(run, Outcome.EXPIRED) < 0.02  # nearly nobody waits for nothing
-    refused = [one for one in run.attempts if one.outcome in (Outcome.REFUSED, Outcome.DROPPED)]
+    assert (
+        share(run, CallOutcome.LATE) + share(run, CallOutcome.EXPIRED) < 0.02
+    )  # nearly nobody waits for nothing
+    refused = [one for one in run.attempts if one.outcome in (CallOutcome.REFUSED, CallOutcome.DROPPED)]
     assert refused
     assert all(one.retry_after_s for one in refused)
     assert run.busy_s / run.span_s > 0.95
@@ -85,11 +87,11 @@ def test_coming_again_when_told_succeeds(obedient: float) -> None:
     simulator = Simulator(Plant(MID), obedient=obedient)
     run = simulator.open(poisson(1.2 * capacity(MID), 1500, timeout_s=0.5))
     assert share(run, tries=2) >= 0.95
-    assert share(run, Outcome.EXPIRED) < 0.01
+    assert share(run, CallOutcome.EXPIRED) < 0.01
 
 
 def test_a_slow_first_call_does_not_turn_others_away() -> None:
-    curve = Curve()
+    curve = LatencyCurve()
     curve.observe(1, 1.0, 10.0)
     run = Simulator(Plant(GPU), curve=curve).open(poisson(0.8 * capacity(GPU), 600, timeout_s=0.8))
     assert share(run) >= 0.97
@@ -127,18 +129,18 @@ def test_a_seed_gives_the_same_run_again() -> None:
 def test_every_call_comes_to_one_end(
     workers: int, slots: int, limit: int, most: int, drawn: list[tuple[float, float, str]]
 ) -> None:
-    calls = [Call(at_s, timeout_s, tenant) for at_s, timeout_s, tenant in sorted(drawn)]
+    calls = [SimulatedCall(at_s, timeout_s, tenant) for at_s, timeout_s, tenant in sorted(drawn)]
     plant = Plant(MID, limit=limit, workers=workers, slots=slots, most=most)
     run = Simulator(plant).open(calls)
     assert [attempt.call for attempt in run.attempts] == calls
     for attempt in run.attempts:
         assert attempt.outcome is not None
-        if attempt.outcome is Outcome.ON_TIME:
+        if attempt.outcome is CallOutcome.ON_TIME:
             assert attempt.ended_s <= attempt.deadline_s + 1e-9
         assert (attempt.retry_after_s is not None) == (
-            attempt.outcome in (Outcome.REFUSED, Outcome.DROPPED, Outcome.FULL)
+            attempt.outcome in (CallOutcome.REFUSED, CallOutcome.DROPPED, CallOutcome.FULL)
         )
-    ran = sum(attempt.outcome in (Outcome.ON_TIME, Outcome.LATE) for attempt in run.attempts)
+    ran = sum(attempt.outcome in (CallOutcome.ON_TIME, CallOutcome.LATE) for attempt in run.attempts)
     assert sum(run.sizes) == ran
     assert max(run.sizes, default=0) <= limit
     assert run.busy_s <= run.span_s * workers * slots + 1e-9 or not calls

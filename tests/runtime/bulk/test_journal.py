@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from pilotflame.errors import BatchFailed
-from pilotflame.runtime.bulk.asking import dumped
 from pilotflame.runtime.bulk.journal import Journal
+from pilotflame.runtime.bulk.submitter import dumped
 
 LINES = st.lists(
     st.recursive(st.none() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from pilotflame.errors import GatewayError, UnknownFunction
-from pilotflame.runtime.bulk.inputs import Line
+from pilotflame.runtime.bulk.inputs import InputLine
 from pilotflame.runtime.bulk.journal import Journal
 from pilotflame.runtime.bulk.window import AHEAD, Window
 
@@ -21,14 +21,14 @@ async def journal(tmp_path: Path) -> AsyncIterator[Journal]:
     found.close()
 
 
-def lines(count: int) -> list[Line]:
-    return [Line(number, f"line {number}", b"%d" % number, number) for number in range(1, count + 1)]
+def lines(count: int) -> list[InputLine]:
+    return [InputLine(number, f"line {number}", b"%d" % number, number) for number in range(1, count + 1)]
 
 
 async def test_answers_are_in_order_and_few_are_in_flight(journal: Journal) -> None:
     chance, flying, most = random.Random(3), 0, 0
 
-    async def ask(line: Line) -> bytes:
+    async def ask(line: InputLine) -> bytes:
         nonlocal flying, most
         flying += 1
         most = max(most, flying)
@@ -51,7 +51,7 @@ async def test_answers_are_in_order_and_few_are_in_flight(journal: Journal) -> N
 async def test_one_slow_line_does_not_let_the_others_run_away(journal: Journal) -> None:
     go, full, farthest = asyncio.Event(), asyncio.Event(), 0
 
-    async def ask(line: Line) -> bytes:
+    async def ask(line: InputLine) -> bytes:
         nonlocal farthest
         if line.number == 1:
             await go.wait()
@@ -73,7 +73,7 @@ async def test_one_slow_line_does_not_let_the_others_run_away(journal: Journal) 
 
 
 async def test_what_concerns_all_lines_stops_it_and_what_was_answered_is_kept(journal: Journal) -> None:
-    async def ask(line: Line) -> bytes:
+    async def ask(line: InputLine) -> bytes:
         if line.number == 41:
             raise UnknownFunction.named("f")
         return line.text
@@ -89,7 +89,7 @@ async def test_a_source_that_breaks_off_stops_it(journal: Journal) -> None:
         yield from lines(600)
         raise GatewayError("gone")
 
-    async def ask(line: Line) -> bytes:
+    async def ask(line: InputLine) -> bytes:
         return line.text
 
     with pytest.raises(GatewayError):

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from pilotflame.runtime.cli import cli, run_command
-from pilotflame.runtime.client import Client
+from pilotflame.runtime.commands.client import Client
 
 Run = Callable[..., Any]
 

@@ -14,8 +14,8 @@ from click.testing import CliRunner, Result
 from fault_server import Faults, FaultServer, Request
 from pilotflame.errors import CacheError, PilotflameError, SourceMissing
 from pilotflame.runtime.cli import cli
+from pilotflame.snapshot.caching.download import MARK_NAME
 from pilotflame.snapshot.caching.node import node_tiers
-from pilotflame.snapshot.fetching.download import MARK_NAME
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
 from pilotflame.snapshot.format.verify import verify
 from pulling import CHUNK_BYTES, Stopping, check, make

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from pilotflame.runtime.jobs.database import Database
-from pilotflame.runtime.jobs.job import NewJob, Outcome, State
+from pilotflame.runtime.jobs.job import JobOutcome, JobState, NewJob
 from pilotflame.runtime.jobs.schema import SCRIPTS
 from pilotflame.runtime.jobs.store import JobStore
 
@@ -19,13 +19,13 @@ async def submit(store: JobStore, caller: int) -> None:
             "tone", b"%d-%d" % (caller, number), 60.0, 3600.0, idempotency=f"{os.getpid()}-{caller}-{number}"
         )
         job, _ = await store.submit(new)
-        os.write(1, f"{job.id} {State.IN_QUEUE} {new.input.decode()}\n".encode())
+        os.write(1, f"{job.id} {JobState.IN_QUEUE} {new.input.decode()}\n".encode())
         if number % 2:
             taken = await store.take(job.id)
             if taken is None:
                 raise SystemExit("the job was not queued")
-            await store.finish(job.id, taken.attempts, Outcome(State.COMPLETED, output=new.input))
-            os.write(1, f"{job.id} {State.COMPLETED} {new.input.decode()}\n".encode())
+            await store.finish(job.id, taken.attempts, JobOutcome(JobState.COMPLETED, output=new.input))
+            os.write(1, f"{job.id} {JobState.COMPLETED} {new.input.decode()}\n".encode())
 
 
 async def main() -> None:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from live import LIMIT_S, Function, Gate, Gateway, gateway_here, until
 from pilotflame.errors import JobStoreFailed, RevisionRetired
-from pilotflame.runtime.invocation import Invocation
 from pilotflame.runtime.jobs import attempt
-from pilotflame.runtime.jobs.job import Outcome, State
+from pilotflame.runtime.jobs.job import JobOutcome, JobState
 from pilotflame.runtime.jobs.store import JobStore
+from pilotflame.runtime.serving.invocation import Invocation
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -125,7 +125,7 @@ async def test_what_cannot_even_be_given_up_is_said_and_ends_nothing_else(
 
         await until(said, "a word of the job that could not be given up")
     assert (await ended(function, await run(function, 2)))["output"] == 2
-    assert (await store.get(function.name, job)).state is State.IN_PROGRESS
+    assert (await store.get(function.name, job)).state is JobState.IN_PROGRESS
 
 
 async def test_a_failure_whose_words_are_no_text_is_stored(deploy):
@@ -164,7 +164,7 @@ async def test_a_stream_of_a_job_that_is_no_longer_its_own_is_stopped(deploy, ga
     job = await run(function)
     await gate.next("at work")
     await seen(function, job, lambda found: found.get("pieces"))
-    assert await store.finish(job, 1, Outcome(State.CANCELLED)) is not None  # past the dispatcher
+    assert await store.finish(job, 1, JobOutcome(JobState.CANCELLED)) is not None  # past the dispatcher
     await gate.next("stopped")
     assert (await ended(function, job))["status"] == "CANCELLED"
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from live import Function, Gate, Gateway, until
 from pilotflame.errors import JobStoreFailed, UnknownJob
-from pilotflame.runtime.jobs.job import State
+from pilotflame.runtime.jobs.job import JobState
 from pilotflame.runtime.jobs.jobs import Jobs
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -76,7 +76,7 @@ async def test_a_job_whose_canceller_hangs_up_is_stopped(
 async def test_a_purge_whose_caller_hangs_up_is_finished(
     deploy, gate: Gate, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("pilotflame.runtime.jobs.changes.PURGE_SLICE", 2)
+    monkeypatch.setattr("pilotflame.runtime.jobs.transitions.PURGE_SLICE", 2)
     function = await deploy(WAITS, {"scale.max": 1}, gate=gate)
     first = await run(function, 0)
     await gate.next("0")
@@ -91,11 +91,11 @@ async def test_a_purge_whose_caller_hangs_up_is_finished(
 
     async def all_cancelled() -> bool:
         found = [await jobs.get(function.name, job) for job in waiting]
-        return all(job.state is State.CANCELLED for job in found)
+        return all(job.state is JobState.CANCELLED for job in found)
 
     await until(all_cancelled, "the end of the purge")
     gate.open()
-    assert (await jobs.wait(function.name, first, 20.0)).state is State.COMPLETED
+    assert (await jobs.wait(function.name, first, 20.0)).state is JobState.COMPLETED
 
 
 async def test_what_is_refused_reaches_the_caller_and_not_the_gateway(

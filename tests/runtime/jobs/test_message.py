@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotflame.runtime.jobs.job import State
+from pilotflame.runtime.jobs.job import JobState
 from pilotflame.runtime.jobs.message import body
 from receiver import job
 
@@ -28,20 +28,20 @@ def test_the_start() -> None:
 
 
 def test_the_end_of_a_job_that_succeeded() -> None:
-    found = told("completed", state=State.COMPLETED, started_s=101.0, ended_s=103.5, output=b'{"a": [1]}')
+    found = told("completed", state=JobState.COMPLETED, started_s=101.0, ended_s=103.5, output=b'{"a": [1]}')
     assert found["output"] == {"a": [1]}
     assert (found["status"], found["delayTime"], found["executionTime"]) == ("COMPLETED", 1000, 2500)
 
 
 def test_an_answer_that_is_not_json() -> None:
-    found = told("completed", state=State.COMPLETED, output=b"\xff\x00", output_type="image/png")
+    found = told("completed", state=JobState.COMPLETED, output=b"\xff\x00", output_type="image/png")
     assert base64.b64decode(found["output"]) == b"\xff\x00"
     assert found["output_type"] == "image/png"
 
 
 def test_the_end_of_a_job_that_failed() -> None:
     error = {"type": "handler_failed", "message": "It broke."}
-    found = told("completed", state=State.FAILED, error=error, logs="Traceback", ended_s=103.0)
+    found = told("completed", state=JobState.FAILED, error=error, logs="Traceback", ended_s=103.0)
     assert found["error"] == "It broke."
     assert found["data"]["error"] == error
     assert found["data"]["logs"] == "Traceback"
@@ -55,8 +55,10 @@ def test_how_far_it_is() -> None:
     assert found["pieces"] == 3
 
 
-@given(st.sampled_from(State), st.floats(0, 1e9), st.floats(0, 1e9), st.floats(0, 1e9), st.text())
-def test_every_job_can_be_told(state: State, started: float, ended: float, now: float, worker: str) -> None:
+@given(st.sampled_from(JobState), st.floats(0, 1e9), st.floats(0, 1e9), st.floats(0, 1e9), st.text())
+def test_every_job_can_be_told(
+    state: JobState, started: float, ended: float, now: float, worker: str
+) -> None:
     worker = worker.encode("utf-8", "ignore").decode()
     found = json.loads(body(job(state=state, started_s=started, ended_s=ended, worker=worker), "logs", now))
     assert found["delayTime"] >= 0

@@ -32,13 +32,13 @@ from pilotflame.errors import (
 )
 from pilotflame.runtime.jobs import counters, expiry, rows
 from pilotflame.runtime.jobs.database import Database
-from pilotflame.runtime.jobs.job import Counts, Job, NewJob, Outcome, State, Webhook
+from pilotflame.runtime.jobs.job import Job, JobCounts, JobOutcome, JobState, NewJob, Webhook
 from pilotflame.runtime.jobs.schema import SCRIPTS
 from pilotflame.runtime.jobs.store import JobStore
 
 FUNCTIONS = ("tone", "echo")
 HOOK = Webhook("http://127.0.0.1/hook", ("start", "output", "completed"))
-DONE = Outcome(State.COMPLETED, output=b'"done"')
+DONE = JobOutcome(JobState.COMPLETED, output=b'"done"')
 
 
 def new(function: str = "tone", given: bytes = b"{}", **more: Any) -> NewJob:
@@ -133,7 +133,7 @@ class StoreMachine(RuleBasedStateMachine):
         job = self.run(self.store.take(job_id, "w", now_s=self.model.now_s))
         assert (job is not None) == self.model.take(job_id)
         if job is not None:
-            assert (job.worker, job.started_s, job.state) == ("w", self.model.now_s, State.IN_PROGRESS)
+            assert (job.worker, job.started_s, job.state) == ("w", self.model.now_s, JobState.IN_PROGRESS)
 
     def fence(self, job_id: str, off: int) -> int:
         return self.model.jobs[job_id].attempts - off if job_id in self.model.jobs else 1
@@ -141,11 +141,11 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(
         job_id=ids,
         off=st.sampled_from([0, 0, 0, 1, -1]),
-        state=st.sampled_from([s for s in State if s.final]),
+        state=st.sampled_from([s for s in JobState if s.final]),
     )
-    def finish(self, job_id: str, off: int, state: State) -> None:
+    def finish(self, job_id: str, off: int, state: JobState) -> None:
         fence = self.fence(job_id, off)
-        outcome = Outcome(state, output=b"o" if state is State.COMPLETED else None, logs="l")
+        outcome = JobOutcome(state, output=b"o" if state is JobState.COMPLETED else None, logs="l")
         job = self.run(self.store.finish(job_id, fence, outcome, now_s=self.model.now_s))
         assert (job is not None) == self.model.held(job_id, fence)
         if job is not None:
@@ -200,9 +200,9 @@ class StoreMachine(RuleBasedStateMachine):
             return
         was = self.model.jobs[job_id].state
         job, was_running = self.run(self.store.cancel(function, job_id, now_s=self.model.now_s))
-        assert was_running == (was is State.IN_PROGRESS)
+        assert was_running == (was is JobState.IN_PROGRESS)
         if not was.final:
-            self.model.end(job_id, Outcome(State.CANCELLED))
+            self.model.end(job_id, JobOutcome(JobState.CANCELLED))
         assert job.state is self.model.jobs[job_id].state
 
     @rule(job_id=ids, function=st.sampled_from(FUNCTIONS))
@@ -221,12 +221,12 @@ class StoreMachine(RuleBasedStateMachine):
         jobs = {job_id: job for job_id, job in self.model.jobs.items() if job.new.function == function}
         queued = [job_id for job_id, job in jobs.items() if job.state is QUEUED]
         if delete:
-            running = [job_id for job_id, job in jobs.items() if job.state is State.IN_PROGRESS]
+            running = [job_id for job_id, job in jobs.items() if job.state is JobState.IN_PROGRESS]
             assert self.run(self.store.forget(function, now_s=self.model.now_s)) == running
         else:
             assert self.run(self.store.purge(function, now_s=self.model.now_s)) == len(queued)
         for job_id in queued:
-            self.model.end(job_id, Outcome(State.CANCELLED))
+            self.model.end(job_id, JobOutcome(JobState.CANCELLED))
 
     @rule(passes_s=st.sampled_from([10.0, 60.0, 150.0]), limit=st.sampled_from([1, 2, 100]))
     def expire(self, passes_s: float, limit: int) -> None:
@@ -245,7 +245,7 @@ class StoreMachine(RuleBasedStateMachine):
     def restart(self) -> None:
         self.database.close()
         self.open()
-        running = [job_id for job_id, job in self.model.jobs.items() if job.state is State.IN_PROGRESS]
+        running = [job_id for job_id, job in self.model.jobs.items() if job.state is JobState.IN_PROGRESS]
         assert self.run(self.store.recover(now_s=self.model.now_s)) == len(running)
         for job_id in running:
             self.model.requeue(job_id, 0.0, counted=True)
@@ -363,7 +363,7 @@ async def test_a_full_queue_takes_nothing_new_and_gives_what_it_has(store: JobSt
     await store.submit(new("echo", max_queued=2))
     await store.take(jobs[0].id)
     await store.submit(new(max_queued=2))
-    assert (await store.counts("tone")) == Counts(in_queue=2, in_progress=1)
+    assert (await store.counts("tone")) == JobCounts(in_queue=2, in_progress=1)
 
 
 async def test_a_queue_is_full_by_its_bytes_too(store: JobStore) -> None:
@@ -410,12 +410,12 @@ async def test_all_that_was_submitted_and_all_that_came_of_it_comes_back(store: 
     }
     taken = await store.take(job.id, "w1", now_s=6.0)
     assert taken == dataclasses.replace(
-        job, input=b"", state=State.IN_PROGRESS, attempts=1, worker="w1", started_s=6.0
+        job, input=b"", state=JobState.IN_PROGRESS, attempts=1, worker="w1", started_s=6.0
     )
-    outcome = Outcome(State.FAILED, b"\x01", "image/png", {"type": "handler_failed"}, "a line\n")
+    outcome = JobOutcome(JobState.FAILED, b"\x01", "image/png", {"type": "handler_failed"}, "a line\n")
     done = await store.finish(job.id, 1, outcome, now_s=7.0)
     assert done == dataclasses.replace(
-        taken, state=State.FAILED, error={"type": "handler_failed"}, ended_s=7.0, expires_s=7.0 + KEEP_S
+        taken, state=JobState.FAILED, error={"type": "handler_failed"}, ended_s=7.0, expires_s=7.0 + KEEP_S
     )
     assert await store.get("tone", job.id) == dataclasses.replace(
         done, input=b"\x00\xff", output=b"\x01", output_type="image/png", logs="a line\n"
@@ -444,7 +444,7 @@ async def test_the_writer_reads_no_bodies_that_nobody_needs(
     assert [event for event, _ in told] == events
     assert [output for _, output in told if output] == [b'"done"'] * (webhook is HOOK)
     assert len([query for query in asked if "results.body" in query]) == len(events)
-    assert (await store.get("tone", other.id)).state is State.CANCELLED
+    assert (await store.get("tone", other.id)).state is JobState.CANCELLED
 
 
 async def test_lists_are_cut_into_pages_by_state(store: JobStore) -> None:
@@ -454,7 +454,7 @@ async def test_lists_are_cut_into_pages_by_state(store: JobStore) -> None:
     ids = [job.id for job in reversed(jobs)]
     assert [job.id for job in await store.list("tone", limit=4)] == ids[:4]
     assert [job.id for job in await store.list("tone", before_id=ids[3])] == ids[4:]
-    assert [job.id for job in await store.list("tone", [State.COMPLETED], 2)] == ids[3:5]
+    assert [job.id for job in await store.list("tone", [JobState.COMPLETED], 2)] == ids[3:5]
     with pytest.raises(UnknownJob):
         await store.list("echo", before_id=ids[0])
 
@@ -463,7 +463,7 @@ async def test_only_a_final_state_ends_a_job(store: JobStore) -> None:
     job, _ = await store.submit(new())
     await store.take(job.id)
     with pytest.raises(JobConflict):
-        await store.finish(job.id, 1, Outcome(State.IN_QUEUE))
+        await store.finish(job.id, 1, JobOutcome(JobState.IN_QUEUE))
 
 
 async def test_an_id_that_is_no_text_is_unknown(store: JobStore) -> None:
@@ -488,9 +488,9 @@ async def test_a_worker_back_from_the_dead_changes_nothing(store: JobStore) -> N
     assert not await store.set_progress(job.id, 1, b"1")
     assert not await store.add_pieces(job.id, 1, 1, [b"1"])
     assert await store.requeue(job.id, 1, error=None) is None
-    assert (await store.get("tone", job.id)).state is State.IN_PROGRESS
+    assert (await store.get("tone", job.id)).state is JobState.IN_PROGRESS
     assert await store.finish(job.id, 2, DONE) is not None
-    assert await store.finish(job.id, 2, Outcome(State.FAILED)) is None
+    assert await store.finish(job.id, 2, JobOutcome(JobState.FAILED)) is None
     assert (await store.get("tone", job.id)).output == b'"done"'
 
 
@@ -518,15 +518,15 @@ async def test_if_the_outbox_fails_nothing_has_happened(
     await store.take(job.id)
     with pytest.raises(JobConflict):
         await store.finish(job.id, 1, DONE)
-    assert (await store.get("tone", job.id)).state is State.IN_PROGRESS
-    assert (await store.counts("tone")) == Counts(in_progress=1)
+    assert (await store.get("tone", job.id)).state is JobState.IN_PROGRESS
+    assert (await store.counts("tone")) == JobCounts(in_progress=1)
     assert told == []
 
 
 async def test_a_purge_takes_its_turns_and_leaves_what_comes_later(
     open_store: Callable[..., tuple[JobStore, Database]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pilotflame.runtime.jobs.changes.PURGE_SLICE", 10)
+    monkeypatch.setattr("pilotflame.runtime.jobs.transitions.PURGE_SLICE", 10)
     store, _ = open_store()
     await asyncio.gather(*(store.submit(new()) for _ in range(95)))
     purging = asyncio.ensure_future(store.purge("tone"))
@@ -640,7 +640,7 @@ async def test_nothing_scans_a_table(store: JobStore, call: str, monkeypatch: py
         "get": lambda: store.get("tone", job.id),
         "next": lambda: store.next("tone", 5),
         "next_due": lambda: store.next_due("tone"),
-        "list": lambda: store.list("tone", [State.FAILED, State.COMPLETED], 5, job.id),
+        "list": lambda: store.list("tone", [JobState.FAILED, JobState.COMPLETED], 5, job.id),
         "counts": lambda: store.counts("tone"),
         "next_expiry": store.next_expiry,
         "take": lambda: store.take(job.id),
@@ -664,7 +664,7 @@ async def test_a_full_disk_refuses_what_is_new_and_later_takes_it(
     with pytest.raises(JobStoreFailed, match="full"):
         await store.submit(new(given=b"x" * 1_000_000, idempotency="k"))
     assert (await store.counts("tone")).in_queue == 1
-    assert (await run_once(store, job)).state is State.COMPLETED
+    assert (await run_once(store, job)).state is JobState.COMPLETED
     await database.write(lambda connection: connection.execute("PRAGMA max_page_count=6000").fetchall())
     _, replayed = await store.submit(new(given=b"x" * 1_000_000, idempotency="k"))
     assert not replayed
@@ -697,15 +697,15 @@ async def check_acknowledged(path: Path, said: dict[str, list[str]]) -> None:
     for job_id, (state, given) in said.items():
         job = await store.get("tone", job_id)
         assert job.input.decode() == given
-        if state == State.COMPLETED:
-            assert (job.state, job.output) == (State.COMPLETED, job.input)
+        if state == JobState.COMPLETED:
+            assert (job.state, job.output) == (JobState.COMPLETED, job.input)
     counts = await store.counts("tone")
     found = await database.read(
         lambda connection: dict(
             connection.execute("SELECT state, count(*) FROM jobs GROUP BY state").fetchall()
         )
     )
-    assert found == {State.IN_QUEUE: counts.in_queue, State.COMPLETED: counts.completed}
+    assert found == {JobState.IN_QUEUE: counts.in_queue, JobState.COMPLETED: counts.completed}
     assert (
         await database.read(lambda connection: connection.execute("PRAGMA integrity_check").fetchone()[0])
         == "ok"

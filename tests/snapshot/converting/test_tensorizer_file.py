@@ -10,7 +10,7 @@ import pytest
 import torch
 from pilotflame.errors import CacheError, SnapshotError
 from pilotflame.snapshot.converting import tensorizer_file
-from pilotflame.snapshot.converting.origin import DTYPE_NAMES, TORCH_DTYPES, Spec
+from pilotflame.snapshot.converting.origin import DTYPE_NAMES, TORCH_DTYPES, TensorSpec
 from pilotflame.snapshot.converting.tensorizer_file import TensorizerOrigin, export
 from pilotflame.snapshot.format.dtype import DTYPES
 from tensorizer import TensorDeserializer, TensorSerializer
@@ -22,7 +22,8 @@ class Given:
     def __init__(self, tensors: dict[str, torch.Tensor], aliases: dict[str, str] | None = None) -> None:
         self._tensors, self.aliases = tensors, aliases or {}
         self.specs = [
-            Spec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()
+            TensorSpec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
+            for name, tensor in tensors.items()
         ]
 
     def tensors(self, names: Sequence[str]) -> Iterator[torch.Tensor]:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pilotflame.errors import SnapshotError
-from pilotflame.snapshot.converting.origin import DTYPE_NAMES, TORCH_DTYPES, Spec
+from pilotflame.snapshot.converting.origin import DTYPE_NAMES, TORCH_DTYPES, TensorSpec
 from pilotflame.snapshot.converting.writer import write_safetensors, write_shards
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.dtype import DTYPES
@@ -26,7 +26,8 @@ class Given:
     def __init__(self, tensors: dict[str, torch.Tensor], aliases: dict[str, str] | None = None) -> None:
         self._tensors, self.aliases = tensors, aliases or {}
         self.specs = [
-            Spec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()
+            TensorSpec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
+            for name, tensor in tensors.items()
         ]
 
     def tensors(self, names: Sequence[str]) -> Iterator[torch.Tensor]:

@@ -29,7 +29,7 @@ from pilotflame.errors import (
 from pilotflame.snapshot.fetching import fetch as fetch_module
 from pilotflame.snapshot.fetching.arrival import Arrival
 from pilotflame.snapshot.fetching.fetch import FetchStats, fetch
-from pilotflame.snapshot.fetching.target import Target
+from pilotflame.snapshot.fetching.target import ShardTarget
 from pilotflame.snapshot.format.manifest import Manifest, Shard, TensorEntry
 from pilotflame.snapshot.sources.folder import FolderSource
 from pilotflame.snapshot.sources.source import ObjectInfo
@@ -133,13 +133,13 @@ def snapshot_of(*sizes: int, seed: int = 0) -> tuple[dict[str, bytes], Manifest]
 
 
 @contextmanager
-def targets_in(folder: Path, manifest: Manifest) -> Iterator[list[Target]]:
+def targets_in(folder: Path, manifest: Manifest) -> Iterator[list[ShardTarget]]:
     opened = []
     try:
         for shard in manifest.shards:
             descriptor = os.open(folder / shard.name, os.O_RDWR | os.O_CREAT)
             os.ftruncate(descriptor, shard.size_bytes)
-            opened.append(Target(shard.name, descriptor))
+            opened.append(ShardTarget(shard.name, descriptor))
         yield opened
     finally:
         for target in opened:
@@ -210,7 +210,7 @@ def test_memory_that_is_known_to_be_there_is_read_into(tmp_path: Path) -> None:
     memory = bytearray(b"\xff" * (3 * CHUNK + 5))
     arrival = Arrival(manifest)
     with targets_in(tmp_path, manifest) as (target,):
-        touched = Target("s0", target.descriptor, memoryview(memory))
+        touched = ShardTarget("s0", target.descriptor, memoryview(memory))
         fetch(manifest, FaultySource(objects), [touched], arrival)
     assert bytes(memory) == objects["s0"]
 
@@ -242,7 +242,7 @@ def test_faults_that_pass_are_healed_bit_for_bit(
     folder = tmp_path_factory.mktemp("fetch")
     arrival = Arrival(manifest)
     with targets_in(folder, manifest) as targets:
-        given = [Target(target.name, target.descriptor, _mapped(target), fresh=True) if mapped else target
+        given = [ShardTarget(target.name, target.descriptor, _mapped(target), fresh=True) if mapped else target
                  for target in targets]  # fmt: skip
         fetch(manifest, source, given, arrival, connections=connections)
     assert arrival.complete
@@ -250,7 +250,7 @@ def test_faults_that_pass_are_healed_bit_for_bit(
         assert (folder / name).read_bytes() == content
 
 
-def _mapped(target: Target) -> memoryview | None:
+def _mapped(target: ShardTarget) -> memoryview | None:
     size_bytes = os.fstat(target.descriptor).st_size
     return memoryview(mmap.mmap(target.descriptor, size_bytes)) if size_bytes else None
 
@@ -335,7 +335,7 @@ def test_a_full_disk_is_said(tmp_path: Path) -> None:
     descriptor = os.open("/dev/full", os.O_RDWR)
     try:
         with pytest.raises(CacheError, match="s0 cannot be written: No space left"):
-            fetch(manifest, FaultySource(objects), [Target("s0", descriptor)], Arrival(manifest))
+            fetch(manifest, FaultySource(objects), [ShardTarget("s0", descriptor)], Arrival(manifest))
     finally:
         os.close(descriptor)
 

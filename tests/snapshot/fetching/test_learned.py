@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pilotflame.snapshot.fetching.concurrency_control import Habit
 from pilotflame.snapshot.fetching.learned import MAX_SOURCES, recall, remember
-from pilotflame.snapshot.fetching.pace import Habit
 
 
 def test_a_habit_is_remembered_per_host_and_bucket(tmp_path: Path) -> None:

@@ -1,0 +1,192 @@
+"""Measure the source tree: lines, loose modules, package cycles, repeated class names, small modules, function lengths.
+
+    python infra/house.py [--json]
+
+`tests/test_house.py` holds these figures to their limits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("handlers", "runtime", "snapshot")
+SMALL_LINES = 70
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """The figures of a tree. `small_modules` are under 70 lines and imported by exactly one other module."""
+
+    lines: int
+    files: int
+    loose_modules: list[str]
+    package_cycles: list[list[str]]
+    repeated_classes: dict[str, list[str]]
+    small_modules: list[str]
+    function_lines_median: float
+    function_lines_p90: float
+    function_lines_max: int
+
+
+class House:
+    """The modules below `root`, by dotted name without the distribution's: `runtime.serving.pool`."""
+
+    def __init__(self, root: Path = ROOT) -> None:
+        self._root = root
+        self.paths = {
+            _dotted(path.relative_to(root)): path
+            for package in PACKAGES
+            for path in sorted((root / package).rglob("*.py"))
+        }
+
+    @cached_property
+    def trees(self) -> dict[str, ast.Module]:
+        """The syntax tree of each module."""
+        return {name: ast.parse(path.read_text()) for name, path in self.paths.items()}
+
+    @cached_property
+    def imports(self) -> dict[str, set[str]]:
+        """The modules of this tree that each module imports, inside functions too."""
+        return {name: set(self._imported(name)) for name in self.paths}
+
+    def figures(self) -> Figures:
+        """Measure everything."""
+        lengths = sorted(self._function_lengths())
+        return Figures(
+            lines=sum(self._line_count(name) for name in self.paths),
+            files=len(self.paths),
+            loose_modules=sorted(
+                name for name in self.paths if name.startswith("runtime.") and self._is_loose(name)
+            ),
+            package_cycles=_cycles(self._package_imports()),
+            repeated_classes=self._repeated_classes(),
+            small_modules=self._small_modules(),
+            function_lines_median=statistics.median(lengths),
+            function_lines_p90=lengths[int(len(lengths) * 0.9)],
+            function_lines_max=lengths[-1],
+        )
+
+    def _is_package(self, name: str) -> bool:
+        return self.paths[name].name == "__init__.py"
+
+    def _is_loose(self, name: str) -> bool:
+        return name.count(".") == 1 and not self._is_package(name)
+
+    def _line_count(self, name: str) -> int:
+        return len(self.paths[name].read_text().splitlines())
+
+    def _imported(self, name: str) -> Iterator[str]:
+        package = name.split(".") if self._is_package(name) else name.split(".")[:-1]
+        for node in ast.walk(self.trees[name]):
+            if not isinstance(node, ast.ImportFrom) or not node.level:
+                continue
+            base = package[: len(package) - node.level + 1] + (node.module.split(".") if node.module else [])
+            for alias in node.names:
+                inner = ".".join([*base, alias.name])
+                target = inner if inner in self.paths else ".".join(base)
+                if target in self.paths:
+                    yield target
+
+    def _package_imports(self) -> dict[str, set[str]]:
+        found: dict[str, set[str]] = defaultdict(set)
+        for name, targets in self.imports.items():
+            package = self._package_of(name)
+            found[package] |= {self._package_of(target) for target in targets} - {package}
+        return found
+
+    def _package_of(self, name: str) -> str:
+        """The module's package; of a package that holds others, each loose module counts as one of its own."""
+        package = name if self._is_package(name) else name.rpartition(".")[0]
+        return name if package in self._parents else package
+
+    @cached_property
+    def _parents(self) -> set[str]:
+        return {name.rpartition(".")[0] for name in self.paths if self._is_package(name)}
+
+    def _repeated_classes(self) -> dict[str, list[str]]:
+        places: dict[str, list[str]] = defaultdict(list)
+        for name, tree in self.trees.items():
+            for node in tree.body:
+                if isinstance(node, ast.ClassDef):
+                    places[node.name].append(name)
+        return {name: found for name, found in sorted(places.items()) if len(found) > 1}
+
+    def _small_modules(self) -> list[str]:
+        importers: dict[str, set[str]] = defaultdict(set)
+        for name, targets in self.imports.items():
+            for target in targets - {name}:
+                importers[target].add(name)
+        return sorted(
+            name
+            for name, found in importers.items()
+            if len(found) == 1 and not self._is_package(name) and self._line_count(name) < SMALL_LINES
+        )
+
+    def _function_lengths(self) -> Iterator[int]:
+        for tree in self.trees.values():
+            for node in ast.walk(tree):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                    yield (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def _dotted(path: Path) -> str:
+    parts = path.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of nodes that reach each other. Kosaraju's algorithm."""
+    order: list[str] = []
+    seen: set[str] = set()
+
+    def visit(node: str, edges: dict[str, set[str]], out: list[str]) -> None:
+        seen.add(node)
+        for target in sorted(edges.get(node, ())):
+            if target not in seen:
+                visit(target, edges, out)
+        out.append(node)
+
+    for node in sorted(graph):
+        if node not in seen:
+            visit(node, graph, order)
+    reverse: dict[str, set[str]] = defaultdict(set)
+    for node, targets in graph.items():
+        for target in targets:
+            reverse[target].add(node)
+    seen.clear()
+    groups: list[list[str]] = []
+    for node in reversed(order):
+        if node not in seen:
+            group: list[str] = []
+            visit(node, reverse, group)
+            groups.append(sorted(group))
+    return sorted(group for group in groups if len(group) > 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    arguments = parser.parse_args()
+    figures = asdict(House().figures())
+    if arguments.json:
+        json.dump(figures, sys.stdout, indent=2)
+        return
+    for name, value in figures.items():
+        shown = f"{len(value)}: {value}" if isinstance(value, list | dict) else value
+        print(f"{name:24} {shown}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""The log of one function: what its processes print, line by line, kept in memory within a limit, and followed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import NamedTuple
+
+KEPT_LINES = 2_000
+MAX_LINE_BYTES = 16 << 10
+RECEIVE_BYTES = 64 << 10
+FOLLOWER_LINES = 1_000
+
+
+class LogLine(NamedTuple):
+    """`at` is Unix time in seconds, `source` the worker's or zygote's name."""
+
+    at: float
+    source: str
+    text: str
+
+
+class LogBook:
+    """The last lines of a function, and those who follow it."""
+
+    def __init__(self, kept: int = KEPT_LINES) -> None:
+        self._lines: deque[LogLine] = deque(maxlen=kept)
+        self._followers: set[asyncio.Queue[LogLine]] = set()
+
+    def write(self, source: str, text: str) -> None:
+        """Adds a line. A follower that does not keep up misses lines rather than holding anybody up."""
+        line = LogLine(time.time(), source, text)
+        self._lines.append(line)
+        for follower in self._followers:
+            with contextlib.suppress(asyncio.QueueFull):
+                follower.put_nowait(line)
+
+    def tail(self, count: int) -> list[LogLine]:
+        return list(self._lines)[-count:] if count > 0 else []
+
+    async def follow(self, count: int) -> AsyncIterator[LogLine]:
+        """The last `count` lines, then every new one, for as long as the caller listens."""
+        queue: asyncio.Queue[LogLine] = asyncio.Queue(FOLLOWER_LINES)
+        self._followers.add(queue)
+        try:
+            for line in self.tail(count):
+                yield line
+            while True:
+                yield await queue.get()
+        finally:
+            self._followers.discard(queue)
+
+
+class LogStream:
+    """One process's output: reads its socket and writes its lines to the book until it ends."""
+
+    def __init__(
+        self, sock: socket.socket, loop: asyncio.AbstractEventLoop, book: LogBook, source: str, begun: bytes
+    ) -> None:
+        sock.setblocking(False)
+        self._sock, self._loop, self._book, self._source = sock, loop, book, source
+        self._rest = bytearray()
+        loop.add_reader(sock, self._readable)
+        self._take(begun)
+
+    @property
+    def alive(self) -> bool:
+        return self._sock.fileno() >= 0
+
+    def close(self) -> None:
+        if self._sock.fileno() < 0:
+            return
+        self._loop.remove_reader(self._sock)
+        self._sock.close()
+        if self._rest:
+            self._write(bytes(self._rest))
+            self._rest.clear()
+
+    def _readable(self) -> None:
+        try:
+            data = self._sock.recv(RECEIVE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if data:
+            self._take(data)
+        else:
+            self.close()
+
+    def _take(self, data: bytes) -> None:
+        *lines, rest = (bytes(self._rest) + data).split(b"\n")
+        self._rest = bytearray(rest)
+        for line in lines:
+            self._write(line)
+        if len(self._rest) > MAX_LINE_BYTES:  # a process that never ends its line must not fill our memory
+            self._write(bytes(self._rest))
+            self._rest.clear()
+
+    def _write(self, line: bytes) -> None:
+        for start in range(0, len(line) or 1, MAX_LINE_BYTES):
+            piece = line[start : start + MAX_LINE_BYTES]
+            self._book.write(self._source, piece.decode("utf-8", "replace").rstrip("\r"))

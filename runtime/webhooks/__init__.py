@@ -1,1 +1,0 @@
-"""Webhooks: what is to be told to whom, signed, and sent until it was taken."""

@@ -1,0 +1,89 @@
+"""Files of inputs: what is fetched, what is refused, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pilotflame.addresses import INPUT_NETWORKS
+from pilotflame.handlers.dialects import files
+from pilotflame.handlers.dialects.files import Fetched
+
+
+@pytest.fixture(autouse=True)
+def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine may be fetched from."""
+    monkeypatch.setenv(INPUT_NETWORKS, "127.0.0.0/8")
+
+
+@pytest.fixture
+def endless() -> Iterator[str]:
+    """A server that says it will send a thousand bytes and sends three."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ended = threading.Event()
+
+        def serve() -> None:
+            peer, _ = server.accept()
+            with peer:
+                peer.recv(4096)
+                peer.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\nabc")
+                ended.wait(30)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}/a%20b.tar.gz?x=/y"
+        ended.set()
+        thread.join()
+
+
+def test_a_source_that_falls_silent_is_given_up_within_the_invocations_time(endless: str) -> None:
+    with Fetched(lambda: 50) as fetched, pytest.raises(ValueError, match="cannot be fetched: timed out"):
+        fetched.fetch(endless)
+    with Fetched(lambda: 0) as fetched, pytest.raises(ValueError, match="cannot be fetched"):
+        fetched.fetch("data:,x")
+
+
+def test_too_large_is_refused_and_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(files, "MAX_BYTES", 6)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with Fetched() as fetched:
+        assert fetched.fetch("data:,abc").read_bytes() == b"abc"
+        with pytest.raises(ValueError, match="larger than"):  # all together
+            fetched.fetch("data:,abcd")
+        assert len(list(tmp_path.iterdir())) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("file:///etc/passwd", "not the address of a file"),
+        ("ftp://x/y", "not the address of a file"),
+        ("", "not the address of a file"),
+        ("http://", "cannot be fetched"),
+        ("http://[::1", "Invalid IPv6"),
+        ("data:;base64,***x", "cannot be fetched"),
+        ("http://127.0.0.1:1/" + "x" * 500, "…"),
+    ],
+)
+def test_what_is_no_address(url: str, why: str) -> None:
+    with Fetched() as fetched, pytest.raises(ValueError, match=why):
+        fetched.fetch(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "kind", "suffix"),
+    [
+        ("https://x/a/photo.jpeg?y=1", "text/plain", "photo.jpeg"),
+        ("https://x/%2e%2e%2fetc%2Fpasswd", "text/plain", ".._etc_passwd"),
+        ("https://x/", "text/plain", ""),
+        ("https://x/" + "é" * 200 + ".png", "text/plain", "é" * 48 + ".png"),
+        ("data:image/png;base64,", "image/png", ".png"),
+        ("data:odd/odd,", "odd/odd", ""),
+    ],
+)
+def test_a_files_name_ends_as_its_address_does(url: str, kind: str, suffix: str) -> None:
+    assert files._suffix(url, kind) == suffix

@@ -1,0 +1,18 @@
+"""Loopback: what is not certainly this machine alone is not."""
+
+from __future__ import annotations
+
+import pytest
+from pilotflame.runtime.access.loopback import is_loopback
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.8.9.10", "::1"])
+def test_this_machine_alone(host: str):
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize(
+    "host", ["0.0.0.0", "::", "192.0.2.2", "localhost.example.org", "", "example.org", "::ffff:10.0.0.1"]
+)
+def test_others_can_come(host: str):
+    assert not is_loopback(host)

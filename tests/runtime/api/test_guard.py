@@ -1,0 +1,396 @@
+"""The guard, before real gateways: who has no key gets health, who has one gets what it covers and learns of nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+from live import Function, Gate, Gateway, failure, gateway_here, gateway_process, short_folder, until
+from pilotflame.runtime.access.keyring import USE_GRAIN_S
+from pilotflame.runtime.api.guard import token_in
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+ECHO = "def handler(event):\n    print('heard', event, flush=True)\n    return event\n"
+ROUTES = [
+    ("POST", "/invoke/{f}"),
+    ("GET", "/v1/functions/{f}"),
+    ("GET", "/v1/functions/{f}/logs"),
+    ("GET", "/v1/functions/{f}/secrets"),
+    ("PUT", "/v1/functions/{f}/secrets/TOKEN"),
+    ("DELETE", "/v1/functions/{f}/secrets/TOKEN"),
+    ("DELETE", "/v1/functions/{f}"),
+    ("POST", "/v2/{f}/warmup"),
+    ("POST", "/v2/{f}/run"),
+    ("POST", "/v2/{f}/runsync"),
+    ("GET", "/v2/{f}/status/job-x"),
+    ("GET", "/v2/{f}/stream/job-x"),
+    ("POST", "/v2/{f}/cancel/job-x"),
+    ("POST", "/v2/{f}/retry/job-x"),
+    ("POST", "/v2/{f}/purge-queue"),
+    ("GET", "/v2/{f}/health"),
+    ("GET", "/v2/{f}/requests"),
+]
+ELSEWHERE = [
+    ("GET", "/v1/functions"),
+    ("POST", "/v1/functions"),
+    ("GET", "/v1/keys"),
+    ("POST", "/v1/keys"),
+    ("DELETE", "/v1/keys/000000000000"),
+    ("GET", "/metrics"),
+    ("GET", "/openapi.json"),
+    ("GET", "/"),
+    ("GET", "/nothing/here"),
+    ("PATCH", "/healthz"),
+]
+
+
+async def made(gateway: Gateway, **wanted: Any) -> dict[str, Any]:
+    """A new key."""
+    async with gateway.at_home() as home:
+        response = await home.post("/v1/keys", json={"name": "test", **wanted})
+    assert response.status_code == 201, response.text
+    return dict(response.json())
+
+
+def bearer(key: dict[str, Any]) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key['key']}"}
+
+
+@contextlib.asynccontextmanager
+async def opened(gateway: Gateway, key: dict[str, Any]) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=gateway.url, headers=bearer(key), timeout=60) as client:
+        yield client
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def gateway() -> AsyncIterator[Gateway]:
+    """One with `auth="always"`, whose own client has an admin's key; functions `mine` and `theirs` are deployed."""
+    with short_folder() as folder:
+        async with gateway_here(folder / "state", drain_s=5.0, auth="always") as found:
+            found.client.headers.update(bearer(await made(found, scopes=["admin"])))
+            for name in ("mine", "theirs"):
+                await found.deploy(ECHO, name=name)
+            yield found
+
+
+Opened = Callable[..., Any]
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def keyed(gateway: Gateway) -> AsyncIterator[Opened]:
+    """`await keyed(scopes=…, functions=…)`: a client with a new key."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def make(**wanted: Any) -> httpx.AsyncClient:
+            return await stack.enter_async_context(opened(gateway, await made(gateway, **wanted)))
+
+        yield make
+
+
+async def refused_all(client: httpx.AsyncClient, functions: tuple[str, ...]) -> None:
+    """Everything but health is 401."""
+    routes = [(method, path.format(f=name)) for method, path in ROUTES for name in functions]
+    for method, path in routes + ELSEWHERE:
+        response = await client.request(method, path)
+        assert failure(response)["type"] == "unauthorized", path
+        assert response.status_code == 401
+        assert response.headers["WWW-Authenticate"] == "Bearer"
+    for path in ("/healthz", "/readyz"):
+        assert (await client.get(path)).status_code == 200
+
+
+# -- without a key
+
+
+async def test_without_a_key_only_health_answers(gateway: Gateway):
+    async with httpx.AsyncClient(base_url=gateway.url) as client:
+        await refused_all(client, ("mine", "nowhere"))
+
+
+@pytest.mark.parametrize(
+    "header", ["", "Bearer", "Bearer x y", "Bearer pf_x", "Basic dXNlcjpwYXNz", "Bearer pf_000000000000_" + "0" * 64, "AWS4-HMAC-SHA256 Credential=x"]
+)  # fmt: skip
+async def test_a_key_that_is_none_opens_nothing(gateway: Gateway, header: str):
+    async with httpx.AsyncClient(base_url=gateway.url, headers={"Authorization": header}) as client:
+        await refused_all(client, ("mine",))
+
+
+async def test_a_header_that_is_no_text_opens_nothing(gateway: Gateway):
+    headers = [(b"Authorization", b"Bearer pf_\xff\xfe")]
+    async with httpx.AsyncClient(base_url=gateway.url, headers=headers) as client:
+        assert (await client.get("/v1/functions")).status_code == 401
+
+
+async def test_beyond_this_machine_nothing_but_health_answers_until_there_is_a_key(state: Path):
+    addresses = [found[4][0] for found in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
+    async with gateway_process(state, host="0.0.0.0") as gateway:
+        port = httpx.URL(gateway.url).port
+        said = (state.parent / "gateway.log").read_text()
+        assert "pilotflame keys create NAME --scope admin" in said
+        assert str(state) in said
+        for address in {"127.0.0.1", *addresses}:
+            async with httpx.AsyncClient(base_url=f"http://{address}:{port}") as client:
+                await refused_all(client, ("mine",))
+        key = await made(gateway, scopes=["admin"])
+        async with opened(gateway, key) as client:
+            assert (await client.get("/v1/functions")).json() == {"functions": []}
+            # Not a folder of this node: the one who asks may be elsewhere.
+            assert (
+                failure(await client.post("/v1/functions", json={"path": "/tmp"}))["type"] == "code_invalid"
+            )
+        async with httpx.AsyncClient(base_url=gateway.url) as client:
+            await refused_all(client, ("mine",))
+
+
+async def test_on_loopback_the_first_key_closes_it_and_no_revocation_opens_it(state: Path):
+    async with gateway_here(state) as gateway:
+        assert (await gateway.client.get("/v1/functions")).status_code == 200
+        response = await gateway.client.post("/v1/keys", json={"name": "first", "scopes": ["admin"]})
+        key = response.json()
+        assert "no-store" in response.headers["Cache-Control"]
+        assert (await gateway.client.get("/v1/functions")).status_code == 401
+        async with opened(gateway, key) as client:
+            assert (await client.get("/v1/functions")).status_code == 200
+            assert (await client.delete(f"/v1/keys/{key['id']}")).status_code == 200
+            assert (await client.get("/v1/functions")).status_code == 401
+        assert (await gateway.client.get("/v1/functions")).status_code == 401
+    async with gateway_here(state) as gateway:
+        assert (await gateway.client.get("/v1/functions")).status_code == 401
+        async with gateway.at_home() as home:
+            assert (await home.get("/v1/keys")).json() == {"keys": []}
+
+
+# -- with a key
+
+
+async def test_a_key_may_come_with_or_without_bearer(gateway: Gateway):
+    key = await made(gateway)
+    async with httpx.AsyncClient(base_url=gateway.url) as client:
+        for header in (f"Bearer {key['key']}", f"bearer  {key['key']}", key["key"]):
+            response = await client.post("/invoke/mine", json=1, headers={"Authorization": header})
+            assert response.status_code == 200, header
+
+
+async def test_a_key_may_come_as_the_session_token_of_a_signed_request(gateway: Gateway):
+    key = await made(gateway)
+    signed = {
+        "Authorization": "AWS4-HMAC-SHA256 Credential=x/20260101/us-east-1/lambda/aws4_request, Signature=0"
+    }
+    async with httpx.AsyncClient(base_url=gateway.url, headers=signed) as client:
+        for token, status in ((key["key"], 200), ("", 401), (key["key"][:-1] + "x", 401)):
+            response = await client.post("/invoke/mine", json=1, headers={"X-Amz-Security-Token": token})
+            assert response.status_code == status, token
+        # It stands for the signature, not for whatever else was sent.
+        both = {"Authorization": "Bearer pf_x", "X-Amz-Security-Token": key["key"]}
+        assert (await client.post("/invoke/mine", json=1, headers=both)).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("header", "token"), [("Bearer x", "x"), ("BEARER x ", "x"), ("x", "x"), ("Basic x", "Basic x"), ("", "")]
+)
+async def test_a_header_is_read(header: str, token: str):
+    assert token_in(header) == token
+
+
+async def test_scopes_are_kept_apart(keyed: Opened):
+    invoke, deploy = await keyed(scopes=["invoke"]), await keyed(scopes=["deploy"])
+    assert (await invoke.post("/invoke/mine", json=1)).json() == 1
+    assert (await invoke.post("/v2/mine/warmup")).status_code == 200
+    assert (await deploy.get("/v1/functions/mine")).status_code == 200
+    for client, method, path in [
+        (invoke, "GET", "/v1/functions"),
+        (invoke, "GET", "/v1/functions/mine"),
+        (invoke, "GET", "/v1/functions/mine/logs"),
+        (invoke, "GET", "/v1/functions/mine/secrets"),
+        (invoke, "DELETE", "/v1/functions/mine"),
+        (invoke, "POST", "/v1/functions"),
+        (deploy, "POST", "/invoke/mine"),
+        (deploy, "GET", "/metrics"),
+        (deploy, "GET", "/v1/keys"),
+        (deploy, "POST", "/v1/keys"),
+        (invoke, "DELETE", "/v1/keys/000000000000"),
+    ]:
+        error = failure(await client.request(method, path))
+        assert (error["status"], error["type"]) == (403, "forbidden"), path
+    assert (await invoke.get("/nothing/here")).status_code == 404
+    assert (await invoke.post("/healthz")).status_code == 405
+
+
+async def test_a_key_for_one_function_cannot_tell_others_from_nothing(gateway: Gateway, keyed: Opened):
+    await Function("theirs", gateway.client, {}).answer("a word of theirs")
+    mine = await keyed(scopes=["invoke", "deploy"], functions=["mine"])
+    for method, path in ROUTES:
+        answers = []
+        for name in ("theirs", "absent"):
+            same = {"X-Request-Id": "same"}
+            response = await mine.request(
+                method, path.format(f=name), content=b'{"value": "x"}', headers=same
+            )
+            assert response.status_code == 404, path
+            headers = {
+                key: value for key, value in response.headers.items() if key not in ("date", "content-length")
+            }
+            answers.append((response.text.replace(name, "?"), headers))
+        assert answers[0] == answers[1], path
+        assert failure(response)["type"] == "unknown_function"
+    assert (await gateway.client.get("/v1/functions/theirs")).status_code == 200
+
+
+async def test_a_key_for_one_function_cannot_reach_the_jobs_of_others(gateway: Gateway, keyed: Opened):
+    job = (await gateway.client.post("/v2/theirs/run", json={"input": "a word of theirs"})).json()["id"]
+    absent = job[:-4] + ("aaaa" if job[-4:] != "aaaa" else "bbbb")
+    mine = await keyed(scopes=["invoke", "deploy"], functions=["mine"])
+    for method, path in [
+        ("GET", "status"), ("GET", "stream"), ("POST", "cancel"), ("POST", "retry"),
+    ]:  # fmt: skip
+        answers = [
+            await mine.request(method, f"/v2/mine/{path}/{one}", headers={"X-Request-Id": "same"})
+            for one in (job, absent)
+        ]
+        assert [answer.status_code for answer in answers] == [404, 404], path
+        assert answers[0].text.replace(job, "?") == answers[1].text.replace(absent, "?"), path
+    assert job not in (await mine.get("/v2/mine/requests")).text
+    assert (await gateway.client.get(f"/v2/theirs/status/{job}")).json()["id"] == job
+
+
+def without_id(response: httpx.Response) -> dict[str, Any]:
+    """The body of an error, all but the request's own id: that must be there, and differs each time."""
+    body: dict[str, Any] = response.json()
+    assert body["error"].pop("request_id") == response.headers["X-Request-Id"]
+    return body
+
+
+async def test_nobodys_404_is_the_same_as_the_guards(gateway: Gateway, keyed: Opened):
+    everywhere, mine = await keyed(scopes=["deploy"]), await keyed(scopes=["deploy"], functions=["mine"])
+    for path in ("/v1/functions/absent", "/v1/functions/absent/logs"):
+        assert without_id(await everywhere.get(path)) == without_id(await mine.get(path))
+
+
+async def test_lists_hold_what_the_key_covers(gateway: Gateway, keyed: Opened):
+    mine = await keyed(scopes=["invoke", "deploy"], functions=["mine", "absent"])
+    everything = await keyed(scopes=["deploy"])
+    assert [found["name"] for found in (await mine.get("/v1/functions")).json()["functions"]] == ["mine"]
+    assert len((await everything.get("/v1/functions")).json()["functions"]) == 2
+    described = (await mine.get("/openapi.json")).text
+    assert "/invoke/mine" in described
+    assert "theirs" not in described
+
+
+async def test_a_deploy_under_anothers_name_is_refused_whether_or_not_it_is_there(
+    gateway: Gateway, keyed: Opened, tmp_path: Path
+):
+    mine = await keyed(scopes=["deploy"], functions=["mine"])
+    (tmp_path / "handler.py").write_text(ECHO)
+    said = []
+    for name in ("theirs", "absent"):
+        error = failure(
+            await mine.post("/v1/functions", json={"path": str(tmp_path), "overrides": {"name": name}})
+        )
+        assert (error.pop("status"), error["type"]) == (403, "forbidden")
+        assert error.pop("request_id")
+        said.append(str(error).replace(name, "?"))
+    assert said[0] == said[1]
+    assert "absent" not in (await gateway.client.get("/v1/functions")).text
+    assert not list((gateway.state / "staging").iterdir())
+    response = await mine.post("/v1/functions", json={"path": str(tmp_path), "overrides": {"name": "mine"}})
+    assert response.status_code == 201
+
+
+async def test_an_expired_key_is_none(gateway: Gateway):
+    key = await made(gateway, expires_in_s=1e-6)
+    async with opened(gateway, key) as client:
+        assert (await client.post("/invoke/mine", json=1)).status_code == 401
+
+
+# -- quotas
+
+
+async def test_over_the_rate_is_told_when_to_come_back_and_obeying_helps(keyed: Opened):
+    client = await keyed(rate_per_s=2.0, burst=2)
+    answers = [await client.post("/invoke/mine", json=n) for n in range(4)]
+    over = next(response for response in answers if response.status_code != 200)
+    error = failure(over)
+    assert (error["status"], error["type"]) == (429, "quota_exceeded")
+    await asyncio.sleep(int(over.headers["Retry-After"]))
+    assert (await client.post("/invoke/mine", json=1)).status_code == 200
+
+
+async def test_over_the_concurrency_is_refused_while_it_lasts(gateway: Gateway, keyed: Opened, gate: Gate):
+    source = "import gate\ndef handler(event):\n    gate.wait()\n    return event"
+    await gateway.deploy(source, {"scale.max": 2}, name="slow", gate=gate)
+    client, other = await keyed(concurrency=1), await keyed()
+    running = asyncio.create_task(client.post("/invoke/slow", json=1))
+    await gate.next()
+    over = await client.post("/invoke/mine", json=1)
+    assert failure(over)["type"] == "quota_exceeded"
+    assert int(over.headers["Retry-After"]) >= 1
+    assert (await other.post("/invoke/mine", json=1)).status_code == 200
+    gate.open()
+    assert (await running).json() == 1
+    assert (await client.post("/invoke/mine", json=1)).status_code == 200
+    told = (await gateway.client.get("/metrics")).text
+    assert 'pilotflame_refusals_total{function="mine",reason="quota_exceeded"}' in told
+
+
+async def test_who_leaves_gives_his_place_back(gateway: Gateway, keyed: Opened, gate: Gate):
+    source = "import gate\ndef handler(event):\n    gate.wait()\n    return event"
+    await gateway.deploy(source, name="left", gate=gate)
+    client = await keyed(concurrency=1)
+    running = asyncio.create_task(client.post("/invoke/left", json=1))
+    await gate.next()
+    running.cancel()
+
+    async def let_in() -> bool:
+        return (await client.post("/invoke/mine", json=1)).status_code == 200
+
+    await until(let_in, "his place, free again")
+
+
+# -- what is written down
+
+
+async def test_the_last_use_is_written_down_coarsely(gateway: Gateway):
+    key, began_s = await made(gateway), time.time()
+    assert key["last_used_at"] is None
+    async with opened(gateway, key) as client:
+        await client.post("/invoke/mine", json=1)
+
+    async def saved() -> float | None:
+        keys = json.loads((gateway.state / "access" / "keys.json").read_text())["keys"]
+        return next(known["last_used_s"] for known in keys if known["id"] == key["id"])
+
+    await until(saved, "the time of its use, in the file")
+    assert await saved() in {at_s - at_s % USE_GRAIN_S for at_s in (began_s, time.time())}
+
+
+async def test_an_open_gateway_asks_nobody(state: Path):
+    async with gateway_here(state) as gateway:
+        function = await gateway.deploy(ECHO)
+        response = await function.call(1, Authorization="Bearer whatever")
+        assert response.json() == 1
+
+
+async def test_an_id_that_somebody_chose_is_his_own(gateway: Gateway, keyed: Opened):
+    """Two keys choose the same id: neither learns of the other, by a refusal or by an answer."""
+    mine = await keyed(scopes=["invoke"], functions=["mine"])
+    theirs = await keyed(scopes=["invoke"], functions=["theirs"])
+    made_here = [
+        await caller.put("/predictions/order-17", json={"input": {"value": word}, "version": function})
+        for caller, function, word in ((mine, "mine", "a"), (theirs, "theirs", "b"))
+    ]
+    assert [response.status_code for response in made_here] == [200, 200]
+    assert [response.json()["id"] for response in made_here] == ["order-17", "order-17"]
+    for caller, response in zip((mine, theirs), made_here, strict=True):
+        assert (await caller.get("/predictions/order-17")).json() == response.json()
+    nobody = await keyed(scopes=["invoke"], functions=["mine"])
+    assert failure(await nobody.get("/predictions/order-17"))["type"] == "unknown_job"

@@ -1,0 +1,24 @@
+"""The gateway against its own description: made-up requests to every operation, each answer as described.
+
+`make check-api` makes thousands; here are as many as fit.
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("schemathesis")
+CHECK = Path(__file__).parents[3] / "infra" / "bench" / "schema.py"
+
+
+def test_every_answer_is_as_described() -> None:
+    arguments = ["--examples", "10", "--phases", "fuzzing", "--least", "280"]
+    done = subprocess.run(
+        [sys.executable, CHECK, *arguments], capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    assert re.search(r"^\d+ requests to \d+ operations", done.stdout, re.MULTILINE)

@@ -1,0 +1,94 @@
+"""Predictions: what callers prefer, and jobs in Cog's words."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pilotflame.errors import BadInput, InputInvalid
+from pilotflame.runtime.dialects.cog.prediction import STATUSES, Preference, parse, shown
+from pilotflame.runtime.jobs.job import EVENTS, Job, JobState, Webhook
+
+# -- what is preferred
+
+
+@pytest.mark.parametrize(
+    ("lines", "wait_s"),
+    [
+        ([], None), (["respond-async"], 0.0), (["Respond-Async; x=1"], 0.0), (["wait=5"], 5.0), (['wait = "5"'], 5.0),
+        (["respond-async, wait=5"], 5.0), (["respond-async", "wait=5"], 5.0), (["wait=0"], 0.0), (["wait=99999"], 300.0),
+        (["wait=x", "return=minimal"], None),
+    ],
+)  # fmt: skip
+def test_preferences(lines: list[str], wait_s: float | None):
+    assert Preference.of(lines).wait_s == wait_s
+
+
+@given(st.lists(st.text(max_size=30), max_size=3))
+def test_no_preference_breaks_it(lines: list[str]):
+    wait_s = Preference.of(lines).wait_s
+    assert wait_s is None or 0 <= wait_s <= 300
+
+
+# -- what is sent
+
+
+def test_what_nobody_says() -> None:
+    order = parse(b"")
+    assert (order.input, order.id, order.events) == ({}, None, EVENTS)
+    assert parse(b'{"webhook_events_filter": []}').events == EVENTS
+    assert parse(b'{"webhook_events_filter": ["start"], "unknown": 1}').events == ("start",)
+
+
+def test_what_cannot_be_taken_is_named() -> None:
+    with pytest.raises(InputInvalid, match="webhook_events_filter"):
+        parse(b'{"webhook_events_filter": ["never"]}')
+    with pytest.raises(BadInput):
+        parse(b"{")
+
+
+# -- what is shown
+
+
+def job(state: JobState, **fields: Any) -> Job:
+    return Job("job-1", "f", state, b'{"n": 1}', "", "", 0, 1.0, 1.0, 3, 1_700_000_000.0, **fields)
+
+
+def as_told(one: Job, pieces: tuple[bytes, ...] = ()) -> dict[str, Any]:
+    return dict(orjson.loads(orjson.dumps(shown(one, pieces))))
+
+
+def test_every_state_has_its_word() -> None:
+    assert set(STATUSES) == set(JobState)
+    assert as_told(job(JobState.IN_QUEUE)) == {
+        "id": "job-1", "version": "f", "status": "starting", "input": {"n": 1}, "output": None, "error": None,
+        "logs": "", "metrics": {}, "created_at": "2023-11-14T22:13:20+00:00", "started_at": None,
+        "completed_at": None, "webhook": None,
+    }  # fmt: skip
+
+
+def test_how_it_ended() -> None:
+    times = {"started_s": 1_700_000_001.0, "ended_s": 1_700_000_003.5}
+    hook = Webhook("https://example.com/")
+    told = as_told(job(JobState.FAILED, error={"message": "no"}, logs="last words", webhook=hook, **times))
+    assert (told["status"], told["error"], told["logs"]) == ("failed", "no", "last words")
+    assert (told["metrics"], told["webhook"]) == ({"predict_time": 2.5}, "https://example.com/")
+    assert datetime.fromisoformat(told["completed_at"]).timestamp() == 1_700_000_003.5
+    assert as_told(job(JobState.COMPLETED, output=b"[1]", **times))["output"] == [1]
+    assert as_told(job(JobState.COMPLETED, output=b"\0", output_type="x/y", **times))["output"] == "AA=="
+
+
+def test_what_goes_on_shows_what_has_come() -> None:
+    assert as_told(job(JobState.IN_PROGRESS, started_s=1.0), (b"1", b'"a"'))["output"] == [1, "a"]
+    assert as_told(job(JobState.IN_PROGRESS, started_s=1.0, progress=b'"half"'))["output"] == "half"
+    # An attempt that failed has left its error behind; the next one has not.
+    assert as_told(job(JobState.IN_QUEUE, error={"message": "no"}))["error"] is None
+
+
+def test_an_input_of_another_type_is_not_shown() -> None:
+    bytes_job = Job("job-1", "f", JobState.IN_QUEUE, b"\xff", "image/png", "", 0, 1.0, 1.0, 3, 1.0)
+    assert as_told(bytes_job)["input"] is None

@@ -1,0 +1,377 @@
+"""Messages of SQS (moto, over HTTP) run by gateways: deleted after success alone, and never lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import boto3
+import pytest
+import pytest_asyncio
+from aiohttp import web
+from live import Gate, Gateway, gateway_here, gateway_process, short_folder, until
+from pilotflame.runtime.events.bus import Message
+from pilotflame.runtime.events.consumer import Consumer
+from pilotflame.runtime.settings.event_source import EventSource
+from pilotflame.runtime.settings.function_settings import FunctionSettings
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+HANDLER = """
+from gate import say, wait
+
+def handler(event: object) -> object:
+    if event == "boom":
+        say("boom")
+        raise ValueError("no")
+    wait(str(event))
+    return {"said": event}
+"""
+PLAIN = """
+def handler(event: object) -> object:
+    return {"said": event}
+"""
+BYTES = """
+def handler(event: object) -> bytes:
+    return b"\\x00\\xff"
+"""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def gateway(moto: str) -> AsyncIterator[Gateway]:
+    with short_folder() as folder:
+        async with gateway_here(folder / "state", drain_s=5.0) as found:
+            yield found
+
+
+def source(queue: Any, **more: Any) -> dict[str, Any]:
+    return {
+        "source": [{"type": "sqs", "queue": queue.url, "backoff_s": 0, **more}],
+        "scale.idle_timeout_s": 0.3,
+    }
+
+
+async def taken(queue: Any) -> bool:
+    return all(message.approximate_receive_count for message in queue.messages)
+
+
+async def test_a_message_is_run_once_and_deleted_after_that(deploy, gate: Gate, queue) -> None:
+    mine = queue()
+    function = await deploy(HANDLER, source(mine), gate=gate, check=False)
+    await function.settled(ready=0, starting=0)  # a poller keeps no worker
+    await mine.send('"hello"')
+    arrival = await gate.next("hello")
+    assert mine.bodies == ['"hello"']  # while it runs it is there, and kept from others
+    assert await mine.take() == []
+    arrival.go()
+    await until(mine.empty, "the message is deleted")
+    assert [found.word for found in gate.arrived] == ["hello"]
+    await function.settled(ready=0, starting=0)
+
+
+async def test_what_is_no_json_is_text(deploy, gate: Gate, queue) -> None:
+    mine = queue()
+    await deploy(HANDLER, source(mine), gate=gate, check=False)
+    gate.open()
+    await mine.send("not json")
+    await gate.next("not json")
+    await until(mine.empty, "the message is deleted")
+
+
+async def test_never_more_at_work_than_there_is_room(deploy, gate: Gate, queue) -> None:
+    mine = queue()
+    await deploy(
+        HANDLER, {**source(mine, concurrency=3), "concurrency": 8, "scale.max": 1}, gate=gate, check=False
+    )
+    for number in range(12):
+        await mine.send(str(number))
+    first = [await gate.next() for _ in range(3)]
+    assert sum(message.approximate_receive_count for message in mine.messages) == 3
+    gate.open()
+    await until(mine.empty, "all messages are deleted")
+    assert len(first) == 3
+    assert sorted(int(found.word) for found in gate.arrived) == list(range(12))
+
+
+async def test_a_message_is_kept_from_others_as_long_as_its_job_runs(deploy, gate: Gate, queue) -> None:
+    mine = queue()
+    await deploy(HANDLER, source(mine, visibility_s=1), gate=gate, check=False)
+    await mine.send('"long"')
+    arrival = await gate.next("long")
+    [message] = mine.messages
+    began = message.visible_at
+
+    async def renewed() -> bool:
+        return bool(message.visible_at > began + 1000)  # longer than it was taken for
+
+    await until(renewed, "the message is renewed")
+    assert message.approximate_receive_count == 1
+    arrival.go()
+    await until(mine.empty, "the message is deleted")
+    assert len(gate.arrived) == 1
+
+
+async def test_a_message_whose_worker_was_killed_comes_again(deploy, gate: Gate, queue) -> None:
+    mine = queue()
+    function = await deploy(HANDLER, source(mine), gate=gate, check=False)
+    await mine.send('"again"')
+    arrival = await gate.next("again")
+    os.kill(arrival.pid, signal.SIGKILL)
+    again = await gate.next("again")
+    [message] = mine.messages
+    assert message.approximate_receive_count == 2
+    again.go()
+    await until(mine.empty, "the message is deleted")
+    await function.logged("left to the queue")
+
+
+async def test_a_message_that_fails_too_often_is_put_aside_by_its_queue(deploy, gate: Gate, queue) -> None:
+    dead = queue()
+    mine = queue(RedrivePolicy=json.dumps({"deadLetterTargetArn": dead.arn, "maxReceiveCount": 2}))
+    await deploy(HANDLER, source(mine), gate=gate, check=False)
+    gate.open()
+    await mine.send('"boom"')
+    await mine.send('"fine"')
+
+    async def aside() -> bool:
+        return dead.bodies == ['"boom"'] and not mine.messages
+
+    await until(aside, "the message is in the dead-letter queue")
+    assert sorted(found.word for found in gate.arrived) == ["boom", "boom", "fine"]
+
+
+async def test_answers_go_to_a_queue(deploy, gate: Gate, queue) -> None:
+    mine, answers = queue(), queue()
+    function = await deploy(PLAIN, source(mine, result=f"sqs://{answers.name}"), check=False)
+    message_id = await mine.send('{"a": 1}')
+    await until(mine.empty, "the message is deleted")
+    [answer] = await answers.take()
+    assert json.loads(answer["Body"]) == {"said": {"a": 1}}
+    facts = {name: value["StringValue"] for name, value in answer["MessageAttributes"].items()}
+    assert facts["message-id"] == message_id
+    assert facts["function"] == function.name
+    assert facts["job-id"].startswith("job-")
+
+
+async def test_answers_that_are_bytes_go_as_base64(deploy, queue) -> None:
+    mine, answers = queue(), queue()
+    await deploy(BYTES, source(mine, result=answers.url), check=False)
+    await mine.send("1")
+    await until(mine.empty, "the message is deleted")
+    [answer] = await answers.take()
+    assert answer["Body"] == "AP8="
+    assert answer["MessageAttributes"]["encoding"]["StringValue"] == "base64"
+
+
+async def test_answers_go_to_s3(deploy, queue, moto: str) -> None:
+    mine = queue()
+    store = boto3.client("s3", endpoint_url=moto)
+    await asyncio.to_thread(store.create_bucket, Bucket="answers")
+    await deploy(PLAIN, source(mine, result="s3://answers/below/here/", endpoint_url=moto), check=False)
+    message_id = await mine.send("[7]")
+    await until(mine.empty, "the message is deleted")
+    found = await asyncio.to_thread(store.get_object, Bucket="answers", Key=f"below/here/{message_id}.json")
+    assert json.loads(found["Body"].read()) == {"said": [7]}
+    assert found["ContentType"] == "application/json"
+    assert found["Metadata"]["job-id"].startswith("job-")
+    found["Body"].close()
+    store.close()
+
+
+async def test_a_message_whose_answer_cannot_be_kept_is_not_deleted(deploy, queue) -> None:
+    dead = queue()
+    mine = queue(RedrivePolicy=json.dumps({"deadLetterTargetArn": dead.arn, "maxReceiveCount": 2}))
+    function = await deploy(PLAIN, source(mine, result="sqs://nowhere"), check=False)
+    await mine.send("1")
+
+    async def aside() -> bool:
+        return dead.bodies == ["1"]
+
+    await until(aside, "the message is in the dead-letter queue")
+    line = await function.logged("sqs://nowhere")
+    assert "left to the queue" in line["text"]
+    health = (await function.client.get(f"/v2/{function.name}/health")).json()
+    assert health["jobs"]["completed"] == 1  # it was not run again for that
+
+
+async def test_a_job_that_was_cancelled_is_not_its_messages_end(deploy, gate: Gate, queue) -> None:
+    mine = queue()
+    function = await deploy(HANDLER, source(mine), gate=gate, check=False)
+    await mine.send('"cancelled"')
+    await gate.next("cancelled")
+    [job] = (await function.client.get(f"/v2/{function.name}/requests")).json()["requests"]
+    await function.client.post(f"/v2/{function.name}/cancel/{job['id']}")
+    (await gate.next("cancelled")).go()
+    await until(mine.empty, "the message is deleted")
+
+
+async def test_a_deleted_functions_messages_are_given_back(deploy, gate: Gate, queue) -> None:
+    mine = queue()
+    settings = {**source(mine, visibility_s=600, concurrency=2), "scale.max": 1}
+    function = await deploy(HANDLER, settings, gate=gate, check=False)
+    await mine.send('"one"')
+    await mine.send('"two"')
+    running = await gate.next()
+    await until(lambda: taken(mine), "both messages are taken")
+    deleting = asyncio.create_task(function.client.delete(f"/v1/functions/{function.name}"))
+
+    async def back() -> bool:
+        return all(message.visible for message in mine.messages)
+
+    await until(back, "both are given back")
+    assert mine.bodies == ['"one"', '"two"']
+    running.go()
+    assert (await deleting).status_code < 300
+    # Whoever deploys it again gets what was left.
+    await deploy(HANDLER, settings, gate=gate, name=function.name, check=False)
+    gate.open()
+    await until(mine.empty, "both messages are deleted")
+
+
+async def test_another_revision_goes_on_with_the_same_source(deploy, gate: Gate, queue) -> None:
+    mine = queue()
+    function = await deploy(HANDLER, source(mine), gate=gate, check=False)
+    await mine.send('"old"')
+    old = await gate.next("old")
+    await deploy(HANDLER, source(mine), gate=gate, name=function.name, check=False)
+    await mine.send('"new"')
+    (await gate.next("new")).go()
+    old.go()
+    await until(mine.empty, "both messages are deleted")
+    assert len(gate.arrived) == 2
+
+
+async def test_a_queue_that_is_not_there_is_said(deploy, queue) -> None:
+    mine = queue()
+    mine.url = mine.url.replace(mine.name, "nowhere")
+    function = await deploy(PLAIN, source(mine), check=False)
+    line = await function.logged("NonExistentQueue")
+    assert "Check the queue's URL" in line["text"]
+    assert "hush" not in json.dumps(await function.lines())
+
+
+async def test_an_endpoint_that_answers_nonsense_is_said_and_ends_nothing(deploy, queue) -> None:
+    answers = [b'{"Messages":[{}]}', b'{"Messages":7}', b'{"Messages":[{"MessageId":"a","ReceiptHandle":"b","Body":"1",'
+               b'"Attributes":{"ApproximateReceiveCount":"many"}}]}', b"[]", b"nonsense"]  # fmt: skip
+    async with nonsense(answers) as url:
+        function = await deploy(PLAIN, source(queue(), endpoint_url=url), check=False)
+        line = await function.logged("a message without MessageId, ReceiptHandle, Body")
+        assert "Check that the queue's URL" in line["text"]
+        await function.logged("is no number")
+    mine = queue()  # the gateway goes on, and so do other sources
+    await deploy(PLAIN, source(mine), check=False)
+    await mine.send("1")
+    await until(mine.empty, "the message is deleted")
+
+
+@asynccontextmanager
+async def nonsense(answers: list[bytes]) -> AsyncIterator[str]:
+    """A server that speaks no SQS: it gives these answers in turn, then the last for ever."""
+
+    async def answer(request: web.Request) -> web.Response:
+        await request.read()
+        body = answers.pop(0) if len(answers) > 1 else answers[0]
+        return web.Response(body=body, content_type="application/x-amz-json-1.0")
+
+    app = web.Application()
+    app.router.add_post("/{path:.*}", answer)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+class Broken:
+    """A bus, and a sink, of which everything fails as nobody expected."""
+
+    name = "broken"
+
+    def __init__(self) -> None:
+        self.messages = [Message("one", "receipt", b"1", 1, {})]
+        self.asked = asyncio.Event()
+
+    async def receive(self, limit: int) -> list[Message]:
+        if self.messages:
+            return [self.messages.pop()]
+        self.asked.set()
+        raise ZeroDivisionError("secret")
+
+    async def fail(self, *_: Any) -> Any:
+        raise ZeroDivisionError("secret")
+
+    hold = delete = give_back = close = put = fail
+
+
+async def test_an_error_that_nobody_expected_ends_no_gateway() -> None:
+    said: list[str] = []
+    broken: Any = Broken()
+    settings = FunctionSettings(name="broken")
+    source = EventSource(type="sqs", queue="https://sqs.us-east-1.amazonaws.com/1/broken")
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        # Its store of jobs fails too: it is none.
+        pump = Consumer(settings, source, cast("Any", None), broken, broken, said.append)
+        pump.start(tasks)
+        await broken.asked.wait()
+        while pump.in_flight or len(said) < 3:  # each is told by another task of this group
+            await asyncio.sleep(0)
+        await pump.close(1.0)
+    assert any(
+        text.startswith("message one: An error that nobody expected (AttributeError)") for text in said
+    )
+    assert any(text.startswith("messages could not be given back") for text in said)
+    assert "An error that nobody expected (ZeroDivisionError), to be reported as Pilotflame's." in said
+    assert not any("secret" in text for text in said)
+
+
+async def test_a_gateway_that_ends_finishes_what_runs(moto: str, state, gate: Gate, queue) -> None:
+    mine = queue()
+    async with gateway_process(state, drain_s=20.0) as gateway:
+        settings = {**source(mine, visibility_s=600, concurrency=2), "scale.max": 1}
+        function = await gateway.deploy(HANDLER, settings, gate=gate)
+        await mine.send('"one"')
+        await mine.send('"two"')
+        running = await gate.next()
+        await until(lambda: taken(mine), "both messages are taken")
+
+        async def one_runs() -> bool:
+            health = (await function.client.get(f"/v2/{function.name}/health")).json()
+            return bool(health["jobs"]["inProgress"] == 1)
+
+        await until(one_runs, "it is stored that one runs")
+        assert gateway.process is not None
+        gateway.process.send_signal(signal.SIGTERM)
+
+        async def back() -> bool:
+            return any(message.visible for message in mine.messages)
+
+        await until(back, "the one that waited is given back")
+        running.go()
+        async with asyncio.timeout(10):  # no long poll is waited for
+            assert await gateway.process.wait() == 0
+    assert len(mine.messages) == 1
+
+
+async def test_a_message_is_run_again_after_its_gateway_was_killed(
+    moto: str, state, gate: Gate, queue: Callable[..., Any]
+) -> None:
+    mine = queue()
+    async with gateway_process(state) as gateway:
+        await gateway.deploy(HANDLER, source(mine, visibility_s=1), gate=gate)
+        await mine.send('"survives"')
+        await gate.next("survives")
+        assert gateway.process is not None
+        gateway.process.kill()
+        await gateway.process.wait()
+    assert mine.bodies == ['"survives"']
+    async with gateway_process(state):
+        (await gate.next("survives")).go()
+        await until(mine.empty, "the message is deleted")
+    assert len(gate.arrived) == 2

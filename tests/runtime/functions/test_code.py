@@ -1,0 +1,261 @@
+"""Code: what of a folder is a function's code, and that packing, copying and digesting agree on it."""
+
+import os
+import stat
+import tarfile
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pilotflame.errors import CodeError
+from pilotflame.runtime.functions.registry import code
+from pilotflame.runtime.functions.registry.archive import unpack
+from pilotflame.runtime.functions.registry.code import code_digest, copy_folder, pack, select
+
+
+def make(folder: Path, files: dict[str, bytes]) -> Path:
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return folder
+
+
+def tree(folder: Path) -> dict[str, tuple[bytes, bool]]:
+    return {
+        str(path.relative_to(folder)): (path.read_bytes(), bool(path.stat().st_mode & stat.S_IXUSR))
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def names(folder: Path, exclude: Path | None = None) -> list[str]:
+    return [file.name for file in select(folder, exclude=exclude)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make(
+        tmp_path / "function",
+        {"handler.py": b"def handler(e): ...\n", "lib/a.py": b"", "lib/data.bin": b"\0"},
+    )
+
+
+def test_round_trip(folder: Path, tmp_path: Path) -> None:
+    (folder / "lib/a.py").chmod(0o755)
+    unpack(pack(folder), tmp_path / "unpacked")
+    copy_folder(folder, tmp_path / "copied")
+    assert tree(tmp_path / "unpacked") == tree(tmp_path / "copied") == tree(folder)
+    assert tree(folder)["lib/a.py"] == (b"", True)
+    assert len({code_digest(tmp_path / name) for name in ("function", "unpacked", "copied")}) == 1
+
+
+def test_packing_is_reproducible(folder: Path, tmp_path: Path) -> None:
+    again = make(tmp_path / "again", {name: content for name, (content, _) in reversed(tree(folder).items())})
+    os.utime(again / "handler.py", (1, 1))
+    (again / "handler.py").chmod(0o600)
+    assert pack(folder) == pack(again)
+    with tarfile.open(fileobj=BytesIO(pack(folder))) as tar:
+        assert {(m.uid, m.gid, m.uname, m.mtime) for m in tar} == {(0, 0, "", 0)}
+
+
+def test_the_digest_is_of_path_bit_and_content(folder: Path) -> None:
+    seen = {code_digest(folder)}
+    (folder / "handler.py").write_text("pass\n")
+    seen.add(code_digest(folder))
+    (folder / "handler.py").chmod(0o755)
+    seen.add(code_digest(folder))
+    (folder / "handler.py").rename(folder / "other.py")
+    seen.add(code_digest(folder))
+    (folder / "empty").mkdir()
+    seen.add(code_digest(folder))  # an empty folder is not code
+    assert len(seen) == 4
+
+
+def test_what_is_not_code_is_left_out(folder: Path) -> None:
+    make(
+        folder,
+        dict.fromkeys(
+            [
+                ".git/config",
+                "__pycache__/a.pyc",
+                "lib/__pycache__/a.pyc",
+                ".venv/x",
+                "env/pyvenv.cfg",
+                "env/bin/python",
+                "a.pyc",
+                "node_modules/x.js",
+                "handler.py~",
+                ".handler.py.swp",
+                ".DS_Store",
+                ".idea/x",
+            ],
+            b"x",
+        ),
+    )
+    assert names(folder) == ["handler.py", "lib/a.py", "lib/data.bin"]
+
+
+@pytest.mark.parametrize(
+    ("ignore", "kept"),
+    [
+        ("*.bin", ["handler.py", "lib/a.py"]),
+        ("lib/", ["handler.py"]),
+        ("lib", ["handler.py"]),
+        ("/a.py", ["handler.py", "lib/a.py", "lib/data.bin"]),
+        ("lib/a.py", ["handler.py", "lib/data.bin"]),
+        ("**/a.py", ["handler.py", "lib/data.bin"]),
+        ("# lib\n\n*.py\n!handler.py\n", ["handler.py", "lib/data.bin"]),
+        ("handler.py/", ["handler.py", "lib/a.py", "lib/data.bin"]),
+    ],
+)
+def test_the_ignore_file(folder: Path, ignore: str, kept: list[str]) -> None:
+    (folder / ".pilotflameignore").write_text(ignore)
+    assert names(folder) == [".pilotflameignore", *kept]
+
+
+def test_an_ignore_file_that_is_no_text_is_refused(folder: Path) -> None:
+    (folder / ".pilotflameignore").write_bytes(b"\xff")
+    with pytest.raises(CodeError, match=r"\.pilotflameignore cannot be read"):
+        select(folder)
+
+
+def test_the_snapshot_is_left_out(folder: Path, tmp_path: Path) -> None:
+    make(folder, {"weights/model.safetensors": b"w", "weights2/x": b"x"})
+    # A link that leaves, as in the cache of Hugging Face: in a snapshot it is nobody's concern here.
+    (folder / "weights/link").symlink_to("/etc/hostname")
+    kept = ["handler.py", "lib/a.py", "lib/data.bin", "weights2/x"]
+    assert names(folder, exclude=Path("weights")) == names(folder, exclude=folder / "weights") == kept
+    copy_folder(folder, tmp_path / "copied", exclude=Path("weights"))
+    assert names(tmp_path / "copied") == kept
+    assert code_digest(tmp_path / "copied") == code_digest(folder, exclude=Path("weights"))
+    (folder / "weights/link").unlink()
+    assert "weights/model.safetensors" not in names(folder, exclude=Path("weights/model.safetensors"))
+
+
+def test_a_snapshot_elsewhere_or_everywhere_leaves_nothing_out(folder: Path, tmp_path: Path) -> None:
+    assert names(folder, exclude=tmp_path / "elsewhere") == names(folder, exclude=folder) == names(folder)
+
+
+def test_links_inside_are_followed(folder: Path, tmp_path: Path) -> None:
+    (folder / "same.py").symlink_to("handler.py")
+    (folder / "alias").symlink_to(folder / "lib")
+    assert names(folder) == [
+        "alias/a.py",
+        "alias/data.bin",
+        "handler.py",
+        "lib/a.py",
+        "lib/data.bin",
+        "same.py",
+    ]
+    copy_folder(folder, tmp_path / "copied")
+    assert not any(path.is_symlink() for path in (tmp_path / "copied").rglob("*"))
+    assert code_digest(tmp_path / "copied") == code_digest(folder)
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("../secret", "lib/link is a link that leaves the folder"),
+        ("../../secret", "lib/link is a link that leaves the folder"),
+        ("/etc/passwd", "lib/link is a link that leaves the folder"),
+        ("nothing", "lib/link is a link to nothing"),
+        (".", "lib/link is a link to a folder that holds it"),
+        ("..", "lib/link is a link to a folder that holds it"),
+    ],
+)
+def test_other_links_are_refused(folder: Path, tmp_path: Path, target: str, said: str) -> None:
+    (tmp_path / "secret").write_text("s")
+    if target == "../secret":
+        (folder / "secret").symlink_to(tmp_path / "secret")
+        (folder / ".pilotflameignore").write_text("/secret\n")
+    (folder / "lib/link").symlink_to(target)
+    with pytest.raises(CodeError) as caught:
+        pack(folder)
+    assert said in caught.value.message
+    assert caught.value.remedy
+
+
+def test_links_of_links_end(folder: Path) -> None:
+    for depth in range(20):
+        (folder / f"d{depth}").mkdir()
+        for fan in range(10):
+            (folder / f"d{depth}/l{fan}").symlink_to(f"../d{depth + 1}")
+    (folder / "d20").mkdir()
+    with pytest.raises(CodeError, match="more than 20000 files and folders"):
+        select(folder)
+
+
+def test_a_pipe_is_refused(folder: Path) -> None:
+    os.mkfifo(folder / "pipe")
+    with pytest.raises(CodeError, match="pipe is neither a file nor a folder"):
+        copy_folder(folder, folder.parent / "copied")
+
+
+def test_a_name_that_is_not_utf8_is_refused(folder: Path) -> None:
+    Path(os.fsdecode(os.fsencode(folder) + b"/\xff")).touch()
+    with pytest.raises(CodeError, match="is not UTF-8"):
+        pack(folder)
+
+
+def test_too_much_is_refused_with_the_biggest_named(folder: Path) -> None:
+    for name, size in (("lib/model.bin", code.MAX_CODE_BYTES), ("small.bin", 2**20)):
+        with (folder / name).open("wb") as file:
+            file.truncate(size)  # a hole: no disk is used
+    with pytest.raises(CodeError) as caught:
+        pack(folder)
+    assert (
+        "257.0 MiB of code, more than 256 MiB; biggest: lib/model.bin (256.0 MiB), small.bin (1.0 MiB)"
+        in str(caught.value)
+    )
+    assert "Put weights in a snapshot folder" in caught.value.remedy
+    assert len(names(folder, exclude=Path("lib/model.bin"))) == 4
+
+
+def test_too_many_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code, "MAX_FILES", 3)
+    with pytest.raises(CodeError, match="more than 3 files"):
+        pack(folder)
+
+
+def test_what_cannot_be_read_or_written_is_named(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(CodeError, match="nowhere is not a folder"):
+        pack(tmp_path / "nowhere")
+    with pytest.raises(CodeError, match="is not empty"):
+        copy_folder(folder, folder)
+
+
+_segment = st.text(st.characters(codec="utf-8", exclude_characters="/\0"), min_size=1, max_size=40).filter(
+    lambda text: (
+        text not in (".", "..")
+        and len(text.encode()) <= 200
+        and not text.endswith(("~", ".pyc", ".pyo", ".swp", ".swo"))
+        and not text.startswith((".", "#"))
+        and text not in ("node_modules", "__pycache__")
+    )
+)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    files=st.dictionaries(
+        st.tuples(_segment, _segment), st.tuples(st.binary(max_size=50), st.booleans()), max_size=5
+    )
+)
+def test_any_names_round_trip(
+    tmp_path_factory: pytest.TempPathFactory, files: dict[tuple[str, str], tuple[bytes, bool]]
+) -> None:
+    root = tmp_path_factory.mktemp("odd")
+    folder = root / "folder"
+    folder.mkdir()
+    for (parent, name), (content, executable) in files.items():
+        (folder / parent).mkdir(exist_ok=True)
+        (folder / parent / name).write_bytes(content)
+        (folder / parent / name).chmod(0o755 if executable else 0o644)
+    unpack(pack(folder), root / "unpacked")
+    copy_folder(folder, root / "copied")
+    assert tree(root / "unpacked") == tree(root / "copied") == tree(folder)
+    assert len(tree(folder)) == len(files)
+    assert code_digest(root / "unpacked") == code_digest(folder)

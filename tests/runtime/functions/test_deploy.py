@@ -1,0 +1,228 @@
+"""A deploy up to where processes start: a real store, real folders, and what is left when it fails."""
+
+import io
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pilotflame.errors import CodeError, PilotflameError, RequirementsError, SettingsError, SnapshotError
+from pilotflame.runtime.functions.registry.deploy import (
+    MANIFEST_FILE,
+    Deployment,
+    Prepared,
+    fair_threads,
+    heavy_imports,
+    prepare,
+    worker_spec,
+)
+from pilotflame.runtime.functions.registry.store import RevisionRecord, Store
+from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
+from safetensors.torch import save_file
+
+HANDLER = "def handler(event): return event\n"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    store = Store(tmp_path / "state", report=lambda _text: None)
+    store.start()
+    return store
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    root = tmp_path / "tone"
+    root.mkdir()
+    (root / "handler.py").write_text(HANDLER)
+    return root
+
+
+def prepared(store: Store, folder: Path | None = None, **order: Any) -> Prepared:
+    return prepare(store, (folder and folder.parent / "env") or Path("/nowhere"), Deployment(path=folder, **order), lambda _text: None)  # fmt: skip
+
+
+def published(store: Store, made: Prepared) -> RevisionRecord:
+    with made.staging:
+        return store.publish(made.staging, made.fields)
+
+
+def archive(files: dict[str, str | bytes]) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w:gz") as tar:
+        for name, content in files.items():
+            data = content if isinstance(content, bytes) else content.encode()
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return out.getvalue()
+
+
+def left(store: Store, tmp_path: Path) -> list[Path]:
+    return list((tmp_path / "state" / "staging").iterdir())
+
+
+def test_a_folder_is_copied_and_described(store: Store, folder: Path) -> None:
+    (folder / "pilotflame.toml").write_text('name = "chime"\nconcurrency = 3\nthreads = 2\n[env]\nA = "1"\n')
+    made = prepared(store, folder)
+    (folder / "handler.py").write_text("changed after")
+    assert (made.staging.code / "handler.py").read_text() == HANDLER
+    assert (made.fields.settings.name, made.fields.python) == ("chime", Path(sys.executable))
+    record = published(store, made)
+    spec = worker_spec(store, record, Path("cache"))
+    assert (spec.function, spec.revision, spec.concurrency, spec.threads) == ("chime", record.revision, 3, 2)
+    assert (spec.env, spec.snapshot, spec.manifest, spec.preload) == ({"A": "1"}, None, None, ())
+    assert (spec.code / spec.handler).read_text() == HANDLER
+
+
+def test_an_archive_is_the_same_as_its_folder(store: Store, folder: Path) -> None:
+    (folder / "pilotflame.toml").write_text('name = "tone"\n')
+    uploaded = prepared(store, archive=archive({"handler.py": HANDLER, "pilotflame.toml": 'name = "tone"\n'}))
+    assert uploaded.fields.code_digest == prepared(store, folder).fields.code_digest
+    assert uploaded.fields.settings.name == "tone"
+
+
+def test_the_same_content_has_the_same_digest_and_other_content_another(store: Store, folder: Path) -> None:
+    first, second = prepared(store, folder), prepared(store, folder)
+    (folder / "handler.py").write_text("def handler(event): return 2\n")
+    assert first.fields.code_digest == second.fields.code_digest != prepared(store, folder).fields.code_digest
+
+
+def test_overrides_win_over_the_file(store: Store, folder: Path) -> None:
+    (folder / "pilotflame.toml").write_text("concurrency = 3\n[scale]\nmax = 2\n")
+    settings = prepared(store, folder, overrides={"scale.max": 7}).fields.settings
+    assert (settings.scale.max, settings.concurrency) == (7, 3)
+
+
+def test_threads_are_shared_out_unless_the_owner_says(store: Store, folder: Path) -> None:
+    spec = worker_spec(
+        store, published(store, prepared(store, folder, overrides={"scale.max": 1000})), Path("cache")
+    )
+    assert spec.threads == 1
+    assert fair_threads(1) >= fair_threads(2) >= fair_threads(10_000) == 1
+
+
+BROKEN: dict[str, tuple[Callable[[Path], object], type[PilotflameError], str]] = {
+    "unknown setting": (lambda f: (f / "pilotflame.toml").write_text("concurency = 1\n"), SettingsError, "concurrency"),
+    "broken settings": (lambda f: (f / "pilotflame.toml").write_text("x = ["), SettingsError, "pilotflame.toml"),
+    "unmet requirement": (lambda f: (f / "requirements.txt").write_text("no-such-package>=1\n"), RequirementsError, "no-such-package"),
+    "missing weights": (lambda f: (f / "pilotflame.toml").write_text('snapshot = "weights"\n'), SnapshotError, "does not exist"),
+    "link that leaves": (lambda f: (f / "out").symlink_to("/etc"), CodeError, "out"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(BROKEN))
+def test_what_cannot_be_deployed_is_refused_and_leaves_nothing(
+    store: Store, folder: Path, tmp_path: Path, name: str
+) -> None:
+    breaks, kind, said = BROKEN[name]
+    breaks(folder)
+    with pytest.raises(kind, match=said) as caught:
+        prepared(store, folder)
+    assert caught.value.remedy
+    assert left(store, tmp_path) == []
+    assert store.functions() == {}
+
+
+@pytest.mark.parametrize(
+    ("order", "kind"),
+    [
+        ({}, SettingsError),
+        ({"path": Path("relative")}, SettingsError),
+        ({"path": Path("/no/such/folder")}, PilotflameError),
+        ({"archive": b"not a tar"}, CodeError),
+        ({"archive": archive({"../escape.py": "x"})}, CodeError),
+        ({"overrides": {"scale.mx": 1}, "archive": archive({"handler.py": HANDLER})}, SettingsError),
+    ],
+)
+def test_an_order_that_cannot_be_is_refused_and_leaves_nothing(
+    store: Store, tmp_path: Path, order: dict[str, Any], kind: type[PilotflameError]
+) -> None:
+    with pytest.raises(kind) as caught:
+        prepare(store, tmp_path / "env", Deployment(**order), lambda _text: None)
+    assert caught.value.remedy
+    assert left(store, tmp_path) == []
+
+
+# -- weights
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    root = tmp_path / "weights"
+    root.mkdir()
+    save_file({"w": torch.arange(4.0)}, root / "model.safetensors")
+    return root
+
+
+def test_weights_elsewhere_stay_there_and_get_a_manifest_of_the_revision(
+    store: Store, folder: Path, weights: Path
+) -> None:
+    said: list[str] = []
+    order = Deployment(path=folder, overrides={"snapshot": str(weights)})
+    made = prepare(store, folder / "env", order, said.append)
+    record = published(store, made)
+    spec = worker_spec(store, record, Path("cache"))
+    assert spec.snapshot == weights
+    assert spec.manifest is not None
+    assert spec.manifest.name == MANIFEST_FILE
+    assert [entry.name for entry in Manifest.read(spec.manifest).tensors] == ["w"]
+    assert not (weights / MANIFEST_NAME).exists()  # their folder is not ours to write in
+    assert any(str(weights) in line for line in said)
+
+
+def test_weights_inside_the_folder_are_not_copied(store: Store, folder: Path, weights: Path) -> None:
+    weights.rename(folder / "weights")
+    made = prepared(store, folder, overrides={"snapshot": "weights"})
+    assert not (made.staging.code / "weights").exists()
+    assert worker_spec(store, published(store, made), Path("cache")).snapshot == folder / "weights"
+
+
+def test_uploaded_weights_move_with_their_revision(store: Store, weights: Path) -> None:
+    data = (weights / "model.safetensors").read_bytes()
+    files: dict[str, str | bytes] = {
+        "handler.py": HANDLER,
+        "weights/model.safetensors": data,
+        "pilotflame.toml": 'name = "tone"\nsnapshot = "weights"\n',
+    }
+    spec = worker_spec(store, published(store, prepared(store, archive=archive(files))), Path("cache"))
+    assert spec.snapshot == spec.code / "weights"
+    assert (spec.snapshot / "model.safetensors").read_bytes() == data
+
+
+def test_a_manifest_beside_the_weights_is_taken(store: Store, folder: Path, weights: Path) -> None:
+    (weights / MANIFEST_NAME).write_text("{}")
+    with pytest.raises(SnapshotError):
+        prepared(store, folder, overrides={"snapshot": str(weights)})
+
+
+# -- what is worth sharing
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("import torch", ("torch",)),
+        ("import torch.nn.functional as F", ("torch",)),
+        ("from torch import nn", ("torch",)),
+        ("def handler(event):\n    import numpy", ("numpy",)),
+        ("from transformers import AutoModel", ("torch", "transformers")),
+        ("import transformers, numpy", ("numpy", "torch", "transformers")),
+        ("from .torch import x", ()),
+        ("import torchvision, json", ()),
+        ("# import torch\nx = 'import torch'", ()),
+        ("import torch\ndef (", ()),
+        ("x = '\x00'", ()),
+        ("", ()),
+    ],
+)
+def test_heavy_imports_are_read_without_running(tmp_path: Path, text: str, found: tuple[str, ...]) -> None:
+    (tmp_path / "handler.py").write_text(text)
+    assert heavy_imports(tmp_path / "handler.py") == found
+
+
+def test_a_handler_that_cannot_be_read_shares_nothing(tmp_path: Path) -> None:
+    assert heavy_imports(tmp_path / "missing.py") == ()

@@ -1,0 +1,331 @@
+"""The store: whole after any crash. The crashes are real: a child that kills itself at each system call."""
+
+import os
+import shutil
+import signal
+import stat
+import threading
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pilotflame.errors import CodeError, SettingsError, UnknownFunction
+from pilotflame.runtime.functions.registry.store import RevisionFields, RevisionRecord, Store
+from pilotflame.runtime.settings.function_settings import FunctionSettings
+
+NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+
+
+def fields(name: str = "tone", **more: Any) -> RevisionFields:
+    return RevisionFields(
+        **{
+            "code_digest": "ab" * 32,
+            "settings": FunctionSettings(name=name, env={"TOKEN": "secret"}),
+            "snapshot_root": Path("/weights"),
+            "python": Path("/usr/bin/python"),
+            "requirements_digest": "cd" * 32,
+            "handler": {"kind": "function", "input": {"type": "object"}},
+        }
+        | more
+    )
+
+
+def deploy(store: Store, name: str = "tone", content: str = "x") -> RevisionRecord:
+    with store.stage(name) as staging:
+        staging.code.mkdir()
+        (staging.code / "handler.py").write_text(content)
+        return store.publish(staging, fields(name))
+
+
+class Reports(list[str]):
+    def __call__(self, text: str) -> None:
+        self.append(text)
+
+
+@pytest.fixture
+def reports() -> Reports:
+    return Reports()
+
+
+@pytest.fixture
+def store(tmp_path: Path, reports: Reports) -> Store:
+    store = Store(tmp_path, report=reports, now=lambda: NOW)
+    store.start()
+    return store
+
+
+def staged(root: Path) -> list[Path]:
+    return list((root / "staging").iterdir())
+
+
+def test_what_is_published_is_found_again(store: Store, tmp_path: Path, reports: Reports) -> None:
+    record = deploy(store)
+    assert (record.function, record.number, record.created_at) == ("tone", 1, NOW)
+    again = Store(tmp_path, report=reports)
+    again.start()
+    assert again.current("tone") == record
+    assert again.functions() == {"tone": record}
+    assert again.revisions("tone") == [record]
+    assert (again.code(record) / "handler.py").read_text() == "x"
+    assert staged(tmp_path) == []
+    assert reports == []
+
+
+def test_secrets_are_their_owners_alone(store: Store, tmp_path: Path) -> None:
+    record = deploy(store)
+    assert stat.S_IMODE((tmp_path / "functions").stat().st_mode) == 0o700
+    assert stat.S_IMODE((store.code(record).parent / "revision.json").stat().st_mode) == 0o600
+
+
+def test_each_deploy_is_a_revision(store: Store) -> None:
+    first, second = deploy(store), deploy(store)
+    assert (first.number, second.number) == (1, 2)
+    assert first.revision.startswith("r1-")
+    assert second.revision == first.revision.replace("r1-", "r2-")  # the same content
+    assert store.current("tone") == second
+    assert store.revisions("tone") == [first, second]
+    with store.stage("tone") as staging:
+        staging.code.mkdir()
+        third = store.publish(staging, fields(settings=FunctionSettings(name="tone", hold_s=1)))
+    assert third.revision[3:] != first.revision[3:]
+
+
+def test_there_is_nothing_before_a_deploy(store: Store, reports: Reports) -> None:
+    assert store.current("tone") is None
+    assert store.functions() == {}
+    assert store.revisions("tone") == []
+    assert reports == []
+
+
+def test_a_staging_that_is_given_up_leaves_nothing(store: Store, tmp_path: Path) -> None:
+    with store.stage("tone") as staging:
+        staging.code.mkdir()
+    assert staged(tmp_path) == []
+    assert store.functions() == {}
+
+
+def test_what_does_not_fit_is_refused(store: Store) -> None:
+    with store.stage("tone") as staging:
+        with pytest.raises(CodeError, match="Nothing was staged for tone"):
+            store.publish(staging, fields())
+        with pytest.raises(SettingsError, match="'other', but 'tone' was staged"):
+            store.publish(staging, fields("other"))
+
+
+@pytest.mark.parametrize("name", ["../x", "", ".", "a/b", "A", "models", "x\0"])
+def test_no_name_leaves_the_folder(store: Store, name: str) -> None:
+    for call in (
+        store.stage,
+        store.current,
+        store.revisions,
+        store.delete,
+        lambda name: store.prune(name, 1),
+    ):
+        with pytest.raises(SettingsError):
+            call(name)
+
+
+def test_delete(store: Store, tmp_path: Path) -> None:
+    deploy(store)
+    deploy(store, "other")
+    store.delete("tone")
+    assert list(store.functions()) == ["other"]
+    assert staged(tmp_path) == []
+    with pytest.raises(UnknownFunction, match="no function 'tone'"):
+        store.delete("tone")
+
+
+def test_prune_keeps_the_newest_and_the_live_one(store: Store, tmp_path: Path) -> None:
+    records = [deploy(store) for _ in range(5)]
+    (tmp_path / "functions/tone/current").write_text(records[1].revision)
+    assert store.prune("tone", 2) == [records[0].revision, records[2].revision]
+    assert store.revisions("tone") == [records[1], records[3], records[4]]
+    assert store.prune("tone", 0) == [records[3].revision]
+    assert deploy(store).number == 6
+    assert staged(tmp_path) == []
+    assert store.prune("nothing", 1) == []
+
+
+def test_nothing_is_pruned_where_the_live_revision_is_unknown(store: Store, tmp_path: Path) -> None:
+    deploy(store), deploy(store)
+    (tmp_path / "functions/tone/current").write_text("r2-")
+    assert store.prune("tone", 1) == []
+
+
+def test_threads_get_numbers_of_their_own(store: Store) -> None:
+    threads = [threading.Thread(target=deploy, args=(store,)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [record.number for record in store.revisions("tone")] == list(range(1, 9))
+    live = store.current("tone")
+    assert live is not None
+    assert live.number == 8
+
+
+def _tear(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:20])
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda folder, rev: _tear(folder / rev / "revision.json"), "revision.json cannot be read"),
+        (lambda folder, rev: (folder / rev / "revision.json").unlink(), "revision.json cannot be read"),
+        (
+            lambda folder, rev: (folder / rev / "revision.json").write_bytes(b"\xff{"),
+            "revision.json cannot be read",
+        ),
+        (lambda folder, rev: (folder / rev / "code").rename(folder / "away"), "holds something else"),
+        (lambda folder, rev: shutil.rmtree(folder / rev), "cannot be read"),
+        (lambda folder, rev: (folder / "current").write_text(""), "that is no revision's id"),
+        (
+            lambda folder, rev: (folder / "current").write_text("../../other/r1-00000000"),
+            "that is no revision's id",
+        ),
+        (lambda folder, rev: (folder / "current").write_bytes(b"\xff"), "current cannot be read"),
+        (lambda folder, rev: (folder / "current").unlink(), "has no live revision"),
+    ],
+)
+def test_what_is_torn_is_reported_and_skipped(
+    store: Store, tmp_path: Path, reports: Reports, harm: Callable[[Path, str], object], said: str
+) -> None:
+    other = deploy(store, "other")
+    deploy(store)
+    live = deploy(store)
+    harm(tmp_path / "functions/tone", live.revision)
+    store.start()
+    assert store.functions() == {"other": other}
+    assert len(reports) == 1
+    assert said in reports[0]
+    assert "tone" in reports[0]
+    assert deploy(store).number in (2, 3)
+    assert set(store.functions()) == {"other", "tone"}
+
+
+def test_a_record_in_the_wrong_place_is_reported(store: Store, tmp_path: Path, reports: Reports) -> None:
+    record = deploy(store)
+    shutil.copytree(tmp_path / "functions/tone", tmp_path / "functions/copy")
+    (tmp_path / "functions/stray").touch()
+    (tmp_path / "functions/No Name").mkdir()
+    assert store.functions() == {"tone": record}
+    assert len(reports) == 3
+
+
+# Crashes
+
+_STEPS = ("mkdir", "rename", "replace", "open", "fsync", "rmdir", "unlink")
+
+
+def crash_at(step: int, work: Callable[[], object]) -> bool:
+    """Run `work` in a child that kills itself with -9 before its system call `step`; whether it did."""
+    child = os.fork()
+    if child == 0:
+        left = step
+
+        def killing(real: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **more: Any) -> Any:
+                nonlocal left
+                if left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                left -= 1
+                return real(*args, **more)
+
+            return call
+
+        status = 1
+        try:
+            for name in _STEPS:
+                setattr(os, name, killing(getattr(os, name)))
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        return True
+    assert os.WEXITSTATUS(status) == 0
+    return False
+
+
+def crashes(
+    tmp_path: Path, work: Callable[[Store], object], check: Callable[[Store, bool], None], before: int
+) -> int:
+    """Crash `work` at every step it has, recover, and check; the number of steps."""
+    for step in range(500):
+        root = tmp_path / str(step)
+        reports = Reports()
+        store = Store(root, report=reports, now=lambda: NOW)
+        store.start()
+        for number in range(before):
+            deploy(store, content=f"r{number + 1}")
+        crashed = crash_at(step, lambda store=store: work(store))
+        recovered = Store(root, report=reports, now=lambda: NOW)
+        recovered.start()
+        assert staged(root) == []
+        check(recovered, crashed)
+        assert [report for report in reports if "no live revision" not in report] == []
+        deploy(recovered, content="after")
+        live = recovered.current("tone")
+        assert live is not None
+        assert (recovered.code(live) / "handler.py").read_text() == "after"
+        if not crashed:
+            return step
+    raise AssertionError("the work never ended")
+
+
+def test_a_crash_in_a_first_deploy_leaves_all_or_nothing(tmp_path: Path) -> None:
+    def check(store: Store, crashed: bool) -> None:
+        live = store.current("tone")
+        assert crashed or live is not None
+        if live is not None:
+            assert (store.code(live) / "handler.py").read_text() == "r1"
+
+    assert crashes(tmp_path, lambda store: deploy(store, content="r1"), check, before=0) > 15
+
+
+def test_a_crash_in_a_deploy_leaves_the_old_or_the_new_one(tmp_path: Path) -> None:
+    seen = set()
+
+    def check(store: Store, crashed: bool) -> None:
+        live = store.current("tone")
+        assert live is not None
+        assert (store.code(live) / "handler.py").read_text() == f"r{live.number}"
+        assert crashed or live.number == 2
+        seen.add(live.number)
+
+    assert crashes(tmp_path, lambda store: deploy(store, content="r2"), check, before=1) > 15
+    assert seen == {1, 2}
+
+
+def test_a_crash_in_a_delete_leaves_all_or_nothing(tmp_path: Path) -> None:
+    def check(store: Store, crashed: bool) -> None:
+        assert len(store.revisions("tone")) in ((2, 0) if crashed else (0,))
+        assert (store.current("tone") is None) == (store.revisions("tone") == [])
+
+    assert crashes(tmp_path, lambda store: store.delete("tone"), check, before=2) > 3
+
+
+def test_a_crash_in_a_prune_leaves_whole_revisions(tmp_path: Path) -> None:
+    def check(store: Store, crashed: bool) -> None:
+        numbers = [record.number for record in store.revisions("tone")]
+        assert numbers in (([1, 2, 3], [2, 3], [3]) if crashed else ([3],))
+
+    assert crashes(tmp_path, lambda store: store.prune("tone", 1), check, before=3) > 3
+
+
+def test_leftovers_of_every_kind_are_removed(store: Store, tmp_path: Path) -> None:
+    keep = tmp_path / "keep"
+    keep.mkdir()
+    (tmp_path / "staging/file").touch()
+    (tmp_path / "staging/link").symlink_to(keep)
+    (tmp_path / "staging/folder/code").mkdir(parents=True)
+    (tmp_path / "functions/empty").mkdir()
+    store.start()
+    assert staged(tmp_path) == []
+    assert keep.is_dir()
+    assert not (tmp_path / "functions/empty").exists()

@@ -1,0 +1,114 @@
+"""The dispatcher's looks at the store: nothing that becomes due between two of them is missed, nothing is run twice."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from live import LIMIT_S
+from pilotflame.runtime.jobs.database import Database
+from pilotflame.runtime.jobs.dispatcher import JobDispatcher
+from pilotflame.runtime.jobs.job import Job, JobState, NewJob
+from pilotflame.runtime.jobs.schema import SCRIPTS
+from pilotflame.runtime.jobs.store import JobStore
+from pilotflame.runtime.scaling.autoscaler import ScaleSpec
+from pilotflame.runtime.serving.invocation import Answer, Invocation
+from pilotflame.runtime.telemetry.logs import LogBook
+
+JOB = NewJob("tone", b"1", execution_timeout_s=60.0, ttl_s=600.0)
+
+
+class Echo:
+    """A revision that answers at once, and remembers whom."""
+
+    streaming = False
+    retiring = False
+    policy = SimpleNamespace(scale=ScaleSpec(0, 1, 0, 1, 60.0))
+
+    def __init__(self) -> None:
+        self.ran: list[str] = []
+
+    def submit(self, invocation: Invocation) -> None:
+        self.ran.append(invocation.id)
+        invocation.worker = "tone-1"
+        assert invocation.on_sent is not None
+        invocation.on_sent()
+        invocation.resolve(Answer(invocation.body, "application/json"))
+
+    def cancel(self, invocation: Invocation) -> None:
+        invocation.abandon()
+
+
+class Looked(JobStore):
+    """What `meanwhile` does happens after the store has been looked at, before the dispatcher hears what was seen."""
+
+    meanwhile: Any = None
+
+    async def next(self, function: str, limit: int, *, now_s: float | None = None) -> list[Job]:
+        found = await super().next(function, limit, now_s=now_s)
+        if self.meanwhile is not None:
+            await self.meanwhile(found)
+        return found
+
+
+@pytest.fixture
+async def database(tmp_path: Path) -> Any:
+    database = Database(tmp_path / "jobs", SCRIPTS)
+    await asyncio.to_thread(database.open)
+    yield database
+    await asyncio.to_thread(database.close)
+
+
+async def final(store: JobStore, job: Job) -> Job:
+    async with asyncio.timeout(LIMIT_S):
+        while not (found := await store.get(job.function, job.id)).state.final:
+            await asyncio.sleep(0.001)
+    return found
+
+
+async def test_what_becomes_due_while_it_looks_is_seen(database: Database):
+    store, echo = Looked(database, keep_s=600.0), Echo()
+    job, _ = await store.submit(JOB)
+    assert await store.take(job.id)
+    due_s = time.time() + 0.05
+    await store.requeue(job.id, 1, error=None, delay_s=0.05)
+
+    async def until_due(_found: list[Job]) -> None:
+        await asyncio.sleep(max(0.0, due_s + 0.01 - time.time()))
+
+    store.meanwhile = until_due
+    async with asyncio.TaskGroup() as tasks:
+        dispatcher = JobDispatcher(store, lambda _: SimpleNamespace(revision=echo, logs=LogBook()), tasks)
+        dispatcher.wake("tone")
+        assert (await final(store, job)).state is JobState.COMPLETED
+        dispatcher.stop()
+
+
+async def test_what_ends_while_it_looks_is_not_run_once_more(database: Database):
+    store, echo = Looked(database, keep_s=600.0), Echo()
+    first, _ = await store.submit(JOB)
+    looks = 0
+
+    async def second_look_is_slow(found: list[Job]) -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 1:
+            dispatcher.wake("tone")  # so that it looks again at once, while the first is on its way
+        elif [job.id for job in found] == [first.id]:
+            await final(store, first)
+            await asyncio.sleep(0.01)  # and the dispatcher has seen its end
+
+    store.meanwhile = second_look_is_slow
+    async with asyncio.TaskGroup() as tasks:
+        dispatcher = JobDispatcher(store, lambda _: SimpleNamespace(revision=echo, logs=LogBook()), tasks)
+        dispatcher.wake("tone")
+        await final(store, first)
+        second, _ = await store.submit(JOB)
+        dispatcher.wake("tone")
+        await final(store, second)
+        dispatcher.stop()
+    assert echo.ran == [first.id, second.id]

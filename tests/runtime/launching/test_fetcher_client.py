@@ -1,0 +1,184 @@
+"""Weights that lie elsewhere: fetched once a node while workers start, used while they arrive, never wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from fault_server import Faults, FaultServer
+from live import Function, Gateway, failure, gateway_here, until
+from pilotflame.runtime.telemetry.timeline import parse_server_timing
+from pilotflame.snapshot.format.create import create
+from pilotflame.snapshot.format.manifest import MANIFEST_NAME
+from safetensors.torch import save_file
+
+LAYERS, WIDTH = 8, 256
+HANDLER = """
+import json
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self, layers, width):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+def build(context):
+    config = json.loads((context.snapshot.path / "config.json").read_text())
+    with context.snapshot.skeleton():
+        net = Net(config["layers"], config["width"]).eval()
+    context.snapshot.restore(net)
+    return net
+
+@torch.inference_mode()
+def handler(event, context):
+    return context.state(torch.tensor(event)).tolist()
+"""
+
+
+@dataclass
+class Weights:
+    """A snapshot behind a server, and what its network makes of ones."""
+
+    server: FaultServer
+    right: Any
+    """Up to the last bits, which depend on how many threads multiply."""
+
+    @property
+    def url(self) -> str:
+        return self.server.url
+
+    def fetched(self) -> int:
+        """How many ranges of the weights were asked for."""
+        return sum(request.name.endswith(".safetensors") for request in self.server.requests)
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Iterator[Weights]:
+    generator = torch.Generator().manual_seed(1)
+    made = {}
+    for layer in range(LAYERS):
+        made[f"layers.{layer}.weight"] = torch.randn(WIDTH, WIDTH, generator=generator) / WIDTH**0.5
+        made[f"layers.{layer}.bias"] = torch.randn(WIDTH, generator=generator)
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    save_file(made, folder / "model.safetensors")
+    (folder / "config.json").write_text(f'{{"layers": {LAYERS}, "width": {WIDTH}}}')
+    create(folder, chunk_bytes=64 << 10).write(folder / MANIFEST_NAME)
+    answer = torch.ones(WIDTH)
+    for layer in range(LAYERS):
+        answer = torch.tanh(
+            torch.nn.functional.linear(answer, made[f"layers.{layer}.weight"], made[f"layers.{layer}.bias"])
+        )
+    with FaultServer(folder) as server:
+        yield Weights(server, pytest.approx(answer.tolist(), rel=1e-4, abs=1e-5))
+
+
+@pytest.fixture
+async def gateway(state: Path, tmp_path: Path) -> AsyncIterator[Gateway]:
+    async with gateway_here(state, cache_dir=tmp_path / "cache") as found:
+        yield found
+
+
+async def deployed(gateway: Gateway, weights: Weights, name: str = "net", **how: Any) -> Function:
+    settings = {"snapshot": weights.url, "scale.idle_timeout_s": 0, "name": name}
+    return await gateway.deploy(HANDLER, settings, **how)
+
+
+def fetcher() -> psutil.Process:
+    found = [child for child in psutil.Process().children() if child.name().startswith("pilotflame: fet")
+             or any("pilotflame.runtime.launching.fetcher" in word or "fetcher" in word for word in child.cmdline())]  # fmt: skip
+    assert len(found) == 1
+    return found[0]
+
+
+async def test_the_first_answer_comes_from_weights_that_are_still_arriving(
+    gateway: Gateway, weights: Weights
+) -> None:
+    function = await deployed(gateway, weights, check=False)
+    assert weights.fetched() == 0  # nothing runs, nothing is fetched
+    weights.server.faults = Faults(bytes_per_s=1e6)
+    response = await function.call([1.0] * WIDTH)
+    assert response.json() == weights.right
+    assert response.headers["x-cold-start"] == "true"
+    timing = parse_server_timing(response.headers["server-timing"])
+    assert timing["fetch"] > 0
+    assert timing["exec"] > 0
+    assert 'desc="beside ' in response.headers["server-timing"]
+    phases = sum(ms for name, ms in timing.items() if name not in {"total", "fetch"})
+    assert phases == pytest.approx(timing["total"], rel=0.02)
+
+
+async def test_what_was_fetched_is_fetched_once(gateway: Gateway, weights: Weights) -> None:
+    first = await deployed(gateway, weights)
+    asked = weights.fetched()
+    assert asked > 0
+    second = await deployed(gateway, weights, "second")
+    assert await first.answer([1.0] * WIDTH) == weights.right
+    assert await second.answer([1.0] * WIDTH) == weights.right
+    assert weights.fetched() == asked
+
+
+async def test_many_workers_at_once_follow_one_fetch(gateway: Gateway, weights: Weights) -> None:
+    settings = {"snapshot": weights.url, "scale.max": 4}
+    function = await gateway.deploy(HANDLER, settings, check=False)
+    weights.server.faults = Faults(bytes_per_s=2e6)
+    answers = await asyncio.gather(*(function.answer([1.0] * WIDTH) for _ in range(8)))
+    assert answers == [weights.right] * 8
+    spans = sorted(
+        (request.begin, request.end) for request in weights.server.requests if "model" in request.name
+    )
+    assert all(one[1] <= two[0] for one, two in itertools.pairwise(spans))  # no byte twice
+
+
+async def test_corrupt_weights_answer_nobody(gateway: Gateway, weights: Weights) -> None:
+    function = await deployed(gateway, weights, check=False)
+    weights.server.faults = lambda request: Faults(flip_share=float("model" in request.name))
+    response = await function.call([1.0] * WIDTH)
+    assert response.status_code == 500
+    assert failure(response)["type"] == "activation_failed"
+    assert "model.safetensors" in failure(response)["message"]
+    weights.server.faults = Faults()
+    await function.settled(ready=0)
+    assert await function.answer([1.0] * WIDTH) == weights.right
+
+
+async def test_a_killed_fetcher_fails_its_callers_and_is_replaced(gateway: Gateway, weights: Weights) -> None:
+    function = await deployed(gateway, weights, check=False)
+    # Nothing but a few bytes ever comes.
+    weights.server.faults = lambda request: Faults(
+        stall_share=float("model" in request.name), stall_s=60.0, stall_at=10_000
+    )
+    call = asyncio.create_task(function.call([1.0] * WIDTH))
+
+    async def stalled() -> bool:
+        asked = [request for request in weights.server.requests if "model" in request.name]
+        return any(request.sent >= 10_000 for request in asked)
+
+    await until(stalled, "a stalled fetch")
+    weights.server.faults = Faults()
+    os.kill(fetcher().pid, signal.SIGKILL)
+    # Told, if its worker had started it; else it waited for the next worker, whose weights another fetcher brings.
+    response = await call
+    assert response.status_code >= 500 or response.json() == weights.right
+    await function.settled(ready=0)
+    assert await function.answer([1.0] * WIDTH) == weights.right
+
+
+async def test_a_snapshot_that_is_not_there_is_said_at_deploy(gateway: Gateway, weights: Weights) -> None:
+    response = await gateway.send(HANDLER, {"snapshot": weights.url + "/nowhere"})
+    assert response.status_code == 422
+    assert failure(response)["type"] == "source_missing"

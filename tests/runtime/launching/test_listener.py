@@ -1,0 +1,214 @@
+"""The listener over a real unix socket: who was asked gets through, everybody else is hung up on."""
+
+import asyncio
+import os
+import socket
+import stat
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from pilotflame.errors import GatewayError
+from pilotflame.runtime.launching import listener as module
+from pilotflame.runtime.launching.listener import MAX_HELLO_BYTES, MAX_SOCKET_PATH, Listener
+from pilotflame.runtime.link.link import HEADER, Frame, FrameKind, Link, encode, encode_json
+from pilotflame.runtime.telemetry.logs import LogBook
+
+LIMIT_S = 30.0
+
+
+class Place:
+    """A listener, and one who is expected."""
+
+    def __init__(self, folder: Path) -> None:
+        self.listener = Listener(folder / "run" / "link.sock")
+        self.listener.open()
+        self.book = LogBook()
+        self.links: asyncio.Queue[tuple[Link, int]] = asyncio.Queue()
+        self.taken: list[Link] = []
+        self.socks: list[socket.socket] = []
+
+    def expect(self, role: str = "worker", source: str = "w1") -> str:
+        return self.listener.expect(role, source, self.book, self._on_link)
+
+    def _on_link(self, link: Link, pid: int) -> None:
+        self.taken.append(link)
+        self.links.put_nowait((link, pid))
+
+    async def dial(self, *data: bytes) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX)
+        sock.setblocking(False)
+        self.socks.append(sock)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(sock, self.listener.address.path)
+        for piece in data:
+            await loop.sock_sendall(sock, piece)
+        return sock
+
+    async def link(self) -> tuple[Link, int]:
+        return await asyncio.wait_for(self.links.get(), LIMIT_S)
+
+    async def gets_through(self) -> None:
+        """Somebody who does it right is still welcome."""
+        await self.dial(hello(self.expect()))
+        await self.link()
+
+    def close(self) -> None:
+        self.listener.close()
+        for link in self.taken:
+            link.close()
+        for sock in self.socks:
+            sock.close()
+
+
+@pytest.fixture
+async def place(tmp_path: Path) -> AsyncIterator[Place]:
+    made = Place(tmp_path)
+    yield made
+    made.close()
+
+
+def hello(token: str, role: str = "worker") -> bytes:
+    return encode_json(FrameKind.HELLO, 0, {"token": token, "role": role})
+
+
+async def hung_up(sock: socket.socket) -> bool:
+    try:
+        return await asyncio.wait_for(asyncio.get_running_loop().sock_recv(sock, 1), LIMIT_S) == b""
+    except ConnectionResetError:
+        return True
+
+
+async def test_who_was_asked_becomes_a_link_with_the_kernels_pid(place: Place) -> None:
+    await place.dial(hello(place.expect()))
+    _, pid = await place.link()
+    assert pid == os.getpid()
+
+
+@pytest.mark.parametrize("cut", [1, HEADER.size - 1, HEADER.size, HEADER.size + 1])
+async def test_a_hello_may_come_in_pieces_and_with_more_behind_it(place: Place, cut: int) -> None:
+    data = hello(place.expect()) + encode(FrameKind.BUILT, 5) + encode(FrameKind.BUILT, 6)
+    await place.dial(data[:cut], data[cut:])
+    link, _ = await place.link()
+    frames: asyncio.Queue[Frame] = asyncio.Queue()
+    link.bind(frames.put_nowait, lambda: None)
+    async with asyncio.timeout(LIMIT_S):
+        assert [(await frames.get()).channel for _ in range(2)] == [5, 6]
+
+
+async def test_only_this_user_reaches_the_socket_and_it_is_removed(place: Place) -> None:
+    path = Path(place.listener.address.path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    place.listener.close()
+    assert not path.exists()
+    path.touch()  # what a killed gateway left behind is no obstacle
+    place.listener.open()
+    await place.gets_through()
+
+
+def bad_hellos(token: str) -> dict[str, bytes]:
+    name = token.partition(".")[0]
+    return {
+        "another token": hello("0" * 16 + "." + "0" * 32),
+        "the right name with another secret": hello(f"{name}.{'0' * 32}"),
+        "the right name without a secret": hello(name),
+        "an empty secret": hello(f"{name}."),
+        "a secret with letters of another script": hello(f"{name}.é"),
+        "no token": encode_json(FrameKind.HELLO, 0, {"role": "worker"}),
+        "no role": encode_json(FrameKind.HELLO, 0, {"token": token}),
+        "a token that is no text": encode_json(FrameKind.HELLO, 0, {"token": {"a": 1}, "role": "worker"}),
+        "another role": hello(token, "zygote"),
+        "a role nobody has": hello(token, "gateway"),
+        "another kind": encode_json(FrameKind.READY, 0, {"token": token, "role": "worker"}),
+        "a head that is no object": encode(FrameKind.HELLO, 0, b"[1]"),
+        "a head that is no JSON": encode(FrameKind.HELLO, 0, b"\xff{"),
+        "a head longer than its frame": HEADER.pack(4, 5, FrameKind.HELLO, 0) + b"{}  ",
+        "an HTTP request": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + b"x" * (2 * MAX_HELLO_BYTES),
+        "a frame over the limit": encode(FrameKind.HELLO, 0, b" " * (MAX_HELLO_BYTES + 1)),
+        "a hello without end": HEADER.pack(2**32 - 1, 0, FrameKind.HELLO, 0) + b"x" * (3 * MAX_HELLO_BYTES),
+        "zeros": bytes(3 * MAX_HELLO_BYTES),
+    }
+
+
+@pytest.mark.parametrize("name", list(bad_hellos("a.b")))
+async def test_a_wrong_hello_is_hung_up_on_and_others_are_not_affected(place: Place, name: str) -> None:
+    token = place.expect()
+    dialling = await place.dial()  # somebody slow, at the same time
+    try:
+        sock = await place.dial(bad_hellos(token)[name])
+    except (BrokenPipeError, ConnectionResetError):
+        sock = place.socks[-1]
+    assert await hung_up(sock)
+    assert place.links.empty()
+    await asyncio.get_running_loop().sock_sendall(dialling, hello(token))  # the token was not spent
+    await place.link()
+
+
+async def test_a_token_is_used_once(place: Place) -> None:
+    token = place.expect()
+    await place.dial(hello(token))
+    await place.link()
+    assert await hung_up(await place.dial(hello(token)))
+    assert await hung_up(await place.dial(hello(token, "log")))
+    assert place.links.empty()
+
+
+async def test_a_forgotten_token_opens_nothing(place: Place) -> None:
+    token = place.expect()
+    place.listener.forget(token)
+    place.listener.forget(token)
+    place.listener.forget("never.was")
+    assert await hung_up(await place.dial(hello(token)))
+    await place.gets_through()
+
+
+async def test_tokens_cannot_be_guessed_from_one_another(place: Place) -> None:
+    tokens = {place.expect() for _ in range(50)}
+    assert len({token.partition(".")[2] for token in tokens}) == 50
+    assert all(len(token.partition(".")[2]) == 32 for token in tokens)
+
+
+async def test_one_log_connection_comes_before_the_link(place: Place) -> None:
+    token = place.expect(source="zygote")
+    log = await place.dial(hello(token, "log") + b"first\nsec")
+    follow = place.book.follow(10)
+    assert (await asyncio.wait_for(anext(follow), LIMIT_S))[1:] == ("zygote", "first")
+    assert await hung_up(await place.dial(hello(token, "log")))  # a second one is not
+    await place.dial(hello(token))
+    await place.link()
+    await asyncio.get_running_loop().sock_sendall(log, b"ond\n")
+    assert (
+        await asyncio.wait_for(anext(follow), LIMIT_S)
+    ).text == "second"  # it outlives the HELLO of the link
+    await follow.aclose()  # type: ignore[attr-defined]
+
+
+async def test_silence_is_closed_in_time(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HELLO_TIMEOUT_S", 0.01)
+    token = place.expect()
+    silent = [await place.dial(), await place.dial(hello(token)[:-1])]
+    for sock in silent:
+        assert await hung_up(sock)
+    await place.gets_through()
+
+
+async def test_one_who_leaves_before_saying_anything_is_forgotten(place: Place) -> None:
+    for data in (b"", b"x"):
+        (await place.dial(data)).close()
+    await place.gets_through()
+    assert not place.listener._dialling
+
+
+async def test_closing_hangs_up_on_those_who_have_not_said_who_they_are(place: Place) -> None:
+    sock = await place.dial()
+    await place.gets_through()  # accepted after it, so that it is accepted
+    place.listener.close()
+    assert await hung_up(sock)
+    place.listener.open()
+
+
+def test_a_path_too_long_for_a_socket_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(GatewayError, match=f"longer than {MAX_SOCKET_PATH} bytes") as caught:
+        Listener(tmp_path / ("x" * 120))
+    assert "--state-dir" in caught.value.remedy

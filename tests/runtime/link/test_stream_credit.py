@@ -1,0 +1,85 @@
+"""Credit: never more on its way than allowed, in pieces and in bytes, and whoever waits is woken."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from live import LIMIT_S
+from pilotflame.runtime.link.stream_credit import Credit
+
+
+def test_pieces_are_spent_and_granted() -> None:
+    credit = Credit(2)
+    assert credit.spend(1, 0)
+    assert credit.spend(1, 0)
+    assert not credit.spend(1, 0)
+    credit.grant(1)
+    assert credit.spend(1, None)
+    assert not credit.spend(1, 0)
+
+
+def test_bytes_are_too_and_a_large_piece_goes_alone() -> None:
+    credit = Credit(100, 10)
+    assert credit.spend(6, 0)
+    assert not credit.spend(5, 0)
+    assert credit.spend(4, 0)
+    credit.grant(2)
+    assert credit.spend(1000, 0)
+    assert not credit.spend(0, 0)
+    credit.grant(1)
+    assert credit.spend(0, 0)
+
+
+@given(st.integers(1, 4), st.integers(1, 20), st.lists(st.integers(0, 30) | st.none(), max_size=40))
+def test_never_more_than_allowed_is_on_its_way(pieces: int, size: int, steps: list[int | None]) -> None:
+    """None: the reader gets the oldest one."""
+    credit, out = Credit(pieces, size), list[int]()
+    for step in steps:
+        if step is None:
+            credit.grant(1)
+            del out[:1]
+            continue
+        room = not out or (len(out) < pieces and sum(out) + step <= size)
+        assert credit.spend(step, 0) is room
+        if room:
+            out.append(step)
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_thread_that_waits_is_woken(closed: bool) -> None:
+    credit, found = Credit(1), list[bool]()
+    credit.spend(1, 0)
+    thread = threading.Thread(target=lambda: found.append(credit.spend(1, LIMIT_S)))
+    thread.start()
+    if closed:
+        credit.close()
+    else:
+        credit.grant(1)
+    thread.join(LIMIT_S)
+    assert found == [not closed]
+
+
+@pytest.mark.parametrize("closed", [False, True])
+async def test_a_task_that_waits_is_woken(closed: bool) -> None:
+    credit = Credit(1)
+    async with asyncio.timeout(LIMIT_S):
+        assert await credit.spend_async(1)
+        waiting = asyncio.ensure_future(credit.spend_async(1))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        if closed:
+            credit.close()
+        else:
+            credit.grant(1)
+        assert await waiting is not closed
+
+
+def test_grants_of_what_was_never_sent_do_not_count() -> None:
+    credit = Credit(1)
+    credit.grant(5)
+    assert credit.spend(1, 0)
+    assert not credit.spend(1, 0)

@@ -1,0 +1,171 @@
+"""The autoscaler: its promises, for every spec and every state."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pilotflame.runtime.scaling.autoscaler import Decision, ScaleSpec, Stats, calm, decide, wanted
+
+NOW_S = 1_000_000.0
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> ScaleSpec:
+    least = draw(st.integers(0, 5))
+    return ScaleSpec(
+        min=least,
+        max=draw(st.integers(max(1, least), 20)),
+        buffer=draw(st.integers(0, 3)),
+        concurrency=draw(st.integers(1, 64)),
+        idle_timeout_s=draw(st.floats(0, 3600)),
+    )
+
+
+@st.composite
+def states(draw: st.DrawFn) -> Stats:
+    ready = draw(st.integers(0, 20))
+    idle = draw(st.lists(st.floats(0, NOW_S), max_size=ready))
+    return Stats(
+        queued=draw(st.integers(0, 500)),
+        in_flight=draw(st.integers(0, 500)),
+        starting=draw(st.integers(0, 20)),
+        ready=ready,
+        idle_since_s=tuple(sorted(idle)),
+        prewarm=draw(st.integers(0, 30)),
+    )
+
+
+def applied(stats: Stats, decision: Decision) -> Stats:
+    """The state once the decision has been carried out."""
+    return replace(
+        stats,
+        starting=stats.starting + decision.start,
+        ready=stats.ready - decision.stop,
+        idle_since_s=stats.idle_since_s[decision.stop :],
+    )
+
+
+@given(specs(), states())
+def test_it_is_never_above_max_nor_below_min(spec: ScaleSpec, stats: Stats) -> None:
+    assert spec.min <= wanted(spec, stats) <= spec.max
+    decision = decide(spec, stats, NOW_S)
+    have = stats.ready + stats.starting
+    after = have + decision.start - decision.stop
+    assert not (decision.start and decision.stop)
+    assert decision.start >= 0
+    assert decision.stop >= 0
+    if decision.start:
+        assert after <= spec.max
+    if decision.stop:
+        assert after >= spec.min
+    assert after >= spec.min or decision.start  # below min it starts
+    assert after >= spec.min
+
+
+@given(specs(), st.integers(1, 500), st.integers(0, 5))
+def test_from_zero_to_one_is_at_once(spec: ScaleSpec, queued: int, prewarm: int) -> None:
+    stats = Stats(queued=queued, in_flight=0, starting=0, ready=0, prewarm=prewarm)
+    assert decide(spec, stats, NOW_S).start >= 1
+
+
+@given(specs())
+def test_without_load_there_is_what_the_owner_asked_for(spec: ScaleSpec) -> None:
+    stats = Stats(queued=0, in_flight=0, starting=0, ready=0)
+    assert decide(spec, stats, NOW_S) == Decision(start=spec.min)
+
+
+@given(specs(), states(), st.integers(0, 50), st.integers(0, 50))
+def test_more_load_never_wants_fewer(spec: ScaleSpec, stats: Stats, queued: int, in_flight: int) -> None:
+    more = replace(stats, queued=stats.queued + queued, in_flight=stats.in_flight + in_flight)
+    assert wanted(spec, more) >= wanted(spec, stats)
+
+
+@given(specs(), states())
+def test_what_was_decided_is_enough(spec: ScaleSpec, stats: Stats) -> None:
+    """No flapping: once a decision is applied, the same moment asks for nothing more."""
+    after = decide(spec, applied(stats, decide(spec, stats, NOW_S)), NOW_S)
+    assert (after.start, after.stop) == (0, 0)
+
+
+@given(specs(), states())
+def test_only_those_idle_for_the_timeout_are_stopped_longest_first(spec: ScaleSpec, stats: Stats) -> None:
+    decision = decide(spec, stats, NOW_S)
+    for since in stats.idle_since_s[: decision.stop]:
+        assert since + spec.idle_timeout_s <= NOW_S
+    assert decision.stop <= len(stats.idle_since_s)
+
+
+@given(specs(), states())
+def test_the_busy_and_the_needed_are_never_stopped(spec: ScaleSpec, stats: Stats) -> None:
+    decision = decide(spec, stats, NOW_S)
+    if decision.stop:
+        assert stats.ready + stats.starting - decision.stop >= wanted(spec, stats)
+
+
+@given(specs(), states())
+def test_it_wakes_in_the_future_and_then_does_something(spec: ScaleSpec, stats: Stats) -> None:
+    decision = decide(spec, stats, NOW_S)
+    stats = applied(stats, decision)
+    spare = stats.ready + stats.starting - wanted(spec, stats)
+    if decision.wake_at_s is None:
+        assert spare <= 0 or not stats.idle_since_s or decision.start
+    else:
+        assert decision.wake_at_s > NOW_S
+        assert spare <= 0 or decide(spec, stats, decision.wake_at_s).stop >= 1
+
+
+@given(specs(), st.integers(1, 20))
+def test_a_prewarm_is_met_within_max(spec: ScaleSpec, prewarm: int) -> None:
+    stats = Stats(queued=0, in_flight=0, starting=0, ready=0, prewarm=prewarm)
+    assert decide(spec, stats, NOW_S).start == min(spec.max, max(spec.min, prewarm))
+
+
+@given(st.integers(1, 50))
+def test_one_caller_after_the_other_needs_one_worker(concurrency: int) -> None:
+    spec = ScaleSpec(max=10, concurrency=concurrency)
+    stats = Stats(queued=0, in_flight=1, starting=0, ready=1)
+    assert decide(spec, stats, NOW_S).start == 0
+
+
+@pytest.mark.parametrize(
+    ("concurrency", "load", "want"),
+    [(10, 8, 1), (10, 9, 2), (10, 10, 2), (1, 2, 3), (1, 1, 1), (4, 3, 1), (4, 4, 2), (10, 0, 0)],
+)
+def test_one_more_is_wanted_near_the_limit_not_after_it(concurrency: int, load: int, want: int) -> None:
+    spec = ScaleSpec(max=100, concurrency=concurrency)
+    assert wanted(spec, Stats(queued=load, in_flight=0, starting=0, ready=0)) == want
+    assert wanted(spec, Stats(queued=0, in_flight=load, starting=0, ready=0)) == want
+
+
+def test_when_it_wakes_the_timeout_has_passed_however_the_sum_is_rounded() -> None:
+    spec, stats = (
+        ScaleSpec(idle_timeout_s=28.71),
+        Stats(0, 0, starting=0, ready=1, idle_since_s=(999489.074,)),
+    )
+    decision = decide(spec, stats, 999489.074)
+    assert decision.wake_at_s is not None
+    assert decide(spec, stats, decision.wake_at_s).stop == 1
+
+
+def test_a_buffer_stands_by_only_while_there_is_load() -> None:
+    spec = ScaleSpec(max=10, buffer=2)
+    assert wanted(spec, Stats(queued=0, in_flight=0, starting=0, ready=0)) == 0
+    assert wanted(spec, Stats(queued=1, in_flight=0, starting=0, ready=0)) == 3
+
+
+@given(specs(), st.integers(0, 20), st.integers(0, 500))
+def test_while_it_is_calm_no_more_workers_are_wanted(spec: ScaleSpec, ready: int, load: int) -> None:
+    ready = max(ready, spec.min)
+    stats = Stats(queued=0, in_flight=0, starting=0, ready=ready)
+    load = int(min(load, calm(spec, stats)))
+    assert wanted(spec, replace(stats, in_flight=load)) <= ready
+
+
+@given(specs(), states())
+def test_who_is_idle_while_others_work_is_looked_at_again(spec: ScaleSpec, stats: Stats) -> None:
+    stats = replace(stats, in_flight=max(1, stats.in_flight))
+    decision = decide(spec, stats, NOW_S)
+    if not decision.start and stats.idle_since_s[decision.stop :]:
+        assert decision.wake_at_s is not None
+        assert decision.wake_at_s > NOW_S

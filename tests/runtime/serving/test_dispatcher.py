@@ -1,0 +1,287 @@
+"""Those who wait and those who run, with real workers: groups, isolation, time limits, overload, order."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from live import Gate, failure, gone, until
+from pilotflame.runtime.serving.invocation import Invocation
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+ONE = {"scale.max": 1}
+POISONED = """
+import gate, pilotflame
+@pilotflame.batch(max_size=32)
+def handler(events):
+    if events == ["first"]:
+        gate.wait("first")
+    if "bad" in events:
+        raise ValueError("poisoned")
+    return [[event, len(events)] for event in events]
+"""
+
+
+async def together(function, gate: Gate, events: list[object]) -> list:
+    """Invokes all at once, so that they run in one group after another invocation that was there before."""
+    first = asyncio.create_task(function.answer("first"))
+    await gate.next("first")
+    calls = [asyncio.create_task(function.call(event)) for event in events]
+
+    async def all_there() -> bool:
+        status = await function.status()
+        return status["in_flight"] + status["queued"] == 1 + len(events)
+
+    await until(all_there, "all of the group")
+    gate.open()
+    await first
+    return await asyncio.gather(*calls)
+
+
+async def test_one_poisoned_item_of_32_fails_alone(deploy, gate: Gate):
+    function = await deploy(POISONED, ONE, gate=gate)
+    answers = await together(function, gate, [*range(16), "bad", *range(16, 31)])
+    bad = answers.pop(16)
+    assert [answer.json()[0] for answer in answers] == list(range(31))
+    assert failure(bad)["type"] == "handler_failed"
+    assert "poisoned" in failure(bad)["message"]
+
+
+async def test_a_handler_stuck_for_ever_in_a_group_is_found(deploy, gate: Gate):
+    source = """
+import gate, os, pilotflame, threading
+@pilotflame.batch(max_size=8)
+def handler(events):
+    if events == ["first"]:
+        gate.wait("first")
+    if "stuck" in events:
+        threading.Event().wait()
+    return [[event, os.getpid()] for event in events]
+"""
+    function = await deploy(source, {**ONE, "execution_timeout_s": 0.5}, gate=gate)
+    pid = (await function.answer("before"))[1]
+    answers = await together(function, gate, [1, 2, 3, "stuck", 4, 5, 6])
+    stuck = answers.pop(3)
+    assert [answer.json()[0] for answer in answers] == [1, 2, 3, 4, 5, 6]
+    assert all(answer.json()[1] != pid for answer in answers)
+    assert (failure(stuck)["status"], failure(stuck)["type"]) == (504, "deadline_exceeded")
+    assert "execution_timeout_s" in failure(stuck)["message"]
+    await gone(pid)
+    assert (await function.answer("after"))[0] == "after"
+
+
+async def test_what_runs_beside_a_stuck_one_is_finished_and_what_waits_behind_it_runs_elsewhere(
+    deploy, gate: Gate
+):
+    source = """
+import gate, os, threading
+def handler(event):
+    if event == "stuck":
+        gate.say("stuck")
+        threading.Event().wait()
+    if event == "neighbour":
+        gate.wait("neighbour")
+    return os.getpid()
+"""
+    function = await deploy(source, {**ONE, "concurrency": 2, "execution_timeout_s": 2.0}, gate=gate)
+    pid = await function.answer("before")
+    stuck = asyncio.create_task(function.call("stuck"))
+    await gate.next("stuck")
+    await asyncio.sleep(1.0)  # so that the neighbour still has time when the stuck one has none
+    neighbour = asyncio.create_task(function.answer("neighbour"))
+    arrival = await gate.next("neighbour")
+    behind = asyncio.create_task(function.answer("behind"))
+    assert failure(await stuck)["status"] == 504
+    assert await behind != pid  # the old worker takes nothing more
+    arrival.go()
+    assert await neighbour == pid
+    await gone(pid)
+
+
+async def test_a_stuck_async_handler_is_interrupted_and_its_worker_stays(deploy):
+    source = "import asyncio, os\nasync def handler(event):\n    if event:\n        await asyncio.Event().wait()\n    return os.getpid()"
+    function = await deploy(source, {**ONE, "execution_timeout_s": 0.1})
+    pid = await function.answer(0)
+    assert (await function.error(1))["status"] == 504
+    await function.settled(ready=1, in_flight=0)
+    assert await function.answer(0) == pid
+
+
+async def test_an_item_that_kills_its_worker_kills_nobody_else(deploy, gate: Gate):
+    source = """
+import gate, os, pilotflame
+@pilotflame.batch(max_size=8)
+def handler(events):
+    if events == ["first"]:
+        gate.wait("first")
+    if "bad" in events:
+        os._exit(3)
+    return [event for event in events]
+"""
+    function = await deploy(source, ONE, gate=gate)
+    answers = await together(function, gate, [1, 2, "bad", 3])
+    bad = answers.pop(2)
+    assert [answer.json() for answer in answers] == [1, 2, 3]
+    assert failure(bad)["type"] == "worker_died"
+
+
+async def test_one_that_stood_behind_another_has_all_of_its_time(deploy):
+    source = """
+import os, time
+def handler(event):
+    time.sleep(event)
+    return os.getpid()
+"""
+    function = await deploy(source, {**ONE, "execution_timeout_s": 1.0})
+    for _ in range(20):  # so short that the worker is given some in advance
+        pid = await function.answer(0)
+    assert await asyncio.gather(function.answer(0.7), function.answer(0.7)) == [pid, pid]
+
+
+async def test_what_waits_again_has_its_hold_time_and_not_what_was_left_of_its_call(deploy, gate: Gate):
+    source = """
+import gate, os, signal
+def setup(context):
+    gate.wait("setup")
+def handler(event, context):
+    if context.attempt == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return context.attempt
+"""
+    limits = {"execution_timeout_s": 0.3, "idempotent": True, "scale.idle_timeout_s": 0.1}
+    function = await deploy(source, {**ONE, **limits}, gate=gate, check=False)
+    call = asyncio.create_task(function.answer("again"))
+    (await gate.next("setup")).go()
+    second = await gate.next("setup")
+    await asyncio.sleep(0.6)  # more than its call might have taken
+    second.go()
+    assert await call == 2
+
+
+async def test_who_cannot_be_on_time_is_told_at_once_and_when_to_come_again(deploy, gate: Gate):
+    source = "import gate, time\ndef handler(event):\n    time.sleep(0.2)\n    if event == 'held':\n        gate.wait('held')\n    return event"
+    function = await deploy(source, ONE, gate=gate)
+    await function.answer("learned from")
+    held = asyncio.create_task(function.answer("held"))
+    await gate.next("held")
+    waits = asyncio.create_task(function.answer("waits"))
+    await function.settled(ready=1, in_flight=1, queued=1)
+    refused = await function.call("refused", X_Request_Timeout="0.3")
+    error = failure(refused)
+    assert (error["status"], error["type"]) == (503, "overloaded")
+    assert int(refused.headers["Retry-After"]) >= 1
+    assert int(refused.headers["retry-after-ms"]) == pytest.approx(
+        error["details"]["retry_after_s"] * 1000, abs=2
+    )
+    gate.open()
+    assert await held == "held"
+    assert await waits == "waits"
+    assert await function.answer("refused", X_Request_Timeout="5") == "refused"
+
+
+async def test_who_cannot_wait_for_an_activation_is_told_when_it_will_be_done_and_starts_it(
+    deploy, gate: Gate
+):
+    source = "import gate\ndef setup(context):\n    gate.wait('setup')\ndef handler(event):\n    return event"
+    function = await deploy(source, {**ONE, "scale.idle_timeout_s": 0.05}, gate=gate, check=False)
+    first = asyncio.create_task(function.answer(1))
+    arrival = await gate.next("setup")
+    await asyncio.sleep(0.3)  # so long an activation takes, as far as anybody knows after it
+    arrival.go()
+    assert await first == 1
+    await function.settled()
+    refused = await function.call(2, X_Request_Timeout="0.1")
+    assert (refused.status_code, failure(refused)["type"]) == (503, "overloaded")
+    assert 0.1 < failure(refused)["details"]["retry_after_s"] < 60
+    (await gate.next("setup")).go()  # it came because of the one that was refused
+    assert await function.answer(2) == 2
+
+
+async def test_while_nothing_is_known_nobody_is_refused(deploy, gate: Gate):
+    function = await deploy(
+        "import gate\ndef handler(event):\n    gate.wait(str(event))\n    return event", ONE, gate=gate
+    )
+    calls = [asyncio.create_task(function.answer(n, X_Request_Timeout="20")) for n in range(5)]
+    await function.settled(ready=1, in_flight=1, queued=4)
+    gate.open()
+    assert await asyncio.gather(*calls) == list(range(5))
+
+
+async def test_priority_then_fair_turns_then_deadlines(gateway, deploy, gate: Gate):
+    source = "import gate\ndef handler(event):\n    gate.wait(str(event))\n    return event"
+    function = await deploy(source, ONE, gate=gate)
+    assert gateway.server is not None
+    revision = gateway.server.functions.live(function.name)
+
+    def submit(name: str, *, tenant: str = "a", priority: int = 3, timeout_s: float = 60.0) -> Invocation:
+        now_s = time.monotonic()
+        invocation = Invocation(
+            name, f'"{name}"'.encode(), now_s=now_s, deadline_s=now_s + timeout_s, hold_until_s=now_s + timeout_s,
+            tenant=tenant, priority=priority,
+        )  # fmt: skip
+        revision.submit(invocation)
+        return invocation
+
+    running = [submit("running")]
+    await gate.next("running")
+    running += [submit(f"a{n}") for n in range(4)]
+    running += [submit("b0", tenant="b"), submit("b1", tenant="b"), submit("late", tenant="c", priority=5)]
+    running += [submit("soon", timeout_s=30.0), submit("first", tenant="c", priority=1)]
+    gate.open()
+    await asyncio.gather(*(invocation.answer for invocation in running))
+    ran = [arrival.word for arrival in gate.arrived]
+    assert ran[:2] == ["running", "first"]
+    assert ran[-1] == "late"
+    assert [name for name in ran if name[0] == "b"] == ["b0", "b1"]
+    assert [name for name in ran if name in ("soon", "a0", "a1", "a2", "a3")] == [
+        "soon",
+        "a0",
+        "a1",
+        "a2",
+        "a3",
+    ]
+    assert set(ran[2:6]) >= {"b0", "b1"}  # turn by turn, though the other tenant was there before
+
+
+async def test_what_was_measured_is_remembered_at_zero(gateway, deploy):
+    source = """
+import pilotflame, time
+calls = []
+@pilotflame.batch(max_size=4, example=0)
+def handler(events):
+    calls.append(len(events))
+    time.sleep(0.001 * len(events))
+    return [calls] * len(events)
+"""
+    function = await deploy(source, {**ONE, "scale.idle_timeout_s": 0.05})
+    assert gateway.server is not None
+    line = gateway.server.functions.live(function.name).line
+    sizes = [point.size for point in line.queue.curve.points]
+    assert sizes == [1, 2, 4]  # measured at deployment, before anybody asked
+    await function.settled()
+    again = await deploy(source, {**ONE, "scale.min": 1})
+    remembered = gateway.server.functions.live(again.name).line
+    assert [point.size for point in remembered.queue.curve.points] == sizes
+    assert await again.answer(0) == [1]  # and its worker did not measure
+
+
+async def test_each_call_of_a_group_that_is_taken_apart_has_all_of_its_time(deploy, gate: Gate):
+    source = """
+import gate, os, pilotflame, time
+@pilotflame.batch(max_size=8)
+def handler(events):
+    if events == ["first"]:
+        gate.wait("first")
+    time.sleep(0.2)
+    if "bad" in events:
+        raise ValueError
+    return [[event, os.getpid()] for event in events]
+"""
+    function = await deploy(source, {**ONE, "execution_timeout_s": 0.6}, gate=gate)
+    answers = await together(function, gate, [1, 2, 3, "bad", 4, 5, 6, 7])  # seven calls
+    bad = answers.pop(3)
+    assert [answer.json()[0] for answer in answers] == [1, 2, 3, 4, 5, 6, 7]
+    assert len({answer.json()[1] for answer in answers}) == 1
+    assert failure(bad)["type"] == "handler_failed"

@@ -1,0 +1,112 @@
+"""A replica: workers that exit, crash, hang or are told to go, as their callers see it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import time
+
+import pytest
+from live import Gate, gone
+from pilotflame.runtime.serving.invocation import Invocation
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.mark.parametrize(
+    ("statement", "cause"),
+    [
+        ("os._exit(3)", "exit code 3"),
+        ("ctypes.string_at(0)", "SIGSEGV"),
+        ("os.abort()", "SIGABRT"),
+        ("os.kill(os.getpid(), 9)", "SIGKILL"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["def", "async def"])
+async def test_a_worker_that_dies_in_the_handler(deploy, kind: str, statement: str, cause: str):
+    source = f"import ctypes, os\n{kind} handler(event):\n    if event:\n        {statement}\n    return os.getpid()"
+    function = await deploy(source)
+    before = await function.answer(0)
+    error = await function.error(1)
+    assert (error["status"], error["type"]) == (500, "worker_died")
+    assert cause in error["message"]
+    await gone(before)
+    assert await function.answer(0) != before
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+async def test_sys_exit_in_a_handler_is_an_error_like_others(deploy, kind: str):
+    source = (
+        f"import os, sys\n{kind} handler(event):\n    if event:\n        sys.exit(3)\n    return os.getpid()"
+    )
+    function = await deploy(source)
+    before = await function.answer(0)
+    error = await function.error(1)
+    assert (error["status"], error["type"]) == (500, "handler_failed")
+    assert "SystemExit: 3" in error["message"]
+    assert await function.answer(0) == before
+
+
+async def test_a_worker_told_to_go_drains(deploy, gate: Gate):
+    source = """
+import gate, os
+def handler(event):
+    gate.wait(str(event))
+    return os.getpid()
+def teardown(context):
+    gate.say("torn down")
+"""
+    function = await deploy(source, {"concurrency": 2, "scale.max": 1}, gate=gate, check=False)
+    running = asyncio.create_task(function.answer("runs"))
+    worker = (await gate.next("runs")).pid
+    os.kill(worker, signal.SIGTERM)
+    await function.settled(draining=1)
+    waiting = asyncio.create_task(function.answer("waits"))
+    assert (other := (await gate.next("waits")).pid) != worker
+    gate.open()
+    assert await asyncio.gather(running, waiting) == [worker, other]
+    await gone(worker)
+    assert (await gate.next("torn down")).pid == worker
+
+
+async def test_an_answer_of_many_megabytes(deploy):
+    function = await deploy("def handler(event):\n    return b'x' * event")
+    response = await function.call(40_000_000)
+    assert len(response.content) == 40_000_000
+    assert await function.call(1)
+
+
+async def test_a_large_body_arrives(deploy):
+    function = await deploy("def handler(event):\n    return len(event)")
+    assert await function.answer("x" * 15_000_000) == 15_000_000
+
+
+async def test_answers_come_in_any_order(deploy, gate: Gate):
+    source = "import gate\nasync def handler(event):\n    await gate.wait_async(str(event))\n    return event"
+    function = await deploy(source, {"concurrency": 4, "scale.max": 1}, gate=gate)
+    calls = {n: asyncio.create_task(function.answer(n)) for n in range(4)}
+    arrivals = {int(arrival.word): arrival for arrival in [await gate.next() for _ in range(4)]}
+    for n in (2, 0, 3, 1):
+        arrivals[n].go()
+        assert await calls[n] == n
+
+
+async def test_what_is_sent_to_a_worker_that_goes_is_not_lost(gateway, deploy):
+    """The worker decides to go while an invocation is on its way to it."""
+    function = await deploy("import os\ndef handler(event):\n    return os.getpid()", {"scale.max": 1})
+    before = await function.answer()
+    await function.settled(ready=1, standby=True)
+    assert gateway.server is not None
+    revision = gateway.server.functions.live(function.name)
+    descriptor = os.pidfd_open(before)
+    os.kill(before, signal.SIGTERM)
+    select.select([descriptor], [], [], 0.05)  # the gateway stands still meanwhile, and does not hear of it
+    os.close(descriptor)
+    now_s = time.monotonic()
+    invocation = Invocation("late", b"null", now_s=now_s, deadline_s=now_s + 60, hold_until_s=now_s + 60)
+    revision.submit(invocation)
+    assert invocation.worker == revision.pool.replicas[0].name
+    assert int((await invocation.answer).payload) != before
+    await gone(before)

@@ -1,0 +1,222 @@
+"""A revision: its queue, its number of workers, and what becomes of invocations whose worker dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+from live import Gate, failure, gone
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PID = "import os\ndef handler(event):\n    return os.getpid()"
+WAITS = "import gate, os\ndef handler(event):\n    gate.wait(str(event))\n    return event"
+
+
+# -- the number of workers
+
+
+async def test_back_to_zero_when_idle(deploy):
+    function = await deploy(PID, {"scale.idle_timeout_s": 0})
+    pids = []
+    for _ in range(3):
+        response = await function.call()
+        assert response.headers["x-cold-start"] == "true"
+        pids.append(response.json())
+        await gone(pids[-1])
+        await function.settled(ready=0)
+    assert len(set(pids)) == 3
+
+
+async def test_a_minimum_is_kept_and_kept_up(deploy):
+    function = await deploy(PID, {"scale.min": 2, "scale.idle_timeout_s": 0})
+    await function.settled(ready=2)
+    victim = (await function.pids("worker"))[0]
+    os.kill(victim, signal.SIGKILL)
+    await gone(victim)
+    await function.settled(ready=2)
+    assert victim not in await function.pids("worker")
+    assert (await function.call()).headers["x-cold-start"] == "false"
+
+
+async def test_one_more_is_started_near_the_limit(deploy, gate: Gate):
+    source = "import gate\nasync def handler(event):\n    await gate.wait_async()\n    return event"
+    function = await deploy(source, {"concurrency": 5, "scale.max": 3}, gate=gate)
+    calls = []
+    for n in range(4):
+        calls.append(asyncio.create_task(function.answer(n)))
+        await gate.next()
+    assert {arrival.pid for arrival in gate.arrived} == set(await function.pids("worker"))
+    await function.settled(ready=1, in_flight=4)
+    calls.append(asyncio.create_task(function.answer(4)))  # the fifth of five: the next would have to wait
+    await function.settled(ready=2, in_flight=5)
+    gate.open()
+    assert await asyncio.gather(*calls) == list(range(5))
+
+
+async def test_async_handlers_run_side_by_side(deploy, gate: Gate):
+    source = "import gate\nasync def handler(event):\n    await gate.wait_async()\n    return event"
+    function = await deploy(source, {"concurrency": 10, "scale.max": 1}, gate=gate)
+    calls = [asyncio.create_task(function.answer(n)) for n in range(10)]
+    arrivals = [await gate.next() for _ in range(10)]
+    assert len({arrival.pid for arrival in arrivals}) == 1
+    gate.open()
+    assert await asyncio.gather(*calls) == list(range(10))
+
+
+async def test_plain_handlers_run_on_as_many_threads(deploy, gate: Gate):
+    function = await deploy(WAITS, {"concurrency": 3, "scale.max": 1}, gate=gate)
+    calls = [asyncio.create_task(function.answer(n)) for n in range(4)]
+    for _ in range(3):
+        await gate.next()
+    gate.open()
+    assert await asyncio.gather(*calls) == list(range(4))
+
+
+async def test_no_more_than_the_maximum(deploy, gate: Gate):
+    function = await deploy(WAITS, {"scale.max": 2}, gate=gate)
+    calls = [asyncio.create_task(function.answer(n)) for n in range(6)]
+    for _ in range(2):
+        await gate.next()
+    await function.settled(ready=2, in_flight=2, queued=4)
+    gate.open()
+    assert await asyncio.gather(*calls) == list(range(6))
+
+
+# -- workers that die
+
+
+async def test_a_killed_worker_fails_only_what_it_had_started(deploy, gate: Gate):
+    function = await deploy(WAITS, {"scale.max": 2}, gate=gate)
+    calls = [asyncio.create_task(function.call(n)) for n in range(16)]
+    victim, other = await gate.next(), await gate.next()
+    assert victim.pid != other.pid
+    os.kill(victim.pid, signal.SIGKILL)
+    await gone(victim.pid)
+    gate.open()
+    responses = await asyncio.gather(*calls)
+    failed = {n: failure(response) for n, response in enumerate(responses) if response.status_code != 200}
+    assert list(failed) == [int(victim.word)]
+    error = failed[int(victim.word)]
+    assert (error["status"], error["type"]) == (500, "worker_died")
+    assert "SIGKILL" in error["message"]
+    assert "idempotent" in error["remedy"]
+    assert [r.json() for n, r in enumerate(responses) if n not in failed] == [
+        n for n in range(16) if n not in failed
+    ]
+
+
+async def test_a_killed_worker_of_an_idempotent_function_fails_nobody(deploy, gate: Gate):
+    source = "import gate\ndef handler(event, context):\n    gate.wait(str(event))\n    return [event, context.attempt]"
+    function = await deploy(source, {"scale.max": 2, "idempotent": True}, gate=gate)
+    calls = [asyncio.create_task(function.answer(n)) for n in range(16)]
+    victim = await gate.next()
+    os.kill(victim.pid, signal.SIGKILL)
+    gate.open()
+    answers = await asyncio.gather(*calls)
+    assert answers == [[n, 2 if n == int(victim.word) else 1] for n in range(16)]
+
+
+@pytest.mark.parametrize("kind", ["plain", "async", "batch"])
+@pytest.mark.parametrize("idempotent", [False, True])
+async def test_kills_under_load(deploy, kind: str, idempotent: bool):
+    source = {
+        "plain": "import os\ndef handler(event):\n    return [event, os.getpid()]",
+        "async": "import asyncio, os\nasync def handler(event):\n    await asyncio.sleep(0)\n    return [event, os.getpid()]",
+        "batch": "import os, pilotflame\n@pilotflame.batch(max_size=4)\n"
+        "def handler(events):\n    return [[event, os.getpid()] for event in events]",
+    }[kind]
+    settings = {"scale.max": 2, "idempotent": idempotent, "concurrency": 2 if kind == "async" else 1}
+    function = await deploy(source, settings)
+    failed, killed = [], set()
+
+    async def caller(number: int) -> None:
+        for n in range(20):
+            response = await function.call([number, n])
+            if response.status_code != 200:
+                failed.append(failure(response))
+                continue
+            event, pid = response.json()
+            assert event == [number, n]
+            if number == 0 and n % 5 == 0 and pid not in killed:
+                killed.add(pid)
+                os.kill(pid, signal.SIGKILL)
+
+    await asyncio.gather(*(caller(number) for number in range(16)))
+    assert len(killed) >= 2
+    assert {error["type"] for error in failed} <= (set() if idempotent else {"worker_died"})
+    assert len(failed) <= len(killed) * (4 if kind == "batch" else settings["concurrency"])
+
+
+async def test_what_kills_every_worker_is_given_up(deploy):
+    source = "import os, signal\ndef handler(event):\n    os.kill(os.getpid(), signal.SIGKILL)"
+    function = await deploy(source, {"idempotent": True})
+    error = await function.error()
+    assert (error["status"], error["type"]) == (500, "worker_died")
+    assert "attempt 3" in error["message"]
+
+
+async def test_a_stream_is_not_repeated(deploy, gate: Gate):
+    source = "import gate\ndef handler(event):\n    yield 1\n    gate.wait()"
+    function = await deploy(source, {"idempotent": True}, gate=gate)
+    call = asyncio.create_task(function.call())
+    os.kill((await gate.next()).pid, signal.SIGKILL)
+    text = (await call).text
+    assert text.count("event: output") == 1
+    assert '"type":"worker_died"' in text.partition("event: error")[2]
+
+
+# -- workers that cannot start
+
+
+async def test_a_worker_killed_while_it_restores(deploy, gate: Gate):
+    source = "import gate\ndef setup(context):\n    gate.wait('setup')\ndef handler(event):\n    return event"
+    function = await deploy(source, gate=gate, check=False)
+    call = asyncio.create_task(function.answer(1))
+    first = await gate.next("setup")
+    os.kill(first.pid, signal.SIGKILL)
+    second = await gate.next("setup")  # another is started for the one who waits
+    assert second.pid != first.pid
+    second.go()
+    assert await call == 1
+
+
+async def test_a_crash_loop_is_bounded(deploy):
+    source = "import os\ndef setup(context):\n    os._exit(7)\ndef handler(event):\n    return event"
+    function = await deploy(source, check=False)
+    for round_ in (1, 2):
+        error = await function.error()
+        assert (error["status"], error["type"]) == (500, "activation_failed")
+        assert "exit code 7" in error["message"]
+        status = await function.settled(ready=0)
+        assert status["activations"] <= 3 * round_
+
+
+async def test_a_failing_setup_is_told_to_those_who_wait(deploy, tmp_path):
+    source = f"""
+import os
+def setup(context):
+    if not os.path.exists({str(tmp_path / "ok")!r}):
+        raise OSError("no licence")
+def handler(event):
+    return event
+"""
+    function = await deploy(source, {"scale.max": 1}, check=False)
+    for error in await asyncio.gather(*(function.error(n) for n in range(3))):
+        assert (error["status"], error["type"]) == (500, "handler_setup_failed")
+        assert (error["details"]["file"], error["details"]["line"]) == ("handler.py", 5)
+        assert "OSError: no licence" in error["message"]
+    (tmp_path / "ok").touch()
+    assert await function.answer(1) == 1
+
+
+async def test_workers_for_nobody_are_not_started_again_and_again(deploy, monkeypatch):
+    monkeypatch.setattr("pilotflame.runtime.serving.revision.FIRST_REST_S", 3600.0)
+    monkeypatch.setattr("pilotflame.runtime.serving.revision.MAX_REST_S", 3600.0)
+    source = "def setup(context):\n    raise OSError\ndef handler(event):\n    return event"
+    function = await deploy(source, {"scale.min": 1}, check=False)
+    await function.logged("activation failed")
+    await function.settled(ready=0)
+    assert (await function.status())["activations"] == 1

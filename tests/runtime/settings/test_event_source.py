@@ -1,0 +1,72 @@
+"""The settings of a source: what `[[source]]` may say, and that every mistake is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pilotflame.errors import SettingsError
+from pilotflame.runtime.settings.function_settings import (
+    FunctionSettings,
+    read_settings,
+    settings_reference,
+)
+
+URL = "https://sqs.eu-west-1.amazonaws.com/123456789012/orders"
+
+
+def read(folder: Path, text: str) -> FunctionSettings:
+    (folder / "pilotflame.toml").write_text(text)
+    return read_settings(folder, overrides={"name": "f"})
+
+
+def test_a_table_is_a_source(tmp_path: Path) -> None:
+    found = read(tmp_path, f'[[source]]\ntype = "sqs"\nqueue = "{URL}"\nresult = "s3://bucket/x"\n')
+    [source] = found.source
+    assert (source.queue_name, source.region_name, source.sqs_endpoint) == ("orders", "eu-west-1", None)
+    assert FunctionSettings.model_validate_json(found.model_dump_json()) == found
+    assert read(tmp_path, "").source == ()
+
+
+def test_a_queue_that_is_not_amazons_is_asked_where_its_url_says(tmp_path: Path) -> None:
+    text = '[[source]]\ntype = "sqs"\nqueue = "http://127.0.0.1:4566/000000000000/orders.fifo"\n'
+    [source] = read(tmp_path, text).source
+    assert source.sqs_endpoint == "http://127.0.0.1:4566"
+    assert source.region_name is None
+    [source] = read(tmp_path, text + 'endpoint_url = "http://other"\nregion = "here"\n').source
+    assert (source.sqs_endpoint, source.region_name) == ("http://other", "here")
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("visibility_s = 0", "source.0.visibility_s is 0; allowed: whole number, 1 to 43200"),
+        ('visibility = "x"', "did you mean source.visibility_s"),
+        ('result = "ftp://x"', "source.result"),
+        ('result = "sqs://a/b"', "source.result"),
+        ('endpoint_url = "http://user:hush@host"', "it may hold no user"),
+        ('type = "kafka"', "source.0.type is 'kafka'; allowed: \"sqs\""),
+        ('queue = "orders"', "source.queue is not a queue's URL"),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, line: str, named: str) -> None:
+    kept = [
+        text for text in ('type = "sqs"', f'queue = "{URL}"') if text.split()[0] != line.split(maxsplit=1)[0]
+    ]
+    with pytest.raises(SettingsError) as raised:
+        read(tmp_path, "\n".join(["[[source]]", *kept, line]))
+    assert named in str(raised.value)
+    assert "hush" not in str(raised.value)
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"source\.0\.queue is missing; allowed: text"):
+        read(tmp_path, '[[source]]\ntype = "sqs"\n')
+    with pytest.raises(SettingsError, match="source is 'x'; allowed: tables"):
+        read(tmp_path, 'source = "x"\n')
+
+
+def test_the_reference_has_them() -> None:
+    rows = {row.key: row for row in settings_reference()}
+    assert rows["source"].type == "tables"
+    assert rows["source.visibility_s"].default == "60"

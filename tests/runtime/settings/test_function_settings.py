@@ -1,0 +1,337 @@
+"""Settings: what pilotflame.toml, the overrides and the environment may say, and how a mistake is told."""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from pilotflame.errors import SettingsError
+from pilotflame.runtime.settings.event_source import EventSource
+from pilotflame.runtime.settings.function_settings import (
+    FunctionSettings,
+    Scale,
+    check_name,
+    read_settings,
+    settings_reference,
+    slug,
+)
+from pilotflame.runtime.settings.gateway_settings import GatewaySettings, read_gateway_settings
+from pydantic import ValidationError
+
+
+def folder_with(tmp_path: Path, toml: str, name: str = "sentiment") -> Path:
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / "pilotflame.toml").write_text(toml)
+    return folder
+
+
+def problem(tmp_path: Path, toml: str, overrides: dict[str, Any] | None = None) -> str:
+    with pytest.raises(SettingsError) as caught:
+        read_settings(folder_with(tmp_path, toml), overrides=overrides)
+    assert caught.value.remedy
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+def test_without_a_file_there_are_defaults_and_the_folders_name(tmp_path: Path) -> None:
+    folder = tmp_path / "My Sentiment_Function"
+    folder.mkdir()
+    settings = read_settings(folder)
+    assert settings == FunctionSettings(name="my-sentiment-function")
+    assert (settings.handler_file, settings.handler_callable) == ("handler.py", "handler")
+    assert settings.scale == Scale(min=0, max=4, buffer=0, idle_timeout_s=60.0, rest="zygote", standby=True)
+
+
+def test_the_file_is_read(tmp_path: Path) -> None:
+    settings = read_settings(
+        folder_with(
+            tmp_path,
+            """
+            name = "tone"
+            handler = "app/predict.py:Predictor"
+            snapshot = "weights"
+            timeout_s = 30
+            env = { MODE = "fast" }
+            [scale]
+            max = 8
+            rest = "local"
+            """,
+        )
+    )
+    assert settings.name == "tone"
+    assert (settings.handler_file, settings.handler_callable) == ("app/predict.py", "Predictor")
+    assert settings.timeout_s == 30.0
+    assert settings.env == {"MODE": "fast"}
+    assert (settings.scale.max, settings.scale.rest) == (8, "local")
+    assert settings.snapshot_path(tmp_path) == (tmp_path / "weights").resolve()
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(ValidationError):
+        FunctionSettings(name="a").name = "b"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("toml", "said"),
+    [
+        (
+            "scale.idle_timout_s = 5",
+            "scale.idle_timout_s is not a setting; did you mean scale.idle_timeout_s?",
+        ),
+        ("idle_timeout_s = 5", "idle_timeout_s is not a setting; did you mean scale.idle_timeout_s?"),
+        ("timout_s = 5", "timout_s is not a setting; did you mean timeout_s?"),
+        ("max_workers = 5", "max_workers is not a setting"),
+        ("qqq = 5", "qqq is not a setting; there are name, handler"),
+        ('scale.max = "8"', "scale.max is '8'; allowed: whole number, 1 to 1024."),
+        ("scale.max = 0", "scale.max is 0; allowed: whole number, 1 to 1024."),
+        ("scale.max = true", "scale.max is True; allowed: whole number"),
+        ('scale.rest = "off"', 'scale.rest is \'off\'; allowed: "zygote" or "local".'),
+        ("scale.min = 5", "scale.min is 5, more than scale.max, which is 4."),
+        ("scale.buffer = 5", "scale.buffer is 5, more than scale.max, which is 4."),
+        ("scale = 3", "scale is 3; allowed: a table, [scale]."),
+        ("timeout_s = 0", "timeout_s is 0; allowed: number, above 0, at most"),
+        ("timeout_s = nan", "timeout_s is nan; allowed: number"),
+        ("hold_s = inf", "hold_s is inf; allowed: number"),
+        ("max_body_bytes = -1", "max_body_bytes is -1; allowed: whole number, at least 1."),
+        ('idempotent = "yes"', "idempotent is 'yes'; allowed: true or false."),
+        ("env.TOKEN = 12345", "env.TOKEN is of type int; allowed: text."),
+        ("env = 3", "env is 3; allowed: table of text."),
+        ('env."9A" = "x"', "env.9A is not a variable's name"),
+        ('env.PILOTFLAME_X = "x"', "env.PILOTFLAME_X begins with PILOTFLAME_, which is reserved."),
+        ('name = "Sentiment"', "name is 'Sentiment'; allowed: 1 to 63 of a-z"),
+        ('name = "a-"', "name is 'a-'; allowed"),
+        ('name = "a\\n"', "name is 'a\\n'; allowed"),
+        ('name = "models"', "name is 'models', which is reserved"),
+        ('handler = "../x.py"', "handler is '../x.py'; allowed: a .py file inside the folder"),
+        ('handler = "/x.py"', "handler is '/x.py'; allowed"),
+        ('handler = "x"', "handler is 'x'; allowed"),
+        ('handler = "./x.py"', "handler is './x.py'; allowed"),
+        ('handler = "x.py:a-b"', "after the colon comes a Python name"),
+        ('handler = "x.py:"', "after the colon comes a Python name"),
+        ('snapshot = ""', "snapshot is ''; allowed"),
+    ],
+)
+def test_a_mistake_is_told_by_key(tmp_path: Path, toml: str, said: str) -> None:
+    assert said in problem(tmp_path, toml)
+
+
+def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
+    message = problem(tmp_path, "concurrency = 0\nqueue_max = 3\n[scale]\nmax = 0", {"scale.mim": "1"})
+    for key in (
+        "concurrency is 0",
+        "queue_max is not",
+        "scale.max is 0",
+        "scale.mim is not a setting; did you mean scale.min?",
+    ):
+        assert key in message
+
+
+def test_a_secret_is_not_shown(tmp_path: Path) -> None:
+    assert "12345" not in problem(tmp_path, "env.TOKEN = 12345")
+
+
+def test_a_file_that_is_no_toml_is_named_with_its_line(tmp_path: Path) -> None:
+    message = problem(tmp_path, "name = \n")
+    assert "pilotflame.toml is not TOML" in message
+    assert "line 1" in message
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, "")
+    (folder / "pilotflame.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(SettingsError, match=r"pilotflame\.toml is not TOML"):
+        read_settings(folder)
+
+
+def test_a_file_that_is_a_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "pilotflame.toml").mkdir()
+    with pytest.raises(SettingsError, match="cannot be read: Is a directory"):
+        read_settings(tmp_path)
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="nowhere is not a folder"):
+        read_settings(tmp_path / "nowhere")
+
+
+def test_a_folder_without_a_usable_name_asks_for_one(tmp_path: Path) -> None:
+    folder = tmp_path / "日本"
+    folder.mkdir()
+    with pytest.raises(SettingsError, match="name is ''"):
+        read_settings(folder)
+    assert read_settings(folder, overrides={"name": "nihon"}).name == "nihon"
+
+
+def test_overrides_win_and_are_parsed_by_type(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, 'threads = 2\nsnapshot = "w"\n[scale]\nmax = 2\nmin = 1\n[env]\nA = "a"\n')
+    settings = read_settings(
+        folder,
+        overrides={
+            "scale.max": "8",
+            "scale.standby": "false",
+            "idempotent": True,
+            "threads": "",
+            "snapshot": None,
+            "hold_s": "1.5",
+            "env.B": "8",
+        },
+    )
+    assert (settings.scale.max, settings.scale.min, settings.scale.standby) == (8, 1, False)
+    assert (settings.idempotent, settings.threads, settings.snapshot) == (True, None, "w")
+    assert settings.hold_s == 1.5
+    assert settings.env == {"A": "a", "B": "8"}
+
+
+def test_an_override_that_cannot_be_parsed_is_told(tmp_path: Path) -> None:
+    assert "scale.max is 'eight'; allowed: whole number" in problem(tmp_path, "", {"scale.max": "eight"})
+
+
+def test_an_override_hides_no_broken_section(tmp_path: Path) -> None:
+    assert "scale is 3" in problem(tmp_path, "scale = 3", {"scale.max": "8"})
+
+
+def _text(value: object) -> str:
+    if isinstance(value, tuple):
+        return json.dumps(value)
+    return str(value).lower() if isinstance(value, bool) else "" if value is None else str(value)
+
+
+_seconds = st.floats(min_value=0.001, max_value=1e6)
+_valid = st.builds(
+    FunctionSettings,
+    name=st.from_regex(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", fullmatch=True).filter(
+        lambda name: name not in ("models", "health", "repository")
+    ),
+    snapshot=st.none()
+    | st.text(st.characters(exclude_characters="\0", codec="utf-8"), min_size=1).filter(str.strip),
+    idempotent=st.booleans(),
+    concurrency=st.integers(1, 1024),
+    threads=st.none() | st.integers(1, 1024),
+    timeout_s=_seconds,
+    hold_s=_seconds,
+    max_queue=st.integers(1, 1000),
+    max_jobs=st.integers(1, 10**6),
+    max_jobs_bytes=st.integers(1, 2**40),
+    max_body_bytes=st.integers(1, 2**40),
+    env=st.dictionaries(
+        st.from_regex(r"[A-OQ-Z_][A-Z0-9_]{0,9}", fullmatch=True),
+        st.text(st.characters(exclude_characters="\0", codec="utf-8")),
+        max_size=3,
+    ),
+    source=st.lists(
+        st.builds(
+            EventSource,
+            type=st.just("sqs"),
+            queue=st.just("https://sqs.eu-west-1.amazonaws.com/1/orders"),
+            concurrency=st.none() | st.integers(1, 100),
+            visibility_s=st.integers(1, 600),
+            backoff_s=st.integers(0, 900),
+            result=st.sampled_from([None, "s3://bucket/prefix", "sqs://answers"]),
+        ),
+        max_size=2,
+    ).map(tuple),
+    scale=st.builds(
+        Scale,
+        min=st.integers(0, 8),
+        max=st.integers(8, 64),
+        buffer=st.integers(0, 8),
+        idle_timeout_s=_seconds,
+        rest=st.sampled_from(["zygote", "local"]),
+        standby=st.booleans(),
+    ),
+)
+
+
+@hypothesis_settings(
+    max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+)
+@given(wanted=_valid)
+def test_any_settings_survive_the_command_line(tmp_path: Path, wanted: FunctionSettings) -> None:
+    flat = {key: value for key, value in wanted.model_dump().items() if key not in ("env", "scale")}
+    flat |= {f"scale.{key}": value for key, value in wanted.scale.model_dump().items()}
+    flat |= {f"env.{key}": value for key, value in wanted.env.items()}
+    assert read_settings(tmp_path, overrides={key: _text(value) for key, value in flat.items()}) == wanted
+
+
+@given(wanted=_valid)
+def test_any_settings_survive_json(wanted: FunctionSettings) -> None:
+    assert FunctionSettings.model_validate_json(wanted.model_dump_json()) == wanted
+
+
+@given(st.text())
+def test_a_slug_is_a_name_or_empty(text: str) -> None:
+    name = slug(text)
+    if name and name not in ("models", "health", "repository"):
+        assert check_name(name) == name
+
+
+def test_a_name_is_refused_with_a_remedy() -> None:
+    with pytest.raises(SettingsError, match=r"The function's name is '\.\./x'.*Choose another name"):
+        check_name("../x")
+
+
+def test_the_gateway_reads_its_environment(tmp_path: Path) -> None:
+    environ = {"PILOTFLAME_PORT": "9000", "PILOTFLAME_STATE_DIR": str(tmp_path), "HOME": "/h", "OTHER": "x"}
+    settings = read_gateway_settings(environ, drain_s=5, host=None)
+    assert (settings.port, settings.state_dir, settings.drain_s) == (9000, tmp_path, 5.0)
+    assert settings.host == "127.0.0.1"
+    assert read_gateway_settings(environ, port=1).port == 1
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"HOME": "/home/a"}, "/home/a/.local/state/pilotflame"),
+        ({"HOME": "/home/a", "XDG_STATE_HOME": "/state"}, "/state/pilotflame"),
+        ({"HOME": "/home/a", "XDG_STATE_HOME": "relative"}, "/home/a/.local/state/pilotflame"),
+        ({}, str(Path.home() / ".local/state/pilotflame")),
+    ],
+)
+def test_the_state_folder_is_xdgs(environ: dict[str, str], expected: str) -> None:
+    assert str(read_gateway_settings(environ).state_dir) == expected
+
+
+def test_a_typo_in_the_environment_is_told() -> None:
+    with pytest.raises(SettingsError, match=r"PILOTFLAME_PROT is not .*did you mean PILOTFLAME_PORT\?"):
+        read_gateway_settings({"PILOTFLAME_PROT": "1"})
+    with pytest.raises(SettingsError, match=r"PILOTFLAME_TYPO is not .*did you mean PILOTFLAME_"):
+        read_gateway_settings({"PILOTFLAME_TYPO": "1"})
+    assert read_gateway_settings({"PILOTFLAME_URL": "x"}, other_variables=("PILOTFLAME_URL",)).port == 8600
+
+
+def test_a_bad_value_in_the_environment_is_told() -> None:
+    with pytest.raises(SettingsError, match="port is '99999'; allowed: whole number, 0 to 65535"):
+        read_gateway_settings({"PILOTFLAME_PORT": "99999"})
+
+
+def test_networks_in_the_environment_have_commas_between_them() -> None:
+    found = read_gateway_settings({"PILOTFLAME_WEBHOOK_NETWORKS": "10.0.0.0/8, fd00::/8"})
+    assert found.webhook_networks == ("10.0.0.0/8", "fd00::/8")
+    assert read_gateway_settings({"PILOTFLAME_WEBHOOK_NETWORKS": ""}).webhook_networks == ()
+
+
+def test_the_gateways_defaults_need_no_environment() -> None:
+    assert GatewaySettings().state_dir == read_gateway_settings(dict(os.environ)).state_dir
+
+
+def test_the_reference_lists_every_setting() -> None:
+    rows = {row.key: row for row in settings_reference()}
+    assert next(iter(rows)) == "name"
+    assert rows["scale.max"] == ("scale.max", "whole number, 1 to 1024", "4", "Workers at most.")
+    assert rows["scale.rest"].type == '"zygote" or "local"'
+    assert rows["scale.rest"].default == '"zygote"'
+    assert rows["idempotent"].default == "false"
+    assert rows["threads"].default == rows["name"].default == ""
+    assert all(row.description.endswith(".") for row in rows.values())
+    assert {row.key for row in settings_reference(GatewaySettings)} == set(GatewaySettings.model_fields)
+
+
+def test_units_are_finite() -> None:
+    with pytest.raises(ValidationError):
+        FunctionSettings(name="a", timeout_s=math.inf)

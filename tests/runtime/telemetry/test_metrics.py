@@ -1,0 +1,179 @@
+"""Metrics: what is counted, read back as Prometheus would read it."""
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+import pytest
+from pilotflame.errors import (
+    DeadlineExceeded,
+    HandlerFailed,
+    InputTooLarge,
+    Overloaded,
+    QueueFull,
+    QuotaExceeded,
+)
+from pilotflame.runtime.telemetry.metrics import Metrics
+from pilotflame.runtime.telemetry.timeline import PHASES, Activation, Timeline
+from prometheus_client.parser import text_string_to_metric_families
+
+
+@dataclass
+class Counts:
+    queued: int = 0
+    in_flight: int = 0
+    starting: int = 0
+    ready: int = 0
+    draining: int = 0
+    busy_s: float = 0.0
+    ready_s: float = 0.0
+
+
+def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    found = {}
+    for family in text_string_to_metric_families(metrics.text().decode()):
+        assert family.documentation
+        for sample in family.samples:
+            key = (sample.name, tuple(sorted(sample.labels.items())))
+            assert key not in found
+            found[key] = sample.value
+    return found
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float | None:
+    return samples(metrics).get((name, tuple(sorted(labels.items()))))
+
+
+WARM = Timeline(1.0, sent_s=1.5, answered_s=3.0, responded_s=3.5, wait_s=0.5, exec_s=1.0, batch=4)
+
+
+def test_an_empty_gateway_has_an_exposition_too() -> None:
+    assert all(not dict(labels).get("function") for _, labels in samples(Metrics(dict)))
+
+
+def test_answers_are_counted_by_function_and_code() -> None:
+    metrics = Metrics(dict)
+    metrics.answered("tone", 200, WARM)
+    metrics.answered("tone", 200, WARM)
+    metrics.answered("tone", 422, WARM)
+    metrics.refused("other", QueueFull("full"))
+    assert value(metrics, "pilotflame_invocations_total", function="tone", code="200") == 2
+    assert value(metrics, "pilotflame_invocations_total", function="tone", code="422") == 1
+    assert value(metrics, "pilotflame_invocations_total", function="other", code="429") == 1
+    assert value(metrics, "pilotflame_invocation_seconds_sum", function="tone") == pytest.approx(7.5)
+    assert not value(metrics, "pilotflame_invocation_seconds_count", function="other")
+    assert value(metrics, "pilotflame_batch_size_sum", function="tone") == 12
+
+
+def test_one_that_was_never_answered_by_a_worker_has_no_batch() -> None:
+    metrics = Metrics(dict)
+    metrics.answered("tone", 503, Timeline(1.0, responded_s=2.0))
+    assert not value(metrics, "pilotflame_batch_size_count", function="tone")
+
+
+def test_cold_starts_have_their_phases_and_warm_calls_none() -> None:
+    metrics = Metrics(dict)
+    metrics.answered("tone", 200, WARM)
+    assert value(metrics, "pilotflame_cold_start_phase_seconds_count", function="tone", phase="exec") is None
+    cold = Timeline(
+        1.0, sent_s=5.0, answered_s=6.0, responded_s=6.0, exec_s=1.0, activation=Activation(1.5, 2.0, 4.0)
+    )
+    metrics.answered("tone", 200, cold)
+    for phase, seconds in cold.phases().items():
+        found = value(metrics, "pilotflame_cold_start_phase_seconds_sum", function="tone", phase=phase)
+        assert found == pytest.approx(seconds)
+    assert set(cold.phases()) == set(PHASES)
+
+
+def test_activations_are_counted_by_outcome() -> None:
+    metrics = Metrics(dict)
+    metrics.activated("tone", "ready")
+    metrics.activated("tone", "failed")
+    metrics.activated("tone", "ready")
+    assert value(metrics, "pilotflame_activations_total", function="tone", outcome="ready") == 2
+    assert value(metrics, "pilotflame_activations_total", function="tone", outcome="failed") == 1
+
+
+def test_workers_are_counted_when_somebody_looks() -> None:
+    census: dict[str, Counts] = {}
+    metrics = Metrics(lambda: census)
+    census["tone"] = Counts(queued=3, in_flight=2, starting=1, ready=4, draining=5)
+    for state, count in (("starting", 1), ("ready", 4), ("draining", 5)):
+        assert value(metrics, "pilotflame_workers", function="tone", state=state) == count
+    assert value(metrics, "pilotflame_queued", function="tone") == 3
+    assert value(metrics, "pilotflame_in_flight", function="tone") == 2
+    del census["tone"]
+    assert value(metrics, "pilotflame_queued", function="tone") is None
+
+
+def test_two_gateways_in_one_process_do_not_mix() -> None:
+    one, other = Metrics(dict), Metrics(dict)
+    one.refused("tone", QueueFull("full"))
+    assert value(other, "pilotflame_invocations_total", function="tone", code="429") is None
+
+
+def test_buckets_hold_what_is_at_most_their_bound() -> None:
+    metrics = Metrics(dict)
+    metrics.answered("tone", 200, Timeline(1.0, answered_s=1.0, responded_s=1.05))
+    assert value(metrics, "pilotflame_invocation_seconds_bucket", function="tone", le="0.025") == 0
+    assert value(metrics, "pilotflame_invocation_seconds_bucket", function="tone", le="0.1") == 1
+    assert value(metrics, "pilotflame_invocation_seconds_bucket", function="tone", le="+Inf") == 1
+
+
+def test_phases_are_told_of_every_answer() -> None:
+    metrics = Metrics(dict)
+    metrics.answered("tone", 200, WARM)
+    metrics.answered("tone", 503, Timeline(1.0, responded_s=3.0))  # which no worker answered: it waited
+    for phase, seconds, count in (
+        ("queue", 2.5, 2), ("batch", 0.0, 1), ("wait", 0.5, 1), ("exec", 1.0, 1), ("respond", 0.5, 1),
+    ):  # fmt: skip
+        found = value(metrics, "pilotflame_phase_seconds_sum", function="tone", phase=phase)
+        assert found == pytest.approx(seconds)
+        assert value(metrics, "pilotflame_phase_seconds_count", function="tone", phase=phase) == count
+
+
+def test_refusals_are_counted_by_reason_and_failures_are_none() -> None:
+    metrics = Metrics(dict)
+    queued = Timeline(1.0, responded_s=2.0)
+    metrics.refused("tone", QueueFull("full"))
+    metrics.refused("tone", InputTooLarge("much"))
+    metrics.turned_away("tone", QuotaExceeded("used up"))
+    metrics.answered("tone", 504, queued, DeadlineExceeded("late"))
+    metrics.answered("tone", 503, WARM, Overloaded("late"))  # a worker had it, and gave it back
+    metrics.answered("tone", 504, WARM, DeadlineExceeded("late"))
+    metrics.answered("tone", 500, WARM, HandlerFailed("no"))
+    for reason, count in (
+        ("queue_full", 1), ("input_too_large", 1), ("quota_exceeded", 1), ("deadline_exceeded", 1), ("overloaded", 1),
+        ("handler_failed", None),
+    ):  # fmt: skip
+        assert value(metrics, "pilotflame_refusals_total", function="tone", reason=reason) == count
+    # Of quotas the route, which may be no invocation's, was never reached.
+    assert value(metrics, "pilotflame_invocations_total", function="tone", code="429") == 1
+
+
+def test_how_busy_workers_were() -> None:
+    census = {"tone": Counts(busy_s=3.0, ready_s=12.0), "new": Counts()}
+    metrics = Metrics(lambda: census)
+    assert value(metrics, "pilotflame_worker_busy_seconds_total", function="tone") == 3
+    assert value(metrics, "pilotflame_worker_ready_seconds_total", function="tone") == 12
+    assert value(metrics, "pilotflame_worker_busy_ratio", function="tone") == 0.25
+    assert value(metrics, "pilotflame_worker_busy_ratio", function="new") == 0
+
+
+PROMTOOL = os.environ.get("PROMTOOL") or shutil.which("promtool") or ""
+
+
+@pytest.mark.skipif(
+    not os.access(PROMTOOL, os.X_OK), reason="promtool is not here; .ci/run fetches it (PROMTOOL)"
+)
+def test_promtool_has_nothing_to_say() -> None:
+    metrics = Metrics(lambda: {"tone": Counts(1, 2, 3, 4, 5, 6.0, 7.0)})
+    metrics.answered("tone", 200, WARM)
+    metrics.answered(
+        "tone", 200, Timeline(1.0, 5.0, 6.0, 6.0, exec_s=1.0, activation=Activation(1.5, 2.0, 4.0))
+    )
+    metrics.refused("tone", QueueFull("full"))
+    metrics.activated("tone", "ready")
+    done = subprocess.run([PROMTOOL, "check", "metrics"], input=metrics.text(), capture_output=True, check=False, timeout=60)  # fmt: skip
+    assert (done.returncode, done.stdout + done.stderr) == (0, b"")

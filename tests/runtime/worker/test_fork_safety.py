@@ -1,0 +1,220 @@
+"""What makes a forked child its own process: shown by forking, each time in a fresh interpreter."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pilotflame.runtime.worker.worker import fork_safety
+
+
+def program(text: str, *arguments: str, cwd: Path | None = None) -> Any:
+    """Runs `text` in a fresh interpreter and gives what it printed, as JSON."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(text), *arguments],
+        capture_output=True, text=True, check=False, cwd=cwd, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_children_draw_numbers_of_their_own() -> None:
+    drawn = program("""
+        import json, os, random
+        import numpy, torch
+        from pilotflame.runtime import lineage
+        torch.set_num_threads(1)
+        random.seed(1); numpy.random.seed(1); torch.manual_seed(1)
+        found = []
+        for reseeds in (False, False, True, True):
+            read, write = os.pipe()
+            if os.fork() == 0:
+                if reseeds:
+                    lineage.reseed()
+                drawn = [random.random(), float(numpy.random.random()), float(torch.rand(()))]
+                os.write(write, json.dumps(drawn).encode())
+                os._exit(0)
+            os.close(write)
+            found.append(json.loads(os.read(read, 4096)))
+            os.wait()
+        print(json.dumps(found))
+    """)
+    plain, again, one, other = drawn
+    assert plain[1:] == again[1:]  # a bare fork inherits the states: that is what is mended
+    for first, second, bare in zip(one, other, plain, strict=True):
+        assert len({first, second, bare}) == 3
+
+
+def test_a_detached_child_ends_with_its_parent_and_has_a_session_of_its_own() -> None:
+    """parent (killed) -> child (detached, waits); the child's end is seen as the end of its pipe."""
+    text = """
+        import os, signal, sys
+        from pilotflame.runtime import lineage
+        signal.signal(signal.SIGTERM, lambda *_: None)   # a parent's handlers are not the child's
+        parent = os.getpid()
+        if os.fork() == 0:
+            lineage.detach(parent)
+            print(os.getpid(), os.getsid(0), signal.getsignal(signal.SIGTERM) == signal.SIG_DFL,
+                  signal.getsignal(signal.SIGINT) == signal.SIG_IGN, flush=True)
+            signal.pause()
+        signal.pause()
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(text)], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        pid, session, default, ignored = parent.stdout.readline().split()
+        assert (session, default, ignored) == (pid, "True", "True")
+        parent.send_signal(signal.SIGKILL)
+        assert parent.stdout.read() == ""  # ends once the child has ended too
+        parent.wait()
+
+
+def test_a_child_whose_parent_is_gone_already_ends_at_once() -> None:
+    pid = os.fork()
+    if pid == 0:
+        fork_safety.detach(1 if os.getppid() != 1 else 2)  # not who forked it
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_threads_are_counted_as_the_kernel_does() -> None:
+    counts = program("""
+        import json, threading
+        from pilotflame.runtime import lineage
+        before, gate = lineage.thread_count(), threading.Event()
+        thread = threading.Thread(target=gate.wait)
+        thread.start()
+        during = lineage.thread_count()
+        named = lineage.describe_threads({})
+        gate.set()
+        thread.join()
+        print(json.dumps([before, during, named]))
+    """)
+    assert counts[:2] == [1, 2]
+    assert "Thread-1" in counts[2]
+
+
+def test_torch_gets_its_threads_back() -> None:
+    assert program("""
+        import json, torch
+        from pilotflame.runtime import lineage
+        torch.set_num_threads(1)
+        found = [lineage.torch_threads()]
+        lineage.own_threads(3)
+        print(json.dumps([*found, lineage.torch_threads()]))
+    """) == [1, 3]
+
+
+def test_without_torch_there_is_one_thread_and_none_is_loaded() -> None:
+    assert program("""
+        import json, sys
+        from pilotflame.runtime import lineage
+        lineage.own_threads(4); lineage.reseed(); lineage.settle()
+        print(json.dumps([lineage.torch_threads(), "torch" in sys.modules, "numpy" in sys.modules]))
+    """) == [1, False, False]
+
+
+STARTS = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "culprits"),
+    [
+        ({"quiet.py": "X = 1"}, {}),
+        ({"loud.py": STARTS}, {"loud": 1}),
+        ({"loud.py": STARTS * 3}, {"loud": 3}),
+        ({"outer.py": "import inner", "inner.py": STARTS}, {"inner": 1}),
+        ({"outer.py": f"import inner\n{STARTS}", "inner.py": STARTS * 2}, {"inner": 2, "outer": 1}),
+        ({"outer.py": f"{STARTS}import inner", "inner.py": "X = 1"}, {"outer": 1}),
+        ({"pack/__init__.py": "from . import deep", "pack/deep.py": STARTS}, {"pack.deep": 1}),
+        ({"outer.py": "import first, second", "first.py": STARTS, "second.py": STARTS}, {"first": 1, "second": 1}),
+    ],
+)  # fmt: skip
+def test_threads_are_put_down_to_the_innermost_import(
+    tmp_path: Path, files: dict[str, str], culprits: dict[str, int]
+) -> None:
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    first = next(iter(files)).partition("/")[0].removesuffix(".py")
+    found, described, watching = program(
+        f"""
+        import json, sys
+        sys.path.insert(0, "")
+        from pilotflame.runtime import lineage
+        before = list(sys.meta_path)
+        with lineage.watch_threads() as culprits:
+            import {first}
+        print(json.dumps([culprits, lineage.describe_threads(culprits), sys.meta_path != before]))
+        """,
+        cwd=tmp_path,
+    )
+    assert found == culprits
+    assert not watching
+    assert all(f"importing {name}" in described for name in culprits)
+
+
+def test_watched_imports_are_as_python_makes_them(tmp_path: Path) -> None:
+    """Resources, reloads, namespace packages, built-in and missing modules: as without the watch."""
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "__init__.py").write_text("")
+    (tmp_path / "pack" / "data.txt").write_text("inside")
+    (tmp_path / "space" / "sub").mkdir(parents=True)
+    (tmp_path / "space" / "sub" / "mod.py").write_text("X = 1")
+    text = """
+        import json, sys, importlib, importlib.resources, inspect, pkgutil, contextlib
+        sys.path.insert(0, "")
+        from pilotflame.runtime import lineage
+        with lineage.watch_threads() if sys.argv[1] == "watched" else contextlib.nullcontext():
+            import pack, space.sub.mod, _json, xml.dom.minidom
+            inside = importlib.resources.files("pack").joinpath("data.txt").read_text()
+            missing = importlib.util.find_spec("no_such_module") is None
+            try:
+                import pack.no_such_module
+            except ModuleNotFoundError as error:
+                name = error.name
+            importlib.reload(pack)
+        print(json.dumps([
+            inside, missing, name, type(pack.__loader__).__name__, type(pack.__spec__.loader).__name__,
+            pkgutil.get_data("pack", "data.txt").decode(), inspect.getsource(space.sub.mod), space.sub.mod.X,
+        ]))
+    """
+    watched, plain = (program(text, how, cwd=tmp_path) for how in ("watched", "plain"))
+    assert watched == plain
+    assert watched[0] == "inside"
+
+
+def test_an_import_that_fails_under_watch_raises_as_ever(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("1/0")
+    assert program(
+        """
+        import json, sys
+        sys.path.insert(0, "")
+        from pilotflame.runtime import lineage
+        with lineage.watch_threads() as culprits:
+            try:
+                import broken
+            except ZeroDivisionError:
+                print(json.dumps(["broken" in sys.modules, culprits]))
+        """,
+        cwd=tmp_path,
+    ) == [False, {}]
+
+
+def test_threads_of_nobody_are_a_native_librarys() -> None:
+    assert fork_safety.describe_threads({"b": 1, "a": 2}) == "importing b, importing a"
+    assert (
+        program("""
+        import json
+        from pilotflame.runtime import lineage
+        print(json.dumps(lineage.describe_threads({})))
+    """)
+        == "a native library"
+    )

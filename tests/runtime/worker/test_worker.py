@@ -1,0 +1,450 @@
+"""A worker in a process of its own, over a real socket pair: the test is its gateway."""
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pilotflame.runtime.link.link import Frame, FrameKind, FrameReader, encode, encode_json
+from pilotflame.runtime.link.worker_spec import WorkerSpec
+
+LIMIT_S = 60.0
+PROGRAM = """
+import socket, sys
+from pilotflame.runtime.link.worker_spec import WorkerSpec
+from pilotflame.runtime.worker.worker import Worker
+from pilotflame.runtime.worker.zygote import build
+spec = WorkerSpec.model_validate_json(sys.argv[2])
+Worker(socket.socket(fileno=int(sys.argv[1])), spec, build(spec)).run()
+sys.stdout.flush()
+"""
+
+
+class Process:
+    """A worker of a handler given as text."""
+
+    def __init__(self, folder: Path, text: str, **spec: Any) -> None:
+        (folder / "handler.py").write_text(textwrap.dedent(text))
+        self.folder = folder
+        self.sock, theirs = socket.socketpair()
+        self.sock.settimeout(LIMIT_S)
+        told = WorkerSpec(function="tone", revision="r1-abc", code=folder, threads=1, **spec)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(theirs.fileno()), told.model_dump_json()],
+            pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        theirs.close()
+        self._reader = FrameReader()
+        self._frames: list[Frame] = []
+
+    def send(
+        self, kind: FrameKind, channel: int = 0, head: dict[str, Any] | None = None, payload: bytes = b""
+    ) -> None:
+        self.sock.sendall(encode_json(kind, channel, head or {}, payload))
+
+    def frame(self) -> Frame | None:
+        """The next frame that is neither WINDOW nor PRIMED; None at the end."""
+        while True:
+            while not self._frames:
+                data = self.sock.recv(1 << 16)
+                if not data:
+                    return None
+                self._frames = self._reader.feed(data)
+            frame = self._frames.pop(0)
+            if frame.kind not in (FrameKind.WINDOW, FrameKind.PRIMED):
+                return frame
+
+    def expect(self, kind: FrameKind) -> Frame:
+        frame = self.frame()
+        assert frame is not None, f"ended, and had said: {self.errors()}"
+        assert FrameKind(frame.kind).name == kind.name, frame
+        return frame
+
+    def ready(self, **env: str) -> dict[str, Any]:
+        self.send(FrameKind.ACTIVATE, 0, {"env": env})
+        return self.expect(FrameKind.READY).json()
+
+    def invoke(self, channel: int, event: Any = None, **head: Any) -> None:
+        self.send(
+            FrameKind.INVOKE,
+            channel,
+            {"id": f"i{channel}", "remaining_s": 100.0} | head,
+            json.dumps(event).encode(),
+        )
+
+    def ask(self, channel: int, event: Any = None, **head: Any) -> Any:
+        self.invoke(channel, event, **head)
+        frame = self.expect(FrameKind.RESULT)
+        assert frame.channel == channel
+        return json.loads(frame.payload)
+
+    def errors(self) -> str:
+        assert self.process.stderr is not None
+        return self.process.stderr.read()
+
+    def exit_code(self) -> int:
+        return self.process.wait(LIMIT_S)
+
+    def wait_for(self, name: str) -> None:
+        """Blocks until the worker opens a pipe of its folder for writing."""
+        with (self.folder / name).open("rb") as pipe:
+            pipe.read()
+
+    def release(self, name: str) -> None:
+        (self.folder / name).open("wb").close()
+
+    def close(self) -> None:
+        self.sock.close()
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[Callable[..., Process]]:
+    made: list[Process] = []
+
+    def start(text: str, **spec: Any) -> Process:
+        for name in ("inside", "gate"):
+            os.mkfifo(tmp_path / name)
+        made.append(Process(tmp_path, text, **spec))
+        return made[-1]
+
+    yield start
+    for process in made:
+        process.close()
+
+
+# `handler` says that it is inside and waits at the gate: two pipes, so that nobody guesses how long.
+BLOCKS = """
+def handler(event):
+    if event == "wait":
+        open("inside", "wb").close()
+        open("gate", "rb").close()
+    return event
+"""
+
+
+def test_a_standby_says_nothing_until_it_is_activated(worker: Callable[..., Process]) -> None:
+    process = worker("def setup():\n    print('set up')\ndef handler(event): return event", concurrency=3)
+    assert process.ready() == {
+        "window": 3, "slots": 3, "batching": False, "limit": 1, "restore_s": pytest.approx(0, abs=10), "device": "cpu", "dtype": "",
+    }  # fmt: skip
+    assert process.ask(1, {"a": 1}) == {"a": 1}
+
+
+@pytest.mark.parametrize("prefix", ["", "async "])
+def test_secrets_and_state_are_there_in_setup_and_handler(
+    worker: Callable[..., Process], prefix: str
+) -> None:
+    process = worker(f"""
+        import os, sys
+        def build(context):
+            return [os.environ.get("SECRET"), os.environ["PLAIN"]]
+        {prefix}def setup(context):
+            return [*context.state, os.environ["SECRET"], context.id]
+        {prefix}def handler(event, context):
+            return [context.state, context.id, context.attempt, context.traceparent, context.function,
+                    context.revision, 0 < context.remaining_ms() <= 5000, "aiohttp" in sys.modules]
+        """, env={"PLAIN": "p"})  # fmt: skip
+    process.ready(SECRET="s")
+    answer = process.ask(4, None, attempt=2, traceparent="00-a-b-01", remaining_s=5.0)
+    assert answer == [[None, "p", "s", ""], "i4", 2, "00-a-b-01", "tone", "r1-abc", True, False]
+
+
+@pytest.mark.parametrize(("setup", "handler"), [("async ", ""), ("", "async ")])
+def test_hooks_and_handler_may_be_of_different_kinds(
+    worker: Callable[..., Process], setup: str, handler: str
+) -> None:
+    process = worker(f"""
+        {setup}def setup(): return 5
+        {handler}def handler(event, context): return context.state + event
+        {setup}def teardown(): open("torn", "w").write("down")
+    """)
+    process.ready()
+    assert process.ask(1, 2) == 7
+    process.send(FrameKind.DRAIN)
+    assert process.exit_code() == 0
+    assert (process.folder / "torn").read_text() == "down"
+
+
+@pytest.mark.parametrize("prefix", ["", "async "])
+@pytest.mark.parametrize(
+    ("statement", "said"), [("raise ValueError('no')", "ValueError: no"), ("raise SystemExit(3)", "SystemExit: 3")]
+)  # fmt: skip
+def test_a_setup_that_fails_is_told_and_ends_the_worker(
+    worker: Callable[..., Process], prefix: str, statement: str, said: str
+) -> None:
+    process = worker(f"def handler(event): pass\n{prefix}def setup(context):\n    {statement}\n")
+    process.send(FrameKind.ACTIVATE)
+    told = process.expect(FrameKind.FAILED).json()
+    assert told["type"] == "handler_setup_failed"
+    assert f"at handler.py, line 3: {said}" in told["message"]
+    assert process.frame() is None
+    assert process.exit_code() == 0
+
+
+def test_system_exit_in_a_handler_is_its_callers_error_not_the_workers_end(
+    worker: Callable[..., Process],
+) -> None:
+    process = worker("import sys\ndef handler(event):\n    return sys.exit(3) if event else 'fine'\n")
+    process.ready()
+    process.invoke(1, 1)
+    error = process.expect(FrameKind.ERROR)
+    assert (error.channel, error.json()["type"]) == (1, "handler_failed")
+    assert "handler.py, line 3: SystemExit: 3" in error.json()["message"]
+    assert process.ask(2, 0) == "fine"
+
+
+def test_draining_finishes_what_runs_and_gives_back_the_rest(worker: Callable[..., Process]) -> None:
+    process = worker(BLOCKS + "def teardown(): open('torn', 'w').write('down')\n")
+    process.ready()
+    for channel in (1, 2, 3):
+        process.invoke(channel, "wait")
+    process.wait_for("inside")
+    process.send(FrameKind.DRAIN)
+    process.expect(FrameKind.DRAIN)
+    assert [process.expect(FrameKind.RETURNED).channel for _ in range(2)] == [2, 3]
+    process.invoke(4)
+    assert process.expect(FrameKind.RETURNED).channel == 4
+    process.release("gate")
+    assert process.expect(FrameKind.RESULT).channel == 1
+    assert process.frame() is None
+    assert process.exit_code() == 0
+    assert (process.folder / "torn").read_text() == "down"
+
+
+def test_sigterm_drains_and_tells_the_gateway(worker: Callable[..., Process]) -> None:
+    process = worker(BLOCKS)
+    process.ready()
+    process.invoke(1, "wait")
+    process.invoke(2)
+    process.wait_for("inside")
+    process.process.send_signal(signal.SIGTERM)
+    process.expect(FrameKind.DRAIN)
+    assert process.expect(FrameKind.RETURNED).channel == 2
+    process.process.send_signal(signal.SIGTERM)  # a second one changes nothing
+    process.invoke(3)  # sent before the gateway knew
+    assert process.expect(FrameKind.RETURNED).channel == 3
+    process.send(FrameKind.DRAIN)  # nothing more is on its way
+    process.release("gate")
+    assert process.expect(FrameKind.RESULT).channel == 1
+    assert process.frame() is None
+    assert process.exit_code() == 0
+
+
+def test_a_standby_that_drains_ends_at_once(worker: Callable[..., Process]) -> None:
+    process = worker("def handler(event): pass")
+    process.send(FrameKind.DRAIN)
+    process.expect(FrameKind.DRAIN)
+    assert process.frame() is None
+    assert process.exit_code() == 0
+
+
+def test_a_worker_whose_gateway_is_gone_ends_although_its_handler_does_not(
+    worker: Callable[..., Process],
+) -> None:
+    process = worker(BLOCKS)
+    process.ready()
+    process.invoke(1, "wait")
+    process.wait_for("inside")
+    process.sock.close()
+    assert process.exit_code() == 1
+
+
+BATCH_BLOCKS = """
+import pilotflame
+@pilotflame.batch(max_size=3)
+def handler(events):
+    open("inside", "wb").close()
+    open("gate", "rb").close()
+    return [len(events)] * len(events)
+"""
+
+
+def test_a_group_runs_together_and_one_that_had_not_started_is_given_back(
+    worker: Callable[..., Process],
+) -> None:
+    process = worker(BATCH_BLOCKS)
+    assert process.ready()["limit"] == 3
+    for channel, more in [(1, 2), (2, 1), (3, 0), (4, 1), (5, 0), (6, 2), (7, 1)]:
+        process.invoke(channel, **({"more": more} if more else {}))
+    process.wait_for("inside")
+    process.send(FrameKind.DRAIN)
+    process.expect(FrameKind.DRAIN)
+    assert [process.expect(FrameKind.RETURNED).channel for _ in range(4)] == [4, 5, 6, 7]
+    process.invoke(8)  # the rest of a group whose beginning came back
+    assert process.expect(FrameKind.RETURNED).channel == 8
+    process.release("gate")
+    frames = [process.expect(FrameKind.RESULT) for _ in range(3)]
+    assert [(frame.channel, frame.payload) for frame in frames] == [(1, b"3"), (2, b"3"), (3, b"3")]
+    assert process.frame() is None
+    assert process.exit_code() == 0
+
+
+def test_64_plain_handlers_run_at_the_same_time_in_one_worker(worker: Callable[..., Process]) -> None:
+    process = worker(
+        "import threading\nbarrier = None\ndef setup():\n    global barrier\n    barrier = threading.Barrier(64)\n"
+        "def handler(event):\n    barrier.wait(50)\n",
+        concurrency=64,
+    )
+    process.ready()
+    for channel in range(1, 65):
+        process.invoke(channel)
+    assert sorted(process.expect(FrameKind.RESULT).channel for _ in range(64)) == list(range(1, 65))
+
+
+MEASURED = """
+    import pilotflame
+    sizes = []
+    @pilotflame.batch(max_size=6, example=[{{"n": 1}}, {{"n": 2}}])
+    {prefix}def handler(events, context):
+        if len(events) > 2 and "{fails}":
+            raise MemoryError("no room")
+        sizes.append([len(events), [event["n"] for event in events][:3], len(context.items)])
+        context.progress(5)
+        return [sizes] * len(events)
+"""
+
+
+@pytest.mark.parametrize("prefix", ["", "async "])
+def test_the_example_is_measured_before_the_worker_is_ready(
+    worker: Callable[..., Process], prefix: str
+) -> None:
+    process = worker(MEASURED.format(prefix=prefix, fails=""))
+    process.send(FrameKind.ACTIVATE, 0, {"measure": True})
+    head = process.expect(FrameKind.READY).json()
+    assert [size for size, _, _ in head["curve"]] == [1, 2, 4, 6]
+    assert all(0 < p50_s <= p95_s for _, p50_s, p95_s in head["curve"])
+    assert head["limit"] == 6
+    process.invoke(1, {"n": 7})
+    process.expect(FrameKind.PROGRESS)
+    *measured, last = json.loads(process.expect(FrameKind.RESULT).payload)
+    expected = [[1, [1], 1], [2, [1, 2], 2], [4, [1, 2, 1], 4], [6, [1, 2, 1], 6]]
+    assert measured == [one for one in expected for _ in range(4)]
+    assert last == [1, [7], 1]
+
+
+@pytest.mark.parametrize("prefix", ["", "async "])
+def test_an_example_that_fails_is_told_and_the_worker_is_ready_all_the_same(
+    worker: Callable[..., Process], prefix: str
+) -> None:
+    process = worker(MEASURED.format(prefix=prefix, fails="yes"))
+    process.send(FrameKind.ACTIVATE, 0, {"measure": True})
+    head = process.expect(FrameKind.READY).json()
+    assert [size for size, _, _ in head["curve"]] == [1, 2]
+    assert head["limit"] == 2  # as many as there is memory for
+    process.send(FrameKind.DRAIN)
+    assert process.exit_code() == 0
+    assert "Measuring the example of @batch failed at handler.py" in process.errors()
+
+
+@pytest.mark.parametrize(("example", "order"), [("", {"measure": True}), (", example=1", {})])
+def test_nothing_is_measured_without_an_example_or_unasked(
+    worker: Callable[..., Process], example: str, order: dict[str, bool]
+) -> None:
+    process = worker(f"""
+        import pilotflame
+        ran = []
+        @pilotflame.batch(max_size=2{example})
+        def handler(events):
+            ran.append(len(events))
+            return [ran] * len(events)
+    """)
+    process.send(FrameKind.ACTIVATE, 0, order)
+    assert not process.expect(FrameKind.READY).json().get("curve")
+    assert process.ask(1) == [1]
+
+
+def test_answers_of_calls_before_a_crash_arrive(worker: Callable[..., Process]) -> None:
+    process = worker("import os\ndef handler(event):\n    return os._exit(9) if event == 3 else event\n")
+    process.ready()
+    process.sock.sendall(
+        b"".join(encode(FrameKind.INVOKE, n, b'{"id":"a"}', str(n).encode()) for n in (1, 2, 3, 4))
+    )
+    assert [process.expect(FrameKind.RESULT).channel for _ in range(2)] == [1, 2]
+    assert process.frame() is None
+    assert process.exit_code() == 9
+
+
+def test_a_stream_waits_for_more_and_ends_when_cancelled(worker: Callable[..., Process]) -> None:
+    process = worker("""
+        def handler(event):
+            try:
+                for number in range(event): yield number
+            finally:
+                open("closed", "w").close()
+    """)
+    process.ready()
+    process.invoke(1, 1_000_000)
+    first = [process.expect(FrameKind.CHUNK) for _ in range(64)]
+    assert [int(frame.payload) for frame in first] == list(range(64))
+    process.send(FrameKind.MORE, 1, {"count": 2})
+    assert [int(process.expect(FrameKind.CHUNK).payload) for _ in range(2)] == [64, 65]
+    process.send(FrameKind.CANCEL, 1)
+    assert process.expect(FrameKind.ERROR).json()["type"] == "cancelled"
+    assert (process.folder / "closed").exists()
+    process.invoke(2, 1)
+    process.expect(FrameKind.CHUNK)
+    assert process.expect(FrameKind.END).channel == 2
+
+
+def test_a_cancelled_task_makes_room(worker: Callable[..., Process]) -> None:
+    process = worker("""
+        import asyncio
+        async def handler(event):
+            if event == "wait":
+                open("inside", "wb").close()
+                await asyncio.Event().wait()
+            return event
+    """)
+    process.ready()
+    process.invoke(1, "wait")
+    process.invoke(2, "next")
+    process.wait_for("inside")
+    process.send(FrameKind.CANCEL, 1)
+    assert process.expect(FrameKind.ERROR).json()["type"] == "cancelled"
+    assert json.loads(process.expect(FrameKind.RESULT).payload) == "next"
+
+
+def test_what_it_logs_carries_the_invocation(worker: Callable[..., Process]) -> None:
+    process = worker("""
+        import logging
+        def handler(event, context):
+            context.log.info("from the context")
+            logging.getLogger("theirs").warning("from elsewhere")
+    """)
+    process.ready()
+    process.ask(7)
+    process.send(FrameKind.DRAIN)
+    assert process.exit_code() == 0
+    errors = process.errors()
+    assert "INFO i7 from the context" in errors
+    assert "WARNING - from elsewhere" in errors
+
+
+def test_a_teardown_that_fails_goes_to_the_log(worker: Callable[..., Process]) -> None:
+    process = worker("def handler(event): pass\ndef teardown():\n    raise ValueError('stuck')\n")
+    process.ready()
+    process.send(FrameKind.DRAIN)
+    assert process.exit_code() == 0
+    assert "teardown(context) failed at handler.py, line 3: ValueError: stuck" in process.errors()
+
+
+def test_a_rehearsal_that_fails_does_not_spoil_the_performance(worker: Callable[..., Process]) -> None:
+    process = worker("def handler(event): return 'fine'\ndef rehearse():\n    raise ValueError('lines')\n")
+    select.select([process.sock], [], [], LIMIT_S)  # PRIMED
+    process.ready()
+    assert process.ask(1) == "fine"
+    process.send(FrameKind.DRAIN)
+    assert process.exit_code() == 0
+    assert "rehearse(context) failed at handler.py, line 3: ValueError: lines" in process.errors()

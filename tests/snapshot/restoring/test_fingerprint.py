@@ -1,0 +1,59 @@
+"""A file that is not the verified one is never mapped."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from pilotflame.errors import SnapshotChanged
+from pilotflame.snapshot.format.manifest import Manifest
+from pilotflame.snapshot.restoring.fingerprint import Fingerprint, pin
+from pilotflame.snapshot.restoring.mapping import Mapping
+
+Save = Callable[..., tuple[Path, Manifest]]
+
+
+def test_an_unchanged_file_is_mapped(save: Save) -> None:
+    root, manifest = save({"a": torch.arange(4)})
+    mapping = Mapping(root, manifest, pin(root, manifest))
+    assert mapping.flat(0, torch.int64)[-4:].tolist() == [0, 1, 2, 3]
+
+
+def test_a_file_written_to_is_noticed(save: Save) -> None:
+    root, manifest = save({"a": torch.arange(4)})
+    pinned = pin(root, manifest)
+    os.utime(root / "model.safetensors", ns=(1, 1))
+    with pytest.raises(SnapshotChanged, match="written to"):
+        Mapping(root, manifest, pinned)
+
+
+def test_a_replaced_file_is_noticed(save: Save) -> None:
+    root, manifest = save({"a": torch.arange(4)})
+    path = root / "model.safetensors"
+    pinned = pin(root, manifest)
+    (root / "new").write_bytes(path.read_bytes())
+    os.utime(root / "new", ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
+    (root / "new").replace(path)
+    with pytest.raises(SnapshotChanged, match="replaced"):
+        Mapping(root, manifest, pinned)
+
+
+def test_another_size_is_noticed_with_and_without_a_pin(save: Save) -> None:
+    root, manifest = save({"a": torch.arange(4)})
+    pinned = pin(root, manifest)
+    os.truncate(root / "model.safetensors", 20)
+    for expected in (pinned, None):
+        with pytest.raises(SnapshotChanged, match="20 bytes"):
+            Mapping(root, manifest, expected)
+    (root / "model.safetensors").unlink()
+    with pytest.raises(SnapshotChanged, match="No such file"):
+        Mapping(root, manifest)
+
+
+def test_a_pin_of_something_else_is_refused(save: Save) -> None:
+    root, manifest = save({"a": torch.arange(4)})
+    with pytest.raises(SnapshotChanged, match="0 files"):
+        Mapping(root, manifest, Fingerprint(()))
