@@ -31,9 +31,10 @@ test: .venv/wheel ## All tests, on two processes
 coverage: .venv/wheel ## All tests, and what of the code they run: takes a third longer
 	$(BIN)/python -m pytest --cov --cov-report=term $(PYTEST_ARGS)
 
-lint: .venv/wheel ## ruff and mypy
+lint: .venv/wheel ## ruff, import-linter and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy -p pilotflame
 	MYPYPATH=infra/bench $(BIN)/mypy --explicit-package-bases infra/bench infra/demo.py
 
