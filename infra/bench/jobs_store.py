@@ -20,8 +20,7 @@ from pathlib import Path
 import uvloop
 from percentiles import median, percentile
 from pilotflame.runtime.jobs.database import Database
-from pilotflame.runtime.jobs.identity import new_job_id
-from pilotflame.runtime.jobs.job import Job, JobOutcome, JobState, NewJob
+from pilotflame.runtime.jobs.job import Job, JobOutcome, JobState, NewJob, new_job_id
 from pilotflame.runtime.jobs.schema import SCRIPTS
 from pilotflame.runtime.jobs.store import JobStore
 from report import Report

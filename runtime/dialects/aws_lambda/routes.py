@@ -26,8 +26,8 @@ from ...access.caller import caller_of
 from ...api.deadline import priority_of, timeout_of
 from ...api.requests import Limits, idempotency_of, read_body, request_id_of, traceparent_of
 from ...functions.registry import Functions, Live
+from ...jobs.job import NewJob
 from ...jobs.jobs import Jobs
-from ...jobs.order import order
 from ...serving.invocation import Answer, Invocation
 from ...telemetry.metrics import Metrics
 from .errors import PATHS, aws_error
@@ -88,7 +88,7 @@ class LambdaApi:
                 orjson.loads(body)
         except orjson.JSONDecodeError as error:
             raise BadInput(f"The payload is not JSON: {error}.", remedy="Send JSON.") from None
-        new = order(
+        new = NewJob.for_function(
             live.record.settings,
             body,
             owner=caller_of(request).owner,

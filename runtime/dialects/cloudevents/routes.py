@@ -16,7 +16,6 @@ from ...api.responses import error_response
 from ...functions.registry import Functions, Live
 from ...jobs.job import Job, NewJob
 from ...jobs.jobs import Jobs
-from ...jobs.order import order
 from .parsing import ReceivedEvent
 
 ORIGIN, RATE = "WebHook-Request-Origin", "WebHook-Request-Rate"
@@ -75,7 +74,7 @@ async def submit(
 def new_job(live: Live, event: ReceivedEvent, *, owner: str) -> NewJob:
     """A job for a live function, whose input is the event's data."""
     attributes = event.attributes
-    return order(
+    return NewJob.for_function(
         live.record.settings,
         event.data,
         content_type=event.content_type,

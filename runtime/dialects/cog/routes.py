@@ -20,10 +20,8 @@ from ...api.requests import Limits, idempotency_of, read_body, too_large, tracep
 from ...api.responses import EVENT_STREAM_TYPE, HEARTBEAT_S, event, typed
 from ...functions.registry import Functions, Live
 from ...jobs import queries
-from ...jobs.identity import GENERATED
-from ...jobs.job import Job, JobState, NewJob, Webhook
+from ...jobs.job import ID_PREFIX, Job, JobState, NewJob, Webhook
 from ...jobs.jobs import Jobs
-from ...jobs.order import order
 from .prediction import ID, PredictionRequest, Preference, chosen_id, parse, shown, stored_id
 
 FUNCTION = "X-Pilotflame-Function"
@@ -201,7 +199,7 @@ class Predictions:
         except UnknownJob:  # one whose id we made, or one of before there were keys
             job = await self._jobs.find(job_id, caller.allows, names)
         # An id that somebody chose can be guessed, so what it names is shown to whoever chose it.
-        others = job.owner not in ("", caller.owner) and not job.id.startswith(GENERATED)
+        others = job.owner not in ("", caller.owner) and not job.id.startswith(ID_PREFIX)
         if others and Scope.ADMIN not in caller.scopes:
             raise queries.unknown(job_id)
         return job
@@ -228,7 +226,7 @@ def _wanted(order: PredictionRequest, path_id: str | None) -> str:
 
 def _new_job(request: web.Request, live: Live, given: PredictionRequest, wanted: str) -> NewJob:
     owner = caller_of(request).owner
-    return order(
+    return NewJob.for_function(
         live.record.settings,
         given.input_json(),
         owner=owner,

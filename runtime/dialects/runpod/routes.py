@@ -31,7 +31,6 @@ from ...functions.registry import Functions, Live
 from ...jobs import message
 from ...jobs.job import BATCH_PRIORITY, LOW_PRIORITY, Job, JobState, NewJob, Webhook
 from ...jobs.jobs import Jobs
-from ...jobs.order import order
 from ..cloudevents import parsing
 from ..cloudevents import routes as events_api
 
@@ -121,7 +120,7 @@ class QueueApi:
             live, body = await self._body(request, ASYNC_BODY_BYTES)
             _check_json(request, body)
             kind = content_type_of(request.headers)
-            bare = order(live.record.settings, body, content_type=kind, **_told_by(request))
+            bare = NewJob.for_function(live.record.settings, body, content_type=kind, **_told_by(request))
             job, replayed = await self._jobs.submit(bare)
         except PilotflameError as error:
             return error_response(error, request_id_of(request.headers))
@@ -248,7 +247,7 @@ def new_job(live: Live, said: JobRequest, request: web.Request) -> NewJob:
         times["execution_timeout_s"] = policy.executionTimeout / 1000
     if policy.ttl is not None:
         times["ttl_s"] = policy.ttl / 1000
-    return order(
+    return NewJob.for_function(
         live.record.settings,
         dump_json(said.input),
         **times,

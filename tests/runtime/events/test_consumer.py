@@ -15,8 +15,8 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 from live import Gate, Gateway, gateway_here, gateway_process, short_folder, until
-from pilotflame.runtime.events.bus import Message
 from pilotflame.runtime.events.consumer import Consumer
+from pilotflame.runtime.events.message_queue import Message
 from pilotflame.runtime.settings.event_source import EventSource
 from pilotflame.runtime.settings.function_settings import FunctionSettings
 
@@ -307,7 +307,7 @@ class Broken:
     async def fail(self, *_: Any) -> Any:
         raise ZeroDivisionError("secret")
 
-    hold = delete = give_back = close = put = fail
+    extend = delete = release = close = put = fail
 
 
 async def test_an_error_that_nobody_expected_ends_no_gateway() -> None:
@@ -323,11 +323,9 @@ async def test_an_error_that_nobody_expected_ends_no_gateway() -> None:
         while pump.in_flight or len(said) < 3:  # each is told by another task of this group
             await asyncio.sleep(0)
         await pump.close(1.0)
-    assert any(
-        text.startswith("message one: An error that nobody expected (AttributeError)") for text in said
-    )
-    assert any(text.startswith("messages could not be given back") for text in said)
-    assert "An error that nobody expected (ZeroDivisionError), to be reported as Pilotflame's." in said
+    assert any(text.startswith("message one: Unexpected error (AttributeError)") for text in said)
+    assert any(text.startswith("messages could not be released") for text in said)
+    assert "Unexpected error (ZeroDivisionError); please report it as a bug of Pilotflame." in said
     assert not any("secret" in text for text in said)
 
 

@@ -186,7 +186,7 @@ async def test_an_older_file_is_brought_up_to_date(tmp_path: Path) -> None:
         await newer.read(lambda connection: connection.execute("SELECT more FROM rows").fetchone()[0]) == "m"
     )
     await asyncio.to_thread(newer.close)
-    with pytest.raises(JobStoreFailed, match="version 2, this pilotflame knows 1"):
+    with pytest.raises(JobStoreFailed, match="has version 2; this pilotflame knows versions up to 1"):
         opened(tmp_path / "jobs.db")
 
 
