@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from ...errors import BusFailed
+from ..settings.event_source import EventSource
 
 T = TypeVar("T")
 CONNECT_TIMEOUT_S = 5.0
@@ -31,16 +32,12 @@ _REMEDIES = {
 
 
 class AwsClient:
-    """A client of `service`, created at its first call. `purpose` begins its error messages."""
+    """A client of "sqs" or "s3", created at its first call. `purpose` begins its error messages."""
 
-    def __init__(
-        self, service: str, purpose: str, *, endpoint: str | None, region: str | None, profile: str | None
-    ) -> None:
+    def __init__(self, service: str, purpose: str, source: EventSource) -> None:
         self._service = service
         self._purpose = purpose
-        self._endpoint = endpoint
-        self._region = region
-        self._profile = profile
+        self._source = source
         self._opening = threading.Lock()
         self._client: Any = None
 
@@ -71,8 +68,10 @@ class AwsClient:
                     request_checksum_calculation="when_required",
                     response_checksum_validation="when_required",
                 )  # fmt: skip
-                session = boto3.Session(profile_name=self._profile, region_name=self._region)
-                self._client = session.client(self._service, endpoint_url=self._endpoint, config=config)
+                source = self._source
+                session = boto3.Session(profile_name=source.profile, region_name=source.region_name)
+                endpoint = source.sqs_endpoint if self._service == "sqs" else source.endpoint_url
+                self._client = session.client(self._service, endpoint_url=endpoint, config=config)
             return self._client
 
     @contextmanager

@@ -19,7 +19,8 @@ from ..jobs.jobs import Jobs
 from ..settings.event_source import MAX_VISIBILITY_S, EventSource
 from ..settings.function_settings import FunctionSettings
 from ..telemetry.timeline import TRACEPARENT
-from .message_queue import Message, MessageQueue, Sink
+from .sinks import Sink
+from .sqs import Message, MessageQueue
 
 EXTENSIONS = 3
 """How many times a message is extended within its visibility timeout."""

@@ -9,14 +9,7 @@ from urllib.parse import quote
 from ..jobs.job import Job
 from ..settings.event_source import EventSource
 from .aws import AwsClient
-from .message_queue import Message, Sink
-
-
-def open_sink(source: EventSource) -> Sink | None:
-    """Return the sink that the source names, or None."""
-    if source.result is None:
-        return None
-    return ObjectSink(source) if source.result.startswith("s3://") else QueueSink(source)
+from .sqs import Message
 
 
 class QueueSink:
@@ -25,12 +18,10 @@ class QueueSink:
     def __init__(self, source: EventSource) -> None:
         self._result = source.result or ""
         self._url = "" if self._result.startswith("sqs://") else self._result
-        self._aws = AwsClient(
-            "sqs", f"Outputs to {self._result}",
-            endpoint=source.sqs_endpoint, region=source.region_name, profile=source.profile,
-        )  # fmt: skip
+        self._aws = AwsClient("sqs", f"Outputs to {self._result}", source)
 
     async def put(self, message: Message, job: Job) -> None:
+        """Send the output of a COMPLETED job. A repeated call sends it again."""
         await self._aws.call(lambda client: self._send(client, message, job))
 
     async def close(self) -> None:
@@ -63,10 +54,7 @@ class ObjectSink:
         result = source.result or ""
         self._bucket, _, prefix = result.removeprefix("s3://").partition("/")
         self._prefix = prefix.strip("/")
-        self._aws = AwsClient(
-            "s3", f"Outputs to {result}",
-            endpoint=source.endpoint_url, region=source.region_name, profile=source.profile,
-        )  # fmt: skip
+        self._aws = AwsClient("s3", f"Outputs to {result}", source)
 
     async def put(self, message: Message, job: Job) -> None:
         name = quote(message.id, safe="") + ("" if job.output_type else ".json")
@@ -92,3 +80,13 @@ def _attributes(message: Message, job: Job) -> dict[str, str]:
 
 def _output(job: Job) -> bytes:
     return job.output or b"null"
+
+
+Sink = QueueSink | ObjectSink
+
+
+def open_sink(source: EventSource) -> Sink | None:
+    """Return the sink that the source names, or None."""
+    if source.result is None:
+        return None
+    return ObjectSink(source) if source.result.startswith("s3://") else QueueSink(source)

@@ -11,7 +11,7 @@ from ..settings.event_source import missing_package
 from ..settings.function_settings import FunctionSettings
 from .consumer import Consumer
 from .sinks import open_sink
-from .sqs import SqsQueue
+from .sqs import MessageQueue
 
 SETTLE_S = 2.0
 """Time after the drain to store how cancelled jobs ended and to release their messages."""
@@ -47,7 +47,9 @@ class Sources:
                 continue
             else:
                 log = partial(self._log_source, name, source.queue_name)
-                consumer = Consumer(settings, source, self._jobs, SqsQueue(source), open_sink(source), log)
+                consumer = Consumer(
+                    settings, source, self._jobs, MessageQueue(source), open_sink(source), log
+                )
                 consumer.start(self._tasks)
             consumers.append(consumer)
         if consumers:

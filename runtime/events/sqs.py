@@ -1,15 +1,15 @@
-"""SQS as a message queue."""
+"""A message queue of SQS, with at-least-once delivery. Its methods raise BusFailed and do not block the event loop."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import BusFailed
 from ..settings.event_source import MAX_VISIBILITY_S, EventSource
 from .aws import AwsClient
-from .message_queue import Message
 
 POLL_S = 20
 """The longest poll that SQS allows, for the fewest requests while the queue is empty."""
@@ -20,18 +20,32 @@ _MAX_COUNT_CHARS = 10
 _REQUIRED = ("MessageId", "ReceiptHandle", "Body")
 
 
-class SqsQueue:
-    """A queue of SQS."""
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One delivery of a message. `receipt` identifies the delivery when the message is deleted."""
+
+    id: str
+    receipt: str
+    body: bytes
+    received: int = 1
+    """How many times the message was delivered, including this one."""
+    attributes: Mapping[str, str] = field(default_factory=dict)
+
+
+class MessageQueue:
+    """The queue of an event source."""
 
     def __init__(self, source: EventSource) -> None:
         self._url = source.queue
         self._visibility_s = source.visibility_s
-        self._aws = AwsClient(
-            "sqs", f"The queue {source.queue}",
-            endpoint=source.sqs_endpoint, region=source.region_name, profile=source.profile,
-        )  # fmt: skip
+        self._aws = AwsClient("sqs", f"The queue {source.queue}", source)
 
     async def receive(self, limit: int) -> Sequence[Message]:
+        """Wait for messages and return up to `limit`, or none after POLL_S.
+
+        Messages that arrive after the caller was cancelled are released.
+        """
+
         def poll(client: Any) -> list[Message]:
             response = client.receive_message(
                 QueueUrl=self._url, MaxNumberOfMessages=min(limit, BATCH), WaitTimeSeconds=POLL_S,
@@ -43,6 +57,7 @@ class SqsQueue:
         return await self._aws.call(poll, self._release_abandoned)
 
     async def extend(self, messages: Sequence[Message]) -> Sequence[str]:
+        """Hide messages from others for another visibility timeout. Return the ids of those that failed."""
         return await self._aws.call(lambda client: self._hide(client, messages, self._visibility_s))
 
     async def delete(self, message: Message) -> None:
@@ -51,6 +66,7 @@ class SqsQueue:
         )
 
     async def release(self, messages: Sequence[Message], delay_s: int) -> None:
+        """Make messages visible to others after a delay. SQS counts deliveries and may dead-letter a message."""
         await self._aws.call(lambda client: self._hide(client, messages, delay_s))
 
     async def close(self) -> None:

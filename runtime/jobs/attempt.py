@@ -144,10 +144,10 @@ class JobAttempt:
     async def _take(self) -> bool:
         """Record the attempt's start once. Return False if the job is no longer queued."""
         if not self._fence:
-            taken = await self._retried(lambda: self._store.take(self.job.id, self.invocation.worker))
-            if taken is None:
+            fence = await self._retried(lambda: self._store.take(self.job.id, self.invocation.worker))
+            if fence is None:
                 return False
-            self._fence = taken.attempts
+            self._fence = fence
             self._store_progress()
         return True
 

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from ...errors import GatewayError, JobStoreFailed, QueueFull, RevisionRetired, UnknownFunction
 from ..functions.registry import Live
@@ -80,31 +81,24 @@ class JobDispatcher:
                 self._idle.set()
 
 
+@dataclass(eq=False)
 class _FunctionJobs:
     """The jobs of one function that are submitted to its revision. Ends when there are none, and none is delayed."""
 
-    def __init__(
-        self,
-        function: str,
-        store: JobStore,
-        live: Callable[[str], Live],
-        tasks: asyncio.TaskGroup,
-        closing: asyncio.Event,
-    ) -> None:
-        self._function = function
-        self._store = store
-        self._live = live
-        self._tasks = tasks
-        self._closing = closing
-        self.news = asyncio.Event()
-        self.attempts: dict[str, JobAttempt] = {}
-        self._ended: set[str] = set()
-        """Ids of the jobs that ended since the last read of the store."""
+    function: str
+    store: JobStore
+    live: Callable[[str], Live]
+    tasks: asyncio.TaskGroup
+    closing: asyncio.Event
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    attempts: dict[str, JobAttempt] = field(default_factory=dict)
+    ended: set[str] = field(default_factory=set)
+    """Ids of the jobs that ended since the last read of the store."""
 
     async def run(self) -> None:
         while True:
             self.news.clear()
-            delay_s = None if self._closing.is_set() else await self._submit_next()
+            delay_s = None if self.closing.is_set() else await self._submit_next()
             if delay_s is None and not self.attempts and not self.news.is_set():
                 return
             with contextlib.suppress(TimeoutError):
@@ -117,13 +111,13 @@ class _FunctionJobs:
             room = self._room()
             if room <= 0:
                 return None
-            self._ended.clear()
+            self.ended.clear()
             now_s = time.time()
-            jobs = await self._store.due(self._function, room + len(self.attempts), now_s)
+            jobs = await self.store.due(self.function, room + len(self.attempts), now_s)
             # `jobs` holds all that were due at `now_s`, so only later ones need a timer.
-            due_s = await self._store.next_due(self._function, now_s)
+            due_s = await self.store.next_due(self.function, now_s)
             # A job that ended during the read may appear as queued. Its end has set `news`, so the store is read again.
-            known = self.attempts.keys() | self._ended
+            known = self.attempts.keys() | self.ended
             for job in [job for job in jobs if job.id not in known][:room]:
                 self._start(job)
         except (UnknownFunction, GatewayError):
@@ -136,7 +130,7 @@ class _FunctionJobs:
         return None if due_s is None else max(0.0, due_s - time.time())
 
     def _room(self) -> int:
-        scale = self._live(self._function).revision.policy.scale
+        scale = self.live(self.function).revision.policy.scale
         capacity = scale.max * scale.concurrency
         # An attempt whose invocation has ended only waits for the store.
         outstanding = sum(not attempt.invocation.ended for attempt in self.attempts.values())
@@ -144,18 +138,18 @@ class _FunctionJobs:
         return min(room, MAX_SUBMITTED - len(self.attempts))
 
     def _start(self, job: Job) -> None:
-        if self._closing.is_set():
+        if self.closing.is_set():
             return
         # The revision may have been replaced during the read of the store.
-        live = self._live(self._function)
+        live = self.live(self.function)
         attempt = JobAttempt(
-            job, live.revision, self._store, self._tasks, self._closing,
+            job, live.revision, self.store, self.tasks, self.closing,
             lambda worker: _last_lines(live.logs, worker),
         )  # fmt: skip
         attempt.submit()
         self.attempts[job.id] = attempt
         attempt.invocation.answer.add_done_callback(lambda _: self.news.set())
-        self._tasks.create_task(self._attend(attempt))
+        self.tasks.create_task(self._attend(attempt))
 
     async def _attend(self, attempt: JobAttempt) -> None:
         """Run an attempt to its end. No error of one job may end the gateway."""
@@ -168,7 +162,7 @@ class _FunctionJobs:
             self._log(f"job {job_id} could not be given up: {type(error).__name__}: {error}")
         finally:
             del self.attempts[job_id]
-            self._ended.add(job_id)
+            self.ended.add(job_id)
             self.news.set()
 
     async def _run_or_give_up(self, attempt: JobAttempt) -> None:
@@ -182,7 +176,7 @@ class _FunctionJobs:
 
     def _log(self, text: str) -> None:
         with contextlib.suppress(UnknownFunction, GatewayError):
-            self._live(self._function).logs.write("gateway", text)
+            self.live(self.function).logs.write("gateway", text)
 
 
 def _last_lines(logs: LogBook, worker: str) -> str:

@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ...errors import JobExpired, JobStoreFailed, UnknownJob
 from ..functions.registry import Live
+from ..settings.gateway_settings import GatewaySettings
 from . import outbox
 from .database import Database
 from .dispatcher import JobDispatcher
@@ -34,26 +34,18 @@ MAX_SLEEP_S = 300.0
 PIECES_PER_READ = 1000
 
 
-@dataclass(frozen=True, slots=True)
-class JobSettings:
-    """How long results are kept, and the private networks that webhooks may call."""
-
-    keep_s: float = 1800.0
-    webhook_networks: tuple[str, ...] = ()
-
-
 class Jobs:
     """All jobs of a gateway. Every result is on the disk: an id that was returned can be looked up after a crash."""
 
     def __init__(
-        self, state: Path, live: Callable[[str], Live], tasks: asyncio.TaskGroup, settings: JobSettings
+        self, state: Path, live: Callable[[str], Live], tasks: asyncio.TaskGroup, settings: GatewaySettings
     ) -> None:
         self._database = Database(state / DATABASE_FILE, SCRIPTS)
         self._state = state
         self._tasks = tasks
-        self._settings = settings
+        self._keep_s = settings.keep_result_s
         self._addresses = AddressPolicy.parse(settings.webhook_networks)
-        self.store = JobStore(self._database, keep_s=settings.keep_s, on_commit=self._on_commit)
+        self.store = JobStore(self._database, keep_s=self._keep_s, on_commit=self._on_commit)
         self._dispatcher = JobDispatcher(self.store, live, tasks)
         self._watchers: dict[str, set[asyncio.Event]] = {}
         self._sender: WebhookSender | None = None
@@ -95,7 +87,7 @@ class Jobs:
         if new.webhook is not None:
             self._addresses.check(new.webhook.url)
         job, replayed = await self.store.submit(new)
-        self._expect_expiry(job.created_s + min(job.ttl_s, self._settings.keep_s))
+        self._expect_expiry(job.created_s + min(job.ttl_s, self._keep_s))
         return job, replayed
 
     async def get(self, function: str, job_id: str) -> Job:
@@ -240,7 +232,7 @@ class Jobs:
     def _on_commit(self, transaction: Transaction) -> None:
         for function in sorted(transaction.queued):
             self._dispatcher.wake(function)
-            self._expect_expiry(time.time() + self._settings.keep_s)
+            self._expect_expiry(time.time() + self._keep_s)
         for job_id in transaction.changed:
             for news in self._watchers.get(job_id, ()):
                 news.set()

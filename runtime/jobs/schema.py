@@ -184,7 +184,7 @@ def find_row(
     return row
 
 
-def read_job(connection: sqlite3.Connection, number: int, select: str = SELECT_WITHOUT_BODIES) -> Job:
+def read_job(connection: sqlite3.Connection, number: int, select: str) -> Job:
     """Return a job that is known to exist."""
     return job_of(connection.execute(select + "WHERE jobs.number = ?", (number,)).fetchone())
 

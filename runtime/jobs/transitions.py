@@ -72,28 +72,24 @@ def _check_room(transaction: Transaction, new: NewJob) -> None:
         )
 
 
-def take(transaction: Transaction, job_id: str, worker: str = "") -> Job | None:
-    """Start an attempt; the job's `attempts` is its fence. None if the job is not queued.
-
-    Like `finish` and `requeue`, returns the job without input, output and logs.
-    """
+def take(transaction: Transaction, job_id: str, worker: str = "") -> int | None:
+    """Start an attempt and return its fence. None if the job is not queued."""
     row = find_row(transaction.connection, job_id)
     if row is None or row["state"] != JobState.IN_QUEUE:
         return None
     transaction.move(row, JobState.IN_PROGRESS, worker=worker)
     transaction.notify(row, "start")
-    return read_job(transaction.connection, row["number"])
+    return int(row["attempts"]) + 1
 
 
-def finish(transaction: Transaction, job_id: str, fence: int, outcome: JobOutcome) -> Job | None:
-    """End an attempt and its job. None if this attempt no longer runs the job."""
+def finish(transaction: Transaction, job_id: str, fence: int, outcome: JobOutcome) -> bool:
+    """End an attempt and its job. Return False if this attempt no longer runs the job."""
     if not outcome.state.final:
         raise JobConflict(f"A job cannot end as {outcome.state}.")
     row = transaction.running_row(job_id, fence)
-    if row is None:
-        return None
-    transaction.end(row, outcome)
-    return read_job(transaction.connection, row["number"])
+    if row is not None:
+        transaction.end(row, outcome)
+    return row is not None
 
 
 def requeue(
@@ -105,15 +101,15 @@ def requeue(
     delay_s: float = 0.0,
     counted: bool = True,
     logs: str = "",
-) -> Job | None:
+) -> bool:
     """End an attempt and queue the job again; end it as FAILED, with error and logs, after its last attempt.
 
     An attempt that failed through no fault of the job is not `counted`: the job gets one more.
-    None if this attempt no longer runs the job.
+    Return False if this attempt no longer runs the job.
     """
     row = transaction.running_row(job_id, fence)
     if row is None:
-        return None
+        return False
     if counted and row["attempts"] >= row["max_attempts"]:
         transaction.end(row, JobOutcome(JobState.FAILED, error=error, logs=logs))
     else:
@@ -124,7 +120,7 @@ def requeue(
             error=orjson.dumps(error).decode() if error is not None else None,
             max_attempts=row["max_attempts"] + (0 if counted else 1),
         )
-    return read_job(transaction.connection, row["number"])
+    return True
 
 
 def recover(transaction: Transaction) -> int:

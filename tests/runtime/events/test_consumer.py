@@ -16,7 +16,7 @@ import pytest_asyncio
 from aiohttp import web
 from live import Gate, Gateway, gateway_here, gateway_process, short_folder, until
 from pilotflame.runtime.events.consumer import Consumer
-from pilotflame.runtime.events.message_queue import Message
+from pilotflame.runtime.events.sqs import Message
 from pilotflame.runtime.settings.event_source import EventSource
 from pilotflame.runtime.settings.function_settings import FunctionSettings
 
@@ -262,7 +262,7 @@ async def test_an_endpoint_that_answers_nonsense_is_said_and_ends_nothing(deploy
         function = await deploy(PLAIN, source(queue(), endpoint_url=url), check=False)
         line = await function.logged("a message without MessageId, ReceiptHandle, Body")
         assert "Check that the queue's URL" in line["text"]
-        await function.logged("is no number")
+        await function.logged("is not a number")
     mine = queue()  # the gateway goes on, and so do other sources
     await deploy(PLAIN, source(mine), check=False)
     await mine.send("1")
