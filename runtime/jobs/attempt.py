@@ -31,7 +31,6 @@ MAX_STREAM_BYTES = 256 << 20
 """The largest streamed output; a larger one fails the job."""
 ROW_BYTES = 32
 """The overhead of storing a piece, so that many tiny pieces count too."""
-PIECES_PER_READ = 1000
 BACKOFF_S = 2.0
 MAX_BACKOFF_S = 300.0
 LOG_LINES = 20
@@ -183,7 +182,7 @@ class JobAttempt:
         if self._stored_bytes > MAX_AGGREGATE_BYTES:
             return b"[]"
         pieces: list[bytes] = []
-        while more := await self._store.pieces(self.job.id, len(pieces), PIECES_PER_READ):
+        while more := await self._store.pieces(self.job.id, len(pieces)):
             pieces += [piece for _, piece in more]
         return b"[" + b",".join(pieces) + b"]"
 

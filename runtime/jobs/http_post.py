@@ -26,6 +26,7 @@ MAX_ERROR_CHARS = 300
 REDIRECTS = frozenset({301, 302, 307, 308})
 """All are followed with the same POST: a GET would carry no message."""
 MAX_REDIRECTS = 3
+CONNECT_TIMEOUT_S = 5.0
 KEEP_ALIVE_S = 4.0
 """Shorter than the keep-alive of servers, so that few requests meet a connection that is being closed."""
 
@@ -89,16 +90,10 @@ class HttpPoster:
     """An HTTP client for webhooks. Enter it on the event loop that uses it."""
 
     def __init__(
-        self,
-        policy: AddressPolicy,
-        *,
-        timeout_s: float,
-        connect_timeout_s: float,
-        resolver: AbstractResolver | None = None,
+        self, policy: AddressPolicy, *, timeout_s: float, resolver: AbstractResolver | None = None
     ) -> None:
         self._policy = policy
         self._timeout_s = timeout_s
-        self._connect_timeout_s = connect_timeout_s
         self._resolver = resolver
 
     async def __aenter__(self) -> Self:
@@ -110,7 +105,7 @@ class HttpPoster:
                 socket_factory=self._policy.socket,
                 keepalive_timeout=KEEP_ALIVE_S,
             ),
-            timeout=aiohttp.ClientTimeout(total=None, connect=self._connect_timeout_s),
+            timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S),
             cookie_jar=aiohttp.DummyCookieJar(),
             headers=_HEADERS,
             auto_decompress=False,

@@ -31,7 +31,6 @@ CLOSE_TIMEOUT_S = 10.0
 EXPIRY_RETRY_S = 5.0
 MAX_SLEEP_S = 300.0
 """The longest sleep until a wall-clock time, after which a clock that was set forward is noticed."""
-PIECES_PER_READ = 1000
 
 
 class Jobs:
@@ -129,7 +128,7 @@ class Jobs:
             while True:
                 news.clear()
                 job = await self.store.get(function, job_id)
-                pieces = await self.store.pieces(job_id, after, PIECES_PER_READ)
+                pieces = await self.store.pieces(job_id, after)
                 after = pieces[-1][0] if pieces else after
                 yield job, pieces
                 if job.state.final and not pieces:

@@ -93,7 +93,9 @@ def newest(
     return [job_of(row) for row in rows[:limit]]
 
 
-def pieces(connection: sqlite3.Connection, job_id: str, after: int, limit: int) -> list[tuple[int, bytes]]:
+def pieces(
+    connection: sqlite3.Connection, job_id: str, after: int, limit: int = 1000
+) -> list[tuple[int, bytes]]:
     """Return (number, piece) of a streamed output with numbers above `after`: at least one, then up to PIECES_BYTES."""
     cursor = connection.execute(
         "SELECT pieces.number, body FROM jobs JOIN pieces ON pieces.job = jobs.number "

@@ -11,8 +11,6 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from ...errors import JobStoreFailed
 from . import outbox
@@ -25,19 +23,11 @@ _log = logging.getLogger(__name__)
 
 MAX_SLEEP_S = 300.0
 """The longest sleep until a wall-clock time, after which a clock that was set forward is noticed."""
+MAX_REQUESTS = 64
+MAX_REQUESTS_PER_HOST = 8
+TIMEOUT_S = 15.0
 PAUSE_S = 5.0
 """The pause after the store refused: sending without recording would repeat requests."""
-
-
-@dataclass(frozen=True, slots=True)
-class WebhookLimits:
-    """Limits of the sender."""
-
-    in_flight: int = 64
-    per_host: int = 8
-    timeout_s: float = 15.0
-    connect_timeout_s: float = 5.0
-    schedule: RetrySchedule = field(default_factory=RetrySchedule)
 
 
 class WebhookSender:
@@ -48,18 +38,13 @@ class WebhookSender:
         database: Database,
         key: SigningKey,
         policy: AddressPolicy,
-        *,
-        limits: WebhookLimits | None = None,
-        clock: Callable[[], float] = time.time,
+        schedule: RetrySchedule | None = None,
     ) -> None:
         """`key` is the gateway's, from which each function's key is derived."""
         self._database = database
         self._key = key
-        self._limits = limits or WebhookLimits()
-        self._clock = clock
-        self._poster = HttpPoster(
-            policy, timeout_s=self._limits.timeout_s, connect_timeout_s=self._limits.connect_timeout_s
-        )
+        self._schedule = schedule or RetrySchedule()
+        self._poster = HttpPoster(policy, timeout_s=TIMEOUT_S)
         self._awake = asyncio.Event()
         self._closing = asyncio.Event()
         self._requests: dict[asyncio.Task[None], tuple[str, str]] = {}
@@ -78,7 +63,7 @@ class WebhookSender:
     async def redeliver(self, function: str, delivery_id: str) -> Delivery:
         """Send a delivery again with its id, whatever its state. UnknownDelivery, JobStoreFailed."""
         delivery = await self._database.write(
-            lambda connection: outbox.redeliver(connection, function, delivery_id, self._clock())
+            lambda connection: outbox.redeliver(connection, function, delivery_id, time.time())
         )
         self.wake()
         return delivery
@@ -112,15 +97,15 @@ class WebhookSender:
 
     async def _send_due(self, tasks: asyncio.TaskGroup) -> float:
         """Start as many due deliveries as there is room for. Return the seconds until more are due."""
-        room = self._limits.in_flight - len(self._requests)
+        room = MAX_REQUESTS - len(self._requests)
         if room <= 0:
             # The end of a request wakes the loop.
             return MAX_SLEEP_S
-        now_s, busy = self._clock(), list(self._requests.values())
+        now_s, busy = time.time(), list(self._requests.values())
         try:
             deliveries, next_s = await self._database.read(
                 lambda connection: outbox.due(
-                    connection, now_s, room=room, room_per_host=self._limits.per_host, busy=busy
+                    connection, now_s, room=room, room_per_host=MAX_REQUESTS_PER_HOST, busy=busy
                 )
             )
         except JobStoreFailed as error:
@@ -133,10 +118,10 @@ class WebhookSender:
             self._requests[task] = (delivery.host, delivery.job_id)
             task.add_done_callback(self._ended)
         # Due deliveries that found no room are read again when a request ends.
-        return MAX_SLEEP_S if next_s is None else max(0.0, next_s - self._clock())
+        return MAX_SLEEP_S if next_s is None else max(0.0, next_s - time.time())
 
     async def _send(self, delivery: Delivery) -> None:
-        now_s = self._clock()
+        now_s = time.time()
         headers = self._key.of(delivery.function).headers(delivery.id, delivery.body, now_s)
         attempt = await self._poster.post(delivery.url, headers, delivery.body, now_s)
         try:
@@ -151,10 +136,10 @@ class WebhookSender:
             )  # fmt: skip
 
     async def _record(self, delivery_id: str, attempt: DeliveryAttempt) -> Delivery | None:
-        schedule, draw = self._limits.schedule, random.random()  # noqa: S311
+        draw = random.random()  # noqa: S311
         return await self._database.write(
             lambda connection: outbox.record(
-                connection, delivery_id, attempt, schedule, now_s=self._clock(), draw=draw
+                connection, delivery_id, attempt, self._schedule, now_s=time.time(), draw=draw
             )
         )
 

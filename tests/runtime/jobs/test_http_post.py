@@ -38,7 +38,7 @@ async def outside() -> AsyncIterator[Receiver]:
 async def post(
     url: str, policy: AddressPolicy = SECOND, timeout_s: float = 20.0, **how: Any
 ) -> DeliveryAttempt:
-    async with HttpPoster(policy, timeout_s=timeout_s, connect_timeout_s=5.0, **how) as poster:
+    async with HttpPoster(policy, timeout_s=timeout_s, **how) as poster:
         return await poster.post(url, {"webhook-id": "msg_1"}, b'{"a":1}', 1000.0)
 
 
@@ -133,7 +133,7 @@ async def test_dns_rebinding_is_refused(inside: Receiver) -> None:
         # Only its address is needed.
         del outside
         resolver = Names("127.0.0.2", "127.0.0.1")
-        async with HttpPoster(SECOND, timeout_s=20, connect_timeout_s=5, resolver=resolver) as poster:
+        async with HttpPoster(SECOND, timeout_s=20, resolver=resolver) as poster:
             poster._session.connector._use_dns_cache = False  # type: ignore[union-attr]
             errors = [(await poster.post(f"http://x.example:{port}/", {}, b"", 0.0)).error for _ in range(2)]
     # The first connection is allowed; no server listens there.

@@ -237,7 +237,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.model.requeue(job_id, 0.0, counted=True)
 
     @invariant()
-    def all_is_as_it_should(self) -> None:
+    def everything_equals_the_model(self) -> None:
         self.run(self.check())
 
     async def check(self) -> None:
@@ -333,14 +333,14 @@ async def test_concurrent_duplicates_give_one_job(store: JobStore) -> None:
     assert (await store.counts("tone")).in_queue == 1
 
 
-async def test_a_key_is_of_its_owner_and_function(store: JobStore) -> None:
+async def test_an_idempotency_key_belongs_to_owner_and_function(store: JobStore) -> None:
     asked = [new(idempotency="k"), new(idempotency="k", owner="o"), new("echo", idempotency="k")]
     assert len({(await store.submit(each))[0].id for each in asked}) == 3
     with pytest.raises(IdempotencyConflict):
         await store.submit(new(idempotency="k", content_type="text/plain"))
 
 
-async def test_a_full_queue_takes_nothing_new_and_gives_what_it_has(store: JobStore) -> None:
+async def test_a_full_queue_refuses_new_jobs_and_returns_repeated_ones(store: JobStore) -> None:
     jobs = [(await store.submit(new(idempotency=key, max_queued=2)))[0] for key in ("a", "b")]
     with pytest.raises(QueueFull, match="max_jobs "):
         await store.submit(new(max_queued=2))
@@ -351,7 +351,7 @@ async def test_a_full_queue_takes_nothing_new_and_gives_what_it_has(store: JobSt
     assert (await store.counts("tone")) == JobCounts(in_queue=2, in_progress=1)
 
 
-async def test_a_queue_is_full_by_its_bytes_too(store: JobStore) -> None:
+async def test_a_queue_is_limited_in_bytes_too(store: JobStore) -> None:
     first, _ = await store.submit(new(body=b"x" * 200, max_queued_bytes=100))
     with pytest.raises(QueueFull, match="max_jobs_bytes "):
         await store.submit(new(body=b"x", max_queued_bytes=200))
@@ -366,7 +366,7 @@ async def test_a_queue_is_full_by_its_bytes_too(store: JobStore) -> None:
         await store.submit(new(body=b"x", max_queued_bytes=300))
 
 
-async def test_what_an_older_file_has_in_its_queue_is_counted(
+async def test_the_queue_of_an_older_file_is_counted(
     open_store: Callable[..., tuple[JobStore, Database]], tmp_path: Path
 ) -> None:
     with closing(sqlite3.connect(tmp_path / "jobs.db")) as older:
@@ -411,7 +411,7 @@ async def test_all_fields_of_a_job_and_its_outcome_are_stored(store: JobStore, c
 
 
 @pytest.mark.parametrize("webhook", [None, HOOK, Webhook(HOOK.url, ("logs",))])
-async def test_the_writer_reads_no_bodies_that_nobody_needs(
+async def test_the_writer_reads_no_needless_bodies(
     open_store: Callable[..., tuple[JobStore, Database]],
     webhook: Webhook | None,
     monkeypatch: pytest.MonkeyPatch,
@@ -439,7 +439,7 @@ async def test_the_writer_reads_no_bodies_that_nobody_needs(
     assert (await store.get("tone", other.id)).state is JobState.CANCELLED
 
 
-async def test_lists_are_cut_into_pages_by_state(store: JobStore) -> None:
+async def test_lists_have_pages_and_states(store: JobStore) -> None:
     jobs = [(await store.submit(new()))[0] for _ in range(6)]
     for job in jobs[:3]:
         await run_once(store, job)
@@ -458,20 +458,20 @@ async def test_only_a_final_state_ends_a_job(store: JobStore) -> None:
         await store.finish(job.id, 1, JobOutcome(JobState.IN_QUEUE))
 
 
-async def test_an_id_that_is_no_text_is_unknown(store: JobStore) -> None:
+async def test_an_id_with_surrogates_is_unknown(store: JobStore) -> None:
     with pytest.raises(UnknownJob):
         await store.get("tone", "job-\udcff")
     with pytest.raises(UnknownJob):
         await store.cancel("tone", "job-\udcff")
 
 
-async def test_of_two_who_take_a_job_one_has_it(store: JobStore) -> None:
+async def test_only_one_of_many_takers_gets_a_job(store: JobStore) -> None:
     job, _ = await store.submit(new())
     fences = await asyncio.gather(*(store.take(job.id, str(number)) for number in range(20)))
     assert sorted(fences, key=bool) == [None] * 19 + [1]
 
 
-async def test_a_worker_back_from_the_dead_changes_nothing(store: JobStore) -> None:
+async def test_a_report_with_an_old_fence_changes_nothing(store: JobStore) -> None:
     job, _ = await store.submit(new())
     await store.take(job.id)
     await store.requeue(job.id, 1, error=None)
@@ -486,7 +486,7 @@ async def test_a_worker_back_from_the_dead_changes_nothing(store: JobStore) -> N
     assert (await store.get("tone", job.id)).output == b'"done"'
 
 
-async def test_a_cancelled_submit_still_wakes_who_takes_its_job(
+async def test_a_cancelled_submit_still_wakes_the_dispatcher(
     open_store: Callable[..., tuple[JobStore, Database]],
 ) -> None:
     woken = asyncio.Event()
@@ -498,7 +498,7 @@ async def test_a_cancelled_submit_still_wakes_who_takes_its_job(
     assert (await store.counts("tone")).in_queue == 1
 
 
-async def test_if_the_outbox_fails_nothing_has_happened(
+async def test_a_failure_of_the_outbox_undoes_the_transition(
     open_store: Callable[..., tuple[JobStore, Database]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -516,7 +516,7 @@ async def test_if_the_outbox_fails_nothing_has_happened(
     assert not any(notified)
 
 
-async def test_a_purge_takes_its_turns_and_leaves_what_comes_later(
+async def test_a_purge_runs_in_slices_and_leaves_later_jobs(
     open_store: Callable[..., tuple[JobStore, Database]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pilotflame.runtime.jobs.transitions.PURGE_SLICE", 10)
@@ -528,7 +528,7 @@ async def test_a_purge_takes_its_turns_and_leaves_what_comes_later(
     assert (await store.counts("echo")).in_queue == len(later)
 
 
-async def test_what_a_new_function_of_the_name_runs_is_not_the_old_ones(
+async def test_jobs_of_a_new_function_with_the_same_name_are_not_purged(
     store: JobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, _ = await store.submit(new())
@@ -555,7 +555,7 @@ async def expire_all(store: JobStore, clock: Clock) -> None:
         await store.expire()
 
 
-async def test_what_is_forgotten_leaves_nothing_and_the_file_shrinks(
+async def test_expired_jobs_leave_nothing_and_the_file_shrinks(
     open_store: Callable[..., tuple[JobStore, Database]],
     clock: Clock,
     tmp_path: Path,
@@ -582,7 +582,7 @@ async def test_what_is_forgotten_leaves_nothing_and_the_file_shrinks(
     assert (tmp_path / "jobs.db").stat().st_size < 400_000
 
 
-async def test_a_delivery_that_is_still_to_be_made_outlives_its_job(
+async def test_a_pending_delivery_outlives_its_job(
     open_store: Callable[..., tuple[JobStore, Database]], clock: Clock
 ) -> None:
     store, database = open_store()
@@ -659,7 +659,7 @@ async def test_nothing_scans_a_table(store: JobStore, call: str, monkeypatch: py
 # -- the disk
 
 
-async def test_a_full_disk_refuses_what_is_new_and_later_takes_it(
+async def test_a_full_disk_refuses_a_job_and_accepts_it_later(
     open_store: Callable[..., tuple[JobStore, Database]],
 ) -> None:
     store, database = open_store()
@@ -674,7 +674,7 @@ async def test_a_full_disk_refuses_what_is_new_and_later_takes_it(
     assert not replayed
 
 
-def test_what_was_acknowledged_is_there_after_a_kill(tmp_path: Path) -> None:
+def test_acknowledged_jobs_survive_a_kill(tmp_path: Path) -> None:
     """20 processes submit and finish jobs; each is killed at another moment."""
     path = tmp_path / "jobs.db"
     said: dict[str, list[str]] = {}

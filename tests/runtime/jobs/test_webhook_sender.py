@@ -16,7 +16,7 @@ from pilotflame.runtime.jobs import outbox, webhook_sender
 from pilotflame.runtime.jobs.http_post import AddressPolicy
 from pilotflame.runtime.jobs.schema import SCRIPTS
 from pilotflame.runtime.jobs.webhook_delivery import Delivery, RetrySchedule
-from pilotflame.runtime.jobs.webhook_sender import WebhookLimits, WebhookSender
+from pilotflame.runtime.jobs.webhook_sender import WebhookSender
 from pilotflame.runtime.jobs.webhook_signing import SigningKey
 from receiver import Held, Receiver, Watched, job, receiving
 from standardwebhooks import Webhook
@@ -40,11 +40,10 @@ async def database(tmp_path: Path) -> AsyncIterator[Watched]:
 
 
 @asynccontextmanager
-async def sending(database: Watched, *, close_s: float = 20.0, **limits: Any) -> AsyncIterator[WebhookSender]:
-    limits = {"schedule": AT_ONCE, **limits}
+async def sending(database: Watched, *, close_s: float = 20.0) -> AsyncIterator[WebhookSender]:
     policy = AddressPolicy.parse(["127.0.0.1"])
     async with asyncio.TaskGroup() as tasks:
-        sender = WebhookSender(database, KEY, policy, limits=WebhookLimits(**limits))
+        sender = WebhookSender(database, KEY, policy, AT_ONCE)
         sender.start(tasks)
         yield sender
         await sender.close(deadline_s=close_s)
@@ -101,13 +100,14 @@ async def test_a_redelivery_is_sent_again(database: Watched, receiver: Receiver)
 
 
 async def test_a_host_gets_a_limited_number_of_requests_at_a_time(
-    database: Watched, receiver: Receiver
+    database: Watched, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = [Held() for _ in range(4)]
     receiver.answers = [*held]
     for number in range(5):
         await add(database, receiver, f"job-{number}")
-    async with sending(database, per_host=2):
+    monkeypatch.setattr(webhook_sender, "MAX_REQUESTS_PER_HOST", 2)
+    async with sending(database):
         await receiver.received(2)
         held[0].let_go.set()
         await receiver.received(3)
