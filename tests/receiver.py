@@ -16,7 +16,7 @@ from pilotflame.runtime.jobs.job import Job, JobState, Webhook
 from pilotflame.runtime.jobs.outbox import newest
 from pilotflame.runtime.jobs.webhook_delivery import Delivery
 
-Answer = int | Callable[[web.Request], Awaitable[web.StreamResponse]]
+Response = int | Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class Came:
 
 
 class Receiver:
-    """Sends `answers` in order, then 204."""
+    """Sends `responses` in order, then 204."""
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.answers: list[Answer] = []
+        self.responses: list[Response] = []
         self.came: list[Came] = []
         self._changed = asyncio.Condition()
 
@@ -51,8 +51,8 @@ class Receiver:
         self.came.append(Came(request.path, headers, body))
         async with self._changed:
             self._changed.notify_all()
-        answer = self.answers.pop(0) if self.answers else 204
-        return web.Response(status=answer) if isinstance(answer, int) else await answer(request)
+        response = self.responses.pop(0) if self.responses else 204
+        return web.Response(status=response) if isinstance(response, int) else await response(request)
 
     async def received(self, count: int) -> list[Came]:
         async with asyncio.timeout(LIMIT_S), self._changed:
@@ -97,11 +97,11 @@ async def reset(request: web.Request) -> web.Response:
     return web.Response()
 
 
-def answer(status: int, **headers: str) -> Callable[[web.Request], Awaitable[web.Response]]:
-    async def answered(request: web.Request) -> web.Response:
+def respond(status: int, **headers: str) -> Callable[[web.Request], Awaitable[web.Response]]:
+    async def responded(request: web.Request) -> web.Response:
         return web.Response(status=status, headers={k.replace("_", "-"): v for k, v in headers.items()})
 
-    return answered
+    return responded
 
 
 class Watched(Database):

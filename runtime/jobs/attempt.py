@@ -91,9 +91,9 @@ class JobAttempt:
 
     async def run(self) -> None:
         """Store the attempt until it ends. JobStoreFailed if the gateway closes while the disk refuses to store it."""
-        answer = self.invocation.answer
+        output = self.invocation.answer
         await self._sent
-        reached_worker = bool(self.invocation.worker) or not answer.done()
+        reached_worker = bool(self.invocation.worker) or not output.done()
         try:
             if reached_worker and not (
                 await self._take() and await self._store_pieces(self.invocation.stream)
@@ -106,13 +106,13 @@ class JobAttempt:
             await self._finish(JobOutcome(JobState.FAILED, error=too_large.to_wire(), logs=self._logs()))
             return
         # `wait` does not raise the exception of the future.
-        await asyncio.wait([answer])
-        if answer.cancelled():
+        await asyncio.wait([output])
+        if output.cancelled():
             return
-        if (error := answer.exception()) is not None:
+        if (error := output.exception()) is not None:
             await self._fail(error)
         else:
-            await self._complete(answer.result())
+            await self._complete(output.result())
 
     async def give_up(self, error: Exception) -> None:
         """End the job as FAILED after an internal error, so that no caller waits for it forever."""
@@ -169,10 +169,10 @@ class JobAttempt:
     async def _add_pieces(self, number: int, pieces: list[bytes]) -> bool:
         return await self._retried(lambda: self._store.add_pieces(self.job.id, self._fence, number, pieces))
 
-    async def _complete(self, answer: Answer) -> None:
+    async def _complete(self, output: Answer) -> None:
         if self.invocation.stream is None:
-            output_type = "" if answer.content_type == "application/json" else answer.content_type
-            await self._finish(JobOutcome(JobState.COMPLETED, answer.payload, output_type))
+            output_type = "" if output.content_type == "application/json" else output.content_type
+            await self._finish(JobOutcome(JobState.COMPLETED, output.payload, output_type))
         else:
             aggregate = await self._retried(self._aggregate) if self._revision.aggregates else b"[]"
             await self._finish(JobOutcome(JobState.COMPLETED, aggregate))

@@ -64,7 +64,7 @@ async def settled(function: Function, count: int, state: str) -> list[dict[str, 
 async def test_what_became_of_a_delivery_is_told(deploy, receiver: Receiver):
     function = await deploy(ECHO)
     assert await deliveries(function) == []
-    receiver.answers = [500]
+    receiver.responses = [500]
     job = await run(function, receiver)
     (came,) = await receiver.received(1)
 

@@ -175,16 +175,16 @@ async def test_progress_from_before_the_job_is_taken_is_shown(
 ):
     source = "import gate\ndef handler(event, context):\n    context.progress(5)\n    gate.wait('at work')\n"
     function = await deploy(source, gate=gate)
-    real, said = store.take, asyncio.Event()
+    real, reported = store.take, asyncio.Event()
 
     async def late(*args: Any) -> Any:
-        await said.wait()
+        await reported.wait()
         return await real(*args)
 
     monkeypatch.setattr(store, "take", late)
     job = await run(function)
     await gate.next("at work")
-    said.set()
+    reported.set()
     await seen(function, job, lambda found: found.get("output") == 5)
     gate.open()
     await ended(function, job)
@@ -217,8 +217,8 @@ async def test_a_caller_that_waits_for_a_job_is_notified_of_a_purge(deploy, gate
         while (await function.client.get(f"/v2/{function.name}/health")).json()["jobs"]["inQueue"] < 14:
             await asyncio.sleep(0.005)
         await function.client.post(f"/v2/{function.name}/purge-queue")
-        answers = await asyncio.gather(*waiting)
-    assert {answer.json()["status"] for answer in answers} == {"CANCELLED"}
+        responses = await asyncio.gather(*waiting)
+    assert {response.json()["status"] for response in responses} == {"CANCELLED"}
 
 
 async def test_a_retired_revision_refuses_and_fails_what_it_gets(deploy, gateway: Gateway):

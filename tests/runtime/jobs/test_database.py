@@ -106,7 +106,7 @@ async def test_each_change_of_a_group_succeeds_or_fails_alone(database: Database
         connection.execute("SELECT nonsense")
 
     done = await together(database, put(b"a"), conflict, put(b"b"), put(b"a"), wrong, put(b"c"))
-    assert [type(answer) for answer in done] == [
+    assert [type(result) for result in done] == [
         int, JobConflict, int, sqlite3.IntegrityError, JobStoreFailed, int,
     ]  # fmt: skip
     assert await database.read(bodies) == [b"a", b"b", b"c"]
@@ -236,7 +236,7 @@ async def test_a_change_that_does_not_fit_is_refused_alone_and_fits_later(databa
 
     await database.write(limit(50))  # type: ignore[arg-type]
     done = await together(database, put(b"a"), put(b"large" * 100_000), put(b"b"))
-    assert [type(answer) for answer in done] == [int, JobStoreFailed, int]
+    assert [type(result) for result in done] == [int, JobStoreFailed, int]
     assert "full" in str(done[1])
     assert await database.read(bodies) == [b"a", b"b"]
     await database.write(limit(5000))  # type: ignore[arg-type]
@@ -268,10 +268,10 @@ async def test_a_full_disk_is_reported_and_writes_succeed_once_there_is_room(sma
     await database.write(put(b"first"))
     ballast.write_bytes(b"x" * 700_000)
     asked = [b"%4d" % number + os.urandom(9_000) for number in range(200)]
-    answers = [await refused_or(database.write(put(body))) for body in asked]
-    kept = [body for body, answer in zip(asked, answers, strict=True) if answer is None]
+    results = [await refused_or(database.write(put(body))) for body in asked]
+    kept = [body for body, result in zip(asked, results, strict=True) if result is None]
     assert 0 < len(kept) < 200
-    assert all(answer is None or "full" in str(answer) for answer in answers)
+    assert all(result is None or "full" in str(result) for result in results)
     assert await database.read(bodies) == [b"first", *kept]
     ballast.unlink()
     await database.write(put(b"last"))

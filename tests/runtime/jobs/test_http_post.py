@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pilotflame.errors import SettingsError, WebhookRefused
 from pilotflame.runtime.jobs.http_post import MAX_REDIRECTS, AddressPolicy, HttpPoster, parse_retry_after
 from pilotflame.runtime.jobs.webhook_delivery import DeliveryAttempt
-from receiver import Held, Receiver, answer, receiving, reset
+from receiver import Held, Receiver, receiving, reset, respond
 
 SECOND = AddressPolicy.parse(["127.0.0.2"])
 """Allows 127.0.0.2. 127.0.0.1 stands for the private network."""
@@ -54,14 +54,14 @@ async def test_a_body_arrives_with_its_headers(outside: Receiver) -> None:
 @pytest.mark.parametrize("status", [301, 302, 307, 308])
 async def test_a_redirect_is_followed_by_the_same_post(outside: Receiver, status: int) -> None:
     async with receiving("127.0.0.2") as other:
-        outside.answers = [answer(status, Location=other.url + "/there")]
+        outside.responses = [respond(status, Location=other.url + "/there")]
         assert (await post(outside.url)).delivered
         (came,) = other.came
         assert (came.path, came.body, came.id) == ("/there", b'{"a":1}', "msg_1")
 
 
 async def test_a_redirect_may_be_relative(outside: Receiver) -> None:
-    outside.answers = [answer(307, Location="/there")]
+    outside.responses = [respond(307, Location="/there")]
     assert (await post(outside.url + "/here")).delivered
     assert [came.path for came in outside.came] == ["/here", "/there"]
 
@@ -75,7 +75,7 @@ async def test_a_redirect_to_a_private_address_is_refused(outside: Receiver, ins
         "http://[::1",
         named,
     ):
-        outside.answers = [answer(307, Location=location)]
+        outside.responses = [respond(307, Location=location)]
         attempt = await post(outside.url, resolver=Names("127.0.0.1"))
         assert (attempt.status, attempt.delivered) == (0, False)
         assert attempt.error
@@ -83,14 +83,14 @@ async def test_a_redirect_to_a_private_address_is_refused(outside: Receiver, ins
 
 
 async def test_redirects_are_limited(outside: Receiver) -> None:
-    outside.answers = [answer(307, Location=outside.url) for _ in range(9)]
+    outside.responses = [respond(307, Location=outside.url) for _ in range(9)]
     attempt = await post(outside.url)
     assert "redirected more than" in attempt.error
     assert len(outside.came) == MAX_REDIRECTS + 1
 
 
 async def test_a_redirect_without_a_location_is_a_failure(outside: Receiver) -> None:
-    outside.answers = [302, 303]
+    outside.responses = [302, 303]
     assert [(await post(outside.url)).status for _ in range(2)] == [302, 303]
 
 
@@ -151,13 +151,13 @@ async def test_a_proxy_in_the_environment_is_not_used(
 
 
 async def test_a_response_that_is_late(outside: Receiver) -> None:
-    outside.answers = [Held()]
+    outside.responses = [Held()]
     attempt = await post(outside.url, timeout_s=0.05)
     assert (attempt.status, attempt.error) == (0, "no response within 0.05 s")
 
 
 async def test_a_connection_that_is_reset_or_refused(outside: Receiver) -> None:
-    outside.answers = [reset]
+    outside.responses = [reset]
     attempt = await post(outside.url)
     assert attempt.status == 0
     assert "Disconnected" in attempt.error or "reset" in attempt.error
@@ -167,9 +167,9 @@ async def test_a_connection_that_is_reset_or_refused(outside: Receiver) -> None:
 
 
 async def test_retry_after_is_read(outside: Receiver) -> None:
-    outside.answers = [
-        answer(503, Retry_After="120"),
-        answer(429, Retry_After="Thu, 01 Jan 1970 00:17:40 GMT"),
+    outside.responses = [
+        respond(503, Retry_After="120"),
+        respond(429, Retry_After="Thu, 01 Jan 1970 00:17:40 GMT"),
     ]
     assert [(await post(outside.url)).wish_s for _ in range(2)] == [120.0, 60.0]
 
@@ -207,7 +207,7 @@ async def test_an_endless_response_is_not_read(outside: Receiver) -> None:
             await response.write(block)
         return response
 
-    outside.answers = [endless]
+    outside.responses = [endless]
     assert (await post(outside.url)).delivered
 
 

@@ -270,7 +270,7 @@ def test_events_of_a_job_are_delivered_in_order_unless_one_failed_often(
 ) -> None:
     connection = opened()
     now_s = 0.0
-    told: list[str] = []
+    delivered: list[str] = []
     for what, detail in steps:
         now_s += 4.0
         if what == "send":
@@ -278,7 +278,7 @@ def test_events_of_a_job_are_delivered_in_order_unless_one_failed_often(
                 attempt = DeliveryAttempt(now_s, int(str(detail)), "", 1)
                 after = record(connection, delivery.id, attempt, now_s)
                 if after and after.state == "DELIVERED":
-                    told.append(after.id)
+                    delivered.append(after.id)
         else:
             outbox.add(connection, job(f"http://h{what}/", id=f"job-{what}"), str(detail), now_s)
     rows = connection.execute("SELECT rowid, * FROM deliveries ORDER BY rowid").fetchall()
@@ -290,7 +290,7 @@ def test_events_of_a_job_are_delivered_in_order_unless_one_failed_often(
                 and row["event"] != "output" != later["event"]
             ):
                 assert row["state"] != "PENDING" or row["attempts"] >= outbox.HELD_TRIES
-    assert len(set(told)) == len(told)
+    assert len(set(delivered)) == len(delivered)
     outputs = [row["job_id"] for row in rows if row["event"] == "output" and row["state"] == "PENDING"]
     assert len(set(outputs)) == len(outputs)
     connection.close()

@@ -327,9 +327,9 @@ async def run_once(store: JobStore, job: Job) -> Job:
 
 
 async def test_concurrent_duplicates_give_one_job(store: JobStore) -> None:
-    answers = await asyncio.gather(*(store.submit(new(idempotency="k")) for _ in range(200)))
-    assert len({job.id for job, _ in answers}) == 1
-    assert sorted(replayed for _, replayed in answers) == [False] + [True] * 199
+    results = await asyncio.gather(*(store.submit(new(idempotency="k")) for _ in range(200)))
+    assert len({job.id for job, _ in results}) == 1
+    assert sorted(replayed for _, replayed in results) == [False] + [True] * 199
     assert (await store.counts("tone")).in_queue == 1
 
 
@@ -677,7 +677,7 @@ async def test_a_full_disk_refuses_a_job_and_accepts_it_later(
 def test_acknowledged_jobs_survive_a_kill(tmp_path: Path) -> None:
     """20 processes submit and finish jobs; each is killed at another moment."""
     path = tmp_path / "jobs.db"
-    said: dict[str, list[str]] = {}
+    acknowledged: dict[str, list[str]] = {}
     for kill in range(20):
         command = [sys.executable, str(Path(__file__).with_name("submitter.py")), str(path)]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
@@ -687,20 +687,20 @@ def test_acknowledged_jobs_survive_a_kill(tmp_path: Path) -> None:
             lines += process.stdout.readlines()
         assert all(lines)
         for line in lines:
-            job_id, state, given = line.decode().split()
-            said[job_id] = [state, given]
-    asyncio.run(check_acknowledged(path, said))
+            job_id, state, body = line.decode().split()
+            acknowledged[job_id] = [state, body]
+    asyncio.run(check_acknowledged(path, acknowledged))
 
 
-async def check_acknowledged(path: Path, said: dict[str, list[str]]) -> None:
+async def check_acknowledged(path: Path, acknowledged: dict[str, list[str]]) -> None:
     database = Database(path, SCRIPTS)
     database.open()
     store = JobStore(database, keep_s=3600.0)
     await store.recover()
-    assert said
-    for job_id, (state, given) in said.items():
+    assert acknowledged
+    for job_id, (state, body) in acknowledged.items():
         job = await store.get("tone", job_id)
-        assert job.input.decode() == given
+        assert job.input.decode() == body
         if state == JobState.COMPLETED:
             assert (job.state, job.output) == (JobState.COMPLETED, job.input)
     counts = await store.counts("tone")

@@ -79,7 +79,7 @@ async def test_a_new_delivery_is_sent_after_a_wake(database: Watched, receiver: 
 async def test_a_failed_delivery_is_repeated_with_its_id_then_given_up(
     database: Watched, receiver: Receiver, caplog: pytest.LogCaptureFixture
 ) -> None:
-    receiver.answers = [500, 503, 404]
+    receiver.responses = [500, 503, 404]
     await add(database, receiver)
     async with sending(database):
         (delivery,) = await database.until(lambda found: states(found) == ["DEAD"])
@@ -103,7 +103,7 @@ async def test_a_host_gets_a_limited_number_of_requests_at_a_time(
     database: Watched, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = [Held() for _ in range(4)]
-    receiver.answers = [*held]
+    receiver.responses = [*held]
     for number in range(5):
         await add(database, receiver, f"job-{number}")
     monkeypatch.setattr(webhook_sender, "MAX_REQUESTS_PER_HOST", 2)
@@ -120,7 +120,7 @@ async def test_a_host_gets_a_limited_number_of_requests_at_a_time(
 async def test_a_request_that_outlasts_the_close_is_sent_by_the_next_run(
     database: Watched, receiver: Receiver
 ) -> None:
-    receiver.answers = [Held()]
+    receiver.responses = [Held()]
     await add(database, receiver)
     async with sending(database, close_s=0.01):
         await receiver.received(1)
@@ -133,7 +133,7 @@ async def test_a_request_that_outlasts_the_close_is_sent_by_the_next_run(
 
 async def test_a_close_lets_requests_end(database: Watched, receiver: Receiver) -> None:
     held = Held()
-    receiver.answers = [held]
+    receiver.responses = [held]
     await add(database, receiver)
     async with sending(database):
         await receiver.received(1)
