@@ -1,8 +1,8 @@
 """A consumer takes as many messages from a queue as its function has room for and runs each as a stored job.
 
-A message is deleted only after its job is COMPLETED and its output is stored. Otherwise it is left to the queue, which
-counts deliveries and dead-letters a message after too many. A second delivery of a message maps to the same job by its
-idempotency key: a COMPLETED job is not run again, a running one is awaited, a failed one is retried.
+A message is deleted only after its job is COMPLETED and its output is stored. Otherwise it is left to the queue,
+which counts deliveries and dead-letters a message after too many. A second delivery of a message maps to the same job
+by its idempotency key: a COMPLETED job is not run again, a running one is awaited, a failed one is retried.
 """
 
 from __future__ import annotations
@@ -45,8 +45,14 @@ class Consumer:
     """One source of one function. `log` writes to the function's log."""
 
     def __init__(
-        self, settings: FunctionSettings, source: EventSource, jobs: Jobs, queue: MessageQueue, sink: Sink | None, log: Callable[[str], None]
-    ) -> None:  # fmt: skip
+        self,
+        settings: FunctionSettings,
+        source: EventSource,
+        jobs: Jobs,
+        queue: MessageQueue,
+        sink: Sink | None,
+        log: Callable[[str], None],
+    ) -> None:
         self.source = source
         self._settings = settings
         self._jobs = jobs
@@ -188,7 +194,7 @@ class Consumer:
             self._changed.set()
 
     async def _ended_job(self, flight: _InFlight) -> Job:
-        """Return the message's job once it is final. When the consumer stops, cancel the job if it is still queued."""
+        """Return the message's job once it is final. If the consumer stops, cancel a job that is still queued."""
         job = await self._submit(flight.message)
         with self._jobs.watch(job.id) as news:
             flight.news = news
@@ -237,7 +243,7 @@ def _job_input(body: bytes) -> bytes:
 
 
 def _text_of(error: Exception) -> str:
-    """Return an error's text for the log, but only the type of an unexpected one: its text may quote signed requests."""
+    """Return an error's text for the log; of an unexpected one the type only, as its text may quote secrets."""
     if isinstance(error, PilotflameError):
         return str(error)
     return f"Unexpected error ({type(error).__name__}); please report it as a bug of Pilotflame."

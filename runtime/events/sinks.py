@@ -13,7 +13,7 @@ from .sqs import Message
 
 
 class QueueSink:
-    """Sends outputs to a queue: JSON and text as they are, all else as base64. Attributes name message and job."""
+    """Sends outputs to a queue: JSON and text as they are, all else as base64."""
 
     def __init__(self, source: EventSource) -> None:
         self._result = source.result or ""

@@ -1,4 +1,4 @@
-"""A message queue of SQS, with at-least-once delivery. Its methods raise BusFailed and do not block the event loop."""
+"""A message queue of SQS with at-least-once delivery. Its methods raise BusFailed."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class MessageQueue:
         )
 
     async def release(self, messages: Sequence[Message], delay_s: int) -> None:
-        """Make messages visible to others after a delay. SQS counts deliveries and may dead-letter a message."""
+        """Make messages visible to others after a delay. SQS may dead-letter them instead."""
         await self._aws.call(lambda client: self._hide(client, messages, delay_s))
 
     async def close(self) -> None:
@@ -107,6 +107,6 @@ class MessageQueue:
         )
 
     def _release_abandoned(self, messages: Sequence[Message]) -> None:
-        """Release messages that arrived after the poll was cancelled. If that fails, their visibility timeout ends."""
+        """Release messages that arrived after the poll was cancelled, or let their visibility time out."""
         with contextlib.suppress(BusFailed):
             self._aws.call_blocking(lambda client: self._hide(client, messages, 0))

@@ -1,4 +1,4 @@
-"""An attempt: one job runs on a worker, and the store records its start, output and end under the attempt's fence."""
+"""An attempt: one run of a job on a worker, whose start, output and end are stored under its fence."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class JobAttempt:
         self._revision.cancel(self.invocation)
 
     async def run(self) -> None:
-        """Store the attempt until it ends. JobStoreFailed if the gateway closes while the disk refuses to store it."""
+        """Store the attempt until it ends. JobStoreFailed if the gateway closes while the disk refuses."""
         output = self.invocation.answer
         await self._sent
         reached_worker = bool(self.invocation.worker) or not output.done()
@@ -151,7 +151,7 @@ class JobAttempt:
         return True
 
     async def _store_pieces(self, stream: Stream | None) -> bool:
-        """Store a streamed output piece by piece. Return False if the job was lost; OutputInvalid if it is too large."""
+        """Store a streamed output. Return False if the job was lost; OutputInvalid if it is too large."""
         number = 1
         while stream is not None and (pieces := await stream.take()):
             self._stored_bytes += sum(len(piece) + ROW_BYTES for piece in pieces)

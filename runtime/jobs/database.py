@@ -99,8 +99,8 @@ class Database:
     async def write(self, change: Change[T], committed: Callable[[], None] | None = None) -> T:
         """Run `change` in a transaction and return its result once it is on the disk.
 
-        `change` runs in the writer thread, a second time if its group's commit failed. If it raises, its changes are
-        undone and those of other callers stay. `committed` runs on the event loop after the commit, even if the
+        `change` runs in the writer thread, a second time if its group's commit failed. If it raises, its changes
+        are undone and those of other callers stay. `committed` runs on the event loop after the commit, even if the
         caller was cancelled. JobStoreFailed if the disk refuses.
         """
         return await self._call(self._writes, change, committed)
@@ -188,7 +188,7 @@ def _read(connection: sqlite3.Connection, group: list[_QueuedCall]) -> None:
 
 
 def _commit(connection: sqlite3.Connection, group: list[_QueuedCall]) -> None:
-    """Commit a group in one transaction. If that fails, commit each call alone, so that only the cause fails."""
+    """Commit a group in one transaction. If that fails, commit each call alone: only the cause fails."""
     failure = _try_commit(connection, group)
     if failure is None:
         return

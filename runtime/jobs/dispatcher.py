@@ -1,7 +1,7 @@
 """The dispatcher hands stored jobs to the live revisions of their functions.
 
-Each function with jobs has a task. It reads the next jobs when it is woken (a job was submitted, one ended, a delayed one
-is due) and submits only as many as the revision can hold, so that direct invocations never queue behind a backlog.
+Each function with jobs has a task. It reads the next jobs when it is woken (a job was submitted, one ended, a delayed
+one is due) and submits only as many as the revision can hold: direct invocations never queue behind a backlog.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .job import Job
 from .store import JobStore
 
 MIN_PREFETCH = 8
-"""The dispatcher prefetches as many jobs as the workers run at a time, so that each has a next one; at least this many."""
+"""Jobs are prefetched, one for each that the workers run at a time, and at least this many."""
 MAX_SUBMITTED = 1024
 FULL_RETRY_S = 1.0
 
@@ -83,7 +83,7 @@ class JobDispatcher:
 
 @dataclass(eq=False)
 class _FunctionJobs:
-    """The jobs of one function that are submitted to its revision. Ends when there are none, and none is delayed."""
+    """The jobs of one function that are submitted to its revision."""
 
     function: str
     store: JobStore
@@ -96,6 +96,7 @@ class _FunctionJobs:
     """Ids of the jobs that ended since the last read of the store."""
 
     async def run(self) -> None:
+        """Submit jobs until there are none, and none is delayed."""
         while True:
             self.news.clear()
             delay_s = None if self.closing.is_set() else await self._submit_next()
@@ -106,7 +107,7 @@ class _FunctionJobs:
                     await self.news.wait()
 
     async def _submit_next(self) -> float | None:
-        """Submit as many jobs as the revision can hold. Return when to look again in seconds, or None for `news`."""
+        """Submit as many jobs as the revision can hold. Return the seconds until the next read; None: at `news`."""
         try:
             room = self._room()
             if room <= 0:
@@ -116,7 +117,7 @@ class _FunctionJobs:
             jobs = await self.store.due(self.function, room + len(self.attempts), now_s)
             # `jobs` holds all that were due at `now_s`, so only later ones need a timer.
             due_s = await self.store.next_due(self.function, now_s)
-            # A job that ended during the read may appear as queued. Its end has set `news`, so the store is read again.
+            # A job that ended during the read may appear as queued. Its end has set `news`: the next read follows.
             known = self.attempts.keys() | self.ended
             for job in [job for job in jobs if job.id not in known][:room]:
                 self._start(job)

@@ -1,4 +1,4 @@
-"""HTTP POST to URLs that callers name: redirects are followed, and only allowed addresses are connected to."""
+"""HTTP POST to URLs that callers name, with redirects, and to allowed addresses only."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class AddressPolicy(Addresses):
     def socket(self, info: tuple[Any, ...]) -> socket.socket:
         """Return a socket for a result of `getaddrinfo`; this is aiohttp's `socket_factory`.
 
-        :raises PermissionError: if the address is not allowed. As an OSError, it makes aiohttp try the name's other
-            addresses. It does not show the address, which would tell callers about names inside our network.
+        :raises PermissionError: if the address is not allowed. As an OSError, it makes aiohttp try the name's
+            other addresses. It does not show the address, which would reveal names inside our network.
         """
         family, kind, protocol, _, address = info
         if reason := self.fault(str(address[0])):

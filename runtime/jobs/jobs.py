@@ -1,4 +1,4 @@
-"""Jobs, as routes and event sources use them: submit, read, wait, follow, cancel, retry, purge, and webhook deliveries."""
+"""Jobs, as routes and event sources use them: submit, read, wait, cancel, retry, and webhook deliveries."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MAX_SLEEP_S = 300.0
 
 
 class Jobs:
-    """All jobs of a gateway. Every result is on the disk: an id that was returned can be looked up after a crash."""
+    """All jobs of a gateway. Every result is on the disk: a returned id can be looked up after a crash."""
 
     def __init__(
         self, state: Path, live: Callable[[str], Live], tasks: asyncio.TaskGroup, settings: GatewaySettings
@@ -99,7 +99,7 @@ class Jobs:
 
     @contextlib.contextmanager
     def watch(self, job_id: str) -> Iterator[asyncio.Event]:
-        """Yield an event that is set when the job's state, progress or pieces change. Read the job after entering."""
+        """Yield an event that is set when state, progress or pieces change. Read the job after entering."""
         news = asyncio.Event()
         self._watchers.setdefault(job_id, set()).add(news)
         try:
@@ -123,7 +123,7 @@ class Jobs:
     async def follow(
         self, function: str, job_id: str, after: int, *, every_s: float = MAX_SLEEP_S
     ) -> AsyncIterator[tuple[Job, list[tuple[int, bytes]]]]:
-        """Yield the job with its pieces numbered above `after` at each change, and every `every_s`, until it is final."""
+        """Yield the job and its pieces numbered above `after`, at each change and every `every_s`, until it is final."""
         with self.watch(job_id) as news:
             while True:
                 news.clear()
@@ -139,7 +139,7 @@ class Jobs:
                             await news.wait()
 
     async def cancel(self, function: str, job_id: str) -> Job:
-        """Cancel a job unless it is final, and stop its attempt, even if the caller is cancelled meanwhile."""
+        """Cancel a job unless it is final and stop its attempt, even if the caller is cancelled."""
 
         async def cancelled() -> Job:
             job, _ = await self.store.cancel(function, job_id)
@@ -153,7 +153,7 @@ class Jobs:
         return await self.store.retry(function, job_id)
 
     async def purge(self, function: str) -> int:
-        """Cancel all queued jobs and return how many, to the end even if the caller is cancelled meanwhile."""
+        """Cancel all queued jobs, even if the caller is cancelled. Return how many."""
 
         async def purged() -> int:
             cancelled = await self.store.purge(function)
@@ -172,7 +172,7 @@ class Jobs:
         return await self.store.counts(function)
 
     async def _shielded(self, change: Coroutine[Any, Any, T]) -> T:
-        """Run a change that must not stop halfway. Its error is raised here, not in the gateway's task group."""
+        """Run a change that must not stop halfway. Its error is raised here, not in the task group."""
 
         async def outcome() -> tuple[T, None] | tuple[None, Exception]:
             try:

@@ -12,7 +12,7 @@ from .job import Job, JobState
 
 
 def body(job: Job, event: str, now_s: float) -> bytes:
-    """Return the message of an event after Standard Webhooks: `type`, `timestamp`, and `data`, the job's status.
+    """Return an event's message after Standard Webhooks: `type`, `timestamp`, and `data`, the job's status.
 
     The fields of `data` are repeated at the top, with `error` as text, for receivers written for RunPod.
     """
@@ -40,7 +40,7 @@ def status(job: Job, now_s: float) -> dict[str, Any]:
 
 
 def _output(job: Job) -> dict[str, Any]:
-    """Return the output, or the progress of a running job. An output that is not JSON is base64 with its type."""
+    """Return the output, or the progress of a running job. Output that is not JSON becomes base64."""
     if job.state is JobState.IN_PROGRESS and job.progress:
         return {"output": orjson.Fragment(job.progress)}
     if not job.output:

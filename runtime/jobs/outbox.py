@@ -1,8 +1,8 @@
 """The outbox: webhook deliveries as rows, added in the transaction that causes their event.
 
-The events of a job are sent in order. After a failed attempt the job's later events wait with the failed one, until it
-has failed HELD_TRIES times; then they go ahead of it. Of the "output" events that no receiver has accepted only the
-latest is kept, so a slow receiver gets fewer of them, and none that is out of date.
+The events of a job are sent in order. After a failed attempt the job's later events wait with the failed one, until
+it has failed HELD_TRIES times; then they go ahead of it. Of the pending "output" events of a job only the latest is
+kept, so a slow receiver gets fewer of them, and none that is out of date.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def due(
     room_per_host: int,
     busy: Collection[tuple[str, str]] = (),
 ) -> tuple[list[Delivery], float | None]:
-    """Return what to send now, oldest first, and when hosts with room have more due (None: nothing is pending).
+    """Return what to send now, oldest first, and when hosts with room have more due (None: never).
 
     `busy` holds (host, job id) of the deliveries on their way. A job has at most one at a time.
     """
@@ -195,7 +195,7 @@ def _held_until(connection: sqlite3.Connection, job_id: str) -> float:
 
 
 def _take_superseded(connection: sqlite3.Connection, job_id: str) -> sqlite3.Row | None:
-    """Delete the job's pending "output" and return its row. If it is on its way, its attempt is not recorded."""
+    """Delete the job's pending "output" and return its row. An attempt on its way is not recorded."""
     row: sqlite3.Row | None = connection.execute(
         "SELECT id, attempts, next_s, log FROM deliveries"
         " WHERE job_id = ? AND event = 'output' AND state = 'PENDING'",

@@ -33,7 +33,7 @@ def get(connection: sqlite3.Connection, function: str, job_id: str) -> Job:
 def find(
     connection: sqlite3.Connection, job_id: str, allows: Callable[[str], bool], among: Collection[str]
 ) -> Job:
-    """Return the job of any function that `allows`. UnknownJob, or JobExpired if a function in `among` had it."""
+    """Return the job of a function that `allows`. UnknownJob, or JobExpired if one in `among` had it."""
     row = find_row(connection, job_id, SELECT_WHOLE)
     if row is not None and allows(row["function"]):
         return job_of(row)
@@ -96,7 +96,7 @@ def newest(
 def pieces(
     connection: sqlite3.Connection, job_id: str, after: int, limit: int = 1000
 ) -> list[tuple[int, bytes]]:
-    """Return (number, piece) of a streamed output with numbers above `after`: at least one, then up to PIECES_BYTES."""
+    """Return (number, piece) of a streamed output with numbers above `after`, ending at PIECES_BYTES."""
     cursor = connection.execute(
         "SELECT pieces.number, body FROM jobs JOIN pieces ON pieces.job = jobs.number "
         "WHERE id = ? AND pieces.number > ? ORDER BY pieces.number LIMIT ?",

@@ -1,8 +1,8 @@
-"""The schema of the jobs database: its tables, one script per version of the file, and the mapping of rows to jobs.
+"""The schema of the jobs database: its tables, one script per version of the file, and the jobs of its rows.
 
-A row of `jobs` is rewritten at each change of state, so it is small: input, result and streamed pieces have tables of
-their own. `number` is the order of arrival. `until_s` is when expiry must look at the row: the end of the ttl in the
-queue, the end of retention in a final state, NULL while the job runs.
+A row of `jobs` is rewritten at each change of state, so it is small: input, result and streamed pieces have other
+tables. `number` is the order of arrival. `until_s` is when the row expires: the end of the ttl in the queue, the end
+of retention in a final state, NULL while the job runs.
 """
 
 from __future__ import annotations

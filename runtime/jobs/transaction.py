@@ -3,14 +3,15 @@
 Three mechanisms make a stored job safe:
 
 Group commit. The writer thread takes all changes that wait, runs each in a savepoint of one SQLite transaction and
-commits once, with synchronous=FULL. A caller resumes after that commit, so every id and state that it sees is on the
-disk, and all callers of a group share the cost of one fsync.
+commits once, with synchronous=FULL. A caller resumes after that commit, so every id and state that it sees is on
+the disk, and all callers of a group share the cost of one fsync.
 
-Fence. Each attempt of a job increments `attempts`, and its number is the attempt's fence. Reports of an attempt carry
-the fence; `running_row` finds no job for an old one. A worker that returns after its job was requeued changes nothing.
+Fence. Each attempt of a job increments `attempts`, and its number is the attempt's fence. Reports of an attempt
+carry the fence; `running_row` finds no job for an old one. So a worker that returns after its job was requeued
+changes nothing.
 
-Counters. The table `counters` has one row per function with its jobs by state. `move` updates it in the transaction that
-changes a state, so counts are exact after a crash and reading them costs one row.
+Counters. The table `counters` has one row per function with its jobs by state. `move` updates it in the transaction
+that changes a state, so counts are exact after a crash and reading them costs one row.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ COUNTERS = {
 class Transaction:
     """One caller's changes within the writer's transaction.
 
-    Three attributes say what to notify after the commit: `queued` holds the functions that have more to run, `changed`
-    the ids of jobs whose state, progress or pieces changed, and `notified` is True if a webhook delivery was added.
+    Three attributes say what to notify after the commit: `queued` holds the functions that have more to run,
+    `changed` the ids of jobs whose state, progress or pieces changed; `notified` is True if a delivery was added.
     """
 
     __slots__ = ("changed", "connection", "keep_s", "notified", "now_s", "queued")
@@ -80,7 +81,7 @@ class Transaction:
         return job
 
     def move(self, row: sqlite3.Row, to: JobState, *, retried: bool = False, **fields: Any) -> None:
-        """Change the state of a job and set `fields`. JobConflict if TRANSITIONS does not allow the change."""
+        """Change the state of a job and set `fields`. JobConflict if TRANSITIONS does not allow it."""
         was = JobState(row["state"])
         if to not in TRANSITIONS[was]:
             raise JobConflict(f"Job {row['id']} is {was}: it cannot become {to}.")

@@ -1,4 +1,4 @@
-"""The transitions of jobs, from submit to deletion. Each function runs in one Transaction; `JobStore` calls them."""
+"""The transitions of jobs, from submit to deletion. `JobStore` runs each function in one Transaction."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def requeue(
 
 
 def recover(transaction: Transaction) -> int:
-    """At the start, requeue jobs that ran when the gateway died; FAILED after the last attempt. Return their number."""
+    """Requeue jobs that ran when the gateway died; FAILED after the last attempt. Return their number."""
     running = transaction.connection.execute(SELECT_WITHOUT_BODIES + "WHERE state = 'IN_PROGRESS'").fetchall()
     for row in running:
         if row["attempts"] < row["max_attempts"]:
@@ -176,7 +176,7 @@ def cancel(transaction: Transaction, function: str, job_id: str) -> tuple[Job, b
 
 
 def retry(transaction: Transaction, function: str, job_id: str) -> Job:
-    """Queue a failed job again under its id, with all its attempts and its ttl anew. JobConflict in other states."""
+    """Queue a failed job again under its id, with new attempts and ttl. JobConflict in other states."""
     row = transaction.row_of(function, job_id)
     if row["state"] not in (JobState.FAILED, JobState.TIMED_OUT):
         raise JobConflict(
@@ -211,7 +211,7 @@ def purge(transaction: Transaction, function: str, last: int) -> int:
 def expire(transaction: Transaction, limit: int = 200) -> int:
     """Time out queued jobs whose ttl has passed and delete final jobs whose retention has passed.
 
-    Handles at most `limit` jobs and `limit` tombstones and returns their number. Call again while `next_expiry` is due.
+    Handles at most `limit` jobs and tombstones each and returns their number. Repeat while `next_expiry` is due.
     """
     until_s = time.monotonic() + EXPIRY_SLICE_S
     rows = transaction.connection.execute(
@@ -265,7 +265,7 @@ def _delete(transaction: Transaction, row: sqlite3.Row) -> None:
 
 
 def _delete_tombstones(transaction: Transaction, limit: int) -> int:
-    """Delete the oldest tombstones that have expired or exceed MAX_TOMBSTONES. They expire in the order of their numbers."""
+    """Delete the oldest tombstones, which have expired or exceed MAX_TOMBSTONES. Return how many."""
     execute = transaction.connection.execute
     (last,) = execute("SELECT max(number) FROM tombstones").fetchone()
     oldest = execute("SELECT number, until_s FROM tombstones ORDER BY number LIMIT ?", (limit,))

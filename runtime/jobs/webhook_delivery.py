@@ -65,8 +65,8 @@ class Delivery:
 class RetrySchedule:
     """Exponential backoff with full jitter, for at most `tries` attempts.
 
-    The n-th pause is drawn from 0 to `first_s * factor ** (n - 1)`, at most `max_s`. The default schedule lasts 25 hours
-    on average.
+    The n-th pause is drawn from 0 to `first_s * factor ** (n - 1)`, at most `max_s`. The default schedule lasts
+    25 hours on average.
     """
 
     tries: int = 16

@@ -1,7 +1,7 @@
 """The webhook sender sends the deliveries in the outbox, and repeats them until each is accepted or given up.
 
-A delivery is sent at least once, with the same id each time, because all that must survive a crash is in the table. The
-sender itself only knows which requests are on their way.
+A delivery is sent at least once, with the same id each time, because all that must survive a crash is in the table.
+The sender itself only knows which requests are on their way.
 """
 
 from __future__ import annotations

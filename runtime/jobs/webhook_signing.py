@@ -1,4 +1,4 @@
-"""Signatures of webhooks after Standard Webhooks (https://www.standardwebhooks.com), with one secret per function.
+"""Signatures after Standard Webhooks (https://www.standardwebhooks.com), with one secret per function.
 
 A function's secret is derived from the gateway's secret, so a receiver of one function cannot sign for another.
 """
@@ -56,7 +56,7 @@ class SigningKey:
     def headers(self, message_id: str, body: bytes, now_s: float) -> dict[str, str]:
         """Return the three headers of a message. Retries have the same id and a timestamp of their own."""
         sent_at = datetime.fromtimestamp(int(now_s), UTC)
-        # The signer takes text. Our bodies are JSON; a handler's output that is not UTF-8 is not valid JSON either.
+        # The signer takes text. A body that is not UTF-8 is not valid JSON, so no receiver would accept it.
         text = body.decode("utf-8", "replace")
         return {
             "webhook-id": message_id,
@@ -66,7 +66,7 @@ class SigningKey:
 
 
 def load_key(state_dir: Path) -> SigningKey:
-    """Return the gateway's key from its state folder; create it at first use, readable by its owner only. Blocks."""
+    """Return the gateway's key from its state folder; create it at first use, for its owner only. Blocks."""
     path = state_dir / SECRET_FILE
     secret = private_files.read(path)
     if secret is None:
