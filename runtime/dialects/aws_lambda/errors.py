@@ -1,9 +1,11 @@
-"""An error in AWS's words: what Lambda's clients turn into their exceptions."""
+"""Errors as AWS Lambda sends them, from which its clients make their exceptions."""
 
 from __future__ import annotations
 
-import orjson
+from typing import Literal
+
 from aiohttp import web
+from typing_extensions import TypedDict
 
 from ....errors import (
     BadInput,
@@ -15,10 +17,8 @@ from ....errors import (
     Unauthorized,
     UnknownFunction,
 )
-from ...api.responses import retry_headers
+from ...api.responses import json_response, retry_headers
 
-PATHS = "/2015-03-31/"
-"""How the paths of those clients begin."""
 _NAMES = (
     (UnknownFunction, "ResourceNotFoundException"),
     (BadInput, "InvalidRequestContentException"),
@@ -30,15 +30,20 @@ _NAMES = (
 )
 
 
+class LambdaError(TypedDict):
+    """The body of an error."""
+
+    Type: Literal["User", "Service"]
+    Message: str
+
+
 def aws_error(error: PilotflameError, request_id: str = "") -> web.Response:
-    """The response; its status is the same as everywhere."""
+    """Return the response; its status is the same as on other routes."""
     ours = error.status >= 500
     name = next((name for cls, name in _NAMES if isinstance(error, cls)), "")
     headers = {"x-amzn-ErrorType": name or ("ServiceException" if ours else "InvalidParameterValueException")}
     if request_id:
         headers["x-amzn-RequestId"] = request_id
     headers.update(retry_headers(error))
-    body = {"Type": "Service" if ours else "User", "Message": str(error)}
-    return web.Response(
-        body=orjson.dumps(body), status=error.status, headers=headers, content_type="application/json"
-    )
+    body = LambdaError(Type="Service" if ours else "User", Message=str(error))
+    return json_response(body, status=error.status, headers=headers)
