@@ -54,32 +54,6 @@ class CreatedKey(ShownKey):
     key: str
 
 
-class KeyList(TypedDict):
-    keys: list[ShownKey]
-
-
-class RevokedKey(TypedDict):
-    revoked: str
-    name: str
-
-
-class SecretList(TypedDict):
-    function: str
-    secrets: list[str]
-
-
-class SecretSet(TypedDict):
-    function: str
-    secret: str
-    replaced: bool
-    deployed: bool
-
-
-class SecretUnset(TypedDict):
-    function: str
-    unset: str
-
-
 class AccessControl:
     """The routes of keys and secrets."""
 
@@ -89,30 +63,20 @@ class AccessControl:
         self._functions = functions
 
     def routes(self) -> list[Route]:
-        secrets = "/v1/functions/{function}/secrets"
-        secret = f"{secrets}/{{key}}"
+        admin, deploy = Scope.ADMIN, Scope.DEPLOY
+        keys, secrets, secret = (
+            "/v1/keys",
+            "/v1/functions/{function}/secrets",
+            "/v1/functions/{function}/secrets/{key}",
+        )
+        was_set = {"function": str, "secret": str, "replaced": bool, "deployed": bool}
         return [
-            Route(
-                "POST", "/v1/keys", self.create_key, "Create an API key.",
-                body=NewKey, responses={201: CreatedKey}, errors=ERRORS,
-            ),
-            Route("GET", "/v1/keys", self.list_keys, "List the API keys.", responses={200: KeyList}),
-            Route(
-                "DELETE", "/v1/keys/{id}", self.revoke_key, "Revoke an API key.",
-                responses={200: RevokedKey}, errors=ERRORS,
-            ),
-            Route(
-                "GET", secrets, self.list_secrets, "List the names of a function's secrets.",
-                scope=Scope.DEPLOY, responses={200: SecretList}, errors=ERRORS,
-            ),
-            Route(
-                "PUT", secret, self.set_secret, "Set a secret for workers that start from now on.",
-                scope=Scope.DEPLOY, body=SecretValue, responses={200: SecretSet}, errors=ERRORS,
-            ),
-            Route(
-                "DELETE", secret, self.unset_secret, "Unset a secret.",
-                scope=Scope.DEPLOY, responses={200: SecretUnset}, errors=ERRORS,
-            ),
+            Route("POST", keys, self.create_key, admin, "Create an API key.", CreatedKey, 201, errors=ERRORS, body=NewKey),
+            Route("GET", keys, self.list_keys, admin, "List the API keys.", {"keys": list[ShownKey]}),
+            Route("DELETE", "/v1/keys/{id}", self.revoke_key, admin, "Revoke an API key.", {"revoked": str, "name": str}),
+            Route("GET", secrets, self.list_secrets, deploy, "List the names of a function's secrets.", {"function": str, "secrets": list[str]}, errors=ERRORS),
+            Route("PUT", secret, self.set_secret, deploy, "Set a secret for workers that start from now on.", was_set, errors=ERRORS, body=SecretValue),
+            Route("DELETE", secret, self.unset_secret, deploy, "Unset a secret.", {"function": str, "unset": str}, errors=ERRORS),
         ]  # fmt: skip
 
     async def create_key(self, request: web.Request) -> web.StreamResponse:
@@ -125,24 +89,24 @@ class AccessControl:
 
     async def revoke_key(self, request: web.Request) -> web.StreamResponse:
         key = await asyncio.to_thread(self._keyring.revoke, request.match_info["id"])
-        return json_response(RevokedKey(revoked=key.id, name=key.name))
+        return json_response({"revoked": key.id, "name": key.name})
 
     async def list_secrets(self, request: web.Request) -> web.StreamResponse:
         function = request.match_info["function"]
-        return json_response(SecretList(function=function, secrets=self._secrets.names(function)))
+        return json_response({"function": function, "secrets": self._secrets.names(function)})
 
     async def set_secret(self, request: web.Request) -> web.StreamResponse:
         function, key = request.match_info["function"], request.match_info["key"]
         value = _parse_value(await _read(request))
         replaced = await asyncio.to_thread(self._secrets.set, function, key, value)
         deployed = any(live.record.function == function for live in self._functions.all())
-        result = SecretSet(function=function, secret=key, replaced=replaced, deployed=deployed)
+        result = {"function": function, "secret": key, "replaced": replaced, "deployed": deployed}
         return json_response(result, no_store=True)
 
     async def unset_secret(self, request: web.Request) -> web.StreamResponse:
         function, key = request.match_info["function"], request.match_info["key"]
         await asyncio.to_thread(self._secrets.unset, function, key)
-        return json_response(SecretUnset(function=function, unset=key))
+        return json_response({"function": function, "unset": key})
 
 
 async def _read(request: web.Request) -> bytes:

@@ -10,7 +10,6 @@ from typing import Any, Literal
 import orjson
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from typing_extensions import TypedDict
 
 from ...errors import BadInput, CodeError, InputTooLarge, SettingsError, UnsupportedMedia
 from ...handlers.codec import JSON_TYPE
@@ -48,26 +47,6 @@ class DeployRequest(BaseModel):
     check: bool = True
 
 
-class FunctionList(TypedDict):
-    functions: list[FunctionStatus]
-
-
-class Deleted(TypedDict):
-    deleted: str
-
-
-class WarmedUp(TypedDict):
-    workers: Workers
-
-
-class Liveness(TypedDict):
-    status: Literal["alive"]
-
-
-class Readiness(TypedDict):
-    status: Literal["ready", "draining"]
-
-
 class Admin:
     """`local` allows deploys of folders of this machine: only where every caller is on it."""
 
@@ -78,43 +57,34 @@ class Admin:
         self.draining = False
 
     def routes(self) -> list[Route]:
-        function = "/v1/functions/{function}"
-        archive = {"application/gzip": bytes}
+        functions, function, deploy = "/v1/functions", "/v1/functions/{function}", Scope.DEPLOY
+        health = {"status": Literal["ready", "draining"]}
         return [
             Route(
-                "POST", "/v1/functions", self.deploy, "Deploy a folder or an uploaded tar.gz as a new revision.",
-                scope=Scope.DEPLOY, parameters=(SET, INSTALL, CHECK), body={JSON_TYPE: DeployRequest, **archive},
-                responses={201: FunctionStatus}, errors=(400, 408, 413, 415, 422, 500, 502, 503, 507),
+                "POST", functions, self.deploy, deploy, "Deploy a folder or an uploaded tar.gz as a new revision.",
+                FunctionStatus, 201, errors=(400, 408, 413, 415, 422, 500, 502, 503, 507),
+                parameters=(SET, INSTALL, CHECK), body={JSON_TYPE: DeployRequest, "application/gzip": bytes},
+            ),
+            Route("GET", functions, self.list, deploy, "List the functions.", {"functions": list[FunctionStatus]}),
+            Route("GET", function, self.status, deploy, "Show a function.", FunctionStatus, parameters=(MEMORY,)),
+            Route("DELETE", function, self.delete, deploy, "Delete a function.", {"deleted": str}),
+            Route(
+                "GET", f"{function}/logs", self.logs, deploy, "Return what the processes printed, a JSON object a line.",
+                {"application/x-ndjson": str}, parameters=(LINES, FOLLOW),
             ),
             Route(
-                "GET", "/v1/functions", self.list, "List the functions.",
-                scope=Scope.DEPLOY, responses={200: FunctionList},
+                "POST", "/v2/{function}/warmup", self.warmup, Scope.INVOKE, "Start workers before they are needed.",
+                {"workers": Workers}, parameters=(WORKERS,),
             ),
             Route(
-                "GET", function, self.status, "Show a function.",
-                scope=Scope.DEPLOY, parameters=(MEMORY,), responses={200: FunctionStatus}, errors=(400, 404, 503),
+                "GET", "/healthz", self.health, None, "Liveness.", {"status": Literal["alive"]},
+                public=True, errors=(),
             ),
             Route(
-                "DELETE", function, self.delete, "Delete a function.",
-                scope=Scope.DEPLOY, responses={200: Deleted}, errors=(404, 503),
+                "GET", "/readyz", self.ready, None, "Readiness: 503 while the gateway shuts down.", health,
+                public=True, errors=(), other_responses={503: health},
             ),
-            Route(
-                "GET", f"{function}/logs", self.logs, "Return what a function's processes printed, a JSON object a line.",
-                scope=Scope.DEPLOY, parameters=(LINES, FOLLOW),
-                responses={200: {"application/x-ndjson": str}}, errors=(400, 404, 503),
-            ),
-            Route(
-                "POST", "/v2/{function}/warmup", self.warmup, "Start workers before they are needed.",
-                scope=Scope.INVOKE, parameters=(WORKERS,), responses={200: WarmedUp}, errors=(400, 404, 503),
-            ),
-            Route("GET", "/healthz", self.health, "Liveness.", public=True, responses={200: Liveness}),
-            Route(
-                "GET", "/readyz", self.ready, "Readiness: 503 while the gateway shuts down.",
-                public=True, responses={200: Readiness, 503: Readiness},
-            ),
-            Route(
-                "GET", "/metrics", self.metrics, "Metrics for Prometheus.", responses={200: {"text/plain": str}},
-            ),
+            Route("GET", "/metrics", self.metrics, Scope.ADMIN, "Metrics for Prometheus.", {"text/plain": str}),
         ]  # fmt: skip
 
     async def deploy(self, request: web.Request) -> web.StreamResponse:
@@ -135,7 +105,7 @@ class Admin:
     async def delete(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["function"]
         await self._functions.delete(name)
-        return json_response(Deleted(deleted=name))
+        return json_response({"deleted": name})
 
     async def warmup(self, request: web.Request) -> web.StreamResponse:
         live = self._functions.get(request.match_info["function"])
@@ -158,12 +128,12 @@ class Admin:
         return response
 
     async def health(self, _request: web.Request) -> web.StreamResponse:
-        return json_response(Liveness(status="alive"))
+        return json_response({"status": "alive"})
 
     async def ready(self, _request: web.Request) -> web.StreamResponse:
         if self.draining:
-            return json_response(Readiness(status="draining"), status=503, headers={"Retry-After": "5"})
-        return json_response(Readiness(status="ready"))
+            return json_response({"status": "draining"}, status=503, headers={"Retry-After": "5"})
+        return json_response({"status": "ready"})
 
     async def metrics(self, _request: web.Request) -> web.StreamResponse:
         return web.Response(body=self._metrics.text(), headers={"Content-Type": METRICS_TYPE})

@@ -26,7 +26,7 @@ from ..access.loopback import is_loopback
 from ..access.quota import Meter
 from .requests import CALLER
 from .responses import Handler
-from .routes import Route, public_paths, scopes_by_path
+from .routes import Route, scopes_by_path
 
 SIGNED = "AWS4-"
 # AWS's clients sign with a secret that is not stored here. The session token that they send along may be the API key.
@@ -92,7 +92,7 @@ class Guard:
         """`on_quota` is called with the function of a request that exceeds its key's quota."""
         self._keyring = keyring
         self._tasks = tasks
-        self._public = public_paths(routes)
+        self._public = {route.path for route in routes if route.public}
         self._scopes = scopes_by_path(routes)
         self._required = required
         self._on_quota = on_quota

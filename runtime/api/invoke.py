@@ -75,10 +75,9 @@ class Gateway:
     def routes(self) -> list[Route]:
         return [
             Route(
-                "POST", INVOKE_PATH, self.invoke, "Call the function and wait for its output.",
-                scope=Scope.INVOKE, parameters=PARAMETERS, body=Any, body_required=False, headers=_HEADERS,
-                responses={200: {JSON_TYPE: Any, **EVENTS}},
-                errors=(400, 408, 413, 422, 429, 500, 503, 504),
+                "POST", INVOKE_PATH, self.invoke, Scope.INVOKE, "Call the function and wait for its output.",
+                {JSON_TYPE: Any, **EVENTS}, errors=(400, 408, 413, 422, 429, 500, 503, 504),
+                parameters=PARAMETERS, body=Any, body_required=False, headers=_HEADERS,
             ),
         ]  # fmt: skip
 

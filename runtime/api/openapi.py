@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from http import HTTPStatus
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from ...handlers.codec import BYTES_TYPE, JSON_TYPE
 from ..functions.registry import FunctionStatus
 from .event_stream import EVENT_STREAM_TYPE
 from .parameters import Parameter
-from .responses import ErrorBody, json_response
+from .responses import json_response
 from .routes import Route
 
 INVOKE_PATH = "/invoke/{function}"
@@ -35,10 +35,7 @@ class OpenApi:
         self, routes: Sequence[Route], statuses: Callable[[web.Request], Iterable[FunctionStatus]]
     ) -> None:
         self._statuses = statuses
-        own = Route(
-            "GET", "/openapi.json", self._respond, "Return this document.",
-            scope=None, responses={200: dict[str, Any]},
-        )  # fmt: skip
+        own = Route("GET", "/openapi.json", self._respond, None, "Return this document.", dict[str, Any])
         self.routes = [*routes, own]
 
     def document(self, functions: Iterable[FunctionStatus]) -> dict[str, Any]:
@@ -73,25 +70,39 @@ class OpenApi:
 
 
 class _Types:
-    """The schemas of all types in the table. Named ones become components and references to these."""
+    """The schemas of all types in the table. Classes become components and references to these."""
 
     def __init__(self, routes: Sequence[Route]) -> None:
         used: dict[tuple[str, _Mode], Any] = {}
         for route in routes:
-            used |= {(repr(kind), "validation"): kind for kind in contents(route.body).values()}
-            for body in (*route.responses.values(), route.error_type or ErrorBody):
-                used |= {(repr(kind), "serialization"): kind for kind in contents(body).values()}
+            used |= {(repr(kind), "validation"): kind for kind in _leaves(route.body)}
+            for body in (route.response, *route.other_responses.values(), route.error_type):
+                used |= {(repr(kind), "serialization"): kind for kind in _leaves(body)}
         inputs = [(name, mode, TypeAdapter(kind)) for (name, mode), kind in used.items()]
         self._schemas, definitions = TypeAdapter.json_schemas(inputs, ref_template=f"{_REFERENCE}{{model}}")
         self.components: dict[str, Any] = definitions.get("$defs", {})
 
     def content(self, body: Any, mode: _Mode) -> dict[str, Any]:
-        return {media: {"schema": self._schemas[repr(kind), mode]} for media, kind in contents(body).items()}
+        by_media = body if isinstance(body, dict) and any("/" in key for key in body) else {JSON_TYPE: body}
+        return {media: {"schema": self._schema(kind, mode)} for media, kind in by_media.items()}
+
+    def _schema(self, kind: Any, mode: _Mode) -> dict[str, Any]:
+        if not isinstance(kind, dict):
+            return self._schemas[repr(kind), mode]
+        return {
+            "type": "object",
+            "required": [name for name in kind if not name.endswith("?")],
+            "properties": {name.rstrip("?"): self._schema(one, mode) for name, one in kind.items()},
+        }
 
 
-def contents(body: Any) -> Mapping[str, Any]:
-    """Return the type for each media type of a body in the table."""
-    return body if isinstance(body, Mapping) else {} if body is None else {JSON_TYPE: body}
+def _leaves(body: Any) -> Iterator[Any]:
+    """Yield the types within a body of the table."""
+    if isinstance(body, dict):
+        for one in body.values():
+            yield from _leaves(one)
+    elif body is not None:
+        yield body
 
 
 def _operation(route: Route, types: _Types) -> dict[str, Any]:
@@ -102,10 +113,12 @@ def _operation(route: Route, types: _Types) -> dict[str, Any]:
         operation["requestBody"] = {"content": types.content(route.body, "validation")}
         if route.body_required:
             operation["requestBody"]["required"] = True
-    errors = types.content(route.error_type or ErrorBody, "serialization")
-    statuses = {*route.errors, *(() if route.public else _GUARD_ERRORS)}
-    responses = {str(status): {"description": "A typed error.", "content": errors} for status in sorted(statuses)}
-    for status, body in route.responses.items():
+    errors = types.content(route.error_type, "serialization")
+    statuses = set(route.errors) if route.public else {*route.errors, *_GUARD_ERRORS}
+    responses = {
+        str(status): {"description": "A typed error.", "content": errors} for status in sorted(statuses)
+    }
+    for status, body in {route.status: route.response, **route.other_responses}.items():
         response: dict[str, Any] = {"description": HTTPStatus(status).phrase}
         if body is not None:
             response["content"] = types.content(body, "serialization")

@@ -60,7 +60,7 @@ class Number(Parameter):
     def __init__(
         self, name: str, description: str, default: int, *, least: int = 0, most: int | None = None
     ) -> None:
-        limits = {"minimum": least} if most is None else {"minimum": least, "maximum": most}
+        limits: dict[str, Any] = {"minimum": least} if most is None else {"minimum": least, "maximum": most}
         super().__init__(name, description, type="integer", default=default, **limits)
         self._default, self._least, self._most = default, least, most
 

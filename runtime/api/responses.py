@@ -143,7 +143,9 @@ class ErrorResponses:
 
     def _response(self, request: web.Request, error: PilotflameError) -> web.Response:
         path = request.path
-        make = next((form for prefix, form in self._formats.items() if path.startswith(prefix)), error_response)
+        make = next(
+            (form for prefix, form in self._formats.items() if path.startswith(prefix)), error_response
+        )
         response = make(error, request_id_of(request.headers))
         if isinstance(error, Unauthorized):
             response.headers[hdrs.WWW_AUTHENTICATE] = "Bearer"

@@ -15,39 +15,43 @@ from aiohttp import web
 from ...errors import UnsupportedMedia
 from ..access.keys import Scope
 from .parameters import Parameter
-from .responses import Handler
+from .responses import ErrorBody, ErrorFormat, Handler
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
     """One method of one path.
 
-    Types of bodies are whatever pydantic makes a schema of; a mapping gives one for each media type, else it is JSON.
+    The type of a body is anything that pydantic makes a schema of, or a dict of an object's fields, in which a name that
+    ends with "?" is optional. A dict with media types as keys gives one type for each; otherwise the body is JSON.
     """
 
     method: str
     path: str
     handler: Handler
-    summary: str
-    responses: Mapping[int, Any] = field(default_factory=dict)
-    """The type of the body for each status of success; None: no body."""
-    errors: tuple[int, ...] = ()
-    """The statuses of typed errors, besides those of the guard."""
-    scope: Scope | None = Scope.ADMIN
+    scope: Scope | None
     """The scope that an API key needs; None: any key."""
-    public: bool = False
-    """True if no key is needed."""
+    summary: str
+    response: Any = None
+    """The type of the body of a successful response; None: no body."""
+    status: int = 200
+    other_responses: Mapping[int, Any] = field(default_factory=dict)
+    errors: tuple[int, ...] = (400, 404, 503)
+    """The statuses of typed errors, besides those of the guard."""
     parameters: tuple[Parameter, ...] = ()
-    """Parameters of the path may be left out: they are taken from `path`."""
+    """Those of the path may be left out: they are taken from `path`."""
     body: Any = None
     """The type of the request's body; None: it has none."""
     body_required: bool = True
     headers: Mapping[str, Any] = field(default_factory=dict)
     """Headers of a successful response, as OpenAPI describes them."""
-    error_type: Any = None
-    """The type of an error's body; None: the gateway's own."""
+    public: bool = False
+    """True if no key is needed."""
     accepts: Callable[[Mapping[str, str]], bool] | None = None
     """Rows that share a method and a path choose by the request's headers; the one without `accepts` takes the rest."""
+    error_format: ErrorFormat | None = None
+    """Makes the response of an error, also below the fixed part of `path` where no route matches."""
+    error_type: Any = ErrorBody
 
 
 def aiohttp_routes(routes: Sequence[Route]) -> list[web.RouteDef]:
@@ -67,8 +71,9 @@ def scopes_by_path(routes: Sequence[Route]) -> dict[str, Scope | None]:
     return scopes
 
 
-def public_paths(routes: Sequence[Route]) -> frozenset[str]:
-    return frozenset(route.path for route in routes if route.public)
+def error_formats(routes: Sequence[Route]) -> dict[str, ErrorFormat]:
+    """Return the format of errors for each beginning of a path that has its own."""
+    return {route.path.partition("{")[0]: route.error_format for route in routes if route.error_format}
 
 
 def _key(route: Route) -> tuple[str, str]:

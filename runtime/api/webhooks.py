@@ -21,7 +21,7 @@ MAX_LISTED = 1000
 JOB = Parameter("job", "Only deliveries of this job.")
 STATE = Choices("state", "Only deliveries in these states.", DeliveryState)
 LIMIT = Number("limit", f"The largest number of deliveries, {MAX_LISTED} at most.", 100, least=1)
-ERRORS = (400, 404, 503)
+SigningSecret = Annotated[str, StringConstraints(pattern="^whsec_")]
 
 
 class ShownAttempt(TypedDict):
@@ -50,15 +50,6 @@ class ShownDelivery(TypedDict):
     log: list[ShownAttempt]
 
 
-class DeliveryList(TypedDict):
-    deliveries: list[ShownDelivery]
-
-
-class WebhookSecret(TypedDict):
-    function: str
-    secret: Annotated[str, StringConstraints(pattern="^whsec_")]
-
-
 class WebhooksApi:
     """The routes of deliveries."""
 
@@ -67,20 +58,15 @@ class WebhooksApi:
         self._jobs = jobs
 
     def routes(self) -> list[Route]:
-        base = "/v1/functions/{function}/webhooks"
+        base, deploy = "/v1/functions/{function}/webhooks", Scope.DEPLOY
+        listing, signing = {"deliveries": list[ShownDelivery]}, {"function": str, "secret": SigningSecret}
         return [
             Route(
-                "GET", base, self.list, "List deliveries of webhooks, the newest first.",
-                scope=Scope.DEPLOY, parameters=(JOB, STATE, LIMIT), responses={200: DeliveryList}, errors=ERRORS,
+                "GET", base, self.list, deploy, "List deliveries of webhooks, the newest first.", listing,
+                parameters=(JOB, STATE, LIMIT),
             ),
-            Route(
-                "GET", f"{base}/secret", self.secret, "Return the secret that signs the webhooks (Standard Webhooks).",
-                scope=Scope.DEPLOY, responses={200: WebhookSecret}, errors=ERRORS,
-            ),
-            Route(
-                "POST", f"{base}/{{delivery}}/redeliver", self.redeliver, "Send a delivery again, with the same id.",
-                scope=Scope.DEPLOY, responses={200: ShownDelivery}, errors=ERRORS,
-            ),
+            Route("GET", f"{base}/secret", self.secret, deploy, "Return the secret that signs the webhooks.", signing),
+            Route("POST", f"{base}/{{delivery}}/redeliver", self.redeliver, deploy, "Send a delivery again.", ShownDelivery),
         ]  # fmt: skip
 
     async def list(self, request: web.Request) -> web.StreamResponse:
@@ -90,13 +76,14 @@ class WebhooksApi:
         # The deliveries of a deleted function can still be listed.
         if not found:
             self._functions.get(function)
-        return json_response(DeliveryList(deliveries=[shown(delivery) for delivery in found]))
+        return json_response({"deliveries": [shown(delivery) for delivery in found]})
 
     async def secret(self, request: web.Request) -> web.StreamResponse:
         function = request.match_info["function"]
         self._functions.get(function)
-        secret = WebhookSecret(function=function, secret=self._jobs.webhook_secret(function))
-        return json_response(secret, no_store=True)
+        return json_response(
+            {"function": function, "secret": self._jobs.webhook_secret(function)}, no_store=True
+        )
 
     async def redeliver(self, request: web.Request) -> web.StreamResponse:
         function, delivery_id = request.match_info["function"], request.match_info["delivery"]
@@ -116,7 +103,12 @@ def shown(delivery: Delivery) -> ShownDelivery:
         "last_status": delivery.last_status or None,
         "last_error": delivery.last_error,
         "log": [
-            {"at": timestamp(tried.at_s), "status": tried.status or None, "error": tried.error, "ms": tried.ms}
+            {
+                "at": timestamp(tried.at_s),
+                "status": tried.status or None,
+                "error": tried.error,
+                "ms": tried.ms,
+            }
             for tried in delivery.log
         ],
     }

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Protocol
-
 from ..api.backend import Backend
-from ..api.responses import ErrorFormat
 from ..api.routes import Route
 from .aws_lambda.routes import LambdaApi
 from .cloudevents.routes import EventsApi
@@ -14,19 +10,11 @@ from .cog.routes import PredictionsApi
 from .runpod.routes import QueueApi
 
 
-class Dialect(Protocol):
-    """What a dialect adds to the gateway."""
-
-    error_formats: Mapping[str, ErrorFormat]
-    """How errors are sent below a path, where that is not the gateway's own way."""
-
-    def routes(self) -> list[Route]:
-        """Return the rows of the route table, with their description."""
-
-
-DIALECTS: tuple[Callable[[Backend], Dialect], ...] = (
-    LambdaApi,
-    EventsApi,
-    PredictionsApi,
-    QueueApi,
-)
+def dialect_routes(backend: Backend) -> list[Route]:
+    """Return the rows that the dialects add to the route table."""
+    return [
+        *LambdaApi(backend).routes(),
+        *EventsApi(backend).routes(),
+        *PredictionsApi(backend).routes(),
+        *QueueApi(backend).routes(),
+    ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import orjson
@@ -29,14 +28,12 @@ from ...api.backend import ASYNC_BODY_BYTES, REPLAYED, Backend
 from ...api.invoke import PRIORITY_PARAMETER, TIMEOUT_PARAMETER
 from ...api.parameters import Parameter, header
 from ...api.requests import caller_of, check_json, priority_of, request_id_of, timeout_of, traceparent_of
-from ...api.responses import ErrorBody, ErrorFormat
+from ...api.responses import ErrorBody
 from ...api.routes import Route
 from ...functions.registry import Live
 from ...serving.invocation import Answer, Invocation
 from .errors import LambdaError, aws_error
 
-PATHS = "/2015-03-31/"
-"""The beginning of all paths of Lambda's clients."""
 VERSION = "$LATEST"
 MAX_STREAMED_BYTES = 20 << 20
 TAIL_BYTES = 4096
@@ -63,8 +60,6 @@ ERROR_TYPES = (
 class LambdaApi:
     """The route of invocations."""
 
-    error_formats: Mapping[str, ErrorFormat] = {PATHS: aws_error}
-
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._functions = backend.functions
@@ -73,11 +68,11 @@ class LambdaApi:
         # Not {function}: the name may be an ARN with a version. `_live` checks what the key covers.
         return [
             Route(
-                "POST", f"{PATHS}functions/{{name}}/invocations", self.invoke, "Call a function as AWS Lambda is called.",
-                scope=Scope.INVOKE, body=Any, body_required=False,
+                "POST", "/2015-03-31/functions/{name}/invocations", self.invoke, Scope.INVOKE,
+                "Call a function as AWS Lambda is called.", {JSON_TYPE: Any, "*/*": Any},
+                other_responses={202: None, 204: None}, body=Any, body_required=False,
                 parameters=(NAME, QUALIFIER, INVOCATION_TYPE, TIMEOUT_PARAMETER, PRIORITY_PARAMETER),
-                responses={200: {JSON_TYPE: Any, "*/*": Any}, 202: None, 204: None},
-                errors=(400, 408, 413, 500, 503), error_type=LambdaError | ErrorBody,
+                errors=(400, 408, 413, 500, 503), error_format=aws_error, error_type=LambdaError | ErrorBody,
             ),
         ]  # fmt: skip
 

@@ -146,7 +146,9 @@ def _decode(header: str, value: str) -> str:
 
 def _structured(found: Any, where: str = "") -> ReceivedEvent:
     if not isinstance(found, dict):
-        raise EventInvalid(f"{where}The event is not a JSON object.", remedy="An event is an object of attributes.")
+        raise EventInvalid(
+            f"{where}The event is not a JSON object.", remedy="An event is an object of attributes."
+        )
     fields = {name: value for name, value in found.items() if name not in ("data", "data_base64")}
     attributes = _check({name: value for name, value in fields.items() if value is not None}, where)
     content_type = str(attributes.get("datacontenttype", ""))

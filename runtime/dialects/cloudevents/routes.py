@@ -6,7 +6,6 @@ Events are sent to `POST /v2/{function}/run`; the handshake of HTTP webhooks is 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NotRequired
 
 from aiohttp import web
@@ -18,7 +17,7 @@ from ...access.keys import Scope
 from ...api.backend import ASYNC_BODY_BYTES, REPLAYED, Accepted, Backend, new_job
 from ...api.parameters import header
 from ...api.requests import traceparent_of
-from ...api.responses import ErrorFormat, json_response
+from ...api.responses import json_response
 from ...api.routes import Route
 from ...functions.registry import Live
 from ...jobs.job import Job, JobState, NewJob
@@ -42,18 +41,8 @@ class CloudEvent(TypedDict):
     data_base64: NotRequired[str]
 
 
-class AcceptedEvents(TypedDict):
-    """The jobs of the events; of a single one, its fields stand at the top, too."""
-
-    jobs: list[Accepted]
-    id: NotRequired[str]
-    status: NotRequired[JobState]
-
-
 class EventsApi:
     """The routes of events."""
-
-    error_formats: Mapping[str, ErrorFormat] = {}
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -61,14 +50,13 @@ class EventsApi:
     def routes(self) -> list[Route]:
         return [
             Route(
-                "POST", RUN, self.submit, "Submit a job for each CloudEvent.",
-                scope=Scope.INVOKE, accepts=is_event, body={STRUCTURED: CloudEvent, BATCHED: list[CloudEvent]},
-                responses={202: AcceptedEvents}, errors=(400, 404, 408, 409, 413, 415, 422, 503),
+                "POST", RUN, self.submit, Scope.INVOKE, "Submit a job for each CloudEvent.",
+                {"jobs": list[Accepted], "id?": str, "status?": JobState}, 202, accepts=is_event,
+                body={STRUCTURED: CloudEvent, BATCHED: list[CloudEvent]}, errors=(400, 404, 408, 409, 413, 415, 422, 503),
             ),
             Route(
-                "OPTIONS", RUN, self.handshake, "Ask whether events may be sent.",
-                scope=Scope.INVOKE, parameters=(header(ORIGIN, required=True),), responses={200: None},
-                errors=(400, 404, 503),
+                "OPTIONS", RUN, self.handshake, Scope.INVOKE, "Ask whether events may be sent.",
+                parameters=(header(ORIGIN, required=True),),
             ),
         ]  # fmt: skip
 

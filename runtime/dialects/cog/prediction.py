@@ -62,7 +62,9 @@ def parse(body: bytes) -> PredictionRequest:
         found = [{"field": field, "problem": problem} for field, problem in problems(error)[:MAX_PROBLEMS]]
         first = found[0]
         if error.errors()[0]["type"] == "json_invalid":
-            raise BadInput(f"The body is not JSON: {first['problem']}.", remedy='Send {"input": …}.') from None
+            raise BadInput(
+                f"The body is not JSON: {first['problem']}.", remedy='Send {"input": …}.'
+            ) from None
         raise InputInvalid(
             f"The prediction is invalid: {first['field']}: {first['problem']}.",
             remedy='Send for example {"input": {"text": "hello"}}.',

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import orjson
 from aiohttp import web
-from typing_extensions import TypedDict
 
 from ...._version import __version__
 from ....errors import GatewayError, InputInvalid, PilotflameError, UnknownFunction, UnknownJob
@@ -31,7 +29,7 @@ from ...api.event_stream import (
 )
 from ...api.parameters import Parameter, header
 from ...api.requests import caller_of, dump_json, idempotency_of, read_body, too_large
-from ...api.responses import ErrorFormat, json_response
+from ...api.responses import json_response
 from ...api.routes import Route
 from ...functions.registry import Live
 from ...jobs import queries
@@ -47,21 +45,12 @@ FUNCTION_QUERY = Parameter("function")
 PREFER = header("Prefer", "respond-async, wait=seconds")
 CHOSEN_ID = Parameter("id", place="path", type="string", pattern=f"^{ID.pattern}$")
 Health: TypeAlias = Literal["READY", "BUSY", "STARTING", "SETUP_FAILED", "DEFUNCT"]
+HEALTH = {"status": Health, "version": dict[str, str], "functions": dict[str, Health]}
 HEALTHIEST_FIRST: tuple[Health, ...] = ("READY", "BUSY", "STARTING", "SETUP_FAILED", "DEFUNCT")
-
-
-class HealthCheck(TypedDict):
-    """The health of the healthiest function, and of each."""
-
-    status: Health
-    version: dict[str, str]
-    functions: dict[str, Health]
 
 
 class PredictionsApi:
     """The routes of predictions."""
-
-    error_formats: Mapping[str, ErrorFormat] = {}
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -70,26 +59,27 @@ class PredictionsApi:
 
     def routes(self) -> list[Route]:
         prediction = {JSON_TYPE: Prediction, **EVENTS}
-        one, which = "/predictions/{id}", (FUNCTION_QUERY, FUNCTION)
-        created, create_errors = {200: prediction, 202: Prediction}, (400, 404, 408, 409, 413, 422, 503)
-        found, find_errors = {200: prediction}, (404, 410, 503)
+        base, one, invoke = "/predictions", "/predictions/{id}", Scope.INVOKE
+        which, errors = (FUNCTION_QUERY, FUNCTION), (404, 410, 503)
+        create: dict[str, Any] = {
+            "other_responses": {202: Prediction},
+            "body": PredictionRequest,
+            "errors": (400, 404, 408, 409, 413, 422, 503),
+        }
         return [
             Route(
-                "POST", "/predictions", self.create, "Make a prediction and wait for it.",
-                scope=Scope.INVOKE, parameters=(*which, PREFER), body=PredictionRequest, responses=created, errors=create_errors,
+                "POST", base, self.create, invoke, "Make a prediction and wait for it.", prediction,
+                parameters=(*which, PREFER), **create,
             ),
             Route(
-                "PUT", one, self.create, "Make the prediction with this id, or return it if it exists.",
-                scope=Scope.INVOKE, parameters=(CHOSEN_ID, *which, PREFER), body=PredictionRequest, responses=created, errors=create_errors,
+                "PUT", one, self.create, invoke, "Make the prediction with this id unless it exists.", prediction,
+                parameters=(CHOSEN_ID, *which, PREFER), **create,
             ),
-            Route("GET", one, self.show, "Show a prediction.", scope=Scope.INVOKE, responses=found, errors=find_errors),
+            Route("GET", one, self.show, invoke, "Show a prediction.", prediction, errors=errors),
+            Route("POST", f"{one}/cancel", self.cancel, invoke, "Cancel a prediction.", prediction, errors=errors),
             Route(
-                "POST", f"{one}/cancel", self.cancel, "Cancel a prediction unless it has ended.",
-                scope=Scope.INVOKE, responses=found, errors=find_errors,
-            ),
-            Route(
-                "GET", "/health-check", self.health, "Return the health of the function, or of all.",
-                scope=None, parameters=which, responses={200: HealthCheck}, errors=(404,),
+                "GET", "/health-check", self.health, None, "Return the health of the function, or of all.", HEALTH,
+                parameters=which, errors=(404,),
             ),
         ]  # fmt: skip
 
@@ -132,7 +122,7 @@ class PredictionsApi:
         found = {name: self._health(name) for name in ([named] if named else self._names(request))}
         status: Health = min(found.values(), key=HEALTHIEST_FIRST.index, default="READY")
         version = {"pilotflame": __version__}
-        return json_response(HealthCheck(status=status, version=version, functions=found))
+        return json_response({"status": status, "version": version, "functions": found})
 
     def _health(self, name: str) -> Health:
         try:

@@ -87,7 +87,9 @@ class JobStatus(TypedDict):
     status: JobState
     function: str
     output: NotRequired[Annotated[Any, Field(description="While the job runs, its progress.")]]
-    output_type: NotRequired[Annotated[str, Field(description="Of an output that is not JSON, which is Base64.")]]
+    output_type: NotRequired[
+        Annotated[str, Field(description="Of an output that is not JSON, which is Base64.")]
+    ]
     error: NotRequired[str]
     errorDetails: NotRequired[JobErrorDetails]
     pieces: NotRequired[NonNegativeInt]
@@ -107,47 +109,17 @@ class JobPiece(TypedDict):
     number: PositiveInt
 
 
-class JobPieces(TypedDict):
-    id: str
-    status: JobState
-    stream: list[JobPiece]
-
-
-class JobList(TypedDict):
-    requests: Annotated[list[JobStatus], Field(max_length=MAX_LISTED)]
-
-
-class Purged(TypedDict):
-    removed: NonNegativeInt
-    status: Literal["completed"]
-
-
-class JobNumbers(TypedDict):
-    """How many jobs there are, by state."""
-
-    completed: NonNegativeInt
-    failed: NonNegativeInt
-    inProgress: NonNegativeInt
-    inQueue: NonNegativeInt
-    retried: NonNegativeInt
-    cancelled: NonNegativeInt
-
-
-class WorkerNumbers(TypedDict):
-    """How many workers there are, by state."""
-
-    idle: NonNegativeInt
-    running: NonNegativeInt
-    initializing: NonNegativeInt
-    ready: NonNegativeInt
-    throttled: NonNegativeInt
-    unhealthy: NonNegativeInt
-    draining: NonNegativeInt
-
-
-class QueueHealth(TypedDict):
-    jobs: JobNumbers
-    workers: WorkerNumbers
+JOBS = {"requests": Annotated[list[JobStatus], Field(max_length=MAX_LISTED)]}
+PIECES = {"id": str, "status": JobState, "stream": list[JobPiece]}
+PURGED = {"removed": NonNegativeInt, "status": Literal["completed"]}
+HEALTH = {
+    "jobs": dict.fromkeys(
+        ("completed", "failed", "inProgress", "inQueue", "retried", "cancelled"), NonNegativeInt
+    ),
+    "workers": dict.fromkeys(
+        ("idle", "running", "initializing", "ready", "throttled", "unhealthy", "draining"), NonNegativeInt
+    ),
+}
 
 
 def shown(job: Job) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
 from typing import Any
 
 import orjson
@@ -30,11 +29,11 @@ from ...api.event_stream import (
 )
 from ...api.parameters import Choices, Number, Parameter, header
 from ...api.requests import dump_json
-from ...api.responses import ErrorFormat, json_response
+from ...api.responses import json_response
 from ...api.routes import Route
 from ...functions.registry import Live
 from ...jobs.job import Job, JobState
-from .bodies import MAX_LISTED, JobList, JobPieces, JobRequest, JobStatus, Purged, QueueHealth, parse, shown
+from .bodies import HEALTH, JOBS, MAX_LISTED, PIECES, PURGED, JobRequest, JobStatus, parse, shown
 
 MIN_WAIT_MS, MAX_WAIT_MS = 1000, 300_000
 MAX_POLLERS = 10_000
@@ -51,8 +50,6 @@ JOB_ERRORS = (404, 410, 503)
 class QueueApi:
     """The routes of jobs below /v2/{function}."""
 
-    error_formats: Mapping[str, ErrorFormat] = {}
-
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._jobs = backend.jobs
@@ -60,13 +57,13 @@ class QueueApi:
 
     def routes(self) -> list[Route]:
         def row(method: str, path: str, handler: Any, summary: str, response: Any, **fields: Any) -> Route:
-            fields = {"errors": JOB_ERRORS, "responses": {200: response}} | fields
-            return Route(method, f"/v2/{{function}}/{path}", handler, summary, scope=Scope.INVOKE, **fields)
+            path, fields = f"/v2/{{function}}/{path}", {"errors": JOB_ERRORS} | fields
+            return Route(method, path, handler, Scope.INVOKE, summary, response, **fields)
 
         submit = {"body": JobRequest, "errors": SUBMIT_ERRORS, "headers": REPLAYED_HEADER}
         stream = {"parameters": (AFTER, header("Last-Event-ID")), "errors": (400, *JOB_ERRORS)}
         listing = {"parameters": (STATUS, LIMIT, BEFORE), "errors": (400, *JOB_ERRORS)}
-        pieces = {JSON_TYPE: JobPieces, **EVENTS}
+        pieces = {JSON_TYPE: PIECES, **EVENTS}
         return [
             row("POST", "run", self.run, "Submit a job.", Accepted, parameters=SUBMIT_PARAMETERS, **submit),
             row("POST", "runsync", self.runsync, "Submit a job and wait for its end.", JobStatus, parameters=(WAIT, *SUBMIT_PARAMETERS), **submit),
@@ -76,9 +73,9 @@ class QueueApi:
             row("POST", "stream/{job}", self.stream, "Return pieces since the last poll, or all as events.", pieces, **stream),
             row("POST", "cancel/{job}", self.cancel, "Cancel a job unless it has ended.", JobStatus),
             row("POST", "retry/{job}", self.retry, "Queue a job that failed or timed out again.", JobStatus, errors=(409, *JOB_ERRORS)),
-            row("POST", "purge-queue", self.purge, "Cancel all jobs that wait.", Purged),
-            row("GET", "health", self.health, "Count jobs and workers by state.", QueueHealth),
-            row("GET", "requests", self.requests, "List jobs, the newest first.", JobList, **listing),
+            row("POST", "purge-queue", self.purge, "Cancel all jobs that wait.", PURGED),
+            row("GET", "health", self.health, "Count jobs and workers by state.", HEALTH),
+            row("GET", "requests", self.requests, "List jobs, the newest first.", JOBS, **listing),
         ]  # fmt: skip
 
     async def run(self, request: web.Request) -> web.StreamResponse:
@@ -109,13 +106,13 @@ class QueueApi:
 
     async def purge(self, request: web.Request) -> web.StreamResponse:
         removed = await self._jobs.purge(self._live(request).record.function)
-        return json_response(Purged(removed=removed, status="completed"))
+        return json_response({"removed": removed, "status": "completed"})
 
     async def health(self, request: web.Request) -> web.StreamResponse:
         live = self._live(request)
         counts, census = await self._jobs.counts(live.record.function), live.revision.census()
         running = min(census.ready, census.in_flight)
-        health: QueueHealth = {
+        health = {
             "jobs": {
                 "completed": counts.completed, "failed": counts.failed, "inProgress": counts.in_progress,
                 "inQueue": counts.in_queue, "retried": counts.retried, "cancelled": counts.cancelled,
