@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, with_config
@@ -15,7 +16,7 @@ from ..access.keys import NewKey, Scope, parse_new_key
 from ..access.secrets import MAX_VALUE_BYTES, Secrets
 from ..functions.registry import Functions
 from .requests import read_body
-from .responses import Timestamp, json_response
+from .responses import Handler, Timestamp, json_response
 from .routes import Route
 
 # JSON needs up to six bytes for one byte of a value.
@@ -63,21 +64,26 @@ class AccessControl:
         self._functions = functions
 
     def routes(self) -> list[Route]:
-        admin, deploy = Scope.ADMIN, Scope.DEPLOY
-        keys, secrets, secret = (
-            "/v1/keys",
-            "/v1/functions/{function}/secrets",
-            "/v1/functions/{function}/secrets/{key}",
-        )
+        def row(
+            method: str, path: str, handler: Handler, summary: str, response: Any, **fields: Any
+        ) -> Route:
+            scope = Scope.ADMIN if path.startswith("/v1/keys") else Scope.DEPLOY
+            return Route(method, path, handler, scope, summary, response, errors=ERRORS, **fields)
+
+        secrets, secret = "/v1/functions/{function}/secrets", "/v1/functions/{function}/secrets/{key}"
+        names, revoked = {"function": str, "secrets": list[str]}, {"revoked": str, "name": str}
         was_set = {"function": str, "secret": str, "replaced": bool, "deployed": bool}
+        was_unset = {"function": str, "unset": str}
         return [
-            Route("POST", keys, self.create_key, admin, "Create an API key.", CreatedKey, 201, errors=ERRORS, body=NewKey),
-            Route("GET", keys, self.list_keys, admin, "List the API keys.", {"keys": list[ShownKey]}),
-            Route("DELETE", "/v1/keys/{id}", self.revoke_key, admin, "Revoke an API key.", {"revoked": str, "name": str}),
-            Route("GET", secrets, self.list_secrets, deploy, "List the names of a function's secrets.", {"function": str, "secrets": list[str]}, errors=ERRORS),
-            Route("PUT", secret, self.set_secret, deploy, "Set a secret for workers that start from now on.", was_set, errors=ERRORS, body=SecretValue),
-            Route("DELETE", secret, self.unset_secret, deploy, "Unset a secret.", {"function": str, "unset": str}, errors=ERRORS),
-        ]  # fmt: skip
+            row(
+                "POST", "/v1/keys", self.create_key, "Create an API key.", CreatedKey, status=201, body=NewKey
+            ),
+            row("GET", "/v1/keys", self.list_keys, "List the API keys.", {"keys": list[ShownKey]}),
+            row("DELETE", "/v1/keys/{id}", self.revoke_key, "Revoke an API key.", revoked),
+            row("GET", secrets, self.list_secrets, "List the names of a function's secrets.", names),
+            row("PUT", secret, self.set_secret, "Set a secret for new workers.", was_set, body=SecretValue),
+            row("DELETE", secret, self.unset_secret, "Unset a secret.", was_unset),
+        ]
 
     async def create_key(self, request: web.Request) -> web.StreamResponse:
         new = parse_new_key(await _read(request))

@@ -58,33 +58,31 @@ class Admin:
 
     def routes(self) -> list[Route]:
         functions, function, deploy = "/v1/functions", "/v1/functions/{function}", Scope.DEPLOY
-        health = {"status": Literal["ready", "draining"]}
+        logs, warmup = f"{function}/logs", "/v2/{function}/warmup"
+        listing, lines, text = (
+            {"functions": list[FunctionStatus]},
+            {"application/x-ndjson": str},
+            {"text/plain": str},
+        )
+        alive, ready = {"status": Literal["alive"]}, {"status": Literal["ready", "draining"]}
+        public: dict[str, Any] = {"public": True, "errors": ()}
         return [
             Route(
-                "POST", functions, self.deploy, deploy, "Deploy a folder or an uploaded tar.gz as a new revision.",
-                FunctionStatus, 201, errors=(400, 408, 413, 415, 422, 500, 502, 503, 507),
+                "POST", functions, self.deploy, deploy, "Deploy a folder or a tar.gz.", FunctionStatus, 201,
                 parameters=(SET, INSTALL, CHECK), body={JSON_TYPE: DeployRequest, "application/gzip": bytes},
+                errors=(400, 408, 413, 415, 422, 500, 502, 503, 507),
             ),
-            Route("GET", functions, self.list, deploy, "List the functions.", {"functions": list[FunctionStatus]}),
+            Route("GET", functions, self.list, deploy, "List the functions.", listing),
             Route("GET", function, self.status, deploy, "Show a function.", FunctionStatus, parameters=(MEMORY,)),
             Route("DELETE", function, self.delete, deploy, "Delete a function.", {"deleted": str}),
+            Route("GET", logs, self.logs, deploy, "Return printed lines.", lines, parameters=(LINES, FOLLOW)),
             Route(
-                "GET", f"{function}/logs", self.logs, deploy, "Return what the processes printed, a JSON object a line.",
-                {"application/x-ndjson": str}, parameters=(LINES, FOLLOW),
-            ),
-            Route(
-                "POST", "/v2/{function}/warmup", self.warmup, Scope.INVOKE, "Start workers before they are needed.",
+                "POST", warmup, self.warmup, Scope.INVOKE, "Start workers before they are needed.",
                 {"workers": Workers}, parameters=(WORKERS,),
             ),
-            Route(
-                "GET", "/healthz", self.health, None, "Liveness.", {"status": Literal["alive"]},
-                public=True, errors=(),
-            ),
-            Route(
-                "GET", "/readyz", self.ready, None, "Readiness: 503 while the gateway shuts down.", health,
-                public=True, errors=(), other_responses={503: health},
-            ),
-            Route("GET", "/metrics", self.metrics, Scope.ADMIN, "Metrics for Prometheus.", {"text/plain": str}),
+            Route("GET", "/healthz", self.health, None, "Liveness.", alive, **public),
+            Route("GET", "/readyz", self.ready, None, "Readiness.", ready, other_responses={503: ready}, **public),
+            Route("GET", "/metrics", self.metrics, Scope.ADMIN, "Metrics for Prometheus.", text),
         ]  # fmt: skip
 
     async def deploy(self, request: web.Request) -> web.StreamResponse:

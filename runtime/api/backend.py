@@ -22,10 +22,11 @@ from .requests import MAX_KEY_CHARS, caller_of, idempotency_of, read_body, trace
 
 ASYNC_BODY_BYTES = 10 << 20
 """The limit of a body that is stored and run later."""
+_IDEMPOTENCY = "The same key with the same body is the same job."
 SUBMIT_PARAMETERS: tuple[Parameter, ...] = (
-    header("Idempotency-Key", "The same key with the same body is the same job.", type="string", maxLength=MAX_KEY_CHARS),
+    header("Idempotency-Key", _IDEMPOTENCY, type="string", maxLength=MAX_KEY_CHARS),
     header("traceparent"),
-)  # fmt: skip
+)
 REPLAYED = {"Idempotent-Replayed": "true"}
 """The header of a response whose job existed before."""
 REPLAYED_HEADER = {

@@ -27,9 +27,6 @@ class Parameter:
         if required or place == "path":
             self.spec["required"] = True
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name!r})"
-
 
 def header(name: str, description: str = "", *, required: bool = False, **schema: Any) -> Parameter:
     return Parameter(name, description, place="header", required=required, **schema)
@@ -55,17 +52,24 @@ class Flag(Parameter):
 
 
 class Number(Parameter):
-    """A query parameter that is a whole number, from `least` to `most` if there is a `most`."""
+    """A query parameter that is a whole number, from `least` to `most` if there is a `most`; 0 without a default."""
 
     def __init__(
-        self, name: str, description: str, default: int, *, least: int = 0, most: int | None = None
+        self,
+        name: str,
+        description: str,
+        default: int | None = None,
+        *,
+        least: int = 0,
+        most: int | None = None,
     ) -> None:
-        limits: dict[str, Any] = {"minimum": least} if most is None else {"minimum": least, "maximum": most}
-        super().__init__(name, description, type="integer", default=default, **limits)
-        self._default, self._least, self._most = default, least, most
+        limits = {"minimum": least, "maximum": most, "default": default}
+        schema: dict[str, Any] = {key: value for key, value in limits.items() if value is not None}
+        super().__init__(name, description, type="integer", **schema)
+        self._default, self._least, self._most = default or 0, least, most
 
     def read(self, request: web.Request, *, most: int | None = None) -> int:
-        """Return the number. Raises BadInput. `most` replaces a limit that the route table does not know."""
+        """Raises BadInput. `most` is a limit that the route table does not know."""
         most = self._most if most is None else most
         text = request.query.get(self.name)
         if text is None:

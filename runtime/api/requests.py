@@ -62,31 +62,30 @@ async def read_body(request: web.Request, limit: int, timeout_s: float) -> bytes
     try:
         # Most bodies arrive together with the header.
         if request.content.is_eof():
-            return _within(request.content.read_nowait(), limit)
-        async with asyncio.timeout(timeout_s):
-            return await _collect(request, limit)
+            body = request.content.read_nowait()
+        else:
+            async with asyncio.timeout(timeout_s):
+                body = await _collect(request, limit)
     except TimeoutError:
         raise InputTimeout(
             f"The body did not arrive within {timeout_s:.0f} s.", remedy="Send it faster, or send less."
         ) from None
     except web.RequestPayloadError as error:
         raise BadInput(f"The body broke off or is malformed: {error}.") from None
-
-
-async def _collect(request: web.Request, limit: int) -> bytes:
-    parts, size = [], 0
-    async for part in request.content.iter_any():
-        size += len(part)
-        if size > limit:
-            raise too_large(limit)
-        parts.append(part)
-    return b"".join(parts)
-
-
-def _within(body: bytes, limit: int) -> bytes:
     if len(body) > limit:
         raise too_large(limit)
     return body
+
+
+async def _collect(request: web.Request, limit: int) -> bytes:
+    """Return the body, or as much of it as exceeds the limit."""
+    parts, size = [], 0
+    async for part in request.content.iter_any():
+        parts.append(part)
+        size += len(part)
+        if size > limit:
+            break
+    return b"".join(parts)
 
 
 def too_large(limit: int) -> InputTooLarge:

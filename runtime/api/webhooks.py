@@ -59,15 +59,22 @@ class WebhooksApi:
 
     def routes(self) -> list[Route]:
         base, deploy = "/v1/functions/{function}/webhooks", Scope.DEPLOY
+        again, secret = f"{base}/{{delivery}}/redeliver", f"{base}/secret"
         listing, signing = {"deliveries": list[ShownDelivery]}, {"function": str, "secret": SigningSecret}
+        chosen_by = (JOB, STATE, LIMIT)
         return [
             Route(
-                "GET", base, self.list, deploy, "List deliveries of webhooks, the newest first.", listing,
-                parameters=(JOB, STATE, LIMIT),
+                "GET",
+                base,
+                self.list,
+                deploy,
+                "List deliveries, newest first.",
+                listing,
+                parameters=chosen_by,
             ),
-            Route("GET", f"{base}/secret", self.secret, deploy, "Return the secret that signs the webhooks.", signing),
-            Route("POST", f"{base}/{{delivery}}/redeliver", self.redeliver, deploy, "Send a delivery again.", ShownDelivery),
-        ]  # fmt: skip
+            Route("GET", secret, self.secret, deploy, "Return the secret that signs the webhooks.", signing),
+            Route("POST", again, self.redeliver, deploy, "Send a delivery again.", ShownDelivery),
+        ]
 
     async def list(self, request: web.Request) -> web.StreamResponse:
         function, job_id = request.match_info["function"], request.query.get("job", "")

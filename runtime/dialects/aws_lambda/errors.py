@@ -7,26 +7,18 @@ from typing import Literal
 from aiohttp import web
 from typing_extensions import TypedDict
 
-from ....errors import (
-    BadInput,
-    Forbidden,
-    InputTooLarge,
-    PilotflameError,
-    QueueFull,
-    QuotaExceeded,
-    Unauthorized,
-    UnknownFunction,
-)
+from .... import errors
+from ....errors import PilotflameError
 from ...api.responses import json_response, retry_headers
 
 _NAMES = (
-    (UnknownFunction, "ResourceNotFoundException"),
-    (BadInput, "InvalidRequestContentException"),
-    (InputTooLarge, "RequestTooLargeException"),
-    (QueueFull, "TooManyRequestsException"),
-    (QuotaExceeded, "TooManyRequestsException"),
-    (Unauthorized, "UnrecognizedClientException"),
-    (Forbidden, "AccessDeniedException"),
+    (errors.UnknownFunction, "ResourceNotFoundException"),
+    (errors.BadInput, "InvalidRequestContentException"),
+    (errors.InputTooLarge, "RequestTooLargeException"),
+    (errors.QueueFull, "TooManyRequestsException"),
+    (errors.QuotaExceeded, "TooManyRequestsException"),
+    (errors.Unauthorized, "UnrecognizedClientException"),
+    (errors.Forbidden, "AccessDeniedException"),
 )
 
 

@@ -1,4 +1,4 @@
-"""The invocation route of AWS Lambda: wait for the output, submit a job, or only check that the call is possible."""
+"""AWS Lambda's invocation route: wait for the output, submit a job, or only check that a call is possible."""
 
 from __future__ import annotations
 
@@ -9,19 +9,8 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from ....errors import (
-    ActivationFailed,
-    BadInput,
-    DeadlineExceeded,
-    HandlerError,
-    HandlerFailed,
-    InputInvalid,
-    OutputInvalid,
-    PilotflameError,
-    RevisionRetired,
-    UnknownFunction,
-    WorkerDied,
-)
+from .... import errors
+from ....errors import BadInput, OutputInvalid, PilotflameError, RevisionRetired, UnknownFunction
 from ....handlers.codec import JSON_TYPE
 from ...access.keys import Scope
 from ...api.backend import ASYNC_BODY_BYTES, REPLAYED, Backend
@@ -47,13 +36,14 @@ INVOCATION_TYPE = header(
 
 # Errors of the function, which are sent with status 200 and a header. Others are the request's or the gateway's.
 FUNCTION_ERRORS = (
-    HandlerError, HandlerFailed, OutputInvalid, InputInvalid, WorkerDied, DeadlineExceeded, ActivationFailed,
+    errors.HandlerError, errors.HandlerFailed, errors.OutputInvalid, errors.InputInvalid, errors.WorkerDied,
+    errors.DeadlineExceeded, errors.ActivationFailed,
 )  # fmt: skip
 ERROR_TYPES = (
-    (DeadlineExceeded, "Sandbox.Timedout"),
-    (WorkerDied, "Runtime.ExitError"),
-    (ActivationFailed, "Runtime.InitError"),
-    (OutputInvalid, "Runtime.MarshalError"),
+    (errors.DeadlineExceeded, "Sandbox.Timedout"),
+    (errors.WorkerDied, "Runtime.ExitError"),
+    (errors.ActivationFailed, "Runtime.InitError"),
+    (errors.OutputInvalid, "Runtime.MarshalError"),
 )
 
 

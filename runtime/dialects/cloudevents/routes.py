@@ -52,7 +52,8 @@ class EventsApi:
             Route(
                 "POST", RUN, self.submit, Scope.INVOKE, "Submit a job for each CloudEvent.",
                 {"jobs": list[Accepted], "id?": str, "status?": JobState}, 202, accepts=is_event,
-                body={STRUCTURED: CloudEvent, BATCHED: list[CloudEvent]}, errors=(400, 404, 408, 409, 413, 415, 422, 503),
+                body={STRUCTURED: CloudEvent, BATCHED: list[CloudEvent]},
+                errors=(400, 404, 408, 409, 413, 415, 422, 503),
             ),
             Route(
                 "OPTIONS", RUN, self.handshake, Scope.INVOKE, "Ask whether events may be sent.",

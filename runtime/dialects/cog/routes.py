@@ -17,16 +17,9 @@ from ...._version import __version__
 from ....errors import GatewayError, InputInvalid, PilotflameError, UnknownFunction, UnknownJob
 from ....handlers.codec import JSON_TYPE
 from ...access.keys import Scope
+from ...api import event_stream
 from ...api.backend import ASYNC_BODY_BYTES, REPLAYED, Backend
-from ...api.event_stream import (
-    EVENTS,
-    HEARTBEAT,
-    HEARTBEAT_S,
-    accepts_events,
-    event,
-    last_event_id,
-    open_stream,
-)
+from ...api.event_stream import EVENTS, HEARTBEAT, event
 from ...api.parameters import Parameter, header
 from ...api.requests import caller_of, dump_json, idempotency_of, read_body, too_large
 from ...api.responses import json_response
@@ -60,27 +53,22 @@ class PredictionsApi:
     def routes(self) -> list[Route]:
         prediction = {JSON_TYPE: Prediction, **EVENTS}
         base, one, invoke = "/predictions", "/predictions/{id}", Scope.INVOKE
-        which, errors = (FUNCTION_QUERY, FUNCTION), (404, 410, 503)
+        which, chosen_by = (FUNCTION_QUERY, FUNCTION), (FUNCTION_QUERY, FUNCTION, PREFER)
+        cancel, errors = f"{one}/cancel", (404, 410, 503)
         create: dict[str, Any] = {
             "other_responses": {202: Prediction},
             "body": PredictionRequest,
             "errors": (400, 404, 408, 409, 413, 422, 503),
         }
         return [
-            Route(
-                "POST", base, self.create, invoke, "Make a prediction and wait for it.", prediction,
-                parameters=(*which, PREFER), **create,
-            ),
+            Route("POST", base, self.create, invoke, "Make a prediction.", prediction, parameters=chosen_by, **create),
             Route(
                 "PUT", one, self.create, invoke, "Make the prediction with this id unless it exists.", prediction,
-                parameters=(CHOSEN_ID, *which, PREFER), **create,
+                parameters=(CHOSEN_ID, *chosen_by), **create,
             ),
             Route("GET", one, self.show, invoke, "Show a prediction.", prediction, errors=errors),
-            Route("POST", f"{one}/cancel", self.cancel, invoke, "Cancel a prediction.", prediction, errors=errors),
-            Route(
-                "GET", "/health-check", self.health, None, "Return the health of the function, or of all.", HEALTH,
-                parameters=which, errors=(404,),
-            ),
+            Route("POST", cancel, self.cancel, invoke, "Cancel a prediction.", prediction, errors=errors),
+            Route("GET", "/health-check", self.health, None, "Show health.", HEALTH, parameters=which, errors=(404,)),
         ]  # fmt: skip
 
     async def create(self, request: web.Request) -> web.StreamResponse:
@@ -95,7 +83,7 @@ class PredictionsApi:
         if len(body) > live.revision.policy.max_body_bytes:
             raise too_large(live.revision.policy.max_body_bytes)
         job, replayed = await self._submit(request, live, wanted, wanted_id)
-        if accepts_events(request):
+        if event_stream.accepts_events(request):
             return await self._send_events(request, job)
         if preference.wait_s is None:
             job = await self._wait(job, live, replayed=replayed)
@@ -107,7 +95,9 @@ class PredictionsApi:
 
     async def show(self, request: web.Request) -> web.StreamResponse:
         job = await self._job(request)
-        return await (self._send_events(request, job) if accepts_events(request) else self._response(job))
+        return await (
+            self._send_events(request, job) if event_stream.accepts_events(request) else self._response(job)
+        )
 
     async def cancel(self, request: web.Request) -> web.StreamResponse:
         job = await self._job(request)
@@ -162,9 +152,10 @@ class PredictionsApi:
 
     async def _send_events(self, request: web.Request, job: Job) -> web.StreamResponse:
         """Send `start`, `output` for each piece, `log`, `completed`; `error` if they break off."""
-        async with open_stream(request, {"X-Job-Id": job.id}) as response:
+        async with event_stream.open_stream(request, {"X-Job-Id": job.id}) as response:
             started, pieces = False, 0
-            news = self._jobs.follow(job.function, job.id, last_event_id(request), every_s=HEARTBEAT_S)
+            last = event_stream.last_event_id(request)
+            news = self._jobs.follow(job.function, job.id, last, every_s=event_stream.HEARTBEAT_S)
             async for job, new in news:  # noqa: PLR1704
                 if not started and job.started_s:
                     started = True

@@ -10,26 +10,12 @@ from aiohttp import web
 
 from ....handlers.codec import JSON_TYPE
 from ...access.keys import Scope
-from ...api.backend import (
-    ASYNC_BODY_BYTES,
-    REPLAYED,
-    REPLAYED_HEADER,
-    SUBMIT_PARAMETERS,
-    Accepted,
-    Backend,
-)
-from ...api.event_stream import (
-    EVENTS,
-    HEARTBEAT,
-    HEARTBEAT_S,
-    accepts_events,
-    event,
-    last_event_id,
-    open_stream,
-)
+from ...api import event_stream
+from ...api.backend import ASYNC_BODY_BYTES, REPLAYED, REPLAYED_HEADER, SUBMIT_PARAMETERS, Accepted, Backend
+from ...api.event_stream import EVENTS, HEARTBEAT, event
 from ...api.parameters import Choices, Number, Parameter, header
 from ...api.requests import dump_json
-from ...api.responses import json_response
+from ...api.responses import Handler, json_response
 from ...api.routes import Route
 from ...functions.registry import Live
 from ...jobs.job import Job, JobState
@@ -39,7 +25,7 @@ MIN_WAIT_MS, MAX_WAIT_MS = 1000, 300_000
 MAX_POLLERS = 10_000
 PIECES_PER_POLL = 1000
 WAIT = Number("wait", f"Milliseconds to wait for the end, {MAX_WAIT_MS} at most.", 90_000)
-AFTER = Number("after", "The number of the last piece that was seen; by default, that of the last poll.", 0)
+AFTER = Number("after", "The number of the last piece that was seen; by default, that of the last poll.")
 STATUS = Choices("status", "Only jobs in these states.", JobState)
 LIMIT = Number("limit", f"The largest number of jobs, {MAX_LISTED} at most.", 100)
 BEFORE = Parameter("before", "A job's id: only older ones.")
@@ -56,27 +42,31 @@ class QueueApi:
         self._polled: OrderedDict[str, int] = OrderedDict()
 
     def routes(self) -> list[Route]:
-        def row(method: str, path: str, handler: Any, summary: str, response: Any, **fields: Any) -> Route:
+        def row(
+            method: str, path: str, handler: Handler, summary: str, response: Any, **fields: Any
+        ) -> Route:
             path, fields = f"/v2/{{function}}/{path}", {"errors": JOB_ERRORS} | fields
             return Route(method, path, handler, Scope.INVOKE, summary, response, **fields)
 
         submit = {"body": JobRequest, "errors": SUBMIT_ERRORS, "headers": REPLAYED_HEADER}
+        timed = submit | {"parameters": (WAIT, *SUBMIT_PARAMETERS)}
         stream = {"parameters": (AFTER, header("Last-Event-ID")), "errors": (400, *JOB_ERRORS)}
         listing = {"parameters": (STATUS, LIMIT, BEFORE), "errors": (400, *JOB_ERRORS)}
-        pieces = {JSON_TYPE: PIECES, **EVENTS}
+        retry = {"errors": (409, *JOB_ERRORS)}
+        pieces, poll = {JSON_TYPE: PIECES, **EVENTS}, "Return pieces since the last poll, or all as events."
         return [
             row("POST", "run", self.run, "Submit a job.", Accepted, parameters=SUBMIT_PARAMETERS, **submit),
-            row("POST", "runsync", self.runsync, "Submit a job and wait for its end.", JobStatus, parameters=(WAIT, *SUBMIT_PARAMETERS), **submit),
+            row("POST", "runsync", self.runsync, "Submit a job and wait for its end.", JobStatus, **timed),
             row("GET", "status/{job}", self.status, "Show a job.", JobStatus),
             row("POST", "status/{job}", self.status, "Show a job.", JobStatus),
-            row("GET", "stream/{job}", self.stream, "Return pieces since the last poll, or all as events.", pieces, **stream),
-            row("POST", "stream/{job}", self.stream, "Return pieces since the last poll, or all as events.", pieces, **stream),
+            row("GET", "stream/{job}", self.stream, poll, pieces, **stream),
+            row("POST", "stream/{job}", self.stream, poll, pieces, **stream),
             row("POST", "cancel/{job}", self.cancel, "Cancel a job unless it has ended.", JobStatus),
-            row("POST", "retry/{job}", self.retry, "Queue a job that failed or timed out again.", JobStatus, errors=(409, *JOB_ERRORS)),
+            row("POST", "retry/{job}", self.retry, "Queue a failed job again.", JobStatus, **retry),
             row("POST", "purge-queue", self.purge, "Cancel all jobs that wait.", PURGED),
             row("GET", "health", self.health, "Count jobs and workers by state.", HEALTH),
             row("GET", "requests", self.requests, "List jobs, the newest first.", JOBS, **listing),
-        ]  # fmt: skip
+        ]
 
     async def run(self, request: web.Request) -> web.StreamResponse:
         job, replayed = await self._submit(request, ASYNC_BODY_BYTES)
@@ -134,7 +124,7 @@ class QueueApi:
     async def stream(self, request: web.Request) -> web.StreamResponse:
         """Return the pieces since the last poll; all of them, as events, to a caller that accepts these."""
         job = await self._job(request)
-        if accepts_events(request):
+        if event_stream.accepts_events(request):
             return await self._send_events(request, job)
         polls = "after" not in request.query
         after = self._polled.get(job.id, 0) if polls else AFTER.read(request)
@@ -158,8 +148,9 @@ class QueueApi:
 
     async def _send_events(self, request: web.Request, job: Job) -> web.StreamResponse:
         state = None
-        async with open_stream(request) as response:
-            news = self._jobs.follow(job.function, job.id, last_event_id(request), every_s=HEARTBEAT_S)
+        async with event_stream.open_stream(request) as response:
+            last = event_stream.last_event_id(request)
+            news = self._jobs.follow(job.function, job.id, last, every_s=event_stream.HEARTBEAT_S)
             async for job, pieces in news:  # noqa: PLR1704
                 if job.state is not state and not job.state.final:
                     state = job.state

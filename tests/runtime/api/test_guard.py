@@ -15,8 +15,10 @@ import httpx
 import pytest
 import pytest_asyncio
 from live import Function, Gate, Gateway, failure, gateway_here, gateway_process, short_folder, until
+from pilotflame.errors import Forbidden
 from pilotflame.runtime.access.keyring import USE_GRAIN_S
-from pilotflame.runtime.api.guard import token_in
+from pilotflame.runtime.api.guard import OriginCheck, token_in
+from pilotflame.runtime.functions.code import pack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -394,3 +396,104 @@ async def test_an_id_that_somebody_chose_is_his_own(gateway: Gateway, keyed: Ope
         assert (await caller.get("/predictions/order-17")).json() == response.json()
     nobody = await keyed(scopes=["invoke"], functions=["mine"])
     assert failure(await nobody.get("/predictions/order-17"))["type"] == "unknown_job"
+
+
+# -- web pages of other origins, and names of others that resolve to this machine
+
+OWN_HOSTS = [
+    "127.0.0.1:8600",
+    "127.0.0.1",
+    "localhost:1",
+    "LOCALHOST",
+    "127.8.9.10:80",
+    "[::1]:8600",
+    "[::1]",
+]
+OTHER_HOSTS = [
+    "x", "", "example.org", "rebound.example:8600", "localhost.example.org", "127.0.0.1.example.org", "10.0.0.1",
+    "0.0.0.0:8600", "[::]", "[2001:db8::1]:80", "[", "127.0.0.1@example.org", "example.org@127.0.0.1", "\udcff",
+]  # fmt: skip
+PAGES = [
+    {"Origin": "https://example.org"},
+    {"Origin": "null"},
+    {"Origin": "http://localhost.example.org:8600"},
+    {"Sec-Fetch-Site": "cross-site"},
+    {"Host": "rebound.example:8600"},
+    {
+        "Host": "rebound.example:8600",
+        "Origin": "http://rebound.example:8600",
+        "Sec-Fetch-Site": "same-origin",
+    },
+]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def open_gateway() -> AsyncIterator[Gateway]:
+    """A gateway without keys."""
+    with short_folder() as folder:
+        async with gateway_here(folder / "state", drain_s=5.0) as found:
+            yield found
+
+
+@pytest.mark.parametrize("host", OWN_HOSTS)
+async def test_this_machines_names_are_accepted(host: str):
+    check = OriginCheck()
+    for headers in ({"Host": host}, {"Host": host, "Origin": f"http://{host}"}, {}):
+        check.check(headers)
+
+
+@pytest.mark.parametrize("host", OTHER_HOSTS)
+async def test_other_names_are_refused_even_after_a_good_one(host: str):
+    check = OriginCheck()
+    check.check({"Host": "localhost:8600"})
+    for headers in ({"Host": host}, {"Host": "localhost:8600", "Origin": f"http://{host}"}):
+        with pytest.raises(Forbidden):
+            check.check(headers)
+    check.check({"Host": "localhost:8600", "Sec-Fetch-Site": "none"})
+
+
+@pytest.mark.parametrize("sent", PAGES, ids="-".join)
+async def test_a_web_page_of_another_origin_is_refused(
+    open_gateway: Gateway, tmp_path: Path, sent: dict[str, str]
+):
+    function = await open_gateway.deploy(ECHO, name="echo")
+    (tmp_path / "handler.py").write_text(ECHO)
+    client = open_gateway.client
+    archive = {"Content-Type": "application/gzip"}
+    for response in (
+        await client.post("/v1/functions", content=pack(tmp_path), headers={**archive, **sent}),
+        await client.post(function.path, content=b"1", headers={"Content-Type": "text/plain", **sent}),
+        await client.post(f"/2015-03-31/functions/{function.name}/invocations", content=b"1", headers=sent),
+        await client.get("/v1/functions", headers=sent),
+        await client.get("/nothing/here", headers=sent),
+    ):
+        assert response.status_code == 403
+        assert "Without API keys" in response.text
+    error = failure(await client.get("/v1/functions", headers=sent))
+    assert (error["type"], "pilotflame keys create" in error["remedy"]) == ("forbidden", True)
+    assert [one["name"] for one in (await client.get("/v1/functions")).json()["functions"]] == [function.name]
+    assert (await client.get("/healthz", headers=sent)).status_code == 200
+
+
+async def test_a_page_of_this_machine_is_accepted(open_gateway: Gateway):
+    function = await open_gateway.deploy(ECHO, name="echo")
+    headers = {"Origin": "http://localhost:3000", "Sec-Fetch-Site": "same-site"}
+    assert (await open_gateway.client.post(function.path, json=1, headers=headers)).json() == 1
+
+
+async def test_with_a_key_any_name_works(state: Path):
+    async with gateway_here(state, auth="always") as gateway:
+        # Host is "home" there.
+        async with gateway.at_home() as home:
+            key = (await home.post("/v1/keys", json={"name": "x", "scopes": ["admin"]})).json()["key"]
+        headers = {
+            "Host": "gateway.example",
+            "Origin": "https://example.org",
+            "Authorization": f"Bearer {key}",
+        }
+        assert (await gateway.client.get("/v1/functions", headers=headers)).status_code == 200
+
+
+async def test_on_the_control_socket_any_name_works(open_gateway: Gateway):
+    async with open_gateway.at_home() as home:
+        assert (await home.get("/v1/functions")).status_code == 200

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from live import Function, Gateway, failure, gateway_here, short_folder, until
-from pilotflame.runtime.api.webhooks import bare
+from pilotflame.runtime.api.webhooks import public_url
 from pilotflame.runtime.jobs.webhook_signing import SigningKey
 from receiver import Receiver, receiving
 
@@ -151,4 +151,4 @@ async def test_what_is_unknown_or_wrong_is_refused(deploy, gateway: Gateway, rec
     ],
 )
 async def test_a_url_is_shown_without_its_secrets(url: str, shown: str):
-    assert bare(url) == shown
+    assert public_url(url) == shown

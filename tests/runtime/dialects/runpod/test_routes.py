@@ -15,7 +15,7 @@ import httpx
 import pytest
 from live import LIMIT_S, Function, Gate, Gateway, failure, gateway_here, gone, until
 from pilotflame.errors import JobStoreFailed
-from pilotflame.runtime.dialects.runpod import routes as queue_api
+from pilotflame.runtime.api import event_stream
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -312,7 +312,7 @@ async def test_an_error_in_a_stream_is_the_jobs(deploy):
 
 
 async def test_a_stream_of_events_is_kept_alive(deploy, gate: Gate, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(queue_api, "HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(event_stream, "HEARTBEAT_S", 0.02)
     queue = Queue(await deploy(WAITS, gate=gate))
     job = await queue.run(1)
     await gate.next()
