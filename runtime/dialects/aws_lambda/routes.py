@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import base64
 import time
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 from aiohttp import web
+from typing_extensions import TypedDict
 
 from .... import errors
 from ....errors import BadInput, OutputInvalid, PilotflameError, RevisionRetired, UnknownFunction
@@ -17,11 +18,10 @@ from ...api.backend import ASYNC_BODY_BYTES, REPLAYED, Backend
 from ...api.invoke import PRIORITY_PARAMETER, TIMEOUT_PARAMETER
 from ...api.parameters import Parameter, header
 from ...api.requests import caller_of, check_json, priority_of, request_id_of, timeout_of, traceparent_of
-from ...api.responses import ErrorBody
+from ...api.responses import ErrorBody, json_response, retry_headers
 from ...api.routes import Route
 from ...functions.registry import Live
 from ...serving.invocation import Answer, Invocation
-from .errors import LambdaError, aws_error
 
 VERSION = "$LATEST"
 MAX_STREAMED_BYTES = 20 << 20
@@ -45,6 +45,34 @@ ERROR_TYPES = (
     (errors.ActivationFailed, "Runtime.InitError"),
     (errors.OutputInvalid, "Runtime.MarshalError"),
 )
+ERROR_NAMES = (
+    (errors.UnknownFunction, "ResourceNotFoundException"),
+    (errors.BadInput, "InvalidRequestContentException"),
+    (errors.InputTooLarge, "RequestTooLargeException"),
+    (errors.QueueFull, "TooManyRequestsException"),
+    (errors.QuotaExceeded, "TooManyRequestsException"),
+    (errors.Unauthorized, "UnrecognizedClientException"),
+    (errors.Forbidden, "AccessDeniedException"),
+)
+
+
+class LambdaError(TypedDict):
+    """The body of an error."""
+
+    Type: Literal["User", "Service"]
+    Message: str
+
+
+def aws_error(error: PilotflameError, request_id: str = "") -> web.Response:
+    """Return the response; its status is the same as on other routes."""
+    ours = error.status >= 500
+    name = next((name for cls, name in ERROR_NAMES if isinstance(error, cls)), "")
+    headers = {"x-amzn-ErrorType": name or ("ServiceException" if ours else "InvalidParameterValueException")}
+    if request_id:
+        headers["x-amzn-RequestId"] = request_id
+    headers.update(retry_headers(error))
+    body = LambdaError(Type="Service" if ours else "User", Message=str(error))
+    return json_response(body, status=error.status, headers=headers)
 
 
 class LambdaApi:

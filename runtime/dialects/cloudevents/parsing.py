@@ -7,19 +7,20 @@ import binascii
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 from urllib.parse import unquote
 
 import orjson
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from ....errors import EventInvalid, InputTooLarge, UnsupportedMedia
 from ....handlers.codec import BYTES_TYPE, JSON_TYPE
+from ...api.requests import problems
 
 STRUCTURED = "application/cloudevents+json"
 BATCHED = "application/cloudevents-batch+json"
 PREFIX = "ce-"
-REQUIRED = ("specversion", "id", "source", "type")
-VERSION = "1.0"
+DATA = ("data", "data_base64")
 MAX_EVENTS = 1000
 MAX_ATTRIBUTES = 100
 MAX_CONTEXT_BYTES = 64 << 10
@@ -27,7 +28,7 @@ MAX_CONTEXT_BYTES = 64 << 10
 
 _NAME = re.compile(r"[a-z0-9]{1,64}")
 # The specification forbids control characters, surrogates and noncharacters in attributes.
-_FORBIDDEN = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]")
+_TEXT = re.compile(r"[^\x00-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]*")
 _REFERENCE = re.compile(r"[^\s<>\"{}|\\^`]+")
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:[^\s<>\"{}|\\^`]+")
 _MEDIA = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+/[!#$%&'*+.^_`|~0-9A-Za-z-]+[ \t]*(;[\x20-\x7e\t]*)?")
@@ -36,19 +37,44 @@ _TIME = re.compile(
     r"([Zz]|[+-]([01]\d|2[0-3]):[0-5]\d)",
     re.ASCII,
 )
-_FORMS = {
-    "source": (_REFERENCE, "a URI or a relative reference"),
-    "dataschema": (_URI, "an absolute URI"),
-    "datacontenttype": (_MEDIA, "a media type"),
-    "time": (_TIME, "a time such as 2026-01-31T12:00:00Z"),
-}
-_INTEGERS = range(-(1 << 31), 1 << 31)
 _QUOTED = re.compile(r"\\(.)")
+
+
+def _matching(pattern: re.Pattern[str], wanted: str) -> AfterValidator:
+    def check(value: str) -> str:
+        if not pattern.fullmatch(value):
+            raise ValueError(f"it must be {wanted}")
+        return value
+
+    return AfterValidator(check)
+
+
+_Printable = Annotated[str, _matching(_TEXT, "text without control characters")]
+_Text = Annotated[_Printable, Field(min_length=1)]
+_Extension = bool | Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | _Printable
+
+
+class CloudEvent(BaseModel):
+    """An event in structured mode. Attributes besides these are extensions: text, booleans and 32-bit integers."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    __pydantic_extra__: dict[str, _Extension]
+
+    specversion: Literal["1.0"]
+    id: _Text
+    source: Annotated[_Text, _matching(_REFERENCE, "a URI or a relative reference")]
+    type: _Text
+    subject: _Text | None = None
+    time: Annotated[_Text, _matching(_TIME, "a time such as 2026-01-31T12:00:00Z")] | None = None
+    dataschema: Annotated[_Text, _matching(_URI, "an absolute URI")] | None = None
+    datacontenttype: Annotated[_Text, _matching(_MEDIA, "a media type")] | None = None
+    data: Any = None
+    data_base64: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ReceivedEvent:
-    """One event. `data` is the handler's body and `content_type` its type, "" for JSON."""
+    """A parsed event. `data` is the handler's body and `content_type` its type, "" for JSON."""
 
     attributes: Mapping[str, str | int | bool]
     data: bytes
@@ -149,8 +175,8 @@ def _structured(found: Any, where: str = "") -> ReceivedEvent:
         raise EventInvalid(
             f"{where}The event is not a JSON object.", remedy="An event is an object of attributes."
         )
-    fields = {name: value for name, value in found.items() if name not in ("data", "data_base64")}
-    attributes = _check({name: value for name, value in fields.items() if value is not None}, where)
+    sent = {name: value for name, value in found.items() if value is not None and name not in DATA}
+    attributes = _check(sent, where)
     content_type = str(attributes.get("datacontenttype", ""))
     if found.get("data_base64") is not None:
         if "data" in found:
@@ -206,46 +232,23 @@ def _kind(content_type: str) -> str:
 
 
 def _check(attributes: dict[str, Any], where: str) -> dict[str, Any]:
-    for name in REQUIRED:
-        if name not in attributes:
-            raise EventInvalid(
-                f"{where}The attribute {name!r} is missing.", remedy=f"Required: {', '.join(REQUIRED)}."
-            )
-    if attributes["specversion"] != VERSION:
+    """Return the attributes. Raises EventInvalid, InputTooLarge."""
+    try:
+        CloudEvent.model_validate(attributes)
+    except ValidationError as error:
+        field, problem = problems(error)[0]
         raise EventInvalid(
-            f"{where}specversion is {str(attributes['specversion'])[:20]!r}.",
-            remedy=f"It must be {VERSION!r}.",
+            f"{where}The attribute {field.partition('.')[0][:64]!r} is invalid: {problem}.",
+            remedy="Send the attributes of CloudEvents 1.0.",
+        ) from None
+    if wrong := next((name for name in attributes if not _NAME.fullmatch(name)), None):
+        raise EventInvalid(
+            f"{where}{wrong[:64]!r} is not the name of an attribute.", remedy="Use 1 to 64 of a-z and 0-9."
         )
-    if len(attributes) > MAX_ATTRIBUTES:
+    size = sum(len(name) + len(str(value).encode()) for name, value in attributes.items())
+    if len(attributes) > MAX_ATTRIBUTES or size > MAX_CONTEXT_BYTES:
         raise InputTooLarge(
-            f"{where}The event has {len(attributes)} attributes.", remedy=f"Send at most {MAX_ATTRIBUTES}."
-        )
-    size = 0
-    for name, value in attributes.items():
-        _check_attribute(name, value, where)
-        size += len(name) + len(str(value).encode())
-    if size > MAX_CONTEXT_BYTES:
-        raise InputTooLarge(
-            f"{where}The attributes have {size} bytes.",
-            remedy=f"Send at most {MAX_CONTEXT_BYTES}; move some into data.",
+            f"{where}The event has {len(attributes)} attributes with {size} bytes.",
+            remedy=f"Send at most {MAX_ATTRIBUTES}, with {MAX_CONTEXT_BYTES} bytes; move some into data.",
         )
     return attributes
-
-
-def _check_attribute(name: str, value: Any, where: str) -> None:
-    if not _NAME.fullmatch(name):
-        raise EventInvalid(
-            f"{where}{name[:64]!r} is not the name of an attribute.", remedy="Use 1 to 64 of a-z and 0-9."
-        )
-    known = name in REQUIRED or name in _FORMS or name == "subject"
-    if not known and (isinstance(value, bool) or (isinstance(value, int) and value in _INTEGERS)):
-        return
-    if not isinstance(value, str) or _FORBIDDEN.search(value) or (known and not value):
-        wanted = "text that is not empty" if known else "text, true, false or a 32-bit integer"
-        raise EventInvalid(
-            f"{where}The attribute {name!r} is invalid.",
-            remedy=f"It must be {wanted}, without control characters.",
-        )
-    form, wanted = _FORMS.get(name, (None, ""))
-    if form is not None and not form.fullmatch(value):
-        raise EventInvalid(f"{where}{name} is {value[:80]!r}.", remedy=f"It must be {wanted}.")

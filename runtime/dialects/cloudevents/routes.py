@@ -6,11 +6,8 @@ Events are sent to `POST /v2/{function}/run`; the handshake of HTTP webhooks is 
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any, Literal, NotRequired
 
 from aiohttp import web
-from pydantic import StringConstraints
-from typing_extensions import TypedDict
 
 from ....errors import EventInvalid, PilotflameError
 from ...access.keys import Scope
@@ -21,24 +18,12 @@ from ...api.responses import json_response
 from ...api.routes import Route
 from ...functions.registry import Live
 from ...jobs.job import Job, JobState, NewJob
-from .parsing import BATCHED, STRUCTURED, ReceivedEvent, is_event, parse
+from .parsing import BATCHED, STRUCTURED, CloudEvent, ReceivedEvent, is_event, parse
 
 ORIGIN, RATE = "WebHook-Request-Origin", "WebHook-Request-Rate"
 MAX_ORIGIN_CHARS = 255
 MAX_HEADER_IDS = 100
 RUN = "/v2/{function}/run"
-Text = Annotated[str, StringConstraints(min_length=1)]
-
-
-class CloudEvent(TypedDict):
-    """An event in structured mode. It may have further attributes."""
-
-    specversion: Literal["1.0"]
-    id: Text
-    source: Text
-    type: Text
-    data: NotRequired[Any]
-    data_base64: NotRequired[str]
 
 
 class EventsApi:

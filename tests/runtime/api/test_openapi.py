@@ -106,7 +106,7 @@ def test_each_function_has_its_path_with_its_schemas() -> None:
     assert "/invoke/tree" not in describe([])["paths"]
 
 
-def test_what_a_description_must_have() -> None:
+def test_every_operation_is_complete() -> None:
     description = describe(FUNCTIONS)
     assert description["openapi"].startswith("3.1.")
     assert description["info"]["version"] == __version__
@@ -154,7 +154,7 @@ def test_components_have_the_names_that_clients_know() -> None:
 
 
 def test_two_dialects_share_a_path() -> None:
-    """RunPod's jobs and CloudEvents; neither knows of the other."""
+    """RunPod's jobs and CloudEvents."""
     run = describe([])["paths"]["/v2/{function}/run"]["post"]
     assert set(run["requestBody"]["content"]) == {
         "application/json",
@@ -165,7 +165,7 @@ def test_two_dialects_share_a_path() -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_every_route_but_health_says_what_it_answers_without_a_key(gateway: Gateway):
+async def test_every_route_but_health_describes_the_response_without_a_key(gateway: Gateway):
     paths = (await gateway.client.get("/openapi.json")).json()["paths"]
     for path, operations in paths.items():
         for operation in operations.values():
@@ -174,7 +174,7 @@ async def test_every_route_but_health_says_what_it_answers_without_a_key(gateway
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_what_is_described_is_what_is_sent(gateway: Gateway):
+async def test_keys_are_sent_as_described(gateway: Gateway):
     found = (await gateway.client.get("/openapi.json")).json()
     listed = (await gateway.client.get("/v1/keys")).json()
     assert set(listed) == set(found["paths"]["/v1/keys"]["get"]["responses"]["200"]["content"]["application/json"]["schema"]["properties"])  # fmt: skip
