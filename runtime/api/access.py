@@ -10,7 +10,7 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, with_config
 from typing_extensions import TypedDict
 
-from ...errors import BadInput, InputTooLarge
+from ...errors import BadInput
 from ..access.keyring import Keyring
 from ..access.keys import NewKey, Scope, parse_new_key
 from ..access.secrets import MAX_VALUE_BYTES, Secrets
@@ -56,8 +56,6 @@ class CreatedKey(ShownKey):
 
 
 class AccessControl:
-    """The routes of keys and secrets."""
-
     def __init__(self, keyring: Keyring, secrets: Secrets, functions: Functions) -> None:
         self._keyring = keyring
         self._secrets = secrets
@@ -86,7 +84,7 @@ class AccessControl:
         ]
 
     async def create_key(self, request: web.Request) -> web.StreamResponse:
-        new = parse_new_key(await _read(request))
+        new = parse_new_key(await read_body(request, MAX_BODY_BYTES, BODY_TIMEOUT_S, remedy=""))
         key, token = await asyncio.to_thread(self._keyring.create, new, time.time())
         return json_response({**key.shown(), "key": token}, status=201, no_store=True)
 
@@ -103,7 +101,7 @@ class AccessControl:
 
     async def set_secret(self, request: web.Request) -> web.StreamResponse:
         function, key = request.match_info["function"], request.match_info["key"]
-        value = _parse_value(await _read(request))
+        value = _parse_value(await read_body(request, MAX_BODY_BYTES, BODY_TIMEOUT_S, remedy=""))
         replaced = await asyncio.to_thread(self._secrets.set, function, key, value)
         deployed = any(live.record.function == function for live in self._functions.all())
         result = {"function": function, "secret": key, "replaced": replaced, "deployed": deployed}
@@ -113,13 +111,6 @@ class AccessControl:
         function, key = request.match_info["function"], request.match_info["key"]
         await asyncio.to_thread(self._secrets.unset, function, key)
         return json_response({"function": function, "unset": key})
-
-
-async def _read(request: web.Request) -> bytes:
-    try:
-        return await read_body(request, MAX_BODY_BYTES, BODY_TIMEOUT_S)
-    except InputTooLarge:
-        raise InputTooLarge(f"The body is larger than {MAX_BODY_BYTES} bytes.") from None
 
 
 def _parse_value(body: bytes) -> str:

@@ -11,7 +11,7 @@ import orjson
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ...errors import BadInput, CodeError, InputTooLarge, SettingsError, UnsupportedMedia
+from ...errors import BadInput, CodeError, SettingsError, UnsupportedMedia
 from ...handlers.codec import JSON_TYPE
 from ..access.keys import Scope
 from ..functions.deploy import Deployment
@@ -24,6 +24,7 @@ from .routes import Route
 
 MAX_ARCHIVE_BYTES = 256 << 20
 UPLOAD_TIMEOUT_S = 600.0
+ARCHIVE_REMEDY = "Put weights in a snapshot folder, which is not uploaded."
 MAX_LOG_LINES = 10_000
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ARCHIVE_TYPES = ("application/gzip", "application/x-gzip", "application/octet-stream")
@@ -88,7 +89,7 @@ class Admin:
     async def deploy(self, request: web.Request) -> web.StreamResponse:
         deployment = await self._deployment(request)
         live = await self._functions.deploy(replace(deployment, may=caller_of(request).check_deploy))
-        return _status_response(self._functions.status(live), 201)
+        return json_response(self._functions.status(live).model_dump(mode="json"), status=201)
 
     async def list(self, request: web.Request) -> web.StreamResponse:
         return json_response(
@@ -98,7 +99,7 @@ class Admin:
     async def status(self, request: web.Request) -> web.StreamResponse:
         live = self._functions.get(request.match_info["function"])
         processes = await self._functions.processes(live) if MEMORY.read(request) else None
-        return _status_response(self._functions.status(live, processes))
+        return json_response(self._functions.status(live, processes).model_dump(mode="json"))
 
     async def delete(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["function"]
@@ -151,16 +152,16 @@ class Admin:
         if kind in ARCHIVE_TYPES:
             overrides = dict(_pair(text) for text in request.query.getall("set", []))
             install, check = INSTALL.read(request), CHECK.read(request)
-            return Deployment(
-                archive=await _read_archive(request), overrides=overrides, install=install, check=check
-            )
+            body = await read_body(request, MAX_ARCHIVE_BYTES, UPLOAD_TIMEOUT_S, remedy=ARCHIVE_REMEDY)
+            return Deployment(archive=body, overrides=overrides, install=install, check=check)
         if kind != JSON_TYPE:
             raise UnsupportedMedia(
                 f"A deploy cannot be {kind[:64]!r}." if kind else "A deploy needs a Content-Type.",
                 remedy='Send {"path": "/folder"} as application/json, or a tar.gz as application/gzip.',
             )
+        body = await read_body(request, MAX_ARCHIVE_BYTES, UPLOAD_TIMEOUT_S)
         try:
-            wanted = DeployRequest.model_validate_json(await _read_archive(request))
+            wanted = DeployRequest.model_validate_json(body)
         except ValidationError as error:
             field, problem = problems(error)[0]
             raise BadInput(
@@ -172,23 +173,7 @@ class Admin:
                 "This gateway listens beyond this machine, so it does not read folders by path.",
                 remedy="Upload the folder: pilotflame deploy --upload.",
             )
-        return Deployment(
-            path=wanted.path, overrides=wanted.overrides, install=wanted.install, check=wanted.check
-        )
-
-
-async def _read_archive(request: web.Request) -> bytes:
-    try:
-        return await read_body(request, MAX_ARCHIVE_BYTES, UPLOAD_TIMEOUT_S)
-    except InputTooLarge:
-        raise InputTooLarge(
-            f"The archive is larger than {MAX_ARCHIVE_BYTES >> 20} MiB.",
-            remedy="Put weights in a snapshot folder, which is not uploaded.",
-        ) from None
-
-
-def _status_response(status: FunctionStatus, code: int = 200) -> web.Response:
-    return web.Response(text=status.model_dump_json(), status=code, content_type="application/json")
+        return Deployment(**dict(wanted))
 
 
 def _pair(text: str) -> tuple[str, str]:

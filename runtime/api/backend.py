@@ -29,10 +29,7 @@ SUBMIT_PARAMETERS: tuple[Parameter, ...] = (
 )
 REPLAYED = {"Idempotent-Replayed": "true"}
 """The header of a response whose job existed before."""
-REPLAYED_HEADER = {
-    name: {"description": "Sent if the job existed.", "schema": {"type": "string", "const": value}}
-    for name, value in REPLAYED.items()
-}
+REPLAYED_HEADER = {"Idempotent-Replayed": {"schema": {"type": "string", "const": "true"}}}
 
 
 class Accepted(TypedDict):
@@ -80,9 +77,8 @@ class Backend:
 
 def new_job(request: web.Request, live: Live, body: bytes, **fields: Any) -> NewJob:
     """Return a job of a live function: its settings, what the request's headers say, and `fields` over both."""
-    said = {
-        "owner": caller_of(request).owner,
-        "idempotency": idempotency_of(request.headers),
-        "traceparent": traceparent_of(request.headers),
-    }
-    return order(live.record.settings, body, **(said | fields))
+    fields.setdefault("owner", caller_of(request).owner)
+    fields.setdefault("traceparent", traceparent_of(request.headers))
+    if "idempotency" not in fields:
+        fields["idempotency"] = idempotency_of(request.headers)
+    return order(live.record.settings, body, **fields)

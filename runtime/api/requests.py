@@ -35,6 +35,9 @@ IDEMPOTENCY = "Idempotency-Key"
 MAX_KEY_CHARS = 255
 MAX_ACCEPT_CHARS = 1000
 ARRAY_TYPES = (NPY_TYPE, BYTES_TYPE, SAFETENSORS_TYPE)
+TOO_LARGE_REMEDY = (
+    "Send a reference (an object's address) instead, or raise max_body_bytes in pilotflame.toml."
+)
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _ID_BYTES = 8
 _IDS_AT_ONCE = 256
@@ -50,13 +53,15 @@ def caller_of(request: web.Request) -> Caller:
     return found
 
 
-async def read_body(request: web.Request, limit: int, timeout_s: float) -> bytes:
+async def read_body(
+    request: web.Request, limit: int, timeout_s: float, *, remedy: str = TOO_LARGE_REMEDY
+) -> bytes:
     """Return the whole body.
 
-    Raises InputTooLarge as soon as it exceeds `limit` bytes, InputTimeout, and BadInput if it breaks off.
+    Raises InputTooLarge with `remedy` as soon as it exceeds `limit` bytes, InputTimeout, and BadInput if it breaks off.
     """
     if (request.content_length or 0) > limit:
-        raise too_large(limit)
+        raise too_large(limit, remedy)
     if not request.can_read_body:
         return b""
     try:
@@ -73,7 +78,7 @@ async def read_body(request: web.Request, limit: int, timeout_s: float) -> bytes
     except web.RequestPayloadError as error:
         raise BadInput(f"The body broke off or is malformed: {error}.") from None
     if len(body) > limit:
-        raise too_large(limit)
+        raise too_large(limit, remedy)
     return body
 
 
@@ -88,11 +93,8 @@ async def _collect(request: web.Request, limit: int) -> bytes:
     return b"".join(parts)
 
 
-def too_large(limit: int) -> InputTooLarge:
-    return InputTooLarge(
-        f"The body is larger than {limit} bytes.",
-        remedy="Send a reference (an object's address) instead, or raise max_body_bytes in pilotflame.toml.",
-    )
+def too_large(limit: int, remedy: str = TOO_LARGE_REMEDY) -> InputTooLarge:
+    return InputTooLarge(f"The body is larger than {limit} bytes.", remedy=remedy)
 
 
 def check_json(body: bytes) -> None:

@@ -51,8 +51,6 @@ class ShownDelivery(TypedDict):
 
 
 class WebhooksApi:
-    """The routes of deliveries."""
-
     def __init__(self, functions: Functions, jobs: Jobs) -> None:
         self._functions = functions
         self._jobs = jobs

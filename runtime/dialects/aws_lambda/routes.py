@@ -76,8 +76,6 @@ def aws_error(error: PilotflameError, request_id: str = "") -> web.Response:
 
 
 class LambdaApi:
-    """The route of invocations."""
-
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._functions = backend.functions

@@ -27,8 +27,6 @@ RUN = "/v2/{function}/run"
 
 
 class EventsApi:
-    """The routes of events."""
-
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 

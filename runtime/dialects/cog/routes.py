@@ -43,8 +43,6 @@ HEALTHIEST_FIRST: tuple[Health, ...] = ("READY", "BUSY", "STARTING", "SETUP_FAIL
 
 
 class PredictionsApi:
-    """The routes of predictions."""
-
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._functions = backend.functions

@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 
 from ....errors import BadInput, InputInvalid
 from ...api.requests import problems
-from ...api.responses import Timestamp, timestamp
+from ...api.responses import ErrorFields, Timestamp, timestamp
 from ...jobs import message
 from ...jobs.job import BATCH_PRIORITY, LOW_PRIORITY, Job, JobState, Webhook
 
@@ -70,15 +70,6 @@ def parse(body: bytes) -> JobRequest:
         raise InputInvalid(f"{field}: {problem}.", details={"field": field}) from None
 
 
-class JobErrorDetails(TypedDict):
-    """The whole error of a job that failed."""
-
-    type: str
-    message: str
-    remedy: NotRequired[str]
-    details: NotRequired[dict[str, Any]]
-
-
 @with_config(title="Job")
 class JobStatus(TypedDict):
     """A job. How its handler failed is data, with status 200."""
@@ -91,7 +82,7 @@ class JobStatus(TypedDict):
         Annotated[str, Field(description="Of an output that is not JSON, which is Base64.")]
     ]
     error: NotRequired[str]
-    errorDetails: NotRequired[JobErrorDetails]
+    errorDetails: NotRequired[ErrorFields]
     pieces: NotRequired[NonNegativeInt]
     delayTime: NonNegativeInt
     executionTime: NonNegativeInt

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pilotflame.errors import UnsupportedMedia
 from pilotflame.runtime.access.keys import Scope
 from pilotflame.runtime.api.routes import Route, aiohttp_routes, error_formats, scopes_by_path
 from route_table import described
@@ -66,6 +68,25 @@ def test_rows_of_a_path_may_not_differ_in_scope():
 def test_rows_that_share_method_and_path_are_one_route():
     found = [(route.method, route.path) for route in aiohttp_routes(table())]
     assert len(found) == len(set(found)) < len(table())
+
+
+async def test_rows_that_share_a_path_choose_by_the_headers():
+    async def special(_request: Any) -> Any:
+        return "special"
+
+    async def plain(_request: Any) -> Any:
+        return "plain"
+
+    rows = [
+        Route("POST", "/x", plain, Scope.INVOKE, ""),
+        Route("POST", "/x", special, Scope.INVOKE, "", accepts=lambda headers: "special" in headers),
+    ]
+    request: Any = SimpleNamespace(headers={"special": "1"}, path="/x")
+    other: Any = SimpleNamespace(headers={}, path="/x")
+    [both], [alone] = aiohttp_routes(rows), aiohttp_routes(rows[1:])
+    assert [await both.handler(one) for one in (request, other)] == ["special", "plain"]  # type: ignore[arg-type, misc]
+    with pytest.raises(UnsupportedMedia):
+        await alone.handler(other)  # type: ignore[arg-type, misc]
 
 
 def test_lambda_has_errors_of_its_own():
