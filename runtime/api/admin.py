@@ -59,14 +59,7 @@ class Admin:
 
     def routes(self) -> list[Route]:
         functions, function, deploy = "/v1/functions", "/v1/functions/{function}", Scope.DEPLOY
-        logs, warmup = f"{function}/logs", "/v2/{function}/warmup"
-        listing, lines, text = (
-            {"functions": list[FunctionStatus]},
-            {"application/x-ndjson": str},
-            {"text/plain": str},
-        )
-        alive, ready = {"status": Literal["alive"]}, {"status": Literal["ready", "draining"]}
-        public: dict[str, Any] = {"public": True, "errors": ()}
+        listing, readiness = {"functions": list[FunctionStatus]}, {"status": Literal["ready", "draining"]}
         return [
             Route(
                 "POST", functions, self.deploy, deploy, "Deploy a folder or a tar.gz.", FunctionStatus, 201,
@@ -74,16 +67,28 @@ class Admin:
                 errors=(400, 408, 413, 415, 422, 500, 502, 503, 507),
             ),
             Route("GET", functions, self.list, deploy, "List the functions.", listing),
-            Route("GET", function, self.status, deploy, "Show a function.", FunctionStatus, parameters=(MEMORY,)),
-            Route("DELETE", function, self.delete, deploy, "Delete a function.", {"deleted": str}),
-            Route("GET", logs, self.logs, deploy, "Return printed lines.", lines, parameters=(LINES, FOLLOW)),
             Route(
-                "POST", warmup, self.warmup, Scope.INVOKE, "Start workers before they are needed.",
+                "GET", function, self.status, deploy, "Show a function.", FunctionStatus,
+                parameters=(MEMORY,),
+            ),
+            Route("DELETE", function, self.delete, deploy, "Delete a function.", {"deleted": str}),
+            Route(
+                "GET", f"{function}/logs", self.logs, deploy, "Return printed lines, a JSON object each.",
+                {"application/x-ndjson": str}, parameters=(LINES, FOLLOW),
+            ),
+            Route(
+                "POST", "/v2/{function}/warmup", self.warmup, Scope.INVOKE, "Start workers ahead of calls.",
                 {"workers": Workers}, parameters=(WORKERS,),
             ),
-            Route("GET", "/healthz", self.health, None, "Liveness.", alive, **public),
-            Route("GET", "/readyz", self.ready, None, "Readiness.", ready, other_responses={503: ready}, **public),
-            Route("GET", "/metrics", self.metrics, Scope.ADMIN, "Metrics for Prometheus.", text),
+            Route(
+                "GET", "/healthz", self.health, None, "Liveness.", {"status": Literal["alive"]},
+                public=True, errors=(),
+            ),
+            Route(
+                "GET", "/readyz", self.ready, None, "Readiness.", readiness, other_responses={503: readiness},
+                public=True, errors=(),
+            ),
+            Route("GET", "/metrics", self.metrics, Scope.ADMIN, "Prometheus metrics.", {"text/plain": str}),
         ]  # fmt: skip
 
     async def deploy(self, request: web.Request) -> web.StreamResponse:

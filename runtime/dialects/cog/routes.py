@@ -59,14 +59,20 @@ class PredictionsApi:
             "errors": (400, 404, 408, 409, 413, 422, 503),
         }
         return [
-            Route("POST", base, self.create, invoke, "Make a prediction.", prediction, parameters=chosen_by, **create),
             Route(
-                "PUT", one, self.create, invoke, "Make the prediction with this id unless it exists.", prediction,
+                "POST", base, self.create, invoke, "Make a prediction.", prediction,
+                parameters=chosen_by, **create,
+            ),
+            Route(
+                "PUT", one, self.create, invoke, "Make the prediction with this id.", prediction,
                 parameters=(CHOSEN_ID, *chosen_by), **create,
             ),
             Route("GET", one, self.show, invoke, "Show a prediction.", prediction, errors=errors),
             Route("POST", cancel, self.cancel, invoke, "Cancel a prediction.", prediction, errors=errors),
-            Route("GET", "/health-check", self.health, None, "Show health.", HEALTH, parameters=which, errors=(404,)),
+            Route(
+                "GET", "/health-check", self.health, None, "Show the health of one function or all.", HEALTH,
+                parameters=which, errors=(404,),
+            ),
         ]  # fmt: skip
 
     async def create(self, request: web.Request) -> web.StreamResponse:
