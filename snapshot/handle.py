@@ -115,7 +115,7 @@ class Snapshot:
 
     def record(self, run: Callable[[], Any]) -> Manifest:
         """Calls `run` and gives the manifest with the order in which it touched the tensors, on this thread."""
-        from .restoring.record import record_first_touch  # noqa: PLC0415
+        from .restoring.touch import record_first_touch  # noqa: PLC0415
 
         if self._mapping is None:
             raise SnapshotError("The snapshot is not open.", remedy="Record after `open`.")

@@ -1,1 +1,1 @@
-"""Bringing bytes: ranges over several connections, paced by what is measured, verified as they land."""
+"""Fetching a snapshot's bytes into files: ranges over several connections, verified as they land. Enter at `fetch`; knows no cache."""

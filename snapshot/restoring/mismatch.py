@@ -1,4 +1,4 @@
-"""What does not fit between a module and a snapshot, gathered, and told in one paragraph."""
+"""What does not fit between a module and a snapshot, collected into one error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Shape = tuple[int, ...]
 
 @dataclass(slots=True)
 class Mismatches:
-    """All that did not fit, by kind."""
+    """All misfits, by kind."""
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -34,12 +34,11 @@ class Mismatches:
 def describe(
     found: Mismatches, module: str, stored: Collection[str], wanted: list[str], prefix: str
 ) -> SnapshotMismatch:
-    """The error that tells of all of it; `stored` and `wanted` are all names, for the hint at a prefix."""
+    """Build the error that names all misfits. `stored` and `wanted` are all names, for a hint at a prefix."""
     hint = _prefix_hint(found, stored, wanted, prefix)
-    sentences, remedies = _names(found, hint), [hint] if hint else _remedies(found)
     return SnapshotMismatch(
-        f"The snapshot does not fit {module}: {'; '.join(sentences)}.",
-        remedy=" ".join(remedies),
+        f"The snapshot does not fit {module}: {'; '.join(_misfits(found))}.",
+        remedy=hint or " ".join(_remedies(found)),
         details={
             "missing": found.missing[:_KEPT],
             "unexpected": found.unexpected[:_KEPT],
@@ -49,8 +48,8 @@ def describe(
     )
 
 
-def _names(found: Mismatches, hint: str) -> list[str]:
-    told = [
+def _misfits(found: Mismatches) -> list[str]:
+    kinds = [
         ("missing from it", found.missing),
         ("in it but not in the module", found.unexpected),
         ("of another shape", [f"{name} {list(has)}, not {list(wants)}" for name, has, wants in found.shapes]),
@@ -58,7 +57,7 @@ def _names(found: Mismatches, hint: str) -> list[str]:
         ("a non-persistent buffer on the meta device that it does not hold", found.unfilled),
         ("lazy, without a shape yet", found.lazy),
     ]
-    return [f"{_count(names)} {what} ({_first(names)})" for what, names in told if names]
+    return [f"{_count(names)} {what} ({_first(names)})" for what, names in kinds if names]
 
 
 def _remedies(found: Mismatches) -> list[str]:

@@ -1,7 +1,7 @@
-"""The restore plan: which attribute of which module views which bytes.
+"""The restore plan says which attribute of which module views which bytes.
 
-Made once, in the zygote, before the fork. Pure matching of names, shapes and dtypes; no file is opened. All
-that can fail fails here, so that what is left for a forked worker (`restore`) is a loop of views.
+It is made once, in the zygote, before the fork: pure matching of names, shapes and dtypes, without opening a file. All
+that can fail fails here, so that a forked worker is left with a loop of views (`restore`).
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _TORCH_DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One place that holds a tensor: `_parameters` or `_buffers` of a module, and the attribute's name."""
+    """A place that holds a tensor: `_parameters` or `_buffers` of a module, and the attribute's name."""
 
     module: nn.Module
     attribute: str
     store: MutableMapping[str, Any]
     """The dict itself: writing into it skips nn.Module.__setattr__, which costs more than making the view."""
     watched: bool
-    """The class has its own `__setattr__` and must hear of it (nn.LSTM keeps a list of its weights)."""
+    """The class has its own `__setattr__`, which must be called (nn.LSTM keeps a list of its weights)."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreStep:
-    """One tensor to restore: where it lies, what it looks like, and every slot that shares it."""
+    """One tensor to restore: where its bytes are, its shape, and every slot that shares it."""
 
     name: str
     shard: int
@@ -50,9 +50,9 @@ class RestoreStep:
     offset_elements: int
     """From the shard's first byte; -1 if the bytes are not aligned for the dtype, and must be copied."""
     cast_to: torch.dtype | None
-    """What the module has it in, if that is another type than the snapshot's: then it is copied, not mapped."""
+    """The module's dtype if it differs from the snapshot's: then the tensor is copied, not mapped."""
     tensor: torch.Tensor
-    """What the module is given, parameter or buffer; empty until it is restored, which points it at its bytes."""
+    """The parameter or buffer that the module gets; empty until `restore` points it at its bytes."""
     slots: tuple[Slot, ...]
 
 
@@ -64,9 +64,8 @@ class Plan:
     manifest: Manifest
     steps: tuple[RestoreStep, ...]
     replaced: tuple[torch.Tensor, ...]
-    """The skeleton's tensors. Held so that a forked child does not free them: freeing writes to their pages,
-    which
-    are then copied (0.3 of 1.6 ms for MiniLM)."""
+    """The skeleton's tensors, kept so that a forked child does not free them: freeing writes to their pages, which are
+    then copied (0.3 of 1.6 ms for MiniLM)."""
 
 
 @dataclass(slots=True)
@@ -88,13 +87,13 @@ def make_plan(
     ignore: Sequence[str] = (),
     cast: bool = False,
 ) -> Plan:
-    """Match `module` with `manifest`, or raise one SnapshotMismatch that says all that does not fit.
+    """Match `module` with `manifest`, or raise one SnapshotMismatch that names all misfits.
 
-    `prefix` is what the snapshot's names start with and the module's do not. Tensors that the module has no
-    use for are refused unless a regex of `ignore` is found in their name (`re.search`, as in transformers).
-    With `cast`, floating-point tensors of another type than the module's are converted; that costs memory and time of
-    their own, where mapping costs neither: better convert the snapshot once (`pilotflame snapshot convert --dtype`).
-    A tensor reached under several names (tied weights) needs only one of them, or an alias, in the snapshot.
+    `prefix` is what the snapshot's names start with and the module's do not. Tensors that the module does not use are
+    refused unless a regex of `ignore` is found in their name (`re.search`, as in transformers). With `cast`,
+    floating-point tensors of another type than the module's are converted, which costs memory and time; converting the
+    snapshot once (`pilotflame snapshot convert --dtype`) avoids that. A tensor with several names (tied weights) needs only
+    one of them, or an alias, in the snapshot.
     """
     stored = _stored(manifest)
     found = Mismatches()
@@ -135,7 +134,7 @@ def _unexpected(manifest: Manifest, used: set[str], ignore: Sequence[str]) -> li
 
 def _named(module: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str, bool]]]:
     """Every name under which a parameter or buffer is reached, with its module, attribute and kind."""
-    # Duplicates kept: a shared module, like a shared tensor, may be saved under any of its names.
+    # With duplicates: a shared module, like a shared tensor, may be saved under any of its names.
     for path, owner in module.named_modules(remove_duplicate=False):
         dot = f"{path}." if path else ""
         for attribute, tensor in owner._parameters.items():  # noqa: SLF001 - named_parameters hides the owner
@@ -179,7 +178,8 @@ def _step(held: _Held, entry: TensorEntry) -> RestoreStep:
     itemsize_bytes = DTYPES[entry.dtype].itemsize_bytes
     offset_elements, rest = divmod(entry.offset_bytes, itemsize_bytes)
     if entry.size_bytes == 0:
-        offset_elements, rest = 0, 0  # it may lie at the end of the file, where a view would start outside
+        # It may be at the end of the file, where a view would start outside.
+        offset_elements, rest = 0, 0
     dtype = _TORCH_DTYPES.get(entry.dtype, torch.uint8)
     return RestoreStep(
         name=entry.name,
@@ -196,10 +196,10 @@ def _step(held: _Held, entry: TensorEntry) -> RestoreStep:
 
 
 def _empty(held: _Held) -> torch.Tensor:
-    """A tensor without memory of the type and kind of `held`, with the attributes that somebody put on it."""
+    """A tensor without memory, of the type and kind of `held`, with the attributes that were set on it."""
     tensor = torch.empty(0, dtype=held.tensor.dtype)
     if held.is_parameter:
-        # What nn.Parameter calls, without its checks.
+        # nn.Parameter calls the same after its checks.
         tensor = torch.Tensor._make_subclass(nn.Parameter, tensor, held.tensor.requires_grad)  # noqa: SLF001
     tensor.__dict__.update(held.tensor.__dict__)
     return tensor

@@ -1,4 +1,4 @@
-"""Restoring: the plan's tensors, as views of the mapping, put into the module. A loop, and nothing else."""
+"""Restoring puts a plan's tensors, as views of the mapping, into the module."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def restore(plan: Plan, mapping: Mapping) -> None:
 
 
 def blank(plan: Plan) -> None:
-    """Give `plan.module` weights of zeros that hold no memory, for a rehearsal before the real ones are there.
+    """Give `plan.module` weights of zeros that take no memory, for a rehearsal before the real ones are there.
 
-    All are views of one region as large as the largest of them, never written: reading it maps the kernel's page of
+    All view one region as large as the largest of them, which is never written: reading it maps the kernel's page of
     zeros. `restore` replaces them.
     """
     largest = max((_extent_bytes(step) for step in plan.steps), default=0)
@@ -64,9 +64,8 @@ def _place(step: RestoreStep) -> None:
 
 
 def _copied(step: RestoreStep, mapping: Mapping) -> torch.Tensor:
-    # Either the module wants another type, or the file does not align the tensor to its elements (a header without
-    # padding): torch's kernels may read such addresses on some processors only. A copy costs its memory and time;
-    # saving the file again mends it for good.
+    # Either the module has another type, or the file does not align the tensor to its elements (a header without
+    # padding), and torch's kernels read such addresses on some processors only. Saving the file again aligns it.
     raw = mapping.flat(step.shard, torch.uint8)
     size_bytes = step.dtype.itemsize * math.prod(step.shape)
     mapping.wait(step.shard, step.offset_bytes, step.offset_bytes + size_bytes)

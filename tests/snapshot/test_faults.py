@@ -28,7 +28,7 @@ from pilotflame.snapshot.caching.cache import Cache
 from pilotflame.snapshot.caching.tier import Tier
 from pilotflame.snapshot.fetching.arrival import Arrival
 from pilotflame.snapshot.fetching.fetch import FetchStats, fetch
-from pilotflame.snapshot.fetching.target import ShardTarget
+from pilotflame.snapshot.fetching.landing import ShardTarget
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
 from pilotflame.snapshot.restoring.mapping import Mapping
@@ -493,7 +493,7 @@ def check_landed(weights: Weights, folder: Path, arrival: Arrival) -> None:
     for index, shard in enumerate(weights.manifest.shards):
         right, found = (weights.folder / shard.name).read_bytes(), (folder / shard.name).read_bytes()
         for chunk in range(len(shard.chunks)):
-            if arrival.landed(arrival.first[index] + chunk):
+            if arrival.landed(arrival.chunks.at(index, chunk * CHUNK)):
                 begin, end = chunk * CHUNK, (chunk + 1) * CHUNK
                 assert found[begin:end] == right[begin:end], (shard.name, chunk)
 

@@ -23,7 +23,7 @@ import torch
 import xxhash
 from pilotflame.snapshot.fetching.arrival import Arrival
 from pilotflame.snapshot.fetching.fetch import fetch
-from pilotflame.snapshot.fetching.target import ShardTarget
+from pilotflame.snapshot.fetching.landing import ShardTarget
 from pilotflame.snapshot.format.header import read_header
 from pilotflame.snapshot.format.manifest import (
     DEFAULT_CHUNK_BYTES,

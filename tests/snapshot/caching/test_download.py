@@ -195,7 +195,7 @@ def test_two_do_not_pull_into_one_folder(origin: Path, target: Path) -> None:
     thread = threading.Thread(target=first)
     thread.start()
     assert begun.wait(20)
-    with pytest.raises(CacheError, match="Somebody else is pulling"):
+    with pytest.raises(CacheError, match="Another pull into"):
         download(manifest, FolderSource(origin), target)
     source.go()
     thread.join(20)

@@ -18,7 +18,7 @@ from pilotflame.snapshot.caching.memory import (
     unmount,
 )
 from pilotflame.snapshot.caching.node import node_cache, node_tiers, release_memory
-from pilotflame.snapshot.fetching.target import ShardTarget
+from pilotflame.snapshot.fetching.landing import ShardTarget
 from pilotflame.snapshot.sources.folder import FolderSource
 from pulling import make
 

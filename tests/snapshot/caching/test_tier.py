@@ -290,7 +290,7 @@ def test_memory_is_given_out_only_where_all_pages_are_there(shm: Path) -> None:
     for path in (whole, holes):
         descriptor = os.open(path, os.O_RDWR)
         try:
-            found.append(tier.spares.touched(descriptor))
+            found.append(tier.spares.map_pages(descriptor))
         finally:
             os.close(descriptor)
     assert found[0] is not None

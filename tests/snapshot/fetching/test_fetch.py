@@ -29,7 +29,7 @@ from pilotflame.errors import (
 from pilotflame.snapshot.fetching import fetch as fetch_module
 from pilotflame.snapshot.fetching.arrival import Arrival
 from pilotflame.snapshot.fetching.fetch import FetchStats, fetch
-from pilotflame.snapshot.fetching.target import ShardTarget
+from pilotflame.snapshot.fetching.landing import ShardTarget
 from pilotflame.snapshot.format.manifest import Manifest, Shard, TensorEntry
 from pilotflame.snapshot.sources.folder import FolderSource
 from pilotflame.snapshot.sources.source import ObjectInfo
@@ -392,10 +392,3 @@ def test_the_order_of_first_touch_is_the_order_of_fetching(tmp_path: Path) -> No
     source = FaultySource(objects)
     fetched(tmp_path, source, manifest, connections=1, part_bytes=CHUNK)
     assert [ask.begin // CHUNK for ask in source.asked] == [7, 2, 3, 0, 1, 4, 5, 6, 8, 9]
-
-
-def test_what_was_learned_is_used_the_next_time(tmp_path: Path) -> None:
-    objects, manifest = snapshot_of(10 * CHUNK)
-    learned = tmp_path / "learned.json"
-    stats = fetched(tmp_path, FaultySource(objects), manifest, learned=learned)
-    assert f'"connections": {stats.connections}' in learned.read_text()

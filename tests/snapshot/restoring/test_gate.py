@@ -16,8 +16,8 @@ from pilotflame.snapshot.format.manifest import Manifest
 from pilotflame.snapshot.restoring.gate import Gate
 from pilotflame.snapshot.restoring.mapping import Mapping
 from pilotflame.snapshot.restoring.plan import make_plan
-from pilotflame.snapshot.restoring.record import record_first_touch
 from pilotflame.snapshot.restoring.restore import restore
+from pilotflame.snapshot.restoring.touch import record_first_touch
 from torch import nn
 
 Save = Callable[..., tuple[Path, Manifest]]
