@@ -106,9 +106,6 @@ class Lease:
         except PilotflameError as error:
             self._copy_error = error
             return False
-        except OSError as error:
-            self._copy_error = _refused(tier, error)
-            return False
         with self._lock:
             self._copy, self._copy_error, closed = copy, None, self._hold is None
         copy.start()
@@ -182,22 +179,12 @@ class Cache:
                 return tier, Pull(tier, digest, manifest, source)
             except CacheError as error:
                 refusals.append(error)
-            except OSError as error:
-                refusals.append(_refused(tier, error))
         raise CacheError(
             f"No tier of the cache takes the snapshot of {needed_bytes(manifest)} bytes. "
             + " ".join(refusal.message for refusal in refusals),
             remedy=refusals[0].remedy if refusals else "Give the cache a tier.",
             details={"digest": digest, "size_bytes": needed_bytes(manifest)},
         )
-
-
-def _refused(tier: Tier, error: OSError) -> CacheError:
-    where = error.filename or tier.root
-    return CacheError(
-        f"{where} cannot be written: {error.strerror}.",
-        remedy=f"Make room or mend the permissions of {tier.root}, or put the cache elsewhere.",
-    )
 
 
 def _report(manifest: Manifest, arrival: Arrival, progress: Progress) -> None:

@@ -58,13 +58,22 @@ class Hold:
             os.close(self.descriptor)
 
 
-def hold(folder: Path) -> Hold | None:
-    """A Hold of `folder`; None if it is not there, is being moved away, or is locked exclusively."""
+def lock_folder(folder: Path, *, exclusive: bool) -> int | None:
+    """Open and lock `folder`; None if it is not there, is being moved away, or another lock is in the way."""
     try:
-        held = Hold(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return held if try_lock(held.descriptor, exclusive=False) and is_at(held.descriptor, folder) else None
+    if try_lock(descriptor, exclusive=exclusive) and is_at(descriptor, folder):
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def hold(folder: Path) -> Hold | None:
+    """Hold `folder`; None if it is not there, is being moved away, or is locked exclusively."""
+    descriptor = lock_folder(folder, exclusive=False)
+    return None if descriptor is None else Hold(descriptor)
 
 
 def is_at(descriptor: int, path: Path) -> bool:

@@ -73,8 +73,7 @@ def release_memory(cache: Cache) -> None:
                     # CacheError: it is in use.
                     with suppress(CacheError):
                         tier.evict(stored.digest)
-            tier.drop_spares()
-            tier.remove_if_empty()
+            tier.release()
     for tier in disks:
         # With the lock held, no other process prepares the root meanwhile.
         with suppress(OSError, CacheError), tier.locked():

@@ -46,7 +46,7 @@ class _Fetching:
 class Pull:
     """Once it is constructed, files are there at full size and assets are complete; shards arrive in a thread.
 
-    Raise CacheError or OSError if the tier cannot take it, SourceError or SnapshotCorrupt if an asset cannot be had.
+    Raise CacheError if the tier cannot take it, SourceError or SnapshotCorrupt if an asset cannot be had.
     """
 
     def __init__(self, tier: Tier, digest: str, manifest: Manifest, source: Source) -> None:
@@ -60,12 +60,18 @@ class Pull:
         self._hold: Hold | None = None
         self._cancelled = threading.Event()
         self._over = threading.Event()
-        self._role: _Fetching | Following | None = self._take_role()
+        self._role: _Fetching | Following | None = None
         try:
+            self._role = self._take_role()
             fetch_assets(manifest, source, self.files)
-        except BaseException:
+        except BaseException as error:
             self._drop_role(None, dropped=True)
-            raise
+            if not isinstance(error, OSError):
+                raise
+            raise CacheError(
+                f"{error.filename or tier.root} cannot be written: {error.strerror}.",
+                remedy=f"Make room or mend the permissions of {tier.root}, or put the cache elsewhere.",
+            ) from error
         self.arrival.on_demand(self._demand)
         self._on_published: Callable[[], None] | None = None
         self._thread = threading.Thread(target=self._run, name="snapshot-pull", daemon=True)

@@ -25,7 +25,7 @@ from uuid import uuid4
 
 from ...errors import CacheError
 from ..format.manifest import MANIFEST_NAME, Manifest
-from .flock import LOCK_TIMEOUT_S, Hold, hold, is_at, lock, try_lock
+from .flock import LOCK_TIMEOUT_S, Hold, hold, is_at, lock, lock_folder
 from .spare import Spares
 from .stored import Stored, is_whole, needed_bytes, read_stored
 
@@ -70,26 +70,18 @@ class Tier:
     @contextmanager
     def locked(self, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
         """Hold the tier's lock: no other process or thread makes room, starts a fetch or evicts meanwhile."""
-        descriptor = self._lock(timeout_s)
-        try:
-            yield
-        finally:
-            os.close(descriptor)
-
-    def _lock(self, timeout_s: float) -> int:
-        """Open and lock the lock file; again if it was removed while this waited for it."""
         path = self.root / "lock"
         while True:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 lock(descriptor, path, timeout_s=timeout_s)
+                # The file may have been removed while this waited for it.
                 if is_at(descriptor, path):
-                    return descriptor
-            except BaseException:
+                    yield
+                    return
+            finally:
                 os.close(descriptor)
-                raise
-            os.close(descriptor)
 
     def ready(self, digest: str, manifest: Manifest) -> Hold | None:
         """Protect a published snapshot from eviction; None if it is not here with its files at their sizes."""
@@ -154,7 +146,7 @@ class Tier:
         if not folder.is_dir():
             return False
         with self.locked():
-            descriptor = _lock_folder(folder)
+            descriptor = lock_folder(folder, exclusive=True)
             if descriptor is None and folder.is_dir():
                 raise CacheError(
                     f"Snapshot {digest} in {self.root} is in use.",
@@ -167,14 +159,10 @@ class Tier:
             self.spares.map_ahead()
         return True
 
-    def drop_spares(self) -> None:
-        """Give back the memory of the spare files."""
+    def release(self) -> None:
+        """Delete the spare files, and the tier's folders if they hold no snapshots."""
         with suppress(OSError), self.locked():
             self.spares.trim(0)
-
-    def remove_if_empty(self) -> None:
-        """Remove the tier's folders if they hold no snapshots and no spare files."""
-        with suppress(OSError), self.locked():
             for name in ("snapshots", "trash", "spare"):
                 if (self.root / name).is_dir():
                     (self.root / name).rmdir()
@@ -189,7 +177,7 @@ class Tier:
             shutil.rmtree(self.root / "trash", ignore_errors=True)
             stale_s = time.time() - STALE_AFTER_S
             stale = [stored.folder for stored in self.list() if not stored.ready and stored.used_s < stale_s]
-            locked = [(folder, _lock_folder(folder)) for folder in stale]
+            locked = [(folder, lock_folder(folder, exclusive=True)) for folder in stale]
             gone = [(folder, descriptor) for folder, descriptor in locked if descriptor is not None]
             self._discard(gone)
             # Otherwise spares are left alone: another process may keep more of them than this one.
@@ -207,7 +195,7 @@ class Tier:
         for item in others:
             if over_bytes <= 0 and short_bytes <= 0:
                 break
-            descriptor = _lock_folder(item.folder)
+            descriptor = lock_folder(item.folder, exclusive=True)
             if descriptor is not None:
                 chosen.append((item.folder, descriptor))
                 over_bytes -= item.size_bytes
@@ -275,18 +263,6 @@ class Tier:
                 os.posix_fallocate(descriptor, 0, size_bytes)
         finally:
             os.close(descriptor)
-
-
-def _lock_folder(folder: Path) -> int | None:
-    """Lock a snapshot for eviction; None if it is in use or gone."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    if try_lock(descriptor, exclusive=True) and is_at(descriptor, folder):
-        return descriptor
-    os.close(descriptor)
-    return None
 
 
 def _large_files(files: Path) -> Sequence[Path]:

@@ -24,7 +24,7 @@ class Arrival:
         self._total_bytes = manifest.total_bytes
         self._landed = bytearray(self.count)
         self._missing = self.count
-        self._error: PilotflameError | None = None
+        self.error: PilotflameError | None = None
         self._changed = threading.Condition()
         self._on_land: list[Callable[[int], None]] = []
         self._on_demand: list[Callable[[int, int], None]] = []
@@ -32,10 +32,6 @@ class Arrival:
     @property
     def complete(self) -> bool:
         return self._missing == 0
-
-    @property
-    def error(self) -> PilotflameError | None:
-        return self._error
 
     def landed(self, chunk: int) -> bool:
         return bool(self._landed[chunk])
@@ -74,8 +70,8 @@ class Arrival:
     def fail(self, error: PilotflameError) -> None:
         """Raise `error` in every thread that waits for a missing chunk. Only the first error counts."""
         with self._changed:
-            if self._error is None:
-                self._error = error
+            if self.error is None:
+                self.error = error
             self._changed.notify_all()
 
     def wait(self, first: int, last: int, timeout_s: float | None = None) -> None:
@@ -86,8 +82,8 @@ class Arrival:
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
             while not self.has(first, last):
-                if self._error is not None:
-                    raise self._error
+                if self.error is not None:
+                    raise self.error
                 left_s = None if deadline_s is None else deadline_s - time.monotonic()
                 if (left_s is not None and left_s <= 0) or not self._changed.wait(left_s):
                     raise SourceUnavailable(f"The weights did not arrive within {timeout_s:.0f} s.")

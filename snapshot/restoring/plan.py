@@ -112,7 +112,7 @@ def make_plan(
             found.unfilled.append(held.names[0])
     found.unexpected = _unexpected(manifest, used, ignore)
     if found:
-        raise describe(found, type(module).__name__, stored, [name for name, _ in _named(module)], prefix)
+        raise describe(found, type(module).__name__, stored, [name for name, *_ in _named(module)], prefix)
     steps.sort(key=lambda step: (step.shard, step.offset_bytes))
     return Plan(module, manifest, tuple(steps), tuple(held.tensor for held in holdings))
 
@@ -132,25 +132,24 @@ def _unexpected(manifest: Manifest, used: set[str], ignore: Sequence[str]) -> li
     ]
 
 
-def _named(module: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str, bool]]]:
-    """Every name under which a parameter or buffer is reached, with its module, attribute and kind."""
+def _named(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, MutableMapping[str, Any]]]:
+    """Every name of a parameter or buffer, with its module, attribute, and the dict that holds it."""
     # With duplicates: a shared module, like a shared tensor, may be saved under any of its names.
     for path, owner in module.named_modules(remove_duplicate=False):
         dot = f"{path}." if path else ""
-        for attribute, tensor in owner._parameters.items():  # noqa: SLF001 - named_parameters hides the owner
-            if tensor is not None:
-                yield dot + attribute, (owner, attribute, True)
-        for attribute, buffer in owner._buffers.items():  # noqa: SLF001
-            if buffer is not None:
-                yield dot + attribute, (owner, attribute, False)
+        # named_parameters and named_buffers hide the owner.
+        stores: tuple[MutableMapping[str, Any], ...] = (owner._parameters, owner._buffers)  # noqa: SLF001
+        for store in stores:
+            for attribute, tensor in store.items():
+                if tensor is not None:
+                    yield dot + attribute, owner, attribute, store
 
 
 def _holdings(module: nn.Module) -> list[_Held]:
     holdings: dict[int, _Held] = {}
     seen: set[tuple[int, str]] = set()
-    for name, (owner, attribute, is_parameter) in _named(module):
-        store: MutableMapping[str, Any] = owner._parameters if is_parameter else owner._buffers  # noqa: SLF001
-        tensor = store[attribute]
+    for name, owner, attribute, store in _named(module):
+        tensor, is_parameter = store[attribute], store is owner._parameters  # noqa: SLF001
         held = holdings.setdefault(id(tensor), _Held(tensor, is_parameter))
         held.names.append(name)
         held.needed |= is_parameter or attribute not in owner._non_persistent_buffers_set  # noqa: SLF001

@@ -312,10 +312,10 @@ def test_an_empty_tier_leaves_nothing_and_one_in_use_stays(tmp_path: Path) -> No
     tier = Tier(tmp_path / "tier", 1 << 20)
     with tier.locked():
         pass
-    tier.remove_if_empty()
+    tier.release()
     assert not tier.root.exists()
     (tier.root / "snapshots" / "0").mkdir(parents=True)
-    tier.remove_if_empty()
+    tier.release()
     assert (tier.root / "snapshots" / "0").is_dir()
 
 
