@@ -87,9 +87,9 @@ class Lease:
     def start(self, copy_tiers: Sequence[Tier]) -> None:
         """Start the pull; once it has published, copy the snapshot to the first of `copy_tiers` that takes it."""
         if self._pull is not None:
-            self._pull.start(lambda: self._start_copy(copy_tiers))
+            self._pull.start(lambda: self._copy_to_first(copy_tiers))
 
-    def _start_copy(self, tiers: Sequence[Tier]) -> None:
+    def _copy_to_first(self, tiers: Sequence[Tier]) -> None:
         digest = self.manifest.digest
         try:
             for tier in tiers:
@@ -125,11 +125,6 @@ class Cache:
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
         self.tiers = tuple(tiers)
-
-    def sweep(self) -> None:
-        """Clear what crashes left in the tiers; for a process that lives long, at its start."""
-        for tier in self.tiers:
-            tier.sweep()
 
     def open(
         self, manifest: Manifest, source: Source, *, progress: Progress | None = None, tee: bool = True

@@ -32,9 +32,10 @@ def node_cache(folder: Path) -> Cache:
     # A disk that cannot be written to can still be read.
     with suppress(OSError, CacheError), _disk_tier(folder).locked():
         prepare(own, _memory_budget_bytes())
-    cache = Cache(node_tiers(folder))
-    cache.sweep()
-    return cache
+    tiers = node_tiers(folder)
+    for tier in tiers:
+        tier.sweep()
+    return Cache(tiers)
 
 
 def node_tiers(folder: Path) -> list[Tier]:

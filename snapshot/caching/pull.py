@@ -66,6 +66,7 @@ class Pull:
             fetch_assets(manifest, source, self.files)
         except BaseException as error:
             self._drop_role(None, dropped=True)
+            self._hold = None
             if not isinstance(error, OSError):
                 raise
             raise CacheError(
@@ -124,7 +125,7 @@ class Pull:
                 descriptor = os.open(folder / "fetching", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 undo.callback(os.close, descriptor)
                 if try_lock(descriptor, exclusive=True):
-                    role = self._start_fetching(descriptor, self._hold, new=new)
+                    role = self._start_fetching(descriptor, new=new)
                     if role is not None:
                         undo.pop_all()
                     return role
@@ -132,13 +133,13 @@ class Pull:
                     return Following(self._hold.descriptor)
             self._wait_for_lock(folder / "fetching", deadline_s - time.monotonic())
 
-    def _start_fetching(self, descriptor: int, held: Hold, *, new: bool) -> _Fetching | None:
+    def _start_fetching(self, descriptor: int, *, new: bool) -> _Fetching | None:
         if is_whole(self.files, self._manifest):
             return None
         (self.files / MANIFEST_NAME).unlink(missing_ok=True)
         if not new:
             self.tier.make_room(self._digest, self._manifest)
-        return _Fetching(descriptor, Feed(held.descriptor, self.arrival), new)
+        return _Fetching(descriptor, Feed(self.hold.descriptor, self.arrival), new)
 
     def _wait_for_lock(self, path: Path, timeout_s: float) -> None:
         """There is no feed, but the lock is held: by a process that is just ending."""

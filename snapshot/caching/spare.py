@@ -62,14 +62,11 @@ class Spares:
     def map_ahead(self) -> None:
         """Map the spares in this process now, so that the next fetch need not."""
         for _, path in self.files():
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                memory = _map_whole(descriptor)
+            with path.open("r+b") as stream:
+                memory = _map_whole(stream.fileno())
                 if memory is not None:
                     with self._lock:
-                        self._mapped[_key(os.fstat(descriptor))] = memory
-            finally:
-                os.close(descriptor)
+                        self._mapped[_key(os.fstat(stream.fileno()))] = memory
 
     def map_pages(self, descriptor: int) -> memoryview | None:
         """Map the open file shared, with all pages present and in the page tables; None if it has holes.

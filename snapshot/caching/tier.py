@@ -50,18 +50,12 @@ class Tier:
         self.spare_bytes = spare_bytes if kind == "tmpfs" else 0
         self.spares = Spares(root / "spare")
 
-    def __repr__(self) -> str:
-        return f"Tier({str(self.root)!r}, {self.budget_bytes}, {self.kind!r})"
-
     def folder(self, digest: str) -> Path:
         return self.root / "snapshots" / digest
 
     def has(self, digest: str) -> bool:
         """Return True if the snapshot is here, or being fetched."""
-        try:
-            return self.folder(digest).is_dir()
-        except OSError:
-            return False
+        return os.path.isdir(self.folder(digest))  # noqa: PTH112  Path.is_dir raises where a folder may not be read
 
     def used_bytes(self) -> int:
         """What of the budget is taken, spare files included."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -33,8 +32,6 @@ class Gate(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.thread = 0
         """The thread that entered the gate; 0 while the gate waits, as threads started then are not the user's."""
-        self.waited_s = 0.0
-        """How long operations have waited in all."""
         self._touched = Touched(mapping)
         self._arrival = arrival
         self._timeout_s = timeout_s
@@ -70,12 +67,11 @@ class Gate(TorchDispatchMode):  # type: ignore[no-untyped-call]
         first, last = self._arrival.chunks.covering(shard, begin, end)
         if self._arrival.has(first, last):
             return
-        started_s, self.thread, thread = time.monotonic(), 0, self.thread
+        self.thread, thread = 0, self.thread
         try:
             self._arrival.wait(first, last, self._timeout_s)
         finally:
             self.thread = thread
-            self.waited_s += time.monotonic() - started_s
 
 
 class _Exits:

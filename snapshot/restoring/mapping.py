@@ -90,7 +90,10 @@ class _Memory(mmap.mmap):
 def _map(
     source: FolderSource, shard: Shard, verified: FileFingerprint | None, keep: object
 ) -> _Memory | None:
-    descriptor = _open(source, shard)
+    try:
+        descriptor = source.open(shard.name)
+    except SnapshotError as error:
+        raise SnapshotChanged(error.message, remedy=error.remedy) from error
     try:
         if verified is not None:
             check_fingerprint(descriptor, shard.name, verified)
@@ -108,10 +111,3 @@ def _map(
         return memory
     finally:
         os.close(descriptor)
-
-
-def _open(source: FolderSource, shard: Shard) -> int:
-    try:
-        return source.open(shard.name)
-    except SnapshotError as error:
-        raise SnapshotChanged(error.message, remedy=error.remedy) from error
