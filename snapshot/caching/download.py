@@ -52,7 +52,7 @@ def download(
         raise CacheError(f"{folder} is where the snapshot is.", remedy="Name another folder.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _alone(folder) as mark, ExitStack() as opened:
+        with _mark(folder) as mark, ExitStack() as opened:
             work = _Download(manifest, folder, mark, force=force)
             work.accept(opened, stopped)
             fetch_assets(manifest, source, folder)
@@ -75,25 +75,11 @@ def download(
         ) from error
 
 
-class _Mark:
-    """The open file that says which snapshot is being downloaded here."""
-
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
-        self.digest = os.pread(descriptor, _MARK_BYTES, 0).decode("ascii", "replace")
-        """What an earlier download here was of; empty if there was none."""
-
-    def write(self, digest: str) -> None:
-        if digest != self.digest:
-            os.ftruncate(self.descriptor, 0)
-            os.pwrite(self.descriptor, digest.encode(), 0)
-            os.fsync(self.descriptor)
-
-
 class _Download:
     """The files of one download, alone in its folder."""
 
-    def __init__(self, manifest: Manifest, folder: Path, mark: _Mark, *, force: bool) -> None:
+    def __init__(self, manifest: Manifest, folder: Path, mark: int, *, force: bool) -> None:
+        """`mark` is the open file that holds the digest of what an earlier download here was of, if there was one."""
         self._folder = folder
         self._mark = mark
         self._force = force
@@ -101,7 +87,7 @@ class _Download:
         # An order of first touch that was recorded here is kept if the snapshot was published without one.
         touched = self._present.first_touch if self._present and not manifest.first_touch else ()
         self.manifest = manifest.model_copy(update={"first_touch": touched}) if touched else manifest
-        self._known = self._present is not None or mark.digest == manifest.digest
+        self._known = self._present is not None or os.pread(mark, _MARK_BYTES, 0) == manifest.digest.encode()
         self.targets: list[ShardTarget] = []
         self.arrival = Arrival(manifest)
 
@@ -116,7 +102,7 @@ class _Download:
         paths = [self._folder / shard.name for shard in self.manifest.shards]
         sure = self._known or self._force or not any(path.exists() for path in paths)
         if sure:
-            self._mark.write(self.manifest.digest)
+            self._write_mark()
         if self._force:
             for path in (*foreign, *([self._folder / MANIFEST_NAME] if self._other else [])):
                 path.unlink()
@@ -125,13 +111,20 @@ class _Download:
             land_existing(self.manifest, self.targets, self.arrival, cancelled)
             if not sure:
                 self._check_held(held, cancelled)
-                self._mark.write(self.manifest.digest)
+                self._write_mark()
             undo.pop_all()
 
     def unpublish(self) -> None:
         """Remove the snapshot's own manifest if chunks are missing."""
         if not self.arrival.complete and self._present is not None:
             (self._folder / MANIFEST_NAME).unlink()
+
+    def _write_mark(self) -> None:
+        digest = self.manifest.digest.encode()
+        if os.pread(self._mark, _MARK_BYTES, 0) != digest:
+            os.ftruncate(self._mark, 0)
+            os.pwrite(self._mark, digest, 0)
+            os.fsync(self._mark)
 
     def _foreign_files(self) -> Sequence[Path]:
         """The files that have a name of the snapshot's and cannot be a beginning of it."""
@@ -203,8 +196,8 @@ class _Download:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[_Mark]:
-    """The folder's mark, locked: no other download writes into the folder meanwhile."""
+def _mark(folder: Path) -> Iterator[int]:
+    """Open and lock the folder's mark: no other download writes into the folder meanwhile."""
     path = folder / MARK_NAME
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
@@ -213,7 +206,7 @@ def _alone(folder: Path) -> Iterator[_Mark]:
                 f"Another pull into {folder} is running.", remedy="Wait for it, or name another folder."
             )
         try:
-            yield _Mark(descriptor)
+            yield descriptor
         except BaseException:
             # An empty mark: refused before anything was begun.
             if not os.fstat(descriptor).st_size:

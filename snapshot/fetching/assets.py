@@ -23,7 +23,8 @@ def fetch_assets(manifest: Manifest, source: Source, files: Path) -> None:
 
 def _is_there(path: Path, asset: Asset) -> bool:
     try:
-        return path.stat().st_size == asset.size_bytes and _digest(path.read_bytes()) == asset.digest
+        same_size = path.stat().st_size == asset.size_bytes
+        return same_size and xxhash.xxh3_128_hexdigest(path.read_bytes()) == asset.digest
     except (FileNotFoundError, NotADirectoryError):
         return False
 
@@ -52,7 +53,9 @@ def _read(asset: Asset, source: Source) -> bytearray | None:
     """The asset's bytes; None if they differ from the manifest."""
     content = bytearray(asset.size_bytes)
     count = source.read_into(asset.name, 0, memoryview(content))
-    return content if count == asset.size_bytes and _digest(content) == asset.digest else None
+    return (
+        content if count == asset.size_bytes and xxhash.xxh3_128_hexdigest(content) == asset.digest else None
+    )
 
 
 def _write(path: Path, content: bytearray) -> None:
@@ -66,7 +69,3 @@ def _write(path: Path, content: bytearray) -> None:
         except BaseException:
             Path(stream.name).unlink(missing_ok=True)
             raise
-
-
-def _digest(content: bytes | bytearray) -> str:
-    return xxhash.xxh3_128_hexdigest(content)

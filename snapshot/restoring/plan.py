@@ -186,7 +186,8 @@ def _step(held: _Held, entry: TensorEntry) -> RestoreStep:
         dtype=dtype,
         cast_to=held.tensor.dtype if held.tensor.dtype != dtype else None,
         shape=entry.shape,
-        stride=_contiguous(entry.shape),
+        # The strides of a contiguous tensor; on meta it takes no memory.
+        stride=torch.empty(entry.shape, device="meta").stride(),
         offset_bytes=entry.offset_bytes,
         offset_elements=-1 if rest else offset_elements,
         tensor=_empty(held),
@@ -202,11 +203,3 @@ def _empty(held: _Held) -> torch.Tensor:
         tensor = torch.Tensor._make_subclass(nn.Parameter, tensor, held.tensor.requires_grad)  # noqa: SLF001
     tensor.__dict__.update(held.tensor.__dict__)
     return tensor
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    stride, step = [], 1
-    for size in reversed(shape):
-        stride.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(stride))

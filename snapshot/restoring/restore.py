@@ -38,7 +38,7 @@ def blank(plan: Plan) -> None:
     All view one region as large as the largest of them, which is never written: reading it maps the kernel's page of
     zeros. `restore` replaces them.
     """
-    largest = max((_extent_bytes(step) for step in plan.steps), default=0)
+    largest = max((step.tensor.itemsize * math.prod(step.shape) for step in plan.steps), default=0)
     if not largest:
         return
     zeros = mmap.mmap(-1, largest, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -47,12 +47,6 @@ def blank(plan: Plan) -> None:
         for step in plan.steps:
             step.tensor.set_(storage, 0, step.shape, step.stride)
             _place(step)
-
-
-def _extent_bytes(step: RestoreStep) -> int:
-    """How far the tensor reaches from its first element; rounded up so that every dtype fits a whole number of times."""
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(step.shape, step.stride, strict=True))
-    return -(-reach * step.tensor.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _place(step: RestoreStep) -> None:
