@@ -149,7 +149,7 @@ class FirstAnswer:
     def run(self, overlapped: bool) -> dict[str, Any]:
         from pilotflame.snapshot.restoring.gate import Gate  # noqa: PLC0415
         from pilotflame.snapshot.restoring.mapping import Mapping  # noqa: PLC0415
-        from pilotflame.snapshot.restoring.restore import restore  # noqa: PLC0415
+        from pilotflame.snapshot.restoring.plan import restore  # noqa: PLC0415
 
         started_s = time.perf_counter()
         files = ours.Files(self._manifest, memory_folder())

@@ -1,8 +1,8 @@
-"""The cache of snapshots on a node. A snapshot that is here is used; one that is not is fetched once for all openers.
+"""The cache of snapshots on a node: one that is here is used, another is fetched once for all openers.
 
-    cache = Cache([Tier(Path("/dev/shm/pilotflame"), 8 << 30, "tmpfs"), Tier(Path("/var/cache/pilotflame"), 200 << 30)])
+    cache = Cache([Tier(Path("/dev/shm/weights"), 8 << 30, "tmpfs"), Tier(Path("/var/weights"), 200 << 30)])
     with cache.open(manifest, open_source("s3://bucket/prefix")) as lease:
-        mapping = Mapping(lease.root, lease.manifest, keep=lease.hold)   # at once; tensors land in lease.arrival
+        mapping = Mapping(lease.root, lease.manifest, keep=lease.hold)
 
 No process owns the cache: all state is in locks and files, so any process may be killed at any moment.
 """
@@ -29,8 +29,9 @@ from .tier import Tier
 class Lease:
     """A snapshot in use. Its files are there at full size; `arrival` says which of their chunks have landed.
 
-    `root` stays valid until the lease is closed and every Mapping that was given its `hold` is gone: it is not evicted
-    before. Closing a lease stops its fetch; others that wait for the snapshot, in any process, continue it.
+    `root` stays valid until the lease is closed and every Mapping that was given its `hold` is gone: it is
+    not evicted before. Closing a lease stops its fetch; others that wait for the snapshot, in any process,
+    continue it.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Lease:
         return self._pull.stats if self._pull is not None else None
 
     def wait(self, timeout_s: float | None = None, *, copied: bool = False) -> None:
-        """Block until all chunks are verified and published; with `copied`, until the copy on the disk is too.
+        """Block until the snapshot is published; with `copied`, until the copy on the disk is too.
 
         Raise what prevented it; SourceUnavailable if either of the two takes longer than `timeout_s`.
         """
@@ -85,7 +86,7 @@ class Lease:
                 pull.close()
 
     def start(self, copy_tiers: Sequence[Tier]) -> None:
-        """Start the pull; once it has published, copy the snapshot to the first of `copy_tiers` that takes it."""
+        """Start the pull; then copy the snapshot to the first of `copy_tiers` that takes it."""
         if self._pull is not None:
             self._pull.start(lambda: self._copy_to_first(copy_tiers))
 
@@ -131,9 +132,10 @@ class Cache:
     ) -> Lease:
         """Return a lease of the snapshot as soon as its files can be mapped; its bytes may still be arriving.
 
-        A snapshot that is ready in any tier is used there: nothing is read, no thread is started. One that is being fetched
-        is followed. Otherwise the first tier that takes it fetches it from `source`, and then, unless `tee` is False,
-        copies it to a disk tier. CacheError if no tier takes it; SourceError, SnapshotCorrupt if an asset cannot be had.
+        A snapshot that is ready in any tier is used there: nothing is read, no thread is started. One that is
+        being fetched is followed. Otherwise the first tier that takes it fetches it from `source`, and then,
+        unless `tee` is False, copies it to a disk tier. CacheError if no tier takes it; SourceError,
+        SnapshotCorrupt if an asset cannot be had.
         """
         digest = manifest.digest
         for tier in self.tiers:
@@ -157,7 +159,7 @@ class Cache:
         return [stored for tier in self.tiers for stored in tier.list()]
 
     def evict(self, digest: str) -> bool:
-        """Drop a snapshot from every tier. Return True if it was in any; CacheError if it is in use, and stays."""
+        """Drop a snapshot from every tier. Return True if it was in any; CacheError if it is in use."""
         evicted = [tier.evict(digest) for tier in self.tiers]
         return any(evicted)
 

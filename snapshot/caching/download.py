@@ -1,8 +1,8 @@
-"""Downloads: a snapshot into a user's own folder, resumable, and never over files that are not the snapshot's.
+"""A download brings a snapshot into a user's own folder: resumable, and never over files of others.
 
-While a download runs, the folder holds `.pilotflame.pull`: locked by the downloading process, with the digest of the snapshot
-in it. After a crash, the next download thus knows that half a file is a beginning and not other weights. The manifest is
-written last.
+While a download runs, the folder holds `.pilotflame.pull`: locked by the downloading process, with the digest
+of the snapshot in it. After a crash, the next download thus knows that half a file is a beginning and not
+other weights. The manifest is written last.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ def download(
 ) -> FetchStats:
     """Bring the snapshot into `folder`, and block until it is there. Files that fit its digests are kept.
 
-    CacheError, with nothing changed, if the folder holds another snapshot's manifest, or files with names of the snapshot
-    that are not its own: links, files of another size, or of its size with other bytes; `force` removes those. Other errors
-    as of `fetch`, and SnapshotCorrupt for an asset. A download that was broken off, even by kill -9, is resumed by the next.
+    CacheError, with nothing changed, if the folder holds another snapshot's manifest, or files with names of
+    the snapshot that are not its own: links, files of another size, or of its size with other bytes; `force`
+    removes those. Other errors as of `fetch`, and SnapshotCorrupt for an asset. A download that was broken
+    off, even by kill -9, is resumed by the next.
     """
     stopped = cancelled or threading.Event()
     if isinstance(source, FolderSource) and Path(source.url).resolve() == folder.resolve():
@@ -79,7 +80,7 @@ class _Download:
     """The files of one download, alone in its folder."""
 
     def __init__(self, manifest: Manifest, folder: Path, mark: int, *, force: bool) -> None:
-        """`mark` is the open file that holds the digest of what an earlier download here was of, if there was one."""
+        """`mark` is an open file with the digest of the snapshot that was downloaded here before, if any."""
         self._folder = folder
         self._mark = mark
         self._force = force
@@ -92,7 +93,7 @@ class _Download:
         self.arrival = Arrival(manifest)
 
     def accept(self, opened: ExitStack, cancelled: threading.Event) -> None:
-        """Open the files at full size and land the chunks that fit. Change nothing before all checks have passed."""
+        """Open the files at full size and land the chunks that fit. Nothing changes before the checks."""
         if self._other and not self._force:
             raise CacheError(
                 f"{self._folder} holds the manifest of another snapshot ({self._other}).", remedy=_ELSEWHERE
@@ -182,7 +183,7 @@ class _Download:
         return held_bytes > 0
 
     def _check_held(self, held: Sequence[bool], cancelled: threading.Event) -> None:
-        """Refuse files that no download began here and that differ from the snapshot anywhere: a finetune's, say."""
+        """Refuse files that no download began and that differ from the snapshot anywhere (a finetune's)."""
         if cancelled.is_set():
             raise Cancelled("The download was cancelled.")
         for index, shard in enumerate(self.manifest.shards):
@@ -190,7 +191,7 @@ class _Download:
                 continue
             if not self.arrival.has(*self.arrival.chunks.covering(index, 0, shard.size_bytes)):
                 raise CacheError(
-                    f"{self._folder / shard.name} is not the snapshot's: of its size, and not all of it fits.",
+                    f"{self._folder / shard.name} is not the snapshot's: it has its size and other bytes.",
                     remedy=_ELSEWHERE,
                 )
 

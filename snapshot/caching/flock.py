@@ -1,7 +1,8 @@
 """Locks that the kernel releases when their holder dies: flock on an open file or folder.
 
-A lock belongs to the open file, not to the process: two openings in one process exclude each other as two processes
-do, and a forked child that inherited the descriptor holds the lock with its parent until both have closed it.
+A lock belongs to the open file, not to the process: two openings in one process exclude each other as two
+processes do, and a forked child that inherited the descriptor holds the lock with its parent until both have
+closed it.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ def lock(descriptor: int, path: Path, *, timeout_s: float = LOCK_TIMEOUT_S) -> N
     """Lock the open file exclusively; CacheError naming `path` if its holder does not release it in time."""
     if try_lock(descriptor, exclusive=True):
         return
-    # flock has no timeout, so a thread waits for it. A thread that waits in vain ends with the holder: the kernel
-    # keeps the open file for it, and releases the lock at once, as nothing else has the file open by then.
+    # flock has no timeout, so a thread waits for it. A thread that waits in vain ends with the holder: the
+    # kernel keeps the open file for it, and releases the lock at once, as nothing else has the file open by
+    # then.
     waiter = threading.Thread(target=fcntl.flock, args=(descriptor, fcntl.LOCK_EX), daemon=True)
     waiter.start()
     waiter.join(timeout_s)
@@ -44,8 +46,8 @@ def lock(descriptor: int, path: Path, *, timeout_s: float = LOCK_TIMEOUT_S) -> N
 class Hold:
     """A shared lock on a folder, which protects it from eviction. Released with the last reference.
 
-    Mapped memory keeps a reference, so tensors protect their files for as long as they live. A forked child shares
-    the lock until it exits or closes the descriptor.
+    Mapped memory keeps a reference, so tensors protect their files for as long as they live. A forked child
+    shares the lock until it exits or closes the descriptor.
     """
 
     def __init__(self, descriptor: int) -> None:

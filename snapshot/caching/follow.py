@@ -1,9 +1,10 @@
 """Following: the process that fetches a snapshot tells others, over a unix socket, which chunks have landed.
 
-Messages are whole (SOCK_SEQPACKET). From the fetching process: LANDED and chunk numbers, four bytes each, first those that
-have landed already; at the end, ENDED and a JSON object: the error's wire form, or `{}` when all is published. From a
-follower: the first and the last chunk that it waits for. A connection that closes without ENDED means that the fetching
-process died or was cancelled: any follower may take over. The bytes themselves are in the files, which both have mapped.
+Messages are whole (SOCK_SEQPACKET). From the fetching process: LANDED and chunk numbers, four bytes each,
+first those that have landed already; at the end, ENDED and a JSON object: the error's wire form, or `{}` when
+all is published. From a follower: the first and the last chunk that it waits for. A connection that closes
+without ENDED means that the fetching process died or was cancelled: any follower may take over. The bytes
+themselves are in the files, which both have mapped.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Feed:
     """The sending side, in the process that holds the fetch lock. It listens once it is constructed."""
 
     def __init__(self, folder: int, arrival: Arrival) -> None:
-        """`folder` is an open folder: its socket is bound through that, as a path may be too long for an address."""
+        """`folder` is an open folder: a socket's address is too short for some paths."""
         self._folder, self._arrival = folder, arrival
         self._listener = _socket()
         try:
@@ -156,7 +157,7 @@ class Feed:
         self._followers.remove(follower)
 
     def _finish(self) -> None:
-        """Send the last chunks and the end, also to followers that have connected and are not accepted yet."""
+        """Send the last chunks and the end, also to followers that are not accepted yet."""
         with suppress(OSError):
             while True:
                 self._followers.append(_Follower(self._listener.accept()[0]))

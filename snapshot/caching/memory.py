@@ -1,9 +1,9 @@
 """A node's memory as a file system: a tmpfs with huge pages, where the kernel lets this process mount one.
 
-A fetch into fresh memory waits mostly for page faults, one for each 4 KiB. With pages of 2 MiB the same bytes come in
-faster, and are mapped with a five-hundredth of the faults (docs/snapshot-choices.md). Shared memory has small pages unless
-its mount says otherwise, and only root may mount. Other users get a folder in it; an administrator can give that huge pages
-with `mount -o remount,huge=within_size /dev/shm`.
+A fetch into fresh memory waits mostly for page faults, one for each 4 KiB. With pages of 2 MiB the same bytes
+come in faster, and are mapped with a five-hundredth of the faults (docs/snapshot-choices.md). Shared memory
+has small pages unless its mount says otherwise, and only root may mount. Other users get a folder in it; an
+administrator can give that huge pages with `mount -o remount,huge=within_size /dev/shm`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def prepare(root: Path, size_bytes: int) -> bool:
-    """Make folder `root` in shared memory, with huge pages if possible. Return True if it is there and private.
+    """Make folder `root` in shared memory, with huge pages if possible. Return True if it is private.
 
     A root that exists stays as it is. Only one process at a time may call this.
     """
@@ -42,7 +42,7 @@ def prepare(root: Path, size_bytes: int) -> bool:
 
 
 def is_ours(root: Path) -> bool:
-    """Return True if `root` is a folder that only this user can write to. Anybody may make folders in shared memory."""
+    """Return True if only this user can write to folder `root`: in shared memory any user may make it."""
     try:
         status = root.lstat()
     except OSError:
@@ -76,8 +76,8 @@ def give_back(root: Path) -> None:
 def sweep(roots: Iterable[Path], own: Path) -> None:
     """Give back the empty roots that killed processes left, except `own`.
 
-    A young root is kept: another process may have just made it. The kernel keeps a mount that is in use; a process that
-    finds its root gone makes it anew.
+    A young root is kept: another process may have just made it. The kernel keeps a mount that is in use; a
+    process that finds its root gone makes it anew.
     """
     before_s = time.time() - LEFT_AFTER_S
     for root in roots:

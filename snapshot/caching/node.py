@@ -22,7 +22,7 @@ _MEMORY_PREFIX = "pilotflame-"
 
 
 def node_cache(folder: Path) -> Cache:
-    """Return the cache whose disk tier is `folder`, to fetch into. Processes that name the same folder share it.
+    """Return the cache whose disk tier is `folder`, to fetch into. Processes with the same folder share it.
 
     Budgets are taken from the machine: a quarter of its memory, four fifths of what the disk could give.
     """
@@ -82,7 +82,7 @@ def release_memory(cache: Cache) -> None:
 
 
 def follow(folder: Path, manifest: Manifest) -> Lease:
-    """Return a lease of a snapshot that another process of this node holds in the cache; it may still be arriving."""
+    """Return a lease of a snapshot that another process of this node holds, or is fetching."""
     # Not swept: the fetching process does that, and here a cold start waits.
     return Cache(node_tiers(folder)).open(manifest, _NoSource(), tee=False)
 

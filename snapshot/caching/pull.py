@@ -1,7 +1,8 @@
 """A pull brings one snapshot into one tier, for one opener. It fetches, or it follows the pull that fetches.
 
-The pull that gets the fetch lock fetches. The kernel releases that lock however its holder ends; then a follower gets it and
-goes on from what is in the files. Openers in one process are no different from openers in two.
+The pull that gets the fetch lock fetches. The kernel releases that lock however its holder ends; then a
+follower gets it and goes on from what is in the files. Openers in one process are no different from openers
+in two.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ CLOSE_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class _Fetching:
-    """The role of the pull that holds the fetch lock. `new`: its files were made just now and hold nothing yet."""
+    """The role of the pull that holds the fetch lock. `new`: its files were just made and are empty."""
 
     descriptor: int
     feed: Feed
@@ -44,7 +45,7 @@ class _Fetching:
 
 
 class Pull:
-    """Once it is constructed, files are there at full size and assets are complete; shards arrive in a thread.
+    """Once constructed, files are there at full size and assets are complete; shards arrive in a thread.
 
     Raise CacheError if the tier cannot take it, SourceError or SnapshotCorrupt if an asset cannot be had.
     """

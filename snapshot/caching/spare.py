@@ -1,9 +1,11 @@
 """Spare files: those of snapshots evicted from a tmpfs, kept for their pages.
 
-Writing over existing pages is faster than allocating new ones, most of all through a mapping whose page tables are filled
-(docs/snapshot-choices.md). A reused spare has another snapshot's bytes in it, so none of them counts before it is verified.
+Writing over existing pages is faster than allocating new ones, most of all through a mapping whose page
+tables are filled (docs/snapshot-choices.md). A reused spare has another snapshot's bytes in it, so none of
+them counts before it is verified.
 
-A file becomes a spare only after its snapshot's folder was locked exclusively and renamed: nothing maps it any more.
+A file becomes a spare only after its snapshot's folder was locked exclusively and renamed: nothing maps it
+any more.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ class Spares:
         file.replace(self._folder / uuid4().hex)
 
     def take(self, size_bytes: int, path: Path) -> None:
-        """Move the best fitting spare to `path`, if there is one: the smallest that suffices, else the largest."""
+        """Move the best fitting spare to `path`, if any: the smallest that suffices, else the largest."""
         files = self.files()
         if files and size_bytes:
             enough = [spare for found_bytes, spare in files if found_bytes >= size_bytes]
@@ -71,7 +73,8 @@ class Spares:
     def map_pages(self, descriptor: int) -> memoryview | None:
         """Map the open file shared, with all pages present and in the page tables; None if it has holes.
 
-        Writing through a hole of a full tmpfs would kill the process (SIGBUS), where pwrite fails with ENOSPC.
+        Writing through a hole of a full tmpfs would kill the process (SIGBUS), where pwrite fails with
+        ENOSPC.
         """
         status = os.fstat(descriptor)
         with self._lock:

@@ -1,8 +1,8 @@
 """A tier: a folder on this machine that holds snapshots, within a budget of bytes.
 
     <root>/lock                       held while room is made and while snapshots are evicted; never for long
-    <root>/snapshots/<digest>/        one snapshot, locked (flock) shared by all who use it, exclusively to evict it
-        files/                        its shards at full size and its assets; with the manifest, once it is published
+    <root>/snapshots/<digest>/        one snapshot, locked (flock) shared to use it, exclusively to evict it
+        files/                        its shards at full size and its assets; its manifest once published
         fetching                      locked exclusively by the process that fetches
         socket                        where that process tells followers which chunks have landed
     <root>/trash/                     evicted, being deleted
@@ -37,8 +37,8 @@ LEAST_SPARE_BYTES = 64 << 10
 class Tier:
     """Snapshots under folder `root`, at most `budget_bytes` of shards and spare files.
 
-    `kind` "tmpfs": files are lost with power, so nothing is synced, and up to `spare_bytes` of evicted files are kept for
-    their pages. "disk": a snapshot is published only once it is on the disk.
+    `kind` "tmpfs": files are lost with power, so nothing is synced, and up to `spare_bytes` of evicted files
+    are kept for their pages. "disk": a snapshot is published only once it is on the disk.
     """
 
     def __init__(
@@ -55,7 +55,8 @@ class Tier:
 
     def has(self, digest: str) -> bool:
         """Return True if the snapshot is here, or being fetched."""
-        return os.path.isdir(self.folder(digest))  # noqa: PTH112  Path.is_dir raises where a folder may not be read
+        # Path.is_dir raises where a folder may not be read.
+        return os.path.isdir(self.folder(digest))  # noqa: PTH112
 
     def used_bytes(self) -> int:
         """What of the budget is taken, spare files included."""
@@ -78,12 +79,13 @@ class Tier:
                 os.close(descriptor)
 
     def ready(self, digest: str, manifest: Manifest) -> Hold | None:
-        """Protect a published snapshot from eviction; None if it is not here with its files at their sizes."""
+        """Protect a published snapshot from eviction; None if it is not here, or not whole."""
         folder = self.folder(digest)
         try:
             held = hold(folder)
             if held is None and folder.is_dir():
-                # Something checks whether it may be evicted. That happens with the tier locked: wait for the lock.
+                # Something checks whether it may be evicted. That happens with the tier locked: wait for the
+                # lock.
                 with self.locked():
                     held = hold(folder)
             if held is None or not is_whole(folder / "files", manifest):
@@ -91,7 +93,8 @@ class Tier:
         except OSError:
             # The error is raised when a snapshot is stored here.
             return None
-        # A cache that cannot be written to can be read. time_ns is finer than the kernel's own clock for files.
+        # A cache that cannot be written to can be read. time_ns is finer than the kernel's own clock for
+        # files.
         with suppress(OSError):
             now_ns = time.time_ns()
             os.utime(held.descriptor, ns=(now_ns, now_ns))
@@ -210,8 +213,8 @@ class Tier:
     def _full(self, size_bytes: int, over_bytes: int) -> CacheError:
         if over_bytes > 0:
             return CacheError(
-                f"{self.root} is full: its budget is {self.budget_bytes} bytes, the snapshot has {size_bytes}, "
-                f"and {over_bytes} too many are in use.",
+                f"{self.root} is full: its budget is {self.budget_bytes} bytes, the snapshot has "
+                f"{size_bytes}, and {over_bytes} too many are in use.",
                 remedy="Give the tier a larger budget, or stop workers that have snapshots mapped.",
             )
         return CacheError(
@@ -253,7 +256,8 @@ class Tier:
             if os.fstat(descriptor).st_size != size_bytes:
                 os.ftruncate(descriptor, size_bytes)
             if size_bytes and self.kind == "disk":
-                # Fails with ENOSPC now rather than in the middle. Allocated, unwritten bytes still show as holes.
+                # Fails with ENOSPC now rather than in the middle. Allocated, unwritten bytes still show as
+                # holes.
                 os.posix_fallocate(descriptor, 0, size_bytes)
         finally:
             os.close(descriptor)

@@ -1,1 +1,1 @@
-"""Fetching a snapshot's bytes into files: ranges over several connections, verified as they land. Enter at `fetch`; knows no cache."""
+"""A snapshot's bytes into files, over several connections. Enter at `fetch.fetch`; knows no cache."""

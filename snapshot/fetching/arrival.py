@@ -75,7 +75,7 @@ class Arrival:
             self._changed.notify_all()
 
     def wait(self, first: int, last: int, timeout_s: float | None = None) -> None:
-        """Block until chunks [first, last] have landed. Raise what made them fail, or SourceUnavailable in time."""
+        """Block until chunks [first, last] have landed. Raise their error, or SourceUnavailable in time."""
         if self.has(first, last):
             return
         self.demand(first, last)

@@ -1,4 +1,4 @@
-"""Assets: the small files beside the weights that a handler reads by name. They are complete before shards are fetched."""
+"""Assets: the small files beside the weights that a handler reads by name. Fetched before shards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..sources.source import Source
 
 
 def fetch_assets(manifest: Manifest, source: Source, files: Path) -> None:
-    """Fetch and verify the assets that folder `files` does not hold yet. Two processes may do this at once."""
+    """Fetch and verify the assets that folder `files` does not hold. Two processes may do this at once."""
     for asset in manifest.assets:
         path = files / asset.name
         if not _is_there(path, asset):

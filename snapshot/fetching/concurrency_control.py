@@ -1,8 +1,8 @@
 """How many connections a fetch opens, how much each asks for, and how long a silence counts as a stall.
 
-Pure decisions from what is measured; nothing is asked of the user. A few connections are opened at first. Then, window by
-window, there are twice as many (four times while this machine is mostly idle), as long as the rate follows. When it does
-not, the number before is kept.
+Pure decisions from what is measured; nothing is asked of the user. A few connections are opened at first.
+Then, window by window, there are twice as many (four times while this machine is mostly idle), as long as the
+rate follows. When it does not, the number before is kept.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MAX_CONNECTIONS = 32
 FIRST_WINDOW_S = 0.03
 WINDOW_S = 0.04
 FAR: tuple[tuple[float, int], ...] = ((0.005, 8), (0.015, 16), (0.05, 32))
-"""Seconds without a first byte, and the connections to open by then: a far source's latency is hidden by many."""
+"""Seconds without a first byte, and the connections to open by then: many hide a far source's latency."""
 PAYS = 0.3
 """Growing n-fold pays if the rate grows by at least this share of n - 1."""
 BUSY = 0.85
@@ -71,7 +71,7 @@ class ConcurrencyControl:
         return min(UPDATE_S, max(0.005, self._window_s + self._length_s - now_s))
 
     def update(self, now_s: float, received_bytes: int, idle_s: float, processors: int) -> None:
-        """End the window if it is over, and decide. `received_bytes` and `idle_s` of all processors are totals so far."""
+        """End the window if it is over, and decide. `received_bytes`, `idle_s` (of all processors) are totals."""
         if received_bytes == 0:
             self._grow_while_waiting(now_s)
             return
@@ -90,7 +90,7 @@ class ConcurrencyControl:
             self._decide(now_s, busy)
 
     def part_bytes(self, waiting_bytes: int) -> int:
-        """How much to ask for at once: enough to make the latency small, little enough that all end together."""
+        """How much to request at once: enough to hide the latency, little enough that all end together."""
         if self._part_bytes is not None:
             return self._part_bytes
         wanted = LATENCIES_A_PART * self.latency_s * self.rate / max(1, self.connections)

@@ -1,9 +1,9 @@
-"""Fetching: the chunks of a snapshot from a source into files, over several connections, each verified as it lands.
+"""A fetch brings the chunks of a snapshot from a source into files, and verifies each as it lands.
 
-One thread per connection takes the most wanted range, reads it into place and takes the next. The calling thread
-supervises: it gives up the connection of a part that is silent for much longer than usual, and that connection's thread
-puts back what is left for another. A thread that finds nothing to take halves the longest part that is still being read,
-so that all end together. Memory: one buffer of 512 KiB per connection.
+One thread per connection takes the most wanted range, reads it into place and takes the next. The calling
+thread supervises: it gives up the connection of a part that is silent for much longer than usual, and that
+connection's thread puts back what is left for another. A thread that finds nothing to take halves the longest
+part that is still being read, so that all end together. Memory: one buffer of 512 KiB per connection.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PROGRESS_BYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class FetchStats:
-    """What a fetch did. `received_bytes` counts bytes that came twice twice; `connections` is the settled number."""
+    """What a fetch did. Bytes that came twice are received twice; `connections` is the settled number."""
 
     fetched_bytes: int
     received_bytes: int
@@ -57,10 +57,10 @@ def fetch(
     progress: Progress | None = None,
     cancelled: threading.Event | None = None,
 ) -> FetchStats:
-    """Fetch every chunk that has not landed, in the order of first touch. Block until all have, or one cannot.
+    """Fetch every chunk that has not landed, in the order of first touch. Block until all have or one fails.
 
-    `connections` and `part_bytes` fix what is otherwise measured. Whatever fails is passed to `arrival` and raised:
-    SnapshotCorrupt, SnapshotChanged, SourceMissing, SourceDenied, FetchFailed, CacheError, Cancelled.
+    `connections` and `part_bytes` fix what is otherwise measured. Whatever fails is passed to `arrival` and
+    raised: SnapshotCorrupt, SnapshotChanged, SourceMissing, SourceDenied, FetchFailed, CacheError, Cancelled.
     """
     control = ConcurrencyControl(connections=connections, part_bytes=part_bytes)
     work = _Fetch(manifest, source, targets, arrival, control, verify=verify, progress=progress)
@@ -156,7 +156,7 @@ class _Fetch:
             thread.start()
 
     def _give_up_silent(self, now_s: float, late_s: float) -> None:
-        """Break off parts that are silent for longer than usual. The time by which this thread was late does not count."""
+        """Break off parts that are silent for longer than usual, less the time this thread was late."""
         for part in self._ranges.active:
             if late_s > 0.01:
                 part.asked_s += late_s
@@ -207,7 +207,7 @@ class _Fetch:
                 self._changed.notify_all()
 
     def _next(self, number: int) -> Part | None:
-        """Return the next part to fetch, and wait while there may be one; None if connection `number` is not needed."""
+        """Wait for the next part to fetch, and return it; None if connection `number` is not needed."""
         ranges, control = self._ranges, self._control
         with self._changed:
             while not (self._over or self._error or ranges.idle or number > control.connections):
@@ -279,8 +279,8 @@ class _Fetch:
         chunk = part.at // self._manifest.chunk_bytes
         names = chunk_tensors(self._manifest, part.shard, chunk)
         return FetchFailed(
-            f"Shard {shard.name}: chunk {chunk} (from byte {part.at}), which {holding(names)}, was given up after "
-            f"{ATTEMPTS} attempts: {problem.message}",
+            f"Shard {shard.name}: chunk {chunk} (from byte {part.at}), which {holding(names)}, "
+            f"was given up after {ATTEMPTS} attempts: {problem.message}",
             remedy="Check the source, and try again: what has landed is kept.",
             details={"shard": shard.name, "chunk": chunk, "tensors": names[:100]},
         )

@@ -1,4 +1,4 @@
-"""Where received bytes land: the files of a snapshot, written, hashed on the way and verified chunk by chunk."""
+"""Where received bytes land: in files, written, hashed on the way and verified chunk by chunk."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 class ShardTarget:
     """The open file of one shard, of exactly its size.
 
-    `memory`: the same bytes mapped shared, to receive into directly: pages that were used before, or huge ones. With
-    `fresh`, its pages may still have to be allocated. Fresh small pages are faster to fill by pwrite from a small buffer
-    than through a mapping, which faults for every one (figures: docs/snapshot-choices.md).
+    `memory`: the same bytes mapped shared, to receive into directly: pages that were used before, or huge
+    ones. With `fresh`, its pages may still have to be allocated. Fresh small pages are faster to fill by
+    pwrite from a small buffer than through a mapping, which faults for every one (figures:
+    docs/snapshot-choices.md).
     """
 
     name: str
@@ -42,7 +43,7 @@ class ShardTarget:
     fresh: bool = False
 
     def reserve(self, begin: int, end: int) -> None:
-        """Allocate the pages of bytes [begin, end) before `memory` is written to; CacheError when the disk is full.
+        """Allocate the pages of bytes [begin, end) before writing to `memory`; CacheError if the disk is full.
 
         Writing through a hole of a full tmpfs would kill the process (SIGBUS).
         """
@@ -80,7 +81,7 @@ class ShardTarget:
 
 
 class Landing:
-    """What all threads of one fetch receive. Written bytes are counted per chunk; a full chunk is verified, then lands."""
+    """What all threads of one fetch receive. Bytes are counted per chunk; a full chunk is verified."""
 
     def __init__(
         self,
@@ -108,7 +109,7 @@ class Landing:
         self._bad: set[int] = set()
 
     def receive(self, connection: Connection, part: Part, buffer: memoryview, on_bytes: Received) -> None:
-        """Read `part` to its end, which may be lowered meanwhile. Raise what the connection or the disk raise."""
+        """Read `part` to its end, which may be lowered meanwhile."""
         while part.at < part.end:
             self._receive_piece(connection, part, buffer, on_bytes)
 
@@ -183,8 +184,8 @@ def land_existing(
 ) -> None:
     """Land every chunk whose bytes are in the files already. Holes are skipped.
 
-    No journal says what has landed, so none can be wrong: what survived a crash, whole, torn or stale, is read and hashed
-    (5 GB/s from memory), and lands only if its digest fits.
+    No journal says what has landed, so none can be wrong: what survived a crash, whole, torn or stale, is
+    read and hashed (5 GB/s from memory), and lands only if its digest fits.
     """
     buffer = memoryview(bytearray(_RESUME_BUFFER_BYTES))
     digests = [digest for shard in manifest.shards for digest in shard.chunks]

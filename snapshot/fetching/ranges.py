@@ -1,7 +1,8 @@
 """The byte ranges of a fetch: which are still wanted, in what order, and which a connection is reading.
 
-Pure bookkeeping, without threads or a clock. Every byte is in exactly one place: in a waiting range, in one part that a
-connection is reading, or done. So bytes can be counted, and no two connections write the same ones.
+Pure bookkeeping, without threads or a clock. Every byte is in exactly one place: in a waiting range, in one
+part that a connection is reading, or done. So bytes can be counted, and no two connections write the same
+ones.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Range:
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """A range that one connection is reading. `at` is how far it got; `end` may be lowered while it is read."""
+    """A range that one connection is reading. `at` is how far it got; `end` may be lowered meanwhile."""
 
     shard: int
     begin: int
@@ -89,7 +90,7 @@ class Ranges:
         return not self._waiting and not self.active
 
     def take(self, limit_bytes: int, now_s: float) -> Part | None:
-        """Take the most wanted range that is due, at most `limit_bytes` of it, cut between chunks where possible."""
+        """Take the most wanted due range, at most `limit_bytes` of it, cut between chunks where possible."""
         for index, item in enumerate(self._waiting):
             if item.due_s > now_s:
                 continue
@@ -122,9 +123,10 @@ class Ranges:
         self._waiting.insert(0, self._chunks.extent(chunk))
 
     def split(self, least_bytes: int, margin_bytes: int) -> Part | None:
-        """Take over the second half of the part with the most left to read, if that is at least `least_bytes`.
+        """Take over half of what is left of the longest part, if that is at least `least_bytes`.
 
-        The connection of that part may be in the middle of a read of up to `margin_bytes`, which stay with it.
+        The connection of that part may be in the middle of a read of up to `margin_bytes`, which stay with
+        it.
         """
         longest = max(self.active, key=lambda part: part.end - part.at, default=None)
         if longest is None or longest.broken_off or longest.end - longest.at < 2 * least_bytes + margin_bytes:

@@ -1,1 +1,1 @@
-"""From files to tensors: a `skeleton`, a `plan`, a `Mapping`, then `restore`; a `Gate` while bytes arrive. Fetches nothing."""
+"""From files to tensors: a `skeleton`, a plan, a `Mapping`, then `restore`; a `Gate` while bytes arrive."""

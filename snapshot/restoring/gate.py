@@ -1,10 +1,11 @@
 """The gate executes a module while its weights arrive: every operation waits for its own tensors' bytes only.
 
-torch calls `__torch_dispatch__` for every operation of the thread that entered the mode, whether it comes from Python or
-C++, with the tensors that it is about to read. Modules need no hooks and no names: a weight used by a module that does not
-own it (tied, or inside a fused layer) is waited for like any other. Memory that is read without an operation (`.numpy()`,
-`.tolist()`, an address) is waited for when it is requested. Starting a thread inside waits until everything has arrived. The
-gate does not see threads that were started before, each of which needs its own gate, and addresses that were taken before.
+torch calls `__torch_dispatch__` for every operation of the thread that entered the mode, whether it comes
+from Python or C++, with the tensors that it is about to read. Modules need no hooks and no names: a weight
+used by a module that does not own it (tied, or inside a fused layer) is waited for like any other. Memory
+that is read without an operation (`.numpy()`, `.tolist()`, an address) is waited for when it is requested.
+Starting a thread inside waits until everything has arrived. The gate does not see threads that were started
+before, each of which needs its own gate, and addresses that were taken before.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from .touch import Touched
 class Gate(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """`with Gate(mapping, arrival): model(x)`. Once everything has arrived, it can be left out.
 
-    Operations raise what the fetch failed with, or SourceUnavailable if their tensors do not arrive within `timeout_s`.
+    Operations raise what the fetch failed with, or SourceUnavailable if their tensors do not arrive within
+    `timeout_s`.
     """
 
     def __init__(self, mapping: Mapping, arrival: Arrival, *, timeout_s: float = 600.0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.thread = 0
-        """The thread that entered the gate; 0 while the gate waits, as threads started then are not the user's."""
+        """The thread that entered the gate; 0 while the gate waits and may start threads itself."""
         self._touched = Touched(mapping)
         self._arrival = arrival
         self._timeout_s = timeout_s
@@ -77,7 +79,8 @@ class Gate(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _Exits:
     """Patches the methods that hand out memory, and the start of threads, while any gate is entered.
 
-    Not a TorchFunctionMode: under one, torch does not use its fused kernels, and results differ in the last bits.
+    Not a TorchFunctionMode: under one, torch does not use its fused kernels, and results differ in the last
+    bits.
     """
 
     def __init__(self) -> None:

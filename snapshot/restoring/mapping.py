@@ -40,8 +40,8 @@ class Mapping:
     ) -> None:
         """Map the shards in folder `root`; SnapshotChanged if they are not the `verified` files.
 
-        `keep`, a lease's hold, lives as long as anything that is mapped: what protects files outlives their lease.
-        With an `arrival`, bytes may still be arriving: call `wait` before reading any.
+        `keep`, a lease's hold, lives as long as anything that is mapped: what protects files outlives their
+        lease. With an `arrival`, bytes may still be arriving: call `wait` before reading any.
         """
         self.manifest = manifest
         self.arrival = arrival
@@ -71,7 +71,8 @@ class Mapping:
         found = self._flats.get((shard, dtype))
         if found is None:
             memory = self._shards[shard]
-            # frombuffer refuses to make an empty tensor. A file shorter than one element holds no tensor of it either.
+            # frombuffer refuses to make an empty tensor. A file shorter than one element holds no tensor of
+            # it either.
             count = 0 if memory is None else len(memory) // dtype.itemsize
             if memory is not None and count:
                 found = torch.frombuffer(memory, dtype=dtype, count=count)

@@ -65,7 +65,8 @@ def _kinds(found: Mismatches) -> list[tuple[str, list[str], str]]:
          f'If the module does not need them, pass ignore=[r"{_pattern(found.unexpected)}"].'),
         ("of another shape", [f"{name} {list(has)}, not {list(wants)}" for name, has, wants in found.shapes],
          "Build the module from the config that belongs to the snapshot."),
-        ("of another dtype", [f"{name} {has}, not {wants}" for name, has, wants in found.dtypes], dtype_remedy),
+        ("of another dtype", [f"{name} {has}, not {wants}" for name, has, wants in found.dtypes],
+         dtype_remedy),
         ("a non-persistent buffer on the meta device that it does not hold", found.unfilled,
          'Build the module within skeleton(), not torch.device("meta"), and make such buffers '
          "with torch.zeros or torch.arange, not torch.empty."),

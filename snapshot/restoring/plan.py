@@ -1,11 +1,13 @@
-"""The restore plan says which attribute of which module views which bytes.
+"""The restore plan says which attribute of which module views which bytes; `restore` applies it.
 
-It is made once, in the zygote, before the fork: pure matching of names, shapes and dtypes, without opening a file. All
-that can fail fails here, so that a forked worker is left with a loop of views (`restore`).
+A plan is made once, in the zygote, before the fork: pure matching of names, shapes and dtypes, without
+opening a file. All that can fail fails here, so that a forked worker is left with a loop of views.
 """
 
 from __future__ import annotations
 
+import math
+import mmap
 import re
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -14,8 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...errors import SnapshotMismatch
 from ..format.dtype import DTYPES
 from ..format.manifest import Manifest, TensorEntry
+from .mapping import Mapping
 from .mismatch import Mismatches, describe
 
 _TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -64,8 +68,8 @@ class Plan:
     manifest: Manifest
     steps: tuple[RestoreStep, ...]
     replaced: tuple[torch.Tensor, ...]
-    """The skeleton's tensors, kept so that a forked child does not free them: freeing writes to their pages, which are
-    then copied (0.3 of 1.6 ms for MiniLM)."""
+    """The skeleton's tensors, kept so that a forked child does not free them: freeing writes to their pages,
+    which are then copied (0.3 of 1.6 ms for MiniLM)."""
 
 
 @dataclass(slots=True)
@@ -89,11 +93,11 @@ def make_plan(
 ) -> Plan:
     """Match `module` with `manifest`, or raise one SnapshotMismatch that names all misfits.
 
-    `prefix` is what the snapshot's names start with and the module's do not. Tensors that the module does not use are
-    refused unless a regex of `ignore` is found in their name (`re.search`, as in transformers). With `cast`,
-    floating-point tensors of another type than the module's are converted, which costs memory and time; converting the
-    snapshot once (`pilotflame snapshot convert --dtype`) avoids that. A tensor with several names (tied weights) needs only
-    one of them, or an alias, in the snapshot.
+    `prefix` is what the snapshot's names start with and the module's do not. Tensors that the module does not
+    use are refused unless a regex of `ignore` is found in their name (`re.search`, as in transformers). With
+    `cast`, floating-point tensors of another type than the module's are converted, which costs memory and
+    time; converting the snapshot once (`pilotflame snapshot convert --dtype`) avoids that. A tensor with
+    several names (tied weights) needs only one of them, or an alias, in the snapshot.
     """
     stored = _stored(manifest)
     found = Mismatches()
@@ -203,3 +207,60 @@ def _empty(held: _Held) -> torch.Tensor:
         tensor = torch.Tensor._make_subclass(nn.Parameter, tensor, held.tensor.requires_grad)  # noqa: SLF001
     tensor.__dict__.update(held.tensor.__dict__)
     return tensor
+
+
+def restore(plan: Plan, mapping: Mapping) -> None:
+    """Give `plan.module` its weights. Writing to them changes no file and no other process."""
+    if mapping.manifest is not plan.manifest and mapping.manifest.digest != plan.manifest.digest:
+        raise SnapshotMismatch(
+            "The plan was made for another manifest than the mapping.", remedy="Use one manifest for both."
+        )
+    shard, storage = -1, torch.empty(0).untyped_storage()
+    with torch.no_grad():
+        for step in plan.steps:
+            if step.shard != shard:
+                storage, shard = mapping.storage(step.shard), step.shard
+            if step.offset_elements >= 0 and step.cast_to is None:
+                # One operation a tensor; making a view and a parameter of it would be three
+                # (infra/bench/local.py).
+                step.tensor.set_(storage, step.offset_elements, step.shape, step.stride)
+            else:
+                copied = _copied(step, mapping)
+                step.tensor.set_(copied.untyped_storage(), 0, step.shape, step.stride)
+            _place(step)
+
+
+def blank(plan: Plan) -> None:
+    """Give `plan.module` weights of zeros that take no memory, for a rehearsal.
+
+    All view one region as large as the largest of them, which is never written: reading it maps the kernel's
+    page of zeros. `restore` replaces them.
+    """
+    largest = max((step.tensor.itemsize * math.prod(step.shape) for step in plan.steps), default=0)
+    if not largest:
+        return
+    zeros = mmap.mmap(-1, largest, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    storage = torch.frombuffer(zeros, dtype=torch.uint8).untyped_storage()
+    with torch.no_grad():
+        for step in plan.steps:
+            step.tensor.set_(storage, 0, step.shape, step.stride)
+            _place(step)
+
+
+def _place(step: RestoreStep) -> None:
+    for slot in step.slots:
+        if slot.watched:
+            setattr(slot.module, slot.attribute, step.tensor)
+        else:
+            slot.store[slot.attribute] = step.tensor
+
+
+def _copied(step: RestoreStep, mapping: Mapping) -> torch.Tensor:
+    # Either the module has another type, or the file does not align the tensor to its elements (a header
+    # without padding), and torch's kernels read such addresses on some processors only. Saving the file again
+    # aligns it.
+    raw = mapping.flat(step.shard, torch.uint8)
+    size_bytes = step.dtype.itemsize * math.prod(step.shape)
+    mapping.wait(step.shard, step.offset_bytes, step.offset_bytes + size_bytes)
+    piece = raw[step.offset_bytes : step.offset_bytes + size_bytes].clone()
+    return piece.view(step.dtype).reshape(step.shape).to(step.cast_to or step.dtype)

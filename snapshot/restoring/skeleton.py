@@ -1,8 +1,8 @@
 """A module without its weights: parameters are on the meta device, computed tensors are real.
 
-`torch.device("meta")` puts everything there, also the buffers that a module computes and never saves (a rotary embedding's
-frequencies, position ids), which could not be restored. Here only tensors without a value go to meta: those of the
-uninitialised and random factories that layers allocate parameters with.
+`torch.device("meta")` puts everything there, also the buffers that a module computes and never saves (a
+rotary embedding's frequencies, position ids), which could not be restored. Here only tensors without a value
+go to meta: those of the uninitialised and random factories that layers allocate parameters with.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 _VALUELESS: frozenset[Callable[..., Any]] = frozenset(
     {
-        # Not empty_like, rand_like, Tensor.new_empty: they follow the device of the tensor that they are given. For a real
-        # one they give scratch space: nn.init.trunc_normal_ of torch.zeros draws into it.
+        # Not empty_like, rand_like, Tensor.new_empty: they follow the device of the tensor that they are
+        # given. For a real one they give scratch space: nn.init.trunc_normal_ of torch.zeros draws into it.
         torch.empty,
         torch.empty_strided,
         torch.empty_permuted,
@@ -28,9 +28,9 @@ _VALUELESS: frozenset[Callable[..., Any]] = frozenset(
 
 # What initialisers do to a tensor. On meta it either has no effect, or is an error for a real operand.
 _FILLING_METHODS = (
-    "__setitem__", "copy_", "fill_", "zero_", "masked_fill_", "index_fill_", "add_", "sub_", "mul_", "div_", "neg_", "exp_",
-    "erfinv_", "clamp_", "clamp_min_", "clamp_max_", "clip_", "normal_", "uniform_", "random_", "bernoulli_", "cauchy_",
-    "exponential_", "geometric_", "log_normal_",
+    "__setitem__", "copy_", "fill_", "zero_", "masked_fill_", "index_fill_", "add_", "sub_", "mul_",
+    "div_", "neg_", "exp_", "erfinv_", "clamp_", "clamp_min_", "clamp_max_", "clip_", "normal_",
+    "uniform_", "random_", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_",
 )  # fmt: skip
 # The functions of nn.init that dispatch on overrides: caught whole, they cost nothing.
 _FILLING_INITS = ("uniform_", "normal_", "constant_", "kaiming_uniform_")
@@ -66,10 +66,10 @@ class _SkeletonMode(TorchFunctionMode):
 def skeleton() -> Iterator[None]:
     """Modules built inside have their parameters on the meta device and their computed tensors real.
 
-    `torch.empty`, `rand` and `randn` make meta tensors, unless called with a generator or `out`; `arange`, `ones`, `zeros`,
-    `full`, `tensor` make real ones, as values are computed from them; `empty_like` and its kin follow the tensor that they
-    are given. A parameter of real values (`nn.Parameter(torch.zeros(n))`) is real until it is restored. Initialising a meta
-    tensor does nothing.
+    `torch.empty`, `rand` and `randn` make meta tensors, unless called with a generator or `out`; `arange`,
+    `ones`, `zeros`, `full`, `tensor` make real ones, as values are computed from them; `empty_like` and its
+    kin follow the tensor that they are given. A parameter of real values (`nn.Parameter(torch.zeros(n))`) is
+    real until it is restored. Initialising a meta tensor does nothing.
     """
     with _SkeletonMode():
         yield

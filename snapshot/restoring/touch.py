@@ -1,4 +1,4 @@
-"""Which bytes of a mapping an operation touches: to wait for them while they arrive, and to record their order."""
+"""Which bytes of a mapping an operation touches: to wait for them, and to record their order."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Touched:
         yield shard, begin * tensor.itemsize, (begin + reach) * tensor.itemsize
 
     def _rows(self, args: tuple[Any, ...]) -> list[Extent] | None:
-        """The rows that an embedding looks up, rather than its table, often the largest tensor; None if unknown."""
+        """The rows that an embedding looks up, not its table, often the largest tensor; None if unknown."""
         table, indices = args[0], args[1]
         if indices.device.type != "cpu" or table.dim() != 2 or not table.is_contiguous():
             return None
@@ -74,7 +74,7 @@ class Touched:
 
 
 def record_first_touch(mapping: Mapping, run: Callable[[], Any]) -> Manifest:
-    """Call `run`, which uses modules restored from `mapping`; return the manifest with the order of first touch.
+    """Call `run`, which uses modules restored from `mapping`; return the manifest with the order.
 
     The digest of the manifest stays: the order is a hint. Tensors that `run` does not touch are not in it.
     """
@@ -116,8 +116,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 _NEVER_COPIES = frozenset(
     getattr(torch.ops.aten, name)
     for name in (
-        "alias", "as_strided", "detach", "diagonal", "expand", "narrow", "permute", "select", "slice", "split",
-        "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold", "unsqueeze", "view",
+        "alias", "as_strided", "detach", "diagonal", "expand", "narrow", "permute", "select", "slice",
+        "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold", "unsqueeze", "view",
     )
 )  # fmt: skip
 
@@ -126,6 +126,7 @@ _NEVER_COPIES = frozenset(
 def _makes_view(func: Any) -> bool:
     """Return True if `func` only makes another view of its argument, and touches none of its bytes.
 
-    Looked up in a list, since schemas do not tell: `to`, `contiguous` and `reshape` may return their argument or a copy.
+    Looked up in a list, since schemas do not tell: `to`, `contiguous` and `reshape` may return their argument
+    or a copy.
     """
     return getattr(func, "overloadpacket", None) in _NEVER_COPIES

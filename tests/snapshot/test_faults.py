@@ -32,8 +32,7 @@ from pilotflame.snapshot.fetching.landing import ShardTarget
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
 from pilotflame.snapshot.restoring.mapping import Mapping
-from pilotflame.snapshot.restoring.plan import make_plan
-from pilotflame.snapshot.restoring.restore import restore
+from pilotflame.snapshot.restoring.plan import make_plan, restore
 from pilotflame.snapshot.sources import ranged
 from pilotflame.snapshot.sources.http import HttpSource
 from safetensors.torch import load_file, save_file

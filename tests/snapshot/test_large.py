@@ -33,8 +33,7 @@ from pilotflame.snapshot.format.manifest import (
     TensorEntry,
 )
 from pilotflame.snapshot.restoring.mapping import Mapping
-from pilotflame.snapshot.restoring.plan import make_plan
-from pilotflame.snapshot.restoring.restore import restore
+from pilotflame.snapshot.restoring.plan import make_plan, restore
 from pilotflame.snapshot.sources.folder import FolderSource
 from torch import nn
 

@@ -15,8 +15,7 @@ from pilotflame.snapshot.fetching.arrival import Arrival
 from pilotflame.snapshot.format.manifest import Manifest
 from pilotflame.snapshot.restoring.gate import Gate
 from pilotflame.snapshot.restoring.mapping import Mapping
-from pilotflame.snapshot.restoring.plan import make_plan
-from pilotflame.snapshot.restoring.restore import restore
+from pilotflame.snapshot.restoring.plan import make_plan, restore
 from pilotflame.snapshot.restoring.touch import record_first_touch
 from torch import nn
 
