@@ -71,7 +71,7 @@ class ConcurrencyControl:
         return min(UPDATE_S, max(0.005, self._window_s + self._length_s - now_s))
 
     def update(self, now_s: float, received_bytes: int, idle_s: float, processors: int) -> None:
-        """End the window if it is over, and decide. `received_bytes`, `idle_s` (of all processors) are totals."""
+        """End the window if it is over, and decide. Both `received_bytes` and `idle_s` are totals."""
         if received_bytes == 0:
             self._grow_while_waiting(now_s)
             return

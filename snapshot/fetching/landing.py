@@ -43,7 +43,7 @@ class ShardTarget:
     fresh: bool = False
 
     def reserve(self, begin: int, end: int) -> None:
-        """Allocate the pages of bytes [begin, end) before writing to `memory`; CacheError if the disk is full.
+        """Allocate the pages of bytes [begin, end) before writing `memory`; CacheError if the disk is full.
 
         Writing through a hole of a full tmpfs would kill the process (SIGBUS).
         """

@@ -67,7 +67,8 @@ def test_the_least_recently_used_goes_first(tier: Tier, sources: list[tuple[Path
     one, two, three = sources
     pull(tier, one)
     pull(tier, two)
-    pull(tier, one)  # used again
+    # It is now the most recently used.
+    pull(tier, one)
     pull(tier, three)
     assert ready(tier) == digests(one, three)
     assert tier.used_bytes() <= tier.budget_bytes

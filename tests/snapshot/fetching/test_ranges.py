@@ -66,7 +66,8 @@ class RangesMachine(RuleBasedStateMachine):
         half = self.ranges.split(least, margin)
         if half is not None:
             assert longest is not None
-            assert longest.end >= longest.at + margin  # what a read in progress may still bring stays its own
+            # What a read in progress may still receive stays with the part.
+            assert longest.end >= longest.at + margin
             assert half.end - half.begin >= least
 
     @rule(data=st.data())
@@ -89,7 +90,8 @@ class RangesMachine(RuleBasedStateMachine):
             if not self.done[item.shard][offset]
             and not any(a.shard == item.shard and a.at <= offset < a.end for a in self.ranges.active)
         ]
-        assert inside or not waiting  # nothing else goes before it
+        # Nothing else is taken before the demanded chunks.
+        assert inside or not waiting
 
     @invariant()
     def every_byte_is_in_one_place(self) -> None:

@@ -153,7 +153,8 @@ def test_any_name_of_a_tied_weight_will_do(save: Save, name: str) -> None:
     module = nn.ModuleDict({"a": a, "b": b, "c": nn.ModuleDict({"inner": a})})
     _, manifest = save({name: torch.ones(3, 3)})
     (step,) = make_plan(module, manifest).steps
-    assert len(step.slots) == 2  # a, which is also c.inner, and b
+    # The module a, which is also c.inner, and the module b.
+    assert len(step.slots) == 2
 
 
 def test_all_names_of_a_tied_weight_may_be_there(save: Save) -> None:
