@@ -41,7 +41,7 @@ from .events.sources import Sources
 from .functions.deploy import Deployment
 from .functions.registry import Functions
 from .functions.store import Store
-from .jobs.jobs import Jobs, JobSettings
+from .jobs.jobs import Jobs
 from .launching.fetcher_client import FetcherClient
 from .launching.launcher import Launcher
 from .launching.listener import Listener
@@ -201,7 +201,7 @@ async def _jobs(
     state: Path, functions: Functions, tasks: asyncio.TaskGroup, settings: GatewaySettings
 ) -> AsyncIterator[tuple[Jobs, Sources]]:
     """The jobs of these functions, from those that the last life of the gateway left on; and what sources bring."""
-    jobs = Jobs(state, functions.get, tasks, JobSettings(settings.keep_result_s, settings.webhook_networks))
+    jobs = Jobs(state, functions.get, tasks, settings)
     await jobs.start()
     sources = Sources(jobs, tasks, functions.say, drain_s=settings.drain_s)
 
