@@ -10,8 +10,7 @@ from typing import Protocol
 import torch
 
 from ...errors import HeaderError, SnapshotError
-from ..format.dtype import DTYPES
-from ..format.header import MAX_TENSORS, aliases_of, name_is_sound, read_header
+from ..format.header import DTYPES, MAX_TENSORS, aliases_of, name_is_sound, read_header
 from ..format.layout import Layout
 from ..sources.source import Source
 

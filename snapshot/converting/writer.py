@@ -10,8 +10,7 @@ from typing import IO
 import torch
 
 from ...errors import SnapshotError
-from ..format.dtype import DTYPES
-from ..format.header import LENGTH_BYTES
+from ..format.header import DTYPES, LENGTH_BYTES
 from ..publish import publish
 from .origin import TORCH_DTYPES, TensorOrigin, TensorSpec, raw
 

@@ -15,7 +15,7 @@ from typing import Self
 
 from ...errors import CacheError
 from ..format.manifest import Manifest, TensorEntry
-from ..sources.http import Site
+from ..sources.http import WebSource
 from ..sources.source import Progress, Source
 from .arrival import Arrival
 from .ceiling import ceiling
@@ -189,7 +189,7 @@ def _latency_s(manifest: Manifest, source: Source) -> float | None:
 
 
 def _ceiling(manifest: Manifest, source: Source) -> float | None:
-    if not isinstance(source, Site):
+    if not isinstance(source, WebSource):
         return None
     largest = max(manifest.shards, key=lambda shard: shard.size_bytes, default=None)
     if largest is None:

@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from urllib.parse import urlsplit
 
-from ..sources.location import Location
-from ..sources.wire import ServerAddress
+from ..sources.location import Location, ServerAddress
 
 CONNECTIONS = 8
 TIMEOUT_S = 30.0

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import xxhash
 
-from ..format.damage import corrupt_chunk
 from ..format.manifest import Manifest
+from ..format.verify import corrupt_chunk
 from ..sources.source import Connection, Progress
 from .arrival import Arrival
 from .ranges import Part, Ranges

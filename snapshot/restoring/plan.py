@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..format.dtype import DTYPES
+from ..format.header import DTYPES
 from ..format.manifest import Manifest, TensorEntry
 from .mismatch import Mismatches, describe
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from pilotflame.snapshot.format import header, manifest
-from pilotflame.snapshot.format.dtype import DTYPES
+from pilotflame.snapshot.format.header import DTYPES
 from pilotflame.snapshot.format.manifest import Asset, Manifest, Shard, TensorEntry
 from pilotflame.snapshot.sources import source
 

@@ -13,8 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pilotflame.errors import HeaderError, ManifestError, SnapshotError
-from pilotflame.snapshot.format.dtype import DTYPES
-from pilotflame.snapshot.format.header import MAX_HEADER_BYTES, Header, parse_header, read_header
+from pilotflame.snapshot.format.header import DTYPES, MAX_HEADER_BYTES, Header, parse_header, read_header
 from pilotflame.snapshot.format.layout import read_index
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME, MAX_ASSET_BYTES, Manifest
 from pilotflame.snapshot.sources.folder import FolderSource

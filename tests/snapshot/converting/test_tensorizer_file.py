@@ -12,7 +12,7 @@ from pilotflame.errors import CacheError, SnapshotError
 from pilotflame.snapshot.converting import tensorizer_file
 from pilotflame.snapshot.converting.origin import DTYPE_NAMES, TORCH_DTYPES, TensorSpec
 from pilotflame.snapshot.converting.tensorizer_file import TensorizerOrigin, export
-from pilotflame.snapshot.format.dtype import DTYPES
+from pilotflame.snapshot.format.header import DTYPES
 from tensorizer import TensorDeserializer, TensorSerializer
 
 

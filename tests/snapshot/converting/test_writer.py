@@ -15,8 +15,7 @@ from pilotflame.errors import SnapshotError
 from pilotflame.snapshot.converting.origin import DTYPE_NAMES, TORCH_DTYPES, TensorSpec
 from pilotflame.snapshot.converting.writer import write_safetensors, write_shards
 from pilotflame.snapshot.format.create import create
-from pilotflame.snapshot.format.dtype import DTYPES
-from pilotflame.snapshot.format.header import parse_header
+from pilotflame.snapshot.format.header import DTYPES, parse_header
 from safetensors.torch import load_file
 
 

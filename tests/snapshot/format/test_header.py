@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pilotflame.errors import HeaderError
-from pilotflame.snapshot.format.dtype import DTYPES
-from pilotflame.snapshot.format.header import MAX_HEADER_BYTES, Header, parse_header, read_header
+from pilotflame.snapshot.format.header import DTYPES, MAX_HEADER_BYTES, Header, parse_header, read_header
 from pilotflame.snapshot.sources.folder import FolderSource
 
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pilotflame.errors import ManifestError
-from pilotflame.snapshot.format.dtype import DTYPES
+from pilotflame.snapshot.format.header import DTYPES
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest, Provenance
 
 CHUNK = 4096

@@ -160,7 +160,7 @@ def test_an_object_of_another_size_has_changed(server: FaultServer) -> None:
 @pytest.mark.parametrize(
     ("faults", "words"),
     [
-        (Faults(wrong_range_share=1), "bytes 1000 to 700000: the answer is another range, bytes 999 to 699999"),
+        (Faults(wrong_range_share=1), "bytes 1000 to 700000: the response is another range, bytes 999 to 699999"),
         (Faults(short_share=1), "bytes 1000 to 700000: the connection was closed"),
         (Faults(reset_share=1), "bytes 1000 to 700000: Connection reset"),
         (Faults(chunked=True, short_share=1), "bytes 1000 to 700000: peer"),
@@ -246,7 +246,7 @@ def test_what_no_file_server_answers_is_an_error(server: FaultServer) -> None:
     with pytest.raises(SourceError, match="HTTP 418"):
         read_once(server)
     server.faults = Faults(headers={"Content-Encoding": "gzip"})
-    with pytest.raises(SourceError, match="encoded as gzip"):
+    with pytest.raises(SourceError, match="Content-Encoding gzip"):
         read_once(server)
 
 
@@ -294,7 +294,7 @@ def test_nothing_in_time_is_unavailable(server: FaultServer) -> None:
         server.faults = Faults(stall_share=1, stall_s=60, stall_at=stall_at)
         with (
             connected(HttpSource(server.url, timeout_s=0.2)) as connection,
-            pytest.raises(SourceUnavailable, match="nothing came in time"),
+            pytest.raises(SourceUnavailable, match="timed out"),
         ):
             read(connection, 0, 20_000)
 
@@ -405,7 +405,7 @@ def test_redirects_end(server: FaultServer) -> None:
         read_once(server)
     assert len(server.requests) == 6
     server.faults = Faults(redirect="ftp://elsewhere/x")
-    with pytest.raises(SourceError, match="no http"):
+    with pytest.raises(SourceError, match="not an http"):
         read_once(server)
 
 
