@@ -8,7 +8,7 @@ from pathlib import Path
 from ..._version import __version__
 from ...errors import HeaderError, ManifestError, SnapshotChanged, SnapshotError
 from ..sources.folder import FolderSource
-from ..sources.source import Listing, ObjectInfo, Progress, Source
+from ..sources.source import ByteCounter, Listing, ObjectInfo, Progress, Source
 from .digests import ASSET_BUFFER_BYTES, chunk_digests, file_digest, in_order
 from .header import Header, aliases_of, read_header
 from .layout import SUFFIX, Layout, lay_out
@@ -158,14 +158,12 @@ def _digest_shards(
     """Return the digests of each shard's chunks."""
     digests: dict[str, list[str]] = {name: [] for name in headers}
     sizes = {name: header.file_bytes for name, header in headers.items()}
-    total_bytes, done_bytes = sum(sizes.values()), 0
+    read = ByteCounter(sum(sizes.values()), progress)
     for chunk in chunk_digests(source, sizes, chunk_bytes, readers):
-        if chunk.size_bytes != min(chunk_bytes, sizes[chunk.name] - chunk.index * chunk_bytes):
+        if chunk.size_bytes != min(chunk_bytes, sizes[chunk.name] - chunk.position * chunk_bytes):
             raise _shrank(chunk.name)
         digests[chunk.name].append(chunk.digest)
-        done_bytes += chunk.size_bytes
-        if progress is not None:
-            progress(done_bytes, total_bytes)
+        read.add(chunk.size_bytes)
     return digests
 
 

@@ -17,10 +17,10 @@ ASSET_BUFFER_BYTES = 1 << 20
 
 
 class DigestedChunk(NamedTuple):
-    """The digest of chunk `index` of file `name`. `size_bytes` is less than expected if the file ended early."""
+    """The digest of chunk number `position` of file `name`. `size_bytes` is less than expected if the file ended early."""
 
     name: str
-    index: int
+    position: int
     size_bytes: int
     digest: str
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ...errors import SnapshotCorrupt, SnapshotError
 from ..sources.folder import FolderSource
-from ..sources.source import Progress, Source
+from ..sources.source import ByteCounter, Progress, Source
 from .digests import ASSET_BUFFER_BYTES, chunk_digests, file_digest
 from .manifest import Asset, Manifest, Shard
 
@@ -22,15 +22,13 @@ def verify(root: Path, manifest: Manifest, progress: Progress | None = None) -> 
     for index in range(len(manifest.shards)):
         _check_size(source, manifest, index)
     positions = {shard.name: index for index, shard in enumerate(manifest.shards)}
-    done_bytes = 0
+    read = ByteCounter(manifest.total_bytes, progress)
     sizes = {shard.name: shard.size_bytes for shard in manifest.shards}
     for chunk in chunk_digests(source, sizes, manifest.chunk_bytes):
         position = positions[chunk.name]
-        if chunk.digest != manifest.shards[position].chunks[chunk.index]:
-            raise corrupt_chunk(manifest, position, chunk.index)
-        done_bytes += chunk.size_bytes
-        if progress is not None:
-            progress(done_bytes, manifest.total_bytes)
+        if chunk.digest != manifest.shards[position].chunks[chunk.position]:
+            raise corrupt_chunk(manifest, position, chunk.position)
+        read.add(chunk.size_bytes)
     for asset in manifest.assets:
         _check_asset(source, asset)
 

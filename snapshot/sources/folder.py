@@ -8,8 +8,8 @@ import threading
 from pathlib import Path
 from typing import IO
 
-from ...errors import CacheError, SnapshotChanged, SourceMissing, SourceUnavailable
-from ..publish import publish
+from ...errors import SnapshotChanged, SourceMissing, SourceUnavailable
+from ..publish import cannot_write, publish
 from .source import ObjectInfo, Progress, name_fault
 
 _COPY_BYTES = 16 << 20
@@ -63,10 +63,7 @@ class FolderSource:
                 else:
                     _copy(content, stream, progress)
         except OSError as error:
-            raise CacheError(
-                f"{path} cannot be written: {error.strerror or error}.",
-                remedy="Free some space, or choose another place.",
-            ) from error
+            raise cannot_write(path, error) from error
 
     def read_into(self, name: str, offset: int, view: memoryview) -> int:
         descriptor = self.open(name)

@@ -19,7 +19,7 @@ from .http import WebSource
 from .location import Location
 from .response import RangeRequest, refusal, unavailable
 from .s3_client import S3Client, code_in, region_in
-from .source import Progress, name_fault
+from .source import ByteCounter, Progress, name_fault
 
 SIGNED_FOR_S = 3600
 # Signing takes 0.2 ms, so URLs are signed again long before they expire.
@@ -95,7 +95,7 @@ class S3Source(WebSource):
     def put(self, name: str, content: Path | bytes, progress: Progress | None = None) -> None:
         """See Writable. Large objects are sent in parts. Raises OSError if reading `content` fails."""
         size_bytes = len(content) if isinstance(content, bytes) else content.stat().st_size
-        sent = _Sent(size_bytes, progress)
+        sent = ByteCounter(size_bytes, progress)
         with (
             io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as stream,
             self._boto(name) as boto,
@@ -123,19 +123,3 @@ class S3Source(WebSource):
             if self._opened is None:
                 self._opened = S3Client.open(self._bucket, self._region)
             return self._opened
-
-
-class _Sent:
-    """Counts the bytes that an upload's threads have sent."""
-
-    def __init__(self, total_bytes: int, progress: Progress | None) -> None:
-        self._total_bytes = total_bytes
-        self._progress = progress
-        self._lock = threading.Lock()
-        self._done_bytes = 0
-
-    def add(self, count: int) -> None:
-        with self._lock:
-            self._done_bytes += count
-            if self._progress is not None:
-                self._progress(self._done_bytes, self._total_bytes)

@@ -7,6 +7,7 @@ caller: the class of an error says whether it may help.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,6 +92,22 @@ class Writable(Source, Listing, Protocol):
     def put(self, name: str, content: Path | bytes, progress: Progress | None = None) -> None:
         """Store the bytes, or those of a file, as `name`, completely or not at all."""
         ...
+
+
+class ByteCounter:
+    """Adds up bytes that are done and reports them. Thread-safe."""
+
+    def __init__(self, total_bytes: int, progress: Progress | None) -> None:
+        self._total_bytes = total_bytes
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._done_bytes = 0
+
+    def add(self, count: int) -> None:
+        with self._lock:
+            self._done_bytes += count
+            if self._progress is not None:
+                self._progress(min(self._done_bytes, self._total_bytes), self._total_bytes)
 
 
 def same_version(one: str, other: str) -> bool:

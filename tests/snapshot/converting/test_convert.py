@@ -163,7 +163,7 @@ def test_what_is_ambiguous_or_unknown_is_refused(given: Path, tmp_path: Path) ->
     torch.save(STATE, given / "two.pt")
     with pytest.raises(SnapshotError, match=r"one\.pt, two\.pt, and nothing says"):
         convert(given, out)
-    with pytest.raises(SnapshotError, match=r"no kind of weights we read\. We read .*\.tensors"):
+    with pytest.raises(SnapshotError, match=r"has no supported format\. Supported are .*\.tensors"):
         convert(given / "config.json", out)
     with pytest.raises(SnapshotError, match="neither a folder nor a file"):
         convert(given / "absent", out)

@@ -104,7 +104,7 @@ def test_damage_is_a_snapshot_error(tmp_path: Path) -> None:
     flipped = bytearray(content)
     flipped[-40] ^= 1
     path.write_bytes(flipped)
-    with pytest.raises(SnapshotError, match=r"m\.tensors is no sound file"):
+    with pytest.raises(SnapshotError, match=r"m\.tensors is not a valid tensorizer file"):
         read(TensorizerOrigin(path), ["a", "b"])
     with pytest.raises(SnapshotError, match="No such file"):
         TensorizerOrigin(tmp_path / "absent.tensors")
