@@ -63,7 +63,6 @@ def sync(path: Path) -> None:
 
 
 def cannot_write(path: Path, error: OSError) -> CacheError:
-    """Return the error for a file or folder that cannot be written."""
     return CacheError(
         f"{path} cannot be written: {error.strerror or error}.",
         remedy="Free some space, or choose another place.",

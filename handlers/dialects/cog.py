@@ -73,7 +73,6 @@ class Predictor:
         }[self.kind]
 
     def _predict(self, instance: Any) -> Callable[..., Any]:
-        """Return the method bound to `instance`, or the function."""
         if not self._method:
             return self._target  # type: ignore[no-any-return]
         method = inspect.getattr_static(self._target, self._method)

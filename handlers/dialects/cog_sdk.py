@@ -20,7 +20,6 @@ CONCURRENCY_MARK = "__cog_concurrent_max__"
 
 
 def stand_in() -> dict[str, ModuleType]:
-    """Return the package's modules by name."""
     return stand_in_modules({"cog": _NAMES, "cog.types": _NAMES})
 
 
@@ -124,7 +123,6 @@ class CogScope:
 
 
 def current_scope() -> CogScope:
-    """Return a new scope."""
     return CogScope()
 
 

@@ -79,7 +79,6 @@ class RunPodSdk:
         serverless.start = self.start  # type: ignore[attr-defined]
 
     def start(self, config: Mapping[str, Any]) -> None:
-        """Replace `runpod.serverless.start`."""
         self.config = config
         self.modules = dict(sys.modules)
         raise Started

@@ -37,8 +37,6 @@ class TensorSpec:
 
 
 class TensorOrigin(Protocol):
-    """Tensors by name."""
-
     @property
     def specs(self) -> Sequence[TensorSpec]: ...
 

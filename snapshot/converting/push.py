@@ -9,7 +9,7 @@ from ...errors import ManifestError, SnapshotChanged, SnapshotError
 from ..format.manifest import MANIFEST_NAME, Asset, Manifest, Shard, read_manifest
 from ..format.verify import verify
 from ..sources.folder import FolderSource
-from ..sources.source import Progress, Source, Writable
+from ..sources.source import ByteCounter, Progress, Source, Writable
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,24 +88,16 @@ def _known_files(existing: Manifest | None, chunk_bytes: int) -> set[Shard | Ass
 
 
 def _send(folder: Path, files: list[Shard | Asset], destination: Writable, progress: Progress | None) -> None:
-    source = FolderSource(folder)
-    total_bytes, sent_bytes = sum(file.size_bytes for file in files), 0
+    source, sent = FolderSource(folder), ByteCounter(sum(file.size_bytes for file in files), progress)
     for file in files:
         if source.size(file.name) != file.size_bytes:
             raise SnapshotChanged(
                 f"{file.name} in {folder} does not have its {file.size_bytes} bytes any more.",
                 remedy="Create the manifest again, or fetch the file again.",
             )
-        destination.put(file.name, folder / file.name, _shifted(progress, sent_bytes, total_bytes))
+        destination.put(file.name, folder / file.name, sent.add)
         if destination.size(file.name) != file.size_bytes:
             raise SnapshotChanged(
                 f"{file.name} in {destination.url} does not have the bytes that were sent.",
                 remedy="Check that nothing else writes there, and push again.",
             )
-        sent_bytes += file.size_bytes
-
-
-def _shifted(progress: Progress | None, before_bytes: int, total_bytes: int) -> Progress | None:
-    if progress is None:
-        return None
-    return lambda done, _: progress(before_bytes + done, total_bytes)

@@ -26,12 +26,7 @@ Wrote = Callable[[int], None]
 
 
 def write_shards(
-    folder: Path,
-    origin: TensorOrigin,
-    *,
-    shard_bytes: int,
-    cast: str | None = None,
-    wrote: Wrote,
+    folder: Path, origin: TensorOrigin, *, shard_bytes: int, cast: str | None = None, wrote: Wrote
 ) -> None:
     """Write all tensors as model.safetensors, or as several files and an index if they are over `shard_bytes`.
 

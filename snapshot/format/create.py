@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from ..._version import __version__
@@ -55,7 +56,7 @@ def create(
     headers = {name: read_header(source, name) for name in layout.shards}
     _check_index(layout, headers)
     chunks = _digest_shards(source, headers, chunk_bytes, readers, progress)
-    assets = in_order((_asset_job(source, name) for name in layout.assets), readers, ASSET_BUFFER_BYTES)
+    assets = in_order((partial(_asset, source, name) for name in layout.assets), readers, ASSET_BUFFER_BYTES)
     found = tuple(asset for asset in assets if asset is not None)
     _check_unchanged(source, infos)
     return _manifest(headers, chunks, found, chunk_bytes, origin)
@@ -155,7 +156,6 @@ def _check_unchanged(source: Source, infos: dict[str, ObjectInfo]) -> None:
 def _digest_shards(
     source: Source, headers: dict[str, Header], chunk_bytes: int, readers: int, progress: Progress | None
 ) -> dict[str, list[str]]:
-    """Return the digests of each shard's chunks."""
     digests: dict[str, list[str]] = {name: [] for name in headers}
     sizes = {name: header.file_bytes for name, header in headers.items()}
     read = ByteCounter(sum(sizes.values()), progress)
@@ -167,18 +167,15 @@ def _digest_shards(
     return digests
 
 
-def _asset_job(source: Source, name: str) -> Callable[[memoryview], Asset | None]:
-    def describe(buffer: memoryview) -> Asset | None:
-        """Return None for a file that is too large to be an asset."""
-        size_bytes = source.size(name)
-        if size_bytes > MAX_ASSET_BYTES:
-            return None
-        digest, count = file_digest(source, name, size_bytes, buffer)
-        if count != size_bytes:
-            raise _shrank(name)
-        return Asset(name=name, size_bytes=size_bytes, digest=digest)
-
-    return describe
+def _asset(source: Source, name: str, buffer: memoryview) -> Asset | None:
+    """Return None for a file that is too large to be an asset."""
+    size_bytes = source.size(name)
+    if size_bytes > MAX_ASSET_BYTES:
+        return None
+    digest, count = file_digest(source, name, size_bytes, buffer)
+    if count != size_bytes:
+        raise _shrank(name)
+    return Asset(name=name, size_bytes=size_bytes, digest=digest)
 
 
 def _shrank(name: str) -> SnapshotError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from queue import SimpleQueue
 from typing import NamedTuple, TypeVar
 
@@ -32,7 +33,7 @@ def chunk_digests(
     # A buffer is never larger than the largest file: page faults of fresh memory cost more than reading into it.
     buffer_bytes = min(chunk_bytes, max(sizes.values(), default=0))
     jobs = (
-        _chunk_job(source, name, index, min(chunk_bytes, size_bytes - begin), begin)
+        partial(_digest_chunk, source, name, index, min(chunk_bytes, size_bytes - begin), begin)
         for name, size_bytes in sizes.items()
         for index, begin in enumerate(range(0, size_bytes, chunk_bytes))
     )
@@ -86,11 +87,8 @@ def in_order(jobs: Iterable[Callable[[memoryview], T]], readers: int, buffer_byt
         pool.shutdown(cancel_futures=True)
 
 
-def _chunk_job(
-    source: Source, name: str, index: int, size_bytes: int, begin: int
-) -> Callable[[memoryview], DigestedChunk]:
-    def digest(buffer: memoryview) -> DigestedChunk:
-        count = source.read_into(name, begin, buffer[:size_bytes])
-        return DigestedChunk(name, index, count, xxhash.xxh3_128_hexdigest(buffer[:count]))
-
-    return digest
+def _digest_chunk(
+    source: Source, name: str, position: int, size_bytes: int, begin: int, buffer: memoryview
+) -> DigestedChunk:
+    count = source.read_into(name, begin, buffer[:size_bytes])
+    return DigestedChunk(name, position, count, xxhash.xxh3_128_hexdigest(buffer[:count]))

@@ -139,6 +139,5 @@ def _no_safetensors(source: Source, names: list[str]) -> SnapshotError:
 
 
 def some(names: Sequence[str]) -> str:
-    """Return the first five names, for a message."""
     shown = ", ".join(name[:120] for name in names[:5])
     return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

@@ -193,7 +193,6 @@ class Manifest(_Frozen):
 
     @property
     def total_bytes(self) -> int:
-        """The bytes of all shards."""
         return sum(shard.size_bytes for shard in self.shards)
 
     @property
@@ -203,7 +202,6 @@ class Manifest(_Frozen):
 
     @property
     def assets_bytes(self) -> int:
-        """The bytes of all assets."""
         return sum(asset.size_bytes for asset in self.assets)
 
     @model_validator(mode="after")

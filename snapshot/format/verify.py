@@ -48,7 +48,6 @@ def chunk_tensors(manifest: Manifest, shard: int, chunk: int) -> list[str]:
 
 
 def corrupt_chunk(manifest: Manifest, index: int, chunk: int) -> SnapshotCorrupt:
-    """Return the error for a chunk of shard `index` whose digest differs."""
     shard = manifest.shards[index]
     names = chunk_tensors(manifest, index, chunk)
     begin_bytes = chunk * manifest.chunk_bytes

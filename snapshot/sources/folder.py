@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import stat
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
 from ...errors import SnapshotChanged, SourceMissing, SourceUnavailable
 from ..publish import cannot_write, publish
-from .source import ObjectInfo, Progress, name_fault
+from .source import ObjectInfo, name_fault
 
 _COPY_BYTES = 16 << 20
 
@@ -52,7 +53,7 @@ class FolderSource:
     def connect(self) -> FolderConnection:
         return FolderConnection(self)
 
-    def put(self, name: str, content: Path | bytes, progress: Progress | None = None) -> None:
+    def put(self, name: str, content: Path | bytes, sent: Callable[[int], None] | None = None) -> None:
         """See Writable. Raises CacheError if the file cannot be written."""
         path = self._path(name)
         try:
@@ -61,7 +62,7 @@ class FolderSource:
                 if isinstance(content, bytes):
                     stream.write(content)
                 else:
-                    _copy(content, stream, progress)
+                    _copy(content, stream, sent)
         except OSError as error:
             raise cannot_write(path, error) from error
 
@@ -164,14 +165,13 @@ class FolderConnection:
             os.close(descriptor)
 
 
-def _copy(file: Path, stream: IO[bytes], progress: Progress | None) -> None:
+def _copy(file: Path, stream: IO[bytes], sent: Callable[[int], None] | None) -> None:
     with file.open("rb") as content:
-        total_bytes = os.fstat(content.fileno()).st_size
-        buffer = memoryview(bytearray(min(_COPY_BYTES, max(1, total_bytes))))
+        buffer = memoryview(bytearray(min(_COPY_BYTES, max(1, os.fstat(content.fileno()).st_size))))
         while count := content.readinto(buffer):
             stream.write(buffer[:count])
-            if progress is not None:
-                progress(stream.tell(), total_bytes)
+            if sent is not None:
+                sent(count)
 
 
 def _info(descriptor: int) -> ObjectInfo:

@@ -24,7 +24,6 @@ from .response import (
     REDIRECTS,
     RangeRequest,
     check,
-    is_strong,
     object_info,
     refusal,
     unavailable,
@@ -75,7 +74,6 @@ class WebSource(Ranged):
             self._infos.setdefault(name, info)
 
     def known(self, name: str) -> ObjectInfo | None:
-        """Return what is remembered of an object."""
         with self._lock:
             return self._infos.get(name)
 
@@ -293,6 +291,7 @@ def _headers(origin: ServerAddress, location: Location, request: RangeRequest) -
         ("Accept-Encoding", "identity"),
         ("Range", f"bytes={request.begin}-{request.end - 1}"),
     ]
-    if is_strong(request.version):
+    # If-Match does not accept weak ETags and dates.
+    if request.version.startswith('"'):
         headers.append(("If-Match", request.version))
     return [*headers, *location.headers.items()]

@@ -50,7 +50,6 @@ class Location:
 
     @property
     def shown(self) -> str:
-        """The URL for messages; see `shown`."""
         return shown(self.url)
 
 

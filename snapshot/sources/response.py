@@ -36,35 +36,12 @@ class RangeRequest:
     version: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class ContentRange:
-    """A Content-Range header. `end` is exclusive; `total` is None where the server does not know it."""
-
-    begin: int
-    end: int
-    total: int | None
-
-    @staticmethod
-    def parse(text: str) -> ContentRange | None:
-        """Return None if `text` is not a range of bytes, and [0, 0) for an unsatisfied one (`bytes */5`)."""
-        if (found := _CONTENT_RANGE.fullmatch(text)) is None:
-            return None
-        first, last, total = found.groups()
-        size = None if total == "*" else int(total)
-        return ContentRange(int(first or 0), int(last) + 1 if last else 0, size)
-
-
-def is_strong(version: str) -> bool:
-    """Return True if a version is an ETag that If-Match accepts."""
-    return version.startswith('"')
-
-
 def object_info(head: Head, request: RangeRequest) -> ObjectInfo:
     """Return the size and version of the whole object. Raises SourceError if the response does not tell the size."""
-    found = ContentRange.parse(head.headers.get("content-range", "")) if head.status != OK else None
-    size = found.total if found is not None else None
-    if head.status == OK and head.headers.get("content-length", "").isdigit():
-        size = int(head.headers["content-length"])
+    if head.status == OK:
+        size = _content_length(head)
+    else:
+        _, _, size = _content_range(head)
     if size is None:
         raise SourceError(
             f"{request.url} does not tell how large it is.",
@@ -135,12 +112,25 @@ def unavailable(request: RangeRequest, fault: str, head: Head | None = None) -> 
 
 
 def changed(request: RangeRequest, how: str) -> SnapshotChanged:
-    """Return the error for an object that is no longer the one requested."""
     return SnapshotChanged(
         f"{request.url} changed while it was read: {how}.",
         remedy="Publish new weights under a new name, with a new manifest.",
         details={"object": request.name},
     )
+
+
+def _content_length(head: Head) -> int | None:
+    text = head.headers.get("content-length", "")
+    return int(text) if text.isdigit() else None
+
+
+def _content_range(head: Head) -> tuple[int, int, int | None]:
+    """Return begin, exclusive end and total; [0, 0) if there is no range, and None for an unknown total."""
+    found = _CONTENT_RANGE.fullmatch(head.headers.get("content-range", ""))
+    if found is None:
+        return 0, 0, None
+    first, last, total = found.groups()
+    return int(first or 0), int(last) + 1 if last else 0, None if total == "*" else int(total)
 
 
 def _version(headers: Mapping[str, str]) -> str:
@@ -158,8 +148,8 @@ def _retry_after_s(text: str, now_s: float) -> float | None:
 
 
 def _check_whole(head: Head, request: RangeRequest, size_bytes: int | None) -> int | None:
-    length = head.headers.get("content-length", "")
-    total = int(length) if length.isdigit() else size_bytes
+    length = _content_length(head)
+    total = length if length is not None else size_bytes
     if request.begin != 0 or total is None or total != request.end:
         raise SourceError(
             f"{request.url} is not served in ranges: the response is the whole object.",
@@ -170,15 +160,13 @@ def _check_whole(head: Head, request: RangeRequest, size_bytes: int | None) -> i
 
 
 def _check_range(head: Head, request: RangeRequest) -> int | None:
-    text = head.headers.get("content-range", "")
-    found = ContentRange.parse(text)
-    if found is None or (found.begin, found.end) != (request.begin, request.end):
-        received = f"bytes {found.begin} to {found.end}" if found else f"Content-Range {text[:80]!r}"
-        raise unavailable(request, f"the response is another range, {received}")
-    length = head.headers.get("content-length", "")
-    if length.isdigit() and int(length) != request.end - request.begin:
+    begin, end, total = _content_range(head)
+    if (begin, end) != (request.begin, request.end):
+        raise unavailable(request, f"the response is another range, bytes {begin} to {end}")
+    length = _content_length(head)
+    if length is not None and length != end - begin:
         raise unavailable(request, f"the response has {length} bytes")
-    return found.total
+    return total
 
 
 def _check_version(head: Head, request: RangeRequest) -> None:

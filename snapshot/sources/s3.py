@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import threading
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from .http import WebSource
 from .location import Location
 from .response import RangeRequest, refusal, unavailable
 from .s3_client import S3Client, code_in, region_in
-from .source import ByteCounter, Progress, name_fault
+from .source import name_fault
 
 SIGNED_FOR_S = 3600
 # Signing takes 0.2 ms, so URLs are signed again long before they expire.
@@ -92,15 +93,13 @@ class S3Source(WebSource):
         names = (key.removeprefix(below) for key in keys)
         return sorted(name for name in names if name_fault(name) is None)
 
-    def put(self, name: str, content: Path | bytes, progress: Progress | None = None) -> None:
+    def put(self, name: str, content: Path | bytes, sent: Callable[[int], None] | None = None) -> None:
         """See Writable. Large objects are sent in parts. Raises OSError if reading `content` fails."""
-        size_bytes = len(content) if isinstance(content, bytes) else content.stat().st_size
-        sent = ByteCounter(size_bytes, progress)
         with (
             io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as stream,
             self._boto(name) as boto,
         ):
-            boto.upload_fileobj(stream, self._bucket, self._key(name), Callback=sent.add)
+            boto.upload_fileobj(stream, self._bucket, self._key(name), Callback=sent)
         self.forget(name)
 
     def _key(self, name: str) -> str:

@@ -1,4 +1,7 @@
-"""The boto3 client of one S3 bucket: where its credentials and endpoint come from, and what S3's error codes mean."""
+"""The boto3 client of one S3 bucket: where its credentials and endpoint come from, and what S3's error codes mean.
+
+Import it only to use S3: boto3 takes a quarter of a second to import.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,16 @@ from ...errors import (
     SourceUnavailable,
 )
 
+try:
+    import boto3
+    import botocore.session
+    from botocore import UNSIGNED, exceptions
+    from botocore.config import Config
+except ImportError as missing:
+    raise SourceError(
+        "boto3, which provides the credentials for S3, is not installed.", remedy="pip install boto3"
+    ) from missing
+
 CONNECT_TIMEOUT_S = 10.0
 TIMEOUT_S = 30.0
 _CODE = re.compile(rb"<Code>\s*([A-Za-z0-9._]{1,64})\s*</Code>")
@@ -30,7 +43,7 @@ _REPUBLISH = "Publish new weights under a new name, with a new manifest."
 _REGION = "Set the bucket's region: AWS_REGION, or the profile's `region`."
 _LATER = "Try again. If it persists, use less concurrency."
 
-# Code: (error, meaning, remedy). Numbers are the codes of HEAD responses, which have no body.
+# By code. Numbers are the codes of HEAD responses, which have no body.
 _CODES: dict[str, tuple[type[PilotflameError], str, str]] = {
     "NoSuchBucket": (SourceMissing, "there is no such bucket", _BUCKET),
     "NoSuchKey": (SourceMissing, "there is no such key", "Check the prefix; the manifest names keys below it."),
@@ -63,6 +76,18 @@ _CODES: dict[str, tuple[type[PilotflameError], str, str]] = {
 }  # fmt: skip
 
 
+# Credentials are missing, or expired and cannot be renewed.
+_CREDENTIAL_ERRORS = (
+    exceptions.NoCredentialsError,
+    exceptions.PartialCredentialsError,
+    exceptions.CredentialRetrievalError,
+    exceptions.ProfileNotFound,
+    exceptions.SSOError,
+    exceptions.TokenRetrievalError,
+    exceptions.RefreshWithMFAUnsupportedError,
+)
+
+
 @dataclass(frozen=True, slots=True)
 class S3Client:
     """A boto3 client. `credentials` says for messages where they come from, never what they are."""
@@ -78,16 +103,6 @@ class S3Client:
     def open(bucket: str, region: str | None = None) -> S3Client:
         """Create a client as environment and profile say. Raises SourceDenied, SourceError."""
         try:
-            # boto3 takes a quarter of a second to import.
-            import boto3  # noqa: PLC0415
-            import botocore.session  # noqa: PLC0415
-            from botocore.config import Config  # noqa: PLC0415
-            from botocore.exceptions import BotoCoreError  # noqa: PLC0415
-        except ImportError as error:
-            raise SourceError(
-                "boto3, which provides the credentials for S3, is not installed.", remedy="pip install boto3"
-            ) from error
-        try:
             core = botocore.session.Session()
             anonymous = os.environ.get("PILOTFLAME_S3_ANONYMOUS") == "1"
             found = None if anonymous else core.get_credentials()
@@ -99,9 +114,9 @@ class S3Client:
                 # Path-style URLs are signed for the global endpoint, which redirects to a regional host that the
                 # signature does not cover. Names with dots do not match Amazon's certificates.
                 boto = session.client("s3", config=config.merge(Config(s3={"addressing_style": "virtual"})))
-        except _credential_errors() as error:
+        except _CREDENTIAL_ERRORS as error:
             raise _no_credentials(bucket, "", error) from error
-        except (BotoCoreError, ValueError) as error:
+        except (exceptions.BotoCoreError, ValueError) as error:
             raise SourceError(
                 f"s3://{bucket}: boto3 is not set up: {_kind(error)}.",
                 remedy="Check the AWS settings and the endpoint.",
@@ -113,8 +128,6 @@ class S3Client:
     @contextmanager
     def call(self, key: str) -> Iterator[Any]:
         """Yield the boto3 client. Its exceptions become errors about `key`."""
-        from botocore import exceptions  # noqa: PLC0415  see open
-
         try:
             yield self.boto
         except exceptions.ClientError as error:
@@ -123,7 +136,7 @@ class S3Client:
                 f"s3://{self.bucket}/{key}: the store refuses the request ({code}), made {self.credentials}."
             )
             raise self.error(code, key) or refused from error
-        except _credential_errors() as error:
+        except _CREDENTIAL_ERRORS as error:
             raise _no_credentials(self.bucket, key, error) from error
         except exceptions.BotoCoreError as error:
             raise SourceUnavailable(
@@ -159,10 +172,7 @@ def region_in(body: bytes) -> str:
     return found[1].decode("ascii") if found else ""
 
 
-def _config(*, signed: bool) -> Any:
-    from botocore import UNSIGNED  # noqa: PLC0415  see S3Client.open
-    from botocore.config import Config  # noqa: PLC0415
-
+def _config(*, signed: bool) -> Config:
     # boto3 uses path style for other endpoints than Amazon's. Its default checksums in trailers are refused by other
     # stores, and the manifest's digests replace them.
     return Config(
@@ -172,21 +182,6 @@ def _config(*, signed: bool) -> Any:
         retries={"mode": "standard", "total_max_attempts": 5},
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
-    )
-
-
-def _credential_errors() -> tuple[type[Exception], ...]:
-    """Return the exceptions of boto3 for missing or expired credentials."""
-    from botocore import exceptions  # noqa: PLC0415  see S3Client.open
-
-    return (
-        exceptions.NoCredentialsError,
-        exceptions.PartialCredentialsError,
-        exceptions.CredentialRetrievalError,
-        exceptions.ProfileNotFound,
-        exceptions.SSOError,
-        exceptions.TokenRetrievalError,
-        exceptions.RefreshWithMFAUnsupportedError,
     )
 
 

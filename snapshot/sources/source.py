@@ -89,8 +89,8 @@ class Listing(Protocol):
 class Writable(Source, Listing, Protocol):
     """A source that can be written to: a folder, S3."""
 
-    def put(self, name: str, content: Path | bytes, progress: Progress | None = None) -> None:
-        """Store the bytes, or those of a file, as `name`, completely or not at all."""
+    def put(self, name: str, content: Path | bytes, sent: Callable[[int], None] | None = None) -> None:
+        """Store the bytes, or those of a file, as `name`, completely or not at all. `sent` receives counts of bytes."""
         ...
 
 

@@ -8,6 +8,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from .location import ServerAddress
 
@@ -28,10 +29,6 @@ class Wire:
         self._socket: socket.socket | None = None
         self._busy = False
         self._closed = False
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
 
     def connect(self, origin: ServerAddress) -> None:
         """Connect to `origin`, with TLS for https, after dropping the current connection."""
@@ -80,9 +77,8 @@ class Wire:
     def drop(self) -> None:
         """Close the socket. `connect` may open another."""
         with self._lock:
-            self.origin, found, self._socket = None, self._socket, None
-            if found is not None:
-                found.close()
+            self.origin = None
+            self._discard()
 
     def close(self) -> None:
         """Close for good. A call in another thread raises ConnectionAbortedError at once."""
@@ -90,11 +86,13 @@ class Wire:
             self._closed = True
             if self._socket is None:
                 return
-            if self._busy:
-                _shut_down(self._socket)
-            else:
-                self._socket.close()
-                self._socket = None
+            if not self._busy:
+                self._discard()
+                return
+            # OSError: it is not connected.
+            with suppress(OSError):
+                # Not SSLSocket.shutdown, which removes TLS first: a reader might receive ciphertext.
+                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def _open(
         self, origin: ServerAddress, raw: socket.socket, address: tuple[object, ...], left_s: float
@@ -139,12 +137,3 @@ class Wire:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-
-
-def _shut_down(found: socket.socket) -> None:
-    try:
-        # Not SSLSocket.shutdown, which removes TLS first: a reader might receive ciphertext.
-        socket.socket.shutdown(found, socket.SHUT_RDWR)
-    except OSError:
-        # Not connected any more, so nobody waits for it.
-        return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,11 +24,11 @@ class Noting(FolderSource):
         self.given: list[str] = []
         self.fail_at = ""
 
-    def put(self, name: str, content: Path | bytes, progress: object = None) -> None:
+    def put(self, name: str, content: Path | bytes, sent: Callable[[int], None] | None = None) -> None:
         if name == self.fail_at:
             raise CacheError("full")
         self.given.append(name)
-        super().put(name, content, progress)  # type: ignore[arg-type]
+        super().put(name, content, sent)
 
 
 def weights(folder: Path, value: float = 1.0) -> tuple[Path, Manifest]:
@@ -137,7 +138,7 @@ def test_damage_is_not_pushed(tmp_path: Path, there: Noting) -> None:
 
 def test_a_destination_that_takes_other_bytes_gets_no_manifest(tmp_path: Path) -> None:
     class Short(FolderSource):
-        def put(self, name: str, content: Path | bytes, progress: object = None) -> None:
+        def put(self, name: str, content: Path | bytes, sent: Callable[[int], None] | None = None) -> None:
             super().put(name, b"short")
 
     folder, manifest = weights(tmp_path / "here")
