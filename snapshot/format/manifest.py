@@ -62,7 +62,7 @@ def _file_name(name: str) -> str:
 
 def _asset_name(name: str) -> str:
     if name.count("/") > MAX_ASSET_DEPTH:
-        raise ValueError(f"an asset lies at most {MAX_ASSET_DEPTH} folders deep")
+        raise ValueError(f"an asset is at most {MAX_ASSET_DEPTH} folders deep")
     return name
 
 
@@ -314,7 +314,7 @@ def _check_tensor(tensor: TensorEntry, shards: tuple[Shard, ...]) -> None:
     shard = shards[tensor.shard]
     end_bytes = tensor.offset_bytes + tensor.size_bytes
     if tensor.offset_bytes < shard.data_offset_bytes or end_bytes > shard.size_bytes:
-        raise ValueError(f"tensor {tensor.name!r} lies outside the data of shard {shard.name!r}")
+        raise ValueError(f"tensor {tensor.name!r} is outside the data of shard {shard.name!r}")
 
 
 def _check_overlap(tensors: tuple[TensorEntry, ...], shards: tuple[Shard, ...]) -> None:
@@ -335,7 +335,7 @@ def _check_names(manifest: Manifest) -> None:
         if alias in stored:
             raise ValueError(f"alias {alias!r} shadows a tensor")
         if target not in stored:
-            raise ValueError(f"alias {alias!r} stands for {target!r}, which is not a tensor")
+            raise ValueError(f"alias {alias!r} points to {target!r}, which is not a tensor")
     _check_unique("first touch of", manifest.first_touch)
     for name in manifest.first_touch:
         if name not in stored:

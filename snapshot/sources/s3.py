@@ -57,10 +57,10 @@ class S3Source(WebSource):
             kept, until_s = self._signed.get(name, (None, 0.0))
         if kept is not None and now_s < until_s and not fresh:
             return kept
-        asked = {"Bucket": self._bucket, "Key": self._key(name)}
+        target = {"Bucket": self._bucket, "Key": self._key(name)}
         with self._boto(name) as boto:
             location = Location(
-                boto.generate_presigned_url("get_object", Params=asked, ExpiresIn=SIGNED_FOR_S)
+                boto.generate_presigned_url("get_object", Params=target, ExpiresIn=SIGNED_FOR_S)
             )
         with self._lock:
             self._signed[name] = (location, now_s + KEPT_FOR_S)
@@ -79,7 +79,7 @@ class S3Source(WebSource):
             return known
         fault = f"{plain.message.rstrip('.')}{f' ({code})' if code else ''}"
         return type(plain)(
-            f"s3://{self._bucket}/{key}: {fault}, asked {client.credentials}.",
+            f"s3://{self._bucket}/{key}: {fault}, requested {client.credentials}.",
             remedy=plain.remedy,
             details={**plain.details, "bucket": self._bucket, "code": code},
         )

@@ -153,7 +153,7 @@ class S3Client:
             return None
         cls, meaning, remedy = _CODES[code]
         if cls is SourceDenied:
-            meaning = f"{meaning}, asked {self.credentials}"
+            meaning = f"{meaning}, requested {self.credentials}"
         if remedy is _REGION and region:
             meaning = f"{meaning} ({region})"
         known = {"object": key, "bucket": self.bucket, "code": code, **(details or {})}

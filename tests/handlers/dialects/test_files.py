@@ -1,4 +1,4 @@
-"""Files of inputs: what is fetched, what is refused, and that nothing is left behind."""
+"""Input files: what is downloaded, what is refused, and that all are deleted."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pilotflame.handlers.dialects.files import InputFiles
 
 @pytest.fixture(autouse=True)
 def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This machine may be fetched from."""
+    """Allow files from this machine."""
     monkeypatch.setenv(INPUT_NETWORKS, "127.0.0.0/8")
 
 
 @pytest.fixture
 def endless() -> Iterator[str]:
-    """A server that says it will send a thousand bytes and sends three."""
+    """A server that announces a thousand bytes and sends three."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         ended = threading.Event()
 
@@ -51,7 +51,8 @@ def test_too_large_is_refused_and_removed(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with InputFiles() as found:
         assert found.fetch("data:,abc").read_bytes() == b"abc"
-        with pytest.raises(ValueError, match="larger than"):  # all together
+        # The limit is for all files together.
+        with pytest.raises(ValueError, match="larger than"):
             found.fetch("data:,abcd")
         assert len(list(tmp_path.iterdir())) == 2
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Opening what strangers name: only addresses that may be called, whatever their names and redirects say."""
+"""Opening callers' URLs connects only to allowed addresses, whatever names and redirects resolve to."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HERE = {INPUT_NETWORKS: "127.0.0.1, ::1"}
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Redirects to what the path says; without that, a body; /short promises more than it sends."""
+    """Redirects to the path's `to`, else sends a body. /short announces more than it sends."""
 
     def do_GET(self) -> None:
         target = self.path.partition("?to=")[2]
@@ -30,7 +30,7 @@ class Answers(BaseHTTPRequestHandler):
             self.wfile.write(b"body")
 
     def log_message(self, *_: object) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture(scope="module")

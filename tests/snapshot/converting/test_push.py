@@ -1,4 +1,4 @@
-"""Pushing: the manifest comes last, what is there is kept, and another snapshot is not overwritten."""
+"""Pushing: the manifest is sent last, existing files are kept, and another snapshot is not overwritten."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 
 class Noting(FolderSource):
-    """A folder that notes what it is given, and fails when it is told to."""
+    """A folder that records the names put into it, and fails at `fail_at`."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)

@@ -1,4 +1,4 @@
-"""Files of tensorizer, there and back: every bit the same."""
+"""Tensorizer files are imported and exported bit for bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tensorizer import TensorDeserializer, TensorSerializer
 
 
 class Given:
-    """An origin of what a test has in its hands."""
+    """An origin of tensors in memory."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], aliases: dict[str, str] | None = None) -> None:
         self._tensors, self.aliases = tensors, aliases or {}

@@ -1,4 +1,4 @@
-"""Files of torch.save: tensors are taken, tied ones once, and code never runs."""
+"""Files of torch.save: tensors are read, tied ones once, and code never runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files written by us are read by the safetensors library, bit for bit; sharded, cast and in bounded memory."""
+"""Written files are read by the safetensors library bit for bit; sharded, cast, in bounded memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 
 class Given:
-    """An origin of what a test has in its hands."""
+    """An origin of tensors in memory."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], aliases: dict[str, str] | None = None) -> None:
         self._tensors, self.aliases = tensors, aliases or {}
@@ -34,7 +34,7 @@ class Given:
 
 
 def random(dtype: str, shape: Sequence[int]) -> torch.Tensor:
-    """Random bits, seen as a tensor."""
+    """Return a tensor of random bits."""
     count = torch.Size(shape).numel() * DTYPES[dtype].itemsize_bytes
     bits = torch.randint(0, 2 if dtype == "BOOL" else 256, (count,), dtype=torch.uint8)
     return bits.view(TORCH_DTYPES[dtype]).reshape(tuple(shape))
@@ -45,7 +45,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def ignore(count: int) -> None:
-    """A progress callback for tests that do not look at it."""
+    """A progress callback that does nothing."""
     del count
 
 

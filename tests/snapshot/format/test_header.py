@@ -1,4 +1,4 @@
-"""Headers: read back when sound, refused by name when not, and never a crash."""
+"""Headers: valid ones are read back, invalid ones refused with the tensor's name, and none crashes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def test_corrupted_bytes_never_crash(layout: dict[str, Any], changes: list[tuple
     try:
         parse_header(bytes(text), file="x", file_bytes=8 + len(text) + data_bytes)
     except HeaderError as error:
-        str(error).encode()  # it can be printed
+        # The message can be printed.
+        str(error).encode()
 
 
 @given(st.binary(max_size=200))

@@ -1,4 +1,4 @@
-"""A folder as a source: ranges, names held inside, links."""
+"""A folder as a source: ranges, names that stay inside, links."""
 
 from __future__ import annotations
 

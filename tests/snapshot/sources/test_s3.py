@@ -1,4 +1,4 @@
-"""S3 as a source, against moto over HTTP: credentials, refusals in plain words, versions, listing, writing."""
+"""S3 as a source, against moto over HTTP: credentials, errors, overwritten objects, listing, writing."""
 
 from __future__ import annotations
 
@@ -143,7 +143,8 @@ def test_names_with_spaces_and_letters_of_any_alphabet(store: Any) -> None:
 
 def test_listing_goes_over_pages_and_is_relative(store: Any) -> None:
     for number in range(1003):
-        s3_backends["123456789012"]["aws"].put_object("weights", f"p/{number:04}", b"")  # 4 s faster
+        # 4 s faster than over HTTP.
+        s3_backends["123456789012"]["aws"].put_object("weights", f"p/{number:04}", b"")
     store.put_object(Bucket="weights", Key="p/folder/", Body=b"")
     store.put_object(Bucket="weights", Key="pq/other", Body=b"")
     names = S3Source("s3://weights/p").names()
@@ -197,7 +198,7 @@ def test_a_private_bucket_refuses_strangers_and_says_why(store: Any, monkeypatch
         source.stat("f")
 
 
-# -- refusals that moto does not give: a store that answers what S3 answers
+# -- errors that moto does not have: a server with the responses of S3
 
 
 def refusing(status: int, code: str, extra: str = "", **headers: str) -> Faults:
@@ -207,7 +208,7 @@ def refusing(status: int, code: str, extra: str = "", **headers: str) -> Faults:
 @pytest.mark.parametrize(
     ("status", "code", "error", "words"),
     [
-        (403, "AccessDenied", SourceDenied, "access is denied, asked with the credentials of the environment"),
+        (403, "AccessDenied", SourceDenied, "access is denied, requested with the credentials of the environment"),
         (400, "ExpiredToken", SourceDenied, "token has expired"),
         (403, "InvalidAccessKeyId", SourceDenied, "access key is unknown"),
         (403, "SignatureDoesNotMatch", SourceDenied, "signature does not match"),
@@ -224,7 +225,7 @@ def refusing(status: int, code: str, extra: str = "", **headers: str) -> Faults:
         (503, "SomethingNew", SourceUnavailable, "SomethingNew"),
     ],
 )  # fmt: skip
-def test_codes_mean_what_they_say(
+def test_error_codes_become_errors(
     keys: None,
     open_at: Callable[..., S3Source],
     status: int,
@@ -327,7 +328,7 @@ def test_a_store_that_cannot_be_reached_is_unavailable(
 
 
 @pytest.mark.parametrize("url", ["s3://", "s3:///x", "weights/x", "s3://me:hush@weights/x"])
-def test_what_is_no_url_of_s3_is_refused(url: str) -> None:
+def test_an_invalid_url_is_refused(url: str) -> None:
     with pytest.raises(SourceError, match="not a URL of S3") as caught:
         S3Source(url)
     assert "hush" not in str(caught.value)
