@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -71,6 +73,15 @@ def adapt(
         entry=entry.label,
         aggregate=aggregate,
     )
+
+
+def awaited(output: Any) -> Any:
+    """Return the output of a plain handler, after running it in a new event loop if it is awaitable."""
+
+    async def run() -> Any:
+        return await output
+
+    return asyncio.run(run()) if inspect.isawaitable(output) else output
 
 
 def is_envelope(event: Any, extra: Mapping[str, Any]) -> bool:

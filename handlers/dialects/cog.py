@@ -17,7 +17,7 @@ from ...errors import HandlerSignatureError
 from ..contract import Context
 from ..handler import Handler, HandlerKind, Hook, kind_of
 from ..loading import import_file
-from .adapter import DeclaredInput, adapt
+from .adapter import DeclaredInput, adapt, awaited
 from .cog_inputs import CogInputs
 from .cog_sdk import CONCURRENCY_MARK
 from .files import InputFiles, with_data_urls
@@ -93,9 +93,7 @@ class Predictor:
     def _run(self, event: Any, context: Context) -> Any:
         with InputFiles(context.remaining_ms) as files:
             output = self._predict(context.state)(**self._arguments(event, context, files))
-            if inspect.isawaitable(output):
-                output = asyncio.run(_awaited(output))
-            return with_data_urls(output)
+            return with_data_urls(awaited(output))
 
     async def _run_async(self, event: Any, context: Context) -> Any:
         with InputFiles(context.remaining_ms) as files:
@@ -165,10 +163,6 @@ def _weights(setup: Callable[..., Any]) -> Any:
 async def _after(awaitable: Any, instance: Any) -> Any:
     await awaitable
     return instance
-
-
-async def _awaited(awaitable: Any) -> Any:
-    return await awaitable
 
 
 async def _with_data_urls_async(output: Any) -> Any:

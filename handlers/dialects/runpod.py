@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib
-import inspect
 import json
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -17,7 +15,7 @@ from ...errors import HandlerFailed, HandlerSignatureError, OutputInvalid
 from ..contract import Context
 from ..handler import Handler, HandlerKind, kind_of
 from ..loading import import_file
-from .adapter import adapt, is_envelope
+from .adapter import adapt, awaited, is_envelope
 from .recognise import Entry
 from .stand_in import is_installed
 
@@ -127,11 +125,8 @@ class RunPodJobs:
 
     def _run(self, event: Any, context: Context) -> Any:
         with self._job(event, context) as job:
-            output = self._call(job)
             # A lambda may wrap an async function.
-            if inspect.isawaitable(output):
-                output = asyncio.run(_awaited(output))
-            return _output(output, context)
+            return _output(awaited(self._call(job)), context)
 
     async def _run_async(self, event: Any, context: Context) -> Any:
         with self._job(event, context) as job:
@@ -194,7 +189,3 @@ def _failed(error: Any, rest: Mapping[str, Any]) -> HandlerFailed:
     return HandlerFailed(
         text, details={"returned": json.loads(json.dumps(rest, default=str))} if rest else {}
     )
-
-
-async def _awaited(awaitable: Any) -> Any:
-    return await awaitable

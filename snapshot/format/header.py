@@ -91,16 +91,13 @@ def read_header(source: Source, name: str) -> Header:
     file_bytes = source.size(name)
     if file_bytes < LENGTH_BYTES:
         _refuse(name, f"it has {file_bytes} bytes, fewer than the {LENGTH_BYTES} of a header's length")
-    prefix = bytearray(LENGTH_BYTES)
-    _fill(source, name, 0, prefix)
-    header_bytes = int.from_bytes(prefix, "little")
+    header_bytes = int.from_bytes(_read(source, name, 0, LENGTH_BYTES), "little")
     if header_bytes > MAX_HEADER_BYTES:
         _refuse(name, f"its header claims {header_bytes} bytes, over the limit of {MAX_HEADER_BYTES}")
     if LENGTH_BYTES + header_bytes > file_bytes:
         _refuse(name, f"its header claims {header_bytes} bytes, but the file has {file_bytes} in all")
-    text = bytearray(header_bytes)
-    _fill(source, name, LENGTH_BYTES, text)
-    return parse_header(bytes(text), file=name, file_bytes=file_bytes)
+    text = _read(source, name, LENGTH_BYTES, header_bytes)
+    return parse_header(text, file=name, file_bytes=file_bytes)
 
 
 def parse_header(text: bytes, *, file: str, file_bytes: int) -> Header:
@@ -119,10 +116,12 @@ def parse_header(text: bytes, *, file: str, file_bytes: int) -> Header:
     return Header(data_offset_bytes, file_bytes, tuple(tensors), metadata)
 
 
-def _fill(source: Source, name: str, offset: int, buffer: bytearray) -> None:
+def _read(source: Source, name: str, offset: int, size_bytes: int) -> bytes:
+    buffer = bytearray(size_bytes)
     count = source.read_into(name, offset, memoryview(buffer))
-    if count != len(buffer):
+    if count != size_bytes:
         _refuse(name, f"it ends at byte {offset + count}, inside its header")
+    return bytes(buffer)
 
 
 def bulk_fault(text: bytes) -> str | None:

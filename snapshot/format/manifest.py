@@ -207,7 +207,6 @@ class Manifest(_Frozen):
     @model_validator(mode="after")
     def _check(self) -> Self:
         # pydantic turns a ValueError into a ValidationError, and `parse` turns that into a ManifestError.
-        _check_unique("shard", (shard.name for shard in self.shards))
         _check_files(self.files)
         _check_totals(self)
         _check_unique("tensor", (tensor.name for tensor in self.tensors))

@@ -16,7 +16,7 @@ def is_remote(url: str) -> bool:
 def open_source(url: str) -> Source:
     """Return the source at `s3://bucket/prefix`, `http(s)://host/prefix` or a folder's path."""
     if url.startswith("s3://"):
-        from .s3 import S3Source  # noqa: PLC0415  boto3 takes a quarter of a second to import
+        from .s3 import S3Source  # noqa: PLC0415  ssl and h11 take time to import
 
         return S3Source(url)
     if is_remote(url):

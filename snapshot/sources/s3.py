@@ -7,24 +7,29 @@ a third of the speed, because its bodies pass through several layers of `bytes`.
 from __future__ import annotations
 
 import io
+import re
 import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...errors import PilotflameError, SourceError
 from .exchange import Head
 from .http import WebSource
 from .location import Location
 from .response import RangeRequest, refusal, unavailable
-from .s3_client import S3Client, code_in, region_in
 from .source import name_fault
+
+if TYPE_CHECKING:
+    from .s3_client import S3Client
 
 SIGNED_FOR_S = 3600
 # Signing takes 0.2 ms, so URLs are signed again long before they expire.
 KEPT_FOR_S = 900.0
+_CODE = re.compile(rb"<Code>\s*([A-Za-z0-9._]{1,64})\s*</Code>")
+_BUCKET_REGION = re.compile(rb"<Region>\s*([a-z0-9-]{2,32})\s*</Region>")
 
 
 class S3Source(WebSource):
@@ -67,8 +72,8 @@ class S3Source(WebSource):
         return location
 
     def explain(self, request: RangeRequest, head: Head, body: bytes) -> PilotflameError:
-        code = code_in(body)
-        region = head.headers.get("x-amz-bucket-region", "") or region_in(body)
+        code = _found(_CODE, body)
+        region = head.headers.get("x-amz-bucket-region", "") or _found(_BUCKET_REGION, body)
         if region:
             self._move(region)
         plain, client, key = refusal(head, request), self._client(), self._key(request.name)
@@ -118,7 +123,16 @@ class S3Source(WebSource):
         return self._client().ca_bundle
 
     def _client(self) -> S3Client:
+        # A source that is never read, because its snapshot is cached, does not import boto3.
+        from .s3_client import S3Client  # noqa: PLC0415
+
         with self._opening:
             if self._opened is None:
                 self._opened = S3Client.open(self._bucket, self._region)
             return self._opened
+
+
+def _found(pattern: re.Pattern[bytes], body: bytes) -> str:
+    """Return the first group in an error's XML body, or "". Uses no XML parser, because the body is untrusted."""
+    found = pattern.search(body)
+    return found[1].decode("ascii") if found else ""

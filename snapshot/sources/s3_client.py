@@ -6,7 +6,6 @@ Import it only to use S3: boto3 takes a quarter of a second to import.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,8 +32,6 @@ except ImportError as missing:
 
 CONNECT_TIMEOUT_S = 10.0
 TIMEOUT_S = 30.0
-_CODE = re.compile(rb"<Code>\s*([A-Za-z0-9._]{1,64})\s*</Code>")
-_BUCKET_REGION = re.compile(rb"<Region>\s*([a-z0-9-]{2,32})\s*</Region>")
 
 _GRANT = "Grant s3:GetObject on it (and s3:ListBucket, so that a missing key is distinguished from a forbidden one)."
 _RENEW = "Log in again, or refresh the session token."
@@ -158,18 +155,6 @@ class S3Client:
             meaning = f"{meaning} ({region})"
         known = {"object": key, "bucket": self.bucket, "code": code, **(details or {})}
         return cls(f"s3://{self.bucket}/{key}: {meaning} ({code}).", remedy=remedy, details=known)
-
-
-def code_in(body: bytes) -> str:
-    """Return the Code in an error's XML body, or "". Uses no XML parser, because the body is untrusted."""
-    found = _CODE.search(body)
-    return found[1].decode("ascii") if found else ""
-
-
-def region_in(body: bytes) -> str:
-    """Return the bucket's Region in an error's XML body, or ""."""
-    found = _BUCKET_REGION.search(body)
-    return found[1].decode("ascii") if found else ""
 
 
 def _config(*, signed: bool) -> Config:

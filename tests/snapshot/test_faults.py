@@ -399,7 +399,7 @@ def test_a_server_that_cannot_serve_is_told_so_at_once(
     assert type(error) is kind
     assert any(word in error.message for word in words.split("|")), error.message
     assert error.remedy
-    assert "redirected" in words or any(name in error.message for name in weights.shards)
+    assert "redirects" in words or any(name in error.message for name in weights.shards)
     assert asked <= 4 * 6 * 2, "it was tried again"
 
 
