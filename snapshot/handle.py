@@ -58,12 +58,7 @@ class Snapshot:
         return skeleton()
 
     def restore(
-        self,
-        module: torch.nn.Module,
-        *,
-        prefix: str = "",
-        ignore: Sequence[str] = (),
-        cast: bool = False,
+        self, module: torch.nn.Module, *, prefix: str = "", ignore: Sequence[str] = (), cast: bool = False
     ) -> None:
         """Set the module's weights to views of the mapped snapshot, private and copy-on-write.
 

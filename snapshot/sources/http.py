@@ -18,16 +18,7 @@ from ...errors import PilotflameError, SnapshotChanged, SourceError, SourceMissi
 from .exchange import Exchange, Head, StaleError
 from .location import PATH, QUERY, Location, ServerAddress, redirected, shown
 from .ranged import Ranged, Retries
-from .response import (
-    OK,
-    PARTIAL,
-    REDIRECTS,
-    RangeRequest,
-    check,
-    object_info,
-    refusal,
-    unavailable,
-)
+from .response import OK, PARTIAL, REDIRECTS, RangeRequest, check, object_info, refusal, unavailable
 from .source import ObjectInfo, name_fault
 from .wire import Wire
 
