@@ -66,8 +66,7 @@ class Snapshot:
         copies floating-point weights to the module's dtype; without it, the dtypes must be equal. In `build`, the
         weights are set later, in each worker. Raises SnapshotMismatch, which names the tensors.
         """
-        from .restoring.plan import make_plan  # noqa: PLC0415
-        from .restoring.restore import restore  # noqa: PLC0415
+        from .restoring.plan import make_plan, restore  # noqa: PLC0415
 
         plan = make_plan(module, self.manifest, prefix=prefix, ignore=ignore, cast=cast)
         if self._mapping is None:
@@ -77,7 +76,7 @@ class Snapshot:
 
     def blank(self) -> None:
         """Set the weights that `build` planned to zeros that take no memory: for `rehearse`, in a standby."""
-        from .restoring.restore import blank  # noqa: PLC0415
+        from .restoring.plan import blank  # noqa: PLC0415
 
         for plan in self._plans:
             blank(plan)
@@ -85,7 +84,7 @@ class Snapshot:
     def open(self) -> None:
         """Map the files and apply the plans of `build`. Raises SnapshotChanged if the files are not the verified ones."""
         from .restoring.mapping import Mapping  # noqa: PLC0415
-        from .restoring.restore import restore  # noqa: PLC0415
+        from .restoring.plan import restore  # noqa: PLC0415
 
         if self._cache is None:
             self._mapping = Mapping(self.root, self.manifest, self._verified)
@@ -118,7 +117,7 @@ class Snapshot:
 
     def record(self, run: Callable[[], Any]) -> Manifest:
         """Call `run`, and return the manifest with the order in which it read the tensors, on this thread."""
-        from .restoring.record import record_first_touch  # noqa: PLC0415
+        from .restoring.touch import record_first_touch  # noqa: PLC0415
 
         if self._mapping is None:
             raise SnapshotError("The snapshot is not open.", remedy="Call `open` before `record`.")
