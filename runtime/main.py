@@ -39,7 +39,7 @@ from .dialects.cog.routes import Predictions
 from .dialects.runpod.routes import QueueApi
 from .events.sources import Sources
 from .functions.deploy import Deployment
-from .functions.registry import Functions
+from .functions.registry import FunctionEvents, Functions
 from .functions.store import Store
 from .jobs.jobs import Jobs, JobSettings
 from .launching.fetcher_client import FetcherClient
@@ -142,12 +142,13 @@ async def _server(
         async with asyncio.TaskGroup() as tasks:
             launcher = Launcher(listener, tasks)
             weights = FetcherClient(settings.cache_dir, tasks)
+            events = FunctionEvents()
             functions = Functions(
-                store, state / "environments", launcher, tasks, weights, vault,
+                store, state / "environments", launcher, tasks, weights, vault, events,
                 drain_s=settings.drain_s,
             )  # fmt: skip
             metrics = Metrics(functions.census)
-            functions.on_activation = metrics.activated
+            events.activated.append(metrics.activated)
             await functions.restore()
             guard = Guard(
                 keyring, tasks,
@@ -155,7 +156,7 @@ async def _server(
             )  # fmt: skip
             admin = Admin(functions, metrics, local=local)
             access = AccessControl(keyring, vault, functions)
-            async with _jobs(state, functions, tasks, settings) as (jobs, sources):
+            async with _jobs(state, functions, events, tasks, settings) as (jobs, sources):
                 queue = QueueApi(
                     functions, jobs,
                     max_body_bytes=settings.max_body_bytes, body_timeout_s=settings.body_timeout_s,
@@ -212,12 +213,16 @@ def _others(
 
 @contextlib.asynccontextmanager
 async def _jobs(
-    state: Path, functions: Functions, tasks: asyncio.TaskGroup, settings: GatewaySettings
+    state: Path,
+    functions: Functions,
+    events: FunctionEvents,
+    tasks: asyncio.TaskGroup,
+    settings: GatewaySettings,
 ) -> AsyncIterator[tuple[Jobs, Sources]]:
     """The jobs of these functions, from those that the last life of the gateway left on; and what sources bring."""
     jobs = Jobs(state, functions.get, tasks, JobSettings(settings.keep_result_s, settings.webhook_networks))
     await jobs.start()
-    sources = Sources(jobs, tasks, functions.say, drain_s=settings.drain_s)
+    sources = Sources(jobs, tasks, functions.log, drain_s=settings.drain_s)
 
     def live(name: str) -> None:
         jobs.wake(name)
@@ -230,7 +235,8 @@ async def _jobs(
 
     for function in functions.all():
         sources.start(function.record.function, function.record.settings)
-    functions.on_live, functions.on_gone = live, gone
+    events.live.append(live)
+    events.deleted.append(gone)
     try:
         yield jobs, sources
     finally:

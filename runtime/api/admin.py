@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ...errors import BadInput, CodeError, InputTooLarge, SettingsError, UnsupportedMedia
 from ..access.caller import caller_of
 from ..functions.deploy import Deployment
-from ..functions.registry import Functions, FunctionStatus
+from ..functions.live import FunctionStatus
+from ..functions.registry import Functions
 from ..telemetry.metrics import Metrics
 from .openapi import MAX_LOG_LINES, describe
 from .requests import media_type_of, read_body
@@ -62,9 +63,9 @@ class Admin:
 
     async def deploy(self, request: web.Request) -> web.StreamResponse:
         live = await self._functions.deploy(
-            replace(await self._order(request), may=caller_of(request).check_deploy)
+            replace(await self._order(request), authorize=caller_of(request).check_deploy)
         )
-        return _json(self._functions.status(live), 201)
+        return _json(live.status(), 201)
 
     async def list(self, request: web.Request) -> web.StreamResponse:
         functions = [status.model_dump(mode="json") for status in self._statuses(request)]
@@ -72,8 +73,8 @@ class Admin:
 
     async def status(self, request: web.Request) -> web.StreamResponse:
         live = self._functions.get(request.match_info["function"])
-        processes = await self._functions.processes(live) if _flag(request, "memory") else None
-        return _json(self._functions.status(live, processes))
+        processes = await live.processes() if _flag(request, "memory") else None
+        return _json(live.status(processes))
 
     async def delete(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["function"]
@@ -83,7 +84,7 @@ class Admin:
     async def warmup(self, request: web.Request) -> web.StreamResponse:
         live = self._functions.get(request.match_info["function"])
         live.revision.warm(_number(request, "workers", 1, live.record.settings.scale.max))
-        return web.json_response({"workers": self._functions.status(live).workers.model_dump()})
+        return web.json_response({"workers": live.status().workers.model_dump()})
 
     async def logs(self, request: web.Request) -> web.StreamResponse:
         book = self._functions.get(request.match_info["function"]).logs
@@ -120,7 +121,7 @@ class Admin:
         """Of the functions that the caller may know of."""
         caller = caller_of(request)
         return (
-            self._functions.status(live)
+            live.status()
             for live in self._functions.all()
             if caller.allows(live.record.function)
         )

@@ -9,7 +9,7 @@ from ..._version import __version__
 from ...handlers.arrays import NPY_TYPE, SAFETENSORS_TYPE
 from ..dialects.described import EVENTS, spelled_paths, spelled_schemas
 from ..dialects.runpod.openapi import queue_paths, queue_schemas
-from ..functions.registry import FunctionStatus
+from ..functions.live import FunctionStatus
 from .openapi_access import SECURITY_SCHEMES, access_paths, access_schemas, guarded
 from .openapi_parts import errors, json_answer, query
 from .openapi_webhooks import webhook_paths, webhook_schemas

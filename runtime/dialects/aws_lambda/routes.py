@@ -25,7 +25,8 @@ from ....handlers.codec import JSON_TYPE
 from ...access.caller import caller_of
 from ...api.deadline import priority_of, timeout_of
 from ...api.requests import Limits, idempotency_of, read_body, request_id_of, traceparent_of
-from ...functions.registry import Functions, Live
+from ...functions.live import Live
+from ...functions.registry import Functions
 from ...jobs.jobs import Jobs
 from ...jobs.order import order
 from ...serving.invocation import Answer, Invocation

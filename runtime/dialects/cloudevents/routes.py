@@ -13,7 +13,8 @@ from aiohttp import web
 from ....errors import EventInvalid, PilotflameError
 from ...api.requests import request_id_of, traceparent_of
 from ...api.responses import error_response
-from ...functions.registry import Functions, Live
+from ...functions.live import Live
+from ...functions.registry import Functions
 from ...jobs.job import Job, NewJob
 from ...jobs.jobs import Jobs
 from ...jobs.order import order

@@ -18,7 +18,8 @@ from ...access.caller import caller_of
 from ...access.keys import Scope
 from ...api.requests import Limits, idempotency_of, read_body, too_large, traceparent_of
 from ...api.responses import EVENT_STREAM_TYPE, HEARTBEAT_S, event, typed
-from ...functions.registry import Functions, Live
+from ...functions.live import Live
+from ...functions.registry import Functions
 from ...jobs import queries
 from ...jobs.identity import GENERATED
 from ...jobs.job import Job, JobState, NewJob, Webhook

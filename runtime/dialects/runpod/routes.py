@@ -27,7 +27,8 @@ from ...api.requests import (
     traceparent_of,
 )
 from ...api.responses import EVENT_STREAM_TYPE, HEARTBEAT_S, error_response, event, typed
-from ...functions.registry import Functions, Live
+from ...functions.live import Live
+from ...functions.registry import Functions
 from ...jobs import message
 from ...jobs.job import BATCH_PRIORITY, LOW_PRIORITY, Job, JobState, NewJob, Webhook
 from ...jobs.jobs import Jobs

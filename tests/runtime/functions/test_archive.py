@@ -133,9 +133,9 @@ def test_too_many_members_are_refused(into: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_too_many_bytes_are_refused(into: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unpack_module, "MAX_CODE_BYTES", 10)
-    with pytest.raises(CodeError, match="exceed .* at 'b'"):
+    with pytest.raises(CodeError, match=r"exceed .* at 'b'"):
         unpack(archive(("file", "a", "x" * 6), ("file", "b", "x" * 6)), into)
-    with pytest.raises(CodeError, match="exceed .* at 'b'"):
+    with pytest.raises(CodeError, match=r"exceed .* at 'b'"):
         unpack(archive(("file", "a", "x" * 6), ("hard", "b", "a")), into)
 
 
