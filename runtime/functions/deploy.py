@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from ..settings.function_settings import FunctionSettings, read_settings
 from . import code, requirements
 from .archive import unpack
 from .environment import ensure_environment
-from .store import RevisionFields, RevisionRecord, Staging, Store
+from .store import CODE_FOLDER, RevisionFields, RevisionRecord, Store
 
 MANIFEST_FILE = "manifest.json"
 # Files beside fetched weights: config, tokenizer.
@@ -43,44 +44,43 @@ class Deployment:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Files in staging, and the record's fields."""
+    """A staged folder, and the fields of its record."""
 
-    staging: Staging
+    staged: Path
     fields: RevisionFields
 
 
 def prepare(store: Store, environments: Path, request: Deployment, log: Callable[[str], None]) -> Prepared:
     """Copy and check the code. Raise CodeError, SettingsError, RequirementsError or SnapshotError."""
-    staging = store.stage("upload")
+    staged = store.stage()
+    staged_code = staged / CODE_FOLDER
     try:
-        folder = _source_folder(request, staging)
+        folder = _source_folder(request, staged_code)
         settings = read_settings(folder, overrides=request.overrides)
         if request.authorize is not None:
             request.authorize(settings.name)
-        staging.name = settings.name
-        if settings.source and (problem := missing_package()):
-            raise SettingsError(f"The [[source]] tables of {settings.name!r} cannot be used: {problem}.")
+        _check_sources(settings)
         snapshot = _snapshot_root(settings, folder)
         if request.path is not None:
-            code.copy_folder(folder, staging.code, exclude=snapshot)
-        python, digest = _environment(staging.code, environments, request, log)
+            code.copy_folder(folder, staged_code, exclude=snapshot)
+        python, digest = _environment(staged_code, environments, request, log)
         if snapshot is not None:
-            _write_manifest(snapshot, staging.path / MANIFEST_FILE, log)
+            _write_manifest(snapshot, staged / MANIFEST_FILE, log)
         if (url := settings.snapshot_url) is not None:
-            _fetch_manifest(url, staging.path, log)
+            _fetch_manifest(url, staged, log)
         return Prepared(
-            staging,
+            staged,
             RevisionFields(
-                code_digest=code.code_digest(staging.code),
+                code_digest=code.code_digest(staged_code),
                 settings=settings,
-                snapshot_root=_portable(snapshot, staging.code),
+                snapshot_root=_portable(snapshot, staged_code),
                 snapshot_url=url,
                 python=python,
                 requirements_digest=digest,
             ),
         )
     except BaseException:
-        staging.discard()
+        shutil.rmtree(staged, ignore_errors=True)
         raise
 
 
@@ -132,11 +132,11 @@ def heavy_imports(file: Path) -> tuple[str, ...]:
     return tuple(name for name in HEAVY if name in found)
 
 
-def _source_folder(request: Deployment, staging: Staging) -> Path:
-    """Return the folder on this node, or the staging folder with the archive unpacked in it."""
+def _source_folder(request: Deployment, staged_code: Path) -> Path:
+    """Return the folder on this node, or `staged_code` with the archive unpacked in it."""
     if request.archive is not None:
-        unpack(request.archive, staging.code)
-        return staging.code
+        unpack(request.archive, staged_code)
+        return staged_code
     if request.path is None:
         raise SettingsError("The deploy has neither a path nor an archive.", remedy="Send one of them.")
     if not request.path.is_absolute():
@@ -144,6 +144,11 @@ def _source_folder(request: Deployment, staging: Staging) -> Path:
             f"path is {str(request.path)!r}, which is not absolute.", remedy="Give an absolute path."
         )
     return request.path
+
+
+def _check_sources(settings: FunctionSettings) -> None:
+    if settings.source and (problem := missing_package()):
+        raise SettingsError(f"The [[source]] tables of {settings.name!r} cannot be used: {problem}.")
 
 
 def _snapshot_root(settings: FunctionSettings, folder: Path) -> Path | None:

@@ -115,7 +115,7 @@ class Functions:
             if (old := self._live.get(name)) is not None:
                 logs = old.logs
             self._check_open()
-            record = await asyncio.to_thread(self._store.place, prepared.staging, prepared.fields)
+            record = await asyncio.to_thread(self._store.place, prepared.staged, prepared.fields)
             live = await self._create(record, logs)
             try:
                 await self._prove(live, check=request.check)
