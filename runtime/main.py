@@ -46,7 +46,7 @@ from .launching.fetcher_client import FetcherClient
 from .launching.launcher import Launcher
 from .launching.listener import Listener
 from .settings.gateway_settings import GatewaySettings
-from .settings.state_dir import StateDir
+from .settings.state_dir import locked_state_dir
 from .telemetry.metrics import Metrics
 
 # A request makes some twenty objects that the collector counts, and nearly all of them go with it.
@@ -115,13 +115,13 @@ def settle_down() -> None:
 @contextlib.asynccontextmanager
 async def serve(settings: GatewaySettings) -> AsyncIterator[Server]:
     """A gateway that accepts requests inside the block and has drained after it."""
-    with StateDir(settings.state_dir) as state:
-        store = Store(state.path, report=_say)
+    with locked_state_dir(settings.state_dir) as state:
+        store = Store(state, report=_say)
         await asyncio.to_thread(store.start)
-        listener = Listener(state.path / "run" / "link.sock")
+        listener = Listener(state / "run" / "link.sock")
         listener.open()
         try:
-            async with _server(settings, store, state.path, listener) as server:
+            async with _server(settings, store, state, listener) as server:
                 yield server
         finally:
             listener.close()

@@ -55,7 +55,7 @@ PROCESS = """
 import json, sys
 from pathlib import Path
 from pilotflame.runtime.main import run
-from pilotflame.runtime.settings.function_settings import GatewaySettings
+from pilotflame.runtime.settings.gateway_settings import GatewaySettings
 
 settings = json.loads(sys.argv[1])
 folder = settings.pop("watch", None)

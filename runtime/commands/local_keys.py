@@ -15,7 +15,7 @@ from ..access.control_socket import someone_home
 from ..access.keyring import Keyring
 from ..access.keys import parse_new_key
 from ..settings.gateway_settings import read_gateway_settings
-from ..settings.state_dir import StateDir
+from ..settings.state_dir import locked_state_dir
 from . import options
 from .client import Client
 
@@ -53,7 +53,7 @@ def at_home(state_dir: Path | None) -> Iterator[Keys]:
         with Client(own=own) as client:
             yield client
         return
-    with StateDir(settings.state_dir) as state:
-        keyring = Keyring(state.path)
+    with locked_state_dir(settings.state_dir) as state:
+        keyring = Keyring(state)
         keyring.load()
         yield Files(keyring)
