@@ -18,7 +18,7 @@ import uvloop
 from aiohttp import web
 
 from ..errors import GatewayError, PilotflameError, UnknownFunction
-from .access.control_socket import door
+from .access.control_socket import control_socket
 from .access.keyring import Keyring
 from .access.loopback import is_loopback
 from .access.secrets import Secrets
@@ -167,7 +167,7 @@ async def _server(
                     max_body_bytes=settings.max_body_bytes, body_timeout_s=settings.body_timeout_s,
                 )  # fmt: skip
                 routes = [*gateway.routes(), *admin.routes(), *access.routes(), *queue.routes(), *others]
-                with door(state) as own:
+                with control_socket(state) as own:
                     async with _http(
                         [sock, own],
                         routes,

@@ -1,4 +1,4 @@
-"""Loopback: whether an address is this machine alone."""
+"""Whether an address is this machine alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ipaddress import ip_address
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nobody beyond this machine can reach `host`, a name or an address; no, if that is not certain."""
+    """Return True only if it is certain that no other machine can reach `host`, a name or an address."""
     if host == "localhost":
         return True
     try:

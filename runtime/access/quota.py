@@ -1,12 +1,12 @@
-"""The quota: how many requests a key may make a second, and at the same time. Pure: `now_s` is an argument."""
+"""The quota of a key: requests per second, and at the same time. Pure: `now_s` is an argument."""
 
 from __future__ import annotations
 
 import math
 
-# Sums of fractions come out a hair short; whoever waited as long as was asked must get what was promised.
+# Sums of fractions are a hair too small. A caller who waits as long as `take` returned must get a token.
 _HAIR = 1e-9
-# How long somebody waits who has too many requests running: nobody knows when one of them ends.
+# The wait for a caller with too many running requests, whose ends are unknown.
 CONCURRENCY_WAIT_S = 1.0
 
 
@@ -22,7 +22,7 @@ class Bucket:
         self._at_s = now_s
 
     def take(self, now_s: float) -> float:
-        """Takes a token: 0.0. Or takes nothing, and says after how many seconds there will be one."""
+        """Take a token and return 0.0, or take none and return the seconds until there is one."""
         if now_s > self._at_s:
             self._tokens = min(self.burst, self._tokens + (now_s - self._at_s) * self.rate_per_s)
             self._at_s = now_s
@@ -33,9 +33,9 @@ class Bucket:
 
 
 class Meter:
-    """What one key has used of its quota."""
+    """One key's use of its quota."""
 
-    __slots__ = ("_bucket", "_concurrency", "_running")
+    __slots__ = ("_bucket", "_concurrency", "running")
 
     def __init__(
         self, rate_per_s: float | None, burst: int | None, concurrency: int | None, now_s: float
@@ -44,20 +44,16 @@ class Meter:
         if rate_per_s is not None:
             self._bucket = Bucket(rate_per_s, burst or max(1, math.ceil(rate_per_s)), now_s)
         self._concurrency = math.inf if concurrency is None else concurrency
-        self._running = 0
-
-    @property
-    def running(self) -> int:
-        return self._running
+        self.running = 0
 
     def enter(self, now_s: float) -> float:
-        """Begins a request: 0.0, and `leave` must follow. Or begins none, and says for how many seconds not to try."""
-        if self._running >= self._concurrency:
+        """Begin a request and return 0.0, and `leave` must follow; or return the seconds to wait before a retry."""
+        if self.running >= self._concurrency:
             return CONCURRENCY_WAIT_S
         wait_s = self._bucket.take(now_s) if self._bucket is not None else 0.0
         if wait_s == 0.0:
-            self._running += 1
+            self.running += 1
         return wait_s
 
     def leave(self) -> None:
-        self._running -= 1
+        self.running -= 1

@@ -1,4 +1,4 @@
-"""The quota: never more than was granted, and whoever waits as long as he was told gets through."""
+"""The quota never grants more than its limits, and a caller who waits as told is admitted."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ def test_never_more_than_burst_and_rate_grant(rate: float, burst: int, gaps: lis
 
 
 @given(RATES, st.integers(1, 100), GAPS, st.floats(min_value=0.0, max_value=1e9))
-def test_who_waits_as_told_gets_through(rate: float, burst: int, gaps: list[float], start_s: float):
+def test_a_caller_who_waits_as_told_is_admitted(rate: float, burst: int, gaps: list[float], start_s: float):
     bucket, now_s = Bucket(rate, burst, start_s), start_s
     for gap_s in gaps:
         now_s += gap_s
         if wait_s := bucket.take(now_s):
             assert wait_s > 0
-            now_s += max(1, math.ceil(wait_s))  # Retry-After has whole seconds
+            # Retry-After has whole seconds.
+            now_s += max(1, math.ceil(wait_s))
             assert bucket.take(now_s) == 0.0
 
 
 @given(RATES, st.integers(1, 100), st.integers(1, 50))
-def test_asking_in_vain_costs_nothing(rate: float, burst: int, asked: int):
+def test_a_refused_request_costs_nothing(rate: float, burst: int, asked: int):
     patient, impatient = Bucket(rate, burst, 0.0), Bucket(rate, burst, 0.0)
     for bucket in (patient, impatient):
         assert [bucket.take(0.0) for _ in range(burst)] == [0.0] * burst
@@ -46,7 +47,7 @@ def test_asking_in_vain_costs_nothing(rate: float, burst: int, asked: int):
     assert patient.take(waits.pop()) == 0.0
 
 
-def test_a_clock_that_goes_back_gives_nothing():
+def test_a_clock_that_goes_back_refills_nothing():
     bucket = Bucket(1.0, 1, 100.0)
     assert bucket.take(100.0) == 0.0
     assert bucket.take(50.0) == 1.0
@@ -62,10 +63,11 @@ def test_concurrency_counts_those_that_run():
     assert meter.running == 2
 
 
-def test_who_is_refused_for_one_quota_does_not_pay_with_the_other():
+def test_a_request_refused_for_one_quota_does_not_use_the_other():
     meter = Meter(1.0, 2, 1, 0.0)
     assert meter.enter(0.0) == 0.0
-    assert meter.enter(0.0) > 0  # one runs: no token is taken
+    # One is running, so no token is taken.
+    assert meter.enter(0.0) > 0
     meter.leave()
     assert meter.enter(0.0) == 0.0
     meter.leave()
@@ -73,13 +75,13 @@ def test_who_is_refused_for_one_quota_does_not_pay_with_the_other():
     assert meter.running == 0
 
 
-def test_without_a_quota_there_is_no_end():
+def test_without_a_quota_all_requests_are_admitted():
     meter = Meter(None, None, None, 0.0)
     assert all(meter.enter(0.0) == 0.0 for _ in range(10_000))
 
 
 @pytest.mark.parametrize(("rate", "burst"), [(0.1, 1), (1.0, 1), (2.5, 3), (20.0, 20)])
-def test_without_a_burst_a_second_of_the_rate_may_come_at_once(rate: float, burst: int):
+def test_without_a_burst_one_second_of_the_rate_is_admitted_at_once(rate: float, burst: int):
     meter = Meter(rate, None, None, 0.0)
     assert [meter.enter(0.0) for _ in range(burst)] == [0.0] * burst
     assert meter.enter(0.0) > 0
