@@ -120,11 +120,7 @@ class Admin:
     def _statuses(self, request: web.Request) -> Iterator[FunctionStatus]:
         """Of the functions that the caller may know of."""
         caller = caller_of(request)
-        return (
-            live.status()
-            for live in self._functions.all()
-            if caller.allows(live.record.function)
-        )
+        return (live.status() for live in self._functions.all() if caller.allows(live.record.function))
 
     async def _order(self, request: web.Request) -> Deployment:
         if (request.content_length or 0) > MAX_ARCHIVE_BYTES:

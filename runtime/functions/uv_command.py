@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -83,7 +84,7 @@ class UvCommand:
         """Return the exit status, or None if the deadline passed; `lines` gets the output's last lines."""
         # PYTHONPATH would show packages to uv that a worker does not see.
         own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-        expired = threading.Event()
+        end_s = time.monotonic() + self.deadline_s
         with subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -96,24 +97,19 @@ class UvCommand:
             start_new_session=True,
             pass_fds=(self.lock_fd,),
         ) as process:
-
-            def expire() -> None:
-                expired.set()
-                _kill(process)
-
-            timer = threading.Timer(self.deadline_s, expire)
-            timer.start()
+            deadline = threading.Timer(self.deadline_s, _kill, (process,))
+            deadline.start()
             try:
                 for line in process.stdout or ():
                     lines.append(line.rstrip())
                     self.progress(line.rstrip())
                 status = process.wait()
             finally:
-                timer.cancel()
-                timer.join()
+                deadline.cancel()
+                deadline.join()
                 # Still running if `progress` raised.
                 _kill(process)
-        return None if expired.is_set() else status
+        return None if status < 0 and time.monotonic() >= end_s else status
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
