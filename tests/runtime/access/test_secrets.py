@@ -69,9 +69,9 @@ def test_a_function_must_have_a_functions_name(tmp_path: Path, function: str):
 def test_messages_about_limits_do_not_quote_the_value(tmp_path: Path):
     secrets = loaded(tmp_path)
     for value in ("x" * (MAX_VALUE_BYTES + 1), "xx\0xx"):
-        with pytest.raises(BadInput) as told:
+        with pytest.raises(BadInput) as caught:
             secrets.set("f", "A", value)
-        assert "xx" not in str(told.value)
+        assert "xx" not in str(caught.value)
     for number in range(MAX_SECRETS):
         secrets._secrets.setdefault("f", {})[f"K{number}"] = ""
     with pytest.raises(BadInput, match="100 secrets"):
@@ -82,9 +82,9 @@ def test_messages_about_limits_do_not_quote_the_value(tmp_path: Path):
 def test_messages_about_a_damaged_file_do_not_quote_it(tmp_path: Path, text: str):
     loaded(tmp_path).set("f", "A", VALUE)
     (tmp_path / "access" / "secrets" / "f.json").write_text(text)
-    with pytest.raises(GatewayError, match=r"f\.json") as told:
+    with pytest.raises(GatewayError, match=r"f\.json") as caught:
         loaded(tmp_path)
-    assert "s3cr3t" not in repr(told.value) + repr(told.value.details)
+    assert "s3cr3t" not in repr(caught.value) + repr(caught.value.details)
 
 
 def test_half_written_files_are_removed(tmp_path: Path):

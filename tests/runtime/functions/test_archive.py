@@ -16,7 +16,8 @@ from pilotflame.runtime.functions.archive import unpack
 KINDS = {"file": tarfile.REGTYPE, "dir": tarfile.DIRTYPE, "sym": tarfile.SYMTYPE, "hard": tarfile.LNKTYPE,
          "fifo": tarfile.FIFOTYPE, "char": tarfile.CHRTYPE, "block": tarfile.BLKTYPE}  # fmt: skip
 
-Member = tuple[str, str, str]  # kind, name, content or target
+# Kind, name, content or target.
+Member = tuple[str, str, str]
 
 
 def archive(*members: Member) -> bytes:
@@ -76,7 +77,7 @@ def test_links_inside_are_kept(into: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("members", "said"),
+    ("members", "expected"),
     [
         ([("file", "../evil", "x")], "'../evil' leaves the folder"),
         ([("file", "a/../../evil", "x")], "leaves the folder"),
@@ -115,11 +116,11 @@ def test_links_inside_are_kept(into: Path) -> None:
         ([("file", "a\udcff", "x")], "is not UTF-8"),
     ],
 )
-def test_an_attack_is_refused_by_member(into: Path, members: list[Member], said: str) -> None:
+def test_an_attack_is_refused_by_member(into: Path, members: list[Member], expected: str) -> None:
     before = outside(into.parent)
     with pytest.raises(CodeError) as caught:
         unpack(archive(*members), into)
-    assert said in caught.value.message
+    assert expected in caught.value.message
     assert caught.value.remedy
     assert outside(into.parent) == before
     assert not into.exists()

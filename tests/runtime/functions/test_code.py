@@ -162,7 +162,7 @@ def test_links_inside_are_followed(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "said"),
+    ("target", "expected"),
     [
         ("../secret", "lib/link is a link that leaves the folder"),
         ("../../secret", "lib/link is a link that leaves the folder"),
@@ -172,7 +172,7 @@ def test_links_inside_are_followed(folder: Path, tmp_path: Path) -> None:
         ("..", "lib/link is a link to a folder that holds it"),
     ],
 )
-def test_other_links_are_refused(folder: Path, tmp_path: Path, target: str, said: str) -> None:
+def test_other_links_are_refused(folder: Path, tmp_path: Path, target: str, expected: str) -> None:
     (tmp_path / "secret").write_text("s")
     if target == "../secret":
         (folder / "secret").symlink_to(tmp_path / "secret")
@@ -180,7 +180,7 @@ def test_other_links_are_refused(folder: Path, tmp_path: Path, target: str, said
     (folder / "lib/link").symlink_to(target)
     with pytest.raises(CodeError) as caught:
         pack(folder)
-    assert said in caught.value.message
+    assert expected in caught.value.message
     assert caught.value.remedy
 
 

@@ -116,7 +116,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], type[PilotflameError], str]] =
 
 
 @pytest.mark.parametrize("name", list(BROKEN))
-def test_what_cannot_be_deployed_is_refused_and_leaves_nothing(
+def test_an_invalid_folder_is_refused_and_leaves_nothing(
     store: Store, folder: Path, tmp_path: Path, name: str
 ) -> None:
     breaks, kind, message = BROKEN[name]

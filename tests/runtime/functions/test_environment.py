@@ -196,7 +196,7 @@ def slow_uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
 
 
 def test_uv_has_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The child holds the pipe open too: both must end for the lines to end.
+    # The child holds the pipe open too, so both must be killed.
     slow_uv(
         tmp_path,
         monkeypatch,

@@ -1,4 +1,4 @@
-"""The functions: deployed, replaced under load, deleted under load, brought back after a restart."""
+"""Functions are deployed, replaced and deleted under load, and restored after a restart."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 WAITS = "import gate\ndef handler(event):\n    gate.wait(str(event))\n    return event"
 
 
-async def test_a_redeploy_under_load_fails_nobody(gateway, deploy):
+async def test_a_redeploy_under_load_fails_no_request(gateway, deploy):
     def version(number: int) -> str:
         return f"def handler(event):\n    return {number}"
 
@@ -35,7 +35,7 @@ async def test_a_redeploy_under_load_fails_nobody(gateway, deploy):
     assert (await function.status())["revision"].startswith("r4-")
 
 
-async def test_what_runs_on_an_old_revision_is_finished_there(gateway, deploy, gate: Gate):
+async def test_invocations_on_an_old_revision_finish_there(gateway, deploy, gate: Gate):
     function = await deploy(WAITS, {"scale.max": 1}, name="old", gate=gate)
     running = asyncio.create_task(function.answer("runs"))
     worker = (await gate.next("runs")).pid
@@ -65,7 +65,7 @@ async def test_a_deploy_that_fails_leaves_the_old_revision(gateway, deploy, sour
     assert await function.answer() == "good"
 
 
-async def test_a_delete_finishes_what_was_accepted(gateway, deploy, gate: Gate):
+async def test_a_delete_finishes_accepted_invocations(gateway, deploy, gate: Gate):
     function = await deploy(WAITS, {"scale.max": 1}, gate=gate)
     running = asyncio.create_task(function.answer("runs"))
     worker = (await gate.next("runs")).pid
@@ -158,8 +158,9 @@ def handler(event, context):
         for answer in await asyncio.gather(*(function.answer() for _ in range(4))):
             assert answer["answer"] == right
             seen[answer["pid"]] = answer["smaps"]
-    again = (await function.answer())["smaps"]  # by now both have touched all of it
-    assert again["Shared"] >= 4096  # KiB; clean once the kernel has written the new file to its disk
+    # By now both workers have touched all of it. In KiB; clean once the kernel has written the file to the disk.
+    again = (await function.answer())["smaps"]
+    assert again["Shared"] >= 4096
     assert again["Anonymous"] == 0
     writer = await function.answer("write")
     assert writer["smaps"]["Anonymous"] >= 4096
@@ -172,8 +173,8 @@ def handler(event, context):
     assert all(answer == right for answer in others.values())
 
 
-async def test_a_deploy_whose_caller_leaves_leaves_nothing(gateway, deploy, gate: Gate):
-    """The caller of a deploy hangs up while the handler is still being built."""
+async def test_a_deploy_whose_caller_disconnects_leaves_nothing(gateway, deploy, gate: Gate):
+    """The caller disconnects while the handler is still being built."""
     source = "import gate\ndef build(context):\n    gate.wait('build')\ndef handler(event):\n    return event"
     deploying = asyncio.create_task(gateway.send(source, name="left", gate=gate))
     zygote = (await gate.next("build")).pid

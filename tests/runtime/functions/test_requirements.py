@@ -47,7 +47,7 @@ def test_met(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("# a\n\nflask", "line 3: flask is not installed"),
         ("numpy<2", "line 1: numpy<2 is wanted, 2.4.6 is installed"),
@@ -56,10 +56,10 @@ def test_met(text: str) -> None:
         ('flask; sys_platform == "linux"', "flask is not installed"),
     ],
 )
-def test_unmet(text: str, said: str) -> None:
+def test_unmet(text: str, expected: str) -> None:
     with pytest.raises(RequirementsError) as caught:
         check_requirements(text, INSTALLED)
-    assert said in caught.value.message
+    assert expected in caught.value.message
     assert "pip install '" in caught.value.remedy
     assert "pilotflame deploy --install" in caught.value.remedy
 

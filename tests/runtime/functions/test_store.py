@@ -95,7 +95,8 @@ def test_each_deploy_is_a_revision(store: Store) -> None:
     first, second = deploy(store), deploy(store)
     assert (first.number, second.number) == (1, 2)
     assert first.revision.startswith("r1-")
-    assert second.revision == first.revision.replace("r1-", "r2-")  # the same content
+    # The same content has the same digest.
+    assert second.revision == first.revision.replace("r1-", "r2-")
     assert store.current("tone") == second
     assert revisions(store, "tone") == [first, second]
     third = placed(store, fields(settings=FunctionSettings(name="tone", hold_s=1)))
@@ -173,7 +174,7 @@ def _tear(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("harm", "said"),
+    ("harm", "expected"),
     [
         (lambda folder, rev: _tear(folder / rev / "revision.json"), "revision.json cannot be read"),
         (lambda folder, rev: (folder / rev / "revision.json").unlink(), "revision.json cannot be read"),
@@ -192,8 +193,8 @@ def _tear(path: Path) -> None:
         (lambda folder, rev: (folder / "current").unlink(), "has no live revision"),
     ],
 )
-def test_what_is_torn_is_reported_and_skipped(
-    store: Store, tmp_path: Path, reports: Reports, harm: Callable[[Path, str], object], said: str
+def test_a_damaged_revision_is_reported_and_skipped(
+    store: Store, tmp_path: Path, reports: Reports, harm: Callable[[Path, str], object], expected: str
 ) -> None:
     other = deploy(store, "other")
     deploy(store)
@@ -202,7 +203,7 @@ def test_what_is_torn_is_reported_and_skipped(
     store.start()
     assert store.functions() == {"other": other}
     assert len(reports) == 1
-    assert said in reports[0]
+    assert expected in reports[0]
     assert "tone" in reports[0]
     assert deploy(store).number in (2, 3)
     assert set(store.functions()) == {"other", "tone"}
@@ -223,7 +224,7 @@ _STEPS = ("mkdir", "rename", "replace", "open", "fsync", "rmdir", "unlink")
 
 
 def crash_at(step: int, work: Callable[[], object]) -> bool:
-    """Run `work` in a child that kills itself with -9 before its system call `step`; whether it did."""
+    """Run `work` in a child that kills itself before its system call number `step`. Return True if it did."""
     child = os.fork()
     if child == 0:
         left = step
@@ -257,7 +258,7 @@ def crash_at(step: int, work: Callable[[], object]) -> bool:
 def crashes(
     tmp_path: Path, work: Callable[[Store], object], check: Callable[[Store, bool], None], before: int
 ) -> int:
-    """Crash `work` at every step it has, recover, and check; the number of steps."""
+    """Crash `work` at each of its steps, recover, and check. Return the number of steps."""
     for step in range(500):
         root = tmp_path / str(step)
         reports = Reports()

@@ -77,7 +77,7 @@ def test_settings_are_frozen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("toml", "said"),
+    ("toml", "expected"),
     [
         (
             "scale.idle_timout_s = 5",
@@ -116,8 +116,8 @@ def test_settings_are_frozen() -> None:
         ('snapshot = ""', "snapshot is ''; allowed"),
     ],
 )
-def test_a_mistake_is_reported_with_its_key(tmp_path: Path, toml: str, said: str) -> None:
-    assert said in problem(tmp_path, toml)
+def test_a_mistake_is_reported_with_its_key(tmp_path: Path, toml: str, expected: str) -> None:
+    assert expected in problem(tmp_path, toml)
 
 
 def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
