@@ -39,9 +39,8 @@ class Held:
 
     def __init__(self, key: ApiKey) -> None:
         self.key = key
-        self.caller = Caller(
-            key.id, frozenset(key.scopes), None if key.functions is None else frozenset(key.functions)
-        )
+        functions = None if key.functions is None else frozenset(key.functions)
+        self.caller = Caller(key.id, frozenset(key.scopes), functions)
         self.meter = Meter(key.rate_per_s, key.burst, key.concurrency, time.monotonic())
         self.last_used_s = key.last_used_s or 0.0
 
@@ -102,7 +101,7 @@ class Keyring:
             held = self._held.get(key_id)
             if held is None:
                 raise UnknownKey(
-                    f"There is no API key with the id {key_id[:64]!r}.", remedy="See `pilotflame keys list`."
+                    f"No API key has the id {key_id[:64]!r}.", remedy="See `pilotflame keys list`."
                 )
             self._replace(other for other in self._held.values() if other is not held)
         return held.key

@@ -39,9 +39,7 @@ class KeyFields(BaseModel):
         None, max_length=1000, description="The only functions it covers; null: all."
     )
     rate_per_s: float | None = Field(None, gt=0, le=1e6, description="Requests a second, over time.")
-    burst: int | None = Field(
-        None, ge=1, le=1_000_000, description="Requests at once before the rate counts."
-    )
+    burst: int | None = Field(None, ge=1, le=1_000_000, description="Requests at once above the rate.")
     concurrency: int | None = Field(None, ge=1, le=1_000_000, description="Requests at the same time.")
 
 

@@ -98,9 +98,7 @@ def _check(key: str, value: str) -> None:
             remedy="It becomes an environment variable: letters, digits and _, no digit first.",
         )
     if "\0" in value:
-        raise BadInput(
-            f"The value of {key} contains a NUL character.", remedy="Encode it, for example as base64."
-        )
+        raise BadInput(f"The value of {key} contains a NUL character.", remedy="Encode it as base64.")
     if len(value.encode()) > MAX_VALUE_BYTES:
         raise BadInput(
             f"The value of {key} is larger than {MAX_VALUE_BYTES} bytes.",

@@ -56,9 +56,7 @@ class _Bounded:
         data = self._stream.read(size)
         self._left -= len(data)
         if self._left < 0:
-            raise CodeError(
-                f"The archive holds more than {MAX_CODE_BYTES / 2**20:.0f} MiB.", remedy=_WEIGHTS_REMEDY
-            )
+            raise CodeError(f"The archive exceeds {MAX_CODE_BYTES / 2**20:.0f} MiB.", remedy=_WEIGHTS_REMEDY)
         return data
 
 
@@ -139,9 +137,7 @@ class _Unpacker:
         """Copy the earlier file, so that two names never share one file."""
         target = _checked_name(member.linkname)
         if target not in self._files:
-            raise _refused(
-                member.name, f"is a hard link to {member.linkname!r}, which is no earlier file of the archive"
-            )
+            raise _refused(member.name, f"is a hard link to {member.linkname!r}, which is no earlier file")
         self._count(member, (self._into / target).stat().st_size)
         shutil.copy(self._into / target, self._into / name)
         self._files.add(name)

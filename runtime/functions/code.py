@@ -58,9 +58,7 @@ def select(folder: Path, *, exclude: Path | None = None) -> list[CodeFile]:
     # Folders count too: links to folders of links could make the walk endless without a single file.
     for count, file in enumerate(walk.entries(root, "", (root,)), 1):
         if count > MAX_FILES:
-            raise CodeError(
-                f"{folder} holds more than {MAX_FILES} files and folders.", remedy=_WEIGHTS_REMEDY
-            )
+            raise CodeError(f"{folder} has over {MAX_FILES} files and folders.", remedy=_WEIGHTS_REMEDY)
         if file is not None:
             files.append(file)
     _check_size(folder, files)
@@ -197,9 +195,7 @@ def _ignored(root: Path) -> GitIgnoreSpec:
 def _file(name: str, path: Path) -> CodeFile:
     facts = path.stat()
     if not stat.S_ISREG(facts.st_mode):
-        raise CodeError(
-            f"{name} is neither a file nor a folder.", remedy=f"Remove it, or list it in {IGNORE_FILE}."
-        )
+        raise CodeError(f"{name} is neither a file nor a folder.", remedy=f"List it in {IGNORE_FILE}.")
     return CodeFile(name, path, facts.st_size, bool(facts.st_mode & stat.S_IXUSR))
 
 

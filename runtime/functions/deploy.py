@@ -140,9 +140,7 @@ def _source_folder(request: Deployment, staged_code: Path) -> Path:
     if request.path is None:
         raise SettingsError("The deploy has neither a path nor an archive.", remedy="Send one of them.")
     if not request.path.is_absolute():
-        raise SettingsError(
-            f"path is {str(request.path)!r}, which is not absolute.", remedy="Give an absolute path."
-        )
+        raise SettingsError(f"path is relative: {str(request.path)!r}.", remedy="Give an absolute path.")
     return request.path
 
 
@@ -169,10 +167,10 @@ def _portable(snapshot: Path | None, staged_code: Path) -> Path | None:
 
 
 def _environment(
-    folder: Path, root: Path, request: Deployment, log: Callable[[str], None]
+    staged_code: Path, environments: Path, request: Deployment, log: Callable[[str], None]
 ) -> tuple[Path, str]:
     """Return the function's Python and its requirements' digest."""
-    file = folder / REQUIREMENTS_FILE
+    file = staged_code / REQUIREMENTS_FILE
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
     digest = requirements.requirements_digest(text)
     try:
@@ -180,7 +178,7 @@ def _environment(
     except RequirementsError:
         if not request.install:
             raise
-        return ensure_environment(root, text, log), digest
+        return ensure_environment(environments, text, log), digest
     # With this interpreter, its zygote shares the base zygote of other functions.
     return Path(sys.executable), digest
 

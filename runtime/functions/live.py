@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
@@ -11,6 +10,8 @@ import psutil
 from pydantic import BaseModel, ConfigDict
 
 from ...snapshot.sources.location import shown
+from ..scaling.autoscaler import ScaleSpec
+from ..serving.policy import Policy
 from ..serving.revision import Revision
 from ..settings.function_settings import FunctionSettings
 from ..telemetry.logs import LogBook
@@ -70,19 +71,45 @@ class FunctionStatus(BaseModel):
     processes: list[Process] = []
 
 
-@dataclass(slots=True)
 class Live:
     """A function with its live revision."""
 
-    record: RevisionRecord
-    revision: Revision
-    logs: LogBook
-    warnings: list[str] = field(default_factory=list)
-    last_cold: Timeline | None = None
+    def __init__(self, record: RevisionRecord, revision: Revision, logs: LogBook) -> None:
+        self.record = record
+        self.revision = revision
+        self.logs = logs
+        self.warnings: list[str] = []
+        self._last_cold: Timeline | None = None
+        self._configure()
+
+    def _configure(self) -> None:
+        """Tell the revision what is known of its handler."""
+        self.revision.line.configure(policy_of(self.record))
+        self.revision.streaming = bool(self.record.handler.get("streaming"))
+        self.revision.aggregates = bool(self.record.handler.get("aggregate", True))
+
+    async def prove(self, *, check: bool) -> None:
+        """Start the zygote, and with `check` a worker, to see that both succeed."""
+        source = await self.revision.pool.open()
+        self.record = self.record.model_copy(update={"handler": source.facts})
+        self._configure()
+        if not source.forks:
+            self.warnings.append(f"Workers are spawned, not forked: {source.why_not}.")
+        if check:
+            await self.revision.prove()
+
+    def note_cold(self, timeline: Timeline) -> None:
+        """Keep the timeline of a cold start for the status."""
+        self._last_cold = timeline
 
     def status(self, processes: list[Process] | None = None) -> FunctionStatus:
         """Return the status, with `processes` if they were measured."""
-        record, census, cold, facts = self.record, self.revision.census(), self.last_cold, self.record.handler
+        record, census, cold, facts = (
+            self.record,
+            self.revision.census(),
+            self._last_cold,
+            self.record.handler,
+        )
         snapshot, settings = _shown_snapshot(record), record.settings
         if record.snapshot_url:
             settings = settings.model_copy(update={"snapshot": snapshot})
@@ -121,6 +148,27 @@ class Live:
             rows.append((pool.source.zygote.child.pid, "zygote", "zygote"))
         measured = await asyncio.to_thread(lambda: [_measure(*row) for row in rows])
         return [process for process in measured if process is not None]
+
+
+def policy_of(record: RevisionRecord) -> Policy:
+    """Return how the gateway treats a revision's invocations."""
+    settings, batch = record.settings, record.handler.get("batch") or 1
+    scale = settings.scale
+    return Policy(
+        scale=ScaleSpec(
+            scale.min, scale.max, scale.buffer, settings.concurrency * batch, scale.idle_timeout_s
+        ),
+        timeout_s=settings.timeout_s,
+        execution_timeout_s=settings.execution_timeout_s,
+        batch=batch,
+        on_loop=record.handler.get("kind") in ("async", "async_generator"),
+        hold_s=settings.hold_s,
+        max_queue=settings.max_queue,
+        max_body_bytes=settings.max_body_bytes,
+        idempotent=settings.idempotent,
+        standby=scale.standby and scale.rest == "zygote",
+        keep_zygote=scale.rest == "zygote",
+    )
 
 
 def _shown_snapshot(record: RevisionRecord) -> str | None:

@@ -12,14 +12,12 @@ from ...errors import GatewayError, PilotflameError, UnknownFunction
 from ..access.secrets import Secrets
 from ..launching.fetcher_client import FetcherClient
 from ..launching.launcher import Launcher
-from ..scaling import autoscaler
 from ..serving.latency_curve_store import LatencyCurveStore
-from ..serving.policy import Policy
 from ..serving.revision import Census, Revision
 from ..telemetry.logs import LogBook
 from ..telemetry.timeline import Timeline
 from .deploy import Deployment, prepare, worker_spec
-from .live import Live
+from .live import Live, policy_of
 from .store import RevisionRecord, Store
 
 KEPT_REVISIONS = 5
@@ -93,7 +91,7 @@ class Functions:
     def note_cold(self, name: str, timeline: Timeline) -> None:
         """Keep the timeline of a cold start, for the function's status."""
         if (live := self._live.get(name)) is not None:
-            live.last_cold = timeline
+            live.note_cold(timeline)
 
     def log(self, name: str, text: str) -> None:
         """Write a line of the gateway's into a function's log."""
@@ -118,7 +116,7 @@ class Functions:
             record = await asyncio.to_thread(self._store.place, prepared.staged, prepared.fields)
             live = await self._create(record, logs)
             try:
-                await self._prove(live, check=request.check)
+                await live.prove(check=request.check)
                 self._check_open()
             except BaseException:
                 await live.revision.retire(0.0)
@@ -161,9 +159,7 @@ class Functions:
         live = self.get(name)
         async with self._locks.setdefault(name, asyncio.Lock()):
             if self._live.get(name) is not live:
-                raise UnknownFunction(
-                    f"Function {name!r} was changed meanwhile.", remedy="Check it, and try again."
-                )
+                raise UnknownFunction(f"{name!r} was changed meanwhile.", remedy="Check it, and try again.")
             await self._uninterrupted(self._take_away(name, live))
 
     async def _take_away(self, name: str, live: Live) -> None:
@@ -217,21 +213,7 @@ class Functions:
             lambda: self._secrets.of(record.function),
             curves,
         )
-        revision.streaming = bool(record.handler.get("streaming"))
-        revision.aggregates = bool(record.handler.get("aggregate", True))
         return Live(record, revision, logs)
-
-    async def _prove(self, live: Live, *, check: bool) -> None:
-        """Start the zygote, and with `check` a worker, to see that both succeed."""
-        source = await live.revision.pool.open()
-        live.record = live.record.model_copy(update={"handler": source.facts})
-        live.revision.line.configure(policy_of(live.record))
-        live.revision.streaming = bool(source.facts["streaming"])
-        live.revision.aggregates = bool(source.facts.get("aggregate", True))
-        if not source.forks:
-            live.warnings.append(f"Workers are spawned, not forked: {source.why_not}.")
-        if check:
-            await live.revision.prove()
 
     async def _retire(self, name: str, old: Live | None) -> None:
         if old is not None:
@@ -241,27 +223,6 @@ class Functions:
         # Old files do no harm.
         except (OSError, PilotflameError) as error:
             (old or self._live[name]).logs.write("gateway", f"old revisions were not removed: {error}")
-
-
-def policy_of(record: RevisionRecord) -> Policy:
-    """Return how the gateway treats a revision's invocations."""
-    settings, batch = record.settings, record.handler.get("batch") or 1
-    scale = settings.scale
-    return Policy(
-        scale=autoscaler.ScaleSpec(
-            scale.min, scale.max, scale.buffer, settings.concurrency * batch, scale.idle_timeout_s
-        ),
-        timeout_s=settings.timeout_s,
-        execution_timeout_s=settings.execution_timeout_s,
-        batch=batch,
-        on_loop=record.handler.get("kind") in ("async", "async_generator"),
-        hold_s=settings.hold_s,
-        max_queue=settings.max_queue,
-        max_body_bytes=settings.max_body_bytes,
-        idempotent=settings.idempotent,
-        standby=scale.standby and scale.rest == "zygote",
-        keep_zygote=scale.rest == "zygote",
-    )
 
 
 def _latency_key(record: RevisionRecord) -> str:

@@ -99,9 +99,7 @@ class Store:
     def place(self, staged: Path, fields: RevisionFields) -> RevisionRecord:
         """Give a staged folder its revision's id and place. Call `promote` or `withdraw` next."""
         if not (staged / CODE_FOLDER).is_dir():
-            raise CodeError(
-                f"No code was staged for {fields.settings.name}.", remedy="Deploy a folder with handler.py."
-            )
+            raise CodeError("No code was staged.", remedy="Deploy a folder with handler.py.")
         with self._lock:
             record = self._new_record(fields)
             _write(staged / _RECORD, record.model_dump_json(indent=2))

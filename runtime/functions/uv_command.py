@@ -167,12 +167,11 @@ def _variables(pip_options: Mapping[str, str]) -> dict[str, str]:
         for option, variable in _UV_VARIABLES.items()
         if pip_options.get(option)
     }
-    # As with pip, the best version of all indexes is chosen, not the first index that has the package.
-    return (
-        {"UV_INDEX_STRATEGY": "unsafe-best-match", **variables}
-        if "extra-index-url" in pip_options
-        else variables
-    )
+
+    if "extra-index-url" in pip_options:
+        # As with pip, the best version of all indexes is chosen, not the first index that has the package.
+        variables["UV_INDEX_STRATEGY"] = "unsafe-best-match"
+    return variables
 
 
 def _pip_options() -> dict[str, str]:

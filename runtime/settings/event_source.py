@@ -27,16 +27,13 @@ class EventSource(BaseModel):
         None, ge=1, le=10_000, description="Messages in progress; by default as many as all workers can run."
     )
     visibility_s: int = Field(
-        60,
-        ge=1,
-        le=MAX_VISIBILITY_S,
-        description="Seconds for which a message is hidden from other consumers; renewed while its job is running.",
+        60, ge=1, le=MAX_VISIBILITY_S, description="Visibility timeout, renewed while the message's job runs."
     )
     backoff_s: int = Field(
         5,
         ge=0,
         le=900,
-        description="Seconds until the message of a failed job is visible again; doubled each time, up to 900.",
+        description="Seconds until a failed job's message is retried; doubled each time, up to 900.",
     )
     result: str | None = Field(
         None, description="Where results go: sqs://queue-name, a queue's URL, or s3://bucket/prefix."
@@ -44,12 +41,8 @@ class EventSource(BaseModel):
     endpoint_url: str | None = Field(
         None, description="The endpoint of SQS and S3; by default the queue's host, or Amazon's."
     )
-    region: str | None = Field(
-        None, min_length=1, description="The region; by default taken from the queue's URL."
-    )
-    profile: str | None = Field(
-        None, min_length=1, description="A profile of the gateway's AWS files, for the credentials."
-    )
+    region: str | None = Field(None, min_length=1, description="The region; by default the queue's.")
+    profile: str | None = Field(None, min_length=1, description="A profile in the gateway's AWS files.")
 
     @property
     def queue_name(self) -> str:

@@ -109,14 +109,10 @@ class FunctionSettings(BaseModel):
         le=100,
         description="Attempts of a job whose workers die or cannot start, the first included.",
     )
-    max_queue: int = Field(
-        1000, ge=1, le=1_000_000, description="Waiting invocations before new ones are refused."
-    )
-    max_jobs: int = Field(
-        100_000, ge=1, le=100_000_000, description="Jobs in the queue before new ones are refused."
-    )
+    max_queue: int = Field(1000, ge=1, le=1_000_000, description="Most waiting invocations.")
+    max_jobs: int = Field(100_000, ge=1, le=100_000_000, description="Most jobs in the queue.")
     max_jobs_bytes: int = Field(
-        4096 * _MIB, ge=1, description="Bytes of input of the jobs in the queue before new ones are refused."
+        4096 * _MIB, ge=1, description="Most bytes of input of the jobs in the queue."
     )
     max_body_bytes: int = Field(20 * _MIB, ge=1, description="Largest request body.")
     env: dict[str, str] = Field(default_factory=dict, description="Environment variables of the workers.")
@@ -151,9 +147,7 @@ class FunctionSettings(BaseModel):
         path = PurePosixPath(file)
         plain = str(path) == file and not path.is_absolute() and ".." not in path.parts and file.isprintable()
         if not plain or path.suffix != ".py":
-            raise ValueError(
-                f'handler is {handler!r}; allowed: a .py file inside the folder, as "handler.py"'
-            )
+            raise ValueError(f'handler is {handler!r}; allowed: a .py file in the folder, as "handler.py"')
         if colon and not callable_name.isidentifier():
             raise ValueError(
                 f'handler is {handler!r}; after the colon there must be a Python name, as "handler.py:predict"'
@@ -214,7 +208,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         return {}
     except OSError as error:
         raise SettingsError(
-            f"{path} cannot be read: {error.strerror}.", remedy="Make it a readable file."
+            f"{path} cannot be read: {error.strerror}.", remedy="Make it readable."
         ) from error
     # TOMLDecodeError and UnicodeDecodeError are both ValueErrors.
     except ValueError as error:

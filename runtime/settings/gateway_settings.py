@@ -55,10 +55,8 @@ class GatewaySettings(BaseModel):
     )
     drain_s: Seconds = Field(30.0, description="Seconds that started invocations get at shutdown.")
     max_body_bytes: int = Field(20 * _MIB, ge=1, description="Largest request body of any function.")
-    body_timeout_s: PositiveSeconds = Field(30.0, description="Seconds a request's body may take to arrive.")
-    header_timeout_s: PositiveSeconds = Field(
-        10.0, description="Seconds a request's header may take to arrive."
-    )
+    body_timeout_s: PositiveSeconds = Field(30.0, description="Seconds a request's body may take.")
+    header_timeout_s: PositiveSeconds = Field(10.0, description="Seconds a request's header may take.")
 
     @field_validator("webhook_networks", mode="before")
     @classmethod

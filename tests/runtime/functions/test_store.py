@@ -121,7 +121,7 @@ def test_a_withdrawn_revision_leaves_the_live_one(store: Store, tmp_path: Path) 
 
 
 def test_a_folder_without_code_is_refused(store: Store) -> None:
-    with pytest.raises(CodeError, match="No code was staged for tone"):
+    with pytest.raises(CodeError, match="No code was staged"):
         store.place(store.stage(), fields())
 
 

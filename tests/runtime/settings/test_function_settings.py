@@ -107,7 +107,7 @@ def test_settings_are_frozen() -> None:
         ('name = "a-"', "name is 'a-'; allowed"),
         ('name = "a\\n"', "name is 'a\\n'; allowed"),
         ('name = "models"', "name is 'models', which is reserved"),
-        ('handler = "../x.py"', "handler is '../x.py'; allowed: a .py file inside the folder"),
+        ('handler = "../x.py"', "handler is '../x.py'; allowed: a .py file in the folder"),
         ('handler = "/x.py"', "handler is '/x.py'; allowed"),
         ('handler = "x"', "handler is 'x'; allowed"),
         ('handler = "./x.py"', "handler is './x.py'; allowed"),
