@@ -71,10 +71,12 @@ async def test_a_delete_finishes_accepted_invocations(gateway, deploy, gate: Gat
     worker = (await gate.next("runs")).pid
     waiting = asyncio.create_task(function.answer("waits"))
     await function.settled(ready=1, queued=1)
-    deleting = asyncio.create_task(gateway.client.delete(f"/v1/functions/{function.name}"))
     zygotes = await function.pids("zygote")
-    while (late := await function.call("late")).status_code != 404:
-        assert late.status_code == 200
+    path = f"/v1/functions/{function.name}"
+    deleting = asyncio.create_task(gateway.client.delete(path))
+    while (await gateway.client.get(path)).status_code != 404:
+        pass
+    assert (await function.call("late")).status_code == 404
     gate.open()
     assert await asyncio.gather(running, waiting) == ["runs", "waits"]
     assert (await deleting).status_code == 200
