@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import zipfile
+from pathlib import Path
 
 import pytest
 from live import Gate, failure, gateway_here, gone
@@ -185,3 +187,31 @@ async def test_a_deploy_whose_caller_disconnects_leaves_nothing(gateway, deploy,
     await gone(zygote)
     response = await gateway.client.get("/v1/functions/left")
     assert response.status_code == 404
+
+
+async def test_a_function_runs_in_the_environment_of_its_requirements(
+    state, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "index").mkdir()
+    with zipfile.ZipFile(tmp_path / "index" / "tinything-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("tinything.py", "SIZE = 'tiny'\n")
+        info = "tinything-1.0.dist-info"
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tinything\nVersion: 1.0\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(
+            f"{info}/RECORD", f"tinything.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n"
+        )
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+    folder = tmp_path / "small"
+    folder.mkdir()
+    source = "import sys, tinything, pydantic\ndef handler(event):\n    return [tinything.SIZE, sys.prefix]\n"
+    (folder / "handler.py").write_text(source)
+    (folder / "requirements.txt").write_text("tinything\npydantic\n")
+    async with gateway_here(state) as gateway:
+        body = {"path": str(folder), "install": True}
+        response = await gateway.client.post("/v1/functions", json=body)
+        assert response.status_code == 201, response.text
+        size, prefix = await gateway.function("small").answer()
+        assert size == "tiny"
+        assert prefix.startswith(str(gateway.state / "environments"))
