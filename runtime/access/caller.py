@@ -53,12 +53,12 @@ class Caller:
 
 
 ANYBODY = Caller()
-"""Whoever comes to a gateway that asks nobody who he is."""
+"""The caller of a gateway that requires no key."""
 
 CALLER = web.RequestKey("caller", Caller)
 
 
 def caller_of(request: web.Request) -> Caller:
-    """Who sent it. Set by the guard, which lets nobody in without it where keys are asked for."""
+    """Return the caller, which the guard has set."""
     found: Caller = request.get(CALLER, ANYBODY)
     return found

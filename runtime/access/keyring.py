@@ -1,6 +1,6 @@
 """All API keys of a gateway, in memory and in `access/keys.json` of its state folder.
 
-The file holds only digests, which admit nobody. It is kept when the last key is revoked, so that revoking keys never
+The file holds only digests, which are not accepted as keys. It is kept when the last key is revoked, so that revoking keys never
 opens a closed gateway. To open it again, remove the file while no gateway runs.
 """
 

@@ -1,7 +1,7 @@
 """The secrets of functions, in memory and in `access/secrets/<function>.json` of the state folder.
 
-The files are plain text with mode 0600: a key to encrypt them would be stored beside them, and protect them from nobody
-who can read them. Only a function's workers get its secrets, over their own link when they are activated. So no zygote
+The files are plain text with mode 0600. A key to encrypt them would be stored beside them, and not protect them from
+anyone who can read them. Only a function's workers get its secrets, over their own link when they are activated. So no zygote
 and no standby holds one, no fork inherits one, and a change reaches workers that are activated after it. The workers of
 all functions run as one system user, who can read these files: functions that do not trust each other need containers.
 """

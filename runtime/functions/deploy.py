@@ -53,35 +53,40 @@ class Prepared:
 def prepare(store: Store, environments: Path, request: Deployment, log: Callable[[str], None]) -> Prepared:
     """Copy and check the code. Raise CodeError, SettingsError, RequirementsError or SnapshotError."""
     staged = store.stage()
-    staged_code = staged / CODE_FOLDER
     try:
-        folder = _source_folder(request, staged_code)
-        settings = read_settings(folder, overrides=request.overrides)
-        if request.authorize is not None:
-            request.authorize(settings.name)
-        _check_sources(settings)
-        snapshot = _snapshot_root(settings, folder)
-        if request.path is not None:
-            code.copy_folder(folder, staged_code, exclude=snapshot)
-        python, digest = _environment(staged_code, environments, request, log)
-        if snapshot is not None:
-            _write_manifest(snapshot, staged / MANIFEST_FILE, log)
-        if (url := settings.snapshot_url) is not None:
-            _fetch_manifest(url, staged, log)
-        return Prepared(
-            staged,
-            RevisionFields(
-                code_digest=code.code_digest(staged_code),
-                settings=settings,
-                snapshot_root=_portable(snapshot, staged_code),
-                snapshot_url=url,
-                python=python,
-                requirements_digest=digest,
-            ),
-        )
+        return Prepared(staged, _fill(staged, environments, request, log))
     except BaseException:
         shutil.rmtree(staged, ignore_errors=True)
         raise
+
+
+def _fill(
+    staged: Path, environments: Path, request: Deployment, log: Callable[[str], None]
+) -> RevisionFields:
+    """Put code, manifest and assets into the staged folder."""
+    staged_code = staged / CODE_FOLDER
+    folder = _source_folder(request, staged_code)
+    settings = read_settings(folder, overrides=request.overrides)
+    if request.authorize is not None:
+        request.authorize(settings.name)
+    if settings.source and (problem := missing_package()):
+        raise SettingsError(f"The [[source]] tables of {settings.name!r} cannot be used: {problem}.")
+    snapshot = _snapshot_root(settings, folder)
+    if request.path is not None:
+        code.copy_folder(folder, staged_code, exclude=snapshot)
+    python, digest = _environment(staged_code, environments, request, log)
+    if snapshot is not None:
+        _write_manifest(snapshot, staged / MANIFEST_FILE, log)
+    if (url := settings.snapshot_url) is not None:
+        _fetch_manifest(url, staged, log)
+    return RevisionFields(
+        code_digest=code.code_digest(staged_code),
+        settings=settings,
+        snapshot_root=_portable(snapshot, staged_code),
+        snapshot_url=url,
+        python=python,
+        requirements_digest=digest,
+    )
 
 
 def worker_spec(store: Store, record: RevisionRecord, cache: Path) -> WorkerSpec:
@@ -142,11 +147,6 @@ def _source_folder(request: Deployment, staged_code: Path) -> Path:
     if not request.path.is_absolute():
         raise SettingsError(f"path is relative: {str(request.path)!r}.", remedy="Give an absolute path.")
     return request.path
-
-
-def _check_sources(settings: FunctionSettings) -> None:
-    if settings.source and (problem := missing_package()):
-        raise SettingsError(f"The [[source]] tables of {settings.name!r} cannot be used: {problem}.")
 
 
 def _snapshot_root(settings: FunctionSettings, folder: Path) -> Path | None:

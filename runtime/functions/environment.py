@@ -1,8 +1,8 @@
 """The Python environment of a function: one virtual environment per set of requirements, made by uv.
 
-Functions with the same requirements share an environment. It lies on top of the current one: a .pth file makes the
-current environment's packages (torch, pilotflame itself) importable, so they are not installed again, and packages
-installed in another version come first.
+Functions with the same requirements share an environment. It extends the current one: a .pth file makes the current
+environment's packages (torch, pilotflame itself) importable, so they are not installed again. Packages that are needed
+in another version precede them on the path.
 
 Virtual environments hold absolute paths (scripts, pyvenv.cfg), so one is built where it will stay, under a lock. Its
 marker file is written last: an environment without a marker is unfinished and is built again.
@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ...errors import RequirementsError
+from ...snapshot.publish import publish
 from .requirements import check_requirements, installed_versions, requirements_digest
 from .uv_command import UvCommand, placeholders, remove_placeholders
 
@@ -46,10 +47,11 @@ def ensure_environment(
         uv = UvCommand(root, progress, lock_fd, deadline_s)
         if not _complete(folder):
             _build(folder, requirements, uv)
-            _mark(folder, digest)
+            with publish(folder / _MARKER) as marker:
+                marker.write(f"{digest}\n".encode())
         elif not _met(folder, requirements):
             # Not built anew: workers may be running in it.
-            progress("the environment beneath has changed: installing what it no longer has")
+            progress("the gateway's environment has changed: installing what it no longer has")
             _install(folder, uv)
     return folder / "bin" / "python"
 
@@ -114,12 +116,3 @@ def _build(folder: Path, requirements: str, uv: UvCommand) -> None:
 def _install(folder: Path, uv: UvCommand) -> None:
     with placeholders(_site_packages(folder), _base_paths()):
         uv.install(folder / "bin" / "python", folder / "requirements.txt")
-
-
-def _mark(folder: Path, digest: str) -> None:
-    temporary = folder / f"{_MARKER}.new"
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(f"{digest}\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(folder / _MARKER)

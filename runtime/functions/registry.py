@@ -25,14 +25,14 @@ KEPT_REVISIONS = 5
 
 @dataclass(frozen=True, slots=True)
 class FunctionEvents:
-    """The callbacks of the registry. Each list is called in order, in the event loop."""
+    """Callbacks of the registry, called in order in the event loop. Append to a list to subscribe."""
 
     activated: list[Callable[[str, str], None]] = field(default_factory=list)
     """A revision's activation ended: the function's name, and the outcome."""
     live: list[Callable[[str], None]] = field(default_factory=list)
     """A deploy made a revision of this function live."""
     deleted: list[Callable[[str], None]] = field(default_factory=list)
-    """This function is being deleted, and accepts nothing any more."""
+    """A delete of this function has begun, and it accepts no more requests."""
 
 
 class Functions:
@@ -94,7 +94,7 @@ class Functions:
             live.note_cold(timeline)
 
     def log(self, name: str, text: str) -> None:
-        """Write a line of the gateway's into a function's log."""
+        """Write a line into a function's log, as the gateway."""
         if (live := self._live.get(name)) is not None:
             live.logs.write("gateway", text)
 

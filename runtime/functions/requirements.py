@@ -1,7 +1,7 @@
-"""The requirements of a function: is every line of its requirements.txt met, and if not, why.
+"""The requirements of a function: parses its requirements.txt, and checks which lines are met.
 
 Only names with versions, extras, markers and hashes are accepted: they can be checked, and mean the same tomorrow.
-Options, links and other files are refused by line.
+Options, links and other files are refused.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _REFUSED = (
 
 
 class RequirementLine(NamedTuple):
-    """One requirement, and the line it began on."""
+    """One requirement, and the number of its first line."""
 
     number: int
     requirement: Requirement

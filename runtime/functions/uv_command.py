@@ -1,6 +1,7 @@
 """The command `uv`, run for one environment, with pip's configuration.
 
-uv regards only what lies in an environment's own site-packages as installed. `placeholders` shows it the packages below.
+uv regards a package as installed only if it is in the environment's own site-packages. `placeholders` shows it those of
+the environment that is extended.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotflame.runtime.access.quota import Bucket, Meter
+from pilotflame.runtime.access.quota import Meter
 
 RATES = st.floats(min_value=1e-3, max_value=1e4)
 GAPS = st.lists(st.floats(min_value=0.0, max_value=1e4), max_size=60)
@@ -15,10 +15,10 @@ GAPS = st.lists(st.floats(min_value=0.0, max_value=1e4), max_size=60)
 
 @given(RATES, st.integers(1, 100), GAPS, st.floats(min_value=0.0, max_value=1e9))
 def test_never_more_than_burst_and_rate_grant(rate: float, burst: int, gaps: list[float], start_s: float):
-    bucket, now_s, taken = Bucket(rate, burst, start_s), start_s, list[float]()
+    meter, now_s, taken = Meter(rate, burst, None, start_s), start_s, list[float]()
     for gap_s in gaps:
         now_s += gap_s
-        if bucket.take(now_s) == 0.0:
+        if meter.enter(now_s) == 0.0:
             taken.append(now_s)
     for first, since_s in enumerate(taken):
         granted = burst + (now_s - since_s) * rate
@@ -27,31 +27,31 @@ def test_never_more_than_burst_and_rate_grant(rate: float, burst: int, gaps: lis
 
 @given(RATES, st.integers(1, 100), GAPS, st.floats(min_value=0.0, max_value=1e9))
 def test_a_caller_who_waits_as_told_is_admitted(rate: float, burst: int, gaps: list[float], start_s: float):
-    bucket, now_s = Bucket(rate, burst, start_s), start_s
+    meter, now_s = Meter(rate, burst, None, start_s), start_s
     for gap_s in gaps:
         now_s += gap_s
-        if wait_s := bucket.take(now_s):
+        if wait_s := meter.enter(now_s):
             assert wait_s > 0
             # Retry-After has whole seconds.
             now_s += max(1, math.ceil(wait_s))
-            assert bucket.take(now_s) == 0.0
+            assert meter.enter(now_s) == 0.0
 
 
 @given(RATES, st.integers(1, 100), st.integers(1, 50))
 def test_a_refused_request_costs_nothing(rate: float, burst: int, asked: int):
-    patient, impatient = Bucket(rate, burst, 0.0), Bucket(rate, burst, 0.0)
-    for bucket in (patient, impatient):
-        assert [bucket.take(0.0) for _ in range(burst)] == [0.0] * burst
-    waits = {impatient.take(0.0) for _ in range(asked)}
-    assert waits == {patient.take(0.0)}
-    assert patient.take(waits.pop()) == 0.0
+    patient, impatient = Meter(rate, burst, None, 0.0), Meter(rate, burst, None, 0.0)
+    for meter in (patient, impatient):
+        assert [meter.enter(0.0) for _ in range(burst)] == [0.0] * burst
+    waits = {impatient.enter(0.0) for _ in range(asked)}
+    assert waits == {patient.enter(0.0)}
+    assert patient.enter(waits.pop()) == 0.0
 
 
 def test_a_clock_that_goes_back_refills_nothing():
-    bucket = Bucket(1.0, 1, 100.0)
-    assert bucket.take(100.0) == 0.0
-    assert bucket.take(50.0) == 1.0
-    assert bucket.take(101.0) == 0.0
+    meter = Meter(1.0, 1, None, 100.0)
+    assert meter.enter(100.0) == 0.0
+    assert meter.enter(50.0) == 1.0
+    assert meter.enter(101.0) == 0.0
 
 
 def test_concurrency_counts_those_that_run():

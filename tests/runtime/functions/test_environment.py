@@ -159,7 +159,7 @@ def test_a_package_that_the_current_environment_lost_is_installed(tmp_path: Path
     (leftover / "INSTALLER").write_text("pilotflame-placeholder\n")
     lines: list[str] = []
     assert ensure_environment(tmp_path / "envs", "tinything", lines.append) == python
-    assert lines[0].startswith("the environment beneath has changed")
+    assert lines[0].startswith("the gateway's environment has changed")
     assert run(python, "import tinything; tinything.main()") == "tiny"
 
 
