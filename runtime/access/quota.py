@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 # Sums of fractions are a hair too small. A caller who waits as long as `enter` returned must be admitted.
-_HAIR = 1e-9
+_TOLERANCE = 1e-9
 # The wait for a caller with too many running requests, whose ends are unknown.
 CONCURRENCY_WAIT_S = 1.0
 
@@ -33,7 +33,7 @@ class Meter:
             if now_s > self._at_s:
                 self._tokens = min(self._burst, self._tokens + (now_s - self._at_s) * self._rate_per_s)
                 self._at_s = now_s
-            if self._tokens < 1.0 - _HAIR:
+            if self._tokens < 1.0 - _TOLERANCE:
                 return (1.0 - self._tokens) / self._rate_per_s
             self._tokens = max(0.0, self._tokens - 1.0)
         self.running += 1

@@ -106,7 +106,7 @@ def _build(folder: Path, requirements: str, uv: UvCommand) -> None:
         uv.progress("removing an unfinished environment")
         shutil.rmtree(folder)
     uv.progress(f"creating {folder}")
-    uv.run("venv", "--no-project", "--python", sys.executable, str(folder))
+    uv.run("venv", "--quiet", "--no-project", "--python", sys.executable, str(folder))
     lines = [f"import site; site.addsitedir({path!r})\n" for path in _base_paths()]
     (_site_packages(folder) / _BASE_PTH).write_text("".join(lines), encoding="utf-8")
     (folder / "requirements.txt").write_text(requirements, encoding="utf-8")
