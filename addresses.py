@@ -84,6 +84,16 @@ class Addresses:
         return None if isinstance(inner, IPv4Address) or inner in _PUBLIC_6 else "reserved"
 
 
+def is_loopback(host: str) -> bool:
+    """Return True only if it is certain that no other machine can reach `host`, a name or an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def _inner(address: Address) -> Address:
     """Return the IPv4 address that an IPv6 address embeds (mapped, or NAT64), else the address itself."""
     if isinstance(address, IPv4Address):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aiohttp import web
-
 from ...errors import Forbidden, UnknownFunction
 from .keys import Scope
 
@@ -54,11 +52,3 @@ class Caller:
 
 ANYBODY = Caller()
 """The caller of a gateway that requires no key."""
-
-CALLER = web.RequestKey("caller", Caller)
-
-
-def caller_of(request: web.Request) -> Caller:
-    """Return the caller, which the guard has set."""
-    found: Caller = request.get(CALLER, ANYBODY)
-    return found

@@ -201,7 +201,7 @@ def _write_manifest(snapshot: Path, target: Path, log: Callable[[str], None]) ->
 def _fetch_manifest(url: str, folder: Path, log: Callable[[str], None]) -> None:
     """Fetch a remote snapshot's manifest and assets, which the zygote needs before the weights are here."""
     # Imported here for the same reason as in _write_manifest.
-    from ...snapshot.caching.assets import bring_assets  # noqa: PLC0415
+    from ...snapshot.fetching.assets import fetch_assets  # noqa: PLC0415
     from ...snapshot.format.manifest import read_manifest  # noqa: PLC0415
     from ...snapshot.sources.locate import open_source  # noqa: PLC0415
     from ...snapshot.sources.location import shown  # noqa: PLC0415
@@ -211,4 +211,4 @@ def _fetch_manifest(url: str, folder: Path, log: Callable[[str], None]) -> None:
     manifest = read_manifest(source)
     manifest.write(folder / MANIFEST_FILE)
     (folder / ASSETS_FOLDER).mkdir()
-    bring_assets(manifest, source, folder / ASSETS_FOLDER)
+    fetch_assets(manifest, source, folder / ASSETS_FOLDER)

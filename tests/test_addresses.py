@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from pilotflame.runtime.access.loopback import is_loopback
+from pilotflame.addresses import is_loopback
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.8.9.10", "::1"])
