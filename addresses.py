@@ -1,4 +1,4 @@
-"""Which addresses a URL of a caller may lead to: callers must not reach our own network through us.
+"""Which addresses a URL of a caller may lead to, so that callers cannot reach our own network through us.
 
 A host name proves nothing: its owner may resolve it to another address the next time (DNS rebinding). So the check
 is made where a socket is opened, on the address that it is about to connect to.
