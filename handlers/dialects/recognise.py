@@ -59,14 +59,11 @@ def recognise(root: Path, reference: str = DEFAULT) -> Entry:
     if wanted.dialect:
         return wanted._replace(name=wanted.name or _default_name(wanted.dialect, source))
     found = _entry_in(wanted.file, wanted.name, source)
-    if found is None and reference == DEFAULT and not _is_opaque(root / DEFAULT, source):
+    # A file may hold a handler that reading does not show. Then importing it reports the fault.
+    opaque = (root / DEFAULT).is_file() and (source is None or "*" in source.names)
+    if found is None and reference == DEFAULT and not opaque:
         found = _cog_yaml(root) or _search(root)
     return found or Entry("pilotflame", wanted.file, wanted.name or "handler")
-
-
-def _is_opaque(path: Path, source: _Source | None) -> bool:
-    """Return True if a file may hold a handler that reading does not show. Then importing it reports the fault."""
-    return path.is_file() and (source is None or "*" in source.names)
 
 
 @dataclass(slots=True)
@@ -149,26 +146,22 @@ def _cog_yaml(root: Path) -> Entry | None:
 def _search(root: Path) -> Entry | None:
     usual = [name for name in USUAL if (root / name).is_file()]
     others = [name for name in _python_files(root, "") if name not in (*usual, DEFAULT)]
-    for names in (usual, others, list(_python_files(root, "src/"))):
+    for names in (usual, others, _python_files(root, "src/")):
         entries = (_entry_in(name, "", _read(root / name)) for name in names)
         found = [entry for entry in entries if entry is not None and entry.dialect != "pilotflame"]
         if len(found) > 1 and names is not usual:
-            raise HandlerSignatureError(
-                f"Several files could be the handler: {', '.join(entry.file for entry in found)}.",
-                remedy=f'Name one in pilotflame.toml, as `handler = "{found[0].dialect}:{found[0].label}"`.',
-            )
+            fault = f"Several files could be the handler: {', '.join(entry.file for entry in found)}."
+            remedy = f'Name one in pilotflame.toml, as `handler = "{found[0].dialect}:{found[0].label}"`.'
+            raise HandlerSignatureError(fault, remedy=remedy)
         if found:
             return found[0]
     return None
 
 
-def _python_files(root: Path, folder: str) -> Iterator[str]:
-    """Yield the Python files of one folder, relative to `root`."""
-    try:
-        found = sorted(path.name for path in (root / folder).iterdir() if path.suffix == ".py")
-    except OSError:
-        return
-    yield from (folder + name for name in found[:MAX_SOURCES])
+def _python_files(root: Path, folder: str) -> list[str]:
+    """Return the Python files of one folder, relative to `root`."""
+    found = sorted(path.name for path in (root / folder).glob("*.py"))
+    return [folder + name for name in found[:MAX_SOURCES]]
 
 
 def _read(path: Path) -> _Source | None:
@@ -184,10 +177,8 @@ def _read(path: Path) -> _Source | None:
         _note_import(node, source.names)
     for node in _top_level(tree.body):
         _note_definition(node, source)
-    source.starts_runpod = any(
-        isinstance(node, ast.Call) and _dotted(node.func, source.names) == RUNPOD_START
-        for node in ast.walk(tree)
-    )
+    calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+    source.starts_runpod = any(_dotted(call, source.names) == RUNPOD_START for call in calls)
     return source
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -41,30 +41,18 @@ def write_shards(
         held = {spec.name for spec in specs}
         metadata = {alias: target for alias, target in origin.aliases.items() if target in held}
         with publish(folder / name) as stream:
+            header = _header(specs, {"format": "pt", **metadata})
+            stream.write(len(header).to_bytes(LENGTH_BYTES, "little") + header)
             tensors = origin.tensors([spec.name for spec in specs])
-            write_safetensors(stream, specs, tensors, {"format": "pt", **metadata}, wrote)
+            for spec in specs:
+                # Bind no name to the tensor: it would stay in memory while the next one is created.
+                _write(stream, spec, next(tensors), wrote)
     if len(plan) > 1:
         places = {spec.name: name for name, specs in zip(names, plan, strict=True) for spec in specs}
         total_bytes = sum(spec.size_bytes for specs in plan for spec in specs)
         index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(places.items()))}
         with publish(folder / "model.safetensors.index.json") as stream:
             stream.write(json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n")
-
-
-def write_safetensors(
-    stream: IO[bytes],
-    specs: Sequence[TensorSpec],
-    tensors: Iterable[torch.Tensor],
-    metadata: Mapping[str, str],
-    wrote: Wrote,
-) -> None:
-    """Write one file, with the tensors in the order of `specs`. Tensors are cast to the dtype of their spec."""
-    header = _header(specs, metadata)
-    stream.write(len(header).to_bytes(LENGTH_BYTES, "little") + header)
-    source = iter(tensors)
-    for spec in specs:
-        # Bind no name to the tensor: it would stay in memory while the next one is created.
-        _write(stream, spec, next(source), wrote)
 
 
 def _write(stream: IO[bytes], spec: TensorSpec, tensor: torch.Tensor, wrote: Wrote) -> None:
@@ -81,11 +69,8 @@ def _header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
     end_bytes = 0
     for spec in specs:
         begin_bytes, end_bytes = end_bytes, end_bytes + spec.size_bytes
-        entries[spec.name] = {
-            "dtype": spec.dtype,
-            "shape": spec.shape,
-            "data_offsets": [begin_bytes, end_bytes],
-        }
+        offsets = [begin_bytes, end_bytes]
+        entries[spec.name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": offsets}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     return text + b" " * (-(LENGTH_BYTES + len(text)) % ALIGNMENT_BYTES)
 
@@ -115,8 +100,6 @@ def _cast(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     cast = tensor.to(dtype)
     infinite = cast.isinf()
     if bool(infinite.any()) and not bool(tensor[infinite].isinf().all()):
-        raise SnapshotError(
-            f"Tensor {spec.name!r} holds numbers too large for {spec.dtype}, which would become infinite.",
-            remedy="Convert to bf16, or keep the dtypes.",
-        )
+        fault = f"Tensor {spec.name!r} holds numbers too large for {spec.dtype}."
+        raise SnapshotError(fault, remedy="Convert to bf16, or keep the dtypes.")
     return cast

@@ -19,9 +19,9 @@ def verify(root: Path, manifest: Manifest, progress: Progress | None = None) -> 
     Raises SnapshotCorrupt for the first fault.
     """
     source = FolderSource(root)
-    for index in range(len(manifest.shards)):
-        _check_size(source, manifest, index)
     positions = {shard.name: index for index, shard in enumerate(manifest.shards)}
+    for index in positions.values():
+        _check_size(source, manifest, index)
     read = ByteCounter(manifest.total_bytes, progress)
     sizes = {shard.name: shard.size_bytes for shard in manifest.shards}
     for chunk in chunk_digests(source, sizes, manifest.chunk_bytes):
@@ -50,9 +50,8 @@ def chunk_tensors(manifest: Manifest, shard: int, chunk: int) -> list[str]:
 def corrupt_chunk(manifest: Manifest, index: int, chunk: int) -> SnapshotCorrupt:
     shard = manifest.shards[index]
     names = chunk_tensors(manifest, index, chunk)
-    begin_bytes = chunk * manifest.chunk_bytes
-    fault = f"chunk {chunk} of {len(shard.chunks)} (from byte {begin_bytes}), which {holding(names)}, differs"
-    return _shard_fault(shard, fault, names, chunk)
+    place = f"chunk {chunk} of {len(shard.chunks)} (from byte {chunk * manifest.chunk_bytes})"
+    return _shard_fault(shard, f"{place}, which {holding(names)}, differs", names, chunk)
 
 
 def holding(names: list[str]) -> str:
@@ -86,18 +85,14 @@ def _check_size(source: Source, manifest: Manifest, index: int) -> None:
 
 
 def _check_asset(source: Source, asset: Asset) -> None:
-    details = {"asset": asset.name}
+    buffer = memoryview(bytearray(min(asset.size_bytes, ASSET_BUFFER_BYTES)))
+    fault = "its bytes differ"
     try:
         size_bytes = source.size(asset.name)
-    except SnapshotError as error:
-        raise SnapshotCorrupt(
-            f"Asset {asset.name}: {error.message}", remedy=_REMEDY, details=details
-        ) from error
-    if size_bytes != asset.size_bytes:
-        fault = f"it has {size_bytes} bytes, {asset.size_bytes} expected"
-    else:
-        buffer = memoryview(bytearray(min(size_bytes, ASSET_BUFFER_BYTES)))
-        if file_digest(source, asset.name, size_bytes, buffer) == (asset.digest, size_bytes):
+        if size_bytes != asset.size_bytes:
+            fault = f"it has {size_bytes} bytes, {asset.size_bytes} expected"
+        elif file_digest(source, asset.name, size_bytes, buffer) == (asset.digest, size_bytes):
             return
-        fault = "its bytes differ"
-    raise SnapshotCorrupt(f"Asset {asset.name}: {fault}.", remedy=_REMEDY, details=details)
+    except SnapshotError as error:
+        fault = error.message.rstrip(".")
+    raise SnapshotCorrupt(f"Asset {asset.name}: {fault}.", remedy=_REMEDY, details={"asset": asset.name})

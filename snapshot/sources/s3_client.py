@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from ...errors import (
     PilotflameError,
@@ -26,9 +27,7 @@ try:
     from botocore import UNSIGNED, exceptions
     from botocore.config import Config
 except ImportError as missing:
-    raise SourceError(
-        "boto3, which provides the credentials for S3, is not installed.", remedy="pip install boto3"
-    ) from missing
+    raise SourceError("S3 needs boto3, which is not installed.", remedy="pip install boto3") from missing
 
 CONNECT_TIMEOUT_S = 10.0
 TIMEOUT_S = 30.0
@@ -38,6 +37,7 @@ _RENEW = "Log in again, or refresh the session token."
 _BUCKET = "Check the bucket's name and the endpoint."
 _REPUBLISH = "Publish new weights under a new name, with a new manifest."
 _REGION = "Set the bucket's region: AWS_REGION, or the profile's `region`."
+_SIGNING = "Check the secret key, and that no proxy rewrites the host or the path."
 _LATER = "Try again. If it persists, use less concurrency."
 
 # By code. Numbers are the codes of HEAD responses, which have no body.
@@ -52,11 +52,7 @@ _CODES: dict[str, tuple[type[PilotflameError], str, str]] = {
     "TokenRefreshRequired": (SourceDenied, "the session token has expired", _RENEW),
     "InvalidToken": (SourceDenied, "the session token is not valid", _RENEW),
     "InvalidAccessKeyId": (SourceDenied, "the access key is unknown", "Check the access key's id."),
-    "SignatureDoesNotMatch": (
-        SourceDenied,
-        "the signature does not match",
-        "Check the secret key, and that no proxy rewrites the host or the path.",
-    ),
+    "SignatureDoesNotMatch": (SourceDenied, "the signature does not match", _SIGNING),
     "RequestTimeTooSkewed": (SourceDenied, "this machine's clock is too far off", "Set this machine's clock."),
     "InvalidObjectState": (SourceDenied, "the object is archived", "Restore it from the archive first."),
     "PreconditionFailed": (SnapshotChanged, "the object changed while it was read", _REPUBLISH),
@@ -114,10 +110,8 @@ class S3Client:
         except _CREDENTIAL_ERRORS as error:
             raise _no_credentials(bucket, "", error) from error
         except (exceptions.BotoCoreError, ValueError) as error:
-            raise SourceError(
-                f"s3://{bucket}: boto3 is not set up: {_kind(error)}.",
-                remedy="Check the AWS settings and the endpoint.",
-            ) from error
+            fault = f"s3://{bucket}: boto3 is not set up: {_kind(error)}."
+            raise SourceError(fault, remedy="Check the AWS settings and the endpoint.") from error
         ca_bundle = core.get_config_variable("ca_bundle")
         origin = _credentials_origin(core, found, anonymous)
         return S3Client(boto, bucket, origin, str(ca_bundle) if ca_bundle else None, amazon)
@@ -129,17 +123,14 @@ class S3Client:
             yield self.boto
         except exceptions.ClientError as error:
             code = str(error.response.get("Error", {}).get("Code", ""))
-            refused = SourceError(
-                f"s3://{self.bucket}/{key}: the store refuses the request ({code}), made {self.credentials}."
-            )
-            raise self.error(code, key) or refused from error
+            refused = f"the store refuses the request ({code}), made {self.credentials}"
+            raise self.error(code, key) or SourceError(f"s3://{self.bucket}/{key}: {refused}.") from error
         except _CREDENTIAL_ERRORS as error:
             raise _no_credentials(self.bucket, key, error) from error
         except exceptions.BotoCoreError as error:
+            fault = f"{_kind(error)}: {self.boto.meta.endpoint_url} does not respond"
             raise SourceUnavailable(
-                f"s3://{self.bucket}/{key}: {_kind(error)}: {self.boto.meta.endpoint_url} does not respond.",
-                remedy="Check the endpoint and the network; try again.",
-                details={"object": key},
+                f"s3://{self.bucket}/{key}: {fault}.", remedy="Check the endpoint.", details={"object": key}
             ) from error
 
     def error(
@@ -194,5 +185,4 @@ def _credentials_origin(core: Any, found: Any, anonymous: bool) -> str:
 
 
 def _is_amazon(endpoint: str) -> bool:
-    host = endpoint.partition("://")[2].partition("/")[0].partition(":")[0]
-    return host.endswith((".amazonaws.com", ".amazonaws.com.cn", ".api.aws"))
+    return (urlsplit(endpoint).hostname or "").endswith((".amazonaws.com", ".amazonaws.com.cn", ".api.aws"))

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from ...errors import SnapshotChanged
+
 MAX_NAME_CHARS = 1024
-_FIRST_PRINTABLE = 0x20
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in total."""
 
@@ -110,6 +111,20 @@ class ByteCounter:
                 self._progress(min(self._done_bytes, self._total_bytes), self._total_bytes)
 
 
+def read_all(source: Source, name: str, most_bytes: int) -> bytes:
+    """Return an object's bytes, at most the first `most_bytes`."""
+    text = bytearray(min(source.size(name), most_bytes))
+    return bytes(text[: source.read_into(name, 0, memoryview(text))])
+
+
+def replaced(source: Source, name: str) -> SnapshotChanged:
+    return SnapshotChanged(
+        f"{name} in {source.url} was replaced or written to while it was read.",
+        remedy="Wait until it is written, and create a new manifest.",
+        details={"object": name},
+    )
+
+
 def same_version(one: str, other: str) -> bool:
     """Return True if two versions name the same bytes. Proxies may weaken an ETag (W/"..."), keeping its opaque part."""
     return one.removeprefix("W/") == other.removeprefix("W/")
@@ -121,7 +136,7 @@ def name_fault(name: str) -> str | None:
         return "it is empty"
     if len(name) > MAX_NAME_CHARS:
         return f"it is longer than {MAX_NAME_CHARS} characters"
-    if "\\" in name or any(ord(char) < _FIRST_PRINTABLE or "\ud800" <= char <= "\udfff" for char in name):
+    if "\\" in name or any(char < " " or "\ud800" <= char <= "\udfff" for char in name):
         return "it holds a backslash, a control character or half a character"
     if name.startswith("/"):
         return "it is absolute"
