@@ -1,38 +1,39 @@
-"""The window: many lines in flight, answers written in the order of the lines, and only so far ahead as fits memory."""
+"""The window keeps many lines in flight, writes answers in the order of the lines, and bounds how far it reads ahead."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 
 from ...errors import PilotflameError
 from .inputs import InputLine
-from .journal import Journal, is_failure
+from .journal import Journal
 
+# For each line in flight, this many answers may wait for an earlier one.
 AHEAD = 8
-"""For each line in flight, as many answers may wait for one before them."""
 READ_LINES = 512
 READ_BYTES = 4 << 20
 
 
 class Window:
-    """Sends lines through `ask`. `told` is called with the last line that was written."""
+    """Runs lines through `answer` and appends to `journal`. `written` is called with the last line written."""
 
     def __init__(
         self,
         lines: Iterator[InputLine],
-        ask: Callable[[InputLine], Awaitable[bytes]],
+        answer: Callable[[InputLine], Awaitable[bytes]],
         journal: Journal,
         *,
         max_in_flight: int,
-        told: Callable[[InputLine], None],
+        written: Callable[[InputLine], None],
     ) -> None:
         self._lines = lines
-        self._ask = ask
+        self._answer = answer
         self._journal = journal
         self._max_in_flight = max_in_flight
-        self._told = told
+        self._written = written
         self._ready: deque[InputLine] = deque()
         self._reading = asyncio.Lock()
         self._ended = False
@@ -41,7 +42,7 @@ class Window:
         self._failure: PilotflameError | None = None
 
     async def run(self) -> None:
-        """To the end of the lines. What concerns all of them is raised; answers that were there by then are written."""
+        """Run all lines. An error that concerns all of them is raised; answers that precede it are written."""
         async with asyncio.TaskGroup() as tasks:
             workers = [tasks.create_task(self._work()) for _ in range(self._max_in_flight)]
             for worker in workers:
@@ -57,7 +58,7 @@ class Window:
     async def _work(self) -> None:
         while (line := await self._next()) is not None:
             try:
-                answer = await self._ask(line)
+                answer = await self._answer(line)
             except PilotflameError as error:
                 self._failure = self._failure or error
                 return
@@ -68,7 +69,7 @@ class Window:
                     self._advanced.notify_all()
 
     async def _next(self) -> InputLine | None:
-        """The next line that is not too far ahead; None after the last."""
+        """Return the next line as soon as it is not too far ahead; None after the last."""
         async with self._reading:
             if not self._ready and not self._ended:
                 try:
@@ -83,30 +84,29 @@ class Window:
             return self._ready.popleft()
 
     async def _read(self) -> None:
-        def some() -> list[InputLine]:
+        def read() -> list[InputLine]:
             found: list[InputLine] = []
             size_bytes = 0
-            for line in self._lines:
+            for line in itertools.islice(self._lines, READ_LINES):
                 found.append(line)
                 size_bytes += len(line.text)
-                if len(found) >= READ_LINES or size_bytes >= READ_BYTES:
+                if size_bytes >= READ_BYTES:
                     break
             return found
 
-        found = await asyncio.to_thread(some)
+        found = await asyncio.to_thread(read)
         self._ready.extend(found)
         self._ended = not found
 
     def _write(self) -> None:
-        """All answers that have their turn, at once."""
+        """Write all answers up to the first one that is missing."""
         lines: list[bytes] = []
         number = self._journal.done + 1
         last: InputLine | None = None
         while (found := self._answers.pop(number, None)) is not None:
             last, answer = found
             lines.append(answer)
-            self._journal.failed += is_failure(answer)
             number += 1
         self._journal.append(lines)
         if last is not None:
-            self._told(last)
+            self._written(last)

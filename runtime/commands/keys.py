@@ -1,0 +1,195 @@
+"""The commands about API keys: `pilotflame keys create|list|revoke`, through a gateway or in its state folder."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import click
+import orjson
+
+from ..access.control_socket import someone_home
+from ..access.keyring import Keyring
+from ..access.keys import parse_new_key
+from ..settings.state_dir import StateDir
+from . import display, options
+from .client import Client
+
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_DURATION = re.compile(r"([1-9][0-9]{0,8})([smhd])")
+
+
+class Keys(Protocol):
+    """What changes keys: a client of a gateway, or the files of a gateway that does not run."""
+
+    def create_key(self, wanted: Mapping[str, Any]) -> dict[str, Any]: ...
+    def keys(self) -> list[dict[str, Any]]: ...
+    def revoke_key(self, key_id: str) -> None: ...
+
+
+class KeyFiles:
+    """The keys in the state folder of a gateway that does not run. It reads them when it starts."""
+
+    def __init__(self, keyring: Keyring) -> None:
+        self._keyring = keyring
+
+    def create_key(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        key, token = self._keyring.create(parse_new_key(orjson.dumps(dict(wanted))), time.time())
+        return {**key.shown(), "key": token}
+
+    def keys(self) -> list[dict[str, Any]]:
+        return [key.shown() for key in self._keyring.all()]
+
+    def revoke_key(self, key_id: str) -> None:
+        self._keyring.revoke(key_id)
+
+
+@contextmanager
+def _open_keys(url: str, api_key: str, state_dir: Path | None) -> Iterator[Keys]:
+    """Open the keys of the gateway at `url` if the user named one or has a key, else of the local state folder."""
+    source = click.get_current_context().get_parameter_source("url")
+    if state_dir is None and (api_key or source is not click.core.ParameterSource.DEFAULT):
+        with Client(url, api_key=api_key) as client:
+            yield client
+        return
+    folder = options.gateway_settings(state_dir=state_dir).state_dir
+    if (control_socket := someone_home(folder)) is not None:
+        with Client(control_socket=control_socket) as client:
+            yield client
+        return
+    with StateDir(folder) as state:
+        keyring = Keyring(state.path)
+        keyring.load()
+        yield KeyFiles(keyring)
+
+
+def _seconds(_context: click.Context, _option: click.Parameter, text: str | None) -> float | None:
+    if text is None:
+        return None
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        raise click.BadParameter(f"{text!r} is not a duration such as 30d, 12h, 5m or 90s.")
+    return float(match[1]) * _UNITS_S[match[2]]
+
+
+@click.group()
+def keys() -> None:
+    """Make, list and revoke API keys.
+
+    Without --url and --api-key these commands use the gateway of this machine's state folder, whether it runs or
+    not, and need no key. That is how to make the first one.
+
+    \b
+    Example:
+      pilotflame keys create laptop --scope admin
+    """
+
+
+@keys.command("create")
+@click.argument("name")
+@click.option(
+    "--scope", "scopes", multiple=True, default=("invoke",), show_default=True,
+    type=click.Choice(["invoke", "deploy", "admin"]), help="What it may do; admin may do everything. Repeatable.",
+)  # fmt: skip
+@click.option(
+    "--function", "functions", multiple=True, metavar="NAME",
+    help="Cover only this function: others do not exist for this key. Repeatable.  [default: all]",
+)  # fmt: skip
+@click.option("--rate", "rate_per_s", type=float, metavar="N", help="Requests a second, on average.")
+@click.option(
+    "--burst", type=int, metavar="N", help="Requests at once before --rate counts.  [default: --rate]"
+)
+@click.option("--concurrency", type=int, metavar="N", help="Requests at the same time.")
+@click.option(
+    "--expires", "expires_in_s", callback=_seconds, metavar="TIME", help="When it ends: 90d, 12h, 30m."
+)
+@options.state_dir
+@options.gateway_address
+@options.as_json
+def create_key(
+    *, name: str, scopes: tuple[str, ...], functions: tuple[str, ...], url: str, api_key: str,
+    state_dir: Path | None, as_json: bool, **limits: float | None,
+) -> None:  # fmt: skip
+    """Make an API key. NAME tells people whose it is. The key is printed this once.
+
+    As soon as the first key exists, the gateway answers only health checks without one.
+
+    \b
+    Examples:
+      pilotflame keys create laptop --scope admin
+      pilotflame keys create shop --function greeter --rate 20 --concurrency 4 --expires 90d
+    """
+    wanted = {"name": name, "scopes": scopes, "functions": functions or None, **limits}
+    with _open_keys(url, api_key, state_dir) as opened:
+        key = opened.create_key(wanted)
+    if not as_json:
+        display.say(f"key {key['id']} for {key['name']}: {_rights(key)}; it is not shown again:")
+    display.print_result(key, key["key"], as_json=as_json)
+
+
+@keys.command("list")
+@options.state_dir
+@options.gateway_address
+@options.as_json
+def list_keys(*, url: str, api_key: str, state_dir: Path | None, as_json: bool) -> None:
+    """List the API keys, whose they are and what they may do. Their secret parts are not stored.
+
+    \b
+    Example:
+      pilotflame keys list
+    """
+    with _open_keys(url, api_key, state_dir) as opened:
+        found = opened.keys()
+    columns = ("id", "for", "may", "quota", "made", "last used", "ends")
+    display.print_list(
+        {"keys": found},
+        columns,
+        map(_row, found),
+        empty="no keys: pilotflame keys create NAME",
+        as_json=as_json,
+    )
+
+
+@keys.command("revoke")
+@click.argument("key_id", metavar="ID")
+@options.state_dir
+@options.gateway_address
+@options.as_json
+def revoke_key(*, key_id: str, url: str, api_key: str, state_dir: Path | None, as_json: bool) -> None:
+    """Revoke the API key with this ID. Its next request is refused; requests that run finish.
+
+    The gateway asks for keys even when the last one is gone. To open it again, stop it and remove access/keys.json
+    from its state folder.
+
+    \b
+    Example:
+      pilotflame keys revoke 3f2a9c0b1d4e
+    """
+    # Of a whole key, only the id: the rest is secret and must not be printed.
+    key_id = key_id.removeprefix("pf_").partition("_")[0]
+    with _open_keys(url, api_key, state_dir) as opened:
+        opened.revoke_key(key_id)
+    display.print_result({"revoked": key_id}, f"{key_id} is revoked", as_json=as_json)
+
+
+COMMANDS = (keys,)
+
+
+def _row(key: dict[str, Any]) -> tuple[str, ...]:
+    rate, burst, many = key["rate_per_s"], key["burst"], key["concurrency"]
+    quota = [
+        *([f"{rate:g} a second"] if rate is not None else []),
+        *([f"{burst} at once"] if burst is not None else []),
+        *([f"{many} running"] if many is not None else []),
+    ]
+    times = (key[name] or "-" for name in ("created_at", "last_used_at", "expires_at"))
+    return (key["id"], key["name"], _rights(key), ", ".join(quota) or "none", *times)
+
+
+def _rights(key: dict[str, Any]) -> str:
+    functions = key["functions"]
+    return f"{', '.join(key['scopes'])} {'all' if functions is None else ', '.join(functions) or 'nothing'}"
