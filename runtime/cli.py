@@ -14,7 +14,7 @@ from .._version import __version__
 from .commands import display, exit_codes, options
 from .commands.lazy_group import LazyGroup
 
-HELP_OPTIONS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True}
 # For each command its module in `commands`, and the first sentence of its help.
 COMMANDS = {
     "batch": (
@@ -42,12 +42,12 @@ COMMANDS = {
     "warmup": ("functions", "Start workers now, ahead of the requests that will need them."),
     "webhooks": (
         "webhooks",
-        "See which webhooks were delivered, send one again, and show the signing secret.",
+        "List deliveries of webhooks, send one again, and show the secret that signs them.",
     ),
 }
 
 
-@click.group(cls=LazyGroup, lazy=COMMANDS, context_settings=HELP_OPTIONS)
+@click.group(cls=LazyGroup, lazy=COMMANDS, context_settings=CONTEXT)
 @click.version_option(__version__, prog_name="pilotflame")
 def cli() -> None:
     """Functions that start when they are called, and cost nothing until then.

@@ -26,9 +26,8 @@ from . import display, exit_codes, options
 @click.argument("source", metavar="INPUT")
 @click.argument("output", metavar="OUTPUT")
 @click.option(
-    "--max-in-flight", type=click.IntRange(1, 4096), default=64, show_default=True,
-    help="How many lines the gateway holds at a time.",
-)  # fmt: skip
+    "--max-in-flight", type=click.IntRange(1, 4096), default=64, help="Lines at the gateway at a time."
+)
 @click.option("--restart", is_flag=True, help="Begin again, and overwrite OUTPUT.")
 @options.gateway_address
 @options.as_json
@@ -78,7 +77,7 @@ def batch(
         path.unlink()
     _report(journal, resumed_at, output, time.monotonic() - started_s, as_json=as_json)
     if journal.failed:
-        raise exit_codes.exit_with(exit_codes.NOT_COMPLETED)
+        raise click.exceptions.Exit(exit_codes.NOT_COMPLETED)
 
 
 COMMANDS = (batch,)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -99,8 +99,6 @@ class Client:
     ) -> None:
         self._http.close()
 
-    # -- invoking
-
     @contextmanager
     def call(
         self, name: str, body: bytes = b"", *, content_type: str = JSON_TYPE, timeout_s: float | None = None
@@ -117,41 +115,15 @@ class Client:
         with self.call(name, json.dumps(event).encode()) as reply:
             return reply.value()
 
-    # -- jobs
-
     def submit(self, name: str, request: Mapping[str, Any], *, key: str = "") -> dict[str, Any]:
         """Submit `{"input": …, "webhook": …, "policy": …}`. Return the job's id and status, and `replayed`: the
         gateway already had a job with this idempotency key.
         """
         headers = {"Content-Type": JSON_TYPE} | ({"Idempotency-Key": key} if key else {})
         # httpx's own `json=` does not escape lone surrogates, which UTF-8 cannot encode.
-        response = self._send(
-            "POST", _path("v2", name, "run"), content=json.dumps(request).encode(), headers=headers
-        )
+        content = json.dumps(request).encode()
+        response = self._request("POST", _path("v2", name, "run"), content=content, headers=headers)
         return _json_of(response) | {"replayed": response.headers.get("Idempotent-Replayed") == "true"}
-
-    def job(self, name: str, job_id: str) -> dict[str, Any]:
-        return self._json("GET", _path("v2", name, "status", job_id))
-
-    def jobs(self, name: str, states: Sequence[str] = (), limit: int = 100) -> list[dict[str, Any]]:
-        """Return jobs without their outputs, the newest first."""
-        return self._list(_path("v2", name, "requests"), "requests", status=list(states), limit=limit)
-
-    def cancel(self, name: str, job_id: str) -> dict[str, Any]:
-        """Cancel a job unless it has ended, and return it."""
-        return self._json("POST", _path("v2", name, "cancel", job_id))
-
-    def retry(self, name: str, job_id: str) -> dict[str, Any]:
-        """Queue a job that failed or timed out again, and return it."""
-        return self._json("POST", _path("v2", name, "retry", job_id))
-
-    def purge(self, name: str) -> int:
-        """Cancel all queued jobs, and return their number."""
-        return int(self._json("POST", _path("v2", name, "purge-queue"))["removed"])
-
-    def health(self, name: str) -> dict[str, Any]:
-        """Return a function's numbers of jobs and workers by state."""
-        return self._json("GET", _path("v2", name, "health"))
 
     def follow(self, name: str, job_id: str, *, after: int = 0) -> Iterator[tuple[str, Any]]:
         """Yield a job's events after piece number `after`: ("status", …), ("output", piece), and at the end
@@ -172,24 +144,6 @@ class Client:
         *_, (_event, job) = self.follow(name, job_id, after=AFTER_ALL_PIECES)
         return dict(job)
 
-    def deliveries(
-        self, name: str, *, job_id: str = "", states: Sequence[str] = (), limit: int = 100
-    ) -> list[dict[str, Any]]:
-        """Return deliveries of a function's webhooks, the newest first."""
-        only = {"job": job_id} if job_id else {}
-        path = _path("v1", "functions", name, "webhooks")
-        return self._list(path, "deliveries", state=list(states), limit=limit, **only)
-
-    def redeliver(self, name: str, delivery_id: str) -> dict[str, Any]:
-        """Send a webhook again, under the same id."""
-        return self._json("POST", _path("v1", "functions", name, "webhooks", delivery_id, "redeliver"))
-
-    def webhook_secret(self, name: str) -> str:
-        """Return the secret with which receivers verify a function's webhooks."""
-        return str(self._json("GET", _path("v1", "functions", name, "webhooks", "secret"))["secret"])
-
-    # -- functions
-
     def deploy(
         self,
         folder: Path,
@@ -200,37 +154,26 @@ class Client:
         upload: bool = False,
     ) -> dict[str, Any]:
         """Deploy a folder: with `upload` send its files, else its path, for a gateway on this machine."""
-        if not upload:
-            request = {"path": str(folder.resolve()), "overrides": dict(overrides or {})}
-            request |= {"install": install, "check": check}
-            return self._json("POST", "/v1/functions", json=request, timeout=DEPLOY_TIMEOUT)
-        # Only uploads need the code that packs folders.
-        from ..functions.code import pack  # noqa: PLC0415
+        request: dict[str, Any]
+        if upload:
+            # Only uploads need the code that packs folders.
+            from ..functions.code import pack  # noqa: PLC0415
 
-        settings = [f"{key}={value}" for key, value in (overrides or {}).items()]
-        return self._json(
-            "POST",
-            "/v1/functions",
-            content=pack(folder),
-            headers={"Content-Type": "application/gzip"},
-            params={"install": int(install), "check": int(check), "set": settings},
-            timeout=DEPLOY_TIMEOUT,
-        )
-
-    def functions(self) -> list[dict[str, Any]]:
-        """Return the status of every function."""
-        return self._list("/v1/functions", "functions")
-
-    def status(self, name: str, *, memory: bool = False) -> dict[str, Any]:
-        """Return a function's status; with `memory` also what each of its processes holds."""
-        return self._json("GET", _path("v1", "functions", name), params={"memory": int(memory)})
-
-    def delete(self, name: str) -> None:
-        self._json("DELETE", _path("v1", "functions", name))
-
-    def warmup(self, name: str, workers: int = 1) -> dict[str, Any]:
-        """Start workers until there are `workers` of them. Return the numbers of workers by state."""
-        return dict(self._json("POST", _path("v2", name, "warmup"), params={"workers": workers})["workers"])
+            settings = [f"{key}={value}" for key, value in (overrides or {}).items()]
+            request = {
+                "content": pack(folder),
+                "headers": {"Content-Type": "application/gzip"},
+                "params": {"install": int(install), "check": int(check), "set": settings},
+            }
+        else:
+            body = {
+                "path": str(folder.resolve()),
+                "overrides": overrides or {},
+                "install": install,
+                "check": check,
+            }
+            request = {"json": body}
+        return _json_of(self._request("POST", "/v1/functions", timeout=DEPLOY_TIMEOUT, **request))
 
     def logs(self, name: str, *, lines: int = 100, follow: bool = False) -> Iterator[dict[str, Any]]:
         """Yield the last lines of a function's log; with `follow`, every new line until the caller stops."""
@@ -240,39 +183,21 @@ class Client:
         with self._stream("GET", path, params=params, timeout=timeout) as response:
             yield from (json.loads(line) for line in split_lines(response.iter_bytes()) if line)
 
-    # -- access
+    # -- any route: `path` is its segments
 
-    def create_key(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """Create an API key and return it, with its token as `key`: no later call returns the token."""
-        return self._json("POST", "/v1/keys", json=dict(wanted))
+    def get(self, *path: str, **params: Any) -> dict[str, Any]:
+        return _json_of(self._request("GET", _path(*path), params=params))
 
-    def keys(self) -> list[dict[str, Any]]:
-        """Return the API keys, without their tokens."""
-        return self._list("/v1/keys", "keys")
+    def post(self, *path: str, body: Any = None, **params: Any) -> dict[str, Any]:
+        return _json_of(self._request("POST", _path(*path), json=body, params=params))
 
-    def revoke_key(self, key_id: str) -> None:
-        self._json("DELETE", _path("v1", "keys", key_id))
+    def put(self, *path: str, body: Any) -> dict[str, Any]:
+        return _json_of(self._request("PUT", _path(*path), json=body))
 
-    def set_secret(self, name: str, key: str, value: str) -> dict[str, Any]:
-        """Set a secret, an environment variable of the workers that start from now on."""
-        return self._json("PUT", _path("v1", "functions", name, "secrets", key), json={"value": value})
+    def delete(self, *path: str) -> None:
+        self._request("DELETE", _path(*path))
 
-    def secrets(self, name: str) -> list[str]:
-        """Return the names of a function's secrets. The gateway returns no values."""
-        return list(self._json("GET", _path("v1", "functions", name, "secrets"))["secrets"])
-
-    def unset_secret(self, name: str, key: str) -> None:
-        self._json("DELETE", _path("v1", "functions", name, "secrets", key))
-
-    # -- HTTP
-
-    def _list(self, path: str, key: str, **params: Any) -> list[dict[str, Any]]:
-        return list(self._json("GET", path, params=params)[key])
-
-    def _json(self, method: str, path: str, **request: Any) -> dict[str, Any]:
-        return _json_of(self._send(method, path, **request))
-
-    def _send(self, method: str, path: str, **request: Any) -> httpx.Response:
+    def _request(self, method: str, path: str, **request: Any) -> httpx.Response:
         with self._translated_errors():
             response = self._http.request(method, path, **request)
         _check(response)

@@ -67,7 +67,7 @@ def doctor(state_dir: Path | None, as_json: bool) -> None:
         empty="no checks", as_json=as_json,
     )  # fmt: skip
     if any(check.verdict == "fail" for check in checks):
-        raise exit_codes.exit_with(exit_codes.ERROR)
+        raise click.exceptions.Exit(exit_codes.ERROR)
 
 
 COMMANDS = (doctor,)

@@ -20,11 +20,6 @@ NOT_COMPLETED = 4
 INTERRUPTED = 130
 
 
-def exit_with(code: int) -> click.exceptions.Exit:
-    """Return the exception that ends the command with this code."""
-    return click.exceptions.Exit(code)
-
-
 def exit_code_of(command: Callable[[], Any]) -> int:
     """Run a command, print the error that it raises as one paragraph on stderr, and return the exit code."""
     try:

@@ -17,13 +17,9 @@ PLATFORMS = {"runpod": "RunPod", "cog": "Cog", "lambda": "Lambda"}
 @click.command()
 @options.function_source
 @click.option(
-    "--install",
-    is_flag=True,
-    help="Install requirements.txt into an environment that functions with the same requirements share.",
+    "--install", is_flag=True, help="Install requirements.txt into an environment that functions share."
 )
-@click.option(
-    "--no-check", is_flag=True, help="Start no worker now: errors in setup appear at the first call."
-)
+@click.option("--no-check", is_flag=True, help="Start no worker now: errors in setup appear later.")
 @click.option("--upload", is_flag=True, help="Send the folder's files even to a gateway on this machine.")
 @options.gateway
 @options.as_json
@@ -61,7 +57,7 @@ def deploy(
 @click.argument("name")
 @click.argument("event", required=False)
 @click.option("--timing", is_flag=True, help="Show on stderr how long each phase took.")
-@click.option("--content-type", default="application/json", show_default=True, help="The input's media type.")
+@click.option("--content-type", default="application/json", help="The input's media type.")
 @click.option("--timeout", "timeout_s", type=float, metavar="SECONDS", help="How long the call may take.")
 @options.gateway
 @options.as_json
@@ -111,7 +107,7 @@ def list_functions(*, client: Client, as_json: bool) -> None:
     Example:
       pilotflame list
     """
-    functions = client.functions()
+    functions = client.get("v1", "functions")["functions"]
     columns = (
         "function",
         "revision",
@@ -140,7 +136,7 @@ def status(*, name: str, memory: bool, client: Client, as_json: bool) -> None:
     Example:
       pilotflame status hello --memory
     """
-    found = client.status(name, memory=memory)
+    found = client.get("v1", "functions", name, memory=int(memory))
     if as_json:
         return display.print_json(found)
     display.print_table(("", ""), _facts(found))
@@ -155,12 +151,7 @@ def status(*, name: str, memory: bool, client: Client, as_json: bool) -> None:
 @click.argument("name")
 @click.option("-f", "--follow", is_flag=True, help="Go on with every new line, until Ctrl-C.")
 @click.option(
-    "-n",
-    "--lines",
-    type=click.IntRange(0, 10_000),
-    default=100,
-    show_default=True,
-    help="How many old lines to show.",
+    "-n", "--lines", type=click.IntRange(0, 10_000), default=100, help="How many old lines to show."
 )
 @options.gateway
 @click.option("--json", "as_json", is_flag=True, help="Print each line as JSON, for programs.")
@@ -193,16 +184,16 @@ def delete(*, name: str, yes: bool, client: Client, as_json: bool) -> None:
     """
     if not yes:
         # An unknown function is an error before the question.
-        options.confirm(lambda: f"Delete {client.status(name)['name']} and all its revisions?")
-    client.delete(name)
+        options.confirm(
+            lambda: f"Delete {client.get('v1', 'functions', name)['name']} and all its revisions?"
+        )
+    client.delete("v1", "functions", name)
     display.print_result({"deleted": name}, f"{name} is deleted", as_json=as_json)
 
 
 @click.command()
 @click.argument("name")
-@click.option(
-    "--workers", type=click.IntRange(min=1), default=1, show_default=True, help="How many workers to have."
-)
+@click.option("--workers", type=click.IntRange(min=1), default=1, help="How many workers to have.")
 @options.gateway
 @options.as_json
 def warmup(*, name: str, workers: int, client: Client, as_json: bool) -> None:
@@ -212,7 +203,7 @@ def warmup(*, name: str, workers: int, client: Client, as_json: bool) -> None:
     Example:
       pilotflame warmup hello --workers 2
     """
-    found = client.warmup(name, workers)
+    found = client.post("v2", name, "warmup", workers=workers)["workers"]
     text = f"{name}: {found['ready']} ready, {found['starting']} starting"
     display.print_result({"workers": found}, text, as_json=as_json)
 

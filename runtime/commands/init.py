@@ -28,7 +28,7 @@ class Template(NamedTuple):
 
 @click.command()
 @click.argument("folder", required=False, type=click.Path(path_type=Path))
-@click.option("--template", "-t", default="hello", show_default=True, help="The template to copy.")
+@click.option("--template", "-t", default="hello", help="The template to copy.")
 @click.option("--list", "listing", is_flag=True, help="List the templates and exit.")
 @options.as_json
 def init(*, folder: Path | None, template: str, listing: bool, as_json: bool) -> None:

@@ -15,38 +15,28 @@ from ..jobs.job import JobState
 from . import display, exit_codes, options
 from .client import Client
 
-_SECONDS = click.FloatRange(min=0.001)
 _JOB_ID = click.argument("job_id", metavar="ID")
 _JOB_IDS = click.argument("job_ids", metavar="ID...", nargs=-1, required=True)
+
+
+def _seconds(option: str, description: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    name = f"{option.removeprefix('--')}_s"
+    return click.option(option, name, type=click.FloatRange(min=0.001), metavar="SECONDS", help=description)
 
 
 @click.command("run")
 @click.argument("name")
 @click.argument("event", required=False)
 @click.option("--wait", is_flag=True, help="Wait until the job has ended, and print its output.")
-@click.option(
-    "--idempotency-key", "key", default="", metavar="KEY", help="The same key again returns the same job."
-)
+@click.option("--idempotency-key", "key", metavar="KEY", help="The same key again returns the same job.")
 @click.option("--webhook", metavar="URL", help="Where the gateway sends the job when it has ended.")
 @click.option("--low-priority", is_flag=True, help="Run it after the jobs without this option.")
-@click.option(
-    "--timeout",
-    "timeout_s",
-    type=_SECONDS,
-    metavar="SECONDS",
-    help="How long it may run.  [default: the function's timeout_s]",
-)
-@click.option(
-    "--ttl",
-    "ttl_s",
-    type=_SECONDS,
-    metavar="SECONDS",
-    help="How long it may wait in the queue.  [default: the function's ttl_s]",
-)
+@_seconds("--timeout", "How long it may run.  [default: the function's timeout_s]")
+@_seconds("--ttl", "How long it may wait in the queue.  [default: the function's ttl_s]")
 @options.gateway
 @options.as_json
 def run_job(
-    *, name: str, event: str | None, wait: bool, key: str, webhook: str | None, low_priority: bool,
+    *, name: str, event: str | None, wait: bool, key: str | None, webhook: str | None, low_priority: bool,
     timeout_s: float | None, ttl_s: float | None, client: Client, as_json: bool,
 ) -> None:  # fmt: skip
     """Submit a job and print its id. The gateway stores it, runs it when a worker is free, and keeps its output.
@@ -64,7 +54,7 @@ def run_job(
       pilotflame run report '{"day": 7}' --idempotency-key report-7 --webhook https://example.com/done --low-priority
     """
     request = _job_request(options.event_body(event), webhook, low_priority, timeout_s, ttl_s)
-    submitted = client.submit(name, request, key=key)
+    submitted = client.submit(name, request, key=key or "")
     if submitted["replayed"]:
         display.say("a job with this key was submitted before")
     if not wait:
@@ -107,7 +97,7 @@ def list_jobs(*, name: str, states: tuple[str, ...], limit: int, client: Client,
       pilotflame jobs list hello
       pilotflame jobs list hello --status failed --status timed_out --limit 100
     """
-    found = client.jobs(name, [str(state) for state in states], limit)
+    found = client.get("v2", name, "requests", status=states, limit=limit)["requests"]
     columns = ("id", "status", "age", "attempts", "delay", "execution")
     display.print_list(
         {"jobs": found}, columns, map(_row, found),
@@ -132,7 +122,7 @@ def get_job(*, name: str, job_id: str, output_only: bool, client: Client, as_jso
       pilotflame jobs get hello job-…
       pilotflame jobs get hello job-… --output-only > answer.json
     """
-    job = client.job(name, job_id)
+    job = client.get("v2", name, "status", job_id)
     if output_only:
         return _print_output(name, job)
     if as_json:
@@ -162,7 +152,7 @@ def cancel_jobs(*, name: str, job_ids: tuple[str, ...], client: Client, as_json:
     Example:
       pilotflame jobs cancel hello job-… job-…
     """
-    _for_each(job_ids, lambda job_id: client.cancel(name, job_id), as_json=as_json)
+    _for_each(job_ids, lambda job_id: client.post("v2", name, "cancel", job_id), as_json=as_json)
 
 
 @jobs.command("retry")
@@ -179,7 +169,7 @@ def retry_jobs(*, name: str, job_ids: tuple[str, ...], client: Client, as_json: 
     Example:
       pilotflame jobs retry hello job-… job-…
     """
-    _for_each(job_ids, lambda job_id: client.retry(name, job_id), as_json=as_json)
+    _for_each(job_ids, lambda job_id: client.post("v2", name, "retry", job_id), as_json=as_json)
 
 
 @jobs.command("purge")
@@ -196,9 +186,11 @@ def purge_jobs(*, name: str, yes: bool, client: Client, as_json: bool) -> None:
     """
     if not yes:
         options.confirm(
-            lambda: f"Cancel the {client.health(name)['jobs']['inQueue']} jobs that wait for {name}?"
+            lambda: (
+                f"Cancel the {client.get('v2', name, 'health')['jobs']['inQueue']} jobs that wait for {name}?"
+            )
         )
-    removed = client.purge(name)
+    removed = client.post("v2", name, "purge-queue")["removed"]
     display.print_result({"removed": removed}, f"{removed} cancelled", as_json=as_json)
 
 
@@ -206,12 +198,7 @@ def purge_jobs(*, name: str, yes: bool, client: Client, as_json: bool) -> None:
 @click.argument("name")
 @_JOB_ID
 @options.gateway
-@click.option(
-    "--json",
-    "as_json",
-    is_flag=True,
-    help="Print each event as JSON, for programs; the last one holds the job.",
-)
+@click.option("--json", "as_json", is_flag=True, help="Print each event as JSON; the last one holds the job.")
 def follow_job(*, name: str, job_id: str, client: Client, as_json: bool) -> None:
     """Print what a job yields until it has ended.
 
@@ -289,7 +276,7 @@ def _for_each(job_ids: tuple[str, ...], act: Callable[[str], dict[str, Any]], *,
     if as_json:
         display.print_json({"jobs": done, "errors": refused})
     if refused:
-        raise exit_codes.exit_with(exit_codes.ERROR)
+        raise click.exceptions.Exit(exit_codes.ERROR)
 
 
 def _print_output(name: str, job: dict[str, Any]) -> None:
@@ -310,7 +297,7 @@ def _exit_as(job: dict[str, Any]) -> None:
         return
     why = PilotflameError.from_wire(job["errorDetails"]) if "errorDetails" in job else ""
     display.say(" ".join(f"error: {job['id']} is {job['status']}. {why}".split()))
-    raise exit_codes.exit_with(exit_codes.NOT_COMPLETED)
+    raise click.exceptions.Exit(exit_codes.NOT_COMPLETED)
 
 
 def _output(job: dict[str, Any]) -> Any:

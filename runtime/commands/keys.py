@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import click
 import orjson
@@ -20,15 +20,24 @@ from . import display, options
 from .client import Client
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+SCOPES = click.Choice(["invoke", "deploy", "admin"])
 _DURATION = re.compile(r"([1-9][0-9]{0,8})([smhd])")
 
 
-class Keys(Protocol):
-    """What changes keys: a client of a gateway, or the files of a gateway that does not run."""
+class GatewayKeys:
+    """The keys of a gateway that runs."""
 
-    def create_key(self, wanted: Mapping[str, Any]) -> dict[str, Any]: ...
-    def keys(self) -> list[dict[str, Any]]: ...
-    def revoke_key(self, key_id: str) -> None: ...
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def create(self, wanted: dict[str, Any]) -> dict[str, Any]:
+        return self._client.post("v1", "keys", body=wanted)
+
+    def all(self) -> list[dict[str, Any]]:
+        return list(self._client.get("v1", "keys")["keys"])
+
+    def revoke(self, key_id: str) -> None:
+        self._client.delete("v1", "keys", key_id)
 
 
 class KeyFiles:
@@ -37,29 +46,29 @@ class KeyFiles:
     def __init__(self, keyring: Keyring) -> None:
         self._keyring = keyring
 
-    def create_key(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        key, token = self._keyring.create(parse_new_key(orjson.dumps(dict(wanted))), time.time())
+    def create(self, wanted: dict[str, Any]) -> dict[str, Any]:
+        key, token = self._keyring.create(parse_new_key(orjson.dumps(wanted)), time.time())
         return {**key.shown(), "key": token}
 
-    def keys(self) -> list[dict[str, Any]]:
+    def all(self) -> list[dict[str, Any]]:
         return [key.shown() for key in self._keyring.all()]
 
-    def revoke_key(self, key_id: str) -> None:
+    def revoke(self, key_id: str) -> None:
         self._keyring.revoke(key_id)
 
 
 @contextmanager
-def _open_keys(url: str, api_key: str, state_dir: Path | None) -> Iterator[Keys]:
+def _open_keys(url: str, api_key: str, state_dir: Path | None) -> Iterator[GatewayKeys | KeyFiles]:
     """Open the keys of the gateway at `url` if the user named one or has a key, else of the local state folder."""
     source = click.get_current_context().get_parameter_source("url")
     if state_dir is None and (api_key or source is not click.core.ParameterSource.DEFAULT):
         with Client(url, api_key=api_key) as client:
-            yield client
+            yield GatewayKeys(client)
         return
     folder = options.gateway_settings(state_dir=state_dir).state_dir
     if (control_socket := someone_home(folder)) is not None:
         with Client(control_socket=control_socket) as client:
-            yield client
+            yield GatewayKeys(client)
         return
     with StateDir(folder) as state:
         keyring = Keyring(state.path)
@@ -92,20 +101,16 @@ def keys() -> None:
 @keys.command("create")
 @click.argument("name")
 @click.option(
-    "--scope", "scopes", multiple=True, default=("invoke",), show_default=True,
-    type=click.Choice(["invoke", "deploy", "admin"]), help="What it may do; admin may do everything. Repeatable.",
-)  # fmt: skip
-@click.option(
-    "--function", "functions", multiple=True, metavar="NAME",
-    help="Cover only this function: others do not exist for this key. Repeatable.  [default: all]",
-)  # fmt: skip
-@click.option("--rate", "rate_per_s", type=float, metavar="N", help="Requests a second, on average.")
-@click.option(
-    "--burst", type=int, metavar="N", help="Requests at once before --rate counts.  [default: --rate]"
+    "--scope", "scopes", multiple=True, default=("invoke",), type=SCOPES, help="What it may do. Repeatable."
 )
+@click.option(
+    "--function", "functions", multiple=True, metavar="NAME", help="The only function it sees. Repeatable."
+)
+@click.option("--rate", "rate_per_s", type=float, metavar="N", help="Requests a second, on average.")
+@click.option("--burst", type=int, metavar="N", help="Requests at once.  [default: --rate]")
 @click.option("--concurrency", type=int, metavar="N", help="Requests at the same time.")
 @click.option(
-    "--expires", "expires_in_s", callback=_seconds, metavar="TIME", help="When it ends: 90d, 12h, 30m."
+    "--expires", "expires_in_s", callback=_seconds, metavar="TIME", help="For example 90d, 12h, 30m."
 )
 @options.state_dir
 @options.gateway_address
@@ -125,7 +130,7 @@ def create_key(
     """
     wanted = {"name": name, "scopes": scopes, "functions": functions or None, **limits}
     with _open_keys(url, api_key, state_dir) as opened:
-        key = opened.create_key(wanted)
+        key = opened.create(wanted)
     if not as_json:
         display.say(f"key {key['id']} for {key['name']}: {_rights(key)}; it is not shown again:")
     display.print_result(key, key["key"], as_json=as_json)
@@ -143,7 +148,7 @@ def list_keys(*, url: str, api_key: str, state_dir: Path | None, as_json: bool) 
       pilotflame keys list
     """
     with _open_keys(url, api_key, state_dir) as opened:
-        found = opened.keys()
+        found = opened.all()
     columns = ("id", "for", "may", "quota", "made", "last used", "ends")
     display.print_list(
         {"keys": found},
@@ -172,7 +177,7 @@ def revoke_key(*, key_id: str, url: str, api_key: str, state_dir: Path | None, a
     # Of a whole key, only the id: the rest is secret and must not be printed.
     key_id = key_id.removeprefix("pf_").partition("_")[0]
     with _open_keys(url, api_key, state_dir) as opened:
-        opened.revoke_key(key_id)
+        opened.revoke(key_id)
     display.print_result({"revoked": key_id}, f"{key_id} is revoked", as_json=as_json)
 
 

@@ -26,7 +26,7 @@ INPUT_FILE = "test_input.json"
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one line of JSON, for programs.")
 yes = click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
-limit = click.option("-n", "--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="How many to show.")  # fmt: skip
+limit = click.option("-n", "--limit", type=click.IntRange(1, 1000), default=20, help="How many to show.")  # fmt: skip
 state_dir = click.option("--state-dir", type=click.Path(file_okay=False, path_type=Path), help="The gateway's state folder.")  # fmt: skip
 snapshot = click.option(
     "--snapshot", metavar="PATH", help="Weights: a folder or .safetensors file. Overrides pilotflame.toml."
@@ -47,11 +47,11 @@ def states(option: str, kind: type[StrEnum]) -> Callable[[F], F]:
 def gateway_address(command: F) -> F:
     """Add --url and --api-key, and pass them as `url` and `api_key`."""
     command = click.option(
-        "--api-key", envvar=KEY_VARIABLE, show_envvar=True, metavar="KEY", default="",
+        "--api-key", envvar=KEY_VARIABLE, show_envvar=True, metavar="KEY", default="", show_default=False,
         help="The API key to send. Prefer the variable: a list of processes shows command lines.",
     )(command)  # fmt: skip
     return click.option(
-        "--url", envvar=URL_VARIABLE, default="http://127.0.0.1:8600", show_default=True, show_envvar=True,
+        "--url", envvar=URL_VARIABLE, default="http://127.0.0.1:8600", show_envvar=True,
         help="The gateway's address.",
     )(command)  # fmt: skip
 

@@ -10,6 +10,8 @@ import click
 from . import display, options
 from .client import Client
 
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+
 
 @click.group()
 def secrets() -> None:
@@ -24,11 +26,7 @@ def secrets() -> None:
 @secrets.command("set")
 @click.argument("name")
 @click.argument("key")
-@click.option(
-    "--from-file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A file that holds the value.",
-)
+@click.option("--from-file", type=_FILE, help="A file that holds the value.")
 @options.gateway
 @options.as_json
 def set_secret(*, name: str, key: str, from_file: Path | None, client: Client, as_json: bool) -> None:
@@ -43,7 +41,7 @@ def set_secret(*, name: str, key: str, from_file: Path | None, client: Client, a
       pilotflame secrets set greeter API_TOKEN
       pass show api-token | pilotflame secrets set greeter API_TOKEN
     """
-    result = client.set_secret(name, key, _value(key, from_file))
+    result = client.put("v1", "functions", name, "secrets", key, body={"value": _value(key, from_file)})
     display.print_result(result, f"{name} has {key}; workers that start from now on get it", as_json=as_json)
     if not (as_json or result["deployed"]):
         display.say(f"no function {name} is deployed yet; it gets the secret when it is")
@@ -60,7 +58,7 @@ def list_secrets(*, name: str, client: Client, as_json: bool) -> None:
     Example:
       pilotflame secrets list greeter
     """
-    found = client.secrets(name)
+    found = client.get("v1", "functions", name, "secrets")["secrets"]
     if not (as_json or found):
         return display.say(f"{name} has no secrets")
     return display.print_result({"function": name, "secrets": found}, "\n".join(found), as_json=as_json)
@@ -78,7 +76,7 @@ def unset_secret(*, name: str, key: str, client: Client, as_json: bool) -> None:
     Example:
       pilotflame secrets unset greeter API_TOKEN
     """
-    client.unset_secret(name, key)
+    client.delete("v1", "functions", name, "secrets", key)
     display.print_result({"function": name, "unset": key}, f"{name} no longer has {key}", as_json=as_json)
 
 

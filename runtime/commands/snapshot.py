@@ -99,13 +99,12 @@ def rate(size_bytes: float, elapsed_s: float) -> str:
 @click.group(
     cls=LazyGroup,
     lazy={
-        "bench": ("benches", "Read the snapshot at URL several times into memory, and print the rate."),
         "cache": ("snapshot_cache", "List the snapshots in this node's cache, or drop one of them."),
-        "pull": ("snapshot_transfer", "Copy the snapshot at URL into FOLDER, or into this node's cache."),
-        "push": ("snapshot_transfer", "Copy the snapshot in FOLDER to DESTINATION."),
+        "pull": ("snapshot_transfer", "Copy the snapshot at URL into FOLDER, verified."),
+        "push": ("snapshot_transfer", "Copy the snapshot in FOLDER to DESTINATION, an s3:// prefix or another folder."),
         "record": (
             "snapshot_record",
-            "Record the order in which the function in FOLDER touches its tensors.",
+            "Record the order in which the function in FOLDER first touches its tensors.",
         ),
     },
 )
@@ -122,9 +121,7 @@ def snapshot() -> None:
 
 @snapshot.command()
 @click.argument("path", metavar="PATH_OR_URL", type=Place())
-@click.option(
-    "--chunk-mib", type=click.IntRange(1, 1024), default=4, show_default=True, help="Unit of verification."
-)
+@click.option("--chunk-mib", type=click.IntRange(1, 1024), default=4, help="Unit of verification.")
 @click.option(
     "--output", "-o", type=click.Path(path_type=Path), help="Write the manifest to this file instead."
 )
@@ -234,12 +231,10 @@ def verify(path: Path, as_json: bool) -> None:
 @click.argument("path_out", metavar="OUT", type=click.Path(path_type=Path))
 @click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), help="Cast floats of 16 to 64 bits.")
 @click.option(
-    "--to", "kind", type=click.Choice(["safetensors", "tensorizer"]), default="safetensors", show_default=True,
+    "--to", "kind", type=click.Choice(["safetensors", "tensorizer"]), default="safetensors",
     help="What to write: a folder that is a snapshot, or one .tensors file.",
 )  # fmt: skip
-@click.option(
-    "--shard-mb", type=click.IntRange(min=1), default=5000, show_default=True, help="Size of the files."
-)
+@click.option("--shard-mb", type=click.IntRange(min=1), default=5000, help="Size of the files.")
 @options.as_json
 def convert(
     path_in: Path, path_out: Path, dtype: str | None, kind: str, shard_mb: int, as_json: bool

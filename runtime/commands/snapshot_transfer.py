@@ -29,7 +29,7 @@ from .snapshot_cache import cache_folder
 @click.option("--force", is_flag=True, help="Overwrite another snapshot at DESTINATION.")
 @options.as_json
 def push(folder: Path, destination: str, force: bool, as_json: bool) -> None:
-    """Copy the snapshot in FOLDER to DESTINATION: an s3:// prefix, or another folder.
+    """Copy the snapshot in FOLDER to DESTINATION, an s3:// prefix or another folder.
 
     Verifies the files, sends those that are missing there, and the manifest last: a prefix with a manifest is
     complete.
@@ -83,7 +83,7 @@ def pull(
     *, url: str, folder: Path | None, into_cache: bool, force: bool, connections: int | None, part_mib: int | None,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Copy the snapshot at URL (s3://, http(s)://, or a folder) into FOLDER, verified.
+    """Copy the snapshot at URL into FOLDER, verified. URL begins with s3:// or http(s)://, or is a folder.
 
     Valid files and parts of files in FOLDER are kept: after Ctrl-C or a crash the same command continues there. The
     manifest is written last, when everything else is complete.
@@ -138,7 +138,7 @@ def _interruptible(where: Path) -> Iterator[None]:
         display.say(
             f"interrupted: what has arrived is kept in {where}; the same command continues from there"
         )
-        raise exit_codes.exit_with(exit_codes.INTERRUPTED) from None
+        raise click.exceptions.Exit(exit_codes.INTERRUPTED) from None
 
 
 def _facts(where: str, manifest: Manifest, stats: FetchStats | None, elapsed_s: float) -> dict[str, Any]:

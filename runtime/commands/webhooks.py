@@ -16,7 +16,7 @@ MAX_ERROR_CHARS = 40
 
 @click.group()
 def webhooks() -> None:
-    """See which webhooks of a function's jobs were delivered, send one again, and show the signing secret.
+    """List deliveries of webhooks, send one again, and show the secret that signs them.
 
     \b
     Example:
@@ -44,7 +44,8 @@ def list_deliveries(
       pilotflame webhooks list hello
       pilotflame webhooks list hello --job job-… --json
     """
-    found = client.deliveries(name, job_id=job_id, states=[str(state) for state in states], limit=limit)
+    only = {"job": job_id} if job_id else {}
+    found = client.get("v1", "functions", name, "webhooks", state=states, limit=limit, **only)["deliveries"]
     columns = ("id", "job", "event", "state", "age", "tries", "last response", "next try", "to")
     display.print_list(
         {"deliveries": found}, columns, map(_row, found),
@@ -66,7 +67,7 @@ def redeliver(*, name: str, delivery_id: str, client: Client, as_json: bool) -> 
     Example:
       pilotflame webhooks redeliver hello msg_…
     """
-    delivery = client.redeliver(name, delivery_id)
+    delivery = client.post("v1", "functions", name, "webhooks", delivery_id, "redeliver")
     display.print_result(delivery, f"{delivery['id']} is sent to {delivery['url']} again", as_json=as_json)
 
 
@@ -83,7 +84,7 @@ def show_secret(*, name: str, client: Client, as_json: bool) -> None:
     Example:
       pilotflame webhooks secret hello
     """
-    secret = client.webhook_secret(name)
+    secret = client.get("v1", "functions", name, "webhooks", "secret")["secret"]
     display.print_result({"function": name, "secret": secret}, secret, as_json=as_json)
 
 

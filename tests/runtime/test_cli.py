@@ -7,12 +7,16 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import numpy as np
 import pytest
 from click.testing import CliRunner
 from pilotflame.runtime.cli import cli
+from pilotflame.runtime.commands.lazy_group import LazyGroup
+from pilotflame.runtime.commands.snapshot import snapshot
 from safetensors.numpy import save_file
 
 ECHO = "def handler(event):\n    return event\n"
@@ -50,12 +54,29 @@ def test_help_loads_nothing_heavy():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("name", sorted(cli.commands))
-def test_every_command_teaches_with_an_example(name: str):
-    shown = CliRunner().invoke(cli, [name, "--help"])
+def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the words of every command, groups included."""
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        yield (*path, name)
+        if isinstance(command := group.get_command(context, name), click.Group):
+            yield from commands(command, (*path, name))
+
+
+@pytest.mark.parametrize("words", list(commands(cli)), ids=" ".join)
+def test_every_command_teaches_with_an_example(words: tuple[str, ...]):
+    shown = CliRunner().invoke(cli, [*words, "--help"])
     assert shown.exit_code == 0
     assert "Example" in shown.output
-    assert f"pilotflame {name}" in shown.output
+    assert f"pilotflame {' '.join(words)}" in shown.output
+
+
+@pytest.mark.parametrize("group", [cli, snapshot])
+def test_the_list_of_commands_says_of_each_what_its_help_says(group: LazyGroup):
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        text = group.get_command(context, name).help
+        assert " ".join(text.split()).startswith(group.summary(name).removesuffix(".")), name
 
 
 # -- the life of a function

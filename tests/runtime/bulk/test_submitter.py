@@ -46,8 +46,8 @@ async def test_it_asks_with_its_key_until_there_is_an_end(serve) -> None:
             return web.json_response({"id": "job-1", "status": "IN_PROGRESS"})
         return web.json_response({"id": "job-1", "status": "COMPLETED", "output": [1]})
 
-    async with Submitter(await serve(answer), "f", api_key="pf_x", run="r") as asker:
-        assert await asker.ask(LINE) == b"[1]"
+    async with Submitter(await serve(answer), "f", api_key="pf_x", run="r") as submitter:
+        assert await submitter.answer(LINE) == b"[1]"
     assert asked == [("batch:r:7", {"input": {"a": 1}, "policy": {"priority": "batch"}})] * 4
 
 
@@ -66,8 +66,8 @@ async def test_what_is_wrong_with_one_line_names_it(serve, status: int, body: ob
     async def answer(_: web.Request) -> web.Response:
         return web.json_response(body, status=status)
 
-    async with Submitter(await serve(answer), "f", api_key="", run="r") as asker:
-        error = json.loads(await asker.ask(LINE))["error"]
+    async with Submitter(await serve(answer), "f", api_key="", run="r") as submitter:
+        error = json.loads(await submitter.answer(LINE))["error"]
     assert error["type"]
     assert error["message"].startswith("in.jsonl, line 7: ")
     assert error["details"]["line"] == 7
@@ -77,15 +77,15 @@ async def test_what_concerns_all_lines_is_raised(serve) -> None:
     async def answer(_: web.Request) -> web.Response:
         return web.json_response({"error": Forbidden("not yours").to_wire()}, status=403)
 
-    async with Submitter(await serve(answer), "f", api_key="", run="r") as asker:
+    async with Submitter(await serve(answer), "f", api_key="", run="r") as submitter:
         with pytest.raises(Forbidden, match="not yours"):
-            await asker.ask(LINE)
+            await submitter.answer(LINE)
 
 
 async def test_a_gateway_that_stays_away_ends_it() -> None:
-    async with Submitter("http://127.0.0.1:9", "f", api_key="", run="r", patience_s=0.2) as asker:
-        with pytest.raises(GatewayError, match="goes on where it stopped"):
-            await asker.ask(LINE)
+    async with Submitter("http://127.0.0.1:9", "f", api_key="", run="r", patience_s=0.2) as submitter:
+        with pytest.raises(GatewayError, match="continues where it stopped"):
+            await submitter.answer(LINE)
 
 
 async def test_bytes_and_half_surrogates_have_a_form(serve) -> None:
@@ -94,6 +94,6 @@ async def test_bytes_and_half_surrogates_have_a_form(serve) -> None:
             {"id": "j", "status": "COMPLETED", "output": "AP8=", "output_type": "image/png"}
         )
 
-    async with Submitter(await serve(answer), "f", api_key="", run="r") as asker:
-        assert json.loads(await asker.ask(LINE)) == {"content_type": "image/png", "base64": "AP8="}
+    async with Submitter(await serve(answer), "f", api_key="", run="r") as submitter:
+        assert json.loads(await submitter.answer(LINE)) == {"content_type": "image/png", "base64": "AP8="}
     assert dumped("\ud800\n") == b'"\\ud800\\n"'

@@ -39,7 +39,7 @@ async def test_answers_are_in_order_and_few_are_in_flight(journal: Journal) -> N
 
     told: list[int] = []
     window = Window(
-        iter(lines(1000)), ask, journal, max_in_flight=16, told=lambda line: told.append(line.number)
+        iter(lines(1000)), ask, journal, max_in_flight=16, written=lambda line: told.append(line.number)
     )
     await window.run()
     assert journal.path.read_bytes().split() == [b"%d" % number for number in range(1, 1001)]
@@ -61,7 +61,7 @@ async def test_one_slow_line_does_not_let_the_others_run_away(journal: Journal) 
                 full.set()
         return line.text
 
-    window = Window(iter(lines(500)), ask, journal, max_in_flight=4, told=lambda _: None)
+    window = Window(iter(lines(500)), ask, journal, max_in_flight=4, written=lambda _: None)
     async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
         tasks.create_task(window.run())
         await full.wait()
@@ -78,7 +78,7 @@ async def test_what_concerns_all_lines_stops_it_and_what_was_answered_is_kept(jo
             raise UnknownFunction.named("f")
         return line.text
 
-    window = Window(iter(lines(5000)), ask, journal, max_in_flight=1, told=lambda _: None)
+    window = Window(iter(lines(5000)), ask, journal, max_in_flight=1, written=lambda _: None)
     with pytest.raises(UnknownFunction):
         await window.run()
     assert journal.done == 40
@@ -93,5 +93,5 @@ async def test_a_source_that_breaks_off_stops_it(journal: Journal) -> None:
         return line.text
 
     with pytest.raises(GatewayError):
-        await Window(breaking(), ask, journal, max_in_flight=8, told=lambda _: None).run()
+        await Window(breaking(), ask, journal, max_in_flight=8, written=lambda _: None).run()
     assert journal.done <= 600

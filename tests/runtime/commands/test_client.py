@@ -86,17 +86,16 @@ def test_events_of_every_shape():
 
 def test_a_function_from_deploy_to_delete(client: Client, tmp_path: Path):
     (tmp_path / "handler.py").write_text("def handler(event):\n    print(event)\n    return [event]\n")
-    assert client.ready()
     for upload in (False, True):
         name = client.deploy(tmp_path, overrides={"name": "client-life"}, upload=upload)["name"]
         assert client.invoke(name, {"a": "ä"}) == [{"a": "ä"}]
-    assert name in [status["name"] for status in client.functions()]
-    assert client.status(name, memory=True)["processes"]
+    assert name in [status["name"] for status in client.get("v1", "functions")["functions"]]
+    assert client.get("v1", "functions", name, memory=1)["processes"]
     assert "{'a': 'ä'}" in [line["text"] for line in client.logs(name)]
-    assert set(client.warmup(name)) == {"ready", "starting", "draining"}
-    client.delete(name)
+    assert set(client.post("v2", name, "warmup", workers=1)["workers"]) == {"ready", "starting", "draining"}
+    client.delete("v1", "functions", name)
     with pytest.raises(UnknownFunction, match=name):
-        client.status(name)
+        client.get("v1", "functions", name)
 
 
 def test_a_stream_as_a_list(client: Client, tmp_path: Path):
@@ -107,7 +106,7 @@ def test_a_stream_as_a_list(client: Client, tmp_path: Path):
         assert reply.streaming
         assert reply.request_id
         assert list(reply.pieces()) == [0, 1]
-    client.delete("client-stream")
+    client.delete("v1", "functions", "client-stream")
 
 
 def test_errors_keep_their_class(client: Client, tmp_path: Path):
@@ -121,7 +120,7 @@ def test_errors_keep_their_class(client: Client, tmp_path: Path):
     client.deploy(tmp_path, overrides={"name": "client-bad"})
     with pytest.raises(BadInput), client.call("client-bad", b"{"):
         pass
-    client.delete("client-bad")
+    client.delete("v1", "functions", "client-bad")
 
 
 # -- no gateway
@@ -134,7 +133,7 @@ def test_nobody_there():
             Client(f"http://127.0.0.1:{taken.getsockname()[1]}") as client,
             pytest.raises(GatewayUnreachable),
         ):
-            client.functions()
+            client.get("v1", "functions")
 
 
 @pytest.mark.parametrize("url", ["localhost:8600", "ftp://here", "http://", "http://[::1", ""])
@@ -146,8 +145,8 @@ def test_an_address_that_is_none(url: str):
 @pytest.mark.parametrize("status", [200, 404, 502])
 def test_somebody_else_answers(server, status: int):
     url = server(status, "text/html", b"<h1>Hello\n there</h1>")
-    with Client(url) as client, pytest.raises(GatewayError, match=f"answered {status} .*Hello there"):
-        client.functions()
+    with Client(url) as client, pytest.raises(GatewayError, match=f"answered {status}, .*Hello there"):
+        client.get("v1", "functions")
 
 
 def test_a_stream_that_breaks_off(server):
@@ -167,7 +166,7 @@ def test_an_error_of_a_newer_gateway_is_still_told(server):
         Client(server(418, "application/json", body)) as client,
         pytest.raises(Exception, match=r"Something\. Do it\."),
     ):
-        client.functions()
+        client.get("v1", "functions")
 
 
 def test_a_followed_job_that_is_cut_off_goes_on(server: Callable[[int, str, bytes], str]):

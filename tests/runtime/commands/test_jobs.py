@@ -1,24 +1,15 @@
-"""The commands of jobs and webhooks against a real gateway: what they print, where, and their exit codes."""
+"""The commands about jobs against a real gateway: what they print, where, and their exit codes."""
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import signal
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from queue import Queue
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
-from pilotflame.runtime.cli import cli, run_command
 from pilotflame.runtime.commands.client import Client
 
 Run = Callable[..., Any]
@@ -39,34 +30,6 @@ PIXELS = "def handler(event) -> bytes:\n    return b'\\x89PNG'\n"
 NO_JOB = "job-aaaaaaaaaaaaaaaaaaaaaaaaaa"
 
 
-class Stdin(io.TextIOWrapper):
-    """What a command reads; a person may seem to write it."""
-
-
-@pytest.fixture
-def run(capsysbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs a command in this process: starting one takes longer than all that it does."""
-
-    def ran(
-        *arguments: object, given: bytes = b"", person: bool = False, **variables: str
-    ) -> subprocess.CompletedProcess[str]:
-        with monkeypatch.context() as patch:
-            for name in ("PILOTFLAME_URL", "PILOTFLAME_API_KEY"):
-                patch.delenv(name, raising=False)
-            for name, value in variables.items():
-                patch.setenv(name, value)
-            patch.setattr(sys, "stdin", Stdin(io.BytesIO(given)))
-            patch.setattr(sys.stdin, "isatty", lambda: person)
-            words = [str(argument) for argument in arguments]
-            code = run_command(words)
-            said = capsysbinary.readouterr()
-            return subprocess.CompletedProcess(
-                words, code, said.out.decode("utf-8", "replace"), said.err.decode()
-            )
-
-    return ran
-
-
 @pytest.fixture(scope="module")
 def deploy_once(served: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
     """Deploys a source the first time it is asked for; gone after the module."""
@@ -83,7 +46,7 @@ def deploy_once(served: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
         yield deploy
         for name in names.values():
-            client.delete(name)
+            client.delete("v1", "functions", name)
 
 
 @pytest.fixture
@@ -111,17 +74,6 @@ def failed(done: Any, code: int, *named: str) -> None:
     assert line.startswith("error: ")
     for text in named:
         assert text in line
-
-
-# -- help
-
-
-@pytest.mark.parametrize("group", ["jobs", "webhooks"])
-def test_every_command_teaches_with_an_example(group: str):
-    for name in cli.commands[group].commands:  # type: ignore[attr-defined]
-        shown = CliRunner().invoke(cli, [group, name, "--help"])
-        assert shown.exit_code == 0
-        assert f"pilotflame {group} {name}" in shown.output
 
 
 # -- run
@@ -309,72 +261,5 @@ def test_what_is_unknown_is_named(pilotflame: Run, does: str):
     failed(pilotflame("webhooks", "secret", "nobody"), 1, "nobody")
 
 
-# -- webhooks
-
-
-class _Taker(BaseHTTPRequestHandler):
-    """Refuses the first delivery for good, takes the rest."""
-
-    came: Queue[str]
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        first = not hasattr(self.server, "seen")
-        self.server.seen = True  # type: ignore[attr-defined]
-        self.send_response(410 if first else 204)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-        self.came.put(self.headers["webhook-id"])
-
-    def log_message(self, *_: Any) -> None:
-        """Nothing."""
-
-
-@pytest.fixture
-def receiver() -> Iterator[tuple[str, Queue[str]]]:
-    came: Queue[str] = Queue()
-    with HTTPServer(("127.0.0.1", 0), type("Taker", (_Taker,), {"came": came})) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/done?token=hidden", came
-        server.shutdown()
-        thread.join()
-
-
-def test_deliveries_are_listed_and_sent_again(pilotflame: Run, does: str, receiver: tuple[str, Queue[str]]):
-    url, came = receiver
-    job = pilotflame("run", does, "1", "--webhook", url).stdout.strip()
-    delivery = came.get(timeout=20)
-    found = ended(pilotflame, does, job, "DEAD")
-    assert (found["id"], found["job_id"], found["last_status"]) == (delivery, job, 410)
-    assert found["url"] == url.removesuffix("?token=hidden")
-    assert [tried["status"] for tried in found["log"]] == [410]
-    assert pilotflame("webhooks", "redeliver", does, delivery).stdout.startswith(
-        f"{delivery} goes to http://127"
-    )
-    assert came.get(timeout=20) == delivery
-    assert ended(pilotflame, does, job, "DELIVERED")["last_status"] == 204
-    shown = pilotflame("webhooks", "list", does, "--state", "delivered").stdout
-    for text in (delivery, job, "completed", "DELIVERED", "204"):
-        assert text in shown
-    assert "hidden" not in shown
-    none = pilotflame("webhooks", "list", does, "--job", NO_JOB)
-    assert (none.returncode, none.stdout) == (0, "")
-    secret = pilotflame("webhooks", "secret", does).stdout.strip()
-    assert secret.startswith("whsec_")
-    told = pilotflame("webhooks", "secret", does, "--json").stdout
-    assert json.loads(told) == {"function": does, "secret": secret}
-
-
-def test_a_private_address_is_refused(pilotflame: Run, does: str):
+def test_a_webhook_to_a_private_address_is_refused(pilotflame: Run, does: str):
     failed(pilotflame("run", does, "1", "--webhook", "http://10.0.0.1/x"), 1, "10.0.0.1")
-
-
-def ended(pilotflame: Run, name: str, job: str, state: str) -> dict[str, Any]:
-    """The job's one delivery, once its attempt is written down: the receiver knows of it a moment earlier."""
-    until_s = time.monotonic() + 20
-    while time.monotonic() < until_s:
-        told = pilotflame("webhooks", "list", name, "--job", job, "--state", state, "--json").stdout
-        if found := json.loads(told)["deliveries"]:
-            return dict(found[0])
-    raise AssertionError(f"no {state} delivery of {job}")

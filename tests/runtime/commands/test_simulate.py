@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from pilotflame.runtime.batching.simulator import Plant, Run, Simulator, affine
+from pilotflame.runtime.batching.workload import SimulatedCall, poisson
 from pilotflame.runtime.cli import cli
+from pilotflame.runtime.commands.simulate import figures, percentile
 
 CURVE = ["--curve", "1:20.5,32:36"]
 
@@ -57,8 +60,8 @@ def test_a_trace_is_read_in_either_form_and_played_as_fast_as_asked(zipped: bool
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [("when,what\n1,2\n", "no column named timestamp"), ("timestamp\nyesterday\n", "'yesterday', which is no time"),
-     ("timestamp\n1\nnan\n", "'nan', which is no time"),
+    [("when,what\n1,2\n", "no column named timestamp"), ("timestamp\nyesterday\n", "'yesterday', which is not a time"),
+     ("timestamp\n1\nnan\n", "'nan', which is not a time"),
      ("timestamp\n", "has no calls"), ("", "no column named timestamp")],
 )  # fmt: skip
 def test_a_trace_that_is_none_is_named(content: str, said: str, tmp_path: Path) -> None:
@@ -109,3 +112,31 @@ def test_a_trace_that_was_cut_off_is_named(tmp_path: Path) -> None:
 
 def test_more_calls_than_anybody_waits_for_are_refused() -> None:
     assert "more than 5,000,000 calls" in run("--rate", "1e9", "--duration", "1e9", code=2)
+
+
+# -- figures
+
+
+def test_shares_are_of_the_calls_and_add_up() -> None:
+    run = Simulator(Plant(affine(0.01, 0.003)), obedient=1.0).open(poisson(400, 400, timeout_s=0.25))
+    found = figures(run)
+    assert found["calls"] == 400 < len(run.attempts)
+    fates = [found[name] for name in ("on_time", "late", "refused", "dropped", "expired", "full")]
+    assert sum(fates) == 400
+    assert found["on_time_share"] == found["on_time"] / 400 < 1
+    assert 0 < found["latency_p50_s"] <= found["latency_p99_s"] <= 0.25
+    assert found["retry_after_p50_s"] > 0
+    assert found["batch_mean"] == pytest.approx(sum(run.sizes) / len(run.sizes))
+    assert 0.5 < found["busy_share"] <= 1
+
+
+def test_one_call_alone() -> None:
+    plant = Plant(affine(0.01, 0.01, noise=0.0), way_s=0.001)
+    found = figures(Simulator(plant).open([SimulatedCall(5.0)]))
+    assert found["latency_p99_s"] == pytest.approx(0.022)
+    assert found["batch_mean"] == found["batch_p95"] == found["on_time_share"] == 1
+
+
+def test_of_nothing_there_are_no_percentiles() -> None:
+    assert percentile([], 0.5) is None
+    assert figures(Run())["latency_p50_s"] is None

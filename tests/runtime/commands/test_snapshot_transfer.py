@@ -231,13 +231,3 @@ def test_an_ambiguous_digest_is_refused(snapshot: Snapshot, cache: Path, origin:
         (cache / "snapshots" / digest / "files").mkdir(parents=True)
     assert "2 snapshots" in refusal(snapshot("cache", "--evict", "ab"), CacheError)
     assert snapshot("cache", "--evict", "ab01").exit_code == 0
-
-
-# -- help
-
-
-@pytest.mark.parametrize("name", ["pull", "cache", "bench", "record"])
-def test_every_command_teaches_with_an_example(snapshot: Snapshot, name: str) -> None:
-    shown = snapshot(name, "--help").output
-    assert "Example" in shown
-    assert f"pilotflame snapshot {name}" in shown

@@ -24,7 +24,7 @@ from pilotflame.errors import (
     SnapshotError,
 )
 from pilotflame.runtime.cli import cli
-from pilotflame.runtime.commands import recording
+from pilotflame.runtime.commands import snapshot_record
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
 from safetensors.torch import save_file
@@ -124,7 +124,7 @@ def test_the_order_is_recorded_and_the_digest_stays(
     assert touched.digest == before.digest
     assert touched.provenance == before.provenance
     assert "3 of 4 tensors were touched, first b.weight, c.weight, a.weight" in done.stdout
-    assert "1 never were: d.weight" in done.stdout
+    assert "1 were not: d.weight" in done.stdout
     assert sorted(path.name for path in folder.rglob("*")) == there
     said = capfd.readouterr()
     assert ("called with {'x': 1}" in said.err) == (kind == "plain")
@@ -151,7 +151,7 @@ def test_another_input_and_json(folder: Path, tmp_path: Path) -> None:
         ("def handler(event, context):\n    return 1 / 0\n", HandlerFailed, "ZeroDivisionError"),
         ("def setup(context):\n    raise KeyError('absent')\ndef handler(event): ...\n", HandlerSetupError, "absent"),
         ("def handler(event):\n    return 1\n", SnapshotError, "touched no tensor"),
-        ("def handler(event):\n    import os\n    os._exit(3)\n", HandlerError, "without a word"),
+        ("def handler(event):\n    import os\n    os._exit(3)\n", HandlerError, "without a result"),
     ],
     ids=["handler", "setup", "nothing", "death"],
 )  # fmt: skip
@@ -201,6 +201,6 @@ def test_a_folder_that_cannot_be_written_after_all_is_said(
     def refuse(self: Manifest, path: Path) -> None:
         raise OSError(30, "Read-only file system", str(path))
 
-    monkeypatch.setattr(recording, "_order", lambda *given: ["a.weight"])
+    monkeypatch.setattr(snapshot_record, "_order", lambda *given: ["a.weight"])
     monkeypatch.setattr(Manifest, "write", refuse)
     assert "Read-only file system" in refusal(record(folder), CacheError)

@@ -109,7 +109,7 @@ def test_interrupted_it_says_how_far_it_came(
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=20)
     assert process.returncode == 130, said
-    assert "the same command goes on from there" in said
+    assert "the same command continues from there" in said
     assert "Traceback" not in said
     done = pilotflame("batch", name, source, output)
     assert done.returncode == 0, done.stderr
@@ -128,7 +128,7 @@ def test_what_cannot_go_on_says_so(pilotflame: Any, deployed: Callable[..., str]
     assert pilotflame("batch", name, source, output, "--restart").returncode == 0
     twice = pilotflame("batch", name, source, output)
     assert twice.returncode == 1
-    assert "is there already" in twice.stderr
+    assert "already exists" in twice.stderr
     assert read(output) == [{"got": 1}]
 
 
