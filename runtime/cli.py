@@ -70,7 +70,7 @@ def _gateway_options(command: Any) -> Any:
     port = click.option(
         "--port",
         type=click.IntRange(0, 65535),
-        help="Port to listen on; 0 takes a free one.  [default: 8600]",
+        help="Port; 0 takes a free one.  [default: 8600]",
     )
     host = click.option("--host", help="Address to listen on.  [default: 127.0.0.1]")
     return host(port(options.state_dir(command)))
@@ -79,11 +79,9 @@ def _gateway_options(command: Any) -> Any:
 @cli.command()
 @_gateway_options
 @click.option(
-    "--drain", "drain_s", type=float, metavar="SECONDS", help="How long running calls may take at shutdown."
+    "--drain", "drain_s", type=float, metavar="SECONDS", help="How long calls may take at shutdown."
 )
-@click.option(
-    "--auth", type=click.Choice(["auto", "always"]), help="When to ask for API keys.  [default: auto]"
-)
+@click.option("--auth", type=click.Choice(["auto", "always"]), help="When to ask for keys.  [default: auto]")
 @click.option("--json", "as_json", is_flag=True, help='Print {"url": ...} on stdout once it listens.')
 def serve(*, as_json: bool, **settings: Any) -> None:
     """Run the gateway until Ctrl-C, and let running calls finish.

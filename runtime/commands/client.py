@@ -25,8 +25,6 @@ TIMEOUT = httpx.Timeout(30.0, connect=CONNECT_TIMEOUT_S)
 NO_TIMEOUT = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
 # A deploy imports the handler, and with `install` builds an environment.
 DEPLOY_TIMEOUT = httpx.Timeout(1800.0, connect=CONNECT_TIMEOUT_S)
-# Higher than the number of any piece: who waits for a job needs only its end.
-AFTER_ALL_PIECES = 999_999_999
 
 
 class StreamEvent(NamedTuple):
@@ -138,11 +136,6 @@ class Client:
         raise GatewayError(
             "The stream broke off before its end; the job goes on.", remedy="Follow the job again, by its id."
         )
-
-    def wait(self, name: str, job_id: str) -> dict[str, Any]:
-        """Wait until a job has ended, and return it."""
-        *_, (_event, job) = self.follow(name, job_id, after=AFTER_ALL_PIECES)
-        return dict(job)
 
     def deploy(
         self,

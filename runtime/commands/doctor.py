@@ -22,7 +22,6 @@ from ..settings.gateway_settings import GatewaySettings
 from . import display, exit_codes, options
 from .display import size
 
-MIN_PYTHON = (3, 11)
 MIN_FREE_BYTES = 512 << 20
 MIN_OPEN_FILES = 256
 GOOD_OPEN_FILES = 1024
@@ -96,10 +95,7 @@ def _noted(name: str, found: str, remedy: str) -> Check:
 
 
 def _python() -> Check:
-    found = f"{platform.python_version()} at {sys.executable}"
-    if sys.version_info < MIN_PYTHON:
-        return Check("Python", "fail", found, "Install Python 3.11 or newer.")
-    return Check("Python", "ok", found)
+    return Check("Python", "ok", f"{platform.python_version()} at {sys.executable}")
 
 
 def _linux() -> Check:
@@ -114,9 +110,7 @@ def _fork() -> Check:
     try:
         child = os.fork()
     except OSError as error:
-        return Check(
-            "fork", "fail", str(error), "Allow more processes: ulimit -u, or the container's pids limit."
-        )
+        return Check("fork", "fail", str(error), "Raise ulimit -u, or the container's limit of processes.")
     if child == 0:
         os._exit(0)
     os.waitpid(child, 0)
@@ -221,9 +215,8 @@ def _torch() -> Check:
         import torch  # noqa: PLC0415
     except Exception as error:  # noqa: BLE001  a broken installation may raise anything
         found = "not installed" if isinstance(error, ModuleNotFoundError) else f"cannot be imported: {error}"
-        return Check(
-            "torch", "note", found, "For neural networks: pip install torch safetensors numpy threadpoolctl"
-        )
+        remedy = "For neural networks: pip install torch safetensors numpy threadpoolctl"
+        return Check("torch", "note", found, remedy)
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     found = f"{torch.__version__}, {torch.get_num_threads()} threads, {devices} GPUs"
     return Check("torch", "ok", found)

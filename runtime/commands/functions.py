@@ -16,9 +16,7 @@ PLATFORMS = {"runpod": "RunPod", "cog": "Cog", "lambda": "Lambda"}
 
 @click.command()
 @options.function_source
-@click.option(
-    "--install", is_flag=True, help="Install requirements.txt into an environment that functions share."
-)
+@click.option("--install", is_flag=True, help="Install requirements.txt into a shared environment.")
 @click.option("--no-check", is_flag=True, help="Start no worker now: errors in setup appear later.")
 @click.option("--upload", is_flag=True, help="Send the folder's files even to a gateway on this machine.")
 @options.gateway
@@ -150,9 +148,7 @@ def status(*, name: str, memory: bool, client: Client, as_json: bool) -> None:
 @click.command()
 @click.argument("name")
 @click.option("-f", "--follow", is_flag=True, help="Go on with every new line, until Ctrl-C.")
-@click.option(
-    "-n", "--lines", type=click.IntRange(0, 10_000), default=100, help="How many old lines to show."
-)
+@click.option("-n", "--lines", type=click.IntRange(0, 10_000), default=100, help="How many old lines.")
 @options.gateway
 @click.option("--json", "as_json", is_flag=True, help="Print each line as JSON, for programs.")
 def logs(*, name: str, follow: bool, lines: int, client: Client, as_json: bool) -> None:

@@ -15,6 +15,8 @@ from ..jobs.job import JobState
 from . import display, exit_codes, options
 from .client import Client
 
+# Higher than the number of any piece: only the job's end is needed.
+AFTER_ALL_PIECES = 999_999_999
 _JOB_ID = click.argument("job_id", metavar="ID")
 _JOB_IDS = click.argument("job_ids", metavar="ID...", nargs=-1, required=True)
 
@@ -62,7 +64,7 @@ def run_job(
     if not as_json:
         display.say(f"job {submitted['id']}")
     with _interruptible(name, submitted["id"]), display.spinner(f"waiting for {submitted['id']}"):
-        job = client.wait(name, submitted["id"])
+        *_, (_event, job) = client.follow(name, submitted["id"], after=AFTER_ALL_PIECES)
     if as_json:
         display.print_json(job)
     elif job["status"] == JobState.COMPLETED:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,11 @@ class KeyFiles:
         self._keyring.revoke(key_id)
 
 
+Keys = GatewayKeys | KeyFiles
+
+
 @contextmanager
-def _open_keys(url: str, api_key: str, state_dir: Path | None) -> Iterator[GatewayKeys | KeyFiles]:
+def _open_keys(url: str, api_key: str, state_dir: Path | None) -> Iterator[Keys]:
     """Open the keys of the gateway at `url` if the user named one or has a key, else of the local state folder."""
     source = click.get_current_context().get_parameter_source("url")
     if state_dir is None and (api_key or source is not click.core.ParameterSource.DEFAULT):
@@ -74,6 +78,17 @@ def _open_keys(url: str, api_key: str, state_dir: Path | None) -> Iterator[Gatew
         keyring = Keyring(state.path)
         keyring.load()
         yield KeyFiles(keyring)
+
+
+def _with_keys(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add --state-dir, --url and --api-key, and pass the keys that they name as `opened`."""
+
+    @functools.wraps(command)
+    def opening(*, url: str, api_key: str, state_dir: Path | None, **values: Any) -> Any:
+        with _open_keys(url, api_key, state_dir) as opened:
+            return command(opened=opened, **values)
+
+    return options.state_dir(options.gateway_address(opening))
 
 
 def _seconds(_context: click.Context, _option: click.Parameter, text: str | None) -> float | None:
@@ -101,7 +116,7 @@ def keys() -> None:
 @keys.command("create")
 @click.argument("name")
 @click.option(
-    "--scope", "scopes", multiple=True, default=("invoke",), type=SCOPES, help="What it may do. Repeatable."
+    "--scope", "scopes", multiple=True, default=("invoke",), type=SCOPES, help="What it may do; repeatable."
 )
 @click.option(
     "--function", "functions", multiple=True, metavar="NAME", help="The only function it sees. Repeatable."
@@ -112,12 +127,11 @@ def keys() -> None:
 @click.option(
     "--expires", "expires_in_s", callback=_seconds, metavar="TIME", help="For example 90d, 12h, 30m."
 )
-@options.state_dir
-@options.gateway_address
+@_with_keys
 @options.as_json
 def create_key(
-    *, name: str, scopes: tuple[str, ...], functions: tuple[str, ...], url: str, api_key: str,
-    state_dir: Path | None, as_json: bool, **limits: float | None,
+    *, name: str, scopes: tuple[str, ...], functions: tuple[str, ...], opened: Keys, as_json: bool,
+    **limits: float | None,
 ) -> None:  # fmt: skip
     """Make an API key. NAME tells people whose it is. The key is printed this once.
 
@@ -129,26 +143,23 @@ def create_key(
       pilotflame keys create shop --function greeter --rate 20 --concurrency 4 --expires 90d
     """
     wanted = {"name": name, "scopes": scopes, "functions": functions or None, **limits}
-    with _open_keys(url, api_key, state_dir) as opened:
-        key = opened.create(wanted)
+    key = opened.create(wanted)
     if not as_json:
         display.say(f"key {key['id']} for {key['name']}: {_rights(key)}; it is not shown again:")
     display.print_result(key, key["key"], as_json=as_json)
 
 
 @keys.command("list")
-@options.state_dir
-@options.gateway_address
+@_with_keys
 @options.as_json
-def list_keys(*, url: str, api_key: str, state_dir: Path | None, as_json: bool) -> None:
+def list_keys(*, opened: Keys, as_json: bool) -> None:
     """List the API keys, whose they are and what they may do. Their secret parts are not stored.
 
     \b
     Example:
       pilotflame keys list
     """
-    with _open_keys(url, api_key, state_dir) as opened:
-        found = opened.all()
+    found = opened.all()
     columns = ("id", "for", "may", "quota", "made", "last used", "ends")
     display.print_list(
         {"keys": found},
@@ -161,10 +172,9 @@ def list_keys(*, url: str, api_key: str, state_dir: Path | None, as_json: bool) 
 
 @keys.command("revoke")
 @click.argument("key_id", metavar="ID")
-@options.state_dir
-@options.gateway_address
+@_with_keys
 @options.as_json
-def revoke_key(*, key_id: str, url: str, api_key: str, state_dir: Path | None, as_json: bool) -> None:
+def revoke_key(*, key_id: str, opened: Keys, as_json: bool) -> None:
     """Revoke the API key with this ID. Its next request is refused; requests that run finish.
 
     The gateway asks for keys even when the last one is gone. To open it again, stop it and remove access/keys.json
@@ -176,8 +186,7 @@ def revoke_key(*, key_id: str, url: str, api_key: str, state_dir: Path | None, a
     """
     # Of a whole key, only the id: the rest is secret and must not be printed.
     key_id = key_id.removeprefix("pf_").partition("_")[0]
-    with _open_keys(url, api_key, state_dir) as opened:
-        opened.revoke(key_id)
+    opened.revoke(key_id)
     display.print_result({"revoked": key_id}, f"{key_id} is revoked", as_json=as_json)
 
 

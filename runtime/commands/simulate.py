@@ -32,21 +32,15 @@ POSITIVE = click.FloatRange(min=0, min_open=True)
 @click.argument("arrivals", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--rate", type=POSITIVE, help="Calls a second at random times, instead of ARRIVALS.")
 @click.option("--duration", "duration_s", type=POSITIVE, default=60.0, help="Seconds, with --rate.")
+@click.option("--curve", required=True, metavar="SIZE:MS,...", help="Time of a batch, such as 1:20.5,32:36.")
 @click.option(
-    "--curve", required=True, metavar="SIZE:MS,...", help="Time of a batch, for example 1:20.5,32:36."
+    "--noise", type=click.FloatRange(0, 1), default=0.05, help="Its standard deviation, as a share."
 )
-@click.option(
-    "--noise", type=click.FloatRange(0, 1), default=0.05, help="That time's standard deviation, as a share."
-)
-@click.option(
-    "--deadline", "deadline_s", type=POSITIVE, help="Seconds that callers wait.  [default: for ever]"
-)
+@click.option("--deadline", "deadline_s", type=POSITIVE, help="Seconds that callers wait.  [default: ever]")
 @click.option("--workers", default="1", metavar="N,...", help="How many, to compare: 2, or 1,2,4, or 1-4.")
 @click.option("--limit", type=click.IntRange(1, 4096), default=32, help="max_size of @batch; 1 without it.")
 @click.option("--max-queue", type=click.IntRange(min=1), default=1000, help="max_queue in pilotflame.toml.")
-@click.option(
-    "--speed", type=POSITIVE, default=1.0, help="How many times faster ARRIVALS come than recorded."
-)
+@click.option("--speed", type=POSITIVE, default=1.0, help="Play ARRIVALS so many times faster.")
 @click.option("--seed", type=int, default=1, help="Seed of the random numbers.")
 @options.as_json
 def simulate(

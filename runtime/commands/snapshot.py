@@ -99,12 +99,15 @@ def rate(size_bytes: float, elapsed_s: float) -> str:
 @click.group(
     cls=LazyGroup,
     lazy={
-        "cache": ("snapshot_cache", "List the snapshots in this node's cache, or drop one of them."),
+        "cache": ("snapshot_transfer", "List the snapshots in this node's cache, or drop one of them."),
         "pull": ("snapshot_transfer", "Copy the snapshot at URL into FOLDER, verified."),
-        "push": ("snapshot_transfer", "Copy the snapshot in FOLDER to DESTINATION, an s3:// prefix or another folder."),
+        "push": (
+            "snapshot_transfer",
+            "Copy the snapshot in FOLDER to DESTINATION, an s3:// prefix or another folder.",
+        ),
         "record": (
             "snapshot_record",
-            "Record the order in which the function in FOLDER first touches its tensors.",
+            "Record in which order the function in FOLDER first touches its tensors.",
         ),
     },
 )
@@ -122,9 +125,7 @@ def snapshot() -> None:
 @snapshot.command()
 @click.argument("path", metavar="PATH_OR_URL", type=Place())
 @click.option("--chunk-mib", type=click.IntRange(1, 1024), default=4, help="Unit of verification.")
-@click.option(
-    "--output", "-o", type=click.Path(path_type=Path), help="Write the manifest to this file instead."
-)
+@click.option("--output", "-o", type=click.Path(path_type=Path), help="Write the manifest to this file.")
 @options.as_json
 def create(path: str | Path, chunk_mib: int, output: Path | None, as_json: bool) -> None:
     """Write the manifest of PATH_OR_URL: a folder or an s3:// prefix with safetensors, or one file.
@@ -175,9 +176,7 @@ def inspect(path: str | Path, tensors: bool, as_json: bool) -> None:
     """
     manifest = read_manifest_of(path)
     if as_json:
-        listed = (
-            {"tensors": [tensor.model_dump(mode="json") for tensor in manifest.tensors]} if tensors else {}
-        )
+        listed = manifest.model_dump(mode="json", include={"tensors"}) if tensors else {}
         return display.print_json({**facts(manifest), **listed})
     touched = "recorded" if manifest.first_touch else "not recorded"
     chunk_size = display.size(manifest.chunk_bytes)
@@ -191,13 +190,8 @@ def inspect(path: str | Path, tensors: bool, as_json: bool) -> None:
     click.echo()
     largest = sorted(manifest.tensors, key=lambda tensor: -tensor.size_bytes)[:LARGEST_TENSORS]
     rows = [
-        (
-            tensor.name,
-            tensor.dtype,
-            "×".join(map(str, tensor.shape)) or "scalar",
-            display.size(tensor.size_bytes),
-        )
-        for tensor in (manifest.tensors if tensors else largest)
+        (found.name, found.dtype, "×".join(map(str, found.shape)) or "scalar", display.size(found.size_bytes))
+        for found in (manifest.tensors if tensors else largest)
     ]
     return display.print_table(("tensor" if tensors else "largest tensors", "type", "shape", "size"), rows)
 

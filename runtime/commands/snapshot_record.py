@@ -39,7 +39,7 @@ _RECORDER = f"{__name__.rpartition('.commands.')[0]}.worker.first_touch"
 def record(
     *, folder: Path, input_file: Path | None, settings: tuple[str, ...], snapshot: str | None, as_json: bool
 ) -> None:
-    """Record the order in which the function in FOLDER first touches its tensors. They are fetched in this order.
+    """Record in which order the function in FOLDER first touches its tensors. They are fetched in this order.
 
     Sets the function up as a worker does, calls it once, and writes the order into the manifest beside its weights.
     The digest does not change. Push the snapshot afterwards. Threads that the handler starts are not observed.

@@ -1,17 +1,23 @@
-"""The commands that copy snapshots: `pilotflame snapshot push|pull`."""
+"""The commands that copy snapshots, and show copies on this node: `pilotflame snapshot push|pull|cache`."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import click
 
+from ...errors import CacheError
+from ...snapshot.caching.cache import Cache
 from ...snapshot.caching.download import download
-from ...snapshot.caching.node import learned_file, node_cache
+from ...snapshot.caching.node import learned_file, node_cache, node_tiers
+from ...snapshot.caching.stored import Stored
 from ...snapshot.converting.push import push as push_files
 from ...snapshot.fetching.fetch import FetchStats
 from ...snapshot.format.manifest import Manifest, read_manifest
@@ -20,7 +26,8 @@ from ...snapshot.sources.locate import is_remote, open_source
 from ...snapshot.sources.source import Source
 from . import display, exit_codes, options
 from .snapshot import contents, folder_of, open_place, rate, read_manifest_of
-from .snapshot_cache import cache_folder
+
+SHOWN_DIGEST_CHARS = 16
 
 
 @click.command()
@@ -46,15 +53,7 @@ def push(folder: Path, destination: str, force: bool, as_json: bool) -> None:
         target = open_source(destination)
         pushed = push_files(root, manifest, target, force=force, verified=True, progress=progress)
     elapsed_s = time.monotonic() - started_s
-    facts = {
-        "destination": destination,
-        "sent_files": pushed.sent_files,
-        "sent_bytes": pushed.sent_bytes,
-        "kept_files": pushed.kept_files,
-        "kept_bytes": pushed.kept_bytes,
-        "digest": manifest.digest,
-        "seconds": elapsed_s,
-    }
+    facts = {"destination": destination, **asdict(pushed), "digest": manifest.digest, "seconds": elapsed_s}
     kept = f", {display.size(pushed.kept_bytes)} were there" if pushed.kept_files else ""
     sent = f"{display.size(pushed.sent_bytes)} in {display.counted(pushed.sent_files, 'file')}"
     text = f"pushed to {destination}: {sent}{kept}, {rate(pushed.sent_bytes, elapsed_s)}"
@@ -115,12 +114,49 @@ def pull(
                 where, stats = str(lease.root), lease.stats
     elapsed_s = time.monotonic() - started_s
     if as_json:
-        return display.print_json(_facts(where, manifest, stats, elapsed_s))
+        return display.print_json(_pull_facts(where, manifest, stats, elapsed_s))
     click.echo(f"pulled {source.url} into {where}: {contents(manifest)}")
     return click.echo(_fetched(manifest, stats, elapsed_s))
 
 
-COMMANDS = (push, pull)
+@click.command()
+@click.option("--evict", metavar="DIGEST", help="Drop this snapshot; the beginning of its digest is enough.")
+@options.as_json
+def cache(*, evict: str | None, as_json: bool) -> None:
+    """List the snapshots in this node's cache, or drop one of them.
+
+    A snapshot that a worker has mapped, or that is being fetched, is not dropped.
+
+    \b
+    Examples:
+      pilotflame snapshot cache
+      pilotflame snapshot cache --evict 3f9c01
+    """
+    found = Cache(node_tiers(cache_folder()))
+    if evict is not None:
+        digest = _full_digest(evict, [stored.digest for stored in found.list()])
+        found.evict(digest)
+        text = f"{digest[:SHOWN_DIGEST_CHARS]} is evicted"
+        return display.print_result({"evicted": digest}, text, as_json=as_json)
+    kinds = {tier.root / "snapshots": tier.kind for tier in found.tiers}
+    facts = [_cache_facts(stored, kinds[stored.folder.parent]) for stored in reversed(found.list())]
+    if as_json:
+        tiers = [
+            {"tier": tier.kind, "root": str(tier.root), "budget_bytes": tier.budget_bytes, "used_bytes": used}
+            for tier, used in found.usage()
+        ]
+        return display.print_json({"snapshots": facts, "tiers": tiers})
+    if facts:
+        display.print_table(("digest", "size", "tier", "state", "last used"), list(map(_cache_row, facts)))
+    for tier, used in found.usage():
+        spare = tier.spares.total_bytes()
+        kept = f", {display.size(spare)} of it spare files, kept for their pages" if spare else ""
+        used_of = f"{display.size(used)} of {display.size(tier.budget_bytes)}"
+        click.echo(f"{tier.kind} ({tier.root}): {used_of}{kept}")
+    return None
+
+
+COMMANDS = (push, pull, cache)
 
 
 def open_snapshot(url: str) -> tuple[Source, Manifest]:
@@ -141,18 +177,16 @@ def _interruptible(where: Path) -> Iterator[None]:
         raise click.exceptions.Exit(exit_codes.INTERRUPTED) from None
 
 
-def _facts(where: str, manifest: Manifest, stats: FetchStats | None, elapsed_s: float) -> dict[str, Any]:
+def _pull_facts(where: str, manifest: Manifest, stats: FetchStats | None, elapsed_s: float) -> dict[str, Any]:
     fetched = 0 if stats is None else stats.fetched_bytes
     facts = {
-        "path": where, "digest": manifest.digest, "bytes": manifest.total_bytes, "fetched_bytes": fetched,
-        "kept_bytes": manifest.total_bytes - fetched, "seconds": elapsed_s,
-    }  # fmt: skip
-    if stats is None:
-        return facts
-    return {
-        **facts, "received_bytes": stats.received_bytes, "connections": stats.connections,
-        "requests": stats.requests, "retries": stats.retries, "stalls": stats.stalls,
-    }  # fmt: skip
+        "path": where,
+        "digest": manifest.digest,
+        "bytes": manifest.total_bytes,
+        "fetched_bytes": fetched,
+    }
+    details = {} if stats is None else asdict(stats)
+    return {**facts, "kept_bytes": manifest.total_bytes - fetched, **details, "seconds": elapsed_s}
 
 
 def _fetched(manifest: Manifest, stats: FetchStats | None, elapsed_s: float) -> str:
@@ -165,3 +199,66 @@ def _fetched(manifest: Manifest, stats: FetchStats | None, elapsed_s: float) -> 
         f"{display.counted(stats.connections, 'connection')}, {display.counted(stats.retries, 'retry', 'retries')}, "
         f"{display.counted(stats.stalls, 'stall')}"
     )
+
+
+# -- the cache
+
+
+def cache_folder() -> Path:
+    """Return the folder of this node's cache: PILOTFLAME_CACHE_DIR or its default."""
+    return options.gateway_settings().cache_dir
+
+
+def _full_digest(beginning: str, digests: list[str]) -> str:
+    found = sorted({digest for digest in digests if digest.startswith(beginning)})
+    if not beginning or not found:
+        raise CacheError(
+            f"No snapshot in the cache has a digest that begins with {beginning!r}.",
+            remedy="List them: pilotflame snapshot cache",
+        )
+    if len(found) > 1:
+        raise CacheError(
+            f"{len(found)} snapshots in the cache have a digest that begins with {beginning!r}.",
+            remedy="Give more of the digest.",
+        )
+    return found[0]
+
+
+def _cache_facts(stored: Stored, tier: str) -> dict[str, Any]:
+    written = stored.size_bytes if stored.ready else _written_bytes(stored.folder / "files")
+    return {
+        "digest": stored.digest, "bytes": stored.size_bytes, "tier": tier, "ready": stored.ready,
+        "percent": 100 * written // max(1, stored.size_bytes), "used_at": stored.used_s,
+    }  # fmt: skip
+
+
+def _cache_row(facts: dict[str, Any]) -> tuple[str, ...]:
+    state = "ready" if facts["ready"] else f"{facts['percent']} %"
+    used_at = datetime.fromtimestamp(facts["used_at"], UTC).astimezone()
+    return (
+        facts["digest"][:SHOWN_DIGEST_CHARS], display.size(facts["bytes"]), facts["tier"], state,
+        f"{used_at:%Y-%m-%d %H:%M:%S}",
+    )  # fmt: skip
+
+
+def _written_bytes(folder: Path) -> int:
+    """Return the bytes written so far: files have their full size, and their blocks, from the start."""
+    total = 0
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            with path.open("rb") as stream:
+                total += sum(end - begin for begin, end in _extents(stream.fileno()))
+    return total
+
+
+def _extents(descriptor: int) -> Iterator[tuple[int, int]]:
+    """Yield (begin, end) of each part of a file that was written."""
+    end, size = 0, os.fstat(descriptor).st_size
+    while end < size:
+        try:
+            begin = os.lseek(descriptor, end, os.SEEK_DATA)
+        except OSError:
+            # ENXIO: the rest is a hole.
+            return
+        end = os.lseek(descriptor, begin, os.SEEK_HOLE)
+        yield begin, end

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,9 +34,7 @@ _PROGRAM = f"{__name__.rpartition('.commands.')[0]}.cli"
 
 @click.command()
 @options.function_source
-@click.option(
-    "--install", is_flag=True, help="Install requirements.txt first, into an environment of its own."
-)
+@click.option("--install", is_flag=True, help="Install requirements.txt first.")
 @options.as_json
 def test(*, source: options.FunctionSource, install: bool, as_json: bool) -> None:
     """Deploy FOLDER in a temporary gateway, send it test_input.json, and print the answer.
@@ -80,12 +77,15 @@ def private_gateway() -> Iterator[str]:
     """Run a gateway on a free port with a temporary state folder, and yield its address."""
     with tempfile.TemporaryDirectory(prefix="pilotflame-test-") as folder:
         log = Path(folder) / "gateway.log"
-        with log.open("wb") as errors:
-            process = _start(Path(folder) / "state", errors)
-        try:
-            yield _wait_for_url(process, log)
-        finally:
-            _stop(process)
+        with log.open("wb") as errors, _start(Path(folder) / "state", errors) as process:
+            try:
+                yield _wait_for_url(process, log)
+            finally:
+                process.terminate()
+                try:
+                    process.wait(STOP_TIMEOUT_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
 
 
 def _start(state_dir: Path, errors: IO[bytes]) -> subprocess.Popen[bytes]:
@@ -105,27 +105,10 @@ def _start(state_dir: Path, errors: IO[bytes]) -> subprocess.Popen[bytes]:
 
 
 def _wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
-    if process.stdout is None:
-        raise TypeError("the gateway's output is not a pipe")
-    line, end_s = b"", time.monotonic() + START_TIMEOUT_S
-    while not line.endswith(b"\n"):
-        ready, _, _ = select.select([process.stdout], [], [], max(0.0, end_s - time.monotonic()))
-        data = os.read(process.stdout.fileno(), 4096) if ready else b""
-        if not data:
-            text = " ".join(log.read_text(errors="replace").split())[-500:]
-            why = "did not start in time" if not ready else "ended during its start"
-            raise GatewayError(f"The gateway of this test {why}: {text}", remedy="Run `pilotflame doctor`.")
-        line += data
-    url: str = json.loads(line)["url"]
-    return url
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    if process.stdout is not None:
-        process.stdout.close()
+    ready, _, _ = select.select([process.stdout], [], [], START_TIMEOUT_S)
+    line = process.stdout.readline() if ready and process.stdout is not None else b""
+    if not line:
+        text = " ".join(log.read_text(errors="replace").split())[-500:]
+        why = "ended during its start" if ready else "did not start in time"
+        raise GatewayError(f"The gateway of this test {why}: {text}", remedy="Run `pilotflame doctor`.")
+    return str(json.loads(line)["url"])

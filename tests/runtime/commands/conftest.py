@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from pilotflame.runtime.cli import run_command
 
+
 class Stdin(io.TextIOWrapper):
     """What a command reads; it may seem to be a terminal."""
 
