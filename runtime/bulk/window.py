@@ -16,57 +16,52 @@ READ_LINES = 512
 READ_BYTES = 4 << 20
 
 
-class Window:
-    """Runs lines through `answer` and appends to `journal`. `written` is called with the last line written."""
+async def run_in_order(
+    lines: Iterator[InputLine],
+    answer: Callable[[InputLine], Awaitable[bytes]],
+    journal: Journal,
+    *,
+    max_in_flight: int,
+    written: Callable[[InputLine], None],
+) -> None:
+    """Run all lines through `answer`, and call `written` after each line that is appended to the journal.
 
-    def __init__(
-        self,
-        lines: Iterator[InputLine],
-        answer: Callable[[InputLine], Awaitable[bytes]],
-        journal: Journal,
-        *,
-        max_in_flight: int,
-        written: Callable[[InputLine], None],
-    ) -> None:
-        self._lines = lines
-        self._answer = answer
-        self._journal = journal
-        self._written = written
-        self._in_flight = asyncio.Semaphore(max_in_flight)
-        # Places for lines that are started and not yet written.
-        self._unwritten = asyncio.Semaphore(AHEAD * max_in_flight)
-        self._answers: dict[int, tuple[InputLine, bytes]] = {}
+    Raise an error that concerns all lines; the answers before it are written.
+    """
+    in_flight = asyncio.Semaphore(max_in_flight)
+    # Places for lines that are started and not yet written.
+    unwritten = asyncio.Semaphore(AHEAD * max_in_flight)
+    answers: dict[int, tuple[InputLine, bytes]] = {}
 
-    async def run(self) -> None:
-        """Run all lines. Raise an error that concerns all of them; the answers before it are written."""
+    async def run(line: InputLine) -> None:
         try:
-            async with asyncio.TaskGroup() as tasks:
-                while lines := await asyncio.to_thread(self._read):
-                    for line in lines:
-                        await self._unwritten.acquire()
-                        await self._in_flight.acquire()
-                        tasks.create_task(self._run(line))
-        except* PilotflameError as group:
-            raise group.exceptions[0] from None
-
-    async def _run(self, line: InputLine) -> None:
-        try:
-            self._answers[line.number] = line, await self._answer(line)
+            answers[line.number] = line, await answer(line)
         finally:
-            self._in_flight.release()
+            in_flight.release()
         # Write all answers up to the first one that is missing.
-        while (found := self._answers.pop(self._journal.done + 1, None)) is not None:
-            written, answer = found
-            self._journal.append([answer])
-            self._unwritten.release()
-            self._written(written)
+        while (found := answers.pop(journal.done + 1, None)) is not None:
+            journal.append([found[1]])
+            unwritten.release()
+            written(found[0])
 
-    def _read(self) -> list[InputLine]:
-        lines: list[InputLine] = []
-        size_bytes = 0
-        for line in itertools.islice(self._lines, READ_LINES):
-            lines.append(line)
-            size_bytes += len(line.text)
-            if size_bytes >= READ_BYTES:
-                break
-        return lines
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            while batch := await asyncio.to_thread(_read, lines):
+                for line in batch:
+                    await unwritten.acquire()
+                    await in_flight.acquire()
+                    tasks.create_task(run(line))
+    except* (PilotflameError, OSError) as group:
+        raise group.exceptions[0] from None
+
+
+def _read(lines: Iterator[InputLine]) -> list[InputLine]:
+    """Return the next lines, as many as fit the limits. Blocks."""
+    found: list[InputLine] = []
+    size_bytes = 0
+    for line in itertools.islice(lines, READ_LINES):
+        found.append(line)
+        size_bytes += len(line.text)
+        if size_bytes >= READ_BYTES:
+            break
+    return found

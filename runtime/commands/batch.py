@@ -15,8 +15,8 @@ from ...errors import BatchFailed, SourceMissing
 from ...snapshot.sources.s3 import S3Source
 from ..bulk.inputs import InputLine, Inputs
 from ..bulk.journal import Journal
-from ..bulk.submitter import Submitter
-from ..bulk.window import Window
+from ..bulk.submitter import open_submitter
+from ..bulk.window import run_in_order
 from ..settings.gateway_settings import default_state_dir
 from . import display, exit_codes, options
 
@@ -61,8 +61,8 @@ def batch(
     journal = Journal(path, function=function, digest=inputs.digest, restart=restart)
     resumed_at = journal.done
     try:
-        submitter = Submitter(url, function, api_key=api_key, run=journal.run)
-        _run(inputs, journal, submitter, function, max_in_flight)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_run(inputs, journal, function, url=url, api_key=api_key, max_in_flight=max_in_flight))
         journal.sync()
         if remote:
             bucket, name = _source_and_name(output)
@@ -80,10 +80,9 @@ def batch(
         raise click.exceptions.Exit(exit_codes.NOT_COMPLETED)
 
 
-COMMANDS = (batch,)
-
-
-def _run(inputs: Inputs, journal: Journal, submitter: Submitter, function: str, max_in_flight: int) -> None:
+async def _run(
+    inputs: Inputs, journal: Journal, function: str, *, url: str, api_key: str, max_in_flight: int
+) -> None:
     started_s, before = time.monotonic(), journal.done
     with display.count_progress(function) as update:
 
@@ -92,15 +91,9 @@ def _run(inputs: Inputs, journal: Journal, submitter: Submitter, function: str, 
             failed = f", {journal.failed} failed" if journal.failed else ""
             update(line.end, inputs.total_bytes, f"{journal.done:,} lines, {rate:,.0f}/s{failed}")
 
-        async def run() -> None:
-            async with submitter:
-                lines = inputs.lines(journal.done)
-                await Window(
-                    lines, submitter.answer, journal, max_in_flight=max_in_flight, written=written
-                ).run()
-
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(run())
+        async with open_submitter(url, function, api_key=api_key, run=journal.run) as submitter:
+            lines = inputs.lines(journal.done)
+            await run_in_order(lines, submitter.answer, journal, max_in_flight=max_in_flight, written=written)
 
 
 def _report(journal: Journal, resumed_at: int, output: str, seconds: float, *, as_json: bool) -> None:

@@ -69,9 +69,6 @@ def doctor(state_dir: Path | None, as_json: bool) -> None:
         raise click.exceptions.Exit(exit_codes.ERROR)
 
 
-COMMANDS = (doctor,)
-
-
 def examine(settings: GatewaySettings) -> Iterator[Check]:
     """Yield all checks, those that others depend on first."""
     yield _python()

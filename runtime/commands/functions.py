@@ -204,9 +204,6 @@ def warmup(*, name: str, workers: int, client: Client, as_json: bool) -> None:
     display.print_result({"workers": found}, text, as_json=as_json)
 
 
-COMMANDS = (deploy, invoke, list_functions, status, logs, delete, warmup)
-
-
 def _row(status: dict[str, Any]) -> tuple[str, ...]:
     counts = (str(status[key]) for key in ("queued", "in_flight", "activations"))
     last_ms = display.milliseconds(status["last_cold_start_ms"])

@@ -53,9 +53,6 @@ def init(*, folder: Path | None, template: str, listing: bool, as_json: bool) ->
     return display.print_result(facts, text, as_json=as_json)
 
 
-COMMANDS = (init,)
-
-
 def templates() -> list[Template]:
     """Return all templates by name."""
     return [

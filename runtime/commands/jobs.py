@@ -228,9 +228,6 @@ def follow_job(*, name: str, job_id: str, client: Client, as_json: bool) -> None
     _exit_as(job)
 
 
-COMMANDS = (run_job, jobs)
-
-
 def _job_request(
     body: bytes, webhook: str | None, low_priority: bool, timeout_s: float | None, ttl_s: float | None
 ) -> dict[str, Any]:

@@ -190,9 +190,6 @@ def revoke_key(*, key_id: str, opened: Keys, as_json: bool) -> None:
     display.print_result({"revoked": key_id}, f"{key_id} is revoked", as_json=as_json)
 
 
-COMMANDS = (keys,)
-
-
 def _row(key: dict[str, Any]) -> tuple[str, ...]:
     rate, burst, many = key["rate_per_s"], key["burst"], key["concurrency"]
     quota = [

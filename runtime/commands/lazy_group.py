@@ -1,4 +1,4 @@
-"""A group of commands that imports a command's module only when that command is used, so that --help stays fast."""
+"""A group of commands that imports a command's module when it is used, so that --help stays fast."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import click
 
 class LazyGroup(click.Group):
     """`lazy` gives for each command its module in this package and the first sentence of its help.
-
-    The module lists its commands in `COMMANDS`. Commands that are added in the usual way work as usual.
+    Commands can also be added in the usual way.
     """
 
     def __init__(self, *arguments: Any, lazy: Mapping[str, tuple[str, str]], **options: Any) -> None:
@@ -24,8 +23,9 @@ class LazyGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in self._lazy and cmd_name not in self.commands:
-            for command in import_module(f".{self._lazy[cmd_name][0]}", __package__).COMMANDS:
-                self.add_command(command)
+            for command in vars(import_module(f".{self._lazy[cmd_name][0]}", __package__)).values():
+                if isinstance(command, click.Command) and command.name == cmd_name:
+                    self.add_command(command)
         return super().get_command(ctx, cmd_name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -80,9 +80,6 @@ def unset_secret(*, name: str, key: str, client: Client, as_json: bool) -> None:
     display.print_result({"function": name, "unset": key}, f"{name} no longer has {key}", as_json=as_json)
 
 
-COMMANDS = (secrets,)
-
-
 def _value(key: str, from_file: Path | None) -> str:
     if from_file is not None:
         data = from_file.read_bytes()

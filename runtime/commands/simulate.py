@@ -87,9 +87,6 @@ def simulate(
     return display.print_table(columns, [_row(row) for row in rows])
 
 
-COMMANDS = (simulate,)
-
-
 def _reported(calls: list[SimulatedCall], progress: Callable[[int], None]) -> Iterator[SimulatedCall]:
     for number, call in enumerate(calls):
         if number % PROGRESS_CALLS == 0:

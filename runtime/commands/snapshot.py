@@ -264,6 +264,3 @@ def convert(
         f"wrote {path_out}: {text}, {rate(size_bytes, elapsed_s)}",
         as_json=as_json,
     )
-
-
-COMMANDS = (snapshot,)

@@ -83,9 +83,6 @@ def record(
     display.print_result(facts, text, as_json=as_json)
 
 
-COMMANDS = (record,)
-
-
 def _weights(settings: FunctionSettings, folder: Path) -> Path:
     """Return the folder of the function's weights on this machine."""
     if settings.snapshot is None:

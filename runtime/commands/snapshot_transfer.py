@@ -156,9 +156,6 @@ def cache(*, evict: str | None, as_json: bool) -> None:
     return None
 
 
-COMMANDS = (push, pull, cache)
-
-
 def open_snapshot(url: str) -> tuple[Source, Manifest]:
     """Return the source at a URL or path, and its manifest."""
     source = open_place(url.rstrip("/"))[0] if is_remote(url) else open_source(url)

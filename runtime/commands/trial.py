@@ -69,9 +69,6 @@ def test(*, source: options.FunctionSource, install: bool, as_json: bool) -> Non
     return display.print_timing(reply.timing_ms, cold=reply.cold, worker=reply.worker)
 
 
-COMMANDS = (test,)
-
-
 @contextmanager
 def private_gateway() -> Iterator[str]:
     """Run a gateway on a free port with a temporary state folder, and yield its address."""
@@ -105,8 +102,10 @@ def _start(state_dir: Path, errors: IO[bytes]) -> subprocess.Popen[bytes]:
 
 
 def _wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
+    if process.stdout is None:
+        raise TypeError("the gateway's output is not a pipe")
     ready, _, _ = select.select([process.stdout], [], [], START_TIMEOUT_S)
-    line = process.stdout.readline() if ready and process.stdout is not None else b""
+    line = process.stdout.readline() if ready else b""
     if not line:
         text = " ".join(log.read_text(errors="replace").split())[-500:]
         why = "ended during its start" if ready else "did not start in time"

@@ -88,9 +88,6 @@ def show_secret(*, name: str, client: Client, as_json: bool) -> None:
     display.print_result({"function": name, "secret": secret}, secret, as_json=as_json)
 
 
-COMMANDS = (webhooks,)
-
-
 def _row(delivery: dict[str, Any]) -> tuple[str, ...]:
     status, error = delivery["last_status"], delivery["last_error"]
     if len(error) > MAX_ERROR_CHARS:

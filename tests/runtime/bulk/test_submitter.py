@@ -10,7 +10,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from pilotflame.errors import Forbidden, GatewayError
 from pilotflame.runtime.bulk.inputs import InputLine
-from pilotflame.runtime.bulk.submitter import Submitter, dumped
+from pilotflame.runtime.bulk.submitter import dumped, open_submitter
 
 Answer = Callable[[web.Request], Awaitable[web.Response]]
 LINE = InputLine(7, "in.jsonl, line 7", b'{"a": 1}', 9)
@@ -46,7 +46,7 @@ async def test_it_asks_with_its_key_until_there_is_an_end(serve) -> None:
             return web.json_response({"id": "job-1", "status": "IN_PROGRESS"})
         return web.json_response({"id": "job-1", "status": "COMPLETED", "output": [1]})
 
-    async with Submitter(await serve(answer), "f", api_key="pf_x", run="r") as submitter:
+    async with open_submitter(await serve(answer), "f", api_key="pf_x", run="r") as submitter:
         assert await submitter.answer(LINE) == b"[1]"
     assert asked == [("batch:r:7", {"input": {"a": 1}, "policy": {"priority": "batch"}})] * 4
 
@@ -66,7 +66,7 @@ async def test_what_is_wrong_with_one_line_names_it(serve, status: int, body: ob
     async def answer(_: web.Request) -> web.Response:
         return web.json_response(body, status=status)
 
-    async with Submitter(await serve(answer), "f", api_key="", run="r") as submitter:
+    async with open_submitter(await serve(answer), "f", api_key="", run="r") as submitter:
         error = json.loads(await submitter.answer(LINE))["error"]
     assert error["type"]
     assert error["message"].startswith("in.jsonl, line 7: ")
@@ -77,13 +77,13 @@ async def test_what_concerns_all_lines_is_raised(serve) -> None:
     async def answer(_: web.Request) -> web.Response:
         return web.json_response({"error": Forbidden("not yours").to_wire()}, status=403)
 
-    async with Submitter(await serve(answer), "f", api_key="", run="r") as submitter:
+    async with open_submitter(await serve(answer), "f", api_key="", run="r") as submitter:
         with pytest.raises(Forbidden, match="not yours"):
             await submitter.answer(LINE)
 
 
 async def test_a_gateway_that_stays_away_ends_it() -> None:
-    async with Submitter("http://127.0.0.1:9", "f", api_key="", run="r", patience_s=0.2) as submitter:
+    async with open_submitter("http://127.0.0.1:9", "f", api_key="", run="r", patience_s=0.2) as submitter:
         with pytest.raises(GatewayError, match="continues where it stopped"):
             await submitter.answer(LINE)
 
@@ -94,6 +94,6 @@ async def test_bytes_and_half_surrogates_have_a_form(serve) -> None:
             {"id": "j", "status": "COMPLETED", "output": "AP8=", "output_type": "image/png"}
         )
 
-    async with Submitter(await serve(answer), "f", api_key="", run="r") as submitter:
+    async with open_submitter(await serve(answer), "f", api_key="", run="r") as submitter:
         assert json.loads(await submitter.answer(LINE)) == {"content_type": "image/png", "base64": "AP8="}
     assert dumped("\ud800\n") == b'"\\ud800\\n"'

@@ -11,7 +11,7 @@ import pytest
 from pilotflame.errors import GatewayError, UnknownFunction
 from pilotflame.runtime.bulk.inputs import InputLine
 from pilotflame.runtime.bulk.journal import Journal
-from pilotflame.runtime.bulk.window import AHEAD, Window
+from pilotflame.runtime.bulk.window import AHEAD, run_in_order
 
 
 @pytest.fixture
@@ -38,10 +38,9 @@ async def test_answers_are_in_order_and_few_are_in_flight(journal: Journal) -> N
         return line.text
 
     told: list[int] = []
-    window = Window(
+    await run_in_order(
         iter(lines(1000)), ask, journal, max_in_flight=16, written=lambda line: told.append(line.number)
     )
-    await window.run()
     assert journal.path.read_bytes().split() == [b"%d" % number for number in range(1, 1001)]
     assert most == 16
     assert told == sorted(told)
@@ -61,9 +60,9 @@ async def test_one_slow_line_does_not_let_the_others_run_away(journal: Journal) 
                 full.set()
         return line.text
 
-    window = Window(iter(lines(500)), ask, journal, max_in_flight=4, written=lambda _: None)
+    running = run_in_order(iter(lines(500)), ask, journal, max_in_flight=4, written=lambda _: None)
     async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
-        tasks.create_task(window.run())
+        tasks.create_task(running)
         await full.wait()
         for _ in range(100):  # whoever could go on would by now
             await asyncio.sleep(0)
@@ -78,9 +77,8 @@ async def test_what_concerns_all_lines_stops_it_and_what_was_answered_is_kept(jo
             raise UnknownFunction.named("f")
         return line.text
 
-    window = Window(iter(lines(5000)), ask, journal, max_in_flight=1, written=lambda _: None)
     with pytest.raises(UnknownFunction):
-        await window.run()
+        await run_in_order(iter(lines(5000)), ask, journal, max_in_flight=1, written=lambda _: None)
     assert journal.done == 40
 
 
@@ -93,5 +91,5 @@ async def test_a_source_that_breaks_off_stops_it(journal: Journal) -> None:
         return line.text
 
     with pytest.raises(GatewayError):
-        await Window(breaking(), ask, journal, max_in_flight=8, written=lambda _: None).run()
+        await run_in_order(breaking(), ask, journal, max_in_flight=8, written=lambda _: None)
     assert journal.done <= 600
