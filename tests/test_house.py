@@ -20,14 +20,8 @@ HOUSE = ("handlers", "runtime", "snapshot")
 PACKAGES = (*HOUSE, "templates")
 # Modules that write to the terminal.
 SPEAKING = {
-    "runtime.commands.benches",
     "runtime.cli",
     "runtime.commands.display",
-    "runtime.commands.moves",
-    "runtime.commands.recording",
-    "runtime.commands.remote",
-    "runtime.commands.snapshots",
-    "runtime.commands.transfers",
 }
 # Packages that must not be loaded by those who never use them.
 HEAVY = {"aiohttp", "boto3", "httpx", "numpy", "pydantic", "safetensors", "torch", "transformers", "uvloop"}

@@ -20,7 +20,6 @@ PLATFORMS = {"runpod": "RunPod", "cog": "Cog", "lambda": "Lambda"}
 @click.option("--no-check", is_flag=True, help="Start no worker now: errors in setup appear later.")
 @click.option("--upload", is_flag=True, help="Send the folder's files even to a gateway on this machine.")
 @options.gateway
-@options.as_json
 def deploy(
     *, source: options.FunctionSource, install: bool, no_check: bool, upload: bool, client: Client, as_json: bool
 ) -> None:  # fmt: skip
@@ -58,7 +57,6 @@ def deploy(
 @click.option("--content-type", default="application/json", help="The input's media type.")
 @click.option("--timeout", "timeout_s", type=float, metavar="SECONDS", help="How long the call may take.")
 @options.gateway
-@options.as_json
 def invoke(
     *, name: str, event: str | None, timing: bool, content_type: str, timeout_s: float | None, client: Client,
     as_json: bool,
@@ -97,7 +95,6 @@ def invoke(
 
 @click.command("list")
 @options.gateway
-@options.as_json
 def list_functions(*, client: Client, as_json: bool) -> None:
     """List the functions, with the number of their workers and requests.
 
@@ -126,7 +123,6 @@ def list_functions(*, client: Client, as_json: bool) -> None:
 @click.argument("name")
 @click.option("--memory", is_flag=True, help="Also measure the memory of each of its processes.")
 @options.gateway
-@options.as_json
 def status(*, name: str, memory: bool, client: Client, as_json: bool) -> None:
     """Show one function: revision, workers, settings, processes.
 
@@ -150,7 +146,6 @@ def status(*, name: str, memory: bool, client: Client, as_json: bool) -> None:
 @click.option("-f", "--follow", is_flag=True, help="Go on with every new line, until Ctrl-C.")
 @click.option("-n", "--lines", type=click.IntRange(0, 10_000), default=100, help="How many old lines.")
 @options.gateway
-@click.option("--json", "as_json", is_flag=True, help="Print each line as JSON, for programs.")
 def logs(*, name: str, follow: bool, lines: int, client: Client, as_json: bool) -> None:
     """Print what a function's processes wrote.
 
@@ -170,7 +165,6 @@ def logs(*, name: str, follow: bool, lines: int, client: Client, as_json: bool) 
 @click.argument("name")
 @options.yes
 @options.gateway
-@options.as_json
 def delete(*, name: str, yes: bool, client: Client, as_json: bool) -> None:
     """Delete a function and all its revisions. Calls that run may finish.
 
@@ -191,7 +185,6 @@ def delete(*, name: str, yes: bool, client: Client, as_json: bool) -> None:
 @click.argument("name")
 @click.option("--workers", type=click.IntRange(min=1), default=1, help="How many workers to have.")
 @options.gateway
-@options.as_json
 def warmup(*, name: str, workers: int, client: Client, as_json: bool) -> None:
     """Start workers now, ahead of the requests that will need them.
 

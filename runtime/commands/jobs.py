@@ -36,7 +36,6 @@ def _seconds(option: str, description: str) -> Callable[[Callable[..., Any]], Ca
 @_seconds("--timeout", "How long it may run.  [default: the function's timeout_s]")
 @_seconds("--ttl", "How long it may wait in the queue.  [default: the function's ttl_s]")
 @options.gateway
-@options.as_json
 def run_job(
     *, name: str, event: str | None, wait: bool, key: str | None, webhook: str | None, low_priority: bool,
     timeout_s: float | None, ttl_s: float | None, client: Client, as_json: bool,
@@ -88,7 +87,6 @@ def jobs() -> None:
 @options.states("--status", JobState)
 @options.limit
 @options.gateway
-@options.as_json
 def list_jobs(*, name: str, states: tuple[str, ...], limit: int, client: Client, as_json: bool) -> None:
     """List a function's jobs, the newest first.
 
@@ -112,7 +110,6 @@ def list_jobs(*, name: str, states: tuple[str, ...], limit: int, client: Client,
 @_JOB_ID
 @click.option("--output-only", is_flag=True, help="Print only the output; exit code 4 if the job failed.")
 @options.gateway
-@options.as_json
 def get_job(*, name: str, job_id: str, output_only: bool, client: Client, as_json: bool) -> None:
     """Show all of one job: its status, its output or error, and of a failed job the last log lines.
 
@@ -144,7 +141,6 @@ def get_job(*, name: str, job_id: str, output_only: bool, client: Client, as_jso
 @click.argument("name")
 @_JOB_IDS
 @options.gateway
-@options.as_json
 def cancel_jobs(*, name: str, job_ids: tuple[str, ...], client: Client, as_json: bool) -> None:
     """Cancel jobs that wait or run. A job that has ended does not change.
 
@@ -161,7 +157,6 @@ def cancel_jobs(*, name: str, job_ids: tuple[str, ...], client: Client, as_json:
 @click.argument("name")
 @_JOB_IDS
 @options.gateway
-@options.as_json
 def retry_jobs(*, name: str, job_ids: tuple[str, ...], client: Client, as_json: bool) -> None:
     """Run jobs that failed or timed out again, under the same ids.
 
@@ -178,7 +173,6 @@ def retry_jobs(*, name: str, job_ids: tuple[str, ...], client: Client, as_json: 
 @click.argument("name")
 @options.yes
 @options.gateway
-@options.as_json
 def purge_jobs(*, name: str, yes: bool, client: Client, as_json: bool) -> None:
     """Cancel all jobs in a function's queue. Jobs that run may finish.
 
@@ -200,7 +194,6 @@ def purge_jobs(*, name: str, yes: bool, client: Client, as_json: bool) -> None:
 @click.argument("name")
 @_JOB_ID
 @options.gateway
-@click.option("--json", "as_json", is_flag=True, help="Print each event as JSON; the last one holds the job.")
 def follow_job(*, name: str, job_id: str, client: Client, as_json: bool) -> None:
     """Print what a job yields until it has ended.
 

@@ -81,14 +81,14 @@ def _open_keys(url: str, api_key: str, state_dir: Path | None) -> Iterator[Keys]
 
 
 def _with_keys(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add --state-dir, --url and --api-key, and pass the keys that they name as `opened`."""
+    """Add --state-dir, --url, --api-key and --json, and pass `as_json` and the keys as `opened`."""
 
     @functools.wraps(command)
     def opening(*, url: str, api_key: str, state_dir: Path | None, **values: Any) -> Any:
         with _open_keys(url, api_key, state_dir) as opened:
             return command(opened=opened, **values)
 
-    return options.state_dir(options.gateway_address(opening))
+    return options.state_dir(options.gateway_address(options.as_json(opening)))
 
 
 def _seconds(_context: click.Context, _option: click.Parameter, text: str | None) -> float | None:
@@ -128,7 +128,6 @@ def keys() -> None:
     "--expires", "expires_in_s", callback=_seconds, metavar="TIME", help="For example 90d, 12h, 30m."
 )
 @_with_keys
-@options.as_json
 def create_key(
     *, name: str, scopes: tuple[str, ...], functions: tuple[str, ...], opened: Keys, as_json: bool,
     **limits: float | None,
@@ -151,7 +150,6 @@ def create_key(
 
 @keys.command("list")
 @_with_keys
-@options.as_json
 def list_keys(*, opened: Keys, as_json: bool) -> None:
     """List the API keys, whose they are and what they may do. Their secret parts are not stored.
 
@@ -173,7 +171,6 @@ def list_keys(*, opened: Keys, as_json: bool) -> None:
 @keys.command("revoke")
 @click.argument("key_id", metavar="ID")
 @_with_keys
-@options.as_json
 def revoke_key(*, key_id: str, opened: Keys, as_json: bool) -> None:
     """Revoke the API key with this ID. Its next request is refused; requests that run finish.
 

@@ -24,7 +24,7 @@ URL_VARIABLE = "PILOTFLAME_URL"
 KEY_VARIABLE = "PILOTFLAME_API_KEY"
 INPUT_FILE = "test_input.json"
 
-as_json = click.option("--json", "as_json", is_flag=True, help="Print one line of JSON, for programs.")
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs, one value a line.")
 yes = click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
 limit = click.option("-n", "--limit", type=click.IntRange(1, 1000), default=20, help="How many to show.")  # fmt: skip
 state_dir = click.option("--state-dir", type=click.Path(file_okay=False, path_type=Path), help="The gateway's state folder.")  # fmt: skip
@@ -57,7 +57,7 @@ def gateway_address(command: F) -> F:
 
 
 def gateway(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add --url and --api-key, and pass a `client` that is closed when the command ends."""
+    """Add --url, --api-key and --json, and pass `as_json` and a `client` that is closed when the command ends."""
 
     @functools.wraps(command)
     def connected(*, url: str, api_key: str, **values: Any) -> Any:
@@ -67,7 +67,7 @@ def gateway(command: Callable[..., Any]) -> Callable[..., Any]:
         with Client(url, api_key=api_key) as client:
             return command(client=client, **values)
 
-    return gateway_address(connected)
+    return gateway_address(as_json(connected))
 
 
 class FunctionSource(NamedTuple):

@@ -28,7 +28,6 @@ def secrets() -> None:
 @click.argument("key")
 @click.option("--from-file", type=_FILE, help="A file that holds the value.")
 @options.gateway
-@options.as_json
 def set_secret(*, name: str, key: str, from_file: Path | None, client: Client, as_json: bool) -> None:
     """Give function NAME's workers the secret KEY, as an environment variable.
 
@@ -50,7 +49,6 @@ def set_secret(*, name: str, key: str, from_file: Path | None, client: Client, a
 @secrets.command("list")
 @click.argument("name")
 @options.gateway
-@options.as_json
 def list_secrets(*, name: str, client: Client, as_json: bool) -> None:
     """List the names of function NAME's secrets. No command shows their values.
 
@@ -68,7 +66,6 @@ def list_secrets(*, name: str, client: Client, as_json: bool) -> None:
 @click.argument("name")
 @click.argument("key")
 @options.gateway
-@options.as_json
 def unset_secret(*, name: str, key: str, client: Client, as_json: bool) -> None:
     """Remove the secret KEY from function NAME. Workers that run keep it until they end.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -23,7 +23,6 @@ from ...snapshot.fetching.fetch import FetchStats
 from ...snapshot.format.manifest import Manifest, read_manifest
 from ...snapshot.format.verify import verify as verify_files
 from ...snapshot.sources.locate import is_remote, open_source
-from ...snapshot.sources.source import Source
 from . import display, exit_codes, options
 from .snapshot import contents, folder_of, open_place, rate, read_manifest_of
 
@@ -60,23 +59,13 @@ def push(folder: Path, destination: str, force: bool, as_json: bool) -> None:
     display.print_result(facts, text, as_json=as_json)
 
 
-def fetching(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add --connections and --part-mib, which replace measured values."""
-    part = click.option(
-        "--part-mib", type=click.IntRange(1, 1024), help="Size of one request.  [default: adapted]"
-    )
-    many = click.option(
-        "--connections", type=click.IntRange(1, 64), help="How many to keep open.  [default: adapted]"
-    )
-    return many(part(command))
-
-
 @click.command()
 @click.argument("url", metavar="URL")
 @click.argument("folder", required=False, type=click.Path(file_okay=False, path_type=Path))
 @click.option("--into-cache", is_flag=True, help="Into this node's cache, where functions find it.")
 @click.option("--force", is_flag=True, help="Overwrite another snapshot, or other files, in FOLDER.")
-@fetching
+@click.option("--connections", type=click.IntRange(1, 64), help="How many to open.  [default: adapted]")
+@click.option("--part-mib", type=click.IntRange(1, 1024), help="Size of a request.  [default: adapted]")
 @options.as_json
 def pull(
     *, url: str, folder: Path | None, into_cache: bool, force: bool, connections: int | None, part_mib: int | None,
@@ -95,11 +84,10 @@ def pull(
     if (folder is None) != into_cache:
         raise click.UsageError("Name the FOLDER to pull into, or pass --into-cache.")
     if into_cache and (force or connections or part_mib):
-        raise click.UsageError(
-            "--force, --connections and --part-mib work only with a FOLDER; the cache adapts."
-        )
+        raise click.UsageError("--force, --connections and --part-mib work only with a FOLDER.")
     started_s = time.monotonic()
-    source, manifest = open_snapshot(url)
+    source = open_place(url.rstrip("/"))[0] if is_remote(url) else open_source(url)
+    manifest = read_manifest(source)
     node = cache_folder()
     with _interruptible(folder or node), display.byte_progress(f"pulling {source.url}") as progress:
         if folder is not None:
@@ -156,34 +144,21 @@ def cache(*, evict: str | None, as_json: bool) -> None:
     return None
 
 
-def open_snapshot(url: str) -> tuple[Source, Manifest]:
-    """Return the source at a URL or path, and its manifest."""
-    source = open_place(url.rstrip("/"))[0] if is_remote(url) else open_source(url)
-    return source, read_manifest(source)
-
-
 @contextmanager
 def _interruptible(where: Path) -> Iterator[None]:
     """On Ctrl-C in the block, say that the same command continues, and exit."""
     try:
         yield
     except KeyboardInterrupt:
-        display.say(
-            f"interrupted: what has arrived is kept in {where}; the same command continues from there"
-        )
+        display.say(f"interrupted: what has arrived is kept in {where}; the same command continues there")
         raise click.exceptions.Exit(exit_codes.INTERRUPTED) from None
 
 
 def _pull_facts(where: str, manifest: Manifest, stats: FetchStats | None, elapsed_s: float) -> dict[str, Any]:
-    fetched = 0 if stats is None else stats.fetched_bytes
-    facts = {
-        "path": where,
-        "digest": manifest.digest,
-        "bytes": manifest.total_bytes,
-        "fetched_bytes": fetched,
-    }
-    details = {} if stats is None else asdict(stats)
-    return {**facts, "kept_bytes": manifest.total_bytes - fetched, **details, "seconds": elapsed_s}
+    facts = {"path": where, "digest": manifest.digest, "bytes": manifest.total_bytes}
+    fetched = {"fetched_bytes": 0} if stats is None else asdict(stats)
+    kept_bytes = manifest.total_bytes - fetched["fetched_bytes"]
+    return {**facts, **fetched, "kept_bytes": kept_bytes, "seconds": elapsed_s}
 
 
 def _fetched(manifest: Manifest, stats: FetchStats | None, elapsed_s: float) -> str:

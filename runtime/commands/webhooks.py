@@ -30,7 +30,6 @@ def webhooks() -> None:
 @options.states("--state", DeliveryState)
 @options.limit
 @options.gateway
-@options.as_json
 def list_deliveries(
     *, name: str, job_id: str, states: tuple[str, ...], limit: int, client: Client, as_json: bool
 ) -> None:
@@ -57,7 +56,6 @@ def list_deliveries(
 @click.argument("name")
 @click.argument("delivery_id", metavar="ID")
 @options.gateway
-@options.as_json
 def redeliver(*, name: str, delivery_id: str, client: Client, as_json: bool) -> None:
     """Send a delivery again now.
 
@@ -74,7 +72,6 @@ def redeliver(*, name: str, delivery_id: str, client: Client, as_json: bool) -> 
 @webhooks.command("secret")
 @click.argument("name")
 @options.gateway
-@options.as_json
 def show_secret(*, name: str, client: Client, as_json: bool) -> None:
     """Show the secret that signs a function's webhooks.
 
