@@ -90,8 +90,8 @@ def serve(*, as_json: bool, **settings: Any) -> None:
     variable: PILOTFLAME_HOST, PILOTFLAME_PORT, PILOTFLAME_STATE_DIR, PILOTFLAME_DRAIN_S; see also
     PILOTFLAME_MAX_BODY_BYTES.
 
-    With --auth auto the gateway asks for API keys if other machines can reach it, or if a key exists. Without one it
-    then answers only health checks; see `pilotflame keys`.
+    With --auth auto the gateway asks for API keys if other machines can reach it, or if a key exists. It then
+    answers only health checks without one; see `pilotflame keys`.
 
     \b
     Example:
@@ -119,8 +119,8 @@ def serve(*, as_json: bool, **settings: Any) -> None:
 def dev(*, source: options.FunctionSource, state_dir: Path | None, **settings: Any) -> None:
     """Run a gateway with the function in FOLDER, and deploy it again after each change.
 
-    Like `serve`, with the function's log on this terminal. If a change cannot be deployed, the error is printed and
-    the last good revision keeps answering. Without --state-dir nothing is kept.
+    Like `serve`, with the function's log on this terminal. If a change cannot be deployed, the error is
+    printed, and the last good revision keeps answering. Without --state-dir nothing is kept.
 
     \b
     Example:

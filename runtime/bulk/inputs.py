@@ -19,7 +19,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, slots=True)
 class InputLine:
-    """One line. `number` counts from 1 through all files; `end` is its end as an offset into all files together."""
+    """One line. `number` counts from 1 through all files; `end` is its offset in all files together."""
 
     number: int
     place: str

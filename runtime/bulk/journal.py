@@ -1,6 +1,6 @@
 """The journal of a batch: its output file, and beside it a note that names the batch while it is unfinished.
 
-Lines are appended in order, so their number alone tells where to resume after a crash; an incomplete last line is
+Lines are appended in order, so their number tells where to resume after a crash; an incomplete last line is
 cut off. The note is deleted at the end: an output without one is finished, or belongs to something else.
 """
 

@@ -1,7 +1,7 @@
 """The submitter runs lines as jobs of a gateway. An idempotency key for each line makes retries harmless.
 
-It uses aiohttp, and not httpx like the other commands: with 64 requests in flight on two cores httpx sends 140 a
-second, aiohttp 1,000.
+It uses aiohttp, and not httpx like the other commands: with 64 requests in flight on two cores, aiohttp sends
+1,000 a second, httpx 140.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Submitter:
         self._failing_since_s: float | None = None
 
     async def answer(self, line: InputLine) -> bytes:
-        """Return the line's answer as one line of JSON, or its error object. Raise errors that concern all lines."""
+        """Return the answer as one line of JSON, or an error object. Raise errors that concern all lines."""
         try:
             json.loads(line.text)
         except ValueError as error:
@@ -81,7 +81,8 @@ class Submitter:
         async with self._session.post(self._url, data=body, headers={"Idempotency-Key": key}) as response:
             reply = json.loads(await response.read())
         if not isinstance(reply, dict):
-            raise ValueError(f"{self._gateway} does not answer as a gateway does")  # noqa: TRY004  as JSON's own
+            # The error that invalid JSON raises too.
+            raise ValueError(f"{self._gateway} does not answer as a gateway does")  # noqa: TRY004
         return response.status, reply
 
     def _check_patience(self, why: str) -> None:
@@ -92,7 +93,7 @@ class Submitter:
         patience_s = self._patience_s if self._has_succeeded else min(self._patience_s, FIRST_PATIENCE_S)
         if now_s - self._failing_since_s > patience_s:
             raise GatewayError(
-                f"The gateway at {self._gateway} has taken nothing for {patience_s:.0f} s: {why.rstrip('.')}.",
+                f"The gateway at {self._gateway} took nothing for {patience_s:.0f} s: {why.rstrip('.')}.",
                 remedy="Check that it runs, and see its log. The same command continues where it stopped.",
             )
 

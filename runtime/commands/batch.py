@@ -37,11 +37,12 @@ def batch(
 ) -> None:  # fmt: skip
     """Run FUNCTION with every line of INPUT, and write the answers to OUTPUT, line for line.
 
-    INPUT is a .jsonl file, a folder of them, or s3://bucket/…; OUTPUT is a .jsonl file or s3://bucket/key. The
-    answer of a line that fails is {"error": …}. Lines are jobs of the lowest priority: other calls run first.
+    INPUT is a .jsonl file, a folder of them, or s3://bucket/…; OUTPUT is a .jsonl file or s3://bucket/key. A
+    line that fails gets {"error": …} as its answer. Lines are jobs of the lowest priority: other calls run
+    first.
 
-    After Ctrl-C, kill -9 or a crash the same command continues where it stopped. A line that has an answer is not
-    run again.
+    After Ctrl-C, kill -9 or a crash the same command continues where it stopped, and runs no answered line
+    again.
 
     \b
     Exit codes: 0 all lines have answers, 1 the batch could not go on, 4 some lines failed, 130 interrupted.
@@ -109,7 +110,7 @@ def _report(journal: Journal, resumed_at: int, output: str, seconds: float, *, a
 
 
 def _working_file(output: str) -> Path:
-    """Return where answers are written. S3 cannot append, so until the end its output is in the state folder."""
+    """Return where answers are written: S3 cannot append, so its output begins in the state folder."""
     if not output.startswith("s3://"):
         return Path(output)
     folder = default_state_dir(os.environ) / "batches"

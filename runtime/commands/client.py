@@ -101,7 +101,7 @@ class Client:
     def call(
         self, name: str, body: bytes = b"", *, content_type: str = JSON_TYPE, timeout_s: float | None = None
     ) -> Iterator[InvokeReply]:
-        """Invoke a function; the reply is valid inside the block. Raise the error that the gateway returns."""
+        """Invoke a function; the reply is valid inside the block. Raise the gateway's error."""
         headers = {"Content-Type": content_type}
         if timeout_s is not None:
             headers["X-Request-Timeout"] = str(timeout_s)
@@ -114,8 +114,8 @@ class Client:
             return reply.value()
 
     def submit(self, name: str, request: Mapping[str, Any], *, key: str = "") -> dict[str, Any]:
-        """Submit `{"input": …, "webhook": …, "policy": …}`. Return the job's id and status, and `replayed`: the
-        gateway already had a job with this idempotency key.
+        """Submit `{"input": …, "webhook": …, "policy": …}` as a job. Return its id, its status, and
+        `replayed`: True if the gateway already had a job with this idempotency key.
         """
         headers = {"Content-Type": JSON_TYPE} | ({"Idempotency-Key": key} if key else {})
         # httpx's own `json=` does not escape lone surrogates, which UTF-8 cannot encode.
@@ -229,7 +229,7 @@ class Client:
 
 
 def split_lines(chunks: Iterable[bytes]) -> Iterator[str]:
-    """Yield lines that end with a line feed. (httpx's iter_lines also splits at U+2028, which JSON may contain.)"""
+    """Yield lines that end with a line feed. (iter_lines also splits at U+2028, which JSON may contain.)"""
     rest = b""
     for chunk in chunks:
         *lines, rest = (rest + chunk).split(b"\n")

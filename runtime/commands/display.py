@@ -1,4 +1,4 @@
-"""What commands print: results on stdout as JSON, text or tables; messages, timings and progress on stderr."""
+"""What commands print: results on stdout as JSON, text or tables; messages and progress on stderr."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def byte_progress(text: str) -> Iterator[Progress]:
 
 @contextmanager
 def count_progress(text: str) -> Iterator[Callable[[int, int, str], None]]:
-    """Show a progress bar with time left on a terminal. Yield a function of (done, total, text beside the bar)."""
+    """Show a progress bar with time left on a terminal. Yield a function of (done, total, note)."""
     from rich.progress import TaskProgressColumn, TextColumn  # noqa: PLC0415
 
     with _progress(text, TaskProgressColumn(), TextColumn("{task.fields[note]}")) as update:

@@ -33,7 +33,7 @@ def exit_code_of(command: Callable[[], Any]) -> int:
         say(f"error: {' '.join(str(error).split())}")
         return UNREACHABLE if isinstance(error, GatewayUnreachable) else ERROR
     except BrokenPipeError:
-        # The reader of our output has closed it. The interpreter flushes stdout at exit, and must not fail there.
+        # The reader of our output has closed it, and the interpreter flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ERROR
     except OSError as error:

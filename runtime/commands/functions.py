@@ -9,6 +9,7 @@ import click
 
 from . import display, options
 from .client import Client
+from .options import FunctionSource
 
 # Platforms whose handlers run unchanged, by dialect.
 PLATFORMS = {"runpod": "RunPod", "cog": "Cog", "lambda": "Lambda"}
@@ -21,11 +22,11 @@ PLATFORMS = {"runpod": "RunPod", "cog": "Cog", "lambda": "Lambda"}
 @click.option("--upload", is_flag=True, help="Send the folder's files even to a gateway on this machine.")
 @options.gateway
 def deploy(
-    *, source: options.FunctionSource, install: bool, no_check: bool, upload: bool, client: Client, as_json: bool
-) -> None:  # fmt: skip
+    *, source: FunctionSource, install: bool, no_check: bool, upload: bool, client: Client, as_json: bool
+) -> None:
     """Deploy FOLDER as a function, or as a new revision of it.
 
-    The handler is imported and built before the new revision takes calls. If that fails, the old revision stays.
+    The handler is imported and built before the new revision takes calls. If that fails, the old one stays.
     A gateway on this machine reads the folder itself; any other is sent its files.
 
     \b

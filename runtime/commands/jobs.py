@@ -40,7 +40,7 @@ def run_job(
     *, name: str, event: str | None, wait: bool, key: str | None, webhook: str | None, low_priority: bool,
     timeout_s: float | None, ttl_s: float | None, client: Client, as_json: bool,
 ) -> None:  # fmt: skip
-    """Submit a job and print its id. The gateway stores it, runs it when a worker is free, and keeps its output.
+    """Submit a job and print its id. The gateway stores it, runs it later, and keeps its output for a while.
 
     EVENT is JSON, @FILE, or - for standard input. Without it the function gets null.
 
@@ -52,7 +52,7 @@ def run_job(
     Examples:
       pilotflame run hello '{"name": "Ada"}'
       pilotflame run hello @test_input.json --wait
-      pilotflame run report '{"day": 7}' --idempotency-key report-7 --webhook https://example.com/done --low-priority
+      pilotflame run report '{"day": 7}' --idempotency-key report-7 --webhook https://example.com/done
     """
     request = _job_request(options.event_body(event), webhook, low_priority, timeout_s, ttl_s)
     submitted = client.submit(name, request, key=key or "")
@@ -113,8 +113,8 @@ def list_jobs(*, name: str, states: tuple[str, ...], limit: int, client: Client,
 def get_job(*, name: str, job_id: str, output_only: bool, client: Client, as_json: bool) -> None:
     """Show all of one job: its status, its output or error, and of a failed job the last log lines.
 
-    The exit code is 0 whatever the status. With --output-only it is 4 if the job failed, timed out or was cancelled,
-    and 1 if it has not ended.
+    The exit code is 0 whatever the status. With --output-only it is 4 if the job failed, timed out or was
+    cancelled, and 1 if it has not ended.
 
     \b
     Examples:
@@ -199,7 +199,7 @@ def follow_job(*, name: str, job_id: str, client: Client, as_json: bool) -> None
 
     One JSON value a line, from the first piece on; of a function that does not stream, the output at its end.
 
-    Exit codes: 0 it completed, 4 it failed, timed out or was cancelled. Ctrl-C ends the following, not the job.
+    Exit codes: 0 it completed, 4 it failed, timed out or was cancelled. Ctrl-C does not end the job.
 
     \b
     Example:

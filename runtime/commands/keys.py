@@ -1,4 +1,4 @@
-"""The commands about API keys: `pilotflame keys create|list|revoke`, through a gateway or in its state folder."""
+"""The commands about API keys, in a gateway or in its files: `pilotflame keys create|list|revoke`."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ Keys = GatewayKeys | KeyFiles
 
 @contextmanager
 def _open_keys(url: str, api_key: str, state_dir: Path | None) -> Iterator[Keys]:
-    """Open the keys of the gateway at `url` if the user named one or has a key, else of the local state folder."""
+    """Open the keys of the gateway at `url` if the user named it or has a key, else of the state folder."""
     source = click.get_current_context().get_parameter_source("url")
     if state_dir is None and (api_key or source is not click.core.ParameterSource.DEFAULT):
         with Client(url, api_key=api_key) as client:
@@ -104,8 +104,8 @@ def _seconds(_context: click.Context, _option: click.Parameter, text: str | None
 def keys() -> None:
     """Make, list and revoke API keys.
 
-    Without --url and --api-key these commands use the gateway of this machine's state folder, whether it runs or
-    not, and need no key. That is how to make the first one.
+    Without --url and --api-key these commands use the gateway of this machine's state folder, running or not,
+    and need no key. That is how to make the first one.
 
     \b
     Example:
@@ -174,8 +174,8 @@ def list_keys(*, opened: Keys, as_json: bool) -> None:
 def revoke_key(*, key_id: str, opened: Keys, as_json: bool) -> None:
     """Revoke the API key with this ID. Its next request is refused; requests that run finish.
 
-    The gateway asks for keys even when the last one is gone. To open it again, stop it and remove access/keys.json
-    from its state folder.
+    The gateway asks for keys even when the last one is gone. To open it again, stop it and remove the file
+    access/keys.json from its state folder.
 
     \b
     Example:

@@ -26,8 +26,9 @@ INPUT_FILE = "test_input.json"
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs, one value a line.")
 yes = click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
-limit = click.option("-n", "--limit", type=click.IntRange(1, 1000), default=20, help="How many to show.")  # fmt: skip
-state_dir = click.option("--state-dir", type=click.Path(file_okay=False, path_type=Path), help="The gateway's state folder.")  # fmt: skip
+limit = click.option("-n", "--limit", type=click.IntRange(1, 1000), default=20, help="How many to show.")
+_FOLDER = click.Path(file_okay=False, path_type=Path)
+state_dir = click.option("--state-dir", type=_FOLDER, help="The gateway's state folder.")
 snapshot = click.option(
     "--snapshot", metavar="PATH", help="Weights: a folder or .safetensors file. Overrides pilotflame.toml."
 )
@@ -41,7 +42,7 @@ _name = click.option("--name", metavar="NAME", help="Use this name instead of th
 def states(option: str, kind: type[StrEnum]) -> Callable[[F], F]:
     """Return the option that selects what is in one of several states, as `states`."""
     choice = click.Choice(list(kind), case_sensitive=False)
-    return click.option(option, "states", multiple=True, type=choice, help="Only this state; repeatable.  [default: all]")  # fmt: skip
+    return click.option(option, "states", multiple=True, type=choice, help="Only this one; repeatable.")
 
 
 def gateway_address(command: F) -> F:
@@ -57,7 +58,7 @@ def gateway_address(command: F) -> F:
 
 
 def gateway(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add --url, --api-key and --json, and pass `as_json` and a `client` that is closed when the command ends."""
+    """Add --url, --api-key and --json. Pass `as_json`, and a `client` that is closed at the end."""
 
     @functools.wraps(command)
     def connected(*, url: str, api_key: str, **values: Any) -> Any:
@@ -93,7 +94,7 @@ def function_source(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add [FOLDER], --set, --name and --snapshot, and pass them as `source`."""
 
     @functools.wraps(command)
-    def run(*, folder: Path, settings: tuple[str, ...], name: str | None, snapshot: str | None, **values: Any) -> Any:  # fmt: skip
+    def run(folder: Path, settings: tuple[str, ...], name: str, snapshot: str, **values: Any) -> Any:
         return command(source=FunctionSource(folder, settings, name, snapshot), **values)
 
     folder = click.argument(

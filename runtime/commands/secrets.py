@@ -31,9 +31,9 @@ def secrets() -> None:
 def set_secret(*, name: str, key: str, from_file: Path | None, client: Client, as_json: bool) -> None:
     """Give function NAME's workers the secret KEY, as an environment variable.
 
-    The value comes from --from-file, from standard input, or from a prompt; one newline at its end is removed.
-    Workers that start from now on have it in `setup` and in the handler, but not in `build`. Workers that run keep
-    what they have.
+    The value comes from --from-file, standard input or a prompt; one newline at its end is removed. Workers
+    that start from now on have it in `setup` and in the handler, but not in `build`. Workers that run do not
+    change.
 
     \b
     Examples:

@@ -45,12 +45,13 @@ POSITIVE = click.FloatRange(min=0, min_open=True)
 @options.as_json
 def simulate(
     *, arrivals: Path | None, rate: float | None, duration_s: float, curve: str, noise: float,
-    deadline_s: float | None, workers: str, limit: int, max_queue: int, speed: float, seed: int, as_json: bool,
+    deadline_s: float | None, workers: str, limit: int, max_queue: int, speed: float, seed: int,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Predict how many calls are answered in time, for each number of workers.
 
-    ARRIVALS is a CSV file with a column `timestamp` (seconds, or ISO times), plain or .gz; or give a --rate. The
-    calls go through the gateway's own queue on a simulated clock. Nothing is deployed, and no handler runs.
+    ARRIVALS is a CSV file with a column `timestamp` (seconds, or ISO times), plain or .gz; or give a --rate.
+    Calls go through the gateway's own queue on a simulated clock. Nothing is deployed, and no handler runs.
 
     \b
     Example: are two workers enough for three times last week's load, if callers wait for a second?
@@ -95,7 +96,7 @@ def _reported(calls: list[SimulatedCall], progress: Callable[[int], None]) -> It
 
 
 def figures(run: Run) -> dict[str, Any]:
-    """Return a run's figures: shares of all first attempts, and latencies in seconds of calls answered in time."""
+    """Return a run's figures: shares of the first attempts, latencies of calls answered in time."""
     first = [attempt for attempt in run.attempts if attempt.tries == 1]
     outcomes = Counter(attempt.outcome for attempt in first)
     answered = [attempt.latency_s for attempt in run.attempts if attempt.outcome is CallOutcome.ON_TIME]
@@ -125,10 +126,10 @@ def _row(row: dict[str, Any]) -> tuple[str, ...]:
         "-" if seconds is None else display.milliseconds(seconds * 1e3)
         for seconds in (row["latency_p50_s"], row["latency_p99_s"])
     )
+    refused, late = row["refused"] + row["dropped"] + row["full"], row["late"] + row["expired"]
     return (
-        str(row["workers"]), f"{row['on_time_share']:.1%}", str(row["refused"] + row["dropped"] + row["full"]),
-        str(row["late"] + row["expired"]), p50, p99, f"{row['per_second']:.1f}", f"{row['batch_mean']:.1f}",
-        f"{row['busy_share']:.0%}",
+        str(row["workers"]), f"{row['on_time_share']:.1%}", str(refused), str(late), p50, p99,
+        f"{row['per_second']:.1f}", f"{row['batch_mean']:.1f}", f"{row['busy_share']:.0%}",
     )  # fmt: skip
 
 
@@ -136,7 +137,7 @@ def _row(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def read_arrivals(path: Path) -> list[float]:
-    """Return when each call arrived, in seconds after the first, ascending. Reads a CSV file, plain or .gz."""
+    """Return when each call arrived, in seconds after the first, ascending, from a CSV file, plain or .gz."""
     try:
         with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
             rows = csv.reader(file)
@@ -174,7 +175,7 @@ def _seconds(path: Path, text: str) -> float:
 
 
 def read_curve(text: str) -> tuple[tuple[float, float], ...]:
-    """Return points (size, seconds), ascending, of "1:20.5,32:36": milliseconds for a batch of 1, and of 32."""
+    """Return points (size, seconds) of "1:20.5,32:36": milliseconds for a batch of 1, and of 32."""
     try:
         pairs = [part.split(":") for part in text.split(",")]
         points = tuple(sorted((float(size), float(ms) / 1e3) for size, ms in pairs))

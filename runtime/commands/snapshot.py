@@ -1,4 +1,4 @@
-"""The commands about weights in one place: `pilotflame snapshot create|inspect|verify|convert`, and their group."""
+"""The group `pilotflame snapshot`, and its commands `create|inspect|verify|convert`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def folder_of(path: Path) -> Path:
 
 
 def read_manifest_of(path: str | Path) -> Manifest:
-    """Return the manifest of `path`: a folder, prefix or weights file with a manifest, or the manifest itself."""
+    """Return the manifest of a folder, prefix or weights file, or the manifest that `path` names."""
     if isinstance(path, str):
         return read_manifest(open_place(path)[0])
     file = path if path.suffix == MANIFEST_SUFFIX else folder_of(path) / MANIFEST_NAME
@@ -93,6 +93,15 @@ def rate(size_bytes: float, elapsed_s: float) -> str:
     return f"{elapsed_s:.2f} s, {display.size(size_bytes / max(elapsed_s, 1e-6))}/s"
 
 
+def print_timed(
+    facts: dict[str, Any], text: str, size_bytes: int, started_s: float, *, as_json: bool
+) -> None:
+    """Print what a command did with so many bytes since `started_s`, and its rate."""
+    elapsed_s = time.monotonic() - started_s
+    text = f"{text}, {rate(size_bytes, elapsed_s)}"
+    display.print_result({**facts, "seconds": elapsed_s}, text, as_json=as_json)
+
+
 # -- commands
 
 
@@ -114,7 +123,7 @@ def rate(size_bytes: float, elapsed_s: float) -> str:
 def snapshot() -> None:
     """Create, inspect, verify, copy and convert snapshots of weights.
 
-    A snapshot is a manifest (pilotflame.manifest.json) beside ordinary safetensors files, which do not change.
+    A snapshot is a manifest (pilotflame.manifest.json) beside ordinary safetensors files.
 
     \b
     Example:
@@ -130,8 +139,8 @@ def snapshot() -> None:
 def create(path: str | Path, chunk_mib: int, output: Path | None, as_json: bool) -> None:
     """Write the manifest of PATH_OR_URL: a folder or an s3:// prefix with safetensors, or one file.
 
-    Reads every byte once for the digests, and copies nothing. To s3:// it uploads only the manifest. An existing
-    manifest is replaced.
+    Reads every byte once for the digests, and copies nothing. To s3:// it uploads only the manifest. Replaces
+    an existing manifest.
 
     \b
     Examples:
@@ -154,12 +163,8 @@ def create(path: str | Path, chunk_mib: int, output: Path | None, as_json: bool)
                 remedy="Write the manifest to a file with --output, and upload it there.",
             )
         source.put(MANIFEST_NAME, manifest.to_json())
-    elapsed_s = time.monotonic() - started_s
-    display.print_result(
-        {"manifest": str(written), **facts(manifest), "seconds": elapsed_s},
-        f"wrote {written}: {contents(manifest)}, {rate(manifest.total_bytes, elapsed_s)}",
-        as_json=as_json,
-    )
+    found, text = {"manifest": str(written), **facts(manifest)}, f"wrote {written}: {contents(manifest)}"
+    print_timed(found, text, manifest.total_bytes, started_s, as_json=as_json)
 
 
 @snapshot.command()
@@ -212,12 +217,8 @@ def verify(path: Path, as_json: bool) -> None:
     started_s = time.monotonic()
     with display.byte_progress(f"verifying {path}") as progress:
         verify_files(folder_of(path), manifest, progress)
-    elapsed_s = time.monotonic() - started_s
-    display.print_result(
-        {"verified": True, **facts(manifest), "seconds": elapsed_s},
-        f"{path} is intact: {contents(manifest)}, {rate(manifest.total_bytes, elapsed_s)}",
-        as_json=as_json,
-    )
+    found, text = {"verified": True, **facts(manifest)}, f"{path} is intact: {contents(manifest)}"
+    print_timed(found, text, manifest.total_bytes, started_s, as_json=as_json)
 
 
 @snapshot.command()
@@ -233,9 +234,10 @@ def verify(path: Path, as_json: bool) -> None:
 def convert(
     path_in: Path, path_out: Path, dtype: str | None, kind: str, shard_mb: int, as_json: bool
 ) -> None:
-    """Convert IN to the snapshot OUT. IN is a Hugging Face folder, or a .pt, .pth, .bin, .tensors or .safetensors file.
+    """Convert IN to the snapshot OUT.
 
-    Code in a pickle is refused and never run. OUT is written completely, or not at all.
+    IN is a Hugging Face folder, or a .pt, .pth, .bin, .tensors or .safetensors file. Code in a pickle is
+    refused and never run. OUT is written completely, or not at all.
 
     \b
     Examples:
@@ -258,9 +260,5 @@ def convert(
                 path_in, path_out, dtype=dtype, shard_bytes=shard_bytes, progress=progress
             )
             size_bytes, found, text = manifest.total_bytes, facts(manifest), contents(manifest)
-    elapsed_s = time.monotonic() - started_s
-    display.print_result(
-        {"path": str(path_out), **found, "seconds": elapsed_s},
-        f"wrote {path_out}: {text}, {rate(size_bytes, elapsed_s)}",
-        as_json=as_json,
-    )
+    found, text = {"path": str(path_out), **found}, f"wrote {path_out}: {text}"
+    print_timed(found, text, size_bytes, started_s, as_json=as_json)

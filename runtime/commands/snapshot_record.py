@@ -41,8 +41,8 @@ def record(
 ) -> None:
     """Record in which order the function in FOLDER first touches its tensors. They are fetched in this order.
 
-    Sets the function up as a worker does, calls it once, and writes the order into the manifest beside its weights.
-    The digest does not change. Push the snapshot afterwards. Threads that the handler starts are not observed.
+    Sets the function up as a worker does, calls it once, and writes the order into the manifest beside its
+    weights. The digest stays. Push the snapshot afterwards. Threads that the handler starts are not observed.
 
     \b
     Example:

@@ -24,7 +24,7 @@ from ...snapshot.format.manifest import Manifest, read_manifest
 from ...snapshot.format.verify import verify as verify_files
 from ...snapshot.sources.locate import is_remote, open_source
 from . import display, exit_codes, options
-from .snapshot import contents, folder_of, open_place, rate, read_manifest_of
+from .snapshot import contents, folder_of, open_place, print_timed, rate, read_manifest_of
 
 SHOWN_DIGEST_CHARS = 16
 
@@ -51,12 +51,11 @@ def push(folder: Path, destination: str, force: bool, as_json: bool) -> None:
     with display.byte_progress(f"pushing to {destination}") as progress:
         target = open_source(destination)
         pushed = push_files(root, manifest, target, force=force, verified=True, progress=progress)
-    elapsed_s = time.monotonic() - started_s
-    facts = {"destination": destination, **asdict(pushed), "digest": manifest.digest, "seconds": elapsed_s}
+    facts = {"destination": destination, **asdict(pushed), "digest": manifest.digest}
     kept = f", {display.size(pushed.kept_bytes)} were there" if pushed.kept_files else ""
     sent = f"{display.size(pushed.sent_bytes)} in {display.counted(pushed.sent_files, 'file')}"
-    text = f"pushed to {destination}: {sent}{kept}, {rate(pushed.sent_bytes, elapsed_s)}"
-    display.print_result(facts, text, as_json=as_json)
+    text = f"pushed to {destination}: {sent}{kept}"
+    print_timed(facts, text, pushed.sent_bytes, started_s, as_json=as_json)
 
 
 @click.command()
@@ -68,13 +67,13 @@ def push(folder: Path, destination: str, force: bool, as_json: bool) -> None:
 @click.option("--part-mib", type=click.IntRange(1, 1024), help="Size of a request.  [default: adapted]")
 @options.as_json
 def pull(
-    *, url: str, folder: Path | None, into_cache: bool, force: bool, connections: int | None, part_mib: int | None,
-    as_json: bool,
+    *, url: str, folder: Path | None, into_cache: bool, force: bool, connections: int | None,
+    part_mib: int | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Copy the snapshot at URL into FOLDER, verified. URL begins with s3:// or http(s)://, or is a folder.
 
-    Valid files and parts of files in FOLDER are kept: after Ctrl-C or a crash the same command continues there. The
-    manifest is written last, when everything else is complete.
+    Valid files and parts of files in FOLDER are kept: after Ctrl-C or a crash the same command continues
+    there. The manifest is written last, when everything else is complete.
 
     \b
     Examples:
@@ -166,11 +165,13 @@ def _fetched(manifest: Manifest, stats: FetchStats | None, elapsed_s: float) -> 
         return f"nothing to fetch: all of it was there, {elapsed_s:.2f} s"
     kept_bytes = manifest.total_bytes - stats.fetched_bytes
     kept = f", {display.size(kept_bytes)} were there" if kept_bytes else ""
-    return (
-        f"fetched {display.size(stats.fetched_bytes)}{kept}: {rate(stats.fetched_bytes, stats.seconds)}; "
-        f"{display.counted(stats.connections, 'connection')}, {display.counted(stats.retries, 'retry', 'retries')}, "
-        f"{display.counted(stats.stalls, 'stall')}"
+    counts = (
+        display.counted(stats.connections, "connection"),
+        display.counted(stats.retries, "retry", "retries"),
+        display.counted(stats.stalls, "stall"),
     )
+    fetched = f"{display.size(stats.fetched_bytes)}{kept}"
+    return f"fetched {fetched}: {rate(stats.fetched_bytes, stats.seconds)}; {', '.join(counts)}"
 
 
 # -- the cache

@@ -16,7 +16,7 @@ from ..functions.registry import Functions, Live
 
 
 async def watch(functions: Functions, deployment: Deployment, stop: asyncio.Event) -> None:
-    """Deploy after each change until `stop` is set. If a deploy fails, the last good revision keeps answering."""
+    """Deploy after each change until `stop` is set. If a deploy fails, the last good revision stays."""
     if deployment.path is None:
         raise ValueError("only a folder can be watched")
     changes = awatch(deployment.path, stop_event=stop)

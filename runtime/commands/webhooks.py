@@ -35,7 +35,7 @@ def list_deliveries(
 ) -> None:
     """List deliveries, the newest first.
 
-    Shows the receiver, the number of attempts and the last response. A PENDING delivery is retried automatically;
+    Shows the receiver, the number of attempts and the last response. A PENDING delivery is retried by itself,
     a DEAD one is not. --json also has the log of attempts.
 
     \b

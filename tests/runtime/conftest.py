@@ -1,4 +1,4 @@
-"""Fixtures of the command line's tests: commands as real processes, and one gateway that they talk to."""
+"""Fixtures of the command line's tests: commands as processes, and one gateway for all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asking: against a gateway that is busy, slow, away for a moment or for good."""
+"""The submitter against a gateway that is busy, slow, away for a moment, or away for good."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ async def serve() -> AsyncIterator[Callable[[Answer], Awaitable[str]]]:
         await server.close()
 
 
-async def test_it_asks_with_its_key_until_there_is_an_end(serve) -> None:
-    asked: list[tuple[str, dict[str, object]]] = []
+async def test_it_retries_with_one_key_until_the_job_ends(serve) -> None:
+    requests: list[tuple[str, dict[str, object]]] = []
 
     async def answer(request: web.Request) -> web.Response:
-        asked.append((request.headers["Idempotency-Key"], await request.json()))
+        requests.append((request.headers["Idempotency-Key"], await request.json()))
         assert request.headers["Authorization"] == "Bearer pf_x"
-        if len(asked) == 1:
+        if len(requests) == 1:
             return web.json_response({"error": {"type": "quota_exceeded", "message": "later"}}, status=429)
-        if len(asked) == 2:
+        if len(requests) == 2:
             return web.Response(status=502, text="<html>a proxy</html>")
-        if len(asked) == 3:
+        if len(requests) == 3:
             return web.json_response({"id": "job-1", "status": "IN_PROGRESS"})
         return web.json_response({"id": "job-1", "status": "COMPLETED", "output": [1]})
 
     async with open_submitter(await serve(answer), "f", api_key="pf_x", run="r") as submitter:
         assert await submitter.answer(LINE) == b"[1]"
-    assert asked == [("batch:r:7", {"input": {"a": 1}, "policy": {"priority": "batch"}})] * 4
+    assert requests == [("batch:r:7", {"input": {"a": 1}, "policy": {"priority": "batch"}})] * 4
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ async def test_it_asks_with_its_key_until_there_is_an_end(serve) -> None:
         (200, {"id": "job-1", "status": "CANCELLED"}),
     ],
 )
-async def test_what_is_wrong_with_one_line_names_it(serve, status: int, body: object) -> None:
+async def test_the_error_of_one_line_names_it(serve, status: int, body: object) -> None:
     async def answer(_: web.Request) -> web.Response:
         return web.json_response(body, status=status)
 
@@ -73,7 +73,7 @@ async def test_what_is_wrong_with_one_line_names_it(serve, status: int, body: ob
     assert error["details"]["line"] == 7
 
 
-async def test_what_concerns_all_lines_is_raised(serve) -> None:
+async def test_an_error_of_all_lines_is_raised(serve) -> None:
     async def answer(_: web.Request) -> web.Response:
         return web.json_response({"error": Forbidden("not yours").to_wire()}, status=403)
 

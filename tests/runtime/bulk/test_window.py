@@ -1,4 +1,4 @@
-"""The window: answers in order whatever comes first, never too far ahead, and nothing lost when it must stop."""
+"""The window: answers in order, a bounded lead, and no answer lost at an error."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ async def test_answers_are_in_order_and_few_are_in_flight(journal: Journal) -> N
         flying -= 1
         return line.text
 
-    told: list[int] = []
+    written: list[int] = []
     await run_in_order(
-        iter(lines(1000)), ask, journal, max_in_flight=16, written=lambda line: told.append(line.number)
+        iter(lines(1000)), ask, journal, max_in_flight=16, written=lambda line: written.append(line.number)
     )
     assert journal.path.read_bytes().split() == [b"%d" % number for number in range(1, 1001)]
     assert most == 16
-    assert told == sorted(told)
-    assert told[-1] == 1000
+    assert written == sorted(written)
+    assert written[-1] == 1000
 
 
 async def test_one_slow_line_does_not_let_the_others_run_away(journal: Journal) -> None:
@@ -64,14 +64,15 @@ async def test_one_slow_line_does_not_let_the_others_run_away(journal: Journal) 
     async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
         tasks.create_task(running)
         await full.wait()
-        for _ in range(100):  # whoever could go on would by now
+        # Whatever can run has run by then.
+        for _ in range(100):
             await asyncio.sleep(0)
         assert farthest == 4 * AHEAD
         go.set()
     assert journal.done == 500
 
 
-async def test_what_concerns_all_lines_stops_it_and_what_was_answered_is_kept(journal: Journal) -> None:
+async def test_an_error_of_all_lines_stops_it_and_answers_are_kept(journal: Journal) -> None:
     async def ask(line: InputLine) -> bytes:
         if line.number == 41:
             raise UnknownFunction.named("f")

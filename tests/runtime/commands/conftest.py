@@ -19,7 +19,7 @@ class Stdin(io.TextIOWrapper):
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep settings of whoever runs the tests from the commands."""
+    """Hide the settings of the environment that the tests run in."""
     for name in [name for name in os.environ if name.startswith("PILOTFLAME_")]:
         monkeypatch.delenv(name)
 

@@ -1,4 +1,4 @@
-"""The client: parsing what streams, and errors as the classes they were raised as."""
+"""The client: parsing streams, calls to a gateway, and errors as the classes that the gateway raised."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def client(served: str) -> Iterator[Client]:
 
 @pytest.fixture
 def server() -> Iterator[Callable[[int, str, bytes], str]]:
-    """A server that is no gateway: `server(status, content_type, body)` gives its address."""
+    """`server(status, content_type, body)` starts a server that is not a gateway, and returns its address."""
     servers: list[tuple[HTTPServer, threading.Thread]] = []
 
     def serve(status: int, content_type: str, body: bytes) -> str:
@@ -113,7 +113,8 @@ def test_errors_keep_their_class(client: Client, tmp_path: Path):
     with pytest.raises(UnknownFunction):
         client.invoke("nobody")
     with pytest.raises(UnknownFunction):
-        client.invoke("../v1/functions")  # a name is one segment of the path, whatever is in it
+        # A name is one segment of the path, whatever it contains.
+        client.invoke("../v1/functions")
     (tmp_path / "handler.py").write_text("def handler(event):\n    return event\n")
     with pytest.raises(SettingsError, match=r"scale\.max"):
         client.deploy(tmp_path, overrides={"scale.maxx": "1"})
@@ -126,7 +127,7 @@ def test_errors_keep_their_class(client: Client, tmp_path: Path):
 # -- no gateway
 
 
-def test_nobody_there():
+def test_no_gateway_at_the_address():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         with (
@@ -137,13 +138,13 @@ def test_nobody_there():
 
 
 @pytest.mark.parametrize("url", ["localhost:8600", "ftp://here", "http://", "http://[::1", ""])
-def test_an_address_that_is_none(url: str):
+def test_a_malformed_address(url: str):
     with pytest.raises(GatewayError, match="not a gateway's address"):
         Client(url)
 
 
 @pytest.mark.parametrize("status", [200, 404, 502])
-def test_somebody_else_answers(server, status: int):
+def test_another_server_answers(server, status: int):
     url = server(status, "text/html", b"<h1>Hello\n there</h1>")
     with Client(url) as client, pytest.raises(GatewayError, match=f"answered {status}, .*Hello there"):
         client.get("v1", "functions")
@@ -158,7 +159,7 @@ def test_a_stream_that_breaks_off(server):
             next(pieces)
 
 
-def test_an_error_of_a_newer_gateway_is_still_told(server):
+def test_an_unknown_error_keeps_its_message(server):
     body = json.dumps(
         {"error": {"type": "not_known_yet", "message": "Something.", "remedy": "Do it."}}
     ).encode()
@@ -169,7 +170,7 @@ def test_an_error_of_a_newer_gateway_is_still_told(server):
         client.get("v1", "functions")
 
 
-def test_a_followed_job_that_is_cut_off_goes_on(server: Callable[[int, str, bytes], str]):
+def test_a_cut_off_stream_does_not_mean_that_the_job_ended(server: Callable[[int, str, bytes], str]):
     cut = b'event: output\nid: 1\ndata: {"n": 0}\n\nevent: outp'
     with Client(server(200, "text/event-stream", cut)) as client:
         events = client.follow("f", "job-1")

@@ -1,4 +1,4 @@
-"""The scaffold: what a template becomes, and what is refused."""
+"""`pilotflame init`: what a template becomes, and errors."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_folder_that_gives_no_name_is_refused(tmp_path: Path):
         assert not (tmp_path / name).exists()
 
 
-def test_a_place_that_cannot_be_written_is_an_error_of_ours(tmp_path: Path):
+def test_a_place_that_cannot_be_written_is_an_error(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CodeError, match="cannot be made"):
         copy_template("hello", tmp_path / "file" / "below")

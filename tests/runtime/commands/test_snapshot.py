@@ -1,4 +1,4 @@
-"""`snapshot push` and `convert`, and `create` and `inspect` over S3: what they print and what is there then."""
+"""`pilotflame snapshot push` and `convert`, and `create` and `inspect` over S3: output and files."""
 
 from __future__ import annotations
 

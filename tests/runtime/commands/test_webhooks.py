@@ -21,10 +21,10 @@ def does(deployed: Callable[..., str]) -> str:
     return deployed(ECHO)
 
 
-class _Taker(BaseHTTPRequestHandler):
-    """Refuses the first delivery for good, takes the rest."""
+class _Receiver(BaseHTTPRequestHandler):
+    """Refuses the first delivery permanently, and accepts the others."""
 
-    came: Queue[str]
+    received: Queue[str]
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
@@ -33,7 +33,7 @@ class _Taker(BaseHTTPRequestHandler):
         self.send_response(410 if first else 204)
         self.send_header("Content-Length", "0")
         self.end_headers()
-        self.came.put(self.headers["webhook-id"])
+        self.received.put(self.headers["webhook-id"])
 
     def log_message(self, *_: Any) -> None:
         """Nothing."""
@@ -41,19 +41,19 @@ class _Taker(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def receiver() -> Iterator[tuple[str, Queue[str]]]:
-    came: Queue[str] = Queue()
-    with HTTPServer(("127.0.0.1", 0), type("Taker", (_Taker,), {"came": came})) as server:
+    received: Queue[str] = Queue()
+    with HTTPServer(("127.0.0.1", 0), type("Receiver", (_Receiver,), {"received": received})) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/done?token=hidden", came
+        yield f"http://127.0.0.1:{server.server_port}/done?token=hidden", received
         server.shutdown()
         thread.join()
 
 
 def test_deliveries_are_listed_and_sent_again(pilotflame: Run, does: str, receiver: tuple[str, Queue[str]]):
-    url, came = receiver
+    url, received = receiver
     job = pilotflame("run", does, "1", "--webhook", url).stdout.strip()
-    delivery = came.get(timeout=20)
+    delivery = received.get(timeout=20)
     found = ended(pilotflame, does, job, "DEAD")
     assert (found["id"], found["job_id"], found["last_status"]) == (delivery, job, 410)
     assert found["url"] == url.removesuffix("?token=hidden")
@@ -61,7 +61,7 @@ def test_deliveries_are_listed_and_sent_again(pilotflame: Run, does: str, receiv
     assert pilotflame("webhooks", "redeliver", does, delivery).stdout.startswith(
         f"{delivery} is sent to http://127"
     )
-    assert came.get(timeout=20) == delivery
+    assert received.get(timeout=20) == delivery
     assert ended(pilotflame, does, job, "DELIVERED")["last_status"] == 204
     shown = pilotflame("webhooks", "list", does, "--state", "delivered").stdout
     for text in (delivery, job, "completed", "DELIVERED", "204"):
@@ -76,7 +76,7 @@ def test_deliveries_are_listed_and_sent_again(pilotflame: Run, does: str, receiv
 
 
 def ended(pilotflame: Run, name: str, job: str, state: str) -> dict[str, Any]:
-    """The job's one delivery, once its attempt is written down: the receiver knows of it a moment earlier."""
+    """Return the job's delivery once it is in this state: the receiver sees it a moment before it is stored."""
     until_s = time.monotonic() + 20
     while time.monotonic() < until_s:
         told = pilotflame("webhooks", "list", name, "--job", job, "--state", state, "--json").stdout
