@@ -15,8 +15,7 @@ from ...errors import BatchFailed, SourceMissing
 from ...snapshot.sources.s3 import S3Source
 from ..bulk.inputs import InputLine, Inputs
 from ..bulk.journal import Journal
-from ..bulk.submitter import open_submitter
-from ..bulk.window import run_in_order
+from ..bulk.submitter import open_submitter, run_in_order
 from ..settings.gateway_settings import default_state_dir
 from . import display, exit_codes, options
 

@@ -253,12 +253,13 @@ def convert(
     with display.byte_progress(f"converting {path_in}") as progress:
         if kind == "tensorizer":
             size_bytes = converter.convert_to_tensorizer(path_in, path_out, progress=progress)
-            found, text = {"bytes": size_bytes}, display.size(size_bytes)
+            found: dict[str, Any] = {"bytes": size_bytes}
+            text = display.size(size_bytes)
         else:
             shard_bytes = shard_mb * 1_000_000
             manifest = converter.convert(
                 path_in, path_out, dtype=dtype, shard_bytes=shard_bytes, progress=progress
             )
             size_bytes, found, text = manifest.total_bytes, facts(manifest), contents(manifest)
-    found, text = {"path": str(path_out), **found}, f"wrote {path_out}: {text}"
-    print_timed(found, text, size_bytes, started_s, as_json=as_json)
+    found = {"path": str(path_out), **found}
+    print_timed(found, f"wrote {path_out}: {text}", size_bytes, started_s, as_json=as_json)

@@ -86,9 +86,8 @@ def test_pull_as_json(snapshot: Snapshot, server: FaultServer, origin: Path, tmp
         (tmp_path / "here" / SHARD).write_bytes(
             stream.read(4 * CHUNK_BYTES).ljust((origin / SHARD).stat().st_size, b"\0")
         )
-    (tmp_path / "here" / MARK_NAME).write_text(
-        Manifest.read(origin).digest
-    )  # as a pull that was killed leaves it
+    # As a pull that was killed leaves it.
+    (tmp_path / "here" / MARK_NAME).write_text(Manifest.read(origin).digest)
     done = snapshot("pull", server.url, tmp_path / "here", "--part-mib", 1, "--json")
     facts = json.loads(done.stdout)
     manifest = Manifest.read(origin)
