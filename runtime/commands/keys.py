@@ -124,9 +124,7 @@ def keys() -> None:
 @click.option("--rate", "rate_per_s", type=float, metavar="N", help="Requests a second, on average.")
 @click.option("--burst", type=int, metavar="N", help="Requests at once.  [default: --rate]")
 @click.option("--concurrency", type=int, metavar="N", help="Requests at the same time.")
-@click.option(
-    "--expires", "expires_in_s", callback=_seconds, metavar="TIME", help="For example 90d, 12h, 30m."
-)
+@click.option("--expires", "expires_in_s", callback=_seconds, metavar="TIME", help="Lifetime: 90d, 12h, 30m.")
 @_with_keys
 def create_key(
     *, name: str, scopes: tuple[str, ...], functions: tuple[str, ...], opened: Keys, as_json: bool,

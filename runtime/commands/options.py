@@ -94,8 +94,9 @@ def function_source(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add [FOLDER], --set, --name and --snapshot, and pass them as `source`."""
 
     @functools.wraps(command)
-    def run(folder: Path, settings: tuple[str, ...], name: str, snapshot: str, **values: Any) -> Any:
-        return command(source=FunctionSource(folder, settings, name, snapshot), **values)
+    def run(**values: Any) -> Any:
+        source = FunctionSource(*(values.pop(field) for field in FunctionSource._fields))
+        return command(source=source, **values)
 
     folder = click.argument(
         "folder", type=click.Path(exists=True, file_okay=False, path_type=Path), default="."
