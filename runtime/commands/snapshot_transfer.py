@@ -16,7 +16,7 @@ import click
 from ...errors import CacheError
 from ...snapshot.caching.cache import Cache
 from ...snapshot.caching.download import download
-from ...snapshot.caching.node import learned_file, node_cache, node_tiers
+from ...snapshot.caching.node import node_cache, node_tiers
 from ...snapshot.caching.stored import Stored
 from ...snapshot.converting.push import push as push_files
 from ...snapshot.fetching.fetch import FetchStats
@@ -93,7 +93,7 @@ def pull(
             where = str(folder)
             stats: FetchStats | None = download(
                 manifest, source, folder, force=force, progress=progress, connections=connections,
-                part_bytes=part_mib and part_mib << 20, learned=learned_file(node) if node.is_dir() else None,
+                part_bytes=part_mib and part_mib << 20,
             )  # fmt: skip
         else:
             with node_cache(node).open(manifest, source, progress=progress) as lease:
