@@ -13,10 +13,10 @@ from typing import Any
 import click
 import orjson
 
-from ..access.control_socket import someone_home
+from ..access.control_socket import find_control_socket
 from ..access.keyring import Keyring
 from ..access.keys import parse_new_key
-from ..settings.state_dir import StateDir
+from ..settings.state_dir import locked_state_dir
 from . import display, options
 from .client import Client
 
@@ -70,12 +70,12 @@ def _open_keys(url: str, api_key: str, state_dir: Path | None) -> Iterator[Keys]
             yield GatewayKeys(client)
         return
     folder = options.gateway_settings(state_dir=state_dir).state_dir
-    if (control_socket := someone_home(folder)) is not None:
+    if (control_socket := find_control_socket(folder)) is not None:
         with Client(control_socket=control_socket) as client:
             yield GatewayKeys(client)
         return
-    with StateDir(folder) as state:
-        keyring = Keyring(state.path)
+    with locked_state_dir(folder) as state:
+        keyring = Keyring(state)
         keyring.load()
         yield KeyFiles(keyring)
 
