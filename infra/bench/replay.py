@@ -24,10 +24,10 @@ import servers
 from control import Control
 from http1 import Request
 from load import load_apart
-from pilotflame.runtime.batching.figures import figures
 from pilotflame.runtime.batching.latency_curve import LatencyCurve, Point
 from pilotflame.runtime.batching.simulator import Plant, Simulator, Timed
 from pilotflame.runtime.batching.workload import CallOutcome, SimulatedCall
+from pilotflame.runtime.commands.simulate import figures
 from report import Report
 from warm_open import DEADLINES
 from warm_replay import instants_ns, replay

@@ -1,4 +1,4 @@
-"""The commands pull and cache: what they bring, say and leave, and how they end when they are interrupted."""
+"""`pilotflame snapshot pull|cache`: files, output, and what an interrupt or a kill leaves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Snapshot = Callable[..., Result]
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Iterator[Path]:
-    """The folder of a cache of its own; what it has in memory is gone afterwards."""
+    """The folder of a temporary cache; its files in memory are deleted afterwards."""
     folder = tmp_path / "cache"
     yield folder
     for tier in node_tiers(folder):
@@ -66,7 +66,7 @@ def refusal(done: Result, kind: type[PilotflameError]) -> str:
 # -- pull
 
 
-def test_pull_brings_a_snapshot_and_says_how(
+def test_pull_copies_a_snapshot_and_prints_how(
     snapshot: Snapshot, server: FaultServer, origin: Path, tmp_path: Path
 ) -> None:
     done = snapshot("pull", f"{server.url}/", tmp_path / "here", "--connections", 2)
@@ -86,9 +86,8 @@ def test_pull_as_json(snapshot: Snapshot, server: FaultServer, origin: Path, tmp
         (tmp_path / "here" / SHARD).write_bytes(
             stream.read(4 * CHUNK_BYTES).ljust((origin / SHARD).stat().st_size, b"\0")
         )
-    (tmp_path / "here" / MARK_NAME).write_text(
-        Manifest.read(origin).digest
-    )  # as a pull that was killed leaves it
+    # As a pull that was killed leaves it.
+    (tmp_path / "here" / MARK_NAME).write_text(Manifest.read(origin).digest)
     done = snapshot("pull", server.url, tmp_path / "here", "--part-mib", 1, "--json")
     facts = json.loads(done.stdout)
     manifest = Manifest.read(origin)
@@ -105,7 +104,7 @@ def test_pull_from_a_folder_and_over_another(snapshot: Snapshot, origin: Path, t
     check(tmp_path / "other", origin)
 
 
-def test_pull_says_what_is_missing(snapshot: Snapshot, server: FaultServer, tmp_path: Path) -> None:
+def test_pull_names_what_is_missing(snapshot: Snapshot, server: FaultServer, tmp_path: Path) -> None:
     said = refusal(snapshot("pull", f"{server.url}/nowhere?key=secret", tmp_path / "here"), SourceMissing)
     assert "pilotflame snapshot create" in said
     assert "secret" not in said
@@ -124,7 +123,7 @@ def test_a_wrong_pull_is_exit_code_2(snapshot: Snapshot, arguments: tuple[str, .
 
 
 class Halt:
-    """Faults that let the first MiB of the weights through, and say when more is asked for; nothing comes of that."""
+    """Faults that serve the first MiB of the weights, then set `reached` and stall."""
 
     def __init__(self, least: int = MIB) -> None:
         self.least = least
@@ -208,7 +207,7 @@ def test_the_cache_is_filled_listed_and_evicted(
     assert "pilotflame snapshot cache" in refusal(snapshot("cache", "--evict", digest), CacheError)
 
 
-def test_what_is_on_its_way_is_shown_in_percent_and_not_evicted(
+def test_an_unfinished_pull_is_shown_in_percent_and_not_evicted(
     snapshot: Snapshot, origin: Path, cache: Path
 ) -> None:
     from pilotflame.snapshot.caching.cache import Cache
@@ -231,13 +230,3 @@ def test_an_ambiguous_digest_is_refused(snapshot: Snapshot, cache: Path, origin:
         (cache / "snapshots" / digest / "files").mkdir(parents=True)
     assert "2 snapshots" in refusal(snapshot("cache", "--evict", "ab"), CacheError)
     assert snapshot("cache", "--evict", "ab01").exit_code == 0
-
-
-# -- help
-
-
-@pytest.mark.parametrize("name", ["pull", "cache", "record"])
-def test_every_command_teaches_with_an_example(snapshot: Snapshot, name: str) -> None:
-    shown = snapshot(name, "--help").output
-    assert "Example" in shown
-    assert f"pilotflame snapshot {name}" in shown

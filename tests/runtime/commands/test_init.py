@@ -1,4 +1,4 @@
-"""The scaffold: what a template becomes, and what is refused."""
+"""`pilotflame init`: what a template becomes, and errors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from pilotflame.errors import CodeError, SettingsError
-from pilotflame.runtime.commands.scaffold import scaffold, templates
+from pilotflame.runtime.commands.init import copy_template, templates
 from pilotflame.runtime.functions.requirements import check_requirements
 from pilotflame.runtime.settings.function_settings import read_settings
 
@@ -23,7 +23,7 @@ def test_the_templates():
 
 @pytest.mark.parametrize("template", NAMES)
 def test_a_template_becomes_a_function_of_the_folders_name(template: str, tmp_path: Path):
-    assert scaffold(template, tmp_path / "My Function") == "my-function"
+    assert copy_template(template, tmp_path / "My Function") == "my-function"
     folder = tmp_path / "My Function"
     names = {path.name for path in folder.rglob("*")}
     assert names >= FILES
@@ -39,29 +39,29 @@ def test_a_template_becomes_a_function_of_the_folders_name(template: str, tmp_pa
 
 
 def test_an_empty_folder_is_taken_and_a_full_one_is_not(tmp_path: Path):
-    scaffold("hello", tmp_path)
+    copy_template("hello", tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(CodeError, match="not empty"):
-        scaffold("stream", tmp_path)
+        copy_template("stream", tmp_path)
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
     with pytest.raises(CodeError, match="not empty"):
-        scaffold("stream", tmp_path / "handler.py")
+        copy_template("stream", tmp_path / "handler.py")
 
 
 def test_an_unknown_template_is_named_with_those_there_are(tmp_path: Path):
     with pytest.raises(CodeError, match=r"'nothing'.*hello, stream"):
-        scaffold("nothing", tmp_path / "f")
+        copy_template("nothing", tmp_path / "f")
     assert not (tmp_path / "f").exists()
 
 
 def test_a_folder_that_gives_no_name_is_refused(tmp_path: Path):
     for name in ("___", "models"):
         with pytest.raises(SettingsError):
-            scaffold("hello", tmp_path / name)
+            copy_template("hello", tmp_path / name)
         assert not (tmp_path / name).exists()
 
 
-def test_a_place_that_cannot_be_written_is_an_error_of_ours(tmp_path: Path):
+def test_a_place_that_cannot_be_written_is_an_error(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CodeError, match="cannot be made"):
-        scaffold("hello", tmp_path / "file" / "below")
+        copy_template("hello", tmp_path / "file" / "below")

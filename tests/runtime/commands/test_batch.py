@@ -1,4 +1,4 @@
-"""`pilotflame batch`, against a gateway: every line once, in order, whatever happens on the way."""
+"""`pilotflame batch` against a gateway: every line once, in order, also after kills and interrupts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def read(path: Path) -> list[Any]:
     return [json.loads(line) for line in text[:-1].split(b"\n")]
 
 
-def test_every_line_in_order_and_what_fails_says_why_and_where(
+def test_answers_are_in_order_and_failed_lines_say_why(
     pilotflame: Any, deployed: Callable[..., str], tmp_path: Path
 ) -> None:
     name = deployed(HANDLER)
@@ -82,7 +82,8 @@ def test_killed_and_resumed_every_line_is_there_once_and_ran_once(
         process.kill()
         process.wait()
     before = output.read_bytes()
-    output.write_bytes(before[: -chance.randrange(1, 4)])  # as if the last line had been written by half
+    # As if the last line had been written by half.
+    output.write_bytes(before[: -chance.randrange(1, 4)])
     done = pilotflame("batch", name, source, output, "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["resumed_at"] == output.read_bytes()[: len(before)].count(b"\n") - 1
@@ -94,12 +95,12 @@ def test_killed_and_resumed_every_line_is_there_once_and_ran_once(
 def _wait_until_longer(
     output: Path, process: subprocess.Popen[str], size: int, chance: random.Random
 ) -> None:
-    """Until it has written some more; then a moment of any length within its work."""
+    """Wait until the batch has written some more."""
     while (output.stat().st_size if output.exists() else 0) <= size + chance.randrange(10, 300):
         assert process.poll() is None, process.stderr.read() if process.stderr else ""
 
 
-def test_interrupted_it_says_how_far_it_came(
+def test_an_interrupted_batch_says_how_to_continue(
     pilotflame: Any, deployed: Callable[..., str], start: Any, served: str, tmp_path: Path
 ) -> None:
     name = deployed(SLOW)
@@ -109,14 +110,16 @@ def test_interrupted_it_says_how_far_it_came(
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=20)
     assert process.returncode == 130, said
-    assert "the same command goes on from there" in said
+    assert "the same command continues from there" in said
     assert "Traceback" not in said
     done = pilotflame("batch", name, source, output)
     assert done.returncode == 0, done.stderr
     assert read(output) == [2 * value for value in range(300)]
 
 
-def test_what_cannot_go_on_says_so(pilotflame: Any, deployed: Callable[..., str], tmp_path: Path) -> None:
+def test_a_batch_that_cannot_continue_says_why(
+    pilotflame: Any, deployed: Callable[..., str], tmp_path: Path
+) -> None:
     source, output = write(tmp_path / "in.jsonl", [1]), tmp_path / "out.jsonl"
     unknown = pilotflame("batch", "nobody", source, output)
     assert unknown.returncode == 1
@@ -128,7 +131,7 @@ def test_what_cannot_go_on_says_so(pilotflame: Any, deployed: Callable[..., str]
     assert pilotflame("batch", name, source, output, "--restart").returncode == 0
     twice = pilotflame("batch", name, source, output)
     assert twice.returncode == 1
-    assert "is there already" in twice.stderr
+    assert "already exists" in twice.stderr
     assert read(output) == [{"got": 1}]
 
 

@@ -1,4 +1,4 @@
-"""The command record: functions run in a child, the order in their manifest, and what cannot be recorded."""
+"""`pilotflame snapshot record`: the order in the manifest, and the errors of what cannot be recorded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pilotflame.errors import (
     SnapshotError,
 )
 from pilotflame.runtime.cli import cli
-from pilotflame.runtime.commands import recording
+from pilotflame.runtime.commands import snapshot_record
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
 from safetensors.torch import save_file
@@ -90,7 +90,7 @@ Record = Callable[..., Result]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A function's folder with weights: four layers, the third and the first of which answer."""
+    """A function's folder with weights of four layers: its answer uses the third, then the first."""
     weights = tmp_path / "function" / "weights"
     weights.mkdir(parents=True)
     save_file({f"{name}.weight": torch.rand(4, 4) for name in "abcd"}, weights / "model.safetensors")
@@ -110,7 +110,7 @@ def refusal(done: Result, kind: type[PilotflameError]) -> str:
     return str(done.exception)
 
 
-@pytest.mark.parametrize("kind", ["async", "batch", "async generator"])  # a plain one: below
+@pytest.mark.parametrize("kind", ["async", "batch", "async generator"])
 def test_the_order_is_recorded_and_the_digest_stays(
     folder: Path, kind: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,7 +124,7 @@ def test_the_order_is_recorded_and_the_digest_stays(
     assert touched.digest == before.digest
     assert touched.provenance == before.provenance
     assert "3 of 4 tensors were touched, first b.weight, c.weight, a.weight" in done.stdout
-    assert "1 never were: d.weight" in done.stdout
+    assert "1 were not: d.weight" in done.stdout
     assert sorted(path.name for path in folder.rglob("*")) == there
     said = capfd.readouterr()
     assert ("called with {'x': 1}" in said.err) == (kind == "plain")
@@ -151,11 +151,11 @@ def test_another_input_and_json(folder: Path, tmp_path: Path) -> None:
         ("def handler(event, context):\n    return 1 / 0\n", HandlerFailed, "ZeroDivisionError"),
         ("def setup(context):\n    raise KeyError('absent')\ndef handler(event): ...\n", HandlerSetupError, "absent"),
         ("def handler(event):\n    return 1\n", SnapshotError, "touched no tensor"),
-        ("def handler(event):\n    import os\n    os._exit(3)\n", HandlerError, "without a word"),
+        ("def handler(event):\n    import os\n    os._exit(3)\n", HandlerError, "without a result"),
     ],
     ids=["handler", "setup", "nothing", "death"],
 )  # fmt: skip
-def test_what_goes_wrong_is_told_and_nothing_is_written(
+def test_an_error_is_reported_and_nothing_is_written(
     folder: Path, body: str, kind: type[PilotflameError], named: str
 ) -> None:
     (folder / "handler.py").write_text(HEAD + body)
@@ -164,7 +164,7 @@ def test_what_goes_wrong_is_told_and_nothing_is_written(
     assert (folder / "weights" / MANIFEST_NAME).read_bytes() == before
 
 
-def test_what_cannot_be_recorded_is_said_before_anything_runs(folder: Path) -> None:
+def test_errors_are_reported_before_the_function_runs(folder: Path) -> None:
     (folder / "handler.py").write_text("raise SystemExit('imported')\n")
     refused = refusal(record(folder, "--snapshot", "s3://bucket/models"), SnapshotError)
     assert "pilotflame snapshot pull s3://bucket/models" in refused
@@ -181,7 +181,7 @@ def test_what_cannot_be_recorded_is_said_before_anything_runs(folder: Path) -> N
     os.geteuid() == 0 and not shutil.which("setpriv"),
     reason="root may write everywhere, unless setpriv is there",
 )
-def test_a_read_only_folder_is_said(folder: Path) -> None:
+def test_a_read_only_folder_is_an_error(folder: Path) -> None:
     (folder / "handler.py").write_text("raise SystemExit('imported')\n")
     (folder / "weights").chmod(0o555)
     bound = ["setpriv", "--bounding-set=-dac_override"] if os.geteuid() == 0 else []
@@ -195,12 +195,10 @@ def test_a_read_only_folder_is_said(folder: Path) -> None:
     assert str(folder / "weights") in done.stderr
 
 
-def test_a_folder_that_cannot_be_written_after_all_is_said(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: Manifest, path: Path) -> None:
         raise OSError(30, "Read-only file system", str(path))
 
-    monkeypatch.setattr(recording, "_order", lambda *given: ["a.weight"])
+    monkeypatch.setattr(snapshot_record, "_order", lambda *given: ["a.weight"])
     monkeypatch.setattr(Manifest, "write", refuse)
     assert "Read-only file system" in refusal(record(folder), CacheError)

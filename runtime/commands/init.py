@@ -1,4 +1,4 @@
-"""The scaffold: a new function's folder, copied from a template."""
+"""The command that copies a template into a new function's folder: `pilotflame init`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
+import click
+
 from ...errors import CodeError
 from ..settings.function_settings import SETTINGS_FILE, check_name, slug
+from . import display, options
 
 TEMPLATES = Path(__file__).resolve().parents[2] / "templates"
 README_FILE = "README.md"
@@ -16,23 +19,50 @@ _NOT_COPIED = shutil.ignore_patterns("__pycache__", "*.pyc")
 
 
 class Template(NamedTuple):
-    """A folder to start from, and what it is in a sentence."""
+    """A folder to start from, with one sentence about it."""
 
     name: str
     summary: str
     folder: Path
 
 
+@click.command()
+@click.argument("folder", required=False, type=click.Path(path_type=Path))
+@click.option("--template", "-t", default="hello", help="The template to copy.")
+@click.option("--list", "listing", is_flag=True, help="List the templates and exit.")
+@options.as_json
+def init(*, folder: Path | None, template: str, listing: bool, as_json: bool) -> None:
+    """Make a new function's folder from a template.
+
+    The last part of FOLDER becomes the function's name. Without FOLDER it is the template's name.
+
+    \b
+    Example:
+      pilotflame init my-embeddings --template text-embedding
+    """
+    if listing:
+        found = [{"name": known.name, "summary": known.summary} for known in templates()]
+        rows = [tuple(known.values()) for known in found]
+        return display.print_list(
+            {"templates": found}, ("template", "what it is"), rows, empty="no templates", as_json=as_json
+        )
+    target = folder or Path(template)
+    name = copy_template(template, target)
+    facts = {"name": name, "template": template, "folder": str(target.resolve())}
+    text = f"made {target} from {template}: read {target / README_FILE}, then: pilotflame test {target}"
+    return display.print_result(facts, text, as_json=as_json)
+
+
 def templates() -> list[Template]:
-    """All templates, by name."""
+    """Return all templates by name."""
     return [
         Template(path.parent.name, _summary(path), path.parent)
         for path in sorted(TEMPLATES.glob("*/handler.py"))
     ]
 
 
-def scaffold(template: str, folder: Path) -> str:
-    """Copies `template` to `folder`, which must not exist or be empty; gives the function's name."""
+def copy_template(template: str, folder: Path) -> str:
+    """Copy a template to a folder that is empty or does not exist. Return the function's name."""
     found = {known.name: known for known in templates()}
     if template not in found:
         raise CodeError(f"There is no template {template!r}.", remedy=f"Choose one of: {', '.join(found)}.")
@@ -40,7 +70,7 @@ def scaffold(template: str, folder: Path) -> str:
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise CodeError(
-                f"{folder} is already there and not empty.",
+                f"{folder} already exists and is not empty.",
                 remedy="Choose another name; nothing was changed.",
             )
         shutil.copytree(found[template].folder, folder, ignore=_NOT_COPIED, dirs_exist_ok=True)
@@ -53,7 +83,7 @@ def scaffold(template: str, folder: Path) -> str:
 
 
 def _rename(folder: Path, template: str, name: str) -> None:
-    """Puts the function's name where the template has its own: the settings, and the README's commands."""
+    """Replace the template's name by the function's in the settings and in the README's commands."""
     for file, places in (
         (SETTINGS_FILE, ('name = "{}"',)),
         (README_FILE, ("pilotflame invoke {} ", "/invoke/{}\n")),
@@ -65,6 +95,6 @@ def _rename(folder: Path, template: str, name: str) -> None:
 
 
 def _summary(handler: Path) -> str:
-    """The first sentence of the handler's docstring."""
+    """Return the first line of a handler's docstring."""
     text = ast.get_docstring(ast.parse(handler.read_bytes())) or ""
     return text.partition("\n")[0]
