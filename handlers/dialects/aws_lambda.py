@@ -11,7 +11,7 @@ from typing import Any
 
 from ...errors import HandlerFailed, HandlerSignatureError
 from ..contract import Context
-from ..failure import OWN_FOLDER, explain
+from ..failure import PACKAGE_FOLDER, explain
 from ..handler import Handler, HandlerKind, kind_of
 from ..loading import import_file
 from .bodies import LenientOutput, ObjectInput
@@ -103,7 +103,7 @@ class LambdaCaller:
         frames = [
             frame
             for frame in traceback.extract_tb(error.__traceback__)
-            if not frame.filename.startswith(OWN_FOLDER)
+            if not frame.filename.startswith(PACKAGE_FOLDER)
         ]
         told.details |= {
             "errorType": type(error).__name__,

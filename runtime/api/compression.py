@@ -14,7 +14,7 @@ import zlib
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from ...handlers.accepted import weigh
+from ...handlers.negotiation import weigh
 
 # The standard library's since Python 3.14, where the backport does not install.
 zstd = importlib.import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")

@@ -188,8 +188,8 @@ class Functions:
         rows = [(replica.child.pid, "worker", replica.name) for replica in pool.replicas]
         if pool.standby is not None:
             rows.append((pool.standby.pid, "standby", pool.standby.name))
-        if pool.source is not None and pool.source.forks:
-            rows.append((pool.source.zygote.child.pid, "zygote", "zygote"))
+        if pool.source is not None and pool.source.zygote_pid is not None:
+            rows.append((pool.source.zygote_pid, "zygote", "zygote"))
         return await asyncio.to_thread(
             lambda: [found for row in rows if (found := _measure(*row)) is not None]
         )
@@ -312,8 +312,8 @@ class Functions:
         live.revision.line.configure(policy_of(live.record))
         live.revision.streaming = bool(source.facts["streaming"])
         live.revision.aggregates = bool(source.facts.get("aggregate", True))
-        if not source.forks:
-            live.warnings.append(f"Workers are spawned, not forked: {source.why_not}.")
+        if source.spawn_reason:
+            live.warnings.append(f"Workers are spawned, not forked: {source.spawn_reason}.")
         if check:
             await live.revision.prove()
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from pilotflame.errors import HandlerFailed, HandlerImportError, PilotflameError, SnapshotMismatch
 from pilotflame.handlers.codec import OutputCodec
-from pilotflame.handlers.failure import MAX_TRACEBACK_CHARS, explain, locate
+from pilotflame.handlers.failure import MAX_TRACEBACK_CHARS, explain, is_out_of_memory, locate
 
 
 @pytest.fixture
@@ -143,3 +144,42 @@ def test_a_cause_is_told_too(tmp_path: Path) -> None:
     assert "FileNotFoundError" in text
     assert text.index("FileNotFoundError") < text.index("outer")
     assert traceback.format_exc() == "NoneType: None\n"
+
+
+# -- out of memory
+
+
+class Silent(RuntimeError):
+    def __str__(self) -> str:
+        raise ValueError
+
+
+def of_torch() -> BaseException:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA ran full"),
+        RuntimeError("CUDA error: out of memory"),
+        of_torch(),
+    ],
+    ids=lambda error: str(error)[:20],
+)
+def test_out_of_memory_is_recognised(error: BaseException) -> None:
+    assert is_out_of_memory(error)
+
+
+class OutOfMemoryError(Exception):
+    """Another library's."""
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("no"), ValueError("out of memory"), OutOfMemoryError(), Silent()]
+)
+def test_other_errors_are_not_out_of_memory(error: BaseException) -> None:
+    assert not is_out_of_memory(error)

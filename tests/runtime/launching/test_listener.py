@@ -11,7 +11,8 @@ import pytest
 from pilotflame.errors import GatewayError
 from pilotflame.runtime.launching import listener as module
 from pilotflame.runtime.launching.listener import MAX_HELLO_BYTES, MAX_SOCKET_PATH, Listener
-from pilotflame.runtime.link.link import HEADER, Frame, FrameKind, Link, encode, encode_json
+from pilotflame.runtime.link.connection import Link
+from pilotflame.runtime.link.frames import HEADER, Frame, FrameKind, encode, encode_json
 from pilotflame.runtime.telemetry.logs import LogBook
 
 LIMIT_S = 30.0
@@ -197,7 +198,7 @@ async def test_one_who_leaves_before_saying_anything_is_forgotten(place: Place) 
     for data in (b"", b"x"):
         (await place.dial(data)).close()
     await place.gets_through()
-    assert not place.listener._dialling
+    assert not place.listener._greetings
 
 
 async def test_closing_hangs_up_on_those_who_have_not_said_who_they_are(place: Place) -> None:

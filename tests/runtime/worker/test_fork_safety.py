@@ -106,7 +106,7 @@ def test_torch_gets_its_threads_back() -> None:
         from pilotflame.runtime.worker import fork_safety
         torch.set_num_threads(1)
         found = [fork_safety.torch_threads()]
-        fork_safety.own_threads(3)
+        fork_safety.set_threads(3)
         print(json.dumps([*found, fork_safety.torch_threads()]))
     """) == [1, 3]
 
@@ -115,7 +115,7 @@ def test_without_torch_there_is_one_thread_and_none_is_loaded() -> None:
     assert program("""
         import json, sys
         from pilotflame.runtime.worker import fork_safety
-        fork_safety.own_threads(4); fork_safety.reseed(); fork_safety.settle()
+        fork_safety.set_threads(4); fork_safety.reseed(); fork_safety.freeze_objects()
         print(json.dumps([fork_safety.torch_threads(), "torch" in sys.modules, "numpy" in sys.modules]))
     """) == [1, False, False]
 

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from live import Gate, Gateway
 from pilotflame.errors import OutputInvalid
-from pilotflame.runtime.link.link import Frame, FrameKind, FrameReader, Link
+from pilotflame.runtime.link.connection import Link
+from pilotflame.runtime.link.frames import Frame, FrameKind, FrameReader
 from pilotflame.runtime.serving.invocation import Invocation
 from pilotflame.runtime.worker.host import WorkerHost
 

@@ -17,7 +17,8 @@ from pilotflame.handlers.contract import Cancellation, Context, batch
 from pilotflame.handlers.handler import HandlerKind
 from pilotflame.handlers.resolve import handler_of
 from pilotflame.runtime.batching.prefetch import window
-from pilotflame.runtime.link.link import TIMING, Frame, FrameKind, FrameReader, Link, Timing
+from pilotflame.runtime.link.connection import Link
+from pilotflame.runtime.link.frames import TIMING, Frame, FrameKind, FrameReader, Timing
 from pilotflame.runtime.link.stream_credit import Credit
 from pilotflame.runtime.worker.loop_runner import LoopRunner
 from pilotflame.runtime.worker.runner import Call, Runner
@@ -85,9 +86,9 @@ class Rig:
             deadline_s=deadline_s,
             state="s",
         )
-        call = Call(channel, orjson.dumps(event), "", context, cancellation)
-        if self.handler.kind.streaming:
-            call.credit = Credit() if credit is None else Credit(credit)
+        found = Credit() if credit is None else Credit(credit)
+        stream_credit = found if self.handler.kind.streaming else None
+        call = Call(channel, orjson.dumps(event), "", context, cancellation, credit=stream_credit)
         self.calls[channel] = call
         self.runner.submit(call, more)
 
@@ -735,6 +736,16 @@ async def test_closing_an_idle_one_reports_at_once(rig: MakeRig, kind: Any) -> N
         await made.idle.wait()
 
 
+async def test_threads_share_all_groups_and_run_each_once(rig: MakeRig) -> None:
+    made = rig(lambda event: event, concurrency=3)
+    for channel in range(600):
+        made.submit(channel, channel)
+    returned = [call.channel for call in made.runner.close()]
+    answered = [await made.answer() for _ in range(600 - len(returned))]
+    assert sorted([*returned, *(channel for channel, _ in answered)]) == list(range(600))
+    assert all(channel == event for channel, event in answered)
+
+
 # -- the window
 
 
@@ -744,7 +755,7 @@ async def test_short_calls_ask_for_some_in_advance_and_long_ones_stop_asking(rig
 
     async def windows(*exec_s: float) -> list[int]:
         for seconds in exec_s:
-            made.runner._learn(seconds)
+            made.runner._update_window(seconds)
         data = await asyncio.wait_for(made.loop.sock_recv(made.gateway, 1 << 16), LIMIT_S)
         return [
             frame.json()["window"] for frame in FrameReader().feed(data) if frame.kind == FrameKind.WINDOW

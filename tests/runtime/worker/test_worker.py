@@ -10,18 +10,21 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pilotflame.runtime.link.link import Frame, FrameKind, FrameReader, encode, encode_json
+import torch
+from pilotflame.runtime.link.frames import Frame, FrameKind, FrameReader, encode, encode_json
 from pilotflame.runtime.link.worker_spec import WorkerSpec
+from pilotflame.runtime.worker.worker import device_name, most_common_dtype
 
 LIMIT_S = 60.0
 PROGRAM = """
 import socket, sys
 from pilotflame.runtime.link.worker_spec import WorkerSpec
 from pilotflame.runtime.worker.worker import Worker
-from pilotflame.runtime.worker.zygote import build
+from pilotflame.runtime.worker.function_setup import build
 spec = WorkerSpec.model_validate_json(sys.argv[2])
 Worker(socket.socket(fileno=int(sys.argv[1])), spec, build(spec)).run()
 sys.stdout.flush()
@@ -448,3 +451,18 @@ def test_a_rehearsal_that_fails_does_not_spoil_the_performance(worker: Callable[
     process.send(FrameKind.DRAIN)
     assert process.exit_code() == 0
     assert "rehearse(context) failed at handler.py, line 3: ValueError: lines" in process.errors()
+
+
+def test_the_device_is_the_processor_unless_the_handler_uses_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert device_name() == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
+    assert device_name() == "cuda:H100"
+
+
+@pytest.mark.parametrize(("dtypes", "found"), [([], ""), (["F32", "BF16", "BF16"], "BF16")])
+def test_the_dtype_is_that_of_most_tensors(dtypes: list[str], found: str) -> None:
+    tensors = [SimpleNamespace(dtype=dtype) for dtype in dtypes]
+    snapshot: Any = SimpleNamespace(manifest=SimpleNamespace(tensors=tensors), path=Path())
+    assert most_common_dtype(snapshot) == found
+    assert most_common_dtype(None) == ""

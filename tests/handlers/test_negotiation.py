@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from pilotflame.handlers.accepted import MAX_RANGES, preferred, weigh
+from pilotflame.handlers.negotiation import MAX_RANGES, preferred, weigh
 from werkzeug.datastructures import MIMEAccept
 from werkzeug.http import parse_accept_header
 

@@ -1,8 +1,7 @@
-"""The link: frames from any split of the stream, order across threads, back-pressure, and the end of the other side."""
+"""Connections: order across threads, back-pressure, and the end of the other side."""
 
 import asyncio
 import socket
-import struct
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -11,112 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import LinkError
-from pilotflame.runtime.link.link import (
-    HEADER,
-    JOIN_BYTES,
-    MAX_FRAME_BYTES,
-    Address,
-    BlockingLink,
-    Frame,
-    FrameKind,
-    FrameReader,
-    Link,
-    Timing,
-    encode,
-    encode_json,
-)
+from pilotflame.runtime.link.connection import JOIN_BYTES, Address, BlockingLink, Link
+from pilotflame.runtime.link.frames import HEADER, Frame, FrameKind, FrameReader, encode
 
 LIMIT_S = 30.0
-FRAMES = st.builds(
-    Frame,
-    st.integers(0, 255),
-    st.integers(0, 2**32 - 1),
-    st.binary(max_size=40),
-    st.binary(max_size=200),
-)
-
-
-# -- frames
-
-
-@given(st.lists(FRAMES, max_size=8), st.data())
-def test_any_split_of_the_stream_gives_the_same_frames(frames: list[Frame], data: st.DataObject) -> None:
-    stream = b"".join(encode(*frame) for frame in frames)
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=20)))
-    reader = FrameReader()
-    found: list[Frame] = []
-    for begin, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
-        found += reader.feed(stream[begin:end])
-    assert found == frames
-
-
-@given(st.lists(FRAMES, min_size=1, max_size=3))
-def test_a_frame_comes_out_with_its_last_byte_and_not_before(frames: list[Frame]) -> None:
-    reader = FrameReader()
-    ends = []
-    position = 0
-    for frame in frames:
-        position += len(encode(*frame))
-        ends.append(position)
-    seen = 0
-    for index, byte in enumerate(b"".join(encode(*frame) for frame in frames), start=1):
-        seen += len(reader.feed(bytes([byte])))
-        assert seen == sum(end <= index for end in ends)
-
-
-@given(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(10, 1000))
-def test_a_header_that_cannot_be_is_refused_as_soon_as_it_is_there(
-    length: int, head: int, limit: int
-) -> None:
-    header = HEADER.pack(length, head, 1, 0)
-    reader = FrameReader(limit)
-    assert reader.feed(header[:-1]) == []
-    if length > limit or head > length:
-        with pytest.raises(
-            LinkError, match=f"claims {length} bytes with a head of {head}; the limit is {limit}"
-        ):
-            reader.feed(header[-1:])
-    else:
-        assert len(reader.feed(header[-1:])) == (length == 0)
-
-
-def test_the_limit_itself_is_allowed() -> None:
-    assert FrameReader(10).feed(encode(1, 0, b"abc", b"defghij"))[0].payload == b"defghij"
-    with pytest.raises(LinkError):
-        FrameReader(10).feed(encode(1, 0, b"abc", b"defghijk"))
-    with pytest.raises(LinkError):
-        FrameReader().feed(HEADER.pack(MAX_FRAME_BYTES + 1, 0, 1, 0))
-
-
-def test_a_head_is_json_or_an_error() -> None:
-    (frame,) = FrameReader().feed(encode_json(FrameKind.READY, 0, {"window": 3}, b"rest"))
-    assert (frame.json(), frame.payload) == ({"window": 3}, b"rest")
-    assert Frame(FrameKind.READY, 0, b"", b"").json() == {}
-    for head in (b"{", b"[1]", b"\xff", b"3"):
-        with pytest.raises(LinkError, match="READY frame's head is not a JSON object"):
-            Frame(FrameKind.READY, 0, head, b"").json()
-    with pytest.raises(LinkError, match="200"):
-        Frame(200, 0, b"{", b"").json()
-
-
-@given(st.floats(0, 1e6), st.floats(0, 1e6), st.integers(0, 2**16 - 1), st.floats(0, 1e9))
-def test_timing_round_trip(wait_s: float, exec_s: float, batch: int, cost: float) -> None:
-    timing = Timing(wait_s, exec_s, batch, cost)
-    assert Timing.unpack(timing.pack()) == timing
-
-
-def test_timing_that_is_none_is_zero() -> None:
-    assert Timing.unpack(b"short") == Timing(0.0, 0.0, 1, 1.0)
-
-
-def test_the_kinds_are_a_wire_format() -> None:
-    """The two ends may be of different releases: a kind never changes its number."""
-    assert {kind.name: kind.value for kind in FrameKind} == {
-        "HELLO": 1, "ACTIVATE": 2, "READY": 3, "FAILED": 4, "WINDOW": 5, "INVOKE": 6, "RESULT": 8,
-        "CHUNK": 9, "END": 10, "ERROR": 11, "RETURNED": 12, "CANCEL": 13, "MORE": 14, "DRAIN": 15, "FORK": 16,
-        "BUILT": 17, "FORKED": 18, "EXITED": 19, "PRIMED": 20, "UNFORKED": 21, "PROGRESS": 22,
-    }  # fmt: skip
-    assert HEADER.size == struct.calcsize("<IIBI") == 13
 
 
 # -- addresses
@@ -137,13 +34,13 @@ def test_an_address_is_what_it_prints(address: Address) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "unix:", "tcp:", "tcp:host", "tcp:host:", "tcp::80", "tcp:host:x", "http://a:1", "/path", "tcp:a:²"])  # fmt: skip
-def test_what_is_no_address_is_refused_with_the_form(text: str) -> None:
+def test_an_invalid_address_is_refused_with_the_form(text: str) -> None:
     with pytest.raises(LinkError) as caught:
         Address.parse(text)
     assert "unix:/path or tcp:host:port" in caught.value.remedy
 
 
-def test_dialling_nobody_is_told(tmp_path: Path) -> None:
+def test_dialling_an_absent_gateway_is_an_error(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     for address in (Address(path=str(tmp_path / "none")), Address(host="127.0.0.1", port=port)):
@@ -174,7 +71,6 @@ def test_dialling_gives_a_blocking_socket(tmp_path: Path, scheme: str) -> None:
 def test_a_blocking_link_sees_the_end() -> None:
     ours, theirs = socket.socketpair()
     link = BlockingLink(ours)
-    assert link.fileno() == ours.fileno()
     theirs.sendall(encode(FrameKind.FORK)[:-1])
     assert link.receive() == []
     theirs.close()
@@ -188,8 +84,8 @@ def test_a_blocking_link_sees_the_end() -> None:
 class End:
     """One end of a link, and what happened at it."""
 
-    def __init__(self, sock: socket.socket, begun: bytes = b"", *, gathering: bool = False) -> None:
-        self.link = Link(sock, asyncio.get_running_loop(), begun, gathering=gathering)
+    def __init__(self, sock: socket.socket, received: bytes = b"", *, join_writes: bool = False) -> None:
+        self.link = Link(sock, asyncio.get_running_loop(), received, join_writes=join_writes)
         self.frames: asyncio.Queue[Frame] = asyncio.Queue()
         self.closed = asyncio.Event()
 
@@ -206,10 +102,10 @@ class End:
             await self.closed.wait()
 
 
-@pytest.fixture(params=[False, True], ids=["at-once", "gathering"])
+@pytest.fixture(params=[False, True], ids=["at-once", "joined"])
 async def ends(request: pytest.FixtureRequest) -> AsyncIterator[tuple[End, End]]:
     one, other = socket.socketpair()
-    pair = End(one, gathering=request.param), End(other)
+    pair = End(one, join_writes=request.param), End(other)
     yield pair
     for end in pair:
         end.link.close()
@@ -230,8 +126,8 @@ async def test_a_frame_of_any_size_arrives_whole(ends: tuple[End, End], size: in
 
 async def test_each_threads_frames_keep_their_order_and_none_is_torn(ends: tuple[End, End]) -> None:
     near, far = ends
-    if near.link._gathering:
-        pytest.skip("only its loop's thread sends on a gathering link")
+    if near.link._join_writes:
+        pytest.skip("only the loop's thread sends on a link that joins writes")
     near.bind()
     far.bind()
     threads, each = 4, 200
@@ -255,17 +151,17 @@ async def test_each_threads_frames_keep_their_order_and_none_is_torn(ends: tuple
         assert all(set(frame.payload) <= {channel} for frame in mine)
 
 
-async def test_more_than_the_socket_holds_is_kept_until_somebody_reads(ends: tuple[End, End]) -> None:
+async def test_more_than_the_socket_holds_is_kept_until_it_is_read(ends: tuple[End, End]) -> None:
     near, far = ends
     near.bind()
     sent = [bytes([index]) * (1 << 20) for index in range(20)]
     for index, payload in enumerate(sent):
-        near.link.send(FrameKind.CHUNK, index, b"", payload)  # nobody reads yet, and this does not block
+        near.link.send(FrameKind.CHUNK, index, b"", payload)
     far.bind()
     assert [(frame.channel, frame.payload) for frame in await far.take(20)] == list(enumerate(sent))
 
 
-async def test_what_was_sent_before_there_was_an_owner_is_not_lost(ends: tuple[End, End]) -> None:
+async def test_frames_sent_before_bind_are_not_lost(ends: tuple[End, End]) -> None:
     near, far = ends
     for number in range(3):
         near.link.send(FrameKind.CHUNK, number)
@@ -274,17 +170,17 @@ async def test_what_was_sent_before_there_was_an_owner_is_not_lost(ends: tuple[E
 
 
 @pytest.mark.parametrize("cut", [1, 12, 13, 20])
-async def test_what_came_with_the_hello_comes_first(cut: int) -> None:
+async def test_bytes_received_with_the_hello_are_read_first(cut: int) -> None:
     one, other = socket.socketpair()
     stream = encode(FrameKind.BUILT, 1, b"{}") + encode(FrameKind.READY, 2, b"{}")
-    far = End(other, begun=stream[:cut])
+    far = End(other, received=stream[:cut])
     one.sendall(stream[cut:] + encode(FrameKind.RESULT, 3))
     assert [frame.channel for frame in await far.bind().take(3)] == [1, 2, 3]
     far.link.close()
     one.close()
 
 
-async def test_another_owner_takes_over_where_the_first_left(ends: tuple[End, End]) -> None:
+async def test_the_next_owner_gets_the_rest_of_the_frames(ends: tuple[End, End]) -> None:
     near, far = ends
     second: asyncio.Queue[Frame] = asyncio.Queue()
 
@@ -299,20 +195,20 @@ async def test_another_owner_takes_over_where_the_first_left(ends: tuple[End, En
         assert [(await second.get()).channel for _ in range(2)] == [2, 3]
 
 
-async def test_the_other_side_closing_is_told_once_after_its_last_frames(ends: tuple[End, End]) -> None:
+async def test_on_close_is_called_once_after_the_last_frames(ends: tuple[End, End]) -> None:
     near, far = ends
-    told: list[str] = []
-    far.link.bind(lambda frame: told.append(f"frame {frame.channel}"), lambda: (told.append("closed"), far.closed.set())[0])  # fmt: skip
+    seen: list[str] = []
+    far.link.bind(lambda frame: seen.append(f"frame {frame.channel}"), lambda: (seen.append("closed"), far.closed.set())[0])  # fmt: skip
     near.link.send(FrameKind.CHUNK, 1)
     near.link.close()
     near.link.close()
     await far.wait_closed()
-    assert told == ["frame 1", "closed"]
+    assert seen == ["frame 1", "closed"]
     assert far.link.closed
-    far.link.send(FrameKind.CHUNK, 2)  # nothing to send to, and no error
+    far.link.send(FrameKind.CHUNK, 2)
 
 
-async def test_closing_oneself_is_not_told(ends: tuple[End, End]) -> None:
+async def test_closing_a_link_does_not_call_its_own_on_close(ends: tuple[End, End]) -> None:
     near, far = ends
     near.bind()
     far.bind()
@@ -321,7 +217,7 @@ async def test_closing_oneself_is_not_told(ends: tuple[End, End]) -> None:
     assert not near.closed.is_set()
 
 
-async def test_sending_to_one_who_has_gone_is_no_error(ends: tuple[End, End]) -> None:
+async def test_sending_to_a_closed_peer_is_no_error(ends: tuple[End, End]) -> None:
     near, far = ends
     near.bind()
     for _ in range(20):
@@ -338,7 +234,7 @@ def broken_json(frame: Frame) -> None:
 @pytest.mark.parametrize(
     "junk", [HEADER.pack(2**32 - 1, 0, 1, 0), HEADER.pack(1, 2, 1, 0), encode(FrameKind.READY, 0, b"{")]
 )
-async def test_one_who_breaks_the_rules_is_hung_up_on(ends: tuple[End, End], junk: bytes) -> None:
+async def test_a_peer_that_breaks_the_format_is_disconnected(ends: tuple[End, End], junk: bytes) -> None:
     near, far = ends
     near.bind()
     far.link.bind(broken_json, far.closed.set)
@@ -347,7 +243,7 @@ async def test_one_who_breaks_the_rules_is_hung_up_on(ends: tuple[End, End], jun
     await near.wait_closed()
 
 
-async def test_an_owner_that_closes_hears_nothing_more(ends: tuple[End, End]) -> None:
+async def test_an_owner_that_closes_gets_no_more_frames(ends: tuple[End, End]) -> None:
     near, far = ends
     seen: list[int] = []
 
@@ -384,7 +280,7 @@ async def test_finishing_sends_what_is_left(ends: tuple[End, End]) -> None:
     assert [(frame.channel, len(frame.payload)) for frame in received] == [(n, 1 << 20) for n in range(10)]
 
 
-async def test_finishing_gives_up_on_one_who_does_not_read(ends: tuple[End, End]) -> None:
+async def test_finishing_gives_up_on_a_peer_that_does_not_read(ends: tuple[End, End]) -> None:
     near, _ = ends
     near.bind()
     near.link.send(FrameKind.CHUNK, 1, b"", b"x" * (20 << 20))
@@ -401,7 +297,7 @@ async def test_finishing_twice_or_after_the_end_does_nothing(ends: tuple[End, En
 
 
 @pytest.mark.parametrize("call", [lambda link: link.send(FrameKind.CHUNK), lambda link: link.send_encoded()])
-async def test_sending_nothing_or_on_a_closed_link_is_quiet(
+async def test_sending_on_a_closed_link_does_nothing(
     ends: tuple[End, End], call: Callable[[Link], None]
 ) -> None:
     near, _ = ends
