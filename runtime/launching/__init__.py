@@ -1,4 +1,4 @@
-"""Where workers come from.
+"""Launches the processes of revisions: zygotes, workers, and the node's fetcher.
 
 Enter at `launcher.py`, the interface that the serving room uses. `process_launcher.py` implements it with processes of
 this machine, seen by `zygote_process.py`. A launcher of containers, or of a cluster, is one more

@@ -122,7 +122,7 @@ class FetcherClient:
                 self._process = await self._start()
 
     async def _start(self) -> asyncio.subprocess.Process:
-        # One socket for both directions. asyncio closes the pipes of a process at times of its own choosing.
+        # One socket for both directions. asyncio may close the pipes of a process early.
         ours, theirs = socket.socketpair()
         try:
             process = await asyncio.create_subprocess_exec(

@@ -65,10 +65,10 @@ class Child(ABC):
 
 
 class WorkerSource(Protocol):
-    """Where the workers of one revision come from."""
+    """Forks the workers of one revision."""
 
     facts: dict[str, Any]
-    """What the handler says of itself (`Handler.facts`)."""
+    """`Handler.facts` of the handler."""
     spawn_reason: str
     """Why workers are spawned instead of forked; empty if they are forked."""
 

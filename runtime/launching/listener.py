@@ -37,8 +37,8 @@ class Expected:
     role: str
     log_stream: LogStream | None = None
 
-    def open_log(self, sock: socket.socket, received: bytes) -> LogStream:
-        self.log_stream = LogStream(sock, asyncio.get_running_loop(), self.logs, self.source, received)
+    def open_log(self, sock: socket.socket) -> LogStream:
+        self.log_stream = LogStream(sock, asyncio.get_running_loop(), self.logs, self.source, b"")
         return self.log_stream
 
 
@@ -95,7 +95,7 @@ class Listener:
         for greeting in list(self._greetings):
             greeting.read()
 
-    def hello(self, sock: socket.socket, token: str, role: str, received: bytes) -> bool:
+    def hello(self, sock: socket.socket, token: str, role: str) -> bool:
         """Take a connection that sent HELLO. Return False if it is to be closed."""
         name, _, secret = token.partition(".")
         expected = self._expected.get(name)
@@ -105,12 +105,12 @@ class Listener:
             return False
         if role == "log" and expected.log_stream is None:
             self._streams = {stream for stream in self._streams if stream.alive}
-            self._streams.add(expected.open_log(sock, received))
+            self._streams.add(expected.open_log(sock))
             return True
         if role != expected.role:
             return False
         self.forget(token)
-        expected.on_link(Link(sock, self._loop, received, join_writes=True), pid)
+        expected.on_link(Link(sock, self._loop, join_writes=True), pid)
         return True
 
     def discard(self, greeting: _Greeting) -> None:
@@ -140,34 +140,39 @@ class _Greeting:
         self._sock.close()
 
     def read(self) -> None:
-        """Read what has arrived. A complete HELLO decides."""
+        """Read what has arrived of the HELLO, and nothing after it. A complete HELLO decides."""
         try:
-            data = self._sock.recv(MAX_HELLO_BYTES)
+            while data := self._sock.recv(self._missing()):
+                self._data += data
+                if not self._missing():
+                    self._stop()
+                    if not self._greet():
+                        self._sock.close()
+                    return
         except BlockingIOError:
             return
         except OSError:
-            data = b""
-        self._data += data
-        if not data or len(self._data) > 2 * MAX_HELLO_BYTES:
-            self.close()
-        elif len(self._data) >= HEADER.size:
-            end = HEADER.size + HEADER.unpack_from(self._data)[0]
-            if len(self._data) >= end:
-                self._stop()
-                if not self._greet(self._data[:end], self._data[end:]):
-                    self._sock.close()
+            pass
+        self.close()
+
+    def _missing(self) -> int:
+        """Return how many more bytes to read; 0 if the HELLO is complete or too long."""
+        if len(self._data) < HEADER.size:
+            return HEADER.size - len(self._data)
+        length = HEADER.unpack_from(self._data)[0]
+        return 0 if length > MAX_HELLO_BYTES else HEADER.size + length - len(self._data)
 
     def _stop(self) -> None:
         self._timer.cancel()
         self._loop.remove_reader(self._sock)
         self._listener.discard(self)
 
-    def _greet(self, hello: bytes, received: bytes) -> bool:
+    def _greet(self) -> bool:
         with contextlib.suppress(LinkError, KeyError):
-            frames = FrameReader(MAX_HELLO_BYTES).feed(hello)
+            frames = FrameReader(MAX_HELLO_BYTES).feed(self._data)
             if len(frames) == 1 and frames[0].kind == FrameKind.HELLO:
                 head = frames[0].json()
-                return self._listener.hello(self._sock, str(head["token"]), str(head["role"]), received)
+                return self._listener.hello(self._sock, str(head["token"]), str(head["role"]))
         return False
 
 

@@ -80,7 +80,7 @@ class ProcessLauncher:
         try:
             head = await zygote.wait_built(BUILD_TIMEOUT_S)
         except BaseException:
-            # A cancelled deploy comes here too. User code, which runs now, does not read the link: kill the process.
+            # Also when a deploy is cancelled. The process runs user code, which does not read the link: kill it.
             zygote.close()
             child.kill()
             raise

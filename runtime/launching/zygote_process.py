@@ -24,7 +24,7 @@ class ChildProcess(Child):
     """A process of this machine, by its pidfd."""
 
     def __init__(self, link: Link, pid: int, name: str, *, reaped: bool = False) -> None:
-        """`reaped` says that other code collects the exit of this process."""
+        """`reaped` is True if other code collects the exit of this process."""
         super().__init__(link, pid, name)
         self._reaped = reaped
         try:

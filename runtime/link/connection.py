@@ -19,7 +19,7 @@ from .frames import HEADER, Frame, FrameKind, FrameReader, encode, encode_json
 # The receive buffer is allocated once. A new buffer for each recv costs the kernel the mapping, clearing and unmapping
 # of its pages, which is half of the time of a short invocation.
 RECEIVE_BYTES = 256 << 10
-# Larger payloads are sent in a system call of their own. For smaller ones a copy is cheaper than a second call.
+# A larger payload is sent in a separate system call. For a smaller one a copy is cheaper than a second call.
 JOIN_BYTES = 64 << 10
 
 
@@ -99,21 +99,14 @@ class Link:
     """
 
     def __init__(
-        self,
-        sock: socket.socket,
-        loop: asyncio.AbstractEventLoop,
-        received: bytes = b"",
-        *,
-        join_writes: bool = False,
+        self, sock: socket.socket, loop: asyncio.AbstractEventLoop, *, join_writes: bool = False
     ) -> None:
-        """`received` is what was already read from the socket."""
         sock.setblocking(False)
         self.sock = sock
         self.closed = False
         self._loop = loop
         self._reader = FrameReader()
         self._buffer = memoryview(bytearray(RECEIVE_BYTES))
-        self._received = received
         self._bound = False
         self._on_frame: Callable[[Frame], None] = _unbound
         self._on_close: Callable[[], None] = _unbound
@@ -128,8 +121,6 @@ class Link:
         if not self._bound:
             self._bound = True
             self._loop.add_reader(self.sock, self._readable)
-            if self._received:
-                self._loop.call_soon(self._feed_received)
 
     def send(self, kind: int, channel: int = 0, head: bytes = b"", payload: bytes = b"") -> None:
         """Send one frame. Does nothing on a closed link, of which `on_close` informs the owner."""
@@ -228,30 +219,18 @@ class Link:
                 self._unsent.clear()
         self._loop.remove_writer(self.sock)
 
-    def _feed_received(self) -> None:
-        received, self._received = self._received, b""
-        if received and not self.closed:
-            self._feed(received)
-
     def _readable(self) -> None:
-        if self._received:
-            self._feed_received()
-        if self.closed:
-            return
         try:
             size = self.sock.recv_into(self._buffer)
         except BlockingIOError:
             return
         except OSError:
             size = 0
-        if size:
-            self._feed(bytes(self._buffer[:size]))
-        else:
+        if not size:
             self._lost()
-
-    def _feed(self, data: bytes) -> None:
+            return
         try:
-            for frame in self._reader.feed(data):
+            for frame in self._reader.feed(bytes(self._buffer[:size])):
                 if self.closed:
                     return
                 self._on_frame(frame)

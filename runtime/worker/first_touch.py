@@ -1,6 +1,6 @@
 """Records in which order a function first touches its tensors: sets it up as a worker does and calls it once.
 
-`pilotflame snapshot record` runs this in a process of its own.
+`pilotflame snapshot record` runs this in a separate process.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ In the parent, before the first fork:
 3. `freeze_objects`: the garbage collector must not write to pages that parent and children share.
 
 In the child:
-4. `detach`: a session of its own, default signals, and SIGTERM when the parent dies.
-5. `reseed`: random numbers of its own.
+4. `detach`: a new session, default signals, and SIGTERM when the parent dies.
+5. `reseed`: new seeds for random numbers.
 6. `set_threads`: on the thread that runs the handler, the thread counts that the parent had set to one.
 """
 

@@ -74,12 +74,12 @@ async def call_hook(handler: Handler, hook: Hook | None, context: Context) -> An
 
 
 def run_hook(hook: Hook | None, context: Context) -> Any:
-    """Call a hook on a thread without an event loop, and return its result. An async hook gets a loop of its own."""
+    """Call a hook on a thread without an event loop, and return its result. An async hook gets a new loop."""
 
     async def wait() -> Any:
         return await result
 
-    result = hook(context) if hook is not None else None
+    result: Any = hook(context) if hook is not None else None
     return asyncio.run(wait()) if inspect.isawaitable(result) else result
 
 

@@ -155,7 +155,7 @@ class Runner(ABC):
             self._set_limit(max(1, min(self.limit, size) // 2))
 
     def regrow(self, limit: int) -> None:
-        """Restore the limit: memory did not suffice for one event alone, which says nothing of others together."""
+        """Restore the limit: one event alone is too large for the memory, so the limit is not the cause."""
         with self._lock:
             if self.limit < limit:
                 self._set_limit(limit)

@@ -139,7 +139,7 @@ class Worker:
         try:
             self._restore()
             if snapshot is not None and snapshot.arriving and self._on_event_loop:
-                # Tasks share their thread and pass work to others, so no gate can stand before all of it.
+                # Tasks share their thread and pass work to others, so a gate on this thread is not enough.
                 await asyncio.to_thread(snapshot.wait, WEIGHTS_TIMEOUT_S)
             with self._gate():
                 state = await call_hook(self._handler, self._handler.setup, self._context())
@@ -161,7 +161,7 @@ class Worker:
             if snapshot.arriving:
                 self._start_thread(self._await_weights, "weights")
                 if other_threads > 0 and not self._on_event_loop:
-                    # The rehearsal has started threads, and no gate stands before them.
+                    # The rehearsal has started threads, to which the gate of this thread does not apply.
                     snapshot.wait(WEIGHTS_TIMEOUT_S)
         self._restored_s = time.monotonic() - started_s
 

@@ -16,8 +16,10 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 from setproctitle import setproctitle
 
@@ -32,10 +34,8 @@ from .worker import Worker
 DIAL_TIMEOUT_S = 10.0
 
 
-class Role(Protocol):
-    """What a process does. `run` returns the role of a forked child in the child, None at the end."""
-
-    def run(self) -> Role | None: ...
+# What a process does. It returns the role of a forked child in the child, and None at the end.
+Role = Callable[[], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,9 @@ class Base(Zygote):
     def child_role(self, request: dict[str, Any]) -> Role:
         ticket = Ticket(self._ticket.address, request["token"])
         spec = WorkerSpec.model_validate(request["spec"])
-        return RevisionZygote(ticket, spec) if request["role"] == "zygote" else SpawnedWorker(ticket, spec)
+        if request["role"] == "zygote":
+            return RevisionZygote(ticket, spec).run
+        return partial(spawn_worker, ticket, spec)
 
 
 class RevisionZygote(Zygote):
@@ -181,46 +183,33 @@ class RevisionZygote(Zygote):
     def child_role(self, request: dict[str, Any]) -> Role:
         if self._built is None:
             raise RuntimeError("forked before it was built")
-        return ForkedWorker(Ticket(self._ticket.address, request["token"]), self._spec, self._built)
+        ticket = Ticket(self._ticket.address, request["token"])
+        return partial(run_forked, ticket, self._spec, self._built)
 
 
-class ForkedWorker:
-    """A worker, forked from its revision's zygote."""
-
-    def __init__(self, ticket: Ticket, spec: WorkerSpec, built: Built) -> None:
-        self._ticket, self._spec, self._built = ticket, spec, built
-
-    def run(self) -> None:
-        gc.enable()
-        setproctitle(f"pilotflame: standby {self._spec.label}")
-        redirect_output(self._ticket)
-        Worker(self._ticket.dial("worker"), self._spec, self._built).run()
+def run_forked(ticket: Ticket, spec: WorkerSpec, built: Built) -> None:
+    """Run a worker that was forked from its revision's zygote."""
+    gc.enable()
+    setproctitle(f"pilotflame: standby {spec.label}")
+    redirect_output(ticket)
+    Worker(ticket.dial("worker"), spec, built).run()
 
 
-class SpawnedWorker:
-    """A worker that shares nothing, for handlers whose imports start threads, which no fork survives.
+def spawn_worker(ticket: Ticket, spec: WorkerSpec) -> None:
+    """Become a fresh interpreter with a worker, for handlers whose imports start threads, which no fork survives.
 
-    The base forks it only to exec a fresh interpreter, so that the base reaps it like its other children.
+    The base forks this process only so that it reaps the worker like its other children.
     """
-
-    def __init__(self, ticket: Ticket, spec: WorkerSpec) -> None:
-        self._ticket, self._spec = ticket, spec
-
-    def run(self) -> None:
-        request = {
-            "address": str(self._ticket.address),
-            "token": self._ticket.token,
-            "spec": self._spec.model_dump(mode="json"),
-        }
-        memory = os.memfd_create("request", 0)
-        os.write(memory, json.dumps(request).encode())
-        os.lseek(memory, 0, os.SEEK_SET)
-        os.dup2(memory, 0)
-        os.execv(sys.executable, [sys.executable, "-m", "pilotflame.runtime.worker.zygote", "solo"])  # noqa: S606
+    request = {"address": str(ticket.address), "token": ticket.token, "spec": spec.model_dump(mode="json")}
+    memory = os.memfd_create("request", 0)
+    os.write(memory, json.dumps(request).encode())
+    os.lseek(memory, 0, os.SEEK_SET)
+    os.dup2(memory, 0)
+    os.execv(sys.executable, [sys.executable, "-m", "pilotflame.runtime.worker.zygote", "solo"])  # noqa: S606
 
 
 def run_spawned(request: dict[str, Any]) -> None:
-    """Import, build and run a worker, in the fresh interpreter of a SpawnedWorker."""
+    """Import, build and run a worker, in the fresh interpreter of `spawn_worker`."""
     ticket = Ticket(Address.parse(request["address"]), request["token"])
     spec = WorkerSpec.model_validate(request["spec"])
     fork_safety.detach(os.getppid())
@@ -236,7 +225,7 @@ def run_spawned(request: dict[str, Any]) -> None:
 
 
 def redirect_output(ticket: Ticket) -> None:
-    """Send standard output and error to the gateway over a connection of their own.
+    """Send standard output and error to the gateway over a separate connection.
 
     The kernel holds what was written, so the last output of a process that crashes arrives too.
     """
@@ -251,9 +240,9 @@ def redirect_output(ticket: Ticket) -> None:
 
 
 def run_roles(role: Role | None) -> None:
-    """Run a process: its own role and, in a forked child, the child's."""
+    """Run a process: the first role and, in a forked child, the roles after it."""
     while role is not None:
-        role = role.run()
+        role = role()
 
 
 def main() -> None:
@@ -268,7 +257,7 @@ def main() -> None:
     else:
         gc.disable()
         fork_safety.detach(os.getppid())
-        run_roles(Base(Ticket(Address.parse(request["address"]), request["token"]), request["preload"]))
+        run_roles(Base(Ticket(Address.parse(request["address"]), request["token"]), request["preload"]).run)
     sys.stdout.flush()
     os._exit(0)
 

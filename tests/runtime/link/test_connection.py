@@ -84,8 +84,8 @@ def test_a_blocking_link_sees_the_end() -> None:
 class End:
     """One end of a link, and what happened at it."""
 
-    def __init__(self, sock: socket.socket, received: bytes = b"", *, join_writes: bool = False) -> None:
-        self.link = Link(sock, asyncio.get_running_loop(), received, join_writes=join_writes)
+    def __init__(self, sock: socket.socket, *, join_writes: bool = False) -> None:
+        self.link = Link(sock, asyncio.get_running_loop(), join_writes=join_writes)
         self.frames: asyncio.Queue[Frame] = asyncio.Queue()
         self.closed = asyncio.Event()
 
@@ -167,17 +167,6 @@ async def test_frames_sent_before_bind_are_not_lost(ends: tuple[End, End]) -> No
         near.link.send(FrameKind.CHUNK, number)
     far.bind()
     assert [frame.channel for frame in await far.take(3)] == [0, 1, 2]
-
-
-@pytest.mark.parametrize("cut", [1, 12, 13, 20])
-async def test_bytes_received_with_the_hello_are_read_first(cut: int) -> None:
-    one, other = socket.socketpair()
-    stream = encode(FrameKind.BUILT, 1, b"{}") + encode(FrameKind.READY, 2, b"{}")
-    far = End(other, received=stream[:cut])
-    one.sendall(stream[cut:] + encode(FrameKind.RESULT, 3))
-    assert [frame.channel for frame in await far.bind().take(3)] == [1, 2, 3]
-    far.link.close()
-    one.close()
 
 
 async def test_the_next_owner_gets_the_rest_of_the_frames(ends: tuple[End, End]) -> None:
