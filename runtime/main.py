@@ -23,11 +23,13 @@ from .access.loopback import is_loopback
 from .access.secrets import Secrets
 from .api.access import AccessControl
 from .api.admin import Admin
+from .api.compression import compressed
 from .api.fast_path import FastPath
 from .api.guard import Guard
 from .api.invoke import Gateway
 from .api.requests import Limits
 from .api.server import bind, http_server, url_of
+from .api.unrouted import unrouted
 from .api.webhooks import WebhooksApi
 from .commands.watch import watch
 from .dialects.aws_lambda.routes import LambdaApi
@@ -147,8 +149,9 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     routes += [*admin.routes(), *AccessControl(keyring, secrets, functions).routes()]
     control = stack.enter_context(door(state))
     fast_path = FastPath(gateway, functions, guard)
+    middlewares = [unrouted, guard.middleware, compressed]
     await stack.enter_async_context(
-        http_server([sock, control], routes, guard, fast_path, settings.header_timeout_s)
+        http_server([sock, control], routes, middlewares, fast_path, settings.header_timeout_s)
     )
     return Server(url_of(sock), functions, admin, tasks, jobs, sources)
 

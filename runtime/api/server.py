@@ -5,20 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import sys
 from collections.abc import AsyncIterator, Sequence
 
+import aiohttp
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from ...errors import GatewayError
 from .admin import MAX_ARCHIVE_BYTES
-from .compression import compressed
-from .connection import ClientConnection
+from .connection import connection_factory, header_timer, missing_internals
 from .fast_path import FastPath
-from .guard import Guard
-from .unrouted import unrouted
 
-KEEPALIVE_S = 75.0
 BACKLOG = 1024
+NO_FAST_PATH = (
+    "pilotflame: aiohttp {version} lacks {names}: plain calls are answered in aiohttp's ordinary way, which takes more"
+    " time each. Install an aiohttp that pilotflame's pyproject.toml allows.\n"
+)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -53,25 +56,19 @@ def url_of(sock: socket.socket) -> str:
 async def http_server(
     socks: Sequence[socket.socket],
     routes: Sequence[web.RouteDef],
-    guard: Guard,
+    middlewares: Sequence[Middleware],
     fast_path: FastPath,
     header_timeout_s: float,
 ) -> AsyncIterator[None]:
     """Serve inside the block."""
-    app = web.Application(
-        client_max_size=MAX_ARCHIVE_BYTES, middlewares=[unrouted, guard.middleware, compressed]
-    )
+    if missing := missing_internals():
+        sys.stderr.write(NO_FAST_PATH.format(version=aiohttp.__version__, names=", ".join(missing)))
+        middlewares = [header_timer, *middlewares]
+    app = web.Application(client_max_size=MAX_ARCHIVE_BYTES, middlewares=middlewares)
     app.add_routes(routes)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
     await runner.setup()
-
-    def accept() -> asyncio.Protocol:
-        if runner.server is None:
-            raise GatewayError("The gateway is shutting down.")
-        return ClientConnection(
-            runner.server, fast_path, header_timeout_s=header_timeout_s, keepalive_s=KEEPALIVE_S
-        )
-
+    accept = connection_factory(runner, None if missing else fast_path, header_timeout_s)
     loop = asyncio.get_running_loop()
     servers = [await loop.create_server(accept, sock=sock, backlog=BACKLOG) for sock in socks]
     try:
