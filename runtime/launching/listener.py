@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import GatewayError, LinkError
-from ..link.connection import Address, Link
+from ..link.connection import Link
 from ..link.frames import HEADER, FrameKind, FrameReader
 from ..telemetry.logs import LogBook, LogStream
 
@@ -51,8 +51,7 @@ class Listener:
                 f"The path of the link socket is longer than {MAX_SOCKET_PATH} bytes: {path}.",
                 remedy="Use a shorter --state-dir.",
             )
-        self._path = path
-        self.address = Address(path=str(path))
+        self.path = path
         self._expected: dict[str, Expected] = {}
         self._greetings: set[_Greeting] = set()
         self._streams: set[LogStream] = set()
@@ -60,19 +59,19 @@ class Listener:
     def open(self) -> None:
         """Listen on a socket that only this user can reach."""
         self._loop = asyncio.get_running_loop()
-        self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._path.unlink(missing_ok=True)
+        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.path.unlink(missing_ok=True)
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._sock.setblocking(False)
-        self._sock.bind(str(self._path))
-        self._path.chmod(0o600)
+        self._sock.bind(str(self.path))
+        self.path.chmod(0o600)
         self._sock.listen(BACKLOG)
         self._loop.add_reader(self._sock, self._accept)
 
     def close(self) -> None:
         self._loop.remove_reader(self._sock)
         self._sock.close()
-        self._path.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
         for greeting in list(self._greetings):
             greeting.close()
         for stream in self._streams:

@@ -120,7 +120,7 @@ class ProcessLauncher:
         )  # fmt: skip
         try:
             process = await _spawn_base(
-                python, {"address": str(self._listener.address), "token": token, "preload": preload}
+                python, {"address": str(self._listener.path), "token": token, "preload": preload}
             )
             self._processes.add(process)
             ended = self._tasks.create_task(self._reap(process, dialled, name))

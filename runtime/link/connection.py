@@ -1,4 +1,4 @@
-"""A connection between a gateway and a zygote or worker, which dials in: its address, and both kinds of ends."""
+"""A connection between a gateway and a zygote or worker, which dials in. Its two ends are of different kinds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -23,49 +22,17 @@ RECEIVE_BYTES = 256 << 10
 JOIN_BYTES = 64 << 10
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Where a gateway listens for links: a path, or a host and port."""
-
-    path: str = ""
-    host: str = ""
-    port: int = 0
-
-    def __str__(self) -> str:
-        return f"unix:{self.path}" if self.path else f"tcp:{self.host}:{self.port}"
-
-    @classmethod
-    def parse(cls, text: str) -> Address:
-        scheme, _, rest = text.partition(":")
-        if scheme == "unix" and rest:
-            return cls(path=rest)
-        host, _, port = rest.rpartition(":")
-        if scheme != "tcp" or not host or not port.isdecimal() or not port.isascii():
-            raise LinkError(f"{text!r} is not an address.", remedy="Write unix:/path or tcp:host:port.")
-        return cls(host=host, port=int(port))
-
-    def dial(self, timeout_s: float) -> socket.socket:
-        """Return a connected, blocking socket. Raise LinkError."""
-        try:
-            sock = self._connect(timeout_s)
-        except OSError as error:
-            raise LinkError(f"Cannot reach the gateway at {self}: {error}.") from error
-        sock.settimeout(None)
-        return sock
-
-    def _connect(self, timeout_s: float) -> socket.socket:
-        if not self.path:
-            sock = socket.create_connection((self.host, self.port), timeout_s)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return sock
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.settimeout(timeout_s)
-        try:
-            sock.connect(self.path)
-        except OSError:
-            sock.close()
-            raise
-        return sock
+def dial(path: str, timeout_s: float) -> socket.socket:
+    """Return a blocking socket, connected to the gateway at `path`. Raise LinkError."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(timeout_s)
+    try:
+        sock.connect(path)
+    except OSError as error:
+        sock.close()
+        raise LinkError(f"Cannot reach the gateway at {path}: {error}.") from error
+    sock.settimeout(None)
+    return sock
 
 
 class BlockingLink:

@@ -241,9 +241,12 @@ class Runner(ABC):
             return encode_json(FrameKind.ERROR, call.channel, error.to_wire())
         except TypeError:
             # The text has half a surrogate pair, or the details are no JSON. Send what can be sent.
-            plain = type(error).__new__(type(error))
-            PilotflameError.__init__(plain, _encodable(error.message), remedy=_encodable(error.remedy))
-            return encode_json(FrameKind.ERROR, call.channel, plain.to_wire())
+            plain = {
+                "type": error.code,
+                "message": _encodable(error.message),
+                "remedy": _encodable(error.remedy),
+            }
+            return encode_json(FrameKind.ERROR, call.channel, plain)
 
     def describe(self, error: BaseException, what: str = "The handler") -> PilotflameError:
         """Return the error for the caller, of what the handler or other user code raised."""

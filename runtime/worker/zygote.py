@@ -24,7 +24,7 @@ from typing import Any
 from setproctitle import setproctitle
 
 from ...errors import PilotflameError
-from ..link.connection import Address, BlockingLink
+from ..link.connection import BlockingLink, dial
 from ..link.frames import FrameKind
 from ..link.worker_spec import WorkerSpec
 from . import fork_safety
@@ -40,14 +40,14 @@ Role = Callable[[], Any]
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Where a process dials in, and its token."""
+    """The path of the gateway's socket, and the token of a process."""
 
-    address: Address
+    address: str
     token: str
 
     def dial(self, role: str) -> socket.socket:
         """Return a connection that has sent HELLO as `role` ("zygote", "worker" or "log")."""
-        sock = self.address.dial(DIAL_TIMEOUT_S)
+        sock = dial(self.address, DIAL_TIMEOUT_S)
         BlockingLink(sock).send(FrameKind.HELLO, {"token": self.token, "role": role})
         return sock
 
@@ -200,7 +200,7 @@ def spawn_worker(ticket: Ticket, spec: WorkerSpec) -> None:
 
     The base forks this process only so that it reaps the worker like its other children.
     """
-    request = {"address": str(ticket.address), "token": ticket.token, "spec": spec.model_dump(mode="json")}
+    request = {"address": ticket.address, "token": ticket.token, "spec": spec.model_dump(mode="json")}
     memory = os.memfd_create("request", 0)
     os.write(memory, json.dumps(request).encode())
     os.lseek(memory, 0, os.SEEK_SET)
@@ -210,7 +210,7 @@ def spawn_worker(ticket: Ticket, spec: WorkerSpec) -> None:
 
 def run_spawned(request: dict[str, Any]) -> None:
     """Import, build and run a worker, in the fresh interpreter of `spawn_worker`."""
-    ticket = Ticket(Address.parse(request["address"]), request["token"])
+    ticket = Ticket(request["address"], request["token"])
     spec = WorkerSpec.model_validate(request["spec"])
     fork_safety.detach(os.getppid())
     setproctitle(f"pilotflame: standby {spec.label}")
@@ -257,7 +257,7 @@ def main() -> None:
     else:
         gc.disable()
         fork_safety.detach(os.getppid())
-        run_roles(Base(Ticket(Address.parse(request["address"]), request["token"]), request["preload"]).run)
+        run_roles(Base(Ticket(request["address"], request["token"]), request["preload"]).run)
     sys.stdout.flush()
     os._exit(0)
 

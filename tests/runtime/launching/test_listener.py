@@ -41,7 +41,7 @@ class Place:
         sock.setblocking(False)
         self.socks.append(sock)
         loop = asyncio.get_running_loop()
-        await loop.sock_connect(sock, self.listener.address.path)
+        await loop.sock_connect(sock, str(self.listener.path))
         for piece in data:
             await loop.sock_sendall(sock, piece)
         return sock
@@ -98,7 +98,7 @@ async def test_a_hello_may_come_in_pieces_and_with_more_behind_it(place: Place, 
 
 
 async def test_only_this_user_reaches_the_socket_and_it_is_removed(place: Place) -> None:
-    path = Path(place.listener.address.path)
+    path = Path(place.listener.path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     place.listener.close()

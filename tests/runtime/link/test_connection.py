@@ -7,65 +7,33 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from pilotflame.errors import LinkError
-from pilotflame.runtime.link.connection import JOIN_BYTES, Address, BlockingLink, Link
+from pilotflame.runtime.link.connection import JOIN_BYTES, BlockingLink, Link, dial
 from pilotflame.runtime.link.frames import HEADER, Frame, FrameKind, FrameReader, encode
 
 LIMIT_S = 30.0
 
 
-# -- addresses
-
-
-@given(
-    st.one_of(
-        st.builds(lambda path: Address(path=path), st.text(min_size=1)),
-        st.builds(
-            lambda host, port: Address(host=host, port=port),
-            st.text(st.characters(exclude_characters=":"), min_size=1) | st.just("::1"),
-            st.integers(0, 65535),
-        ),
-    )
-)
-def test_an_address_is_what_it_prints(address: Address) -> None:
-    assert Address.parse(str(address)) == address
-
-
-@pytest.mark.parametrize("text", ["", "unix:", "tcp:", "tcp:host", "tcp:host:", "tcp::80", "tcp:host:x", "http://a:1", "/path", "tcp:a:²"])  # fmt: skip
-def test_an_invalid_address_is_refused_with_the_form(text: str) -> None:
-    with pytest.raises(LinkError) as caught:
-        Address.parse(text)
-    assert "unix:/path or tcp:host:port" in caught.value.remedy
+# -- blocking ends
 
 
 def test_dialling_an_absent_gateway_is_an_error(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    for address in (Address(path=str(tmp_path / "none")), Address(host="127.0.0.1", port=port)):
-        with pytest.raises(LinkError, match=f"Cannot reach the gateway at {address}"):
-            address.dial(LIMIT_S)
+    with pytest.raises(LinkError, match=f"Cannot reach the gateway at {tmp_path / 'none'}"):
+        dial(str(tmp_path / "none"), LIMIT_S)
 
 
-@pytest.mark.parametrize("scheme", ["unix", "tcp"])
-def test_dialling_gives_a_blocking_socket(tmp_path: Path, scheme: str) -> None:
-    if scheme == "unix":
-        server = socket.socket(socket.AF_UNIX)
+def test_dialling_gives_a_blocking_socket(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "s"))
         server.listen()
-        address = Address(path=str(tmp_path / "s"))
-    else:
-        server = socket.create_server(("127.0.0.1", 0))
-        address = Address(host="127.0.0.1", port=server.getsockname()[1])
-    with server, address.dial(LIMIT_S) as sock:
-        assert sock.gettimeout() is None
-        accepted, _ = server.accept()
-        with accepted:
-            BlockingLink(sock).send(FrameKind.HELLO, {"token": "t"})
-            frames = BlockingLink(accepted).receive()
-            assert frames is not None
-            assert [frame.json() for frame in frames] == [{"token": "t"}]
+        with dial(str(tmp_path / "s"), LIMIT_S) as sock:
+            assert sock.gettimeout() is None
+            accepted, _ = server.accept()
+            with accepted:
+                BlockingLink(sock).send(FrameKind.HELLO, {"token": "t"})
+                frames = BlockingLink(accepted).receive()
+                assert frames is not None
+                assert [frame.json() for frame in frames] == [{"token": "t"}]
 
 
 def test_a_blocking_link_sees_the_end() -> None:
