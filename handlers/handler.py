@@ -71,11 +71,9 @@ class Handler:
             "output_schema": self.output.schema(),
         }
 
-    def arguments(self, contexts: list[Context], events: list[Any]) -> tuple[Any, ...]:
-        """Return the arguments of one call. A handler that takes no batch is called for the first event."""
-        if self.batch is None:
-            return (events[0], contexts[0]) if self.takes_context else (events[0],)
-        return (events, Context.of_batch(contexts)) if self.takes_context else (events,)
+    def arguments(self, context: Context, event: Any) -> tuple[Any, ...]:
+        """Return the arguments of one call. `event` is a list for a batch handler."""
+        return (event, context) if self.takes_context else (event,)
 
     def answers(self, answer: Any, count: int) -> list[Any]:
         """Return one answer for each event. Raise OutputInvalid if a batch handler returned another number."""

@@ -69,7 +69,9 @@ async def _first_call(spec: WorkerSpec, built: Built, event: Any) -> None:
 
 async def _call(handler: Handler, context: Context, event: Any) -> None:
     """Run one event to its end. An exception as the answer is raised."""
-    answer = handler.call(*handler.arguments([context], [event]))
+    if handler.batch is not None:
+        context, event = Context.of_batch([context]), [event]
+    answer = handler.call(*handler.arguments(context, event))
     if handler.kind.streaming and handler.kind.on_loop:
         async for _ in answer:
             pass

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,6 @@ class LoopRunner(Runner):
         self._queue: deque[list[Call]] = deque()
         self._running = 0
         self._closed = False
-        # By channel, the task that runs a call of the handler, and all invocations in that call.
-        self._interruptible: dict[int, tuple[asyncio.Task[Any], Sequence[Call]]] = {}
 
     def enqueue(self, group: list[Call]) -> None:
         self._queue.append(group)
@@ -49,10 +47,9 @@ class LoopRunner(Runner):
 
     def cancel(self, channel: int) -> None:
         super().cancel(channel)
-        if (running := self._interruptible.get(channel)) is not None:
-            task, calls = running
-            if all(call.cancellation.flag for call in calls):
-                task.cancel()
+        call = self._calls.get(channel)
+        if call is not None and call.task is not None and all(peer.cancellation.flag for peer in call.peers):
+            call.task.cancel()
 
     def resize(self, concurrency: int) -> None:
         if concurrency == self._concurrency:
@@ -80,21 +77,11 @@ class LoopRunner(Runner):
         self._start_groups()
         self._report_idle()
 
-    def forget(self, group: list[Call]) -> None:
-        super().forget(group)
-        for call in group:
-            self._interruptible.pop(call.channel, None)
-
-    def _make_interruptible(self, calls: list[Call]) -> None:
-        """Let `cancel` interrupt the current task once all of `calls` are cancelled."""
-        if (task := asyncio.current_task()) is not None:
-            self._interruptible.update((call.channel, (task, calls)) for call in calls)
-
     async def _run(self, group: list[Call]) -> list[bytes]:
         calls, events, frames = self.decode(group)
         if not calls:
             return frames
-        self._make_interruptible(calls)
+        calls[0].set_task(asyncio.current_task(), calls)
         started_s = time.monotonic()
         try:
             if self.handler.kind.streaming:
@@ -115,10 +102,11 @@ class LoopRunner(Runner):
     async def _run_batch(self, group: list[Call]) -> list[bytes]:
         run = BatchRun(self, group)
         while calls := run.next_piece():
-            self._make_interruptible(calls)
+            for call in calls:
+                call.set_task(asyncio.current_task(), calls)
             await self._run_piece(run, calls)
             for call in calls:
-                self._interruptible.pop(call.channel, None)
+                call.set_task(None)
             if all(call.cancellation.flag for call in calls):
                 # Only these calls were cancelled. The rest of the group goes on in the same task.
                 _uncancel()

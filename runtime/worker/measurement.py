@@ -58,7 +58,7 @@ async def measure(
     size = next(steps)
     while not is_cancelled():
         events = [handler.input.decode(body) for body in islice(cycle(bodies), size)]
-        arguments = handler.arguments([context] * size, events)
+        arguments = handler.arguments(Context.of_batch([context] * size), events)
         try:
             taken_s = await _timed(handler, arguments, size)
         except BaseException as error:

@@ -7,10 +7,11 @@ the gateway therefore knows that its oldest groups are those that had started.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,13 @@ SMOOTHING = 0.2
 
 
 class Call:
-    """One invocation inside a worker. `credit` is for streams; `event` and `cost` are set for batch handlers."""
+    """One invocation inside a worker. `credit` is for streams; `event` and `cost` are set for batch handlers.
+
+    `task` is what runs the call of an async handler, and `peers` are the invocations in that call.
+    """
 
     __slots__ = ("accept", "body", "cancellation", "channel", "content_type", "context", "cost", "credit", "event",
-                 "received_s")  # fmt: skip
+                 "peers", "received_s", "task")  # fmt: skip
 
     def __init__(
         self, channel: int, body: bytes, content_type: str, context: Context, cancellation: Cancellation,
@@ -58,6 +62,11 @@ class Call:
         self.received_s = time.monotonic()
         self.event: Any = None
         self.cost = 1.0
+        self.task: asyncio.Task[Any] | None = None
+        self.peers: Sequence[Call] = ()
+
+    def set_task(self, task: asyncio.Task[Any] | None, peers: Sequence[Call] = ()) -> None:
+        self.task, self.peers = task, peers
 
     def set_event(self, event: Any, cost: float) -> None:
         self.event, self.cost = event, cost
@@ -192,7 +201,9 @@ class Runner(ABC):
 
     def arguments(self, calls: list[Call], events: list[Any]) -> tuple[Any, ...]:
         """Return the arguments of the handler."""
-        return self.handler.arguments([call.context for call in calls], events)
+        if self.handler.batch is None:
+            return self.handler.arguments(calls[0].context, events[0])
+        return self.handler.arguments(Context.of_batch([call.context for call in calls]), events)
 
     # -- out: from answers to frames
 
