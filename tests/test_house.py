@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -301,6 +302,14 @@ TOGETHER = {
     "templates",
     "fetcher_s3",
 }
+
+
+def test_the_files_that_documents_name_exist() -> None:
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for name in re.findall(
+            r"`((?:runtime|snapshot|handlers|infra|tests|templates)/[\w/.-]+)`", page.read_text()
+        ):
+            assert (ROOT / name).exists(), f"{page.name} names {name}"
 
 
 def test_the_measures_notice_a_bad_tree(tmp_path: Path) -> None:
