@@ -75,17 +75,17 @@ def test_batch_names_the_argument_that_it_refuses(arguments: dict[str, object], 
 
 
 @pytest.mark.parametrize(
-    "expected", [0, -1.0, float("nan"), float("inf"), None, "5", True, torch.ones(2), 10**400]
+    "returned", [0, -1.0, float("nan"), float("inf"), None, "5", True, torch.ones(2), 10**400]
 )
-def test_an_invalid_cost_is_refused(expected: object) -> None:
+def test_an_invalid_cost_is_refused(returned: object) -> None:
     with pytest.raises(HandlerFailed, match="is no cost") as caught:
-        BatchSpec(5, lambda _event: expected).weigh(1)  # type: ignore[arg-type, return-value]
+        BatchSpec(5, lambda _event: returned).weigh(1)  # type: ignore[arg-type, return-value]
     assert caught.value.remedy
 
 
-@pytest.mark.parametrize("expected", [1, 0.5, torch.tensor(3), np.float32(2)])
-def test_a_cost_may_be_a_number_of_any_library(expected: Any) -> None:
-    assert BatchSpec(5, lambda _event: expected).weigh(1) == float(expected)
+@pytest.mark.parametrize("returned", [1, 0.5, torch.tensor(3), np.float32(2)])
+def test_a_cost_may_be_a_number_of_any_library(returned: Any) -> None:
+    assert BatchSpec(5, lambda _event: returned).weigh(1) == float(returned)
 
 
 def test_sums_of_costs_are_finite_for_any_event() -> None:

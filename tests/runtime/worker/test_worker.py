@@ -67,7 +67,7 @@ class Process:
 
     def expect(self, kind: FrameKind) -> Frame:
         frame = self.frame()
-        assert frame is not None, f"ended, and had expected: {self.errors()}"
+        assert frame is not None, f"ended, and had logged: {self.errors()}"
         assert FrameKind(frame.kind).name == kind.name, frame
         return frame
 
