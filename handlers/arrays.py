@@ -17,7 +17,8 @@ from ..errors import BadInput, OutputInvalid
 NPY_TYPE = "application/x-npy"
 SAFETENSORS_TYPE = "application/vnd.safetensors"
 # What numpy's own reader raises for a hostile header: it evaluates a literal and builds a dtype from it.
-_MALFORMED = (ValueError, TypeError, SyntaxError, TokenError, KeyError, AttributeError, IndexError, MemoryError, RecursionError, OverflowError)  # fmt: skip
+_MALFORMED = (ValueError, TypeError, SyntaxError, TokenError, KeyError, AttributeError, IndexError,
+              MemoryError, RecursionError, OverflowError)  # fmt: skip
 
 
 def is_tensor(value: Any) -> bool:
@@ -42,7 +43,7 @@ def is_array_dict(value: Any) -> bool:
 
 
 def to_numpy(value: Any) -> Any:
-    """Return the numpy array of a tensor, and other values as they are. Raise OutputInvalid if there are no numbers.
+    """Return the numpy array of a tensor, and other values as they are. Raise OutputInvalid if it has none.
 
     Types that numpy lacks (bfloat16) become float32.
     """

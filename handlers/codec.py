@@ -1,7 +1,8 @@
 """Decodes request bodies into the handler's events, and encodes its answers as response bodies.
 
-Both are JSON unless the handler's annotation, or the caller's content type or Accept header, says otherwise. pydantic
-validates annotated types and makes the JSON schemas. Arrays pass as bytes where the caller asks for them.
+Both are JSON unless the handler's annotation, or the caller's content type or Accept header, says otherwise.
+pydantic validates annotated types and makes the JSON schemas. Arrays pass as bytes where the caller asks for
+them.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class InputCodec:
 
 
 class OutputCodec:
-    """Encodes answers of one annotated type. Without an annotation it takes what JSON can express, and bytes."""
+    """Encodes answers of one annotated type. Without an annotation it takes anything JSON, and bytes."""
 
     def __init__(self, annotation: Any | None) -> None:
         self._adapter = _adapter(annotation)

@@ -2,7 +2,7 @@
 
 handler(event) or handler(event, context)     plain, async, generator or async generator
 build(context)      once per revision, in the zygote: imports, skeleton, tokenizer; no threads, no device
-rehearse(context)   once per standby, with weights of zeros: one forward pass, which warms up the first real one;
+rehearse(context)   once per standby, with weights of zeros: one forward pass that warms up later ones;
                     its result is discarded, and it must not keep what it computed from the weights
 setup(context)      once per worker, after its weights arrived
 teardown(context)   once per worker, before it exits
@@ -44,7 +44,7 @@ class BatchSpec:
     examples: tuple[Any, ...] = ()
 
     def weigh(self, event: Any) -> float:
-        """Return the cost of `event`. Raise what the cost function raises, or HandlerFailed if it returns no cost."""
+        """Return the cost of `event`. Raise what the cost function raises, or HandlerFailed if it is invalid."""
         if self.cost is None:
             return 1.0
         returned = self.cost(event)
@@ -66,13 +66,13 @@ def batch(
 ) -> Callable[[F], F]:
     """Mark a handler that takes a list of events and returns a list with one answer for each, in order.
 
-    An answer that is an exception instance fails its own event only. If a call raises, it is repeated with halves of
-    its events until the events that cannot be answered have failed alone. Side effects of the call may therefore
-    happen more than once.
+    An answer that is an exception instance fails its own event only. If a call raises, it is repeated with
+    halves of its events until the events that cannot be answered have failed alone. Side effects of the call
+    may therefore happen more than once.
 
-    `cost` returns the size of an event (its tokens, say), and `max_cost` limits the sum of one call; a larger event
-    runs alone. `example` is an event, or a list of events, as JSON: the first worker measures with it how long each
-    batch size takes.
+    `cost` returns the size of an event (its tokens, say), and `max_cost` limits the sum of one call; a larger
+    event runs alone. `example` is an event, or a list of events, as JSON: the first worker measures with it
+    how long each batch size takes.
     """
     if not isinstance(max_size, int) or isinstance(max_size, bool) or not 1 <= max_size <= MAX_BATCH:
         raise HandlerSignatureError(
@@ -86,8 +86,8 @@ def batch(
         )
     if max_cost is not None and (cost is None or _number(max_cost) is None):
         raise HandlerSignatureError(
-            f"@batch(max_cost={max_cost!r}): max_cost must be a positive, finite number, beside a cost function.",
-            remedy="Write for example @pilotflame.batch(cost=lambda event: len(event.text), max_cost=10_000).",
+            f"@batch(max_cost={max_cost!r}): max_cost must be a positive, finite number, and needs a cost function.",
+            remedy="Write for example @pilotflame.batch(cost=lambda event: len(event.text), max_cost=9000).",
         )
     spec = BatchSpec(max_size, cost, None if max_cost is None else float(max_cost), _examples(example))
 
@@ -147,31 +147,21 @@ class Host(Protocol):
 class Context:
     """A handler's view of its function and its invocation.
 
-    `state` is what `build` returned, or what `setup` returned if that was not None. `items` are, for a batch handler,
-    the contexts of its events, in order. `extra` is what a dialect or an event source adds to an invocation.
-    In `build`, `rehearse`, `setup` and `teardown` there is no invocation: `id` is empty and there is no deadline.
+    `state` is what `build` returned, or what `setup` returned if that was not None. `items` are, for a batch
+    handler, the contexts of its events, in order. `extra` is what a dialect or an event source adds to an
+    invocation. In `build`, `rehearse`, `setup` and `teardown` there is no invocation: `id` is empty and there
+    is no deadline.
     """
 
-    __slots__ = ("_cancellation", "_channel", "_deadline_s", "_host", "_snapshot", "attempt", "extra", "function", "id",
-                 "items", "revision", "state", "traceparent")  # fmt: skip
+    __slots__ = ("_cancellation", "_channel", "_deadline_s", "_host", "_snapshot", "attempt", "extra",
+                 "function", "id", "items", "revision", "state", "traceparent")  # fmt: skip
 
     def __init__(
-        self,
-        function: str,
-        revision: str,
-        *,
-        invocation_id: str = "",
-        attempt: int = 1,
-        deadline_s: float | None = None,
-        state: Any = None,
-        snapshot: Snapshot | None = None,
-        cancellation: Cancellation | None = None,
-        traceparent: str = "",
-        items: Sequence[Context] = (),
-        extra: Mapping[str, Any] = NOTHING,
-        host: Host | None = None,
-        channel: int = 0,
-    ) -> None:
+        self, function: str, revision: str, *, invocation_id: str = "", attempt: int = 1,
+        deadline_s: float | None = None, state: Any = None, snapshot: Snapshot | None = None,
+        cancellation: Cancellation | None = None, traceparent: str = "", items: Sequence[Context] = (),
+        extra: Mapping[str, Any] = NOTHING, host: Host | None = None, channel: int = 0,
+    ) -> None:  # fmt: skip
         self.function = function
         self.revision = revision
         self.id = invocation_id

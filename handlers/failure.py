@@ -18,7 +18,7 @@ OUT_OF_MEMORY_REMEDY = (
 
 
 def explain(kind: type[E], what: str, error: BaseException, root: Path, *, remedy: str = "") -> E:
-    """Return a `kind` that says that `what` raised `error`, at which file and line of the user's folder `root`.
+    """Return a `kind` that describes that `what` raised `error`, and where in the user's folder `root`.
 
     A PilotflameError (a snapshot that lacks a tensor, say) keeps its message and remedy.
     """

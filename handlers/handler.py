@@ -76,7 +76,7 @@ class Handler:
         return (event, context) if self.takes_context else (event,)
 
     def answers(self, answer: Any, count: int) -> list[Any]:
-        """Return one answer for each event. Raise OutputInvalid if a batch handler returned another number."""
+        """Return one answer an event. Raise OutputInvalid if a batch handler returned another number."""
         if self.batch is None:
             return [answer]
         if not isinstance(answer, ONE_VALUE) and isinstance(answer, Sized) and isinstance(answer, Iterable):

@@ -18,8 +18,8 @@ def import_file(
 ) -> ModuleType:
     """Return the module of `path`, a file below `root`. Raise HandlerImportError.
 
-    `root` becomes the working directory and the file's folder the first entry of `sys.path`; then `prepare` is called
-    and the file runs. With `as_main` it runs as `__main__`, as with `python file.py`.
+    `root` becomes the working directory and the file's folder the first entry of `sys.path`; then `prepare`
+    is called and the file runs. With `as_main` it runs as `__main__`, as with `python file.py`.
     """
     if not path.is_file():
         there = ", ".join(sorted(entry.name for entry in root.iterdir())[:8]) if root.is_dir() else ""

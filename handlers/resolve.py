@@ -23,9 +23,9 @@ from .loading import import_file
 def resolve(root: Path, reference: str = DEFAULT, function: str = "") -> Handler:
     """Return the handler that `reference` names below `root`: "file.py", "file.py:name" or "runpod:file.py".
 
-    The file is imported: the folder becomes the working directory and the first entry of `sys.path`, as if the user
-    ran it there. RunPod, Cog and Lambda handlers are recognised if the reference does not name the dialect. `function`
-    is the function's name. Raise HandlerImportError or HandlerSignatureError.
+    The file is imported: the folder becomes the working directory and the first entry of `sys.path`, as if
+    the user ran it there. RunPod, Cog and Lambda handlers are recognised if the reference does not name the
+    dialect. `function` is the function's name. Raise HandlerImportError or HandlerSignatureError.
     """
     entry = recognise(root, reference)
     if entry.dialect == "runpod":
@@ -143,7 +143,7 @@ def _meaningful(annotation: Any) -> Any | None:
 
 
 def _names_arrays(annotation: Any) -> bool:
-    """Return True if it contains arrays or tensors, which pydantic does not know: such answers are not checked."""
+    """Return True if it contains arrays or tensors. pydantic does not know them, so such answers are not checked."""
     kind = typing.get_origin(annotation) or annotation
     if isinstance(kind, type) and any(
         base.__module__ in ("numpy", "torch") and base.__name__ in ("ndarray", "Tensor")

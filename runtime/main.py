@@ -51,8 +51,8 @@ from .telemetry.metrics import Metrics
 # A request makes some twenty objects that the garbage collector counts, and nearly all of them end with it.
 YOUNG_OBJECTS = 20_000
 NO_KEY_YET = (
-    "{url} can be reached by other machines, and there is no API key yet: all routes except /healthz and /readyz refuse"
-    " requests. Create a key: pilotflame keys create NAME --scope admin --state-dir {state}"
+    "{url} can be reached by other machines, and there is no API key yet: all routes except /healthz and"
+    " /readyz refuse requests. Create a key: pilotflame keys create NAME --scope admin --state-dir {state}"
 )
 
 

@@ -19,8 +19,8 @@ from .fast_path import FastPath
 
 BACKLOG = 1024
 NO_FAST_PATH = (
-    "pilotflame: aiohttp {version} lacks {names}: plain calls are answered in aiohttp's ordinary way, which takes more"
-    " time each. Install an aiohttp that pilotflame's pyproject.toml allows.\n"
+    "pilotflame: aiohttp {version} lacks {names}: plain calls are answered in aiohttp's ordinary way, which"
+    " takes more time each. Install an aiohttp that pilotflame's pyproject.toml allows.\n"
 )
 
 

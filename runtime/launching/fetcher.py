@@ -1,12 +1,12 @@
-"""The fetcher: one process a node that brings snapshots into the node's cache, and holds them while workers map them.
+"""The fetcher is one process a node. It brings snapshots into the cache and holds them while they are mapped.
 
-Only the fetcher has the credentials of object storage; workers read the files that it writes. Requests are lines of
-JSON on standard input, events are lines of JSON on standard output:
+Only the fetcher has the credentials of object storage; workers read the files that it writes. Requests are
+lines of JSON on standard input, events are lines of JSON on standard output:
 
     {"op": "hold", "id": 1, "manifest": path, "url": "s3://..."}     fetch if needed; keep until released
     {"op": "release", "id": 1}
     {"id": 1, "event": "held"}                  the files can be mapped; their bytes may still be arriving
-    {"id": 1, "event": "done", "bytes": n}      all bytes are here and verified; n of them were fetched for this
+    {"id": 1, "event": "done", "bytes": n}      all bytes are here and verified; n were fetched now
     {"id": 1, "event": "failed", "error": {...}}
 
 The fetcher ends when its standard input does: when the gateway closes it, or when the gateway has ended.

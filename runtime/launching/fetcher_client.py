@@ -1,4 +1,4 @@
-"""The gateway's side of the fetcher: which snapshots are held on this node, and how their fetches progress."""
+"""The gateway's side of the fetcher: which snapshots this node holds, and how their fetches progress."""
 
 from __future__ import annotations
 
@@ -145,8 +145,11 @@ class FetcherClient:
             self._requests.write(orjson.dumps(request) + b"\n")
 
     async def _read(
-        self, process: asyncio.subprocess.Process, events: asyncio.StreamReader, requests: asyncio.StreamWriter
-    ) -> None:  # fmt: skip
+        self,
+        process: asyncio.subprocess.Process,
+        events: asyncio.StreamReader,
+        requests: asyncio.StreamWriter,
+    ) -> None:
         # The holds of this process. The next one starts with an empty dict.
         held = self._held
         # A fetcher that dies with unread requests resets the connection.

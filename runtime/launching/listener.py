@@ -1,4 +1,4 @@
-"""The listener accepts the connections of launched processes. A connection without a valid token is closed."""
+"""The listener accepts the connections of launched processes, which prove themselves with a token."""
 
 from __future__ import annotations
 

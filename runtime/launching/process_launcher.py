@@ -20,20 +20,21 @@ from .zygote_process import ChildProcess, ZygoteProcess
 BASE_TIMEOUT_S = 300.0
 BUILD_TIMEOUT_S = 600.0
 # What functions inherit of the gateway's environment. The gateway's credentials are not part of it.
-INHERITED = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "TZ", "LANG", "LANGUAGE", "LD_LIBRARY_PATH",
-             "VIRTUAL_ENV")  # fmt: skip
+INHERITED = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "TZ", "LANG", "LANGUAGE", "VIRTUAL_ENV",
+             "LD_LIBRARY_PATH")  # fmt: skip
 INHERITED_PREFIXES = ("LC_", "HF_", "TRANSFORMERS_", "OMP_", "MKL_", "KMP_", "CUDA_", "NVIDIA_", "COVERAGE_")
 SECRET_ENDINGS = ("_TOKEN", "_KEY", "_SECRET", "_PASSWORD")
-# Libraries would start thread pools at import, which a zygote must not have. `fork_safety.set_threads` gives workers
-# their threads back.
+# Libraries would start thread pools at import, which a zygote must not have. `fork_safety.set_threads` gives
+# workers their threads back.
 SINGLE_THREADED = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 class ProcessSource:
-    """Forks a revision's workers from its zygote or, if the zygote may not fork, spawns them from the base."""
+    """Forks a revision's workers from its zygote, or spawns them from the base if no fork is possible."""
 
     def __init__(
-        self, zygote: ZygoteProcess, base: ZygoteProcess, spec: WorkerSpec, facts: dict[str, Any], spawn_reason: str
+        self, zygote: ZygoteProcess, base: ZygoteProcess, spec: WorkerSpec, facts: dict[str, Any],
+        spawn_reason: str,
     ) -> None:  # fmt: skip
         self.facts = facts
         self.spawn_reason = spawn_reason
@@ -63,7 +64,7 @@ class ProcessSource:
 
 
 class ProcessLauncher:
-    """Keeps one base for each Python environment and set of preloaded packages, and forks zygotes from the bases."""
+    """Keeps one base for each Python environment and set of preloaded packages, and forks zygotes from it."""
 
     def __init__(self, listener: Listener, tasks: asyncio.TaskGroup) -> None:
         self._listener = listener
@@ -80,7 +81,8 @@ class ProcessLauncher:
         try:
             head = await zygote.wait_built(BUILD_TIMEOUT_S)
         except BaseException:
-            # Also when a deploy is cancelled. The process runs user code, which does not read the link: kill it.
+            # Also when a deploy is cancelled. The process runs user code, which does not read the link: kill
+            # it.
             zygote.close()
             child.kill()
             raise

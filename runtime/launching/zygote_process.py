@@ -1,4 +1,4 @@
-"""The gateway's view of a zygote, which forks on demand and reports how its children end, and of these children."""
+"""The gateway's view of a zygote, which forks on demand, and of its children."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A connection between a gateway and a zygote or worker, which dials in. Its two ends are of different kinds."""
+"""Connections between a gateway and its zygotes and workers, which dial in: both kinds of ends."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import orjson
 from ...errors import LinkError
 from .frames import HEADER, Frame, FrameKind, FrameReader, encode, encode_json
 
-# The receive buffer is allocated once. A new buffer for each recv costs the kernel the mapping, clearing and unmapping
-# of its pages, which is half of the time of a short invocation.
+# The receive buffer is allocated once. A new buffer for each recv costs the kernel the mapping, clearing and
+# unmapping of its pages, which is half of the time of a short invocation.
 RECEIVE_BYTES = 256 << 10
 # A larger payload is sent in a separate system call. For a smaller one a copy is cheaper than a second call.
 JOIN_BYTES = 64 << 10
@@ -46,7 +46,7 @@ class BlockingLink:
         self.sock.sendall(encode_json(kind, 0, head or {}))
 
     def receive(self) -> list[Frame] | None:
-        """Return the frames of one read, which may be none. Return None once the gateway has closed the link."""
+        """Return the frames of one read, perhaps none; None once the gateway has closed the link."""
         try:
             data = self.sock.recv(RECEIVE_BYTES)
         except ConnectionError:
@@ -60,9 +60,9 @@ class BlockingLink:
 class Link:
     """A link on an event loop: frames arrive by callback, and any thread may send.
 
-    A send tries the socket at once, so that what was sent before a crash arrives. The loop sends what the socket did
-    not take. A link that joins writes (the gateway's, which only the loop's thread uses) collects what one iteration
-    of the loop sends and writes it in one system call.
+    A send tries the socket at once, so that what was sent before a crash arrives. The loop sends what the
+    socket did not take. A link that joins writes (the gateway's, which only the loop's thread uses) collects
+    what one iteration of the loop sends and writes it in one system call.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Link:
         self._joined: list[bytes] = []
 
     def bind(self, on_frame: Callable[[Frame], None], on_close: Callable[[], None]) -> None:
-        """Set or replace the owner's callbacks. Nothing is read before the first call, so no frame is lost."""
+        """Set or replace the owner's callbacks. Nothing is read before, so no frame is lost."""
         self._on_frame, self._on_close = on_frame, on_close
         if not self._bound:
             self._bound = True

@@ -1,8 +1,8 @@
 """Frames, the wire format of a link.
 
-A frame is `length u32 | head length u32 | kind u8 | channel u32` (little endian), then the head (a few bytes of JSON
-or a packed struct) and the payload, which nothing on the way decodes. `length` counts head and payload.
-A channel is one invocation on this link; channel 0 is the link itself.
+A frame is `length u32 | head length u32 | kind u8 | channel u32` (little endian), then the head (a few bytes
+of JSON or a packed struct) and the payload, which nothing on the way decodes. `length` counts head and
+payload. A channel is one invocation on this link; channel 0 is the link itself.
 """
 
 from __future__ import annotations

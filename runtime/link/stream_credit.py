@@ -13,8 +13,8 @@ STREAM_BYTES = 256 << 10
 class Credit:
     """Limits the chunks of one stream that are on their way to the reader, by count and by bytes.
 
-    A chunk over the byte limit is sent when nothing else is on its way. One thread or one task waits; the event loop
-    grants and closes.
+    A chunk over the byte limit is sent when nothing else is on its way. One thread or one task waits; the
+    event loop grants and closes.
     """
 
     def __init__(self, max_chunks: int = STREAM_CHUNKS, max_bytes: int = STREAM_BYTES) -> None:
@@ -27,7 +27,7 @@ class Credit:
         self._changed = asyncio.Event()
 
     def spend(self, size: int, timeout_s: float | None) -> bool:
-        """Wait for room for a chunk and take it. Return False after `timeout_s`, or if the reader went away."""
+        """Wait for room for a chunk and take it. Return False after `timeout_s` or without a reader."""
         with self._room:
             if not self._fits(size):
                 self._room.wait_for(lambda: self._closed or self._fits(size), timeout_s)

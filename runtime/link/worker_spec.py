@@ -23,7 +23,7 @@ class WorkerSpec(BaseModel):
     snapshot: Path | None = None
     manifest: Path | None = None
     source: str = ""
-    """The URL the weights are fetched from; `snapshot` then holds only the other files (config, tokenizer)."""
+    """The URL of the weights; `snapshot` then holds only the other files (config, tokenizer)."""
     cache: Path | None = None
     """The folder of the node's cache of fetched snapshots."""
     concurrency: int = 1

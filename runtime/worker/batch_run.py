@@ -1,7 +1,7 @@
 """Runs one group of a batch handler, in as many calls as it takes.
 
-A group may be larger than one call may be (`max_cost`, or a limit that memory has set). A call that raises is repeated
-with each half of its events, until the events that cannot be answered have failed alone.
+A group may be larger than one call may be (`max_cost`, or a limit that memory has set). A call that raises is
+repeated with each half of its events, until the events that cannot be answered have failed alone.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class BatchRun:
         """The handler returned."""
         try:
             frames = self._runner.result_frames(calls, answer, started_s)
-        except Exception as error:  # noqa: BLE001  iterating the answer runs user code; another call would not help
+        except Exception as error:  # noqa: BLE001  iterating the answer runs user code
             frames = self._runner.failure_frames(calls, error)
         self._finish(calls, frames)
 
@@ -110,8 +110,9 @@ class BatchRun:
 def pack(costs: Sequence[float], max_size: int, max_cost: float | None = None) -> list[list[int]]:
     """Return the indices of `costs`, in lists of at most `max_size` that cost at most `max_cost` together.
 
-    What fits in one list keeps its order. Otherwise the items are sorted by cost, cheapest first, so that items of
-    about the same size share a call and little is spent on padding. An item over `max_cost` is alone.
+    What fits in one list keeps its order. Otherwise the items are sorted by cost, cheapest first, so that
+    items of about the same size share a call and little is spent on padding. An item over `max_cost` is
+    alone.
     """
     limit = math.inf if max_cost is None else max_cost
     if len(costs) <= max_size and sum(costs) <= limit:

@@ -1,7 +1,7 @@
 """What makes a forked child its own process, in order.
 
 In the parent, before the first fork:
-1. `make_torch_single_threaded`: a fork copies only the thread that calls it, and a thread pool without its threads hangs.
+1. `make_torch_single_threaded`: a fork copies one thread only, and a pool without its threads hangs.
 2. `watch_threads`, `thread_count`: if an import started threads all the same, the zygote does not fork.
 3. `freeze_objects`: the garbage collector must not write to pages that parent and children share.
 
@@ -54,7 +54,10 @@ def freeze_objects() -> None:
 
 
 def detach(parent: int) -> None:
-    """Start a session, reset signals, and ask for SIGTERM when `parent` dies: it drains a worker and ends a zygote."""
+    """Start a session, reset signals, and ask for SIGTERM when `parent` dies.
+
+    SIGTERM drains a worker and ends a zygote.
+    """
     # A spawned worker started its session before it became a fresh interpreter.
     if os.getsid(0) != os.getpid():
         os.setsid()

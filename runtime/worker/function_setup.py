@@ -1,4 +1,4 @@
-"""Sets up a function in this process: imports and builds its handler, calls its hooks, prepares logging and torch."""
+"""Sets up a function in this process: builds its handler, calls its hooks, prepares logging and torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """What workers inherit from their zygote: the handler, what `build` returned, and the planned snapshot."""
+    """What workers inherit from their zygote: handler, state (what `build` returned) and planned snapshot."""
 
     handler: Handler
     state: Any

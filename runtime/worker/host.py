@@ -1,4 +1,4 @@
-"""What handlers may ask of their worker, from any thread: to report progress, to retire, to run more at a time."""
+"""What handlers may ask of their worker, from any thread: progress, retirement, concurrency."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class WorkerHost:
         self._on_loop(lambda: self._runner.resize(min(max(1, concurrency), MAX_CONCURRENCY)))
 
     def _on_loop(self, act: Callable[[], None]) -> None:
-        """Call `act` on the event loop and wait for it: after `retire` the calling thread must not take more work."""
+        """Call `act` on the event loop and wait for it: after `retire` this thread takes no more work."""
         if threading.get_ident() == self._loop_thread:
             act()
             return

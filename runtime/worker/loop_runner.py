@@ -55,8 +55,8 @@ class LoopRunner(Runner):
         if concurrency == self._concurrency:
             return
         self._concurrency = concurrency
-        # Slots never shrink. If this worker dies, calls that count as started fail, and others run again: counting too
-        # few as started would run them twice.
+        # Slots never shrink. If this worker dies, calls that count as started fail, and others run again:
+        # counting too few as started would run them twice.
         self.slots = max(self.slots, concurrency)
         self.window = concurrency if self.handler.batch else window(concurrency, self._exec_s)
         self._link.send(FrameKind.WINDOW, 0, orjson.dumps({"window": self.window, "slots": self.slots}))

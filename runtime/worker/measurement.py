@@ -29,9 +29,9 @@ def sizes(max_size: int) -> list[int]:
 def schedule(max_size: int, curve: list[Point], budget_s: float = BUDGET_S) -> Generator[int, float, None]:
     """Yield how many events to run next, take how long they took, and add to `curve` by size.
 
-    Each size runs once to warm up and then `RUNS` times, fewer if the budget ends. A size is skipped if the rest of
-    the budget would not suffice even at the speed of the size before. A point has the median and, for lack of more
-    runs, the maximum as its 95th percentile.
+    Each size runs once to warm up and then `RUNS` times, fewer if the budget ends. A size is skipped if the
+    rest of the budget would not suffice even at the speed of the size before. A point has the median and, for
+    lack of more runs, the maximum as its 95th percentile.
     """
     spent_s = last_s = 0.0
     for size in sizes(max_size):

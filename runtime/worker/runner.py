@@ -1,8 +1,8 @@
 """Runs the invocations of one worker: what runners on threads and on the event loop have in common.
 
 Invocations come in groups: the batch that the gateway formed for a batch handler, or a single invocation.
-Runners start groups in order of arrival and send what has finished before they start the next. When a worker crashes,
-the gateway therefore knows that its oldest groups are those that had started.
+Runners start groups in order of arrival and send what has finished before they start the next. When a worker
+crashes, the gateway therefore knows that its oldest groups are those that had started.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Call:
     `task` is what runs the call of an async handler, and `peers` are the invocations in that call.
     """
 
-    __slots__ = ("accept", "body", "cancellation", "channel", "content_type", "context", "cost", "credit", "event",
-                 "peers", "received_s", "task")  # fmt: skip
+    __slots__ = ("accept", "body", "cancellation", "channel", "content_type", "context", "cost", "credit",
+                 "event", "peers", "received_s", "task")  # fmt: skip
 
     def __init__(
         self, channel: int, body: bytes, content_type: str, context: Context, cancellation: Cancellation,
@@ -134,7 +134,7 @@ class Runner(ABC):
     def stop(self) -> list[Call]:
         """Close the queue, and return the calls in it."""
 
-    def resize(self, concurrency: int) -> None:  # noqa: B027  a plain handler was not written to run concurrently
+    def resize(self, concurrency: int) -> None:  # noqa: B027  for async handlers only
         """Run `concurrency` calls at the same time, if the handler is async. Loop thread only."""
 
     def forget(self, group: list[Call]) -> None:
@@ -151,7 +151,7 @@ class Runner(ABC):
     # -- what the gateway needs to know
 
     def next_call_frame(self, call: Call) -> bytes:
-        """Return the frame that reports one more call of the handler for the same group, which includes `call`."""
+        """Return the frame that reports one more call of the handler, for the group of `call`."""
         return encode_json(FrameKind.WINDOW, 0, {"window": self.window, "call": call.channel})
 
     def set_first_limit(self, limit: int) -> None:
@@ -223,13 +223,13 @@ class Runner(ABC):
             return self.error_frame(call, self.describe(item))
         try:
             payload, content_type = self.handler.output.encode(item, call.accept)
-        except Exception as error:  # noqa: BLE001  the user's serializers run here; other answers are not affected
+        except Exception as error:  # noqa: BLE001  the user's serializers run here
             return self.error_frame(call, self.describe(error))
         head = timing.pack() if content_type == JSON_TYPE else timing.pack() + content_type.encode()
         return encode(FrameKind.RESULT, call.channel, head, payload)
 
     def chunk_frame(self, call: Call, value: Any) -> tuple[bytes, int]:
-        """Return the frame of one chunk of a stream, and its size for the stream's credit. Raise OutputInvalid."""
+        """Return the frame of one chunk, and its size for the stream's credit. Raise OutputInvalid."""
         payload, content_type = self.handler.output.encode(value)
         if content_type != JSON_TYPE:
             raise OutputInvalid(

@@ -1,7 +1,8 @@
 """A worker: the process that holds the model and runs invocations.
 
-It starts as a standby: connected, threads started, no weights. ACTIVATE makes it a worker: it maps the snapshot, runs
-`setup`, and sends READY. After DRAIN or SIGTERM it finishes what runs, returns the rest, runs `teardown` and exits.
+It starts as a standby: connected, threads started, no weights. ACTIVATE makes it a worker: it maps the
+snapshot, runs `setup`, and sends READY. After DRAIN or SIGTERM it finishes what runs, returns the rest, runs
+`teardown` and exits.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ class Worker:
             await self._become_ready()
 
     async def _prepare(self) -> None:
-        """Do what a standby can do ahead of time: start torch's threads, rehearse. Skip what ACTIVATE has overtaken."""
+        """Start torch's threads and rehearse, ahead of ACTIVATE."""
         warm_up_torch()
         if self._handler.rehearse is not None and not self._activated.is_set():
             try:
@@ -175,7 +176,7 @@ class Worker:
             self._loop.call_soon_threadsafe(self._drain)
 
     def _gate(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which each operation waits for the weights it uses, if they are still arriving."""
+        """Return a context in which operations wait for their weights, while weights are arriving."""
         if self._snapshot is None or not self._snapshot.arriving:
             return contextlib.nullcontext()
         return self._snapshot.gate()
@@ -214,7 +215,8 @@ class Worker:
 
     def _context(self) -> Context:
         return Context(
-            self._spec.function, self._spec.revision, state=self._state, snapshot=self._snapshot, host=self._host
+            self._spec.function, self._spec.revision,
+            state=self._state, snapshot=self._snapshot, host=self._host,
         )  # fmt: skip
 
     # -- frames
@@ -237,7 +239,8 @@ class Worker:
         self._measuring = bool(head.get("measure"))
         self._activated.set()
         if self._on_event_loop:
-            # The loop has nothing else to do before READY, and torch keeps its thread count for each calling thread.
+            # The loop has nothing else to do before READY, and torch keeps its thread count for each calling
+            # thread.
             self._tasks.create_task(self._set_up_on_loop())
 
     def _invoke(self, frame: Frame) -> None:
@@ -248,22 +251,16 @@ class Worker:
         cancellation = Cancellation()
         remaining_s = head.get("remaining_s")
         context = Context(
-            self._spec.function,
-            self._spec.revision,
-            invocation_id=head["id"],
-            attempt=head.get("attempt", 1),
+            self._spec.function, self._spec.revision, invocation_id=head["id"], attempt=head.get("attempt", 1),
             deadline_s=None if remaining_s is None else time.monotonic() + remaining_s,
-            state=self._state,
-            snapshot=self._snapshot,
-            cancellation=cancellation,
-            traceparent=head.get("traceparent", ""),
-            extra=head.get("extra", NOTHING),
-            host=self._host,
-            channel=frame.channel,
-        )
+            state=self._state, snapshot=self._snapshot, cancellation=cancellation,
+            traceparent=head.get("traceparent", ""), extra=head.get("extra", NOTHING),
+            host=self._host, channel=frame.channel,
+        )  # fmt: skip
         credit = Credit() if self._handler.kind.streaming else None
         call = Call(
-            frame.channel, frame.payload, head.get("type", ""), context, cancellation, head.get("accept", ""), credit
+            frame.channel, frame.payload, head.get("type", ""), context, cancellation,
+            head.get("accept", ""), credit,
         )  # fmt: skip
         self._runner.submit(call, head.get("more", 0))
 
@@ -273,8 +270,8 @@ class Worker:
         if self._draining:
             return
         self._draining = True
-        # After a signal the gateway may still be sending. It responds to DRAIN with DRAIN as its last frame; what
-        # arrives before that is returned, so that no invocation is lost.
+        # After a signal the gateway may still be sending. It responds to DRAIN with DRAIN as its last frame;
+        # what arrives before that is returned, so that no invocation is lost.
         self._link.send(FrameKind.DRAIN)
         if not self._activated.is_set():
             # A standby has nothing to finish.

@@ -1,8 +1,9 @@
-"""A zygote is a single-threaded process that has imported the handler and built its skeleton, and forks workers.
+"""A zygote is a single-threaded process that has built a handler, without weights, and forks workers.
 
-There are two generations. A base holds the heavy imports of one Python environment (torch); the zygotes of revisions
-are forked from it and share its pages. Both wait for FORK frames on a blocking link, without event loop, thread pool
-or device. A child returns its role to `run_roles`, so that it starts on an almost empty stack.
+There are two generations. A base holds the heavy imports of one Python environment (torch); the zygotes of
+revisions are forked from it and share its pages. Both wait for FORK frames on a blocking link, without event
+loop, thread pool or device. A child returns its role to `run_roles`, so that it starts on an almost empty
+stack.
 """
 
 from __future__ import annotations
@@ -196,7 +197,7 @@ def run_forked(ticket: Ticket, spec: WorkerSpec, built: Built) -> None:
 
 
 def spawn_worker(ticket: Ticket, spec: WorkerSpec) -> None:
-    """Become a fresh interpreter with a worker, for handlers whose imports start threads, which no fork survives.
+    """Become a fresh interpreter with a worker: if imports start threads, a fork does not survive.
 
     The base forks this process only so that it reaps the worker like its other children.
     """
