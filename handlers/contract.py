@@ -44,7 +44,7 @@ class BatchSpec:
     examples: tuple[Any, ...] = ()
 
     def weigh(self, event: Any) -> float:
-        """Return the cost of `event`. Raise what the cost function raises, or HandlerFailed if it is invalid."""
+        """Return the cost of `event`. Raise HandlerFailed if it is invalid, or what the cost function raises."""
         if self.cost is None:
             return 1.0
         returned = self.cost(event)
@@ -86,7 +86,7 @@ def batch(
         )
     if max_cost is not None and (cost is None or _number(max_cost) is None):
         raise HandlerSignatureError(
-            f"@batch(max_cost={max_cost!r}): max_cost must be a positive, finite number, and needs a cost function.",
+            f"@batch(max_cost={max_cost!r}): max_cost needs a cost function, and a positive, finite number.",
             remedy="Write for example @pilotflame.batch(cost=lambda event: len(event.text), max_cost=9000).",
         )
     spec = BatchSpec(max_size, cost, None if max_cost is None else float(max_cost), _examples(example))

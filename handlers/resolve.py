@@ -143,7 +143,7 @@ def _meaningful(annotation: Any) -> Any | None:
 
 
 def _names_arrays(annotation: Any) -> bool:
-    """Return True if it contains arrays or tensors. pydantic does not know them, so such answers are not checked."""
+    """Return True if it contains arrays or tensors. pydantic does not know them and checks no such answer."""
     kind = typing.get_origin(annotation) or annotation
     if isinstance(kind, type) and any(
         base.__module__ in ("numpy", "torch") and base.__name__ in ("ndarray", "Tensor")

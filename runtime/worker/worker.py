@@ -251,7 +251,8 @@ class Worker:
         cancellation = Cancellation()
         remaining_s = head.get("remaining_s")
         context = Context(
-            self._spec.function, self._spec.revision, invocation_id=head["id"], attempt=head.get("attempt", 1),
+            self._spec.function, self._spec.revision,
+            invocation_id=head["id"], attempt=head.get("attempt", 1),
             deadline_s=None if remaining_s is None else time.monotonic() + remaining_s,
             state=self._state, snapshot=self._snapshot, cancellation=cancellation,
             traceparent=head.get("traceparent", ""), extra=head.get("extra", NOTHING),
