@@ -44,7 +44,7 @@ class BatchSpec:
     examples: tuple[Any, ...] = ()
 
     def weigh(self, event: Any) -> float:
-        """Return the cost of `event`. Raise HandlerFailed if it is invalid, or what the cost function raises."""
+        """Return the cost of `event`. Raise HandlerFailed if it is invalid, and what `cost` raises."""
         if self.cost is None:
             return 1.0
         returned = self.cost(event)
