@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
-from aiohttp import web
 
 from ..errors import GatewayError, PilotflameError, UnknownFunction
 from .access.control_socket import door
@@ -23,19 +22,17 @@ from .access.loopback import is_loopback
 from .access.secrets import Secrets
 from .api.access import AccessControl
 from .api.admin import Admin
-from .api.compression import compressed
+from .api.backend import Backend
 from .api.fast_path import FastPath
 from .api.guard import Guard
 from .api.invoke import Gateway
-from .api.requests import Limits
+from .api.openapi import OpenApi
+from .api.responses import ErrorResponses, compressed
+from .api.routes import error_formats
 from .api.server import bind, http_server, url_of
-from .api.unrouted import unrouted
 from .api.webhooks import WebhooksApi
 from .commands.watch import watch
-from .dialects.aws_lambda.routes import LambdaApi
-from .dialects.cloudevents.routes import EventsApi
-from .dialects.cog.routes import Predictions
-from .dialects.runpod.routes import QueueApi
+from .dialects.registry import dialect_routes
 from .events.sources import Sources
 from .functions.deploy import Deployment
 from .functions.registry import Functions
@@ -140,19 +137,24 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     sources = Sources(jobs, tasks, functions.say, drain_s=settings.drain_s)
     _connect(functions, jobs, sources)
 
+    admin = Admin(functions, metrics, local=local)
+    backend = Backend(functions, jobs, metrics, settings.max_body_bytes, settings.body_timeout_s)
+    gateway = Gateway(backend)
+    apis = (gateway, admin, AccessControl(keyring, secrets, functions), WebhooksApi(functions, jobs))
+    own_routes = [route for api in apis for route in api.routes()]
+    routes = OpenApi([*own_routes, *dialect_routes(backend)], admin.statuses).routes
     guard = Guard(
-        keyring, tasks,
+        keyring, tasks, routes,
         required=settings.auth == "always" or not local, on_quota=_quota_counter(functions, metrics),
     )  # fmt: skip
-    admin = Admin(functions, metrics, local=local)
-    gateway, routes = _routes(functions, jobs, metrics, settings)
-    routes += [*admin.routes(), *AccessControl(keyring, secrets, functions).routes()]
+    errors = ErrorResponses(error_formats(routes))
     control = stack.enter_context(door(state))
-    fast_path = FastPath(gateway, functions, guard)
-    middlewares = [unrouted, guard.middleware, compressed]
     await stack.enter_async_context(
-        http_server([sock, control], routes, middlewares, fast_path, settings.header_timeout_s)
-    )
+        http_server(
+            [sock, control], routes, [compressed, errors.middleware, guard.middleware],
+            FastPath(gateway, functions, guard), settings.header_timeout_s,
+        )
+    )  # fmt: skip
     return Server(url_of(sock), functions, admin, tasks, jobs, sources)
 
 
@@ -199,23 +201,6 @@ def _quota_counter(functions: Functions, metrics: Metrics) -> Callable[[str, Pil
             metrics.turned_away(name, error)
 
     return count
-
-
-def _routes(
-    functions: Functions, jobs: Jobs, metrics: Metrics, settings: GatewaySettings
-) -> tuple[Gateway, list[web.RouteDef]]:
-    size, timeout_s = settings.max_body_bytes, settings.body_timeout_s
-    limits = Limits(size, timeout_s)
-    queue = QueueApi(functions, jobs, max_body_bytes=size, body_timeout_s=timeout_s)
-    gateway = Gateway(functions, metrics, queue.later, max_body_bytes=size, body_timeout_s=timeout_s)
-    return gateway, [
-        *gateway.routes(),
-        *queue.routes(),
-        *Predictions(functions, jobs, limits).routes(),
-        *LambdaApi(functions, jobs, metrics, limits).routes(),
-        *EventsApi(functions).routes(),
-        *WebhooksApi(functions, jobs).routes(),
-    ]
 
 
 def _tune_garbage_collection() -> None:

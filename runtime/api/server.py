@@ -16,6 +16,7 @@ from ...errors import GatewayError
 from .admin import MAX_ARCHIVE_BYTES
 from .connection import connection_factory, header_timer, missing_internals
 from .fast_path import FastPath
+from .routes import Route, aiohttp_routes
 
 BACKLOG = 1024
 NO_FAST_PATH = (
@@ -55,7 +56,7 @@ def url_of(sock: socket.socket) -> str:
 @contextlib.asynccontextmanager
 async def http_server(
     socks: Sequence[socket.socket],
-    routes: Sequence[web.RouteDef],
+    routes: Sequence[Route],
     middlewares: Sequence[Middleware],
     fast_path: FastPath,
     header_timeout_s: float,
@@ -65,7 +66,7 @@ async def http_server(
         sys.stderr.write(NO_FAST_PATH.format(version=aiohttp.__version__, names=", ".join(missing)))
         middlewares = [header_timer, *middlewares]
     app = web.Application(client_max_size=MAX_ARCHIVE_BYTES, middlewares=middlewares)
-    app.add_routes(routes)
+    app.add_routes(aiohttp_routes(routes))
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
     await runner.setup()
     accept = connection_factory(runner, None if missing else fast_path, header_timeout_s)
