@@ -37,7 +37,7 @@ from .events.sources import Sources
 from .functions.deploy import Deployment
 from .functions.registry import Functions
 from .functions.store import Store
-from .jobs.jobs import Jobs, JobSettings
+from .jobs.jobs import Jobs
 from .launching.fetcher_client import FetcherClient
 from .launching.listener import Listener
 from .launching.process_launcher import ProcessLauncher
@@ -131,7 +131,7 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     functions.on_activation = metrics.activated
     await functions.restore()
 
-    jobs = Jobs(state, functions.get, tasks, JobSettings(settings.keep_result_s, settings.webhook_networks))
+    jobs = Jobs(state, functions.get, tasks, settings)
     await jobs.start()
     stack.push_async_callback(jobs.close)
     sources = Sources(jobs, tasks, functions.say, drain_s=settings.drain_s)
