@@ -15,10 +15,10 @@ from typing import Any
 
 import uvloop
 
+from ..addresses import is_loopback
 from ..errors import GatewayError, PilotflameError, UnknownFunction
-from .access.control_socket import door
+from .access.control_socket import control_socket
 from .access.keyring import Keyring
-from .access.loopback import is_loopback
 from .access.secrets import Secrets
 from .api.access import AccessControl
 from .api.admin import Admin
@@ -35,14 +35,14 @@ from .commands.watch import watch
 from .dialects.registry import dialect_routes
 from .events.sources import Sources
 from .functions.deploy import Deployment
-from .functions.registry import Functions
+from .functions.registry import FunctionEvents, Functions
 from .functions.store import Store
 from .jobs.jobs import Jobs
 from .launching.fetcher_client import FetcherClient
 from .launching.listener import Listener
 from .launching.process_launcher import ProcessLauncher
 from .settings.gateway_settings import GatewaySettings
-from .settings.state_dir import StateDir
+from .settings.state_dir import locked_state_dir
 from .telemetry.metrics import Metrics
 
 # A request makes some twenty objects that the garbage collector counts, and nearly all of them end with it.
@@ -107,7 +107,7 @@ async def serve(settings: GatewaySettings) -> AsyncIterator[Server]:
 
 async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -> Server:
     """Start the parts, each after the ones it needs. `stack` closes them in reverse order."""
-    state = stack.enter_context(StateDir(settings.state_dir)).path
+    state = stack.enter_context(locked_state_dir(settings.state_dir))
     store = Store(state, report=_write)
     await asyncio.to_thread(store.start)
     listener = Listener(state / "run" / "link.sock")
@@ -124,18 +124,19 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     stack.push_async_callback(launcher.close)
     fetcher = FetcherClient(settings.cache_dir, tasks)
     stack.push_async_callback(fetcher.close)
+    events = FunctionEvents()
     functions = Functions(
-        store, state / "environments", launcher, tasks, fetcher, secrets, drain_s=settings.drain_s
+        store, state / "environments", launcher, tasks, fetcher, secrets, events, drain_s=settings.drain_s
     )
     metrics = Metrics(functions.census)
-    functions.on_activation = metrics.activated
+    events.activated.append(metrics.activated)
     await functions.restore()
 
     jobs = Jobs(state, functions.get, tasks, settings)
     await jobs.start()
     stack.push_async_callback(jobs.close)
-    sources = Sources(jobs, tasks, functions.say, drain_s=settings.drain_s)
-    _connect(functions, jobs, sources)
+    sources = Sources(jobs, tasks, functions.log, drain_s=settings.drain_s)
+    _connect(events, functions, jobs, sources)
 
     admin = Admin(functions, metrics, local=local)
     backend = Backend(functions, jobs, metrics, settings.max_body_bytes, settings.body_timeout_s)
@@ -148,7 +149,7 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
         required=settings.auth == "always" or not local, on_quota=_quota_counter(functions, metrics),
     )  # fmt: skip
     errors = ErrorResponses(error_formats(routes))
-    control = stack.enter_context(door(state))
+    control = stack.enter_context(control_socket(state))
     await stack.enter_async_context(
         http_server(
             [sock, control], routes, [compressed, errors.middleware, guard.middleware],
@@ -174,7 +175,7 @@ def _load_access(state: Path) -> tuple[Keyring, Secrets]:
     return keyring, secrets
 
 
-def _connect(functions: Functions, jobs: Jobs, sources: Sources) -> None:
+def _connect(events: FunctionEvents, functions: Functions, jobs: Jobs, sources: Sources) -> None:
     """Let jobs and event sources follow which functions are live."""
 
     def live(name: str) -> None:
@@ -189,7 +190,8 @@ def _connect(functions: Functions, jobs: Jobs, sources: Sources) -> None:
 
     for function in functions.all():
         sources.start(function.record.function, function.record.settings)
-    functions.on_live, functions.on_gone = live, gone
+    events.live.append(live)
+    events.deleted.append(gone)
 
 
 def _quota_counter(functions: Functions, metrics: Metrics) -> Callable[[str, PilotflameError], None]:

@@ -10,7 +10,8 @@ from aiohttp import web
 from typing_extensions import TypedDict
 
 from ...errors import PilotflameError
-from ..functions.registry import Functions, Live
+from ..functions.live import Live
+from ..functions.registry import Functions
 from ..jobs.job import Job, JobState, NewJob
 from ..jobs.jobs import Jobs
 from ..serving.invocation import Invocation

@@ -24,7 +24,7 @@ from ...api.parameters import Parameter, header
 from ...api.requests import caller_of, dump_json, idempotency_of, read_body, too_large
 from ...api.responses import json_response
 from ...api.routes import Route
-from ...functions.registry import Live
+from ...functions.live import Live
 from ...jobs import queries
 from ...jobs.job import ID_PREFIX, Job, JobState, Webhook
 from .prediction import ID, Prediction, PredictionRequest, Preference, chosen_id, parse, shown, stored_id
