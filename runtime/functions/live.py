@@ -93,8 +93,8 @@ class Live:
         source = await self.revision.pool.open()
         self.record = self.record.model_copy(update={"handler": source.facts})
         self._configure()
-        if not source.forks:
-            self.warnings.append(f"Workers are spawned, not forked: {source.why_not}.")
+        if source.spawn_reason:
+            self.warnings.append(f"Workers are spawned, not forked: {source.spawn_reason}.")
         if check:
             await self.revision.prove()
 
@@ -144,8 +144,8 @@ class Live:
         rows = [(replica.child.pid, "worker", replica.name) for replica in pool.replicas]
         if pool.standby is not None:
             rows.append((pool.standby.pid, "standby", pool.standby.name))
-        if pool.source is not None and pool.source.forks:
-            rows.append((pool.source.zygote.child.pid, "zygote", "zygote"))
+        if pool.source is not None and pool.source.zygote_pid is not None:
+            rows.append((pool.source.zygote_pid, "zygote", "zygote"))
         measured = await asyncio.to_thread(lambda: [_measure(*row) for row in rows])
         return [process for process in measured if process is not None]
 

@@ -11,7 +11,7 @@ from typing import Protocol
 from ...errors import ActivationFailed, LauncherError, PilotflameError, SourceDenied
 from ..launching.fetcher_client import FetcherClient, FetchProgress
 from ..launching.launcher import Child, Launcher, WorkerSource
-from ..link.link import Frame, FrameKind
+from ..link.frames import Frame, FrameKind
 from ..link.worker_spec import WEIGHTS_TIMEOUT_S, WorkerSpec
 from ..telemetry.logs import LogBook
 from ..telemetry.timeline import Activation
@@ -311,9 +311,7 @@ class Pool:
         self._release_weights()
         if self._source is not None:
             self._source.close()
-            zygote = self._source.zygote.child
-            zygote.kill_after(ZYGOTE_EXIT_TIMEOUT_S)
-            await zygote.gone.wait()
+            await self._source.wait_closed(ZYGOTE_EXIT_TIMEOUT_S)
 
     def _drop_standby(self) -> None:
         if self.standby is not None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from ...errors import LinkError, PilotflameError
 from ...handlers.codec import JSON_TYPE
 from ..launching.launcher import Child
-from ..link.link import TIMING, Frame, FrameKind, Timing
+from ..link.frames import TIMING, Frame, FrameKind, Timing
 from ..telemetry.timeline import Activation
 from .invocation import Answer, Invocation, Stream
 from .outstanding import GroupEnd, Outstanding

@@ -1,6 +1,6 @@
-"""Accept and Accept-Encoding: which of the things on offer a caller wants, by RFC 9110.
+"""Content negotiation: which of the offered types or encodings an Accept header prefers, by RFC 9110.
 
-A parser of our own: the one of aiohttp knows no q-values, and a worker loads no HTTP library for a line of text.
+aiohttp's parser ignores q-values, and a worker loads no HTTP library for one header.
 """
 
 from __future__ import annotations
@@ -10,41 +10,38 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+# More than a client has reason to send. The rest of the header is ignored.
 MAX_RANGES = 64
-"""More than a client has reason to send: the rest is not read."""
 _QUALITY = re.compile(r"0(\.[0-9]{0,3})?|1(\.0{0,3})?")
 _PART = re.compile(r"""(?:[^,"]|"(?:[^"\\]|\\.)*"?)+""")
 _PARAMETER = re.compile(r""";((?:[^;"]|"(?:[^"\\]|\\.)*"?)*)""")
 
 
 class Weight(NamedTuple):
-    """How much a thing is wanted; the larger the more. `quality` 0: not at all."""
+    """How much a name is preferred, in sorting order. A quality of 0 means not acceptable.
+
+    `exact` is 2 if a range names it, 1 for its type, 0 for any; `place` is smaller for later ranges.
+    """
 
     quality: float
     exact: int
     place: int
 
 
-UNWANTED = Weight(0.0, 0, 0)
-
-
 def weigh(header: str, name: str) -> Weight:
-    """How much `name` (lower case) is wanted: as the most exact range that covers it says, `type/*` or `*` among them."""
-    found = [
-        (exact, weight)
+    """Return the weight of `name` (lower case): that of the most exact range that covers it."""
+    covering = [
+        weight._replace(exact=exact)
         for pattern, weight in _ranges(header)
-        if (exact := _covers(pattern, name)) is not None
+        if (exact := _exactness(pattern, name)) is not None
     ]
-    if not found:
-        return UNWANTED
-    exact, weight = max(found, key=lambda one: one[0])
-    return weight._replace(exact=exact)
+    return max(covering, key=lambda weight: weight.exact, default=Weight(0.0, 0, 0))
 
 
 def preferred(header: str, offered: Sequence[str]) -> str:
-    """What of `offered` (the first is what everybody gets) is wanted most, "" if nothing is.
+    """Return the preferred name of `offered`, of which the first is the default; "" if none is acceptable.
 
-    Of those wanted equally what was named comes before what a wildcard covers, and then what was named first.
+    Of equal qualities, a named one comes before one that a wildcard covers, then the one named first.
     """
     if not header:
         return offered[0]
@@ -54,7 +51,7 @@ def preferred(header: str, offered: Sequence[str]) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _ranges(header: str) -> tuple[tuple[str, Weight], ...]:
-    """Each range with its weight. What is malformed is left out: the caller still gets an answer."""
+    """Return each range with its weight. Malformed ranges are ignored."""
     found = []
     for place, part in enumerate(_PART.findall(header.lower())[:MAX_RANGES]):
         name = part.partition(";")[0].strip()
@@ -72,8 +69,7 @@ def _quality(part: str) -> float | None:
     return 1.0
 
 
-def _covers(pattern: str, name: str) -> int | None:
-    """How exactly a range names it: 2, by its type alone 1, as anything 0, not at all None."""
+def _exactness(pattern: str, name: str) -> int | None:
     if pattern == name:
         return 2
     if pattern in ("*", "*/*"):

@@ -1,9 +1,9 @@
-"""Accept headers: what is wanted most, beside werkzeug's reading of the same header."""
+"""Accept headers: what is preferred, compared with werkzeug's reading of the same header."""
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from pilotflame.handlers.accepted import MAX_RANGES, preferred, weigh
+from pilotflame.handlers.negotiation import MAX_RANGES, preferred, weigh
 from werkzeug.datastructures import MIMEAccept
 from werkzeug.http import parse_accept_header
 
@@ -15,16 +15,16 @@ RANGES = st.tuples(
 
 
 @pytest.mark.parametrize(
-    ("header", "wanted"),
+    ("header", "best"),
     [
         ("", JSON),
         ("*/*", JSON),
         ("application/*", JSON),
         ("application/x-npy", NPY),
         ("APPLICATION/X-NPY", NPY),
-        ("application/x-npy, */*", NPY),  # named, beside all that is taken too
+        ("application/x-npy, */*", NPY),  # a named type comes before a wildcard
         ("application/x-npy;q=0.5, */*", JSON),
-        ("application/json, application/x-npy", JSON),  # of equals what was named first
+        ("application/json, application/x-npy", JSON),  # of equals the first
         ("application/x-npy, application/json", NPY),
         ("application/json;q=0.9, application/x-npy", NPY),
         ("application/json, application/x-npy;q=0", JSON),
@@ -32,13 +32,13 @@ RANGES = st.tuples(
         ("text/html", ""),
         ("application/json;q=0", ""),
         ('text/html;a=",application/x-npy", application/json', JSON),
-        ("application/x-npy;q=2, application/json;q=0.1", JSON),  # no quality: it is left out
+        ("application/x-npy;q=2, application/json;q=0.1", JSON),  # an invalid quality: it is ignored
         ("application/x-npy;q=, application/json", JSON),
         (" , ,;q=1,application/x-npy ,", NPY),
     ],
 )
-def test_what_is_wanted_most(header: str, wanted: str) -> None:
-    assert preferred(header, OFFERED) == wanted
+def test_the_preferred_offer(header: str, best: str) -> None:
+    assert preferred(header, OFFERED) == best
 
 
 @given(st.lists(RANGES, max_size=5, unique_by=lambda one: one.partition(";")[0].lower()))
