@@ -1,7 +1,7 @@
-"""The turns: a queue in order of priority, then in fair turns between tenants, then of deadlines.
+"""A fair queue: by priority, then between tenants by served cost, then earliest deadline first.
 
-Fair by served cost (the virtual token counter of Sheng et al., OSDI 2024): of the tenants that wait, the one that was
-served least is next. Who comes back from being idle starts at the least of the others: idleness earns no credit.
+Fairness is that of the virtual token counter (Sheng et al., OSDI '24): of the tenants that wait, the one with the least
+served cost is next. A tenant that was idle starts at the least served cost of the others, so idleness earns no credit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Waiting(Protocol):
-    """What is asked of an item."""
+    """What the fair queue reads of an item."""
 
     @property
     def tenant(self) -> str: ...
@@ -26,99 +26,97 @@ class Waiting(Protocol):
 
 T = TypeVar("T", bound=Waiting)
 
-# Before the priority of any caller, which begin at 1.
+# Before the priorities of callers, which begin at 1.
 FIRST = 0
-# More tenants than this are not remembered while they are idle.
-MAX_IDLE = 1024
-# So many entries of items that left may stay in a heap before it is swept.
-MAX_LEFT = 64
+# Above so many tenants of one priority, idle ones are forgotten.
+MAX_TENANTS = 1024
+# A heap is rebuilt once it holds more than so many entries of items that were removed.
+MAX_REMOVED = 64
 
 
 class FairQueue(Generic[T]):
-    """Items wait here once at a time each."""
+    """An item is in the queue at most once."""
 
     def __init__(self) -> None:
-        self._classes: dict[int, _Class[T]] = {}
+        self._classes: dict[int, _PriorityClass[T]] = {}
         self._entries: dict[int, _Entry[T]] = {}
-        self._held: dict[str, int] = {}
+        self._counts: dict[str, int] = {}
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[T]:
-        """All that wait, in no order."""
+        """Yield all items, in no order."""
         return (entry.item for entry in list(self._entries.values()) if entry.item is not None)
 
     def add(self, item: T, *, first: bool = False) -> None:
-        """Takes an item in, or back in: what has the same deadline goes in the order in which it came.
-
-        `first` goes before every priority.
-        """
+        """Add an item; those with equal deadlines keep their order. `first` goes before every priority."""
         priority = FIRST if first else item.priority
         entry = _Entry(item.deadline_s, next(self._numbers), priority, item)
         self._entries[id(item)] = entry
-        kind = self._classes.get(priority)
-        if kind is None:
-            kind = self._classes[priority] = _Class()
-        kind.add(item.tenant, entry)
-        self._held[item.tenant] = self.held(item.tenant) + 1
+        peers = self._classes.get(priority)
+        if peers is None:
+            peers = self._classes[priority] = _PriorityClass()
+        peers.add(item.tenant, entry)
+        self._counts[item.tenant] = self.count(item.tenant) + 1
 
-    def drop(self, item: T) -> bool:
-        """Takes an item out, wherever it stands; False if it does not wait here."""
+    def remove(self, item: T) -> bool:
+        """Remove an item; return False if it does not wait here."""
         entry = self._entries.pop(id(item), None)
         if entry is None:
             return False
-        entry.item = None
-        self._classes[entry.priority].leave(item.tenant)
-        self._leave(item)
+        self._classes[entry.priority].remove(item.tenant, entry)
+        self._count_down(item)
         return True
 
-    def take(self, cost: float = 1.0) -> T | None:
-        """The next item, whose tenant is charged `cost` for it; None if nothing waits."""
+    def pop(self, cost: float = 1.0) -> T | None:
+        """Remove and return the next item and charge its tenant `cost`; return None if nothing waits."""
         for priority in sorted(self._classes):
-            kind = self._classes[priority]
-            if kind.waiting:
-                item = kind.take(cost)
+            peers = self._classes[priority]
+            if peers.waiting:
+                item = peers.pop(cost)
                 del self._entries[id(item)]
-                self._leave(item)
+                self._count_down(item)
                 return item
-            del self._classes[priority]  # nobody of this class waits: its tenants start anew, all equal
+            # Nothing of this priority waits: its tenants start again as equals.
+            del self._classes[priority]
         return None
 
-    def _leave(self, item: T) -> None:
-        if left := self._held[item.tenant] - 1:
-            self._held[item.tenant] = left
+    def _count_down(self, item: T) -> None:
+        if left := self._counts[item.tenant] - 1:
+            self._counts[item.tenant] = left
         else:
-            del self._held[item.tenant]
+            del self._counts[item.tenant]
 
     def heads(self) -> list[T]:
-        """Of each turn the item that is its next."""
-        return [item for kind in self._classes.values() if kind.waiting for item in kind.heads()]
+        """Return the next item of each tenant of each priority."""
+        return [item for peers in self._classes.values() if peers.waiting for item in peers.heads()]
 
-    def held(self, tenant: str) -> int:
-        """How many of a tenant's items wait."""
-        return self._held.get(tenant, 0)
+    def count(self, tenant: str) -> int:
+        """Return how many items of a tenant wait."""
+        return self._counts.get(tenant, 0)
 
     @property
     def tenants(self) -> int:
-        """How many tenants have something waiting."""
-        return len(self._held)
+        """How many tenants have items that wait."""
+        return len(self._counts)
 
     def charge(self, tenant: str, priority: int, cost: float) -> None:
-        """What was served cost more than was charged for it, or less."""
-        if (kind := self._classes.get(priority)) is not None:
-            kind.charge(tenant, cost)
+        """Correct what a tenant was charged by `cost`, which may be negative."""
+        if (peers := self._classes.get(priority)) is not None:
+            peers.charge(tenant, cost)
 
-    def urgent_s(self) -> float:
-        """The earliest deadline of all that wait; infinity if nothing does."""
-        return min((kind.urgent_s() for kind in self._classes.values() if kind.waiting), default=math.inf)
+    def earliest_deadline_s(self) -> float:
+        """Return the earliest deadline of all items; infinity if nothing waits."""
+        classes = (peers for peers in self._classes.values() if peers.waiting)
+        return min((peers.earliest_deadline_s() for peers in classes), default=math.inf)
 
     def ahead(self, tenant: str, priority: int) -> int:
-        """How many would be served before one that `tenant` added now, if its deadline were its tenant's latest."""
-        count = sum(kind.waiting for other, kind in self._classes.items() if other < priority)
-        kind = self._classes.get(priority)
-        return count + (kind.ahead(tenant) if kind is not None else 0)
+        """Return how many items would be served before a new one with the latest deadline of its tenant."""
+        count = sum(peers.waiting for other, peers in self._classes.items() if other < priority)
+        peers = self._classes.get(priority)
+        return count + (peers.ahead(tenant) if peers is not None else 0)
 
 
 class _Entry(Generic[T]):
@@ -133,81 +131,98 @@ class _Entry(Generic[T]):
     def __lt__(self, other: _Entry[T]) -> bool:
         return (self.deadline_s, self.number) < (other.deadline_s, other.number)
 
+    def clear(self) -> None:
+        """Mark the entry as removed; it stays in its heap until it is met."""
+        self.item = None
 
-class _Lane(Generic[T]):
-    """One tenant's items."""
+
+class _TenantQueue(Generic[T]):
+    """One tenant's items of one priority."""
 
     __slots__ = ("heap", "served", "waiting")
 
-    def __init__(self, served: float) -> None:
+    def __init__(self) -> None:
         self.heap: list[_Entry[T]] = []
-        self.served = served
+        self.served = 0.0
         self.waiting = 0
 
+    def add(self, entry: _Entry[T]) -> None:
+        self.waiting += 1
+        heapq.heappush(self.heap, entry)
+
+    def restart(self, served: float) -> None:
+        """Start waiting again after being idle."""
+        self.heap.clear()
+        self.served = max(self.served, served)
+
+    def remove(self, entry: _Entry[T]) -> None:
+        entry.clear()
+        self.waiting -= 1
+        if len(self.heap) > 2 * self.waiting + MAX_REMOVED:
+            self.heap = [kept for kept in self.heap if kept.item is not None]
+            heapq.heapify(self.heap)
+
     def head(self) -> _Entry[T]:
-        """Only while something waits."""
+        """Return the next entry; something must wait."""
         while self.heap[0].item is None:
             heapq.heappop(self.heap)
         return self.heap[0]
 
-
-class _Class(Generic[T]):
-    """The items of one priority."""
-
-    __slots__ = ("_lanes", "waiting")
-
-    def __init__(self) -> None:
-        self._lanes: dict[str, _Lane[T]] = {}
-        self.waiting = 0
-
-    def add(self, tenant: str, entry: _Entry[T]) -> None:
-        lane = self._lanes.get(tenant)
-        if lane is None:
-            lane = self._lanes[tenant] = _Lane(0.0)
-        if not lane.waiting:
-            lane.heap.clear()
-            least = min(
-                (other.served for other in self._lanes.values() if other.waiting), default=lane.served
-            )
-            lane.served = max(lane.served, least)
-        lane.waiting += 1
-        self.waiting += 1
-        heapq.heappush(lane.heap, entry)
-        if len(self._lanes) > MAX_IDLE:
-            self._lanes = {name: lane for name, lane in self._lanes.items() if lane.waiting}
-
-    def leave(self, tenant: str) -> None:
-        lane = self._lanes[tenant]
-        lane.waiting -= 1
-        self.waiting -= 1
-        if len(lane.heap) > 2 * lane.waiting + MAX_LEFT:
-            lane.heap = [entry for entry in lane.heap if entry.item is not None]
-            heapq.heapify(lane.heap)
-
-    def take(self, cost: float) -> T:
-        """Only while something waits."""
-        lane = min((lane for lane in self._lanes.values() if lane.waiting), key=lambda lane: lane.served)
-        while (item := heapq.heappop(lane.heap).item) is None:
+    def pop(self, cost: float) -> T:
+        """Remove and return the next item; something must wait."""
+        while (item := heapq.heappop(self.heap).item) is None:
             pass
-        lane.waiting -= 1
         self.waiting -= 1
-        lane.served += cost
+        self.served += cost
         return item
 
-    def heads(self) -> list[T]:
-        entries = (lane.head() for lane in self._lanes.values() if lane.waiting)
-        return [entry.item for entry in entries if entry.item is not None]
+    def charge(self, cost: float) -> None:
+        self.served += cost
 
-    def urgent_s(self) -> float:
-        return min(lane.head().deadline_s for lane in self._lanes.values() if lane.waiting)
+
+class _PriorityClass(Generic[T]):
+    """The items of one priority, by tenant."""
+
+    __slots__ = ("_tenants", "waiting")
+
+    def __init__(self) -> None:
+        self._tenants: dict[str, _TenantQueue[T]] = {}
+        self.waiting = 0
+
+    def _active(self) -> Iterator[_TenantQueue[T]]:
+        return (queue for queue in self._tenants.values() if queue.waiting)
+
+    def add(self, tenant: str, entry: _Entry[T]) -> None:
+        queue = self._tenants.get(tenant)
+        if queue is None:
+            queue = self._tenants[tenant] = _TenantQueue()
+        if not queue.waiting:
+            queue.restart(min((other.served for other in self._active()), default=queue.served))
+        queue.add(entry)
+        self.waiting += 1
+        if len(self._tenants) > MAX_TENANTS:
+            self._tenants = {name: kept for name, kept in self._tenants.items() if kept.waiting}
+
+    def remove(self, tenant: str, entry: _Entry[T]) -> None:
+        self._tenants[tenant].remove(entry)
+        self.waiting -= 1
+
+    def pop(self, cost: float) -> T:
+        self.waiting -= 1
+        return min(self._active(), key=lambda queue: queue.served).pop(cost)
+
+    def heads(self) -> list[T]:
+        return [item for queue in self._active() if (item := queue.head().item) is not None]
+
+    def earliest_deadline_s(self) -> float:
+        return min(queue.head().deadline_s for queue in self._active())
 
     def charge(self, tenant: str, cost: float) -> None:
-        if (lane := self._lanes.get(tenant)) is not None:
-            lane.served += cost
+        if (queue := self._tenants.get(tenant)) is not None:
+            queue.charge(cost)
 
     def ahead(self, tenant: str) -> int:
-        own = self._lanes.get(tenant)
+        own = self._tenants.get(tenant)
         before = own.waiting if own is not None else 0
-        # Turn by turn: before its turn comes, each of the others has at most as many turns as it has.
-        others = (lane.waiting for lane in self._lanes.values() if lane is not own and lane.waiting)
-        return before + sum(min(waiting, before + 1) for waiting in others)
+        # Before its own turn each other tenant is served at most as often as its tenant, plus once.
+        return before + sum(min(other.waiting, before + 1) for other in self._active() if other is not own)

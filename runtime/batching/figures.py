@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from .simulator import Run
-from .workload import CallOutcome
+from .simulator import CallOutcome, Run
 
 
 def figures(run: Run) -> dict[str, Any]:
@@ -27,7 +26,7 @@ def figures(run: Run) -> dict[str, Any]:
         "batch_mean": sum(run.sizes) / len(run.sizes) if run.sizes else 0.0,
         "batch_p95": percentile(run.sizes, 0.95),
         "per_second": len(answered) / span_s,
-        "busy_share": run.busy_s / (span_s * run.lanes),
+        "busy_share": run.busy_s / (span_s * run.slots),
     }
 
 

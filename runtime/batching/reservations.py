@@ -1,41 +1,44 @@
-"""The promises: whoever was refused and comes back when told to is served before those who come for the first time.
+"""Retry reservations: a refused caller who retries when told to is served before new callers.
 
-Without them, obeying Retry-After under lasting overload would be as good as trying at any other moment. Callers are
-recognised by what they send: the tenant and a digest of the body, so they need not know of this. Nobody gains by
-being refused: a promise is for the time that was asked for, not for a call that is more patient than the refused one.
+Without them, obeying Retry-After under lasting overload would be no better than retrying at random. A caller is
+recognised by the tenant and a digest of the body, so clients need not know of reservations. Being refused gains nothing:
+a reservation covers only a call that is no more patient than the refused one.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
 
 import xxhash
 
-# How much earlier (a share of what he was told to wait) or later somebody may come and still find his place: clocks
-# differ, and whole seconds are rounded up. Who tries again at once is not who was told to come.
+# How much earlier (a share of the wait) or later a retry may come: clocks differ, and Retry-After is in whole seconds.
 EARLY = 0.1
 LATE_S = 5.0
-MAX_PROMISES = 10_000
+MAX_RESERVATIONS = 10_000
 
 
-@dataclass(slots=True, eq=False)
-class _Promise:
-    key: bytes
-    begins_s: float
-    ends_s: float
-    most_s: float
-    """What it was made to wanted its answer within so long: what wants more time is another call."""
-    settled: bool = False
+class _Reservation:
+    __slots__ = ("begins_s", "closed", "ends_s", "key", "max_timeout_s")
+
+    def __init__(self, key: bytes, begins_s: float, ends_s: float, max_timeout_s: float) -> None:
+        self.key = key
+        self.begins_s = begins_s
+        self.ends_s = ends_s
+        self.max_timeout_s = max_timeout_s
+        self.closed = False
+
+    def close(self) -> None:
+        """Mark it as used or expired; it stays in the order of expiry until it is met there."""
+        self.closed = True
 
 
 class Reservations:
-    """When which refused caller was told to come again."""
+    """When each refused caller was told to retry."""
 
     def __init__(self) -> None:
-        self._due: deque[_Promise] = deque()
-        self._of: dict[bytes, deque[_Promise]] = {}
+        self._by_expiry: deque[_Reservation] = deque()
+        self._by_key: dict[bytes, deque[_Reservation]] = {}
         self._open = 0
 
     def __len__(self) -> int:
@@ -44,50 +47,50 @@ class Reservations:
     def make(
         self, tenant: str, body: bytes, now_s: float, wait_s: float, timeout_s: float = math.inf
     ) -> None:
-        """He is told to come again after `wait_s`. Of too many promises the oldest is forgotten."""
+        """Reserve a place for a caller who is told to retry after `wait_s`; beyond the limit the oldest is dropped."""
         begins_s, ends_s = now_s + (1 - EARLY) * wait_s, now_s + wait_s + LATE_S
-        promise = _Promise(_key(tenant, body), begins_s, ends_s, timeout_s * (1 + EARLY))
-        self._due.append(promise)
-        self._of.setdefault(promise.key, deque()).append(promise)
+        made = _Reservation(_key(tenant, body), begins_s, ends_s, timeout_s * (1 + EARLY))
+        self._by_expiry.append(made)
+        self._by_key.setdefault(made.key, deque()).append(made)
         self._open += 1
-        while self._open > MAX_PROMISES:
-            self._forget()
+        while self._open > MAX_RESERVATIONS:
+            self._drop_oldest()
 
-    def keep(self, tenant: str, body: bytes, now_s: float, timeout_s: float = 0.0) -> bool:
-        """Whether he was told to come about now, with a call that wants its answer as soon; a promise is kept once."""
-        self._sweep(now_s)
-        if not self._of:
+    def use(self, tenant: str, body: bytes, now_s: float, timeout_s: float = 0.0) -> bool:
+        """Return True if this caller holds a reservation for this moment. A reservation is used once."""
+        self._expire(now_s)
+        if not self._by_key:
             return False
         key = _key(tenant, body)
-        while own := self._of.get(key):
+        while own := self._by_key.get(key):
             first = own[0]
-            if now_s < first.begins_s or (timeout_s > first.most_s and now_s <= first.ends_s):
+            if now_s < first.begins_s or (timeout_s > first.max_timeout_s and now_s <= first.ends_s):
                 return False
-            self._settle(first)
+            self._close(first)
             if now_s <= first.ends_s:
                 return True
         return False
 
     def pending(self, now_s: float) -> int:
-        """How many may still come; those whose time has passed are forgotten."""
-        self._sweep(now_s)
+        """Return how many reservations may still be used."""
+        self._expire(now_s)
         return self._open
 
-    def _sweep(self, now_s: float) -> None:
-        while self._due and (self._due[0].settled or self._due[0].ends_s < now_s):
-            self._forget()
+    def _expire(self, now_s: float) -> None:
+        while self._by_expiry and (self._by_expiry[0].closed or self._by_expiry[0].ends_s < now_s):
+            self._drop_oldest()
 
-    def _forget(self) -> None:
-        if not (oldest := self._due.popleft()).settled:
-            self._settle(oldest)
+    def _drop_oldest(self) -> None:
+        if not (oldest := self._by_expiry.popleft()).closed:
+            self._close(oldest)
 
-    def _settle(self, promise: _Promise) -> None:
-        promise.settled = True
+    def _close(self, reservation: _Reservation) -> None:
+        reservation.close()
         self._open -= 1
-        own = self._of[promise.key]
-        own.remove(promise)
+        own = self._by_key[reservation.key]
+        own.remove(reservation)
         if not own:
-            del self._of[promise.key]
+            del self._by_key[reservation.key]
 
 
 def _key(tenant: str, body: bytes) -> bytes:

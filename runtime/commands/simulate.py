@@ -10,8 +10,7 @@ from typing import Any
 import click
 
 from ..batching.figures import figures
-from ..batching.simulator import Plant, Simulator, Timed
-from ..batching.workload import SimulatedCall, poisson
+from ..batching.simulator import DurationModel, SimulatedCall, SimulatedFunction, Simulator, poisson
 from . import display, options, trace
 
 # The bar moves each time that so many calls have come.
@@ -105,11 +104,11 @@ def simulate(
                  for number, at_s in enumerate(trace.read_arrivals(arrivals))]  # fmt: skip
     else:
         calls = list(poisson(rate or 1.0, round((rate or 1.0) * duration_s), timeout_s=timeout_s, seed=seed))
-    timed, counts = Timed(trace.read_curve(curve), noise), trace.read_counts(workers)
+    timed, counts = DurationModel(trace.read_curve(curve), noise), trace.read_counts(workers)
     rows = []
     with display.tally("simulating") as progress:
         for number, count in enumerate(counts):
-            plant = Plant(timed, limit=limit, workers=count, most=max_queue, seed=seed)
+            plant = SimulatedFunction(timed, max_batch=limit, workers=count, max_queue=max_queue, seed=seed)
 
             def told(done: int, number: int = number, count: int = count) -> None:
                 said = "1 worker" if count == 1 else f"{count} workers"

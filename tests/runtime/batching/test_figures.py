@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import pytest
 from pilotflame.runtime.batching.figures import figures, percentile
-from pilotflame.runtime.batching.simulator import Plant, Run, Simulator, affine
-from pilotflame.runtime.batching.workload import SimulatedCall, poisson
+from pilotflame.runtime.batching.simulator import (
+    Run,
+    SimulatedCall,
+    SimulatedFunction,
+    Simulator,
+    affine,
+    poisson,
+)
 
 
 def test_shares_are_of_the_calls_and_add_up() -> None:
-    run = Simulator(Plant(affine(0.01, 0.003)), obedient=1.0).open(poisson(400, 400, timeout_s=0.25))
+    run = Simulator(SimulatedFunction(affine(0.01, 0.003)), retrying=1.0).open(
+        poisson(400, 400, timeout_s=0.25)
+    )
     found = figures(run)
     assert found["calls"] == 400 < len(run.attempts)
     fates = [found[name] for name in ("on_time", "late", "refused", "dropped", "expired", "full")]
@@ -22,7 +30,7 @@ def test_shares_are_of_the_calls_and_add_up() -> None:
 
 
 def test_one_call_alone() -> None:
-    plant = Plant(affine(0.01, 0.01, noise=0.0), way_s=0.001)
+    plant = SimulatedFunction(affine(0.01, 0.01, noise=0.0), transit_s=0.001)
     found = figures(Simulator(plant).open([SimulatedCall(5.0)]))
     assert found["latency_p99_s"] == pytest.approx(0.022)
     assert found["batch_mean"] == found["batch_p95"] == found["on_time_share"] == 1

@@ -1,4 +1,4 @@
-"""The curve: between what was seen, never falling, and not bent by one odd value."""
+"""The latency curve stays between what was observed, never falls, and one outlier does not bend it."""
 
 from __future__ import annotations
 
@@ -75,12 +75,12 @@ def test_sizes_are_costs_where_items_have_some() -> None:
     for _ in range(200):
         curve.observe(2, 200.0, 0.2)
         curve.observe(4, 400.0, 0.4)
-    assert curve.unit == pytest.approx(100)
+    assert curve.mean_cost == pytest.approx(100)
     assert curve.typical(3) == pytest.approx(0.3, rel=0.01)
     assert curve.typical(8) == pytest.approx(0.8, rel=0.05)  # beyond what was seen: along the chord
 
 
-def test_nothing_known_holds_nothing_against_anybody() -> None:
+def test_an_empty_curve_predicts_no_time() -> None:
     assert not LatencyCurve().known
     assert LatencyCurve().bound(32) == 0.0
     one = LatencyCurve([Point(4, 0.1, 0.2)])
