@@ -68,7 +68,7 @@ class Gateway:
             if invocation.stream is not None:
                 return await self._stream(request, name, invocation, invocation.stream)
             with contextlib.suppress(PilotflameError):
-                await invocation.answer
+                await invocation.output
         except (
             asyncio.CancelledError,
             ConnectionError,
@@ -89,10 +89,11 @@ class Gateway:
         body: bytes,
         received_s: float,
         caller: Caller,
+        on_end: Callable[[], None] | None = None,
     ) -> tuple[Revision, Invocation]:
         """Makes an invocation of a request, and hands it on. Raises what `refused` then tells the caller."""
         revision = self._functions.live(name)  # another one may have become live while the body came
-        invocation = _invocation(headers, revision, request_id, body, received_s, caller)
+        invocation = _invocation(headers, revision, request_id, body, received_s, caller, on_end)
         revision.submit(invocation)
         return revision, invocation
 
@@ -103,13 +104,13 @@ class Gateway:
 
     def answered(self, name: str, invocation: Invocation) -> Response:
         """What its caller is told of an invocation that has ended."""
-        error = invocation.answer.exception()
-        invocation.timeline.responded_s = time.monotonic()
+        error = invocation.output.exception()
+        invocation.timeline.mark_responded(time.monotonic())
         if isinstance(error, PilotflameError):
             self._note(name, error.status, invocation, error)
             return error_reply(error, invocation.id, _headers(invocation))
         self._note(name, 200, invocation)
-        answer = invocation.answer.result()
+        answer = invocation.output.result()
         return Response(200, {**_headers(invocation), "Content-Type": answer.content_type}, answer.payload)
 
     async def _stream(
@@ -122,7 +123,7 @@ class Gateway:
             async with asyncio.timeout(left_s + LAST_WORD_S):
                 await events.send_pieces(stream)
                 error = _error_of(invocation)
-                invocation.timeline.responded_s = time.monotonic()
+                invocation.timeline.mark_responded(time.monotonic())
                 self._note(name, error.status if error is not None else 200, invocation, error)
                 if error is not None and events.response is None:
                     return error_response(error, invocation.id, _headers(invocation))
@@ -130,14 +131,14 @@ class Gateway:
         except TimeoutError:
             events.hang_up()
             if not invocation.timeline.responded_s:
-                invocation.timeline.responded_s = time.monotonic()
+                invocation.timeline.mark_responded(time.monotonic())
                 self._note(name, DeadlineExceeded.status, invocation)
             return events.response or web.Response(status=DeadlineExceeded.status)
 
     def _note(
         self, name: str, status: int, invocation: Invocation, error: PilotflameError | None = None
     ) -> None:
-        self._metrics.answered(name, status, invocation.timeline, error)
+        self._metrics.responded(name, status, invocation.timeline, error)
         if invocation.timeline.cold:
             self._functions.note_cold(name, invocation.timeline)
 
@@ -149,6 +150,7 @@ def _invocation(
     body: bytes,
     received_s: float,
     caller: Caller,
+    on_end: Callable[[], None] | None,
 ) -> Invocation:
     policy = revision.policy
     timeout_s = timeout_of(headers, policy.timeout_s)
@@ -165,6 +167,7 @@ def _invocation(
         tenant=caller.owner,
         priority=priority_of(headers, urgent=caller.urgent),
         accept=accept_of(headers),
+        on_end=on_end,
     )
 
 
@@ -182,5 +185,5 @@ def _headers(invocation: Invocation) -> dict[str, str]:
 
 def _error_of(invocation: Invocation) -> PilotflameError | None:
     """How a stream that has ended failed, if it did."""
-    error = invocation.answer.exception()
+    error = invocation.output.exception()
     return error if isinstance(error, PilotflameError) else None

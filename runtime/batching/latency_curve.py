@@ -104,9 +104,10 @@ class LatencyCurve:
         if size <= points[-1].size:
             right = bisect_left(self._sizes, size)
             return _interpolate(points[right - 1], points[right], size, field)
-        # Extrapolate along the chord of the whole curve: one odd point at the end does not tilt it.
+        # Extrapolate along the chord of the whole curve: one odd point at the end does not tilt it. The chord of the
+        # medians may be the steeper one; the bound is never below the median.
         first, last = points[0], points[-1]
-        return max(last[field], _interpolate(first, last, size, field))
+        return max(last[field], *(_interpolate(first, last, size, lower) for lower in range(1, field + 1)))
 
 
 def _interpolate(left: Point, right: Point, size: float, field: int) -> float:

@@ -18,8 +18,8 @@ from ..access.secrets import Secrets
 from ..launching.fetcher_client import FetcherClient
 from ..launching.launcher import Launcher
 from ..scaling import autoscaler
+from ..serving.dispatcher import Policy
 from ..serving.latency_curve_store import LatencyCurveStore
-from ..serving.policy import Policy
 from ..serving.revision import Census, Revision
 from ..settings.function_settings import FunctionSettings
 from ..telemetry.logs import LogBook
@@ -186,10 +186,10 @@ class Functions:
         """What each process of the function holds; reading it takes the kernel a moment, so in a thread."""
         pool = live.revision.pool
         rows = [(replica.child.pid, "worker", replica.name) for replica in pool.replicas]
-        if pool.standby is not None:
-            rows.append((pool.standby.pid, "standby", pool.standby.name))
-        if pool.source is not None and pool.source.forks:
-            rows.append((pool.source.zygote.child.pid, "zygote", "zygote"))
+        if pool.zygote.standby is not None:
+            rows.append((pool.zygote.standby.pid, "standby", pool.zygote.standby.name))
+        if pool.zygote.source is not None and pool.zygote.source.forks:
+            rows.append((pool.zygote.source.zygote.child.pid, "zygote", "zygote"))
         return await asyncio.to_thread(
             lambda: [found for row in rows if (found := _measure(*row)) is not None]
         )
@@ -223,7 +223,7 @@ class Functions:
     async def _go_live(self, name: str, live: Live, old: Live | None) -> None:
         await asyncio.to_thread(self._store.promote, live.record)
         self._live[name] = live
-        live.revision.refresh()
+        live.revision.scale()
         live.logs.write("gateway", f"revision {live.record.revision} is live")
         self.on_live(name)
         leaving = self._tasks.create_task(self._retire(name, old))
@@ -271,8 +271,8 @@ class Functions:
         for name, record in (await asyncio.to_thread(self._store.functions)).items():
             self._live[name] = live = await self._make(record, LogBook())
             if record.settings.scale.rest == "zygote":
-                self._tasks.create_task(live.revision.pool.warm_zygote())
-            live.revision.refresh()
+                self._tasks.create_task(live.revision.pool.zygote.warm())
+            live.revision.scale()
 
     async def close(self) -> None:
         """Refuses what is new, finishes what runs, ends all processes."""
@@ -298,24 +298,20 @@ class Functions:
             self._weights,
             lambda: self._vault.of(record.function),
             await asyncio.to_thread(
-                LatencyCurveStore.of, self._store.curves, _pace_of(record), spec.manifest
+                LatencyCurveStore.open, self._store.curves, _pace_of(record), spec.manifest
             ),
         )
-        revision.streaming = bool(record.handler.get("streaming"))
-        revision.aggregates = bool(record.handler.get("aggregate", True))
         return Live(record, revision, logs)
 
     async def _prove(self, live: Live, *, check: bool) -> None:
         """Launches the zygote, and one worker to see its setup succeed."""
-        source = await live.revision.pool.open()
+        source = await live.revision.pool.zygote.open()
         live.record = live.record.model_copy(update={"handler": source.facts})
-        live.revision.line.configure(policy_of(live.record))
-        live.revision.streaming = bool(source.facts["streaming"])
-        live.revision.aggregates = bool(source.facts.get("aggregate", True))
+        live.revision.configure(policy_of(live.record))
         if not source.forks:
             live.warnings.append(f"Workers are spawned, not forked: {source.why_not}.")
         if check:
-            await live.revision.prove()
+            await live.revision.try_start()
 
     async def _retire(self, name: str, old: Live | None) -> None:
         if old is not None:
@@ -336,8 +332,10 @@ def policy_of(record: RevisionRecord) -> Policy:
         ),
         timeout_s=settings.timeout_s,
         execution_timeout_s=settings.execution_timeout_s,
-        batch=batch,
-        on_loop=record.handler.get("kind") in ("async", "async_generator"),
+        max_batch=batch,
+        interruptible=record.handler.get("kind") in ("async", "async_generator"),
+        streaming=bool(record.handler.get("streaming")),
+        aggregates=bool(record.handler.get("aggregate", True)),
         hold_s=settings.hold_s,
         max_queue=settings.max_queue,
         max_body_bytes=settings.max_body_bytes,

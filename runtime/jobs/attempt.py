@@ -18,7 +18,7 @@ from ...errors import (
     RevisionRetired,
     WorkerDied,
 )
-from ..serving.invocation import LAST, NORMAL, Answer, Invocation, Stream
+from ..serving.invocation import LAST, NORMAL, Invocation, Output, Stream
 from ..serving.revision import Revision
 from .job import Job, JobOutcome, JobState
 from .store import JobStore
@@ -71,7 +71,7 @@ class JobAttempt:
             extra={**(job.extra or {}), "bare": True, "job": {"id": job.id, "attempt": job.attempts + 1}},
             on_progress=self._on_progress, tenant=job.owner, priority=LAST if job.priority else NORMAL,
         )  # fmt: skip
-        self.invocation.answer.add_done_callback(self._on_sent)
+        self.invocation.output.add_done_callback(self._on_sent)
 
     def submit(self) -> None:
         """Raises QueueFull, RevisionRetired."""
@@ -88,7 +88,7 @@ class JobAttempt:
 
     async def run(self) -> None:
         """To the end of the attempt. JobStoreFailed if the gateway closes before the disk took what became of it."""
-        answer = self.invocation.answer
+        answer = self.invocation.output
         await self._sent
         went = bool(self.invocation.worker) or not answer.done()  # else it ended before a worker had it
         try:
@@ -156,18 +156,18 @@ class JobAttempt:
             if not await self._surely(self._adding(number, pieces)):
                 return False
             number += len(pieces)
-            stream.passed(len(pieces))
+            stream.consumed(len(pieces))
         return True
 
     def _adding(self, number: int, pieces: list[bytes]) -> Callable[[], Awaitable[bool]]:
         return lambda: self._store.add_pieces(self.job.id, self._fence, number, pieces)
 
-    async def _complete(self, answer: Answer) -> None:
+    async def _complete(self, answer: Output) -> None:
         if self.invocation.stream is None:
             kind = "" if answer.content_type == "application/json" else answer.content_type
             await self._finish(JobOutcome(JobState.COMPLETED, answer.payload, kind))
         else:
-            aggregate = await self._surely(self._aggregate) if self._revision.aggregates else b"[]"
+            aggregate = await self._surely(self._aggregate) if self._revision.policy.aggregates else b"[]"
             await self._finish(JobOutcome(JobState.COMPLETED, aggregate))
 
     async def _aggregate(self) -> bytes:

@@ -133,7 +133,7 @@ class JobDispatcher:
         )  # fmt: skip
         attempt.submit()
         lane.running[job.id] = attempt
-        attempt.invocation.answer.add_done_callback(lambda _: lane.news.set())
+        attempt.invocation.output.add_done_callback(lambda _: lane.news.set())
         self._running[job.id] = attempt
         self._idle.clear()
         self._tasks.create_task(self._run(function, lane, attempt))

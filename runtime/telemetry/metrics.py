@@ -1,7 +1,13 @@
-"""What the gateway counts, in Prometheus form."""
+"""What the gateway counts, as Prometheus metrics.
+
+Counting happens with every request and scraping every few seconds, so counts are plain numbers and become metrics when
+they are scraped.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
@@ -10,15 +16,16 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from ...errors import Overloaded, PilotflameError, QueueFull
-from .tally import FunctionTally
 from .timeline import Timeline
 
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _PHASES_HELP = (
-    "Phases of invocations: queue = accepted until sent to a worker (a cold start's activation among it);"
-    " batch = to the worker and back, gathered with the others of its batch; wait = at the worker until its batch starts;"
-    " exec = in the handler; respond = from the worker's answer to the response."
+    "Phases of invocations, named as in Server-Timing: queue = from accepted until sent to a worker (the activation of a"
+    " cold start included); link = to the worker and back; wait = in the worker until its batch starts; exec = in the"
+    " handler; respond = from the worker's result to the response."
 )
-_REFUSALS_HELP = "Requests that no worker was given, or that were given back to their callers before they ran; by the error's code."
+_REFUSALS_HELP = "Requests that were refused before they ran, by error code."
 
 
 class CensusCounts(Protocol):
@@ -40,89 +47,144 @@ class CensusCounts(Protocol):
     def ready_s(self) -> float: ...
 
 
+class _Histogram:
+    """Observations by bucket, and their sum."""
+
+    __slots__ = ("_bounds", "_counts", "sum")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self.sum += value
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Return (bound, how many observations are at most that), as Prometheus has them."""
+        found, total = [], 0
+        for bound, count in zip((*map(str, map(float, self._bounds)), "+Inf"), self._counts, strict=True):
+            total += count
+            found.append((bound, float(total)))
+        return found
+
+
+class _FunctionCounts:
+    """All counts of one function."""
+
+    def __init__(self) -> None:
+        self.codes = Counter[int]()
+        self.refusals = Counter[str]()
+        self.activations = Counter[str]()
+        self.duration = _Histogram(SECONDS)
+        self.batch = _Histogram(SIZES)
+        self.cold: dict[str, _Histogram] = {}
+        self.queue, self.link, self.wait, self.exec, self.respond = (_Histogram(SECONDS) for _ in range(5))
+
+    def count(self, code: int, timeline: Timeline) -> None:
+        self.codes[code] += 1
+        self.duration.observe(timeline.total_s)
+        sent_s, completed_s = timeline.sent_s, timeline.completed_s
+        self.queue.observe(max(0.0, (sent_s or timeline.responded_s) - timeline.received_s))
+        if completed_s:
+            self.batch.observe(timeline.batch)
+            self.link.observe(max(0.0, completed_s - sent_s - timeline.wait_s - timeline.exec_s))
+            self.wait.observe(timeline.wait_s)
+            self.exec.observe(timeline.exec_s)
+            self.respond.observe(max(0.0, timeline.responded_s - completed_s))
+        if timeline.activation is not None:
+            for phase, seconds in timeline.phases().items():
+                self.cold.setdefault(phase, _Histogram(SECONDS)).observe(seconds)
+
+    def phases(self) -> Iterator[tuple[str, _Histogram]]:
+        for name in ("queue", "link", "wait", "exec", "respond"):
+            yield name, getattr(self, name)
+
+
 class Metrics:
-    """Counts of one gateway. Its own registry: two gateways in one process do not mix."""
+    """Counts of one gateway, in a registry of its own: two gateways in one process do not mix."""
 
     def __init__(self, census: Callable[[], Mapping[str, CensusCounts]]) -> None:
-        self._tallies: dict[str, FunctionTally] = {}
+        self._functions: dict[str, _FunctionCounts] = {}
         self._registry = CollectorRegistry()
-        self._registry.register(_Tallies(self._tallies))
-        self._registry.register(_Census(census))
+        self._registry.register(_CountsCollector(self._functions))
+        self._registry.register(_CensusCollector(census))
 
-    def answered(
+    def responded(
         self, function: str, code: int, timeline: Timeline, error: PilotflameError | None = None
     ) -> None:
-        """One invocation has been answered with an HTTP status; `error` is what the caller was told instead."""
-        tally = self._of(function)
-        tally.answered(code, timeline)
+        """Count an invocation that was responded to with an HTTP status; `error` is what it failed with."""
+        counts = self._of(function)
+        counts.count(code, timeline)
         if error is not None and (not timeline.sent_s or isinstance(error, (Overloaded, QueueFull))):
-            tally.refusals[error.code] += 1
+            counts.refusals[error.code] += 1
 
     def refused(self, function: str, error: PilotflameError) -> None:
-        """A request that never became an invocation."""
-        tally = self._of(function)
-        tally.codes[error.status] += 1
-        tally.refusals[error.code] += 1
+        """Count a request that never became an invocation."""
+        self._of(function).codes[error.status] += 1
+        self.turned_away(function, error)
 
     def turned_away(self, function: str, error: PilotflameError) -> None:
-        """A request, for an invocation or not, that was refused for whose it was."""
+        """Count a request, for an invocation or not, that was refused because of its caller."""
         self._of(function).refusals[error.code] += 1
 
     def activated(self, function: str, outcome: str) -> None:
         self._of(function).activations[outcome] += 1
 
     def text(self) -> bytes:
-        """The exposition, for /metrics."""
+        """Return the exposition for /metrics."""
         return generate_latest(self._registry)
 
-    def _of(self, function: str) -> FunctionTally:
-        tally = self._tallies.get(function)
-        if tally is None:
-            tally = self._tallies[function] = FunctionTally()
-        return tally
+    def _of(self, function: str) -> _FunctionCounts:
+        counts = self._functions.get(function)
+        if counts is None:
+            counts = self._functions[function] = _FunctionCounts()
+        return counts
 
 
-class _Tallies(Collector):
-    """What was counted, made into metrics when somebody looks."""
+class _CountsCollector(Collector):
+    """Turns counts into metrics."""
 
-    def __init__(self, tallies: Mapping[str, FunctionTally]) -> None:
-        self._tallies = tallies
+    def __init__(self, functions: Mapping[str, _FunctionCounts]) -> None:
+        self._functions = functions
 
     def collect(self) -> Iterable[Metric]:
         return [*self._counters(), *self._histograms()]
 
     def _counters(self) -> Iterator[Metric]:
-        asked = CounterMetricFamily(
+        codes = CounterMetricFamily(
             "pilotflame_invocations", "Invocations answered.", labels=["function", "code"]
         )
-        refused = CounterMetricFamily("pilotflame_refusals", _REFUSALS_HELP, labels=["function", "reason"])
+        refusals = CounterMetricFamily("pilotflame_refusals", _REFUSALS_HELP, labels=["function", "reason"])
         started = CounterMetricFamily("pilotflame_activations", "Workers started, by outcome.", labels=["function", "outcome"])  # fmt: skip
-        for function, tally in self._tallies.items():
-            for code, count in tally.codes.items():
-                asked.add_metric([function, str(code)], count)
-            for reason, count in tally.refusals.items():
-                refused.add_metric([function, reason], count)
-            for outcome, count in tally.activations.items():
-                started.add_metric([function, outcome], count)
-        yield from (asked, refused, started)
+        for function, counts in self._functions.items():
+            for family, counter in (
+                (codes, counts.codes),
+                (refusals, counts.refusals),
+                (started, counts.activations),
+            ):
+                for label, count in counter.items():
+                    family.add_metric([function, str(label)], count)
+        yield from (codes, refusals, started)
 
     def _histograms(self) -> Iterator[Metric]:
         took = HistogramMetricFamily("pilotflame_invocation_seconds", "From accepted to answered.", labels=["function"])  # fmt: skip
         phases = HistogramMetricFamily("pilotflame_phase_seconds", _PHASES_HELP, labels=["function", "phase"])
         cold = HistogramMetricFamily("pilotflame_cold_start_phase_seconds", "Phases of cold invocations.", labels=["function", "phase"])  # fmt: skip
         batch = HistogramMetricFamily("pilotflame_batch_size", "Invocations that ran together.", labels=["function"])  # fmt: skip
-        for function, tally in self._tallies.items():
-            took.add_metric([function], tally.duration.buckets(), tally.duration.sum)
-            batch.add_metric([function], tally.batch.buckets(), tally.batch.sum)
-            for phase, one in tally.phases():
-                phases.add_metric([function, phase], one.buckets(), one.sum)
-            for phase, one in tally.cold.items():
-                cold.add_metric([function, phase], one.buckets(), one.sum)
+        for function, counts in self._functions.items():
+            took.add_metric([function], counts.duration.buckets(), counts.duration.sum)
+            batch.add_metric([function], counts.batch.buckets(), counts.batch.sum)
+            for phase, histogram in counts.phases():
+                phases.add_metric([function, phase], histogram.buckets(), histogram.sum)
+            for phase, histogram in counts.cold.items():
+                cold.add_metric([function, phase], histogram.buckets(), histogram.sum)
         yield from (took, phases, cold, batch)
 
 
-class _Census(Collector):
-    """What is read when somebody looks, instead of being kept."""
+class _CensusCollector(Collector):
+    """Reads the state of revisions when it is scraped."""
 
     def __init__(self, census: Callable[[], Mapping[str, CensusCounts]]) -> None:
         self._census = census

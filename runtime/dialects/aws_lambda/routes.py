@@ -28,7 +28,7 @@ from ...api.requests import Limits, idempotency_of, read_body, request_id_of, tr
 from ...functions.registry import Functions, Live
 from ...jobs.jobs import Jobs
 from ...jobs.order import order
-from ...serving.invocation import Answer, Invocation
+from ...serving.invocation import Invocation, Output
 from ...telemetry.metrics import Metrics
 from .errors import PATHS, aws_error
 
@@ -123,10 +123,10 @@ class LambdaApi:
         told = _headers(request_id) | self._tail(request, live, invocation)
         if isinstance(answer, PilotflameError):
             told["X-Amz-Function-Error"] = "Unhandled"
-            answer = Answer(orjson.dumps(function_error(answer, request_id)), JSON_TYPE)
+            answer = Output(orjson.dumps(function_error(answer, request_id)), JSON_TYPE)
         return web.Response(body=answer.payload, headers=told | {"Content-Type": answer.content_type})
 
-    async def _ended(self, name: str, live: Live, invocation: Invocation) -> Answer | PilotflameError:
+    async def _ended(self, name: str, live: Live, invocation: Invocation) -> Output | PilotflameError:
         """The answer, or how the function failed. Raises what is not the function's failure."""
         try:
             answer = await _answer(invocation)
@@ -144,8 +144,8 @@ class LambdaApi:
     def _note(
         self, name: str, status: int, invocation: Invocation, error: PilotflameError | None = None
     ) -> None:
-        invocation.timeline.responded_s = time.monotonic()
-        self._metrics.answered(name, status, invocation.timeline, error)
+        invocation.timeline.mark_responded(time.monotonic())
+        self._metrics.responded(name, status, invocation.timeline, error)
         if invocation.timeline.cold:
             self._functions.note_cold(name, invocation.timeline)
 
@@ -205,13 +205,13 @@ def function_error(error: PilotflameError, request_id: str) -> dict[str, object]
     }
 
 
-async def _answer(invocation: Invocation) -> Answer:
+async def _answer(invocation: Invocation) -> Output:
     """The handler's answer; of one that streams, the list of its pieces."""
     if invocation.stream is None:
-        return await invocation.answer
+        return await invocation.output
     pieces, size = [], 0
     while some := await invocation.stream.take():
-        invocation.stream.passed(len(some))
+        invocation.stream.consumed(len(some))
         size += sum(map(len, some)) + len(some)
         if size > MAX_STREAMED_BYTES:
             raise OutputInvalid(
@@ -219,8 +219,8 @@ async def _answer(invocation: Invocation) -> Answer:
                 remedy="Call /invoke, which streams it.",
             )
         pieces += some
-    await invocation.answer
-    return Answer(b"[" + b",".join(pieces) + b"]", JSON_TYPE)
+    await invocation.output
+    return Output(b"[" + b",".join(pieces) + b"]", JSON_TYPE)
 
 
 def _headers(request_id: str) -> dict[str, str]:

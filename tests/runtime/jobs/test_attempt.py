@@ -231,7 +231,7 @@ async def test_a_revision_that_is_over_holds_nothing_back(deploy, gateway: Gatew
         revision.submit(late)
     revision.on_returned(late)  # a worker that ended gave it back
     with pytest.raises(RevisionRetired):
-        await late.answer
+        await late.output
 
 
 async def test_what_comes_back_from_a_worker_waits_again_as_long_as_it_may(deploy, gateway: Gateway):
@@ -243,7 +243,7 @@ async def test_what_comes_back_from_a_worker_waits_again_as_long_as_it_may(deplo
     )
     gateway.server.functions.live(function.name).on_returned(back)
     assert back.deadline_s == back.hold_until_s  # none is ready yet
-    assert (await back.answer).payload == b"1"
+    assert (await back.output).payload == b"1"
 
 
 async def test_a_shutdown_that_cuts_a_job_off_costs_no_attempt(state, gate: Gate):

@@ -1,4 +1,4 @@
-"""The pool: standbys and zygotes that die, and functions that cannot be forked."""
+"""The pool and its zygote supervisor: standbys and zygotes that die, and functions that cannot be forked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 PID = "import os\ndef handler(event):\n    return [os.getpid(), os.getppid()]"
 WAITS = "import gate, os\ndef handler(event):\n    gate.wait(str(event))\n    return os.getpid()"
 
-# A module whose import starts a thread, which no fork would survive.
+# A module whose import starts a thread, so that it cannot be forked.
 THREADED = {
     "chatty.py": "import threading, time\nthreading.Thread(target=time.sleep, args=(3600,), daemon=True).start()\n",
 }
@@ -36,7 +36,7 @@ async def test_the_standby_is_the_next_worker(deploy):
     await function.settled(ready=1, standby=True)  # and there is another
 
 
-async def test_a_killed_standby_is_nobody_s_loss(deploy):
+async def test_a_killed_standby_fails_nothing(deploy):
     function = await deploy(PID)
     await function.settled(standby=True)
     (standby,) = await function.pids("standby")
@@ -49,7 +49,7 @@ async def test_a_standby_killed_at_the_moment_it_is_needed(deploy):
     function = await deploy(PID)
     await function.settled(standby=True)
     (standby,) = await function.pids("standby")
-    os.kill(standby, signal.SIGKILL)  # its link is not yet seen to be closed
+    os.kill(standby, signal.SIGKILL)  # the gateway has not noticed yet
     worker, _ = await function.answer()
     assert worker != standby
 
@@ -63,7 +63,7 @@ async def test_without_a_standby(deploy):
     assert second != first
 
 
-async def test_nothing_but_files_at_zero(deploy):
+async def test_without_a_kept_zygote_no_process_is_left_at_zero(deploy):
     function = await deploy(PID, {"scale.rest": "local", "scale.idle_timeout_s": 0})
     for _ in range(2):
         worker, _ = await function.answer()
@@ -77,10 +77,10 @@ async def test_a_killed_zygote_lets_its_workers_finish(deploy, gate: Gate):
     worker = (await gate.next("runs")).pid
     (zygote,) = await function.pids("zygote")
     await kill(zygote)
-    await until(lambda: logged(function, "the zygote died"), "the zygote's end in the log")
+    await until(lambda: logged(function, "the zygote died"), "the zygote's death in the log")
     gate.open()
     assert await running == worker
-    await gone(worker)  # it drained: its parent is gone
+    await gone(worker)  # it drains when its parent dies
     assert await function.answer("next") != worker
     assert await function.pids("zygote") != [zygote]
 
@@ -101,14 +101,14 @@ async def test_a_killed_base_is_started_again(state):
         (zygote,) = await function.pids("zygote")
         base = psutil.Process(zygote).ppid()
         await kill(base)
-        await gone(zygote)  # told by its parent's death
+        await gone(zygote)  # it ends when its parent dies
         worker, parent = await function.answer()
         assert psutil.Process(parent).ppid() not in (base, 1)
         other = await gateway.deploy(PID)
         assert (await other.answer())[0] != worker
 
 
-async def test_threads_at_import_are_told_and_survived(deploy):
+async def test_a_function_with_threads_at_import_is_spawned(deploy):
     function = await deploy("import chatty\n" + PID, {"scale.idle_timeout_s": 0}, files=THREADED)
     (warning,) = function.described["warnings"]
     assert "spawned, not forked" in warning

@@ -64,7 +64,7 @@ async def test_several_follow_each_at_their_own_pace() -> None:
     assert [[line.text for line in lines] for lines in seen] == [["0", "1", "2"]] * 2
 
 
-async def test_a_follower_that_does_not_read_misses_lines_and_holds_nobody_up() -> None:
+async def test_a_follower_that_does_not_read_misses_lines_and_delays_nothing() -> None:
     book = LogBook(kept=10)
     follow = book.follow(0)
     waiting = asyncio.ensure_future(anext(follow))
