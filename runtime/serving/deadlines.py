@@ -32,7 +32,8 @@ class Deadlines:
 
     def set(self, invocation: Invocation, when_s: float, now_s: float) -> None:
         """Call `on_due` at `when_s`, and not at the time that was set before."""
-        self.cancel(invocation)
+        if invocation in self._timers:
+            self.cancel(invocation)
         if when_s - now_s <= SOON_S:
             self._start(invocation, when_s - now_s)
             return

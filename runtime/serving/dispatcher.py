@@ -81,10 +81,6 @@ class Dispatcher:
         self._activation_s = 0.0
         self._closed = False
 
-    def __len__(self) -> int:
-        """Return how many invocations wait."""
-        return len(self.queue)
-
     def configure(self, policy: Policy) -> None:
         self._policy = policy
         self.queue.configure(max_batch=policy.max_batch, max_queue=policy.max_queue)

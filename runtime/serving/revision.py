@@ -62,6 +62,7 @@ class Revision(RevisionEvents):
         """`on_activation` is called with the outcome of each start of a worker; `secrets` returns its environment."""
         self.spec = spec
         self.policy = policy
+        self.streaming = policy.streaming
         self.pool = Pool(
             spec, launcher, logs, tasks, self,
             standby=policy.standby, keep_zygote=policy.keep_zygote, weights=weights, secrets=secrets,
@@ -87,12 +88,8 @@ class Revision(RevisionEvents):
 
     def configure(self, policy: Policy) -> None:
         """Take the policy that is known once the handler was inspected."""
-        self.policy = policy
+        self.policy, self.streaming = policy, policy.streaming
         self.dispatcher.configure(policy)
-
-    @property
-    def streaming(self) -> bool:
-        return self.policy.streaming
 
     # -- invocations
 
@@ -116,7 +113,7 @@ class Revision(RevisionEvents):
         pool = self.pool
         busy_s, ready_s = pool.worked_s(time.monotonic())
         return Census(
-            queued=len(self.dispatcher),
+            queued=len(self.dispatcher.queue),
             in_flight=pool.in_flight,
             starting=pool.starting,
             ready=len(pool.ready),
@@ -150,7 +147,7 @@ class Revision(RevisionEvents):
             wake_at_s = min(wake_at_s or self._backoff_until_s, self._backoff_until_s)
         if wake_at_s is not None:
             self._scale_at(wake_at_s, now_s)
-        if self.retiring and not len(self.dispatcher) and not self.pool.in_flight:
+        if self.retiring and not len(self.dispatcher.queue) and not self.pool.in_flight:
             self._empty.set()
 
     def _scale_at(self, when_s: float, now_s: float) -> None:
@@ -185,7 +182,7 @@ class Revision(RevisionEvents):
     def _stats(self) -> autoscaler.Stats:
         pool = self.pool
         return autoscaler.Stats(
-            queued=len(self.dispatcher),
+            queued=len(self.dispatcher.queue),
             in_flight=pool.in_flight,
             starting=pool.starting,
             ready=len(pool.ready),
@@ -254,16 +251,14 @@ class Revision(RevisionEvents):
             self._on_room(replica)
 
     def _on_room(self, replica: Replica) -> None:
-        """A worker has room: dispatch; and scale, if the number of workers that are needed may be another."""
+        """A worker has room: dispatch, and scale unless the load clearly needs as many workers as before."""
         self.pool.zygote.schedule_standby()
-        idle = not replica.outstanding.calls
-        if len(self.dispatcher):
+        waiting = len(self.dispatcher.queue)
+        if waiting:
             self.dispatcher.dispatch()
-            idle = not replica.outstanding.calls
-        # While this worker has work and nothing waits, the load needs as many workers as before.
-        elif not idle and not self.retiring:
-            return
-        if len(self.dispatcher) or self.retiring or (idle and self._scale_timer is None):
+            waiting = len(self.dispatcher.queue)
+        idle = not replica.outstanding.calls
+        if waiting or self.retiring or (idle and self._scale_timer is None):
             self.scale()
 
     def on_returned(self, invocation: Invocation) -> None:
@@ -291,7 +286,7 @@ class Revision(RevisionEvents):
         if not self.pool.ready:
             self.dispatcher.fail_queued(error)
         self.scale()
-        if not len(self.dispatcher):
+        if not len(self.dispatcher.queue):
             self.pool.release()
 
     def on_lost(self, replica: Replica, unstarted: list[Invocation], started: list[Invocation]) -> None:
@@ -307,7 +302,7 @@ class Revision(RevisionEvents):
         if not was_ready and not replica.reported_failure:
             self._count_unexplained_death(cause)
         self.scale()
-        if not self.pool.replicas and not len(self.dispatcher):
+        if not self.pool.replicas and not len(self.dispatcher.queue):
             self.pool.release()
             self._tasks.create_task(self.dispatcher.store_curve())
 
