@@ -71,7 +71,7 @@ def simulate(instants: Sequence[int], learned: Learned) -> dict[str, Any]:
         timed, max_batch=LIMIT, transit_s=0.0
     )  # the way to the worker is in what the gateway measured
     calls = (SimulatedCall(instant / 1e9, DEADLINE_S, body=b"%d" % at) for at, instant in enumerate(instants))
-    run = Simulator(plant, curve=LatencyCurve(learned.points)).open(calls)
+    run = Simulator(plant, curve=LatencyCurve(learned.points)).run(calls)
     before: Counter[float] = Counter()  # of those that ended together, how many were answered before
     in_time = 0
     for one in run.attempts:

@@ -26,22 +26,13 @@ SMOOTHING = 0.1
 class Item(Waiting, Protocol):
     """What the queue reads of an invocation."""
 
-    @property
-    def body(self) -> bytes: ...
-    @property
-    def patient(self) -> bool:
-        """True if it waits as long as it takes, as a stored job does: it is never refused for being late."""
-        ...
-
-    @property
-    def timeout_s(self) -> float:
-        """The time from its arrival to its deadline."""
-        ...
-
-    @property
-    def max_batch(self) -> int:
-        """The size of the largest batch it may run in; 0 for no limit."""
-        ...
+    body: bytes
+    patient: bool
+    """True if it waits as long as it takes, as a stored job does: it is never refused for being late."""
+    timeout_s: float
+    """The time from its arrival to its deadline."""
+    max_batch: int
+    """The size of the largest batch it may run in; 0 for no limit."""
 
 
 T = TypeVar("T", bound=Item)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from typing import NamedTuple
 
 import xxhash
 
@@ -18,31 +19,24 @@ LATE_S = 5.0
 MAX_RESERVATIONS = 10_000
 
 
-class _Reservation:
-    __slots__ = ("begins_s", "closed", "ends_s", "key", "max_timeout_s")
-
-    def __init__(self, key: bytes, begins_s: float, ends_s: float, max_timeout_s: float) -> None:
-        self.key = key
-        self.begins_s = begins_s
-        self.ends_s = ends_s
-        self.max_timeout_s = max_timeout_s
-        self.closed = False
-
-    def close(self) -> None:
-        """Mark it as used or expired; it stays in the order of expiry until it is met there."""
-        self.closed = True
+class _Reservation(NamedTuple):
+    key: bytes
+    begins_s: float
+    ends_s: float
+    max_timeout_s: float
 
 
 class Reservations:
     """When each refused caller was told to retry."""
 
     def __init__(self) -> None:
-        self._by_expiry: deque[_Reservation] = deque()
-        self._by_key: dict[bytes, deque[_Reservation]] = {}
-        self._open = 0
+        # In the order in which they were made; each is open as long as it is also in the queue of its key.
+        self._made: deque[_Reservation] = deque()
+        self._open: dict[bytes, deque[_Reservation]] = {}
+        self._count = 0
 
     def __len__(self) -> int:
-        return self._open
+        return self._count
 
     def make(
         self, tenant: str, body: bytes, now_s: float, wait_s: float, timeout_s: float = math.inf
@@ -50,23 +44,23 @@ class Reservations:
         """Reserve a place for a caller who is told to retry after `wait_s`; beyond the limit the oldest is dropped."""
         begins_s, ends_s = now_s + (1 - EARLY) * wait_s, now_s + wait_s + LATE_S
         made = _Reservation(_key(tenant, body), begins_s, ends_s, timeout_s * (1 + EARLY))
-        self._by_expiry.append(made)
-        self._by_key.setdefault(made.key, deque()).append(made)
-        self._open += 1
-        while self._open > MAX_RESERVATIONS:
+        self._made.append(made)
+        self._open.setdefault(made.key, deque()).append(made)
+        self._count += 1
+        while self._count > MAX_RESERVATIONS:
             self._drop_oldest()
 
     def use(self, tenant: str, body: bytes, now_s: float, timeout_s: float = 0.0) -> bool:
         """Return True if this caller holds a reservation for this moment. A reservation is used once."""
         self._expire(now_s)
-        if not self._by_key:
+        if not self._open:
             return False
         key = _key(tenant, body)
-        while own := self._by_key.get(key):
+        while own := self._open.get(key):
             first = own[0]
             if now_s < first.begins_s or (timeout_s > first.max_timeout_s and now_s <= first.ends_s):
                 return False
-            self._close(first)
+            self._close_first(key)
             if now_s <= first.ends_s:
                 return True
         return False
@@ -74,23 +68,28 @@ class Reservations:
     def pending(self, now_s: float) -> int:
         """Return how many reservations may still be used."""
         self._expire(now_s)
-        return self._open
+        return self._count
 
     def _expire(self, now_s: float) -> None:
-        while self._by_expiry and (self._by_expiry[0].closed or self._by_expiry[0].ends_s < now_s):
+        while self._made and (self._made[0].ends_s < now_s or not self._is_open(self._made[0])):
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        if not (oldest := self._by_expiry.popleft()).closed:
-            self._close(oldest)
+        oldest = self._made.popleft()
+        if self._is_open(oldest):
+            self._close_first(oldest.key)
 
-    def _close(self, reservation: _Reservation) -> None:
-        reservation.close()
-        self._open -= 1
-        own = self._by_key[reservation.key]
-        own.remove(reservation)
+    def _is_open(self, oldest: _Reservation) -> bool:
+        """The reservations of a key are closed in order, so the oldest of all is open only if it is first there."""
+        own = self._open.get(oldest.key)
+        return own is not None and own[0] is oldest
+
+    def _close_first(self, key: bytes) -> None:
+        self._count -= 1
+        own = self._open[key]
+        own.popleft()
         if not own:
-            del self._by_key[reservation.key]
+            del self._open[key]
 
 
 def _key(tenant: str, body: bytes) -> bytes:

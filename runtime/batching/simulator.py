@@ -31,7 +31,8 @@ class SimulatedCall:
     priority: int = 3
     cost: float = 1.0
     body: bytes = b""
-    patient: bool = False
+    tries: int = 1
+    """2 for a retry."""
 
 
 class CallOutcome(Enum):
@@ -51,43 +52,17 @@ class CallOutcome(Enum):
 class SimulatedAttempt:
     """A call on its way through the queue, and its outcome."""
 
-    __slots__ = ("call", "caller", "deadline_s", "ended_s", "outcome", "retry_after_s", "tries")
-
-    max_batch = 0
-    sent_s = 0.0
-
-    def __init__(self, call: SimulatedCall, caller: int = -1, tries: int = 1) -> None:
-        """`caller` numbers the callers of a closed loop; -1 in an open one."""
+    def __init__(self, call: SimulatedCall) -> None:
         self.call = call
-        self.caller = caller
-        self.tries = tries
-        self.deadline_s = call.at_s + call.timeout_s
+        self.tenant, self.priority, self.body, self.tries = call.tenant, call.priority, call.body, call.tries
+        self.timeout_s, self.deadline_s = call.timeout_s, call.at_s + call.timeout_s
+        self.patient, self.max_batch, self.sent_s = False, 0, 0.0
         self.ended_s = 0.0
         self.outcome: CallOutcome | None = None
         self.retry_after_s: float | None = None
 
     def end(self, outcome: CallOutcome, now_s: float, retry_after_s: float | None = None) -> None:
         self.outcome, self.ended_s, self.retry_after_s = outcome, now_s, retry_after_s
-
-    @property
-    def tenant(self) -> str:
-        return self.call.tenant
-
-    @property
-    def priority(self) -> int:
-        return self.call.priority
-
-    @property
-    def body(self) -> bytes:
-        return self.call.body
-
-    @property
-    def timeout_s(self) -> float:
-        return self.call.timeout_s
-
-    @property
-    def patient(self) -> bool:
-        return self.call.patient
 
     @property
     def latency_s(self) -> float:
@@ -122,11 +97,6 @@ class DurationModel:
 
     def seconds(self, size: float, draw: random.Random) -> float:
         return self.mean_s(size) * max(0.5, draw.gauss(1.0, self.noise))
-
-
-def affine(fixed_s: float, each_s: float, noise: float = 0.05) -> DurationModel:
-    """Return the model fixed + each x size."""
-    return DurationModel(((1.0, fixed_s + each_s), (2.0, fixed_s + 2 * each_s)), noise)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,43 +150,35 @@ class Run:
 
 
 class Simulator:
-    """One run of an open loop (calls at given times) or a closed one (callers that call again after a response)."""
+    """One run of calls at given times, and of those that their callers make after them."""
 
     def __init__(
-        self, function: SimulatedFunction, *, retrying: float = 0.0, curve: LatencyCurve | None = None,
+        self, function: SimulatedFunction, *, curve: LatencyCurve | None = None,
         queue_type: type[Queue[SimulatedAttempt]] = Queue,
+        next_call: Callable[[SimulatedAttempt], SimulatedCall | None] = lambda _attempt: None,
     ) -> None:  # fmt: skip
-        """`retrying` is the share of refused callers of an open loop that retry once, after their Retry-After."""
+        """`next_call` returns what the caller of an attempt that has ended calls next: a retry, or its next call."""
         self.queue = queue_type(
             "simulated", max_batch=function.max_batch, max_queue=function.max_queue, curve=curve or function.curve()
         )  # fmt: skip
-        self.run = Run(slots=function.workers * function.slots)
+        self._run = Run(slots=function.workers * function.slots)
         self._function = function
         self._workers = [SimulatedWorker(function.slots) for _ in range(function.workers)]
         self._draw = random.Random(function.seed)  # noqa: S311  a model of noise
-        self._retrying = retrying
+        self._next_call = next_call
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._numbers = itertools.count()
         self._dispatch_s = math.inf
-        self._think: Callable[[random.Random], float] | None = None
 
-    # -- the two loops
-
-    def open(self, calls: Iterable[SimulatedCall]) -> Run:
-        """Run calls, which are in the order of their times, until the last has ended."""
+    def run(self, calls: Iterable[SimulatedCall], until_s: float = math.inf) -> Run:
+        """Run calls, which are in the order of their times, until the last has ended or the time is up."""
         self._arrive_next(iter(calls))
-        return self._run_until(math.inf)
-
-    def closed(self, callers: int, think: Callable[[random.Random], float], duration_s: float) -> Run:
-        """Run `callers` with one call at a time each; `think` returns their pause before the next call."""
-        self._think = think
-        for caller in range(callers):
-            self._call(SimulatedCall(think(self._draw), body=str(caller).encode()), caller)
-        return self._run_until(duration_s)
-
-    def _call(self, call: SimulatedCall, caller: int, tries: int = 1) -> None:
-        attempt = SimulatedAttempt(call, caller, tries)
-        self._at(call.at_s, lambda now_s: self._arrive(attempt, now_s))
+        now_s = 0.0
+        while self._events and self._events[0][0] <= until_s:
+            now_s, _, happen = heapq.heappop(self._events)
+            happen(now_s)
+        self._run.span_s = now_s
+        return self._run
 
     def _arrive_next(self, calls: Iterator[SimulatedCall]) -> None:
         if (call := next(calls, None)) is not None:
@@ -228,21 +190,13 @@ class Simulator:
 
             self._at(call.at_s, arrive)
 
-    def _run_until(self, end_s: float) -> Run:
-        now_s = 0.0
-        while self._events and self._events[0][0] <= end_s:
-            now_s, _, happen = heapq.heappop(self._events)
-            happen(now_s)
-        self.run.span_s = now_s
-        return self.run
-
     def _at(self, when_s: float, happen: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (when_s, next(self._numbers), happen))
 
     # -- the gateway, as runtime/serving/dispatcher.py does it
 
     def _arrive(self, attempt: SimulatedAttempt, now_s: float) -> None:
-        self.run.attempts.append(attempt)
+        self._run.attempts.append(attempt)
         try:
             self.queue.admit(attempt, now_s, self._slots(now_s))
         except Overloaded as error:
@@ -256,14 +210,7 @@ class Simulator:
     def _refuse(
         self, attempt: SimulatedAttempt, now_s: float, outcome: CallOutcome, error: Overloaded | QueueFull
     ) -> None:
-        retry_s = float((error.details or {})["retry_after_s"])
-        self._end(attempt, now_s, outcome, retry_s)
-        if attempt.caller < 0 and attempt.tries == 1 and self._draw.random() < self._retrying:
-            call = attempt.call
-            again = SimulatedCall(
-                now_s + retry_s, call.timeout_s, call.tenant, call.priority, call.cost, call.body
-            )
-            self._call(again, -1, attempt.tries + 1)
+        self._end(attempt, now_s, outcome, float((error.details or {})["retry_after_s"]))
 
     def _expire(self, attempt: SimulatedAttempt, now_s: float) -> None:
         if attempt.outcome is None:
@@ -274,13 +221,12 @@ class Simulator:
         self, attempt: SimulatedAttempt, now_s: float, outcome: CallOutcome, retry_after_s: float | None = None
     ) -> None:  # fmt: skip
         attempt.end(outcome, now_s, retry_after_s)
-        if self._think is not None:
-            pause_s = max(self._think(self._draw), retry_after_s or 0.0)
-            self._call(SimulatedCall(now_s + pause_s, body=attempt.body), attempt.caller)
+        if (call := self._next_call(attempt)) is not None:
+            self._arrive_next(iter([call]))
 
     def _slots(self, now_s: float) -> Slots:
         free_s = min(worker.outstanding.free_at(now_s, self.queue.curve) for worker in self._workers)
-        return Slots(self.run.slots, free_s)
+        return Slots(self._run.slots, free_s)
 
     def _pick(self) -> SimulatedWorker | None:
         worker = min(self._workers, key=lambda worker: worker.outstanding.batches)
@@ -309,8 +255,8 @@ class Simulator:
         channels = worker.outstanding.add_batch(batch, now_s)
         transit_s = self._function.transit_s
         seconds = self._function.durations.seconds(sum(attempt.call.cost for attempt in batch), self._draw)
-        self.run.busy_s += seconds
-        self.run.sizes.append(len(batch))
+        self._run.busy_s += seconds
+        self._run.sizes.append(len(batch))
         back_s = worker.run(now_s + transit_s, seconds) + transit_s
         self._at(back_s, lambda when_s: self._respond(worker, channels, when_s))
 

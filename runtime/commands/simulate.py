@@ -114,7 +114,7 @@ def simulate(
                 said = "1 worker" if count == 1 else f"{count} workers"
                 progress(number * len(calls) + done, len(counts) * len(calls), said)
 
-            rows.append({"workers": count, **figures(Simulator(plant).open(_counted(calls, told)))})
+            rows.append({"workers": count, **figures(Simulator(plant).run(_counted(calls, told)))})
     if as_json:
         return display.print_json({"runs": rows})
     return _print(rows)

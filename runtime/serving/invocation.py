@@ -72,7 +72,7 @@ class Invocation:
     __slots__ = (
         "_cold", "accept", "attempt", "batch_size", "body", "content_type", "deadline_s", "ended",
         "execution_deadline_s", "execution_s", "extra", "hold_until_s", "id", "max_batch", "on_end", "on_progress",
-        "on_sent", "output", "priority", "stream", "tenant", "timeline", "traceparent", "worker",
+        "on_sent", "output", "patient", "priority", "stream", "tenant", "timeline", "timeout_s", "traceparent", "worker",
     )  # fmt: skip
 
     def __init__(
@@ -99,7 +99,8 @@ class Invocation:
 
         :param deadline_s: when it must have ended; with `execution_s`, when it must have been sent to a worker.
         :param hold_until_s: until when it may wait while no worker is ready.
-        :param execution_s: the time it has from when it is sent to a worker, as a stored job has.
+        :param execution_s: the time it has from when it is sent to a worker, as a stored job has. Then it is patient: it
+            is not refused for being late.
         :param accept: the media types that the caller wants; "" for any.
         :param extra: JSON that the handler finds in `context.extra`.
         :param tenant: who shares the workers fairly with other tenants.
@@ -116,7 +117,9 @@ class Invocation:
         self.traceparent = traceparent
         self.extra = extra
         self.hold_until_s = hold_until_s
+        self.timeout_s = deadline_s - now_s
         self.execution_s = execution_s
+        self.patient = execution_s is not None
         self.tenant = tenant
         self.priority = priority
         self.on_sent = on_sent
@@ -140,18 +143,8 @@ class Invocation:
         self._cold = False
 
     @property
-    def timeout_s(self) -> float:
-        """The time from its arrival to its deadline."""
-        return self.deadline_s - self.timeline.received_s
-
-    @property
     def sent_s(self) -> float:
         return self.timeline.sent_s
-
-    @property
-    def patient(self) -> bool:
-        """True if it waits as long as it takes: a stored job is not refused for being late."""
-        return self.execution_s is not None
 
     def head(self, now_s: float, more: int = 0) -> dict[str, Any]:
         """Return what the worker is told beside the body; `more` invocations of its batch follow."""

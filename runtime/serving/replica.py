@@ -39,31 +39,24 @@ class RevisionEvents(Protocol):
         timing: tuple[float, float, int, float], now_s: float, batch: BatchEnd | None,
     ) -> None:  # fmt: skip
         """A worker ended an invocation; `batch` if all of its batch have ended now."""
-        ...
 
     def on_returned(self, invocation: Invocation) -> None:
         """A worker gave back an invocation that it had not started."""
-        ...
 
     def on_split(self, invocations: list[Invocation]) -> None:
         """A worker calls the handler again with these, a part of a batch that failed."""
-        ...
 
     def on_resized(self, replica: Replica) -> None:
         """A worker changed how much it runs together."""
-        ...
 
     def on_start_failed(self, error: PilotflameError) -> None:
         """A worker could not be started, or its setup failed."""
-        ...
 
     def on_lost(self, replica: Replica, unstarted: list[Invocation], started: list[Invocation]) -> None:
         """A worker's link is closed; these were outstanding."""
-        ...
 
     def on_left(self) -> None:
         """An invocation left without a result, so fewer workers may be needed."""
-        ...
 
 
 class Replica:

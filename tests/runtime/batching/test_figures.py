@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from pilotflame.runtime.batching.figures import figures, percentile
 from pilotflame.runtime.batching.simulator import (
+    DurationModel,
     Run,
+    SimulatedAttempt,
     SimulatedCall,
     SimulatedFunction,
     Simulator,
-    affine,
     poisson,
 )
 
 
+def affine(fixed_s: float, each_s: float, noise: float = 0.05) -> DurationModel:
+    """Return the model fixed + each x size."""
+    return DurationModel(((1.0, fixed_s + each_s), (2.0, fixed_s + 2 * each_s)), noise)
+
+
+def retry_once(attempt: SimulatedAttempt) -> SimulatedCall | None:
+    if attempt.retry_after_s is None or attempt.tries > 1:
+        return None
+    return replace(attempt.call, at_s=attempt.ended_s + attempt.retry_after_s, tries=2)
+
+
 def test_shares_are_of_the_calls_and_add_up() -> None:
-    run = Simulator(SimulatedFunction(affine(0.01, 0.003)), retrying=1.0).open(
+    run = Simulator(SimulatedFunction(affine(0.01, 0.003)), next_call=retry_once).run(
         poisson(400, 400, timeout_s=0.25)
     )
     found = figures(run)
@@ -31,7 +45,7 @@ def test_shares_are_of_the_calls_and_add_up() -> None:
 
 def test_one_call_alone() -> None:
     plant = SimulatedFunction(affine(0.01, 0.01, noise=0.0), transit_s=0.001)
-    found = figures(Simulator(plant).open([SimulatedCall(5.0)]))
+    found = figures(Simulator(plant).run([SimulatedCall(5.0)]))
     assert found["latency_p99_s"] == pytest.approx(0.022)
     assert found["batch_mean"] == found["batch_p95"] == found["on_time_share"] == 1
 

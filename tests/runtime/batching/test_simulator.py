@@ -5,6 +5,8 @@ from __future__ import annotations
 import heapq
 import random
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -19,9 +21,26 @@ from pilotflame.runtime.batching.simulator import (
     SimulatedCall,
     SimulatedFunction,
     Simulator,
-    affine,
     poisson,
 )
+
+
+def affine(fixed_s: float, each_s: float, noise: float = 0.05) -> DurationModel:
+    """Return the model fixed + each x size."""
+    return DurationModel(((1.0, fixed_s + each_s), (2.0, fixed_s + 2 * each_s)), noise)
+
+
+def retrying(share: float) -> Callable[[SimulatedAttempt], SimulatedCall | None]:
+    """Return callers of which a share retries once, after their Retry-After."""
+    draw = random.Random(1)
+
+    def next_call(attempt: SimulatedAttempt) -> SimulatedCall | None:
+        if attempt.retry_after_s is None or attempt.tries > 1 or draw.random() >= share:
+            return None
+        return replace(attempt.call, at_s=attempt.ended_s + attempt.retry_after_s, tries=2)
+
+    return next_call
+
 
 GPU, MID, CPU = affine(0.020, 0.0005), affine(0.010, 0.003), affine(0.004, 0.010)
 CURVES = pytest.mark.parametrize("durations", [GPU, MID, CPU], ids=["gpu", "mid", "cpu"])
@@ -53,8 +72,15 @@ def p99_s(run: Run) -> float:
 
 def closed(callers: int, *, greedy: bool = False) -> float:
     """Return the responses a second on the GPU curve to callers that call again after a moment."""
-    simulator = Simulator(SimulatedFunction(GPU), queue_type=Greedy if greedy else Queue)
-    run = simulator.closed(callers, lambda draw: draw.expovariate(1000), 3.0)
+    draw = random.Random(1)
+
+    def next_call(attempt: SimulatedAttempt) -> SimulatedCall:
+        pause_s = max(draw.expovariate(1000), attempt.retry_after_s or 0.0)
+        return SimulatedCall(attempt.ended_s + pause_s, body=attempt.body)
+
+    simulator = Simulator(SimulatedFunction(GPU), queue_type=Greedy if greedy else Queue, next_call=next_call)
+    first = [SimulatedCall(n / 1000 / callers, body=str(n).encode()) for n in range(callers)]
+    run = simulator.run(first, until_s=3.0)
     return Counter(attempt.outcome for attempt in run.attempts)[CallOutcome.ON_TIME] / 3.0
 
 
@@ -64,7 +90,7 @@ def test_at_a_fifth_too_much_load_hardly_less_is_on_time_than_could_be(
     durations: DurationModel, groups: int
 ) -> None:
     timeout_s = groups * durations.mean_s(32)
-    run = Simulator(SimulatedFunction(durations)).open(
+    run = Simulator(SimulatedFunction(durations)).run(
         poisson(1.2 * capacity(durations), 1600, timeout_s=timeout_s)
     )
     assert share(run) >= 0.79  # 1 / 1.2 would be 0.83
@@ -86,13 +112,13 @@ def test_waiting_costs_nothing_where_callers_do_not_return(durations: DurationMo
     calls = list(poisson(0.5 * capacity(durations), 1000))
     function = SimulatedFunction(durations)
     greedy = Simulator(function, queue_type=Greedy)
-    assert p99_s(Simulator(function).open(calls)) <= 1.05 * p99_s(greedy.open(calls))
+    assert p99_s(Simulator(function).run(calls)) <= 1.05 * p99_s(greedy.run(calls))
 
 
-@pytest.mark.parametrize("retrying", [0.3, 1.0])
-def test_a_retry_when_told_succeeds(retrying: float) -> None:
-    simulator = Simulator(SimulatedFunction(MID), retrying=retrying)
-    run = simulator.open(poisson(1.2 * capacity(MID), 1500, timeout_s=0.5))
+@pytest.mark.parametrize("share_of_callers", [0.3, 1.0])
+def test_a_retry_when_told_succeeds(share_of_callers: float) -> None:
+    simulator = Simulator(SimulatedFunction(MID), next_call=retrying(share_of_callers))
+    run = simulator.run(poisson(1.2 * capacity(MID), 1500, timeout_s=0.5))
     assert share(run, tries=2) >= 0.95
     assert share(run, CallOutcome.EXPIRED) < 0.01
 
@@ -100,9 +126,7 @@ def test_a_retry_when_told_succeeds(retrying: float) -> None:
 def test_a_slow_first_call_does_not_cause_refusals() -> None:
     curve = LatencyCurve()
     curve.observe(1, 1.0, 10.0)
-    run = Simulator(SimulatedFunction(GPU), curve=curve).open(
-        poisson(0.8 * capacity(GPU), 600, timeout_s=0.8)
-    )
+    run = Simulator(SimulatedFunction(GPU), curve=curve).run(poisson(0.8 * capacity(GPU), 600, timeout_s=0.8))
     assert share(run) >= 0.97
 
 
@@ -110,7 +134,7 @@ def test_a_slow_first_call_does_not_cause_refusals() -> None:
 def test_a_tenant_that_sends_too_much_hurts_itself_alone(load: float) -> None:
     small = poisson(0.02 * capacity(GPU), 20, tenant="small", timeout_s=2.0, seed=2)
     large = poisson(load * capacity(GPU), int(20 * load / 0.02), tenant="large", timeout_s=2.0)
-    run = Simulator(SimulatedFunction(GPU, max_queue=150)).open(
+    run = Simulator(SimulatedFunction(GPU, max_queue=150)).run(
         heapq.merge(small, large, key=lambda call: call.at_s)
     )
     assert share(run, tenant="small") == 1.0
@@ -120,7 +144,7 @@ def test_a_tenant_that_sends_too_much_hurts_itself_alone(load: float) -> None:
 def test_more_workers_do_more() -> None:
     shares = [
         share(
-            Simulator(SimulatedFunction(MID, workers=workers)).open(
+            Simulator(SimulatedFunction(MID, workers=workers)).run(
                 poisson(3 * capacity(MID), 900, timeout_s=0.4)
             )
         )
@@ -131,7 +155,7 @@ def test_more_workers_do_more() -> None:
 
 def test_a_seed_gives_the_same_run_again() -> None:
     first, second = (
-        Simulator(SimulatedFunction(CPU, seed=7)).open(poisson(100, 300, timeout_s=0.5, seed=3))
+        Simulator(SimulatedFunction(CPU, seed=7)).run(poisson(100, 300, timeout_s=0.5, seed=3))
         for _ in range(2)
     )
     assert [one.latency_s for one in first.attempts] == [one.latency_s for one in second.attempts]
@@ -147,7 +171,7 @@ def test_every_call_has_one_outcome(
 ) -> None:
     calls = [SimulatedCall(at_s, timeout_s, tenant) for at_s, timeout_s, tenant in sorted(drawn)]
     function = SimulatedFunction(MID, max_batch=max_batch, workers=workers, slots=slots, max_queue=max_queue)
-    run = Simulator(function).open(calls)
+    run = Simulator(function).run(calls)
     assert [attempt.call for attempt in run.attempts] == calls
     for attempt in run.attempts:
         assert attempt.outcome is not None
