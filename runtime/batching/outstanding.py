@@ -66,9 +66,6 @@ class Outstanding(Generic[T]):
         self._last_channel = 0
         self._removed_s = 0.0
 
-    def __len__(self) -> int:
-        return len(self.calls)
-
     @property
     def batches(self) -> int:
         return len(self._batches)

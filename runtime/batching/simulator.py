@@ -20,6 +20,9 @@ from .latency_curve import LatencyCurve, Point
 from .outstanding import Outstanding
 from .queue import Queue, Slots
 
+# The batch sizes that a worker measures before it is ready.
+MEASURED = (1, 2, 4, 8, 16, 32)
+
 
 @dataclass(frozen=True, slots=True)
 class SimulatedCall:
@@ -111,14 +114,12 @@ class SimulatedFunction:
     max_queue: int = 1000
     transit_s: float = 0.0005
     """The time from the gateway to a worker, and back."""
-    measured: tuple[float, ...] = (1, 2, 4, 8, 16, 32)
-    """The sizes that were measured at warm-up."""
     seed: int = 1
 
     def curve(self) -> LatencyCurve:
         """Return the curve as the first worker would have measured it."""
         spread = 1 + 1.645 * self.durations.noise
-        means = [(size, self.durations.mean_s(size)) for size in self.measured if size <= self.max_batch]
+        means = [(size, self.durations.mean_s(size)) for size in MEASURED if size <= self.max_batch]
         transit_s = 2 * self.transit_s
         return LatencyCurve(Point(size, transit_s + s, transit_s + s * spread) for size, s in means)
 

@@ -20,9 +20,10 @@ from ..launching.launcher import Launcher
 from ..scaling import autoscaler
 from ..serving.dispatcher import Policy
 from ..serving.latency_curve_store import LatencyCurveStore
-from ..serving.revision import Census, Revision
+from ..serving.revision import Revision
 from ..settings.function_settings import FunctionSettings
 from ..telemetry.logs import LogBook
+from ..telemetry.metrics import Census
 from ..telemetry.timeline import Timeline
 from .deploy import Deployment, prepare, worker_spec
 from .store import RevisionRecord, Store

@@ -15,14 +15,8 @@ from ..batching.outstanding import BatchEnd
 from ..batching.queue import Queue, Slots
 from ..link.worker_spec import WorkerSpec
 from ..scaling import autoscaler
-from .deadlines import (
-    EARLY_S,
-    Deadlines,
-    activation_timeout,
-    deadline_exceeded,
-    execution_timeout,
-    waiting_limit_s,
-)
+from . import deadlines
+from .deadlines import EARLY_S, Deadlines
 from .invocation import Invocation, Output
 from .latency_curve_store import LatencyCurveStore
 from .pool import Pool
@@ -133,7 +127,7 @@ class Dispatcher:
             self._fail(invocation, self._retired())
             return
         now_s = time.monotonic()
-        self._deadlines.set(invocation, waiting_limit_s(invocation, now_s), now_s)
+        self._deadlines.set(invocation, deadlines.waiting_limit_s(invocation, now_s), now_s)
         self.queue.requeue(invocation)
 
     # -- to the workers
@@ -209,7 +203,7 @@ class Dispatcher:
         now_s = time.monotonic()
         waited_s = now_s - invocation.timeline.received_s
         if now_s >= invocation.deadline_s - EARLY_S:
-            self._fail(invocation, deadline_exceeded(waited_s))
+            self._fail(invocation, deadlines.deadline_exceeded(waited_s))
             self._remove(invocation)
         elif invocation.worker:
             if now_s >= invocation.execution_deadline_s - EARLY_S:
@@ -218,10 +212,10 @@ class Dispatcher:
                 due_s = min(invocation.deadline_s, invocation.execution_deadline_s)
                 self._deadlines.set(invocation, due_s, now_s)
         elif not self._pool.ready and now_s >= invocation.hold_until_s - EARLY_S:
-            self._fail(invocation, activation_timeout(self._spec.function, waited_s))
+            self._fail(invocation, deadlines.activation_timeout(self._spec.function, waited_s))
             self._remove(invocation)
         else:
-            self._deadlines.set(invocation, waiting_limit_s(invocation, now_s), now_s)
+            self._deadlines.set(invocation, deadlines.waiting_limit_s(invocation, now_s), now_s)
 
     def _on_overrun(self, invocation: Invocation, now_s: float) -> None:
         """A call of the handler has taken longer than execution_timeout_s, or the invocation waited behind another."""
@@ -235,7 +229,7 @@ class Dispatcher:
         elif invocation.batch_size > 1:
             replica.replace(invocation)
         else:
-            self._fail(invocation, execution_timeout(limit_s))
+            self._fail(invocation, deadlines.execution_timeout(limit_s))
             if self._policy.interruptible:
                 replica.cancel(invocation, INTERRUPT_S)
             else:

@@ -76,25 +76,12 @@ class Invocation:
     )  # fmt: skip
 
     def __init__(
-        self,
-        invocation_id: str,
-        body: bytes,
-        *,
-        now_s: float,
-        deadline_s: float,
-        hold_until_s: float,
-        content_type: str = "",
-        accept: str = "",
-        traceparent: str = "",
-        streaming: bool = False,
-        extra: Mapping[str, Any] | None = None,
-        execution_s: float | None = None,
-        tenant: str = "",
-        priority: int = NORMAL,
-        on_sent: Callable[[], None] | None = None,
-        on_progress: Callable[[bytes], None] | None = None,
-        on_end: Callable[[], None] | None = None,
-    ) -> None:
+        self, invocation_id: str, body: bytes, *, now_s: float, deadline_s: float, hold_until_s: float,
+        content_type: str = "", accept: str = "", traceparent: str = "", streaming: bool = False,
+        extra: Mapping[str, Any] | None = None, execution_s: float | None = None, tenant: str = "",
+        priority: int = NORMAL, on_sent: Callable[[], None] | None = None,
+        on_progress: Callable[[bytes], None] | None = None, on_end: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
         """Times are in monotonic seconds.
 
         :param deadline_s: when it must have ended; with `execution_s`, when it must have been sent to a worker.

@@ -8,7 +8,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+import orjson
+from pydantic import TypeAdapter, ValidationError
 
 from ...errors import SnapshotError
 from ...snapshot.publish import publish
@@ -21,15 +22,7 @@ MIN_CHANGE_S, MIN_CHANGE = 0.001, 0.2
 MAX_FILES = 500
 
 
-class _StoredPoint(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    size: float
-    p50_s: float
-    p95_s: float
-
-
-_FORMAT = TypeAdapter(dict[str, list[_StoredPoint]])
+_FORMAT = TypeAdapter(dict[str, list[Point]])
 
 
 class LatencyCurveStore:
@@ -42,7 +35,7 @@ class LatencyCurveStore:
         # A file that is missing or damaged holds nothing.
         with contextlib.suppress(OSError, ValidationError):
             for device, points in _FORMAT.validate_json(path.read_bytes()).items():
-                self._curves[device] = [Point(one.size, one.p50_s, one.p95_s) for one in points[:MAX_POINTS]]
+                self._curves[device] = points[:MAX_POINTS]
 
     @classmethod
     def open(cls, folder: Path, code: str, manifest: Path | None) -> LatencyCurveStore:
@@ -74,12 +67,9 @@ class LatencyCurveStore:
         with self._lock, contextlib.suppress(OSError, SnapshotError):
             self._curves[device] = list(points)
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            stored = {
-                name: [_StoredPoint(size=size, p50_s=p50, p95_s=p95) for size, p50, p95 in curve]
-                for name, curve in self._curves.items()
-            }
+            stored = {name: [point._asdict() for point in curve] for name, curve in self._curves.items()}
             with publish(self._path) as stream:
-                stream.write(_FORMAT.dump_json(stored, indent=1))
+                stream.write(orjson.dumps(stored, option=orjson.OPT_INDENT_2))
             _prune(self._path.parent)
 
 

@@ -7,7 +7,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ...errors import ActivationFailed, Overloaded, PilotflameError
 from ..batching.outstanding import BatchEnd
@@ -16,6 +16,7 @@ from ..launching.launcher import Launcher
 from ..link.worker_spec import WorkerSpec
 from ..scaling import autoscaler
 from ..telemetry.logs import LogBook
+from ..telemetry.metrics import Census
 from .dispatcher import Dispatcher, Policy
 from .invocation import Invocation, Output
 from .latency_curve_store import LatencyCurveStore
@@ -30,25 +31,6 @@ MIN_TEARDOWN_S = 2.0
 # How long workers that no invocation waits for (min, buffer) are not started after a failure; doubles with each one.
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 300.0
-
-
-@dataclass(frozen=True, slots=True)
-class Census:
-    """Counts of invocations and workers, for status and metrics."""
-
-    queued: int
-    in_flight: int
-    starting: int
-    ready: int
-    draining: int
-    standby: bool
-    zygote: bool
-    busy_s: float = 0.0
-    ready_s: float = 0.0
-
-    @property
-    def workers(self) -> int:
-        return self.starting + self.ready + self.draining
 
 
 class Revision(RevisionEvents):
@@ -83,7 +65,7 @@ class Revision(RevisionEvents):
         self._prewarm = 0
         self._unexplained_deaths = 0
         self._backoff_until_s = 0.0
-        self._first_start: asyncio.Future[None] | None = None
+        self._first_start: asyncio.Future[PilotflameError | None] | None = None
         self._empty = asyncio.Event()
 
     def configure(self, policy: Policy) -> None:
@@ -198,7 +180,7 @@ class Revision(RevisionEvents):
         self.pool.start(1)
         try:
             async with asyncio.timeout(FIRST_START_TIMEOUT_S):
-                await self._first_start
+                error = await self._first_start
         except TimeoutError:
             raise ActivationFailed(
                 f"The first worker was not ready within {FIRST_START_TIMEOUT_S:.0f} s.",
@@ -206,16 +188,14 @@ class Revision(RevisionEvents):
             ) from None
         finally:
             self._first_start = None
+        if error is not None:
+            raise error
         self.pool.stop(max(0, len(self.pool.ready) - self.policy.scale.min))
         self.pool.zygote.replenish()
 
     def _settle_first_start(self, error: PilotflameError | None) -> None:
-        if self._first_start is None or self._first_start.done():
-            return
-        if error is None:
-            self._first_start.set_result(None)
-        else:
-            self._first_start.set_exception(error)
+        if self._first_start is not None and not self._first_start.done():
+            self._first_start.set_result(error)
 
     async def retire(self, timeout_s: float) -> None:
         """Take nothing new, finish what is here, and end the processes; what is not done in time fails."""

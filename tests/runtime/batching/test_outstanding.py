@@ -34,7 +34,7 @@ def test_batches_run_in_order_in_so_many_slots(slots: int, steps: list[tuple[int
                 assert ended.seconds >= 0
         assert outstanding.running() == {channel for batch in sent[:slots] for channel in batch}
         assert outstanding.batches == len(sent)
-        assert len(outstanding) == sum(map(len, sent))
+        assert len(outstanding.calls) == sum(map(len, sent))
     assert outstanding.remove(10**6, now_s) == (None, None)
 
 

@@ -3,7 +3,6 @@
 import os
 import shutil
 import subprocess
-from dataclasses import dataclass
 
 import pytest
 from pilotflame.errors import (
@@ -14,20 +13,9 @@ from pilotflame.errors import (
     QueueFull,
     QuotaExceeded,
 )
-from pilotflame.runtime.telemetry.metrics import Metrics
+from pilotflame.runtime.telemetry.metrics import Census, Metrics
 from pilotflame.runtime.telemetry.timeline import PHASES, WARM_PHASES, Activation, Timeline
 from prometheus_client.parser import text_string_to_metric_families
-
-
-@dataclass
-class Counts:
-    queued: int = 0
-    in_flight: int = 0
-    starting: int = 0
-    ready: int = 0
-    draining: int = 0
-    busy_s: float = 0.0
-    ready_s: float = 0.0
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -96,9 +84,9 @@ def test_activations_are_counted_by_outcome() -> None:
 
 
 def test_workers_are_counted_when_scraped() -> None:
-    census: dict[str, Counts] = {}
+    census: dict[str, Census] = {}
     metrics = Metrics(lambda: census)
-    census["tone"] = Counts(queued=3, in_flight=2, starting=1, ready=4, draining=5)
+    census["tone"] = Census(queued=3, in_flight=2, starting=1, ready=4, draining=5)
     for state, count in (("starting", 1), ("ready", 4), ("draining", 5)):
         assert value(metrics, "pilotflame_workers", function="tone", state=state) == count
     assert value(metrics, "pilotflame_queued", function="tone") == 3
@@ -154,7 +142,7 @@ def test_refusals_are_counted_by_reason_and_failures_are_none() -> None:
 
 
 def test_how_busy_workers_were() -> None:
-    census = {"tone": Counts(busy_s=3.0, ready_s=12.0), "new": Counts()}
+    census = {"tone": Census(busy_s=3.0, ready_s=12.0), "new": Census()}
     metrics = Metrics(lambda: census)
     assert value(metrics, "pilotflame_worker_busy_seconds_total", function="tone") == 3
     assert value(metrics, "pilotflame_worker_ready_seconds_total", function="tone") == 12
@@ -169,7 +157,7 @@ PROMTOOL = os.environ.get("PROMTOOL") or shutil.which("promtool") or ""
     not os.access(PROMTOOL, os.X_OK), reason="promtool is not here; .ci/run fetches it (PROMTOOL)"
 )
 def test_promtool_accepts_the_exposition() -> None:
-    metrics = Metrics(lambda: {"tone": Counts(1, 2, 3, 4, 5, 6.0, 7.0)})
+    metrics = Metrics(lambda: {"tone": Census(1, 2, 3, 4, 5, 6.0, 7.0)})
     metrics.responded("tone", 200, WARM)
     metrics.responded(
         "tone", 200, Timeline(1.0, 5.0, 6.0, 6.0, exec_s=1.0, activation=Activation(1.5, 2.0, 4.0))
