@@ -1,4 +1,4 @@
-"""The pool and its zygote supervisor: standbys and zygotes that die, and functions that cannot be forked."""
+"""The pool: where its workers come from, and what is left at zero."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import asyncio
 import os
 import signal
 
-import psutil
 import pytest
-from live import Gate, gateway_here, gone, until
+from live import Gate, gone
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -34,15 +33,6 @@ async def test_the_standby_is_the_next_worker(deploy):
     assert response.json()[0] == standby
     assert response.headers["x-cold-start"] == "true"
     await function.settled(ready=1, standby=True)  # and there is another
-
-
-async def test_a_killed_standby_fails_nothing(deploy):
-    function = await deploy(PID)
-    await function.settled(standby=True)
-    (standby,) = await function.pids("standby")
-    await kill(standby)
-    worker, _ = await function.answer()
-    assert worker != standby
 
 
 async def test_a_standby_killed_at_the_moment_it_is_needed(deploy):
@@ -71,58 +61,6 @@ async def test_without_a_kept_zygote_no_process_is_left_at_zero(deploy):
         await function.settled(ready=0, standby=False, zygote=False)
 
 
-async def test_a_killed_zygote_lets_its_workers_finish(deploy, gate: Gate):
-    function = await deploy(WAITS, {"scale.max": 1}, gate=gate)
-    running = asyncio.create_task(function.answer("runs"))
-    worker = (await gate.next("runs")).pid
-    (zygote,) = await function.pids("zygote")
-    await kill(zygote)
-    await until(lambda: logged(function, "the zygote died"), "the zygote's death in the log")
-    gate.open()
-    assert await running == worker
-    await gone(worker)  # it drains when its parent dies
-    assert await function.answer("next") != worker
-    assert await function.pids("zygote") != [zygote]
-
-
-async def test_a_zygote_that_dies_again_and_again(deploy):
-    function = await deploy(PID)
-    for _ in range(3):
-        await until(lambda: function.pids("zygote"), "a zygote")
-        (zygote,) = await function.pids("zygote")
-        await kill(zygote)
-        await function.answer()
-
-
-async def test_a_killed_base_is_started_again(state):
-    async with gateway_here(state) as gateway:
-        function = await gateway.deploy(PID)
-        await function.settled(standby=True)
-        (zygote,) = await function.pids("zygote")
-        base = psutil.Process(zygote).ppid()
-        await kill(base)
-        await gone(zygote)  # it ends when its parent dies
-        worker, parent = await function.answer()
-        assert psutil.Process(parent).ppid() not in (base, 1)
-        other = await gateway.deploy(PID)
-        assert (await other.answer())[0] != worker
-
-
-async def test_a_function_with_threads_at_import_is_spawned(deploy):
-    function = await deploy("import chatty\n" + PID, {"scale.idle_timeout_s": 0}, files=THREADED)
-    (warning,) = function.described["warnings"]
-    assert "spawned, not forked" in warning
-    assert "importing chatty" in warning
-    status = await function.settled(ready=0)
-    assert status["warnings"] == [warning]
-    for _ in range(2):
-        response = await function.call()
-        assert response.headers["x-cold-start"] == "true"
-        await gone(response.json()[0])
-        await function.settled(ready=0)
-    assert any("importing chatty" in line["text"] for line in await function.lines())
-
-
 async def test_a_killed_worker_that_was_spawned(deploy, gate: Gate):
     function = await deploy("import chatty\n" + WAITS, {"scale.max": 1}, files=THREADED, gate=gate)
     running = asyncio.create_task(function.error("runs"))
@@ -138,7 +76,3 @@ async def test_handlers_that_fail_when_spawned_say_why(gateway):
     error = response.json()["error"]
     assert (response.status_code, error["type"]) == (500, "handler_setup_failed")
     assert error["details"]["line"] == 5
-
-
-async def logged(function, text: str) -> bool:
-    return any(text in line["text"] for line in await function.lines())
