@@ -36,7 +36,7 @@ lint: .venv/wheel ## ruff, import-linter and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy -p pilotflame
-	MYPYPATH=infra/bench $(BIN)/mypy --explicit-package-bases infra/bench infra/demo.py
+	MYPYPATH=infra/bench $(BIN)/mypy --explicit-package-bases infra/bench infra/demo.py infra/house.py
 
 bench: .venv/installed-bench ## Cold start, warm path and memory, beside the floors and LitServe
 	@$(MAKE) --no-print-directory EXTRAS=bench .venv/wheel

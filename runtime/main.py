@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import uvloop
 from aiohttp import web
 
@@ -25,7 +26,7 @@ from .access.secrets import Secrets
 from .api.access import AccessControl
 from .api.admin import MAX_ARCHIVE_BYTES, Admin
 from .api.compression import compressed
-from .api.connection import ClientConnection
+from .api.connection import connection_factory, header_timer, missing_internals
 from .api.fast_path import FastPath
 from .api.guard import Guard
 from .api.invoke import Gateway
@@ -51,11 +52,15 @@ from .telemetry.metrics import Metrics
 
 # A request makes some twenty objects that the collector counts, and nearly all of them go with it.
 YOUNG_OBJECTS = 20_000
-KEEPALIVE_S = 75.0
 BACKLOG = 1024
 NO_KEY_YET = (
     "{url} can be reached by others than this machine, and there is no API key yet: all but /healthz and /readyz is"
     " refused. Make a key: pilotflame keys create NAME --scope admin --state-dir {state}"
+)
+
+NO_FAST_PATH = (
+    "aiohttp {version} lacks {names}: plain calls are answered in aiohttp's ordinary way, which takes more time each."
+    " Install an aiohttp that pilotflame's pyproject.toml allows."
 )
 
 
@@ -249,17 +254,21 @@ async def _http(
     socks: list[socket.socket],
     routes: list[web.RouteDef],
     guard: Guard,
-    lane: FastPath,
+    fast_path: FastPath,
     header_timeout_s: float,
 ) -> AsyncIterator[None]:
+    missing = missing_internals()
+    if missing:
+        _say(NO_FAST_PATH.format(version=aiohttp.__version__, names=", ".join(missing)))
     app = web.Application(
-        client_max_size=MAX_ARCHIVE_BYTES, middlewares=[unrouted, guard.middleware, compressed]
+        client_max_size=MAX_ARCHIVE_BYTES,
+        middlewares=[*([header_timer] if missing else []), unrouted, guard.middleware, compressed],
     )
     app.add_routes(routes)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
     await runner.setup()
     loop = asyncio.get_running_loop()
-    accept = _accepting(runner, lane, header_timeout_s)
+    accept = connection_factory(runner, None if missing else fast_path, header_timeout_s)
     servers = [await loop.create_server(accept, sock=sock, backlog=BACKLOG) for sock in socks]
     try:
         yield
@@ -269,21 +278,6 @@ async def _http(
         await runner.cleanup()
         for server in servers:
             await server.wait_closed()
-
-
-def _accepting(
-    runner: web.AppRunner, lane: FastPath, header_timeout_s: float
-) -> Callable[[], asyncio.Protocol]:
-    """Makes a protocol for each connection."""
-
-    def accept() -> asyncio.Protocol:
-        if runner.server is None:
-            raise GatewayError("The gateway is shutting down.")
-        return ClientConnection(
-            runner.server, lane, header_timeout_s=header_timeout_s, keepalive_s=KEEPALIVE_S
-        )
-
-    return accept
 
 
 def _bind(settings: GatewaySettings) -> socket.socket:

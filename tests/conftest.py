@@ -1,4 +1,4 @@
-"""Fixtures of the live tests: a gateway for each module, more where a test wants its own, and gates."""
+"""Fixtures for tests with real gateways: one gateway per module, and gates for handlers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import uvloop
 from live import Function, Gate, Gateway, gateway_here, short_folder
 from pilotflame.snapshot.caching.memory import unmount
 
-# Half of what hypothesis would draw unless a test says: CI is to stay short. PILOTFLAME_TEST_EXAMPLES draws more.
+# Half of hypothesis' default number of examples keeps CI short. PILOTFLAME_TEST_EXAMPLES draws more.
 hypothesis.settings.register_profile(
     "house", max_examples=int(os.environ.get("PILOTFLAME_TEST_EXAMPLES", "50"))
 )
@@ -27,17 +27,16 @@ hypothesis.settings.load_profile("house")
 
 
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """The loop that the gateway runs on."""
+    """Run async tests on the event loop that the gateway uses."""
     return {"uvloop": uvloop.new_event_loop}
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _memory_given_back() -> Iterator[None]:
-    """Caches of tests have their tiers in shared memory, named after folders that go with the test."""
+    """Remove the cache tiers in shared memory that tests have left."""
     shared = Path("/dev/shm")
-    if (
-        "PYTEST_XDIST_WORKER" in os.environ
-    ):  # the others' may still be in use; fetchers sweep what nobody holds
+    # Another test process may still use its tiers; fetchers sweep unused ones later.
+    if "PYTEST_XDIST_WORKER" in os.environ:
         yield
         return
     before = set(shared.glob(f"pilotflame-{os.getuid()}-*"))
@@ -50,7 +49,7 @@ def _memory_given_back() -> Iterator[None]:
 
 @pytest.fixture
 def state() -> Any:
-    """A state folder for one gateway, with a path short enough for a unix socket; not made yet."""
+    """A path for one gateway's state folder, short enough for a unix socket; it does not exist yet."""
     with short_folder() as folder:
         yield folder / "state"
 
@@ -64,7 +63,7 @@ async def gate() -> AsyncIterator[Gate]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def gateway() -> AsyncIterator[Gateway]:
-    """One gateway on the module's event loop. Its tests say `pytestmark = pytest.mark.asyncio(loop_scope="module")`."""
+    """One gateway on the module's event loop. The module needs `pytestmark = pytest.mark.asyncio(loop_scope="module")`."""
     with short_folder() as folder:
         async with gateway_here(folder / "state", drain_s=5.0) as found:
             yield found
@@ -72,7 +71,7 @@ async def gateway() -> AsyncIterator[Gateway]:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def deploy(gateway: Gateway) -> AsyncIterator[Callable[..., Any]]:
-    """`await deploy(handler_source, settings, files=…, gate=…)`: a function that goes when the test ends."""
+    """`await deploy(handler_source, settings, files=…, gate=…)` deploys a function and deletes it after the test."""
     functions: list[Function] = []
 
     async def deployed(handler: str, settings: Mapping[str, Any] | None = None, **how: Any) -> Function:

@@ -1,6 +1,6 @@
-"""The real thing, for tests: gateways, functions deployed to them, and gates at which their handlers wait.
+"""Real gateways for tests, functions deployed to them, and gates at which handlers wait for the test.
 
-Nothing here sleeps to let something happen: it is waited for, and what does not come fails by a limit of its own.
+Tests wait for events, each wait with a time limit of its own, instead of sleeping.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pilotflame.runtime.settings.gateway_settings import GatewaySettings
 
 LIMIT_S = float(os.environ.get("PILOTFLAME_TEST_LIMIT_S", "30"))
 
-# Beside each handler as `gate.py`: a word to the test and, with `wait`, a halt until the test says go.
+# Deployed with each handler as `gate.py`: sends a word to the test; `wait` then blocks until the test says go.
 GATE_MODULE = """
 import asyncio, os, socket
 
@@ -50,12 +50,12 @@ async def wait_async(word=""):
         writer.close()
 """
 
-# The gateway as a process of its own: where signals and /proc matter.
+# A gateway in a separate process, for tests of signals and /proc.
 PROCESS = """
 import json, sys
 from pathlib import Path
 from pilotflame.runtime.main import run
-from pilotflame.runtime.settings.function_settings import GatewaySettings
+from pilotflame.runtime.settings.gateway_settings import GatewaySettings
 
 settings = json.loads(sys.argv[1])
 folder = settings.pop("watch", None)
@@ -68,7 +68,7 @@ run(
 
 
 async def until(condition: Callable[[], Awaitable[object]], what: str) -> None:
-    """Looks again and again until `condition` holds; fails, naming `what`, if it never does."""
+    """Poll until `condition` holds. Fail, naming `what`, if it does not within the limit."""
     try:
         async with asyncio.timeout(LIMIT_S):
             while not await condition():
@@ -78,7 +78,7 @@ async def until(condition: Callable[[], Awaitable[object]], what: str) -> None:
 
 
 async def gone(pid: int) -> None:
-    """Waits for the end of a process, whoever's child it is."""
+    """Wait until a process has ended; it need not be a child of this one."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -94,7 +94,7 @@ async def gone(pid: int) -> None:
 
 
 class Arrival:
-    """A handler that said a word at the gate."""
+    """A handler that has sent a word to the gate."""
 
     def __init__(self, line: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         pid, _, self.word = line.rstrip("\n").partition(" ")
@@ -102,20 +102,21 @@ class Arrival:
         self._reader, self._writer = reader, writer
 
     def go(self) -> None:
-        if not self._writer.is_closing():  # closed: its process has died
+        # A closed writer means that the process has died.
+        if not self._writer.is_closing():
             self._writer.write(b"x")
 
     def close(self) -> None:
         self._writer.close()
 
     async def left(self) -> None:
-        """Until the handler has gone on, or its process has died."""
+        """Wait until the handler has continued, or its process has died."""
         async with asyncio.timeout(LIMIT_S):
             await self._reader.read()
 
 
 class Gate:
-    """Where handlers report to the test and wait for it."""
+    """A unix socket at which handlers report to the test and wait for it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -134,7 +135,7 @@ class Gate:
             arrival.close()
 
     async def next(self, word: str | None = None) -> Arrival:
-        """The next who comes, or the next who says `word`; others are passed over."""
+        """Return the next arrival, or the next that says `word`; others are skipped."""
         try:
             async with asyncio.timeout(LIMIT_S):
                 while True:
@@ -143,16 +144,17 @@ class Gate:
                         return arrival
         except TimeoutError:
             heard = [arrival.word for arrival in self.arrived]
-            raise AssertionError(f"nobody came to the gate with {word!r}; before: {heard}") from None
+            raise AssertionError(f"no handler arrived at the gate with {word!r}; before: {heard}") from None
 
     def open(self) -> None:
-        """Lets through all who wait, and all who come."""
+        """Let all waiting handlers continue, and all later ones."""
         self._open = True
         for arrival in self.arrived:
             arrival.go()
 
     async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if not (line := await reader.readline()):  # it died, or was cancelled, before it had said anything
+        # An empty line: the handler died or was cancelled before it sent a word.
+        if not (line := await reader.readline()):
             writer.close()
             return
         arrival = Arrival(line.decode(), reader, writer)
@@ -175,18 +177,18 @@ class Function:
         return f"/invoke/{self.name}"
 
     async def call(self, event: Any = None, **headers: str) -> httpx.Response:
-        """One invocation; header names with _ for -."""
+        """Invoke it; header names have _ for -."""
         named = {key.replace("_", "-"): value for key, value in headers.items()}
         return await self.client.post(self.path, json=event, headers=named)
 
     async def answer(self, event: Any = None, **headers: str) -> Any:
-        """The answer of an invocation that must succeed."""
+        """Return the answer of an invocation that must succeed."""
         response = await self.call(event, **headers)
         assert response.status_code == 200, response.text
         return response.json()
 
     async def error(self, event: Any = None, **headers: str) -> dict[str, Any]:
-        """The typed error of an invocation that must fail, with its status."""
+        """Return the typed error of an invocation that must fail, with its status."""
         return failure(await self.call(event, **headers))
 
     async def status(self, *, memory: bool = False) -> dict[str, Any]:
@@ -197,12 +199,12 @@ class Function:
         return dict(response.json())
 
     async def pids(self, role: str) -> list[int]:
-        """Its processes: "worker", "standby" or "zygote"."""
+        """Return the pids of its processes with this role: "worker", "standby" or "zygote"."""
         rows = (await self.status(memory=True))["processes"]
         return [row["pid"] for row in rows if row["role"] == role]
 
     async def settled(self, **wanted: Any) -> dict[str, Any]:
-        """Waits until exactly these many workers are ready, none is coming or going, and all else is as wanted."""
+        """Wait until exactly so many workers are ready, none is starting or draining, and all else is as wanted."""
         counts = {"ready": 0, "starting": 0, "draining": 0} | {
             key: wanted.pop(key) for key in ("ready", "starting", "draining") if key in wanted
         }
@@ -220,7 +222,7 @@ class Function:
         return [json.loads(line) for line in response.text.splitlines()]
 
     async def logged(self, text: str) -> dict[str, Any]:
-        """The first line of its log that contains `text`, now or later."""
+        """Return the first log line that contains `text`, now or later."""
         query = {"follow": "1", "lines": "1000"}
         async with (
             asyncio.timeout(LIMIT_S),
@@ -233,7 +235,7 @@ class Function:
 
 
 def failure(response: httpx.Response) -> dict[str, Any]:
-    """The typed error of a response that must carry one; `status` is its HTTP status."""
+    """Return the typed error of a response that must carry one; `status` is its HTTP status."""
     assert response.status_code >= 400, response.text
     error = response.json()["error"]
     assert error["type"]
@@ -242,7 +244,7 @@ def failure(response: httpx.Response) -> dict[str, Any]:
 
 
 def events(text: str) -> list[tuple[str, str, Any]]:
-    """(id, event, data) of server-sent events."""
+    """Return (id, event, data) of each server-sent event."""
     found = []
     for block in text.strip().split("\n\n"):
         if not block.startswith(":"):
@@ -252,7 +254,7 @@ def events(text: str) -> list[tuple[str, str, Any]]:
 
 
 class Gateway:
-    """A gateway that answers at `url`: in this process (`server`) or in one of its own (`process`)."""
+    """A gateway at `url`: in this process (`server`) or in another one (`process`)."""
 
     _numbers = itertools.count(1)
 
@@ -278,7 +280,7 @@ class Gateway:
         gate: Gate | None = None,
         check: bool = True,
     ) -> httpx.Response:
-        """Deploys a folder made of `handler` and `files`; the gateway's answer, whatever it is."""
+        """Deploy a folder with `handler` and `files`; return the response, also if it is an error."""
         overrides = dict(settings or {}) | {"name": name or f"f{next(self._numbers)}"}
         if gate is not None:
             overrides["env.GATE"] = str(gate.path)
@@ -292,12 +294,12 @@ class Gateway:
             return await self.client.post("/v1/functions", json=order)
 
     def at_home(self) -> httpx.AsyncClient:
-        """Its owner, on its own socket: no key is asked for there."""
+        """Return a client on the control socket, which needs no key."""
         transport = httpx.AsyncHTTPTransport(uds=str(self.state / "run" / "own.sock"))
         return httpx.AsyncClient(base_url="http://home", transport=transport, timeout=60)
 
     async def deploy(self, handler: str, settings: Mapping[str, Any] | None = None, **how: Any) -> Function:
-        """Deploys what must be deployable."""
+        """Deploy a function that must be accepted."""
         response = await self.send(handler, settings, **how)
         assert response.status_code == 201, response.text
         return self.function(response.json()["name"], response.json())
@@ -308,14 +310,14 @@ class Gateway:
 
 @contextlib.contextmanager
 def short_folder() -> Any:
-    """A temporary folder whose path leaves room for a unix socket."""
+    """A temporary folder whose path is short enough for a unix socket in it."""
     with tempfile.TemporaryDirectory(prefix="pf-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 
 
 @contextlib.asynccontextmanager
 async def gateway_here(state: Path, **settings: Any) -> AsyncIterator[Gateway]:
-    """A gateway on this event loop, in a task of its own: it lives and ends there, wherever a fixture is torn down."""
+    """A gateway on this event loop. Its own task starts and stops it, since a fixture may be torn down in another task."""
     started: asyncio.Future[Server] = asyncio.get_running_loop().create_future()
     stop = asyncio.Event()
 
@@ -343,7 +345,7 @@ async def gateway_here(state: Path, **settings: Any) -> AsyncIterator[Gateway]:
 async def gateway_process(
     state: Path, *, environ: Mapping[str, str] | None = None, **settings: Any
 ) -> AsyncIterator[Gateway]:
-    """A gateway in a process of its own; killed at the end if it is still there."""
+    """A gateway in another process, killed at the end if it still runs."""
     order = json.dumps({"port": 0, "state_dir": str(state), **settings})
     log = await asyncio.to_thread((state.parent / "gateway.log").open, "wb")
     process = await asyncio.create_subprocess_exec(
@@ -365,7 +367,7 @@ async def gateway_process(
         if process.returncode is None:
             process.kill()
             await process.wait()
-        # Its children may hold the pipe a moment longer, and a loop cannot be closed before that has ended.
+        # Its children may hold the pipe a moment longer; the event loop must not close before they have ended.
         if process.stdout is not None:
             async with asyncio.timeout(LIMIT_S):
                 await process.stdout.read()

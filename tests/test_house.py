@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -95,7 +96,7 @@ def test_a_worker_loads_nothing_heavy() -> None:
     loaded = python(
         "import json, sys, pilotflame.runtime.worker.zygote; print(json.dumps(sorted(sys.modules)))"
     )
-    assert not {name.partition(".")[0] for name in loaded} & HEAVY
+    assert not {name.partition(".")[0] for name in loaded} & {"aiohttp", "boto3", "httpx", "numpy", "torch"}
 
 
 # -- the face and the package
@@ -299,8 +300,16 @@ TOGETHER = {
     "large",
     "schema",
     "templates",
-    "weights_s3",
+    "fetcher_s3",
 }
+
+
+def test_the_files_that_documents_name_exist() -> None:
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for name in re.findall(
+            r"`((?:runtime|snapshot|handlers|infra|tests|templates)/[\w/.-]+)`", page.read_text()
+        ):
+            assert (ROOT / name).exists(), f"{page.name} names {name}"
 
 
 def test_the_measures_notice_a_bad_tree(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+import chart
 import cold
 import fourth
 import hello
@@ -20,7 +21,10 @@ def main() -> int:
     cold.measure(report, arguments.rounds)
     fourth.measure(report)
     hello.measure(report, hello.Plan(rounds=arguments.hello_rounds))
-    return 0 if report.finish() else 1
+    met = report.finish()
+    chart.write(report.values)
+    print(f"chart: {chart.TARGET.name} in docs/")
+    return 0 if met else 1
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def measure(report: Report, *, quick: bool) -> None:
             Path(folder, name).mkdir()
             Path(folder, name, "handler.py").write_text(handler)
             control = Control(server.url)
-            control.deploy(str(Path(folder, name)), name=name, **{"scale.max": "1"})
+            control.deploy(str(Path(folder, name)), name=name, **{"scale.max": "1", "max_jobs": "10000000"})
             control.close()
         submits, waits = [], []
         for _ in range(rounds):

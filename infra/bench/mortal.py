@@ -25,7 +25,7 @@ GATEWAY = """
 import json, sys
 from pathlib import Path
 from pilotflame.runtime.main import run
-from pilotflame.runtime.settings.function_settings import GatewaySettings
+from pilotflame.runtime.settings.gateway_settings import GatewaySettings
 
 settings = json.loads(sys.argv[1])
 run(GatewaySettings(**settings), on_listening=lambda url: print(url, flush=True))

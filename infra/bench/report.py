@@ -75,6 +75,11 @@ class Report:
         self._notes.append(text)
 
     @property
+    def values(self) -> dict[str, float]:
+        """Each figure's value."""
+        return {name: figure.value for name, figure in self._figures.items()}
+
+    @property
     def met(self) -> bool:
         return all(figure.met is not False for figure in self._figures.values())
 
@@ -96,7 +101,7 @@ class Report:
         figures = self._figures.values()
         return {
             "target": self.target,
-            "figures": {figure.name: figure.value for figure in figures},
+            "figures": self.values,
             "units": {figure.name: figure.unit for figure in figures},
             "targets": {figure.name: figure.target for figure in figures if figure.target},
             "met": {figure.name: figure.met for figure in figures if figure.target},

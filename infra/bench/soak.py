@@ -45,7 +45,7 @@ GATEWAY = """
 import json, sys
 from pathlib import Path
 from pilotflame.runtime.main import run
-from pilotflame.runtime.settings.function_settings import GatewaySettings
+from pilotflame.runtime.settings.gateway_settings import GatewaySettings
 
 run(
     GatewaySettings(port=0, state_dir=Path(sys.argv[1])),

@@ -1,35 +1,44 @@
-"""The connection: aiohttp's, with a time limit for the header of every request, and typed errors for what is no HTTP.
+"""Client connections: aiohttp's, with a time limit for request headers, typed errors, and an entry to the fast path.
 
-A request that is whole and plain may be taken by the lane: it is answered without a task and a walk through the routes,
-which would cost more than all the rest of an invocation. aiohttp has read and checked it as it does all others.
+This file holds every name of aiohttp that is not public. `FastConnection` uses them; `ClientConnection` does without, and
+serves when `missing_internals` finds that the installed aiohttp has changed.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
-from typing import Protocol
+from typing import Protocol, cast
 
-from aiohttp import web
-from aiohttp.http import RawRequestMessage
+from aiohttp import helpers, http_writer, web
+from aiohttp.http import SERVER_SOFTWARE, RawRequestMessage
 from aiohttp.streams import StreamReader
+from multidict import CIMultiDict
 
-from ...errors import MalformedRequest, PilotflameError
-from .responses import error_response
+from ...errors import GatewayError, MalformedRequest, PilotflameError
+from .responses import Response, error_response
 
 MAX_REASON_CHARS = 200
+KEEPALIVE_S = 75.0
+INTERNALS = (
+    "_close", "_handler_waiter", "_keepalive_handle", "_keepalive_timeout", "_loop", "_manager", "_messages",
+    "_next_keepalive_close_time", "_parser", "_paused", "_process_keepalive", "_reading_paused", "_request_count",
+    "_request_in_progress", "_waiter", "resume_reading",
+)  # fmt: skip
+"""What `FastConnection` uses of `web.RequestHandler`. aiohttp may change these in any release."""
+_STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}" for status in HTTPStatus}
 
 
 class PendingRequest(Protocol):
-    """A request that the lane has taken and not answered yet."""
+    """A request that the fast path has taken and not answered yet."""
 
     def abandon(self) -> None:
-        """Its caller has gone."""
+        """Cancel it: the caller has closed the connection."""
 
 
-class Taker(Protocol):
-    """What may take requests before aiohttp does: the lane."""
+class FastTaker(Protocol):
+    """The fast path, as a connection sees it."""
 
     def take(
         self,
@@ -38,64 +47,111 @@ class Taker(Protocol):
         transport: asyncio.Transport,
         send: Callable[[bytes], None],
     ) -> PendingRequest | None:
-        """None: it goes the ordinary way. Otherwise `send` is called with all of the response, after this returns."""
+        """Take a request and call `send` with the whole response later, or return None to leave it to aiohttp."""
 
 
 class ClientConnection(web.RequestHandler):
-    """Hangs up if a request's header does not arrive in time; of the first one, from when the connection was made.
+    """Close the connection if its first request's header does not arrive within `header_timeout_s`.
 
-    aiohttp has no such limit: without it, who sends a byte now and then holds a connection for as long as he likes.
+    aiohttp has no such limit: without it, a client that sends a byte now and then holds a connection for ever.
     """
 
-    __slots__ = ("_header_timeout_s", "_header_timer", "_lane", "_parked", "_passage")
+    __slots__ = ("_header_timeout_s", "_header_timer")
 
-    def __init__(
-        self, server: web.Server, lane: Taker, *, header_timeout_s: float, keepalive_s: float
-    ) -> None:
+    def __init__(self, server: web.Server, *, header_timeout_s: float) -> None:
         super().__init__(
-            server, loop=asyncio.get_running_loop(), keepalive_timeout=keepalive_s,
-            access_log=None,  # type: ignore[arg-type]  # as aiohttp's own runners pass it on
+            server, loop=asyncio.get_running_loop(), keepalive_timeout=KEEPALIVE_S,
+            access_log=None,  # type: ignore[arg-type]
         )  # fmt: skip
         self._header_timeout_s = header_timeout_s
         self._header_timer: asyncio.TimerHandle | None = None
-        self._lane = lane
-        self._passage: PendingRequest | None = None
-        # aiohttp's own wait for the next request, kept from it while the lane has one.
-        self._parked: asyncio.Future[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self._expect_header()
 
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self.header_arrived()
+        super().connection_lost(exc)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = HTTPStatus.INTERNAL_SERVER_ERROR,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer malformed requests with a typed error. They are not logged: any client could fill the disk with them."""
+        error: PilotflameError
+        if status == HTTPStatus.BAD_REQUEST:
+            reason = (message or "").partition("\n")[0][:MAX_REASON_CHARS].rstrip(":. ")
+            error = MalformedRequest(f"Malformed HTTP request: {reason}.")
+        else:
+            response = super().handle_error(request, status, exc, message)
+            if status != HTTPStatus.INTERNAL_SERVER_ERROR:
+                return response
+            error = PilotflameError(
+                "The gateway failed.", remedy="This is a bug; the gateway's log has the details."
+            )
+        response = error_response(error)
+        response.force_close()
+        return response
+
+    def header_arrived(self) -> None:
+        """Stop the timer of the header."""
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _expect_header(self) -> None:
+        self._header_timer = asyncio.get_running_loop().call_later(self._header_timeout_s, self.force_close)
+
+
+class FastConnection(ClientConnection):
+    """Offer each complete, plain request to the fast path before aiohttp starts a task for it.
+
+    aiohttp has parsed and checked the request as it does all others. The header limit holds for every request.
+    """
+
+    __slots__ = ("_fast_path", "_parked_waiter", "_pending")
+
+    def __init__(self, server: web.Server, fast_path: FastTaker, *, header_timeout_s: float) -> None:
+        super().__init__(server, header_timeout_s=header_timeout_s)
+        self._fast_path = fast_path
+        self._pending: PendingRequest | None = None
+        # aiohttp's own wait for the next request, withheld while the fast path has one.
+        self._parked_waiter: asyncio.Future[None] | None = None
+
     def data_received(self, data: bytes) -> None:
         count = self._request_count
-        waiter, self._waiter = self._waiter, None  # aiohttp is not woken before the lane has had a look
+        # Without its waiter, aiohttp does not wake up before the fast path has seen the request.
+        waiter, self._waiter = self._waiter, None
         super().data_received(data)
         idle = waiter is not None and not waiter.done()
         if self._request_count != count:
-            self._forget_header()
+            self.header_arrived()
             if waiter is not None and idle:
-                if self._enter_lane(waiter):
+                if self._enter_fast_path(waiter):
                     return
                 waiter.set_result(None)
         self._waiter = waiter
         if self._request_count == count and self._header_timer is None and idle:
-            self._expect_header()  # it waits for a request, and this was no more than a part of a header
+            # The data was a part of the next request's header.
+            self._expect_header()
 
     def resume_reading(self, resume_parser: bool = True) -> None:
-        """aiohttp asks for it twice for every body; nearly none has ever been held up."""
+        """Skip aiohttp's two calls for every body: hardly any body was ever held up."""
         if self._reading_paused:
             super().resume_reading(resume_parser)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._forget_header()
-        passage, self._passage = self._passage, None
-        if passage is not None:
-            passage.abandon()
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.abandon()
         super().connection_lost(exc)
 
-    def _enter_lane(self, waiter: asyncio.Future[None]) -> bool:
-        """Whether the lane has taken the one request that is here."""
+    def _enter_fast_path(self, waiter: asyncio.Future[None]) -> bool:
+        """Return True if the fast path has taken the one request that has arrived."""
         if len(self._messages) != 1 or self._paused or self._reading_paused:
             return False
         parser, manager, transport = self._parser, self._manager, self.transport
@@ -108,26 +164,28 @@ class ClientConnection(web.RequestHandler):
             or payload.exception() is not None
         ):
             return False
-        passage = self._lane.take(message, payload, transport, self._leave_lane)
-        if passage is None:
+        pending = self._fast_path.take(message, payload, transport, self._send)
+        if pending is None:
             return False
         self._messages.clear()
         parser.message_consumed()
         manager.requests_count += 1
-        self._passage, self._parked, self._waiter = passage, waiter, None
-        self._request_in_progress = True  # a shutdown waits for it, as for all others
+        self._pending, self._parked_waiter, self._waiter = pending, waiter, None
+        # A shutdown waits for requests in progress.
+        self._request_in_progress = True
         return True
 
-    def _leave_lane(self, answer: bytes) -> None:
-        """Sends the answer of the request that the lane took; from here on aiohttp waits for the next one again."""
-        self._passage, self._waiter, self._parked = None, self._parked, None
+    def _send(self, response: bytes) -> None:
+        """Send the response of the pending request; from here on aiohttp waits for the next one again."""
+        self._pending, self._waiter, self._parked_waiter = None, self._parked_waiter, None
         self._request_in_progress = False
         if self._handler_waiter is not None:
             self._handler_waiter.set_result(None)
         if self.transport is None or self._waiter is None:
             return
-        self.transport.write(answer)
-        if self._close:  # a shutdown has begun meanwhile
+        self.transport.write(response)
+        if self._close:
+            # A shutdown has begun meanwhile.
             self.force_close()
         elif self._messages:
             self._waiter.set_result(None)
@@ -140,31 +198,46 @@ class ClientConnection(web.RequestHandler):
         if self._keepalive_handle is None:
             self._keepalive_handle = self._loop.call_at(close_s, self._process_keepalive)
 
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = HTTPStatus.INTERNAL_SERVER_ERROR,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        """What is no HTTP is not logged: whoever reaches the port could fill the disk with it."""
-        error: PilotflameError
-        if status == HTTPStatus.BAD_REQUEST:
-            reason = (message or "").partition("\n")[0][:MAX_REASON_CHARS].rstrip(":. ")
-            error = MalformedRequest(f"This is not HTTP as it is spoken here: {reason}.")
-        else:
-            response = super().handle_error(request, status, exc, message)
-            if status != HTTPStatus.INTERNAL_SERVER_ERROR:
-                return response
-            error = PilotflameError("The gateway failed.", remedy="This is a bug; its log says where.")
-        response = error_response(error)
-        response.force_close()
-        return response
 
-    def _expect_header(self) -> None:
-        self._header_timer = asyncio.get_running_loop().call_later(self._header_timeout_s, self.force_close)
+def connection_factory(
+    runner: web.AppRunner, fast_path: FastTaker | None, header_timeout_s: float
+) -> Callable[[], asyncio.Protocol]:
+    """Return what `create_server` calls for each connection. Without a fast path, all requests go to aiohttp."""
 
-    def _forget_header(self) -> None:
-        if self._header_timer is not None:
-            self._header_timer.cancel()
-            self._header_timer = None
+    def connection() -> asyncio.Protocol:
+        if runner.server is None:
+            raise GatewayError("The gateway is shutting down.")
+        if fast_path is None:
+            return ClientConnection(runner.server, header_timeout_s=header_timeout_s)
+        return FastConnection(runner.server, fast_path, header_timeout_s=header_timeout_s)
+
+    return connection
+
+
+def missing_internals() -> list[str]:
+    """Return the private names of aiohttp that the fast path needs and the installed version lacks."""
+    missing = [name for name in INTERNALS if not hasattr(web.RequestHandler, name)]
+    return missing + ([] if hasattr(http_writer, "_serialize_headers") else ["_serialize_headers"])
+
+
+@web.middleware
+async def header_timer(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Tell the connection that a header has arrived. `FastConnection` knows; `ClientConnection` has no public way to."""
+    if isinstance(request.protocol, ClientConnection):
+        request.protocol.header_arrived()
+    return await handler(request)
+
+
+def encode(response: Response) -> bytes:
+    """Return the response as aiohttp writes it. Raise ValueError if a header holds a line break."""
+    headers = {
+        **response.headers,
+        "Content-Length": str(len(response.body)),
+        "Date": helpers.rfc822_formatted_time(),
+        "Server": SERVER_SOFTWARE,
+    }
+    fields = cast("CIMultiDict[str]", headers)
+    head: bytes = http_writer._serialize_headers(_STATUS_LINES[response.status], fields)  # noqa: SLF001
+    return head + response.body

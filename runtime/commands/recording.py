@@ -175,7 +175,7 @@ def _in_child(order: Mapping[str, Any], timeout_s: float) -> bytes:
     memory = os.memfd_create("answer")
     try:
         subprocess.run(
-            [sys.executable, "-m", f"{__package__}.first_call", str(memory)],
+            [sys.executable, "-m", "pilotflame.runtime.worker.first_touch", str(memory)],
             input=json.dumps(order).encode(), stdout=2, pass_fds=(memory,), timeout=timeout_s, check=False,
             env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
         )  # fmt: skip

@@ -19,7 +19,8 @@ from pilotflame.errors import (
     OutputInvalid,
 )
 from pilotflame.handlers.contract import Context
-from pilotflame.handlers.resolve import Handler, Kind, resolve
+from pilotflame.handlers.handler import HandlerKind
+from pilotflame.handlers.resolve import Handler, resolve
 
 Resolve = Callable[..., Handler]
 
@@ -55,26 +56,26 @@ def made(folder: Path) -> Resolve:
 # -- kinds and arity
 
 KINDS = [
-    ("def handler(event): return event", Kind.PLAIN),
-    ("async def handler(event): return event", Kind.ASYNC),
-    ("def handler(event): yield event", Kind.GENERATOR),
-    ("async def handler(event): yield event", Kind.ASYNC_GENERATOR),
-    ("handler = lambda event: event", Kind.PLAIN),
-    ("class C:\n    def __call__(self, event): return 1\nhandler = C()", Kind.PLAIN),
-    ("class C:\n    async def __call__(self, event): return 1\nhandler = C()", Kind.ASYNC),
-    ("class C:\n    def __call__(self, event): yield 1\nhandler = C()", Kind.GENERATOR),
-    ("class C:\n    async def __call__(self, event): yield 1\nhandler = C()", Kind.ASYNC_GENERATOR),
-    ("class C:\n    async def m(self, event): return 1\nhandler = C().m", Kind.ASYNC),
-    ("class C:\n    @staticmethod\n    def m(event): yield 1\nhandler = C.m", Kind.GENERATOR),
-    ("import functools\nasync def f(a, event): return 1\nhandler = functools.partial(f, 1)", Kind.ASYNC),
-    ("import functools\ndef f(a, event): yield 1\nhandler = functools.partial(f, 1)", Kind.GENERATOR),
-    ("import functools\ndef d(f):\n    @functools.wraps(f)\n    def w(*a): return f(*a)\n    return w\n@d\nasync def handler(event): return 1", Kind.ASYNC),
-    ("import json\nhandler = json.dumps", Kind.PLAIN),
+    ("def handler(event): return event", HandlerKind.PLAIN),
+    ("async def handler(event): return event", HandlerKind.ASYNC),
+    ("def handler(event): yield event", HandlerKind.GENERATOR),
+    ("async def handler(event): yield event", HandlerKind.ASYNC_GENERATOR),
+    ("handler = lambda event: event", HandlerKind.PLAIN),
+    ("class C:\n    def __call__(self, event): return 1\nhandler = C()", HandlerKind.PLAIN),
+    ("class C:\n    async def __call__(self, event): return 1\nhandler = C()", HandlerKind.ASYNC),
+    ("class C:\n    def __call__(self, event): yield 1\nhandler = C()", HandlerKind.GENERATOR),
+    ("class C:\n    async def __call__(self, event): yield 1\nhandler = C()", HandlerKind.ASYNC_GENERATOR),
+    ("class C:\n    async def m(self, event): return 1\nhandler = C().m", HandlerKind.ASYNC),
+    ("class C:\n    @staticmethod\n    def m(event): yield 1\nhandler = C.m", HandlerKind.GENERATOR),
+    ("import functools\nasync def f(a, event): return 1\nhandler = functools.partial(f, 1)", HandlerKind.ASYNC),
+    ("import functools\ndef f(a, event): yield 1\nhandler = functools.partial(f, 1)", HandlerKind.GENERATOR),
+    ("import functools\ndef d(f):\n    @functools.wraps(f)\n    def w(*a): return f(*a)\n    return w\n@d\nasync def handler(event): return 1", HandlerKind.ASYNC),
+    ("import json\nhandler = json.dumps", HandlerKind.PLAIN),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "kind"), KINDS)
-def test_the_kind_is_found_without_calling(made: Resolve, text: str, kind: Kind) -> None:
+def test_the_kind_is_found_without_calling(made: Resolve, text: str, kind: HandlerKind) -> None:
     handler = made(text)
     assert handler.kind is kind
     assert not handler.takes_context

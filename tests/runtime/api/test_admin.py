@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 from live import Gate, Gateway, failure, gateway_here
-from pilotflame.runtime.functions.registry.code import pack
+from pilotflame.runtime.functions.code import pack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -1,4 +1,4 @@
-"""The lane: no caller can tell whether his request went through it, whatever happens on its connection meanwhile."""
+"""The fast path: a caller cannot tell whether their request took it. Without it, the gateway answers all the same."""
 
 from __future__ import annotations
 
@@ -8,29 +8,30 @@ import re
 from collections.abc import AsyncIterator
 
 import pytest
-from live import LIMIT_S, Function, Gate, Gateway
+from live import LIMIT_S, Function, Gate, Gateway, gateway_here
 from pilotflame.errors import OutputInvalid
+from pilotflame.runtime.api import connection as connections
 from pilotflame.runtime.api.fast_path import FastPath
 from pilotflame.runtime.api.responses import Response
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ECHO = "def handler(event):\n    return event"
-# Keeps a request out of the lane, and changes nothing else.
+# Keeps a request off the fast path, and changes nothing else.
 ORDINARY = "Prefer: nothing"
 Wire = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each request that the lane was asked to take, whether it did."""
+    """For each request that the fast path was offered, whether it took it."""
     asked: list[bool] = []
     take = FastPath.take
 
     def watched(*given: object) -> object:
-        passage = take(*given)  # type: ignore[arg-type]
-        asked.append(passage is not None)
-        return passage
+        request = take(*given)  # type: ignore[arg-type]
+        asked.append(request is not None)
+        return request
 
     monkeypatch.setattr(FastPath, "take", watched)
     return asked
@@ -78,15 +79,15 @@ async def test_an_answer_is_the_same_both_ways(
     taken.clear()
     async with wire(gateway) as connection:
         connection[1].write(post(function, b"1", *told))
-        through_lane = await reply(connection)
+        fast = await reply(connection)
         connection[1].write(post(function, b"1", *told, ORDINARY))
         ordinary = await reply(connection)
     assert taken == [True, False]
-    assert timeless(through_lane[0]) == timeless(ordinary[0])
-    assert through_lane[1] == ordinary[1]
+    assert timeless(fast[0]) == timeless(ordinary[0])
+    assert fast[1] == ordinary[1]
 
 
-async def test_requests_behind_one_in_the_lane_are_answered_in_order(
+async def test_requests_behind_one_on_the_fast_path_are_answered_in_order(
     gateway: Gateway, deploy, gate: Gate, taken: list[bool]
 ):
     function = await deploy(
@@ -106,7 +107,7 @@ async def test_requests_behind_one_in_the_lane_are_answered_in_order(
     assert taken[0] is True
 
 
-async def test_a_caller_in_the_lane_who_leaves_is_noticed(
+async def test_a_fast_request_whose_caller_leaves_is_cancelled(
     gateway: Gateway, deploy, gate: Gate, taken: list[bool]
 ):
     source = """
@@ -126,10 +127,37 @@ def handler(event, context):
     assert taken[0] is True
 
 
-async def test_what_would_be_more_than_one_header_is_not_sent():
+async def test_a_content_type_with_a_line_break_is_not_sent():
     sent: list[bytes] = []
-    lane = FastPath(None, None, None)  # type: ignore[arg-type]
-    lane.leave(sent.append, Response(200, {"X-Request-Id": "mine", "Content-Type": "a/b\r\nX-Evil: 1"}, b""))
+    fast_path = FastPath(None, None, None)  # type: ignore[arg-type]
+    fast_path.send(
+        sent.append, Response(200, {"X-Request-Id": "mine", "Content-Type": "a/b\r\nX-Evil: 1"}, b"")
+    )
     await asyncio.sleep(0)
     assert OutputInvalid.code.encode() in sent[0]
     assert b"X-Evil" not in sent[0]
+
+
+async def test_without_aiohttps_internals_the_ordinary_way_serves_and_says_so(
+    state, taken: list[bool], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(connections, "INTERNALS", (*connections.INTERNALS, "_gone_in_the_next_release"))
+    async with gateway_here(state, header_timeout_s=0.2) as gateway:
+        assert "lacks _gone_in_the_next_release" in capfd.readouterr().err
+        function = await gateway.deploy(ECHO)
+        async with wire(gateway) as connection:
+            for number in range(3):
+                connection[1].write(post(function, str(number).encode()))
+                assert (await reply(connection))[1] == str(number).encode()
+            # The limit of 0.2 s is for headers that do not arrive: this connection may go on after it.
+            await asyncio.sleep(0.4)
+            connection[1].write(post(function, b"4"))
+            assert (await reply(connection))[1] == b"4"
+            connection[1].write(b"NO HTTP\r\n\r\n")
+            head, body = await reply(connection)
+        assert (head.split()[1], b"Malformed HTTP request" in body) == ("400", True)
+        async with wire(gateway) as (reader, writer):
+            writer.write(b"POST /inv")
+            async with asyncio.timeout(LIMIT_S):
+                assert await reader.read() == b""
+    assert taken == []

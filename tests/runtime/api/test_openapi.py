@@ -9,7 +9,7 @@ import pytest
 from pilotflame._version import __version__
 from pilotflame.handlers.codec import InputCodec, OutputCodec
 from pilotflame.runtime.api.openapi import describe
-from pilotflame.runtime.functions.registry.registry import FunctionStatus, Workers
+from pilotflame.runtime.functions.registry import FunctionStatus, Workers
 from pilotflame.runtime.settings.function_settings import FunctionSettings
 from pydantic import BaseModel
 

@@ -9,7 +9,7 @@ import pytest
 from live import failure, gateway_here
 from pilotflame.errors import Forbidden
 from pilotflame.runtime.api.origin import OriginCheck
-from pilotflame.runtime.functions.registry.code import pack
+from pilotflame.runtime.functions.code import pack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

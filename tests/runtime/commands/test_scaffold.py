@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pilotflame.errors import CodeError, SettingsError
 from pilotflame.runtime.commands.scaffold import scaffold, templates
-from pilotflame.runtime.functions.registry.requirements import check_requirements
+from pilotflame.runtime.functions.requirements import check_requirements
 from pilotflame.runtime.settings.function_settings import read_settings
 
 FILES = {"handler.py", "pilotflame.toml", "requirements.txt", "test_input.json", "README.md"}

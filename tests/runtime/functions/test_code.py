@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pilotflame.errors import CodeError
-from pilotflame.runtime.functions.registry import code
-from pilotflame.runtime.functions.registry.archive import unpack
-from pilotflame.runtime.functions.registry.code import code_digest, copy_folder, pack, select
+from pilotflame.runtime.functions import code
+from pilotflame.runtime.functions.archive import unpack
+from pilotflame.runtime.functions.code import code_digest, copy_folder, pack, select
 
 
 def make(folder: Path, files: dict[str, bytes]) -> Path:

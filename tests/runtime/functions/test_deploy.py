@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from pilotflame.errors import CodeError, PilotflameError, RequirementsError, SettingsError, SnapshotError
-from pilotflame.runtime.functions.registry.deploy import (
+from pilotflame.runtime.functions.deploy import (
     MANIFEST_FILE,
     Deployment,
     Prepared,
@@ -19,7 +19,7 @@ from pilotflame.runtime.functions.registry.deploy import (
     prepare,
     worker_spec,
 )
-from pilotflame.runtime.functions.registry.store import RevisionRecord, Store
+from pilotflame.runtime.functions.store import RevisionRecord, Store
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
 from safetensors.torch import save_file
 

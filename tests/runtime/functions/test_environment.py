@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from pilotflame.errors import RequirementsError
-from pilotflame.runtime.functions.registry import environment
-from pilotflame.runtime.functions.registry.environment import ensure_environment
-from pilotflame.runtime.functions.registry.requirements import check_requirements, requirements_digest
+from pilotflame.runtime.functions import environment
+from pilotflame.runtime.functions.environment import ensure_environment
+from pilotflame.runtime.functions.requirements import check_requirements, requirements_digest
 
 
 def wheel(folder: Path, name: str, version: str, code: str) -> None:

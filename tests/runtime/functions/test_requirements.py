@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import RequirementsError
-from pilotflame.runtime.functions.registry.requirements import (
+from pilotflame.runtime.functions.requirements import (
     check_requirements,
     installed_versions,
     requirements_digest,

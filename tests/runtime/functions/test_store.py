@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from pilotflame.errors import CodeError, SettingsError, UnknownFunction
-from pilotflame.runtime.functions.registry.store import RevisionFields, RevisionRecord, Store
+from pilotflame.runtime.functions.store import RevisionFields, RevisionRecord, Store
 from pilotflame.runtime.settings.function_settings import FunctionSettings
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)

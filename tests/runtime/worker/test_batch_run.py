@@ -156,7 +156,7 @@ def test_one_poisoned_item_of_32_fails_alone(loop: bool) -> None:
     wanted: dict[int, Any] = {n + 1: 2 * n for n in range(32)}
     assert written.answers() == wanted | {14: "handler_failed"}
     told = written.errors()[14]
-    assert "test_course.py, line" in told["message"]
+    assert "test_batch_run.py, line" in told["message"]
     assert told["details"]["exception"] == "ValueError"
     assert sizes == [32, 16, 8, 8, 4, 4, 2, 1, 1, 2, 16]
     timings = written.timings()
@@ -280,7 +280,7 @@ def test_a_cost_that_is_none_fails_its_own_event_alone(loop: bool, nonsense: Any
 def test_a_cost_function_that_raises_fails_its_own_event_alone(loop: bool) -> None:
     written, _ = run(lambda events, _context: events, [1, 0, 3], loop=loop, cost=lambda event: 1 / event)
     assert written.answers() == {1: 1, 2: "handler_failed", 3: 3}
-    assert "The cost function of @batch failed at test_course.py" in written.errors()[2]["message"]
+    assert "The cost function of @batch failed at test_batch_run.py" in written.errors()[2]["message"]
 
 
 # -- memory

@@ -27,7 +27,7 @@ def test_children_draw_numbers_of_their_own() -> None:
     drawn = program("""
         import json, os, random
         import numpy, torch
-        from pilotflame.runtime import lineage
+        from pilotflame.runtime.worker import fork_safety
         torch.set_num_threads(1)
         random.seed(1); numpy.random.seed(1); torch.manual_seed(1)
         found = []
@@ -35,7 +35,7 @@ def test_children_draw_numbers_of_their_own() -> None:
             read, write = os.pipe()
             if os.fork() == 0:
                 if reseeds:
-                    lineage.reseed()
+                    fork_safety.reseed()
                 drawn = [random.random(), float(numpy.random.random()), float(torch.rand(()))]
                 os.write(write, json.dumps(drawn).encode())
                 os._exit(0)
@@ -54,11 +54,11 @@ def test_a_detached_child_ends_with_its_parent_and_has_a_session_of_its_own() ->
     """parent (killed) -> child (detached, waits); the child's end is seen as the end of its pipe."""
     text = """
         import os, signal, sys
-        from pilotflame.runtime import lineage
+        from pilotflame.runtime.worker import fork_safety
         signal.signal(signal.SIGTERM, lambda *_: None)   # a parent's handlers are not the child's
         parent = os.getpid()
         if os.fork() == 0:
-            lineage.detach(parent)
+            fork_safety.detach(parent)
             print(os.getpid(), os.getsid(0), signal.getsignal(signal.SIGTERM) == signal.SIG_DFL,
                   signal.getsignal(signal.SIGINT) == signal.SIG_IGN, flush=True)
             signal.pause()
@@ -86,12 +86,12 @@ def test_a_child_whose_parent_is_gone_already_ends_at_once() -> None:
 def test_threads_are_counted_as_the_kernel_does() -> None:
     counts = program("""
         import json, threading
-        from pilotflame.runtime import lineage
-        before, gate = lineage.thread_count(), threading.Event()
+        from pilotflame.runtime.worker import fork_safety
+        before, gate = fork_safety.thread_count(), threading.Event()
         thread = threading.Thread(target=gate.wait)
         thread.start()
-        during = lineage.thread_count()
-        named = lineage.describe_threads({})
+        during = fork_safety.thread_count()
+        named = fork_safety.describe_threads({})
         gate.set()
         thread.join()
         print(json.dumps([before, during, named]))
@@ -103,20 +103,20 @@ def test_threads_are_counted_as_the_kernel_does() -> None:
 def test_torch_gets_its_threads_back() -> None:
     assert program("""
         import json, torch
-        from pilotflame.runtime import lineage
+        from pilotflame.runtime.worker import fork_safety
         torch.set_num_threads(1)
-        found = [lineage.torch_threads()]
-        lineage.own_threads(3)
-        print(json.dumps([*found, lineage.torch_threads()]))
+        found = [fork_safety.torch_threads()]
+        fork_safety.own_threads(3)
+        print(json.dumps([*found, fork_safety.torch_threads()]))
     """) == [1, 3]
 
 
 def test_without_torch_there_is_one_thread_and_none_is_loaded() -> None:
     assert program("""
         import json, sys
-        from pilotflame.runtime import lineage
-        lineage.own_threads(4); lineage.reseed(); lineage.settle()
-        print(json.dumps([lineage.torch_threads(), "torch" in sys.modules, "numpy" in sys.modules]))
+        from pilotflame.runtime.worker import fork_safety
+        fork_safety.own_threads(4); fork_safety.reseed(); fork_safety.settle()
+        print(json.dumps([fork_safety.torch_threads(), "torch" in sys.modules, "numpy" in sys.modules]))
     """) == [1, False, False]
 
 
@@ -148,11 +148,11 @@ def test_threads_are_put_down_to_the_innermost_import(
         f"""
         import json, sys
         sys.path.insert(0, "")
-        from pilotflame.runtime import lineage
+        from pilotflame.runtime.worker import fork_safety
         before = list(sys.meta_path)
-        with lineage.watch_threads() as culprits:
+        with fork_safety.watch_threads() as culprits:
             import {first}
-        print(json.dumps([culprits, lineage.describe_threads(culprits), sys.meta_path != before]))
+        print(json.dumps([culprits, fork_safety.describe_threads(culprits), sys.meta_path != before]))
         """,
         cwd=tmp_path,
     )
@@ -171,8 +171,8 @@ def test_watched_imports_are_as_python_makes_them(tmp_path: Path) -> None:
     text = """
         import json, sys, importlib, importlib.resources, inspect, pkgutil, contextlib
         sys.path.insert(0, "")
-        from pilotflame.runtime import lineage
-        with lineage.watch_threads() if sys.argv[1] == "watched" else contextlib.nullcontext():
+        from pilotflame.runtime.worker import fork_safety
+        with fork_safety.watch_threads() if sys.argv[1] == "watched" else contextlib.nullcontext():
             import pack, space.sub.mod, _json, xml.dom.minidom
             inside = importlib.resources.files("pack").joinpath("data.txt").read_text()
             missing = importlib.util.find_spec("no_such_module") is None
@@ -197,8 +197,8 @@ def test_an_import_that_fails_under_watch_raises_as_ever(tmp_path: Path) -> None
         """
         import json, sys
         sys.path.insert(0, "")
-        from pilotflame.runtime import lineage
-        with lineage.watch_threads() as culprits:
+        from pilotflame.runtime.worker import fork_safety
+        with fork_safety.watch_threads() as culprits:
             try:
                 import broken
             except ZeroDivisionError:
@@ -213,8 +213,8 @@ def test_threads_of_nobody_are_a_native_librarys() -> None:
     assert (
         program("""
         import json
-        from pilotflame.runtime import lineage
-        print(json.dumps(lineage.describe_threads({})))
+        from pilotflame.runtime.worker import fork_safety
+        print(json.dumps(fork_safety.describe_threads({})))
     """)
         == "a native library"
     )

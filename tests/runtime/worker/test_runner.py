@@ -14,7 +14,7 @@ import numpy as np
 import orjson
 import pytest
 from pilotflame.handlers.contract import Cancellation, Context, batch
-from pilotflame.handlers.resolve import FrameKind as HandlerKind
+from pilotflame.handlers.handler import HandlerKind
 from pilotflame.handlers.resolve import handler_of
 from pilotflame.runtime.batching.prefetch import window
 from pilotflame.runtime.link.link import TIMING, Frame, FrameKind, FrameReader, Link, Timing
