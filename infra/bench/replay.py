@@ -67,9 +67,8 @@ class Learned:
 def simulate(instants: Sequence[int], learned: Learned) -> dict[str, Any]:
     """The simulator's figures for these arrivals, and the share that its callers would call on time."""
     timed = DurationModel(tuple((point.size, point.p50_s) for point in learned.points), learned.noise)
-    plant = SimulatedFunction(
-        timed, max_batch=LIMIT, transit_s=0.0
-    )  # the way to the worker is in what the gateway measured
+    # What the gateway measured includes the way to the worker.
+    plant = SimulatedFunction(timed, max_batch=LIMIT, transit_s=0.0)
     calls = (SimulatedCall(instant / 1e9, DEADLINE_S, body=b"%d" % at) for at, instant in enumerate(instants))
     run = Simulator(plant, curve=LatencyCurve(learned.points)).run(calls)
     before: Counter[float] = Counter()  # of those that ended together, how many were answered before

@@ -1,6 +1,6 @@
 """The arrival pattern: how many invocations arrive after the end of a batch, and how soon.
 
-Callers in a closed loop send their next request when they have a response, so they come back together, a moment after
+Callers in a closed loop send their next request when they have a response, so they return together, a moment after
 their batch ended. A batch of only the first of them would make all others wait for a whole run.
 """
 

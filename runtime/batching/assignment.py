@@ -51,7 +51,7 @@ def _next_free(queue: Queue[T], ready: Iterable[W], now_s: float) -> tuple[W | N
         return None, now_s
     full = [worker for worker in ready if worker.outstanding.batches == worker.outstanding.slots]
     expected = [worker.outstanding.expected_at(now_s, queue.curve) for worker in full]
-    # If one is late, nothing tells when it will be free, or whether another will be free sooner.
+    # If one is overdue, it is not known when it will be free, or whether another will be free sooner.
     if not full or min(expected) < now_s - AHEAD_S:
         return None, now_s
     soonest_s = min(expected)

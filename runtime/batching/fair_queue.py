@@ -121,10 +121,10 @@ class FairQueue(Generic[T]):
         """Return how many items would be served before a new one with the latest deadline of its tenant."""
         before = [queue for other in self._classes if other < priority for queue in self._active(other)]
         own = self._classes.get(priority, {}).get(tenant)
-        turns = len(own.items) if own is not None else 0
-        # Before its own turn, each other tenant of its priority is served as often as its tenant, plus once.
+        own_count = len(own.items) if own is not None else 0
+        # Before the new item, each other tenant of its priority is served as often as its tenant, plus once.
         others = (len(queue.items) for queue in self._active(priority) if queue is not own)
-        return sum(len(queue.items) for queue in before) + turns + sum(min(one, turns + 1) for one in others)
+        return sum(len(queue.items) for queue in before) + own_count + sum(min(one, own_count + 1) for one in others)
 
 
 class _TenantQueue(Generic[T]):
@@ -134,7 +134,7 @@ class _TenantQueue(Generic[T]):
 
     def __init__(self) -> None:
         self.items: dict[int, T] = {}
-        # Deadlines and numbers; items that were removed stay here until they are met.
+        # Deadlines and numbers; the entry of a removed item stays until it reaches the top.
         self._heap: list[tuple[float, int]] = []
         self.served = 0.0
 

@@ -46,7 +46,7 @@ class Slots:
     free_at_s: float
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Selection(Generic[T]):
     """Run `batch`, refuse each of `refused`, or ask again at `wait_until_s`."""
 
@@ -173,17 +173,14 @@ class Queue(Generic[T]):
 
     def next_batch(self, start_s: float) -> Selection[T]:
         """Return what to run in a slot that is free at `start_s`, or until when to wait for more."""
-        found: Selection[T] = Selection()
         if not len(self._waiting):
-            return found
+            return Selection()
         if self.max_batch > 1:
             until_s = wait_until(self._situation(start_s), self.curve, self._arrivals)
             if until_s > start_s:
-                found.wait_until_s = until_s
-                return found
-        self._form(found, start_s)
-        self._refuse_late(found, start_s)
-        return found
+                return Selection(wait_until_s=until_s)
+        batch, refused = self._form(start_s)
+        return Selection(batch, refused + self._remove_late(start_s))
 
     def _situation(self, now_s: float) -> Situation:
         queued = len(self._waiting)
@@ -191,27 +188,31 @@ class Queue(Generic[T]):
         slack_s = self._waiting.earliest_deadline_s() - now_s - run_s
         return Situation(now_s, queued, self.max_batch, slack_s)
 
-    def _form(self, found: Selection[T], start_s: float) -> None:
-        most, batch = self.max_batch, found.batch
+    def _form(self, start_s: float) -> tuple[list[T], list[T]]:
+        """Take the next batch from the queue; return it, and the items on the way that would be late."""
+        most, batch, late = self.max_batch, list[T](), list[T]()
         while len(batch) < most and (item := self._waiting.pop(self.curve.mean_cost)) is not None:
             if item.max_batch and len(batch) >= item.max_batch:
                 self._waiting.add(item, first=id(item) in self._reserved)
                 self._refund(item)
-                return
+                break
             if self._late(item, start_s, len(self._waiting) + len(batch) + 1):
-                found.refused.append(item)
+                late.append(item)
                 self._refund(item)
                 continue
             most = min(most, item.max_batch or most)
             self._reserved.discard(id(item))
             batch.append(item)
+        return batch, late
 
-    def _refuse_late(self, found: Selection[T], start_s: float) -> None:
-        """Refuse waiting items that would be late even if they started now: they need not wait to hear it."""
+    def _remove_late(self, start_s: float) -> list[T]:
+        """Remove and return waiting items that would be late even if they started now: they need not wait to hear it."""
+        removed: list[T] = []
         while late := [item for item in self._waiting.heads() if self._late(item, start_s, len(self))]:
             for item in late:
                 self._waiting.remove(item)
-            found.refused += late
+            removed += late
+        return removed
 
     def _refund(self, item: T) -> None:
         priority = FIRST if id(item) in self._reserved else item.priority

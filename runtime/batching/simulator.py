@@ -1,7 +1,7 @@
 """The simulator runs the gateway's queue on a simulated clock, against workers that only take time.
 
 Admission, order, batch forming and assignment are the gateway's own code; only the durations of batches are modelled. So
-it tells what a trace of arrivals would have met, in a fraction of the time.
+it predicts how a trace of arrivals would have been served, in a fraction of the time.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class DurationModel:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedFunction:
-    """What the calls meet."""
+    """The function that the calls invoke."""
 
     durations: DurationModel
     max_batch: int = 32
@@ -140,7 +140,7 @@ class SimulatedWorker:
 
 @dataclass(slots=True)
 class Run:
-    """What the calls met."""
+    """The outcomes of a run."""
 
     attempts: list[SimulatedAttempt] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)

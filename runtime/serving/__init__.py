@@ -1,7 +1,7 @@
 """One live revision: its queue, its dispatcher, its workers, and the deadlines of its invocations.
 
-Enter at `revision.py`. The parts are built bottom-up and each owns its state; commands go down as method calls, facts go
-up through one interface, `RevisionEvents` (in `replica.py`), which the revision implements:
+Enter at `revision.py`. The parts are built bottom-up and each owns its state; commands are method calls downwards, facts are
+reported upwards through one interface, `RevisionEvents` (in `replica.py`), which the revision implements:
 
     Revision            decides how many workers there are
       Dispatcher        the queue and its timers; the only one that changes an invocation's state

@@ -163,7 +163,7 @@ class Dispatcher:
                 invocation.on_sent()
 
     def cancel(self, invocation: Invocation) -> None:
-        """The caller has gone: remove the invocation from the queue, or tell its worker."""
+        """The caller has disconnected: remove the invocation from the queue, or cancel it at its worker."""
         self._deadlines.cancel(invocation)
         invocation.abandon()
         self._remove(invocation)

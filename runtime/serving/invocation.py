@@ -22,7 +22,7 @@ class Output(NamedTuple):
 
 
 class Stream:
-    """The pieces of a streamed output on their way to the caller, bounded by the credit that the worker was given."""
+    """The pieces of a streamed output on their way to the caller, bounded by the credit that the worker has."""
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
@@ -90,7 +90,7 @@ class Invocation:
             is not refused for being late.
         :param accept: the media types that the caller wants; "" for any.
         :param extra: JSON that the handler finds in `context.extra`.
-        :param tenant: who shares the workers fairly with other tenants.
+        :param tenant: shares the workers fairly with other tenants.
         :param priority: is served before others with a higher number; 1 is first.
         :param on_sent: is called each time it is sent to a worker.
         :param on_progress: is called with each progress report, as JSON.
@@ -134,7 +134,7 @@ class Invocation:
         return self.timeline.sent_s
 
     def head(self, now_s: float, more: int = 0) -> dict[str, Any]:
-        """Return what the worker is told beside the body; `more` invocations of its batch follow."""
+        """Return what the worker gets beside the body; `more` invocations of its batch follow."""
         head: dict[str, Any] = {"id": self.id, "remaining_s": self.deadline_s - now_s}
         if more:
             head["more"] = more

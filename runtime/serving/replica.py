@@ -146,7 +146,7 @@ class Replica:
             invocation.stream.connect(grant)
 
     def cancel(self, invocation: Invocation, kill_after_s: float) -> None:
-        """Tell the worker that no caller waits; replace the worker if it does not yield within `kill_after_s`."""
+        """Cancel an invocation at the worker; replace the worker if it does not yield within `kill_after_s`."""
         channel = self.outstanding.channel_of(invocation)
         if channel is not None:
             self.child.link.send(FrameKind.CANCEL, channel)
@@ -235,7 +235,7 @@ class Replica:
         elif kind == FrameKind.WINDOW:
             self._on_window(head)
         elif kind == FrameKind.DRAIN:
-            # The worker wants to go; the reply tells it that nothing more is on its way.
+            # The worker wants to exit. The reply confirms that nothing more is on its way.
             if self.state is not ReplicaState.DRAINING:
                 self.state = ReplicaState.DRAINING
                 self.child.link.send(FrameKind.DRAIN)
@@ -264,7 +264,7 @@ class Replica:
 
     def _on_ready(self, head: dict[str, Any]) -> None:
         self.idle_since_s = time.monotonic()
-        self.activation.mark_ready(self.idle_since_s, float(head.get("restore_s", 0.0)))
+        self.activation.mark_ready(self.idle_since_s)
         self._start_timer.cancel()
         self.window = int(head["window"])
         self.outstanding = Outstanding(int(head["slots"]), batching=bool(head["batching"]))

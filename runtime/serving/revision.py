@@ -80,7 +80,7 @@ class Revision(RevisionEvents):
         try:
             sent = self.dispatcher.submit(invocation)
         except Overloaded:
-            # A caller who cannot wait for an activation and is told to retry is a reason to start one.
+            # A caller who cannot wait for an activation and has to retry is a reason to start one.
             if not self.pool.ready:
                 self.warm(1)
             raise
@@ -88,7 +88,7 @@ class Revision(RevisionEvents):
             self.scale()
 
     def cancel(self, invocation: Invocation) -> None:
-        """The caller has gone."""
+        """The caller has disconnected."""
         self.dispatcher.cancel(invocation)
 
     def census(self) -> Census:
@@ -258,7 +258,7 @@ class Revision(RevisionEvents):
         self.scale()
 
     def on_start_failed(self, error: PilotflameError) -> None:
-        """The next worker would fail too, so those who wait are told; other workers go on."""
+        """Fail what waits, unless a worker is ready: the next start would fail too."""
         error = self.pool.explain(error)
         self._count_failure()
         self._logs.write("gateway", f"activation failed: {error}")

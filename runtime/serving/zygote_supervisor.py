@@ -32,7 +32,7 @@ class ZygoteSupervisor:
         self, spec: WorkerSpec, launcher: Launcher, logs: LogBook, tasks: asyncio.TaskGroup, busy: Callable[[], bool],
         *, with_standby: bool, keep: bool,
     ) -> None:  # fmt: skip
-        """`busy` tells if invocations run. Unless `keep`, the zygote is ended when no workers are left."""
+        """`busy` returns True while invocations run. Unless `keep`, the zygote is ended when no workers are left."""
         self.standby: Child | None = None
         self.standby_primed = False
         self._spec, self._launcher, self._logs, self._tasks, self._busy = spec, launcher, logs, tasks, busy
@@ -74,7 +74,7 @@ class ZygoteSupervisor:
             raise LauncherError(f"Revision {self._spec.revision} has been stopped.")
 
     async def warm(self) -> None:
-        """Launch the zygote and its standby ahead of need; a failure is logged, and met again when they are needed."""
+        """Launch the zygote and its standby ahead of need; a failure is logged, and raised when they are needed."""
         try:
             await self.open()
         except PilotflameError as error:

@@ -41,8 +41,6 @@ class Activation:
     asked_s: float
     forked_s: float = 0.0
     ready_s: float = 0.0
-    restore_s: float = 0.0
-    """The part of the restore phase that mapped the weights."""
     fetch: Fetch | None = None
 
     def mark_forked(self, now_s: float) -> None:
@@ -51,8 +49,8 @@ class Activation:
     def mark_fetching(self, fetch: Fetch) -> None:
         self.fetch = fetch
 
-    def mark_ready(self, now_s: float, restore_s: float) -> None:
-        self.ready_s, self.restore_s = now_s, restore_s
+    def mark_ready(self, now_s: float) -> None:
+        self.ready_s = now_s
 
 
 @dataclass(slots=True)

@@ -28,7 +28,8 @@ class Beside(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.queue: FairQueue[Item] = FairQueue()
-        self.waiting: list[Item] = []  # in the order of their arrival
+        # In the order of their arrival.
+        self.waiting: list[Item] = []
         self.first: set[int] = set()
         self.served: dict[tuple[int, str], float] = {}
 
@@ -42,7 +43,8 @@ class Beside(RuleBasedStateMachine):
     def add(self, item: Item, first: bool) -> None:
         priority = 0 if first else item.priority
         rivals = self.rivals(priority)
-        if all(rival.tenant != item.tenant for rival in rivals):  # idleness earns no credit
+        # Idleness earns no credit.
+        if all(rival.tenant != item.tenant for rival in rivals):
             key = (priority, item.tenant)
             least = min((self.served[priority, rival.tenant] for rival in rivals), default=0.0)
             self.served[key] = max(self.served.get(key, 0.0), least)
@@ -68,13 +70,15 @@ class Beside(RuleBasedStateMachine):
             return
         priority = min(map(self.priority, self.waiting))
         for key in [key for key in self.served if key[0] < priority]:
-            del self.served[key]  # tenants of an empty priority start again as equals
+            # Tenants of an empty priority start again as equals.
+            del self.served[key]
         rivals = self.rivals(priority)
         assert item in rivals
         least = min(self.served[priority, rival.tenant] for rival in rivals)
         assert self.served[priority, item.tenant] == least
         own = [rival for rival in rivals if rival.tenant == item.tenant]
-        assert item is min(own, key=lambda rival: rival.deadline_s)  # of equal deadlines the first added
+        # Of equal deadlines the first added.
+        assert item is min(own, key=lambda rival: rival.deadline_s)
         self.served[priority, item.tenant] += cost
         self.waiting.remove(item)
 

@@ -57,7 +57,8 @@ def test_one_hiccup_bends_neither_a_fresh_nor_a_measured_curve() -> None:
     measured.observe(32, 32.0, 10.0)
     assert measured.bound(32) == 0.038
     fresh = LatencyCurve()
-    for took_s in (10.0, 0.02, 0.02):  # the first call is often slow
+    # The first call is often slow.
+    for took_s in (10.0, 0.02, 0.02):
         fresh.observe(1, 1.0, took_s)
     fresh.observe(8, 8.0, 0.03)
     assert fresh.bound(1) == 0.02
@@ -77,7 +78,8 @@ def test_sizes_are_costs_where_items_have_some() -> None:
         curve.observe(4, 400.0, 0.4)
     assert curve.mean_cost == pytest.approx(100)
     assert curve.typical(3) == pytest.approx(0.3, rel=0.01)
-    assert curve.typical(8) == pytest.approx(0.8, rel=0.05)  # beyond what was seen: along the chord
+    # Beyond what was seen: along the chord.
+    assert curve.typical(8) == pytest.approx(0.8, rel=0.05)
 
 
 def test_an_empty_curve_predicts_no_time() -> None:

@@ -84,6 +84,7 @@ def test_when_a_slot_will_be_free() -> None:
     assert outstanding.free_at(5.0, curve) == 5.0
     outstanding.add_batch([Call(), Call()], 5.0)
     assert outstanding.free_at(5.005, curve) == pytest.approx(5.02)
-    assert outstanding.free_at(6.0, curve) == 6.0  # overdue
+    # Overdue.
+    assert outstanding.free_at(6.0, curve) == 6.0
     outstanding.add_batch([Call()] * 4, 5.0)
     assert outstanding.free_at(5.005, curve) == pytest.approx(5.06)

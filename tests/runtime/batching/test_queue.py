@@ -64,7 +64,8 @@ class Machine(RuleBasedStateMachine):
             self.told(error)
         except Overloaded as error:
             assert not patient
-            assert self.waiting or not free  # an idle worker refuses nothing
+            # An idle worker refuses nothing.
+            assert self.waiting or not free
             self.told(error)
         else:
             self.waiting.append(item)
@@ -92,7 +93,8 @@ class Machine(RuleBasedStateMachine):
         assert not any(item.patient for item in found.refused)
         assert bool(found.batch) or bool(found.refused) or not self.waiting
         for item in (*found.batch, *found.refused):
-            self.waiting.remove(item)  # fails if it did not wait, or left twice
+            # Fails if it did not wait, or left twice.
+            self.waiting.remove(item)
         for item in found.refused:
             self.told(self.queue.refusal(item, self.now_s, busy(self.now_s)))
         if back:
@@ -122,11 +124,13 @@ def test_it_refuses_on_arrival_what_would_end_too_late_and_says_when_to_retry() 
     queue = queue_of()
     for _ in range(8):
         queue.admit(Item(), 0.0, busy())
-    with pytest.raises(Overloaded) as caught:  # 0.01 rest + two batches of 0.024 + its own 0.021
+    # 0.01 rest + two batches of 0.024 + its own 0.021.
+    with pytest.raises(Overloaded) as caught:
         queue.admit(Item(deadline_s=0.078), 0.0, busy())
     assert (caught.value.details or {})["retry_after_s"] == pytest.approx(0.01 + 2 * 0.024)
     queue.admit(Item(deadline_s=0.08), 0.0, busy())
-    queue.admit(Item(deadline_s=0.05, priority=1), 0.0, busy())  # before all others
+    # Before all others.
+    queue.admit(Item(deadline_s=0.05, priority=1), 0.0, busy())
     queue.admit(Item(deadline_s=0.0, patient=True), 0.0, busy())
     assert len(queue) == 11
 

@@ -93,7 +93,8 @@ def test_at_a_fifth_too_much_load_hardly_less_is_on_time_than_could_be(
     run = Simulator(SimulatedFunction(durations)).run(
         poisson(1.2 * capacity(durations), 1600, timeout_s=timeout_s)
     )
-    assert share(run) >= 0.79  # 1 / 1.2 would be 0.83
+    # 1 / 1.2 would be 0.83.
+    assert share(run) >= 0.79
     # Hardly any call waits in vain.
     assert share(run, CallOutcome.LATE) + share(run, CallOutcome.EXPIRED) < 0.02
     refused = [one for one in run.attempts if one.outcome in (CallOutcome.REFUSED, CallOutcome.DROPPED)]

@@ -59,7 +59,8 @@ def test_it_is_never_above_max_nor_below_min(spec: ScaleSpec, stats: Stats) -> N
         assert after <= spec.max
     if decision.stop:
         assert after >= spec.min
-    assert after >= spec.min or decision.start  # below min it starts
+    # Below min it starts.
+    assert after >= spec.min or decision.start
     assert after >= spec.min
 
 

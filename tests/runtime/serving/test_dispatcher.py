@@ -87,12 +87,14 @@ def handler(event):
     pid = await function.answer("before")
     stuck = asyncio.create_task(function.call("stuck"))
     await gate.next("stuck")
-    await asyncio.sleep(1.0)  # the neighbour has time left when the stuck one has none
+    # The neighbour has time left when the stuck one has none.
+    await asyncio.sleep(1.0)
     neighbour = asyncio.create_task(function.answer("neighbour"))
     arrival = await gate.next("neighbour")
     behind = asyncio.create_task(function.answer("behind"))
     assert failure(await stuck)["status"] == 504
-    assert await behind != pid  # the old worker is sent nothing more
+    # The old worker is sent nothing more.
+    assert await behind != pid
     arrival.go()
     assert await neighbour == pid
     await gone(pid)
@@ -133,7 +135,8 @@ def handler(event):
     return os.getpid()
 """
     function = await deploy(source, {**ONE, "execution_timeout_s": 1.0})
-    for _ in range(20):  # so short that the worker prefetches
+    # So short that the worker prefetches.
+    for _ in range(20):
         pid = await function.answer(0)
     assert await asyncio.gather(function.answer(0.7), function.answer(0.7)) == [pid, pid]
 
@@ -153,7 +156,8 @@ def handler(event, context):
     call = asyncio.create_task(function.answer("again"))
     (await gate.next("setup")).go()
     second = await gate.next("setup")
-    await asyncio.sleep(0.6)  # longer than a call of the handler may take
+    # Longer than a call of the handler may take.
+    await asyncio.sleep(0.6)
     second.go()
     assert await call == 2
 
@@ -184,14 +188,16 @@ async def test_a_caller_who_cannot_wait_for_an_activation_is_refused_and_causes_
     function = await deploy(source, {**ONE, "scale.idle_timeout_s": 0.05}, gate=gate, check=False)
     first = asyncio.create_task(function.answer(1))
     arrival = await gate.next("setup")
-    await asyncio.sleep(0.3)  # so long the activation takes
+    # So long the activation takes.
+    await asyncio.sleep(0.3)
     arrival.go()
     assert await first == 1
     await function.settled()
     refused = await function.call(2, X_Request_Timeout="0.1")
     assert (refused.status_code, failure(refused)["type"]) == (503, "overloaded")
     assert 0.1 < failure(refused)["details"]["retry_after_s"] < 60
-    (await gate.next("setup")).go()  # started because of the refused one
+    # Started because of the refused one.
+    (await gate.next("setup")).go()
     assert await function.answer(2) == 2
 
 
@@ -238,7 +244,8 @@ async def test_priority_then_fairness_then_deadlines(gateway, deploy, gate: Gate
         "a2",
         "a3",
     ]
-    assert set(ran[2:6]) >= {"b0", "b1"}  # tenants alternate, though the other came first
+    # Tenants alternate, though the other came first.
+    assert set(ran[2:6]) >= {"b0", "b1"}
 
 
 async def test_a_measured_curve_is_stored_at_zero(gateway, deploy):
@@ -255,12 +262,14 @@ def handler(events):
     assert gateway.server is not None
     queue = gateway.server.functions.live(function.name).dispatcher.queue
     sizes = [point.size for point in queue.curve.points]
-    assert sizes == [1, 2, 4]  # measured at deployment
+    # Measured at deployment.
+    assert sizes == [1, 2, 4]
     await function.settled()
     again = await deploy(source, {**ONE, "scale.min": 1})
     queue = gateway.server.functions.live(again.name).dispatcher.queue
     assert [point.size for point in queue.curve.points] == sizes
-    assert await again.answer(0) == [1]  # and its worker did not measure
+    # And its worker did not measure.
+    assert await again.answer(0) == [1]
 
 
 async def test_each_call_of_a_split_batch_has_its_full_time(deploy, gate: Gate):
@@ -276,7 +285,8 @@ def handler(events):
     return [[event, os.getpid()] for event in events]
 """
     function = await deploy(source, {**ONE, "execution_timeout_s": 0.6}, gate=gate)
-    answers = await together(function, gate, [1, 2, 3, "bad", 4, 5, 6, 7])  # seven calls
+    # Seven calls.
+    answers = await together(function, gate, [1, 2, 3, "bad", 4, 5, 6, 7])
     bad = answers.pop(3)
     assert [answer.json()[0] for answer in answers] == [1, 2, 3, 4, 5, 6, 7]
     assert len({answer.json()[1] for answer in answers}) == 1

@@ -88,7 +88,8 @@ async def test_an_end_after_the_caller_stopped_waiting_is_ignored() -> None:
 async def test_a_failure_that_is_not_retrieved_leaves_no_warning() -> None:
     invocation = make()
     invocation.fail(WorkerDied("gone"))
-    del invocation  # warnings are errors here: "exception was never retrieved" would fail the test
+    # Warnings are errors here: "exception was never retrieved" would fail the test.
+    del invocation
 
 
 async def test_the_head_that_the_worker_gets() -> None:

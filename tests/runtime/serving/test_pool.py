@@ -32,14 +32,16 @@ async def test_the_standby_is_the_next_worker(deploy):
     response = await function.call()
     assert response.json()[0] == standby
     assert response.headers["x-cold-start"] == "true"
-    await function.settled(ready=1, standby=True)  # and there is another
+    # And there is another.
+    await function.settled(ready=1, standby=True)
 
 
 async def test_a_standby_killed_at_the_moment_it_is_needed(deploy):
     function = await deploy(PID)
     await function.settled(standby=True)
     (standby,) = await function.pids("standby")
-    os.kill(standby, signal.SIGKILL)  # the gateway has not noticed yet
+    # The gateway has not noticed yet.
+    os.kill(standby, signal.SIGKILL)
     worker, _ = await function.answer()
     assert worker != standby
 

@@ -102,7 +102,8 @@ async def test_an_invocation_sent_to_a_draining_worker_is_not_lost(gateway, depl
     revision = gateway.server.functions.live(function.name)
     descriptor = os.pidfd_open(before)
     os.kill(before, signal.SIGTERM)
-    select.select([descriptor], [], [], 0.05)  # the event loop is blocked, so the gateway does not notice
+    # The event loop is blocked, so the gateway does not notice.
+    select.select([descriptor], [], [], 0.05)
     os.close(descriptor)
     now_s = time.monotonic()
     invocation = Invocation("late", b"null", now_s=now_s, deadline_s=now_s + 60, hold_until_s=now_s + 60)

@@ -50,7 +50,8 @@ async def test_one_more_is_started_near_the_limit(deploy, gate: Gate):
         await gate.next()
     assert {arrival.pid for arrival in gate.arrived} == set(await function.pids("worker"))
     await function.settled(ready=1, in_flight=4)
-    calls.append(asyncio.create_task(function.answer(4)))  # the fifth of five: a sixth would wait
+    # The fifth of five: a sixth would wait.
+    calls.append(asyncio.create_task(function.answer(4)))
     await function.settled(ready=2, in_flight=5)
     gate.open()
     assert await asyncio.gather(*calls) == list(range(5))
@@ -177,7 +178,8 @@ async def test_a_worker_killed_while_it_restores(deploy, gate: Gate):
     call = asyncio.create_task(function.answer(1))
     first = await gate.next("setup")
     os.kill(first.pid, signal.SIGKILL)
-    second = await gate.next("setup")  # another is started for the invocation that waits
+    # Another is started for the invocation that waits.
+    second = await gate.next("setup")
     assert second.pid != first.pid
     second.go()
     assert await call == 1

@@ -44,7 +44,8 @@ async def test_a_killed_zygote_lets_its_workers_finish(deploy, gate: Gate):
     await until(lambda: logged(function, "the zygote died"), "the zygote's death in the log")
     gate.open()
     assert await running == worker
-    await gone(worker)  # it drains when its parent dies
+    # It drains when its parent dies.
+    await gone(worker)
     assert await function.answer("next") != worker
     assert await function.pids("zygote") != [zygote]
 
@@ -65,7 +66,8 @@ async def test_a_killed_base_is_started_again(state):
         (zygote,) = await function.pids("zygote")
         base = psutil.Process(zygote).ppid()
         await kill(base)
-        await gone(zygote)  # it ends when its parent dies
+        # It ends when its parent dies.
+        await gone(zygote)
         worker, parent = await function.answer()
         assert psutil.Process(parent).ppid() not in (base, 1)
         other = await gateway.deploy(PID)

@@ -42,7 +42,8 @@ async def test_a_follower_gets_the_tail_then_the_rest_without_gap_or_repeat() ->
         book.write("w1", str(number))
     follow = book.follow(2)
     first = await anext(follow)
-    book.write("w1", "5")  # while the tail is still being read
+    # While the tail is still being read.
+    book.write("w1", "5")
     rest = [await anext(follow) for _ in range(2)]
     assert [line.text for line in (first, *rest)] == ["3", "4", "5"]
     await follow.aclose()  # type: ignore[attr-defined]

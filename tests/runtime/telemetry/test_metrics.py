@@ -112,7 +112,8 @@ def test_buckets_hold_what_is_at_most_their_bound() -> None:
 def test_phases_have_the_names_of_server_timing() -> None:
     metrics = Metrics(dict)
     metrics.responded("tone", 200, WARM)
-    metrics.responded("tone", 503, Timeline(1.0, responded_s=3.0))  # no worker had it: it waited
+    # No worker had it: it waited.
+    metrics.responded("tone", 503, Timeline(1.0, responded_s=3.0))
     assert list(WARM.phases()) == list(WARM_PHASES)
     for phase, seconds, count in (
         ("queue", 2.5, 2), ("link", 0.0, 1), ("wait", 0.5, 1), ("exec", 1.0, 1), ("respond", 0.5, 1),
@@ -129,7 +130,8 @@ def test_refusals_are_counted_by_reason_and_failures_are_none() -> None:
     metrics.refused("tone", InputTooLarge("much"))
     metrics.turned_away("tone", QuotaExceeded("used up"))
     metrics.responded("tone", 504, queued, DeadlineExceeded("late"))
-    metrics.responded("tone", 503, WARM, Overloaded("late"))  # a worker returned it unstarted
+    # A worker returned it unstarted.
+    metrics.responded("tone", 503, WARM, Overloaded("late"))
     metrics.responded("tone", 504, WARM, DeadlineExceeded("late"))
     metrics.responded("tone", 500, WARM, HandlerFailed("no"))
     for reason, count in (
