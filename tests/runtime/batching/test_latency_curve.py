@@ -6,7 +6,7 @@ import itertools
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pilotflame.runtime.batching.latency_curve import KEPT, LatencyCurve, Point, isotonic
 
@@ -15,6 +15,7 @@ groups = st.lists(st.tuples(st.integers(1, 64), seconds), min_size=1, max_size=8
 
 
 @given(groups)
+@example([(1, 1.0), (1, 1.0), (1, 2.0), (1, 2.0), (39, 2.0), (40, 2.0)])
 def test_it_never_falls_and_lies_between_the_extremes_that_were_seen(seen: list[tuple[int, float]]) -> None:
     curve = LatencyCurve()
     for size, took_s in seen:
