@@ -119,12 +119,16 @@ class FairQueue(Generic[T]):
 
     def ahead(self, tenant: str, priority: int) -> int:
         """Return how many items would be served before a new one with the latest deadline of its tenant."""
-        before = [queue for other in self._classes if other < priority for queue in self._active(other)]
         own = self._classes.get(priority, {}).get(tenant)
         own_count = len(own.items) if own is not None else 0
+        before = sum(
+            len(queue.items) for other in self._classes if other < priority for queue in self._active(other)
+        )
         # Before the new item, each other tenant of its priority is served as often as its tenant, plus once.
-        others = (len(queue.items) for queue in self._active(priority) if queue is not own)
-        return sum(len(queue.items) for queue in before) + own_count + sum(min(one, own_count + 1) for one in others)
+        others = (
+            min(len(queue.items), own_count + 1) for queue in self._active(priority) if queue is not own
+        )
+        return before + own_count + sum(others)
 
 
 class _TenantQueue(Generic[T]):

@@ -107,7 +107,8 @@ class LatencyCurve:
         # Extrapolate along the chord of the whole curve: one odd point at the end does not tilt it. The chord of the
         # medians may be the steeper one; the bound is never below the median.
         first, last = points[0], points[-1]
-        return max(last[field], *(_interpolate(first, last, size, lower) for lower in range(1, field + 1)))
+        found = max(last[field], _interpolate(first, last, size, field))
+        return found if field == 1 else max(found, _interpolate(first, last, size, 1))
 
 
 def _interpolate(left: Point, right: Point, size: float, field: int) -> float:
