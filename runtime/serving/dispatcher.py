@@ -15,6 +15,7 @@ from ..batching.outstanding import BatchEnd
 from ..batching.queue import Queue, Slots
 from ..link.worker_spec import WorkerSpec
 from ..scaling import autoscaler
+from ..telemetry.timeline import WorkerTiming
 from . import deadlines
 from .deadlines import EARLY_S, Deadlines
 from .invocation import Invocation, Output
@@ -247,7 +248,7 @@ class Dispatcher:
 
     def complete(
         self, replica: Replica, invocation: Invocation, outcome: Output | PilotflameError,
-        timing: tuple[float, float, int, float], now_s: float, batch: BatchEnd | None,
+        timing: WorkerTiming, now_s: float, batch: BatchEnd | None,
     ) -> None:  # fmt: skip
         """End an invocation, and learn from what it took."""
         timeline = invocation.timeline

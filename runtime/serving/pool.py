@@ -102,14 +102,13 @@ class Pool:
                 self._tasks.create_task(self._start(activation, standby))
 
     async def _start(self, activation: Activation, standby: Child | None) -> None:
+        child: Child | None = None
         try:
             child = await self._fork_and_fetch(activation, standby)
-            try:
-                self.zygote.check_open()
-            except PilotflameError:
-                child.link.close()
-                raise
+            self.zygote.check_open()
         except PilotflameError as error:
+            if child is not None:
+                child.link.close()
             self._forking -= 1
             self._events.on_start_failed(error)
             return

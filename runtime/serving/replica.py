@@ -13,8 +13,8 @@ from ..batching.latency_curve import Point
 from ..batching.outstanding import BatchEnd, Outstanding
 from ..launching.launcher import Child
 from ..link.link import TIMING, Frame, FrameKind, Timing
-from ..telemetry.timeline import Activation
-from .invocation import Invocation, Output
+from ..telemetry.timeline import Activation, WorkerTiming
+from .invocation import Invocation, Output, Stream
 
 # How long a worker may take from ACTIVATE to READY, and from reporting a failure to its exit.
 START_TIMEOUT_S = 900.0
@@ -36,7 +36,7 @@ class RevisionEvents(Protocol):
     def on_ready(self, replica: Replica) -> None: ...
     def on_end(
         self, replica: Replica, invocation: Invocation, outcome: Output | PilotflameError,
-        timing: tuple[float, float, int, float], now_s: float, batch: BatchEnd | None,
+        timing: WorkerTiming, now_s: float, batch: BatchEnd | None,
     ) -> None:  # fmt: skip
         """A worker ended an invocation; `batch` if all of its batch have ended now."""
 
@@ -125,25 +125,23 @@ class Replica:
             for invocation in invocations:
                 channel = self.outstanding.add(invocation, now_s)
                 if invocation.stream is not None:
-                    self._connect(invocation, channel)
+                    self._connect(invocation.stream, channel)
                 link.send_json(FrameKind.INVOKE, channel, invocation.head(now_s), invocation.body)
             return
-        left = len(invocations)
-        for channel, invocation in zip(
-            self.outstanding.add_batch(invocations, now_s), invocations, strict=True
-        ):
+        channels = self.outstanding.add_batch(invocations, now_s)
+        left = len(channels)
+        for channel, invocation in zip(channels, invocations, strict=True):
             left -= 1
             link.send_json(FrameKind.INVOKE, channel, invocation.head(now_s, left), invocation.body)
         # Do not wait for the end of this turn of the loop, in which all callers of the last batch get their responses.
         link.flush()
 
-    def _connect(self, invocation: Invocation, channel: int) -> None:
+    def _connect(self, stream: Stream, channel: int) -> None:
         def grant(count: int) -> None:
             if channel in self.outstanding.calls:
                 self.child.link.send_json(FrameKind.MORE, channel, {"count": count})
 
-        if invocation.stream is not None:
-            invocation.stream.connect(grant)
+        stream.connect(grant)
 
     def cancel(self, invocation: Invocation, kill_after_s: float) -> None:
         """Cancel an invocation at the worker; replace the worker if it does not yield within `kill_after_s`."""
@@ -201,9 +199,7 @@ class Replica:
         else:
             self._on_control(kind, frame.json())
 
-    def _on_end(
-        self, channel: int, outcome: Output | PilotflameError, timing: tuple[float, float, int, float]
-    ) -> None:
+    def _on_end(self, channel: int, outcome: Output | PilotflameError, timing: WorkerTiming) -> None:
         now_s = time.monotonic()
         invocation, batch = self._remove(channel, timing[3], now_s)
         if invocation is not None:

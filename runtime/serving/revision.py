@@ -17,6 +17,7 @@ from ..link.worker_spec import WorkerSpec
 from ..scaling import autoscaler
 from ..telemetry.logs import LogBook
 from ..telemetry.metrics import Census
+from ..telemetry.timeline import WorkerTiming
 from .dispatcher import Dispatcher, Policy
 from .invocation import Invocation, Output
 from .latency_curve_store import LatencyCurveStore
@@ -223,7 +224,7 @@ class Revision(RevisionEvents):
 
     def on_end(
         self, replica: Replica, invocation: Invocation, outcome: Output | PilotflameError,
-        timing: tuple[float, float, int, float], now_s: float, batch: BatchEnd | None,
+        timing: WorkerTiming, now_s: float, batch: BatchEnd | None,
     ) -> None:  # fmt: skip
         self.dispatcher.complete(replica, invocation, outcome, timing, now_s, batch)
         # Only the end of its last invocation makes a batch leave room.

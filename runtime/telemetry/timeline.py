@@ -24,6 +24,9 @@ PHASES = ("queue", "fork", "restore", "dispatch", "link", "wait", "exec", "respo
 WARM_PHASES = ("queue", "link", "wait", "exec", "respond")
 _WARM = ", ".join(f"{name};dur=%.3f" for name in (*WARM_PHASES, "total"))
 
+WorkerTiming = tuple[float, float, int, float]
+"""What a worker measured of an invocation: seconds of waiting, seconds in the handler, size of its batch, cost."""
+
 
 @dataclass(slots=True)
 class Fetch:
@@ -73,7 +76,7 @@ class Timeline:
     def mark_sent(self, now_s: float, activation: Activation | None) -> None:
         self.sent_s, self.activation = now_s, activation
 
-    def mark_completed(self, now_s: float, timing: tuple[float, float, int, float]) -> None:
+    def mark_completed(self, now_s: float, timing: WorkerTiming) -> None:
         self.completed_s = now_s
         self.wait_s, self.exec_s, self.batch, self.cost = timing
 
