@@ -15,7 +15,6 @@ from .._version import __version__
 from ..errors import GatewayUnreachable, PilotflameError
 from .commands import display, options
 from .commands.access import COMMANDS as ACCESS
-from .commands.benches import COMMANDS as BENCHES
 from .commands.bulk import COMMANDS as BULK
 from .commands.jobs import COMMANDS as JOBS
 from .commands.recording import COMMANDS as RECORDING
@@ -251,7 +250,7 @@ def doctor(state_dir: Path | None, as_json: bool) -> None:
         raise click.exceptions.Exit(EXIT_ERROR)
 
 
-for command in (*TRANSFERS, *BENCHES, *RECORDING):
+for command in (*TRANSFERS, *RECORDING):
     snapshot.add_command(command)
 for command in (*REMOTE_COMMANDS, *JOBS, *WEBHOOKS, *BULK, *ACCESS, *SIMULATE, snapshot):
     cli.add_command(command)

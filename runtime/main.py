@@ -17,6 +17,7 @@ from typing import Any
 import aiohttp
 import uvloop
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from ..errors import GatewayError, PilotflameError, UnknownFunction
 from .access.control_socket import door
@@ -25,19 +26,17 @@ from .access.loopback import is_loopback
 from .access.secrets import Secrets
 from .api.access import AccessControl
 from .api.admin import MAX_ARCHIVE_BYTES, Admin
-from .api.compression import compressed
+from .api.backend import Backend
 from .api.connection import connection_factory, header_timer, missing_internals
 from .api.fast_path import FastPath
 from .api.guard import Guard
 from .api.invoke import Gateway
-from .api.requests import Limits
-from .api.unrouted import unrouted
+from .api.openapi import OpenApi
+from .api.responses import ErrorResponses, compressed
+from .api.routes import Route, aiohttp_routes, error_formats
 from .api.webhooks import WebhooksApi
 from .commands.watch import watch
-from .dialects.aws_lambda.routes import LambdaApi
-from .dialects.cloudevents.routes import EventsApi
-from .dialects.cog.routes import Predictions
-from .dialects.runpod.routes import QueueApi
+from .dialects.registry import dialect_routes
 from .events.sources import Sources
 from .functions.deploy import Deployment
 from .functions.registry import Functions
@@ -154,28 +153,23 @@ async def _server(
             metrics = Metrics(functions.census)
             functions.on_activation = metrics.activated
             await functions.restore()
-            guard = Guard(
-                keyring, tasks,
-                required=settings.auth == "always" or not local, on_quota=_counted(functions, metrics),
-            )  # fmt: skip
             admin = Admin(functions, metrics, local=local)
-            access = AccessControl(keyring, vault, functions)
             async with _jobs(state, functions, tasks, settings) as (jobs, sources):
-                queue = QueueApi(
-                    functions, jobs,
-                    max_body_bytes=settings.max_body_bytes, body_timeout_s=settings.body_timeout_s,
+                backend = Backend(functions, jobs, metrics, settings.max_body_bytes, settings.body_timeout_s)
+                gateway, access = Gateway(backend), AccessControl(keyring, vault, functions)
+                apis = (gateway, admin, access, WebhooksApi(functions, jobs))
+                own_routes = [route for api in apis for route in api.routes()]
+                routes = OpenApi([*own_routes, *dialect_routes(backend)], admin.statuses).routes
+                guard = Guard(
+                    keyring, tasks, routes,
+                    required=settings.auth == "always" or not local, on_quota=_counted(functions, metrics),
                 )  # fmt: skip
-                others = _others(functions, jobs, metrics, settings)
-                gateway = Gateway(
-                    functions, metrics, queue.later,
-                    max_body_bytes=settings.max_body_bytes, body_timeout_s=settings.body_timeout_s,
-                )  # fmt: skip
-                routes = [*gateway.routes(), *admin.routes(), *access.routes(), *queue.routes(), *others]
+                errors = ErrorResponses(error_formats(routes))
                 with door(state) as own:
                     async with _http(
                         [sock, own],
                         routes,
-                        guard,
+                        [compressed, errors.middleware, guard.middleware],
                         FastPath(gateway, functions, guard),
                         settings.header_timeout_s,
                     ):
@@ -200,19 +194,6 @@ def _counted(functions: Functions, metrics: Metrics) -> Callable[[str, Pilotflam
             metrics.turned_away(name, error)
 
     return count
-
-
-def _others(
-    functions: Functions, jobs: Jobs, metrics: Metrics, settings: GatewaySettings
-) -> list[web.RouteDef]:
-    """The same jobs and calls as callers of Cog and Lambda and senders of CloudEvents spell them; webhooks' deliveries."""
-    limits = Limits(settings.max_body_bytes, settings.body_timeout_s)
-    return [
-        *Predictions(functions, jobs, limits).routes(),
-        *LambdaApi(functions, jobs, metrics, limits).routes(),
-        *EventsApi(functions).routes(),
-        *WebhooksApi(functions, jobs).routes(),
-    ]
 
 
 @contextlib.asynccontextmanager
@@ -252,8 +233,8 @@ async def _close(functions: Functions, sources: Sources) -> None:
 @contextlib.asynccontextmanager
 async def _http(
     socks: list[socket.socket],
-    routes: list[web.RouteDef],
-    guard: Guard,
+    routes: list[Route],
+    middlewares: list[Middleware],
     fast_path: FastPath,
     header_timeout_s: float,
 ) -> AsyncIterator[None]:
@@ -262,9 +243,9 @@ async def _http(
         _say(NO_FAST_PATH.format(version=aiohttp.__version__, names=", ".join(missing)))
     app = web.Application(
         client_max_size=MAX_ARCHIVE_BYTES,
-        middlewares=[*([header_timer] if missing else []), unrouted, guard.middleware, compressed],
+        middlewares=[*([header_timer] if missing else []), *middlewares],
     )
-    app.add_routes(routes)
+    app.add_routes(aiohttp_routes(routes))
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
     await runner.setup()
     loop = asyncio.get_running_loop()

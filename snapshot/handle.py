@@ -63,8 +63,7 @@ class Snapshot:
         converts floating-point weights to the module's type, at the cost of a copy; without it they have to be of that type.
         In `build` the weights come later, in each worker. Raises SnapshotMismatch naming the tensors.
         """
-        from .restoring.plan import make_plan  # noqa: PLC0415
-        from .restoring.restore import restore  # noqa: PLC0415
+        from .restoring.plan import make_plan, restore  # noqa: PLC0415
 
         plan = make_plan(module, self.manifest, prefix=prefix, ignore=ignore, cast=cast)
         if self._mapping is None:
@@ -74,7 +73,7 @@ class Snapshot:
 
     def blank(self) -> None:
         """Gives what `build` planned weights of zeros that hold no memory: for `rehearse`, in a standby."""
-        from .restoring.restore import blank  # noqa: PLC0415
+        from .restoring.plan import blank  # noqa: PLC0415
 
         for plan in self._plans:
             blank(plan)
@@ -82,7 +81,7 @@ class Snapshot:
     def open(self) -> None:
         """Maps the files and applies what `build` planned. Raises SnapshotChanged if the files are not the ones pinned."""
         from .restoring.mapping import Mapping  # noqa: PLC0415
-        from .restoring.restore import restore  # noqa: PLC0415
+        from .restoring.plan import restore  # noqa: PLC0415
 
         if self._cache is None:
             self._mapping = Mapping(self.root, self.manifest, self._pin)
@@ -115,7 +114,7 @@ class Snapshot:
 
     def record(self, run: Callable[[], Any]) -> Manifest:
         """Calls `run` and gives the manifest with the order in which it touched the tensors, on this thread."""
-        from .restoring.record import record_first_touch  # noqa: PLC0415
+        from .restoring.touch import record_first_touch  # noqa: PLC0415
 
         if self._mapping is None:
             raise SnapshotError("The snapshot is not open.", remedy="Record after `open`.")

@@ -1,4 +1,4 @@
-"""A range server with faults: HTTP/1.1, fast where none is asked for. For tests, and for timing grids in a process of its own:
+"""A range server with faults: HTTP/1.1, fast where there are none. For tests, and as a process for benchmarks:
 
 python tests/fault_server.py FOLDER '{"latency_s": 0.02}' 200e6    # prints its URL; ends when its input ends
 """
@@ -32,8 +32,8 @@ _HEAD_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class Faults:
-    """What goes wrong with one answer. Shares are probabilities from 0 to 1, drawn for each range anew when it is
-    asked for again; the draw depends on seed, name, range and repetition alone, not on the order of requests."""
+    """What goes wrong with one response. Shares are probabilities from 0 to 1, drawn anew for each repetition of a range;
+    the draw depends on seed, name, range and repetition alone, not on the order of requests."""
 
     times: int | None = None
     """Only the first so many requests for a range have what follows with a share; None: all have it."""
@@ -85,16 +85,17 @@ class Request:
     name: str
     begin: int
     end: int
-    repetition: int  # how often this very range was asked for before
-    when_s: float  # time.monotonic()
+    # How often this range was requested before.
+    repetition: int
+    when_s: float
     connection: int
     headers: Mapping[str, str]
     target: str
     sent: int = 0
 
 
-class _Pace:
-    """Lets so many bytes pass a second."""
+class _Throttle:
+    """Limits the bytes per second."""
 
     def __init__(self, bytes_per_s: float | None) -> None:
         self.bytes_per_s = bytes_per_s
@@ -132,7 +133,7 @@ class FaultServer:
         self.requests: list[Request] = []
         self.connections = 0
         self._seed = seed
-        self._total = _Pace(total_bytes_per_s)
+        self._total = _Throttle(total_bytes_per_s)
         self._tls = ssl_context
         self._asked: Counter[tuple[str, int, int]] = Counter()
         self._talks: set[asyncio.Task[None]] = set()
@@ -169,7 +170,7 @@ class FaultServer:
         )
         await self._stop.wait()
         for _ in range(10):
-            # Who is just being accepted begins to talk, and can then be told to end; a server that is closed
+            # Connections that are just being accepted start their task, which can be cancelled; a server that is closed
             # meanwhile would drop the socket unclosed (CPython 109564).
             await asyncio.sleep(0)
         server.close()
@@ -177,8 +178,10 @@ class FaultServer:
             talk.cancel()
         await asyncio.gather(*self._talks, return_exceptions=True)
         for transport in list(self._transports):
-            transport.abort()  # one that closes waits for a peer to take what it still has to send
-        await asyncio.sleep(0)  # transports close in the turn after
+            # A closing transport waits for its peer to take what is still unsent.
+            transport.abort()
+        # Transports close in the next iteration of the loop.
+        await asyncio.sleep(0)
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         talk = asyncio.current_task()
@@ -186,9 +189,9 @@ class FaultServer:
         self._talks.add(talk)
         self._transports.add(writer.transport)
         connection, self.connections = self.connections, self.connections + 1
-        pace = _Pace(None)
+        throttle = _Throttle(None)
         try:
-            while await self._answer_one(reader, writer, connection, pace):
+            while await self._answer_one(reader, writer, connection, throttle):
                 pass
         except (
             _HangUp,
@@ -197,14 +200,15 @@ class FaultServer:
             asyncio.LimitOverrunError,
             asyncio.CancelledError,
         ):
-            pass  # ends here by design: the peer went, a fault hung up, or the server stops
+            # The peer went, a fault hung up, or the server stops.
+            pass
         finally:
             self._talks.discard(talk)
             if not writer.transport.is_closing():
                 writer.close()
 
     async def _answer_one(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, connection: int, pace: _Pace
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, connection: int, throttle: _Throttle
     ) -> bool:
         lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         method, target, _ = lines[0].split(" ")
@@ -215,8 +219,8 @@ class FaultServer:
         size = os.fstat(file.fileno()).st_size if file else 0
         request = self._log(target, headers, size, connection)
         faults = self.faults(request) if callable(self.faults) else self.faults
-        pace.bytes_per_s = faults.bytes_per_s
-        answer = _Answer(self, request, faults, writer, (pace, self._total), method == "HEAD")
+        throttle.bytes_per_s = faults.bytes_per_s
+        answer = _Answer(self, request, faults, writer, (throttle, self._total), method == "HEAD")
         try:
             await answer.give(file, size)
         finally:
@@ -265,13 +269,13 @@ class _Answer:
         request: Request,
         faults: Faults,
         writer: asyncio.StreamWriter,
-        paces: tuple[_Pace, _Pace],
+        throttles: tuple[_Throttle, _Throttle],
         headless: bool,
     ) -> None:
         self._request = request
         self._faults = faults
         self._writer = writer
-        self._paces = paces
+        self._throttles = throttles
         self._bodiless = headless
         self._chance = server.draw(request)
         self._hit = faults.times is None or request.repetition < faults.times
@@ -337,21 +341,23 @@ class _Answer:
     async def _send(self, file: BinaryIO, begin: int, end: int, flip_at: int | None) -> None:
         # sendfile can neither wait, nor change bytes, nor encrypt.
         secret = self._writer.get_extra_info("ssl_object") is not None
-        paced = any(pace.bytes_per_s is not None for pace in self._paces)
+        paced = any(throttle.bytes_per_s is not None for throttle in self._throttles)
         changed = flip_at is not None or self._faults.chunked or secret
         if not paced and not changed and end - begin > PIECE_BYTES:
             await self._writer.drain()
             loop = asyncio.get_running_loop()
             self._request.sent += await loop.sendfile(self._writer.transport, file, begin, end - begin)
             return
-        slowest = min((pace.bytes_per_s for pace in self._paces if pace.bytes_per_s), default=0.0)
+        slowest = min(
+            (throttle.bytes_per_s for throttle in self._throttles if throttle.bytes_per_s), default=0.0
+        )
         piece_bytes = max(4096, min(PIECE_BYTES, int(slowest / 100))) if slowest else PIECE_BYTES
         for at in range(begin, end, piece_bytes):
             piece = bytearray(os.pread(file.fileno(), min(piece_bytes, end - at), at))
             if flip_at is not None and at <= flip_at < at + len(piece):
                 piece[flip_at - at] ^= 1
-            for pace in self._paces:
-                await pace.take(len(piece))
+            for throttle in self._throttles:
+                await throttle.take(len(piece))
             self._request.sent += len(piece)
             self._writer.write(b"%x\r\n%b\r\n" % (len(piece), piece) if self._faults.chunked else piece)
             await self._writer.drain()

@@ -1,4 +1,4 @@
-"""Pulling a snapshot, for tests: a source that stops where it is told to, and processes that pull."""
+"""Pulling snapshots in tests: a source that stops at a given byte, and processes that pull."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make(folder: Path, seed: int = 0, *, tensors: int = 8, tensor_bytes: int = 1
 
 
 class Stopping(FolderSource):
-    """Gives bytes before `stop_at` of every file, and the others once it is let go. Counts what it gave."""
+    """Serves the bytes before `stop_at` of every file, and the rest after `go`. Counts the bytes served."""
 
     def __init__(self, root: Path, stop_at: int | None = None) -> None:
         super().__init__(root)
@@ -56,7 +56,7 @@ class Stopping(FolderSource):
             self.changed.notify_all()
 
     def deny(self) -> None:
-        """From now on, nothing more for whoever asks, nor for those who wait."""
+        """From now on raise SourceDenied, also in reads that wait."""
         with self.changed:
             self.denied = True
             self.changed.notify_all()
@@ -100,7 +100,7 @@ def check(root: Path, source: Path) -> None:
 
 
 class Puller:
-    """A process that opens a snapshot and does as it is told, a word a line."""
+    """A process that opens a snapshot and then runs commands, one per line of standard input."""
 
     def __init__(self, tiers: Sequence[Tier], source: Path, **how: Any) -> None:
         spec = {
@@ -142,7 +142,7 @@ class Puller:
 
 @contextmanager
 def pulling(tiers: Sequence[Tier], source: Path, **how: Any) -> Iterator[Puller]:
-    """A Puller that is gone in the end. It has said `{"opened": root}` or what error it met before it takes words."""
+    """A Puller that is ended afterwards. It answers `{"opened": root}` or its error before it takes commands."""
     puller = Puller(tiers, source, **how)
     try:
         yield puller

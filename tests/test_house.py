@@ -21,7 +21,6 @@ HOUSE = ("handlers", "runtime", "snapshot")
 PACKAGES = (*HOUSE, "templates")
 # Modules that write to the terminal.
 SPEAKING = {
-    "runtime.commands.benches",
     "runtime.cli",
     "runtime.commands.display",
     "runtime.commands.moves",

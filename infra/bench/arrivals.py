@@ -103,9 +103,8 @@ class FirstTensor:
         meter, arrival = Meter(), Arrival(manifest)
         files = ours.Files(manifest, memory_folder())
         entry = next(tensor for tensor in manifest.tensors if tensor.name == first)
-        low = arrival.first[entry.shard] + entry.offset_bytes // manifest.chunk_bytes
-        high = (
-            arrival.first[entry.shard] + (entry.offset_bytes + entry.size_bytes - 1) // manifest.chunk_bytes
+        low, high = arrival.chunks.covering(
+            entry.shard, entry.offset_bytes, entry.offset_bytes + entry.size_bytes
         )
         seen: list[tuple[int, int]] = []
         landed: list[int] = []
@@ -150,7 +149,7 @@ class FirstAnswer:
     def run(self, overlapped: bool) -> dict[str, Any]:
         from pilotflame.snapshot.restoring.gate import Gate  # noqa: PLC0415
         from pilotflame.snapshot.restoring.mapping import Mapping  # noqa: PLC0415
-        from pilotflame.snapshot.restoring.restore import restore  # noqa: PLC0415
+        from pilotflame.snapshot.restoring.plan import restore  # noqa: PLC0415
 
         started_s = time.perf_counter()
         files = ours.Files(self._manifest, memory_folder())

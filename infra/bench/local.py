@@ -34,10 +34,10 @@ class Local:
     def __init__(self, folder: str, shape: str) -> None:
         import torch  # noqa: PLC0415
         from llama import skeleton  # noqa: PLC0415
-        from pilotflame.snapshot.restoring import mapping, plan, restore  # noqa: PLC0415
+        from pilotflame.snapshot.restoring import mapping, plan  # noqa: PLC0415
         from safetensors import safe_open  # noqa: PLC0415
 
-        self._torch, self._mapping, self._planning, self._restoring = torch, mapping, plan, restore
+        self._torch, self._mapping, self._planning = torch, mapping, plan
         self._open = safe_open
         self._folder = Path(folder)
         self._shape = checkpoint.QUICK if shape == checkpoint.QUICK.name else checkpoint.FULL
@@ -62,10 +62,10 @@ class Local:
         """Mapping and restore of the prepared plan. What the turn before restored is let go off the clock."""
         samples = []
         for _ in range(_MANY):
-            self._restoring.blank(self._plan)
+            self._planning.blank(self._plan)
             started_ns = time.perf_counter_ns()
             mapped = self._mapping.Mapping(self._folder, self._manifest)
-            self._restoring.restore(self._plan, mapped)
+            self._planning.restore(self._plan, mapped)
             samples.append((time.perf_counter_ns() - started_ns) / 1e9)
             del mapped
         return {"seconds": median(samples)}
@@ -78,7 +78,7 @@ class Local:
             manifest = Manifest.read(self._folder)
             model = self._skeleton(self._shape)
             plan = self._planning.make_plan(model, manifest)
-            self._restoring.restore(plan, self._mapping.Mapping(self._folder, manifest))
+            self._planning.restore(plan, self._mapping.Mapping(self._folder, manifest))
             samples.append((time.perf_counter_ns() - started_ns) / 1e9)
         return {"seconds": median(samples)}
 
@@ -105,11 +105,11 @@ class Local:
 
     def _attach(self) -> dict[str, Any]:
         """Restore, then read every page; USS before and after both, and the mapping's lines of smaps."""
-        self._restoring.blank(self._plan)
+        self._planning.blank(self._plan)
         before = _uss()
         started_ns = time.perf_counter_ns()
         self._held = self._mapping.Mapping(self._folder, self._manifest)
-        self._restoring.restore(self._plan, self._held)
+        self._planning.restore(self._plan, self._held)
         seconds = (time.perf_counter_ns() - started_ns) / 1e9
         after = _uss()
         for parameter in self._model.parameters():

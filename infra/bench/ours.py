@@ -19,7 +19,7 @@ from pilotflame.errors import Cancelled
 from pilotflame.snapshot.caching.memory import has_huge_pages
 from pilotflame.snapshot.fetching.arrival import Arrival
 from pilotflame.snapshot.fetching.fetch import fetch
-from pilotflame.snapshot.fetching.target import ShardTarget
+from pilotflame.snapshot.fetching.landing import ShardTarget
 from pilotflame.snapshot.format.manifest import Manifest
 from pilotflame.snapshot.sources.http import HttpSource
 from pilotflame.snapshot.sources.source import Source
@@ -87,7 +87,6 @@ class Ours:
         self,
         verify: bool = True,
         tensors: bool = False,
-        learned: str | None = None,
         connections: int | None = None,
         part_bytes: int | None = None,
         limit_s: float | None = None,
@@ -111,7 +110,6 @@ class Ours:
                 part_bytes=part_bytes,
                 verify=verify,
                 cancelled=cancelled,
-                learned=Path(learned) if learned else None,
             )
         except Cancelled:
             return {"seconds": math.inf}

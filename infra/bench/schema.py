@@ -1,9 +1,9 @@
-"""`make check-api`: what schemathesis makes of /openapi.json is sent to a real gateway, and every answer is checked.
+"""`make check-api`: schemathesis generates requests from /openapi.json, sends them to a real gateway and checks every response.
 
 python infra/bench/schema.py [--examples N] [--seed N] [--least N]
 
-Exits with 1 if an answer was a 5xx, had a status or a type that is not described, or did not fit its schema; or if fewer
-than `--least` requests were made.
+Exits with 1 if a response is a 5xx, has an undescribed status or type, or does not fit its schema, or if there were fewer than
+`--least` requests.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ HANDLERS = {
     ),
     "streamed": "def handler(event):\n    yield from range(3)\n",
     "batched": "import pilotflame\n@pilotflame.batch(max_size=4)\ndef handler(events):\n    return list(events)\n",
-    "spare": "def handler(event):\n    return 1\n",  # the one that may be deleted
+    # The one that may be deleted.
+    "spare": "def handler(event):\n    return 1\n",
 }
 SETTINGS: dict[str, Any] = {"scale.max": 2, "scale.idle_timeout_s": 60}
 START_S, STOP_S = 60.0, 20.0
@@ -51,8 +52,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Check the gateway against its own description.")
     parser.add_argument("--examples", type=int, default=60, help="fuzzed requests of each operation")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--least", type=int, default=2000, help="so many requests must have been made")
-    parser.add_argument("--phases", default="coverage,fuzzing,stateful", help="schemathesis's")
+    parser.add_argument("--least", type=int, default=2000, help="the smallest number of requests")
+    parser.add_argument("--phases", default="coverage,fuzzing,stateful", help="the phases of schemathesis")
     arguments = parser.parse_args()
     with (
         tempfile.TemporaryDirectory(prefix="pf-", dir="/tmp", ignore_cleanup_errors=True) as folder,
@@ -65,20 +66,10 @@ def main() -> int:
 
 @contextlib.contextmanager
 def gateway(folder: Path) -> Iterator[str]:
-    """The address of a gateway of its own; drained at the end, which must succeed."""
-    command = [
-        sys.executable,
-        "-m",
-        "pilotflame.runtime.cli",
-        "serve",
-        "--json",
-        "--port",
-        "0",
-        "--drain",
-        "5",
-    ]
+    """Yield the address of a new gateway, which is drained at the end and must exit with 0."""
+    serve = ["-m", "pilotflame.runtime.cli", "serve", "--json", "--port", "0", "--drain", "5", "--state-dir"]
     process = subprocess.Popen(
-        [*command, "--state-dir", str(folder / "state")], stdout=subprocess.PIPE, text=True, cwd=folder,
+        [sys.executable, *serve, str(folder / "state")], stdout=subprocess.PIPE, text=True, cwd=folder,
         env={key: value for key, value in os.environ.items() if not key.startswith("PILOTFLAME_")},
     )  # fmt: skip
     try:
@@ -94,15 +85,14 @@ def gateway(folder: Path) -> Iterator[str]:
 
 
 def prepare(url: str, folder: Path) -> dict[str, Any]:
-    """Functions, jobs in several states, a secret and keys, so that made-up names are not all that is asked for.
+    """Create functions, jobs in several states, a secret and keys, so that some requests name what exists.
 
-    Writes the configuration that names them; returns the paths that are described.
+    Write the configuration with these names; return the paths of the document.
     """
     control = Control(url)
     for name, source in HANDLERS.items():
         (folder / name).mkdir()
         (folder / name / "handler.py").write_text(source)
-
         control.request(
             "POST", "/v1/functions", {"path": str(folder / name), "overrides": SETTINGS | {"name": name}}
         )
@@ -116,7 +106,7 @@ def prepare(url: str, folder: Path) -> dict[str, Any]:
         control.request("PUT", f"/v1/functions/{name}/secrets/TOKEN", {"value": "x"})
     spare = [control.request("POST", "/predictions?function=plain", {"input": n})["id"] for n in range(3)]
     described: dict[str, Any] = control.request("GET", "/openapi.json")["paths"]
-    # The first key closes the gateway: all that follows is sent with it. The other one may be revoked.
+    # The first key closes the gateway, so all further requests send it. The other key may be revoked.
     key = control.request("POST", "/v1/keys", {"name": "check", "scopes": ["admin"]})["key"]
     other = control.request("POST", "/v1/keys", {"name": "spare"}, key=key)["id"]
     control.close()
@@ -128,7 +118,7 @@ def prepare(url: str, folder: Path) -> dict[str, Any]:
 
 
 def check(url: str, folder: Path, arguments: argparse.Namespace) -> bool:
-    """Runs schemathesis; whether every answer was as described."""
+    """Run schemathesis; return True if every response was as described."""
     command = [
         str(Path(sys.executable).with_name("schemathesis")), "--config-file", CONFIG, "run", f"{url}/openapi.json",
         "--phases", arguments.phases, "--checks", CHECKS, "--max-examples", str(arguments.examples), "--seed", str(arguments.seed),
@@ -139,24 +129,25 @@ def check(url: str, folder: Path, arguments: argparse.Namespace) -> bool:
 
 
 def show(report: Path, described: dict[str, Any], least: int) -> bool:
-    """Prints how many answers had which status; whether there were enough, and of each operation one that succeeded."""
+    """Print the number of responses by status and the operations that never succeeded; return True if there were enough."""
     found: Counter[int] = Counter()
-    heard: set[tuple[str, str]] = set()
+    succeeded: set[tuple[str, str]] = set()
     patterns = sorted(described, key=lambda path: (path.count("{"), path))
     for entry in json.loads(report.read_text())["log"]["entries"]:
         status, method = entry["response"]["status"], entry["request"]["method"]
         found[status] += 1
         path = urlsplit(entry["request"]["url"]).path
         if status < 300:
-            heard.add((method, next((one for one in patterns if _matches(one, path)), path)))
+            succeeded.add((method, next((one for one in patterns if _matches(one, path)), path)))
     operations = {(method.upper(), path) for path, methods in described.items() for method in methods}
-    operations.discard(("GET", "/openapi.json"))  # it was read to begin with
-    silent = sorted(operations - heard)
+    # It was read at the start.
+    operations.discard(("GET", "/openapi.json"))
+    never = sorted(operations - succeeded)
     codes = ", ".join(f"{status}: {count}" for status, count in sorted(found.items()))
     sys.stdout.write(
         f"{found.total()} requests to {len(operations)} operations answered as described ({codes})\n"
     )
-    for method, path in silent:
+    for method, path in never:
         sys.stdout.write(f"never succeeded: {method} {path}\n")
     return found.total() >= least
 

@@ -1,4 +1,4 @@
-"""The configuration with which schemathesis checks a gateway: a key, names that exist, and what it must leave out."""
+"""The configuration with which schemathesis checks a gateway: a key, names that exist, and limits for some routes."""
 
 from __future__ import annotations
 
@@ -33,30 +33,30 @@ values = ["TOKEN", "lower"]
 "query.function" = {{ dictionary = "functions", probability = 0.7 }}
 "header.X-Pilotflame-Function" = {{ dictionary = "functions", probability = 0.7 }}
 
-# A deadline or a hold time that is asked for may pass at once: typed, and described.
+# A requested deadline or hold time may pass at once, which is a described error.
 [[operations]]
 include-path-regex = "^/invoke/"
 checks.not_a_server_error.expected-statuses = ["2xx", "3xx", "4xx", 503, 504]
 
-# A log that is followed does not end.
+# A followed log does not end.
 [[operations]]
 include-path = "/v1/functions/{{function}}/logs"
 parameters = {{ "query.follow" = "0" }}
 
-# The functions under test stay; one that nothing else uses goes.
+# Only a function that nothing else uses may be deleted.
 [[operations]]
 include-path = "/v1/functions/{{function}}"
 include-method = "DELETE"
 parameters = {{ "path.function" = "spare" }}
 
-# What can be retried has failed.
+# Only failed jobs can be retried.
 [[operations]]
 include-path = "/v2/{{function}}/retry/{{job}}"
 [operations.parameters]
 "path.function" = "typed"
 "path.job" = {{ dictionary = "failed", probability = 0.8 }}
 
-# Who names a prediction does not name it as another one is.
+# New predictions need ids that are not in use.
 [[operations]]
 include-path = "/predictions/{{id}}"
 include-method = "PUT"
@@ -64,12 +64,12 @@ include-method = "PUT"
 "path.id" = {{ dictionary = "new", probability = 0.7 }}
 "query.function" = "plain"
 
-# So does the key that all this is sent with.
+# The key that sends these requests must not be revoked.
 [[operations]]
 include-path = "/v1/keys/{{id}}"
 parameters = {{ "path.id" = "{spare_key}" }}
 
-# Folders of this machine that are not deployable are all alike: one that is, among them.
+# Folders to deploy: mostly invalid ones, and one that is valid.
 [[operations]]
 include-path = "/v1/functions"
 include-method = "POST"
@@ -85,7 +85,7 @@ def text(
     failed: Sequence[str],
     folder: Path,
 ) -> str:
-    """The file's text."""
+    """Return the text of the file."""
     return TEMPLATE.format(
         key=key, spare_key=spare_key,
         functions=json.dumps(list(functions)), jobs=json.dumps(list(jobs)), folders=json.dumps([str(folder)]), failed=json.dumps(list(failed)),

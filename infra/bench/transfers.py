@@ -1,16 +1,13 @@
 """Ours beside the ceiling, the client libraries and the loaders: from a fast server on loopback to memory of this machine.
 
-Every group is played in rounds of its own, the ceiling in each of them, the order rotated. Everybody is a lane. Ours is
-given nothing learned, except where the name says so.
+Every group is played in rounds of its own, the ceiling in each of them, the order rotated. Everybody is a lane.
 """
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import checkpoint
@@ -27,7 +24,7 @@ from rounds import Entry, Rounds, plain
 
 FRESH, UNVERIFIED = "pilotflame, fresh files", "pilotflame, fresh files, not verified"
 RECYCLED, RECYCLED_UNVERIFIED = "pilotflame, recycled files", "pilotflame, recycled files, not verified"
-LEARNED, TENSORS = "pilotflame, fresh files, learned", "pilotflame, fresh files, to tensors"
+TENSORS = "pilotflame, fresh files, to tensors"
 CACHED, SPARES = "pilotflame, through the cache, to tensors", "pilotflame, through the cache, spare files"
 SMALL, SMALL_RECYCLED = "pilotflame, fresh files, 4 KiB pages", "pilotflame, recycled files, 4 KiB pages"
 DISK, TLS = "pilotflame, onto disk", "pilotflame, fresh files, TLS"
@@ -57,7 +54,7 @@ def field(server: Nginx, data: checkpoint.Checkpoint, rounds: int) -> Field:
 
 def ceiling(report: Report, where: Field) -> None:
     """Enters ceiling_share and reused_ceiling_share: twice the rounds, since these two are held to a few per cent."""
-    with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
+    with ExitStack() as stack:
         fresh, kept = (stack.enter_context(lane) for lane in clients.ceilings(where.job()))
         mine, recycled = stack.enter_context(where.ours()), stack.enter_context(where.ours(recycled=True))
         small = stack.enter_context(where.ours(small=True))
@@ -72,7 +69,6 @@ def ceiling(report: Report, where: Field) -> None:
                 Entry(kept, f"{KEPT_CEILING}, {count} connections", {"connections": count})
                 for count in _OTHERS
             ),
-            Entry(mine, LEARNED, {"learned": str(Path(folder) / "learned.json")}),
             Entry(recycled, RECYCLED_UNVERIFIED, {"verify": False}),
             Entry(small, SMALL),
             Entry(small_recycled, SMALL_RECYCLED),
@@ -82,7 +78,6 @@ def ceiling(report: Report, where: Field) -> None:
     report.add("ceiling_share_of_best", _share_of_best(table, FRESH, CEILING))
     report.add("ceiling_share_small_pages", table.ratio(SMALL, CEILING))
     report.add("reused_ceiling_share_small_pages", table.ratio(SMALL_RECYCLED, KEPT_CEILING))
-    report.add("ceiling_share_learned", table.ratio(LEARNED, CEILING))
     report.add("reused_ceiling_share", table.ratio(RECYCLED, KEPT_CEILING), "", ">= 0.8")
     report.add("reused_ceiling_share_of_best", _share_of_best(table, RECYCLED, KEPT_CEILING))
     for name, figure in {

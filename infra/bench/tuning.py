@@ -4,7 +4,7 @@
 
 Sources: the fault server with round trips of 0, 5, 20 and 100 ms, with and without a cap on each connection. First every
 cell of the grid is tried once, given up as soon as it cannot be the best any more; then the two best cells take turns
-with the defaults, cold (nothing learned) and again with what the runs before have learned. Medians; the cold one counts.
+with the defaults. Medians count.
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-import tempfile
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import checkpoint
@@ -40,19 +38,14 @@ class Outcome:
     """One source's figures, in seconds."""
 
     source: str
-    cold_s: float
-    learned_s: float
+    default_s: float
     best_s: float
     best: str
     connections: int
 
     @property
     def gap(self) -> float:
-        return self.cold_s / self.best_s - 1
-
-    @property
-    def learned_gap(self) -> float:
-        return self.learned_s / self.best_s - 1
+        return self.default_s / self.best_s - 1
 
 
 def measure(report: Report, quick: bool = False) -> None:
@@ -79,20 +72,17 @@ def _source(name: str, lane: Lane) -> Outcome:
     finalists = sorted(cells, key=cells.__getitem__)[:FINALISTS]
     seconds: dict[Any, list[float]] = {}
     connections = 0
-    with tempfile.TemporaryDirectory() as folder:
-        learned: dict[str, Any] = {"learned": str(Path(folder) / "learned.json")}
-        lane.turn(**learned)
-        for number in range(ROUNDS):
-            turns: list[tuple[Any, dict[str, Any]]] = [("cold", {}), ("learned", learned)]
-            turns += [(cell, _options(*cell)) for cell in finalists]
-            for key, options in turns if number % 2 == 0 else turns[::-1]:
-                told = lane.turn(**options)
-                seconds.setdefault(key, []).append(told["seconds"])
-                connections = told["connections"] if key == "cold" else connections
+    for number in range(ROUNDS):
+        turns: list[tuple[Any, dict[str, Any]]] = [("default", {})]
+        turns += [(cell, _options(*cell)) for cell in finalists]
+        for key, options in turns if number % 2 == 0 else turns[::-1]:
+            told = lane.turn(**options)
+            seconds.setdefault(key, []).append(told["seconds"])
+            connections = told["connections"] if key == "default" else connections
     medians = {key: median(figures) for key, figures in seconds.items()}
     best = min(finalists, key=medians.__getitem__)
     shown = f"{best[0]} x {best[1]} MiB"
-    return Outcome(name, medians["cold"], medians["learned"], medians[best], shown, connections)
+    return Outcome(name, medians["default"], medians[best], shown, connections)
 
 
 def _try_all(lane: Lane) -> dict[tuple[int, int], float]:
@@ -110,23 +100,21 @@ def _options(connections: int, part_mib: int) -> dict[str, Any]:
 
 def _line(outcome: Outcome) -> str:
     return (
-        f"{outcome.source}: cold {outcome.cold_s:.2f} s ({outcome.connections} connections), learned"
-        f" {outcome.learned_s:.2f} s, best of the grid {outcome.best_s:.2f} s ({outcome.best})"
+        f"{outcome.source}: default {outcome.default_s:.2f} s ({outcome.connections} connections),"
+        f" best of the grid {outcome.best_s:.2f} s ({outcome.best})"
     )
 
 
 def _enter(report: Report, outcomes: list[Outcome]) -> None:
     table = Table(title="defaults beside the best of the grid", title_justify="left")
-    for column in ("source", "cold s", "learned s", "best s", "best cell", "gap", "gap learned"):
+    for column in ("source", "default s", "best s", "best cell", "gap"):
         table.add_column(column, justify="left" if column in ("source", "best cell") else "right")
     for one in outcomes:
-        figures = (f"{one.cold_s:.2f}", f"{one.learned_s:.2f}", f"{one.best_s:.2f}")
-        table.add_row(one.source, *figures, one.best, f"{one.gap:+.0%}", f"{one.learned_gap:+.0%}")
-        report.row(group="tuning", gap=one.gap, learned_gap=one.learned_gap, **vars(one))
+        table.add_row(one.source, f"{one.default_s:.2f}", f"{one.best_s:.2f}", one.best, f"{one.gap:+.0%}")
+        report.row(group="tuning", gap=one.gap, **vars(one))
     Console(width=110).print(table)
     worst = max(outcomes, key=lambda one: one.gap)
     report.add("tuning_gap", worst.gap, "", "<= 0.1")
-    report.add("tuning_gap_learned", max(one.learned_gap for one in outcomes))
     report.add("tuning_gap_median", median([one.gap for one in outcomes]))
     report.note(f"tuning_gap: the worst was {_line(worst)}")
 

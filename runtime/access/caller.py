@@ -1,10 +1,8 @@
-"""The caller: what the one who sent a request may do. Every route asks `caller_of(request)`."""
+"""The caller: what the one who sent a request may do."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from aiohttp import web
 
 from ...errors import Forbidden, UnknownFunction
 from .keys import Scope
@@ -54,11 +52,3 @@ class Caller:
 
 ANYBODY = Caller()
 """Whoever comes to a gateway that asks nobody who he is."""
-
-CALLER = web.RequestKey("caller", Caller)
-
-
-def caller_of(request: web.Request) -> Caller:
-    """Who sent it. Set by the guard, which lets nobody in without it where keys are asked for."""
-    found: Caller = request.get(CALLER, ANYBODY)
-    return found

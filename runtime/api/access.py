@@ -1,94 +1,121 @@
-"""The control routes of access: keys are made, listed and revoked; secrets set, listed by name and unset."""
+"""The routes of API keys and secrets: create, list and revoke keys; set, list and unset secrets."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, with_config
+from typing_extensions import TypedDict
 
-from ...errors import BadInput, InputTooLarge
+from ...errors import BadInput
 from ..access.keyring import Keyring
-from ..access.keys import parse_new_key
+from ..access.keys import NewKey, Scope, parse_new_key
 from ..access.secrets import MAX_VALUE_BYTES, Secrets
 from ..functions.registry import Functions
 from .requests import read_body
-from .responses import typed
+from .responses import Handler, Timestamp, json_response
+from .routes import Route
 
-# A value as JSON has at most six bytes for each of its own.
+# JSON needs up to six bytes for one byte of a value.
 MAX_BODY_BYTES = 6 * MAX_VALUE_BYTES + 1024
 BODY_TIMEOUT_S = 30.0
-# Of answers with a key in them, and of lists that are old as soon as somebody changes one.
-NOT_KEPT = {"Cache-Control": "no-store"}
+ERRORS = (400, 404, 408, 413, 422, 503)
 
 
 class SecretValue(BaseModel):
-    """The JSON that sets a secret."""
+    """The value of a secret."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     value: str = Field(repr=False)
 
 
-class AccessControl:
-    """Routes of keys and secrets."""
+@with_config(title="ApiKey")
+class ShownKey(TypedDict):
+    """A key as it is listed."""
 
-    def __init__(self, keyring: Keyring, vault: Secrets, functions: Functions) -> None:
+    id: str
+    name: str
+    scopes: list[Scope]
+    functions: list[str] | None
+    rate_per_s: float | None
+    burst: int | None
+    concurrency: int | None
+    created_at: Timestamp
+    expires_at: Timestamp | None
+    last_used_at: Timestamp | None
+
+
+class CreatedKey(ShownKey):
+    """A new key with its token, which is shown only here."""
+
+    key: str
+
+
+class AccessControl:
+    def __init__(self, keyring: Keyring, secrets: Secrets, functions: Functions) -> None:
         self._keyring = keyring
-        self._vault = vault
+        self._secrets = secrets
         self._functions = functions
 
-    def routes(self) -> list[web.RouteDef]:
-        secrets = "/v1/functions/{function}/secrets"
+    def routes(self) -> list[Route]:
+        def row(
+            method: str, path: str, handler: Handler, summary: str, response: Any, **fields: Any
+        ) -> Route:
+            scope = Scope.ADMIN if path.startswith("/v1/keys") else Scope.DEPLOY
+            return Route(method, path, handler, scope, summary, response, errors=ERRORS, **fields)
+
+        secrets, secret = "/v1/functions/{function}/secrets", "/v1/functions/{function}/secrets/{key}"
+        names, revoked = {"function": str, "secrets": list[str]}, {"revoked": str, "name": str}
+        was_set = {"function": str, "secret": str, "replaced": bool, "deployed": bool}
+        was_unset = {"function": str, "unset": str}
         return [
-            web.post("/v1/keys", typed(self.create_key)),
-            web.get("/v1/keys", typed(self.list_keys)),
-            web.delete("/v1/keys/{id}", typed(self.revoke_key)),
-            web.get(secrets, typed(self.list_secrets)),
-            web.put(f"{secrets}/{{key}}", typed(self.set_secret)),
-            web.delete(f"{secrets}/{{key}}", typed(self.unset_secret)),
+            row(
+                "POST", "/v1/keys", self.create_key, "Create an API key.", CreatedKey, status=201, body=NewKey
+            ),
+            row("GET", "/v1/keys", self.list_keys, "List the API keys.", {"keys": list[ShownKey]}),
+            row("DELETE", "/v1/keys/{id}", self.revoke_key, "Revoke an API key.", revoked),
+            row("GET", secrets, self.list_secrets, "List the names of a function's secrets.", names),
+            row("PUT", secret, self.set_secret, "Set a secret for new workers.", was_set, body=SecretValue),
+            row("DELETE", secret, self.unset_secret, "Unset a secret.", was_unset),
         ]
 
     async def create_key(self, request: web.Request) -> web.StreamResponse:
-        new = parse_new_key(await _body(request))
+        new = parse_new_key(await read_body(request, MAX_BODY_BYTES, BODY_TIMEOUT_S, remedy=""))
         key, token = await asyncio.to_thread(self._keyring.create, new, time.time())
-        return web.json_response({**key.shown(), "key": token}, status=201, headers=NOT_KEPT)
+        return json_response({**key.shown(), "key": token}, status=201, no_store=True)
 
     async def list_keys(self, _request: web.Request) -> web.StreamResponse:
-        return web.json_response({"keys": [key.shown() for key in self._keyring.all()]}, headers=NOT_KEPT)
+        return json_response({"keys": [key.shown() for key in self._keyring.all()]}, no_store=True)
 
     async def revoke_key(self, request: web.Request) -> web.StreamResponse:
         key = await asyncio.to_thread(self._keyring.revoke, request.match_info["id"])
-        return web.json_response({"revoked": key.id, "name": key.name})
+        return json_response({"revoked": key.id, "name": key.name})
 
     async def list_secrets(self, request: web.Request) -> web.StreamResponse:
         function = request.match_info["function"]
-        return web.json_response({"function": function, "secrets": self._vault.names(function)})
+        return json_response({"function": function, "secrets": self._secrets.names(function)})
 
     async def set_secret(self, request: web.Request) -> web.StreamResponse:
         function, key = request.match_info["function"], request.match_info["key"]
-        value = _parse_value(await _body(request))
-        replaced = await asyncio.to_thread(self._vault.set, function, key, value)
+        value = _parse_value(await read_body(request, MAX_BODY_BYTES, BODY_TIMEOUT_S, remedy=""))
+        replaced = await asyncio.to_thread(self._secrets.set, function, key, value)
         deployed = any(live.record.function == function for live in self._functions.all())
-        told = {"function": function, "secret": key, "replaced": replaced, "deployed": deployed}
-        return web.json_response(told, headers=NOT_KEPT)
+        result = {"function": function, "secret": key, "replaced": replaced, "deployed": deployed}
+        return json_response(result, no_store=True)
 
     async def unset_secret(self, request: web.Request) -> web.StreamResponse:
         function, key = request.match_info["function"], request.match_info["key"]
-        await asyncio.to_thread(self._vault.unset, function, key)
-        return web.json_response({"function": function, "unset": key})
-
-
-async def _body(request: web.Request) -> bytes:
-    try:
-        return await read_body(request, MAX_BODY_BYTES, BODY_TIMEOUT_S)
-    except InputTooLarge:
-        raise InputTooLarge(f"The body is larger than {MAX_BODY_BYTES} bytes.") from None
+        await asyncio.to_thread(self._secrets.unset, function, key)
+        return json_response({"function": function, "unset": key})
 
 
 def _parse_value(body: bytes) -> str:
     try:
         return SecretValue.model_validate_json(body).value
-    except ValidationError:  # what was sent is not to be quoted
+    # pydantic's message would quote the value.
+    except ValidationError:
         raise BadInput("The body is not a secret's.", remedy='Send {"value": "…"}, UTF-8.') from None

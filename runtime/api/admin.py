@@ -1,44 +1,55 @@
-"""The control routes: deploy, list, status, logs, delete, warm up; health, metrics, description."""
+"""The control routes: deploy, list, show and delete functions, their logs, warm-up, health and metrics."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ...errors import BadInput, CodeError, InputTooLarge, SettingsError, UnsupportedMedia
-from ..access.caller import caller_of
+from ...errors import BadInput, CodeError, SettingsError, UnsupportedMedia
+from ...handlers.codec import JSON_TYPE
+from ..access.keys import Scope
 from ..functions.deploy import Deployment
-from ..functions.registry import Functions, FunctionStatus
+from ..functions.registry import Functions, FunctionStatus, Workers
 from ..telemetry.metrics import Metrics
-from .openapi import MAX_LOG_LINES, describe
-from .requests import media_type_of, read_body
-from .responses import typed
+from .parameters import Flag, Number, Parameter
+from .requests import caller_of, media_type_of, problems, read_body
+from .responses import json_response
+from .routes import Route
 
 MAX_ARCHIVE_BYTES = 256 << 20
 UPLOAD_TIMEOUT_S = 600.0
-MAX_DIGITS = 9
+ARCHIVE_REMEDY = "Put weights in a snapshot folder, which is not uploaded."
+MAX_LOG_LINES = 10_000
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+ARCHIVE_TYPES = ("application/gzip", "application/x-gzip", "application/octet-stream")
+SET = Parameter("set", "Of an upload: settings, as scale.max=8.", type="array", items={"type": "string"})
+INSTALL = Flag("install", "Of an upload: install its requirements.")
+CHECK = Flag("check", "Of an upload: start a worker before the function goes live.", default=True)
+MEMORY = Flag("memory", "Include the function's processes and their memory.")
+WORKERS = Number("workers", "The number of workers, scale.max at most.", 1)
+LINES = Number("lines", "The largest number of lines.", 100, most=MAX_LOG_LINES)
+FOLLOW = Flag("follow", "Go on with new lines: such a response does not end.")
 
 
 class DeployRequest(BaseModel):
-    """The JSON of a deploy that points at a folder."""
+    """A deploy of a folder on the gateway's machine."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     path: Path
-    overrides: dict[str, Any] = Field(default_factory=dict)
+    overrides: dict[str, Any] = Field(default_factory=dict, description="Dotted settings, as scale.max.")
     install: bool = False
     check: bool = True
 
 
 class Admin:
-    """Routes of control. `local` allows pointing at folders of this node: only where the callers are on it."""
+    """`local` allows deploys of folders of this machine: only where every caller is on it."""
 
     def __init__(self, functions: Functions, metrics: Metrics, *, local: bool) -> None:
         self._functions = functions
@@ -46,48 +57,68 @@ class Admin:
         self._local = local
         self.draining = False
 
-    def routes(self) -> list[web.RouteDef]:
+    def routes(self) -> list[Route]:
+        functions, function, deploy = "/v1/functions", "/v1/functions/{function}", Scope.DEPLOY
+        listing, readiness = {"functions": list[FunctionStatus]}, {"status": Literal["ready", "draining"]}
         return [
-            web.post("/v1/functions", typed(self.deploy)),
-            web.get("/v1/functions", typed(self.list)),
-            web.get("/v1/functions/{function}", typed(self.status)),
-            web.delete("/v1/functions/{function}", typed(self.delete)),
-            web.get("/v1/functions/{function}/logs", typed(self.logs)),
-            web.post("/v2/{function}/warmup", typed(self.warmup)),
-            web.get("/healthz", self.health),
-            web.get("/readyz", self.ready),
-            web.get("/metrics", self.metrics),
-            web.get("/openapi.json", self.openapi),
-        ]
+            Route(
+                "POST", functions, self.deploy, deploy, "Deploy a folder or a tar.gz.", FunctionStatus, 201,
+                parameters=(SET, INSTALL, CHECK), body={JSON_TYPE: DeployRequest, "application/gzip": bytes},
+                errors=(400, 408, 413, 415, 422, 500, 502, 503, 507),
+            ),
+            Route("GET", functions, self.list, deploy, "List the functions.", listing),
+            Route(
+                "GET", function, self.status, deploy, "Show a function.", FunctionStatus,
+                parameters=(MEMORY,),
+            ),
+            Route("DELETE", function, self.delete, deploy, "Delete a function.", {"deleted": str}),
+            Route(
+                "GET", f"{function}/logs", self.logs, deploy, "Return printed lines, a JSON object each.",
+                {"application/x-ndjson": str}, parameters=(LINES, FOLLOW),
+            ),
+            Route(
+                "POST", "/v2/{function}/warmup", self.warmup, Scope.INVOKE, "Start workers ahead of calls.",
+                {"workers": Workers}, parameters=(WORKERS,),
+            ),
+            Route(
+                "GET", "/healthz", self.health, None, "Liveness.", {"status": Literal["alive"]},
+                public=True, errors=(),
+            ),
+            Route(
+                "GET", "/readyz", self.ready, None, "Readiness.", readiness, other_responses={503: readiness},
+                public=True, errors=(),
+            ),
+            Route("GET", "/metrics", self.metrics, Scope.ADMIN, "Prometheus metrics.", {"text/plain": str}),
+        ]  # fmt: skip
 
     async def deploy(self, request: web.Request) -> web.StreamResponse:
-        live = await self._functions.deploy(
-            replace(await self._order(request), may=caller_of(request).check_deploy)
-        )
-        return _json(self._functions.status(live), 201)
+        deployment = await self._deployment(request)
+        live = await self._functions.deploy(replace(deployment, may=caller_of(request).check_deploy))
+        return json_response(self._functions.status(live).model_dump(mode="json"), status=201)
 
     async def list(self, request: web.Request) -> web.StreamResponse:
-        functions = [status.model_dump(mode="json") for status in self._statuses(request)]
-        return web.json_response({"functions": functions})
+        return json_response(
+            {"functions": [status.model_dump(mode="json") for status in self.statuses(request)]}
+        )
 
     async def status(self, request: web.Request) -> web.StreamResponse:
         live = self._functions.get(request.match_info["function"])
-        processes = await self._functions.processes(live) if _flag(request, "memory") else None
-        return _json(self._functions.status(live, processes))
+        processes = await self._functions.processes(live) if MEMORY.read(request) else None
+        return json_response(self._functions.status(live, processes).model_dump(mode="json"))
 
     async def delete(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["function"]
         await self._functions.delete(name)
-        return web.json_response({"deleted": name})
+        return json_response({"deleted": name})
 
     async def warmup(self, request: web.Request) -> web.StreamResponse:
         live = self._functions.get(request.match_info["function"])
-        live.revision.warm(_number(request, "workers", 1, live.record.settings.scale.max))
-        return web.json_response({"workers": self._functions.status(live).workers.model_dump()})
+        live.revision.warm(WORKERS.read(request, most=live.record.settings.scale.max))
+        return json_response({"workers": self._functions.status(live).workers.model_dump()})
 
     async def logs(self, request: web.Request) -> web.StreamResponse:
         book = self._functions.get(request.match_info["function"]).logs
-        count, follow = _number(request, "lines", 100, MAX_LOG_LINES), _flag(request, "follow")
+        count, follow = LINES.read(request), FOLLOW.read(request)
         response = web.StreamResponse(
             headers={"Content-Type": "application/x-ndjson", "Cache-Control": "no-store"}
         )
@@ -101,23 +132,18 @@ class Admin:
         return response
 
     async def health(self, _request: web.Request) -> web.StreamResponse:
-        return web.json_response({"status": "alive"})
+        return json_response({"status": "alive"})
 
     async def ready(self, _request: web.Request) -> web.StreamResponse:
         if self.draining:
-            return web.json_response({"status": "draining"}, status=503, headers={"Retry-After": "5"})
-        return web.json_response({"status": "ready"})
+            return json_response({"status": "draining"}, status=503, headers={"Retry-After": "5"})
+        return json_response({"status": "ready"})
 
     async def metrics(self, _request: web.Request) -> web.StreamResponse:
         return web.Response(body=self._metrics.text(), headers={"Content-Type": METRICS_TYPE})
 
-    async def openapi(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response(
-            describe(self._statuses(request)), dumps=lambda value: orjson.dumps(value).decode()
-        )
-
-    def _statuses(self, request: web.Request) -> Iterator[FunctionStatus]:
-        """Of the functions that the caller may know of."""
+    def statuses(self, request: web.Request) -> Iterator[FunctionStatus]:
+        """Yield the status of each function that the caller may see."""
         caller = caller_of(request)
         return (
             self._functions.status(live)
@@ -125,29 +151,26 @@ class Admin:
             if caller.allows(live.record.function)
         )
 
-    async def _order(self, request: web.Request) -> Deployment:
-        if (request.content_length or 0) > MAX_ARCHIVE_BYTES:
-            raise _archive_too_large()
-        # aiohttp's `content_type` would take a body that says nothing for an archive: any web page can send that.
+    async def _deployment(self, request: web.Request) -> Deployment:
+        # aiohttp's `content_type` of a request without the header is that of an archive, which any web page can send.
         kind = media_type_of(request.headers)
-        if kind in ("application/gzip", "application/x-gzip", "application/octet-stream"):
+        if kind in ARCHIVE_TYPES:
             overrides = dict(_pair(text) for text in request.query.getall("set", []))
-            return Deployment(
-                archive=await _body(request), overrides=overrides,
-                install=_flag(request, "install"), check=_flag(request, "check", default=True),
-            )  # fmt: skip
-        if kind != "application/json":
+            install, check = INSTALL.read(request), CHECK.read(request)
+            body = await read_body(request, MAX_ARCHIVE_BYTES, UPLOAD_TIMEOUT_S, remedy=ARCHIVE_REMEDY)
+            return Deployment(archive=body, overrides=overrides, install=install, check=check)
+        if kind != JSON_TYPE:
             raise UnsupportedMedia(
-                f"A deploy cannot be {kind[:64]!r}." if kind else "A deploy must say its Content-Type.",
+                f"A deploy cannot be {kind[:64]!r}." if kind else "A deploy needs a Content-Type.",
                 remedy='Send {"path": "/folder"} as application/json, or a tar.gz as application/gzip.',
             )
+        body = await read_body(request, MAX_ARCHIVE_BYTES, UPLOAD_TIMEOUT_S)
         try:
-            order = DeployRequest.model_validate_json(await _body(request))
+            wanted = DeployRequest.model_validate_json(body)
         except ValidationError as error:
-            problem = error.errors(include_url=False)[0]
-            where = ".".join(str(step) for step in problem["loc"]) or "body"
+            field, problem = problems(error)[0]
             raise BadInput(
-                f"The deploy request cannot be taken: {where}: {problem['msg']}.",
+                f"The deploy request is invalid: {field}: {problem}.",
                 remedy='Send {"path": "/folder"}, or a tar.gz with Content-Type application/gzip.',
             ) from None
         if not self._local:
@@ -155,45 +178,7 @@ class Admin:
                 "This gateway listens beyond this machine, so it does not read folders by path.",
                 remedy="Upload the folder: pilotflame deploy --upload.",
             )
-        return Deployment(
-            path=order.path, overrides=order.overrides, install=order.install, check=order.check
-        )
-
-
-async def _body(request: web.Request) -> bytes:
-    try:
-        return await read_body(request, MAX_ARCHIVE_BYTES, UPLOAD_TIMEOUT_S)
-    except InputTooLarge:
-        raise _archive_too_large() from None
-
-
-def _archive_too_large() -> InputTooLarge:
-    return InputTooLarge(
-        f"The archive is larger than {MAX_ARCHIVE_BYTES >> 20} MiB.",
-        remedy="Put weights in a snapshot folder, which is not uploaded.",
-    )
-
-
-def _json(status: FunctionStatus, code: int = 200) -> web.Response:
-    return web.Response(text=status.model_dump_json(), status=code, content_type="application/json")
-
-
-def _flag(request: web.Request, name: str, *, default: bool = False) -> bool:
-    text = request.query.get(name)
-    if text is None:
-        return default
-    if text.lower() in ("1", "true", "yes"):
-        return True
-    if text.lower() in ("0", "false", "no", ""):
-        return False
-    raise BadInput(f"{name} is {text[:40]!r}.", remedy="It must be 1 or 0.")
-
-
-def _number(request: web.Request, name: str, default: int, most: int) -> int:
-    text = request.query.get(name, str(default))
-    if not (text.isascii() and text.isdecimal()) or len(text) > MAX_DIGITS or int(text) > most:
-        raise BadInput(f"{name} is {text[:40]!r}.", remedy=f"It must be a whole number from 0 to {most}.")
-    return int(text)
+        return Deployment(**dict(wanted))
 
 
 def _pair(text: str) -> tuple[str, str]:

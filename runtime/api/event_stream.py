@@ -1,27 +1,77 @@
-"""The event stream: a streamed answer as server-sent events, `output` for each piece, then `completed` or `error`."""
+"""Server-sent events: a streamed response as `output` for each piece, then `completed` or `error`."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import NotRequired
 
 import orjson
 from aiohttp import web
+from typing_extensions import TypedDict
 
 from ...errors import PilotflameError
 from ..serving.invocation import Invocation, Stream
-from .responses import EVENT_STREAM_TYPE, HEARTBEAT_S, event
 
-# How long after the deadline the last event may take to leave: then a reader that does not read is hung up on.
-LAST_WORD_S = 2.0
-# The kernel, too, forgets what the reader has not taken.
+EVENT_STREAM_TYPE = "text/event-stream"
+# A comment at this interval keeps proxies from closing a stream in which nothing happens.
+HEARTBEAT_S = 5.0
+HEARTBEAT = b": waiting\n\n"
+# Time after the deadline for the last event to leave. Then the connection of a reader that does not read is closed.
+LAST_EVENT_S = 2.0
+# SO_LINGER of zero seconds: the kernel discards what the reader has not taken.
 NO_LINGER = struct.pack("ii", 1, 0)
 
 
+class ServerSentEvent(TypedDict):
+    """One event of a stream."""
+
+    event: str
+    data: str
+    id: NotRequired[str]
+
+
+EVENTS = {EVENT_STREAM_TYPE: ServerSentEvent}
+"""The content of a response that is a stream of events."""
+
+
+def event(name: str, data: bytes, number: int = 0) -> bytes:
+    """Return one server-sent event. A `number` becomes its id, from which a reader may resume."""
+    place = b"id: %d\n" % number if number else b""
+    return place + b"event: %s\ndata: %s\n\n" % (name.encode(), data)
+
+
+def accepts_events(request: web.Request) -> bool:
+    return EVENT_STREAM_TYPE in request.headers.get("Accept", "")
+
+
+def last_event_id(request: web.Request) -> int:
+    """Return the number of the last event that the reader has seen; 0 if the header is missing or invalid."""
+    text = request.headers.get("Last-Event-ID", "0")
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
+
+
+@contextlib.asynccontextmanager
+async def open_stream(
+    request: web.Request, headers: Mapping[str, str] | None = None
+) -> AsyncIterator[web.StreamResponse]:
+    """Open a stream of events and end it after the block. An error in the block becomes an `error` event."""
+    response = web.StreamResponse(
+        headers={"Content-Type": EVENT_STREAM_TYPE, "Cache-Control": "no-store", **(headers or {})}
+    )
+    await response.prepare(request)
+    try:
+        yield response
+    except PilotflameError as error:
+        await response.write(event("error", orjson.dumps(error.to_wire())))
+    await response.write_eof()
+
+
 class EventStream:
-    """One streamed answer on its way to its reader. Its head is sent with the first piece, or with the first heartbeat."""
+    """The streamed response of one invocation. Its header is sent with the first piece or the first heartbeat."""
 
     def __init__(
         self, request: web.Request, invocation: Invocation, headers: Callable[[Invocation], dict[str, str]]
@@ -33,7 +83,7 @@ class EventStream:
         self._number = 0
 
     async def send_pieces(self, stream: Stream) -> None:
-        """All of them, as they come. What is there goes out in one write, and is granted again once it has left."""
+        """Send all pieces. Those that are ready share one write; credit is granted after it."""
         while pieces := await self._next(stream):
             first = self._number + 1
             self._number += len(pieces)
@@ -43,15 +93,15 @@ class EventStream:
             stream.consumed(len(pieces))
 
     async def end(self, error: PilotflameError | None) -> web.StreamResponse:
-        """The last event. It says how the stream ended, since the status is long gone."""
+        """Send the last event. It says how the stream ended, because the status was sent long before."""
         name, data = ("completed", b"{}") if error is None else ("error", orjson.dumps(error.to_wire()))
         await self._write(event(name, data, self._number + 1))
-        response = await self._opened()
+        response = await self._open()
         await response.write_eof()
         return response
 
-    def hang_up(self) -> None:
-        """Closes the connection with what it still holds: an orderly end would wait for the reader, too."""
+    def abort(self) -> None:
+        """Close the connection and discard what it holds: an orderly end would wait for the reader, too."""
         transport = self._request.transport
         if transport is not None:
             if (sock := transport.get_extra_info("socket")) is not None and sock.family != socket.AF_UNIX:
@@ -64,16 +114,16 @@ class EventStream:
                 async with asyncio.timeout(HEARTBEAT_S):
                     return await stream.take()
             except TimeoutError:
-                await self._write(b": waiting\n\n")
+                await self._write(HEARTBEAT)
         return await stream.take()
 
     async def _write(self, data: bytes) -> None:
-        await (self.response or await self._opened()).write(data)
+        await (self.response or await self._open()).write(data)
 
-    async def _opened(self) -> web.StreamResponse:
-        """Sends the head. Its Server-Timing ends where the first piece left."""
+    async def _open(self) -> web.StreamResponse:
+        """Send the header. Its Server-Timing ends where the first piece left."""
         if self.response is None:
-            told = {"Content-Type": EVENT_STREAM_TYPE, "Cache-Control": "no-store"}
-            self.response = web.StreamResponse(headers=self._headers(self._invocation) | told)
+            headers = {"Content-Type": EVENT_STREAM_TYPE, "Cache-Control": "no-store"}
+            self.response = web.StreamResponse(headers=self._headers(self._invocation) | headers)
             await self.response.prepare(self._request)
         return self.response

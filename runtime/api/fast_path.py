@@ -20,12 +20,11 @@ from ...handlers.codec import JSON_TYPE
 from ..functions.registry import Functions
 from ..serving.invocation import Invocation
 from ..serving.revision import Revision
-from .compression import MOST_ON_LOOP_BYTES, chosen, pack_now, pays
 from .connection import encode
 from .guard import Admitted, Guard
 from .invoke import Gateway
 from .requests import request_id_of
-from .responses import Response, error_reply
+from .responses import MAX_ON_LOOP_BYTES, Response, choose_coding, compress_now, error_reply, pays
 
 BEGINNING = "/invoke/"
 ROUTE = "/invoke/{function}"
@@ -162,7 +161,7 @@ class FastRequest:
         media_type = response.headers.get("Content-Type", JSON_TYPE).partition(";")[0]
         if not pays(response.body, media_type):
             self._fast_path.send(self._send, response)
-        elif coding := chosen(self._accept_encoding):
+        elif coding := choose_coding(self._accept_encoding):
             self._compress(response, coding)
         else:
             self._fast_path.send(self._send, _varied(response, {}))
@@ -172,10 +171,10 @@ class FastRequest:
             compressed = _varied(response._replace(body=body), {"Content-Encoding": coding})
             self._fast_path.send(self._send, compressed)
 
-        if len(response.body) <= MOST_ON_LOOP_BYTES:
-            finish(pack_now(response.body, coding))
+        if len(response.body) <= MAX_ON_LOOP_BYTES:
+            finish(compress_now(response.body, coding))
             return
-        packing = asyncio.get_running_loop().run_in_executor(None, pack_now, response.body, coding)
+        packing = asyncio.get_running_loop().run_in_executor(None, compress_now, response.body, coding)
         packing.add_done_callback(lambda done: finish(done.result()))
 
 

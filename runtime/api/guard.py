@@ -1,41 +1,45 @@
-"""The guard: before every route, asks who comes, and whether he may.
+"""The guard checks, before every route, who the caller is and what they may do.
 
-A gateway that only this machine reaches, and for which no key was ever made, asks nobody, but refuses what a web page of
-elsewhere has sent. Any other answers nothing but health to those without a key. Requests on the socket in the state folder need none: who can open that is its owner.
+A gateway that only this machine can reach, and that never had an API key, admits every caller but refuses requests that a
+web page of another origin has caused. Any other gateway requires a key on all routes but the public ones. Requests on the
+control socket need none: who can open that socket owns the gateway.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
-from aiohttp import web
+from aiohttp import hdrs, web
+from multidict import istr
 
 from ...errors import Forbidden, GatewayError, PilotflameError, QuotaExceeded, Unauthorized
-from ..access.caller import ANYBODY, CALLER, Caller
+from ..access.caller import ANYBODY, Caller
 from ..access.keyring import Held, Keyring
+from ..access.keys import Scope
+from ..access.loopback import is_loopback
 from ..access.quota import Meter
-from ..dialects.aws_lambda.errors import PATHS, aws_error
-from .origin import OriginCheck
-from .requests import request_id_of
-from .responses import error_response
-from .rules import OPEN, scope_of
+from .requests import CALLER
+from .responses import Handler
+from .routes import Route, scopes_by_path
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-CHALLENGE = "Bearer"
 SIGNED = "AWS4-"
-SESSION_TOKEN = "X-Amz-Security-Token"  # noqa: S105  a header's name
-"""AWS's clients sign with a secret that is not stored here; the session token that they send along may be the API key."""
+# AWS's clients sign with a secret that is not stored here. The session token that they send along may be the API key.
+SESSION_TOKEN = "X-Amz-Security-Token"  # noqa: S105
+_FETCH_SITE = istr("Sec-Fetch-Site")
+_ORIGIN_REMEDY = (
+    "Call it as http://127.0.0.1:PORT or http://localhost:PORT, and not from a web page of another origin; or create an"
+    " API key (pilotflame keys create NAME --scope admin) and send it, then any name works."
+)
 
 
 class Admitted(NamedTuple):
-    """Somebody who may pass, and whose quota he uses while he is here."""
+    """A caller that was admitted, and the quota that the request occupies until `leave`."""
 
     caller: Caller
     meter: Meter | None = None
@@ -45,44 +49,72 @@ class Admitted(NamedTuple):
             self.meter.leave()
 
 
-NOBODY = Admitted(ANYBODY)
+UNKNOWN_CALLER = Admitted(ANYBODY)
+
+
+class OriginCheck:
+    """Refuses requests of web pages of other origins.
+
+    A browser sends what any page asks for to 127.0.0.1, too, and a page's own name may be made to resolve to it. The
+    browser states the name that it called (Host) and for whom (Origin, Sec-Fetch-Site), and no page can forge those.
+    """
+
+    def __init__(self) -> None:
+        # Most callers send the same Host.
+        self._last_good = ""
+
+    def check(self, headers: Mapping[str, str]) -> None:
+        """Raise Forbidden. A request without Host, Origin and Sec-Fetch-Site is not a browser's."""
+        host = headers.get(hdrs.HOST)
+        if host is not None and host != self._last_good:
+            if not _names_loopback(f"//{host}"):
+                raise _forbidden(f"answers only to this machine's own names, not to {host[:80]!a}")
+            self._last_good = host
+        origin = headers.get(hdrs.ORIGIN)
+        if origin is not None and not _names_loopback(origin):
+            raise _forbidden(f"answers no web page of {origin[:80]!a}")
+        if headers.get(_FETCH_SITE) == "cross-site":
+            raise _forbidden("answers no web page of another origin")
 
 
 class Guard:
-    """`required` says that keys are asked for even if there are none yet."""
+    """`required` says that keys are required even if none exists."""
 
     def __init__(
         self,
         keyring: Keyring,
         tasks: asyncio.TaskGroup,
+        routes: Sequence[Route],
         *,
         required: bool,
-        on_quota: Callable[[str, PilotflameError], None] = lambda _function, _error: None,
+        on_quota: Callable[[str, PilotflameError], None],
     ) -> None:
-        """`on_quota` is told of requests for a function, if there is one of that name, for which a key had no quota."""
+        """`on_quota` is called with the function of a request that exceeds its key's quota."""
         self._keyring = keyring
         self._tasks = tasks
+        self._public = {route.path for route in routes if route.public}
+        self._scopes = scopes_by_path(routes)
         self._required = required
         self._on_quota = on_quota
         self._origins = OriginCheck()
 
     @property
     def closed(self) -> bool:
-        """Whether a request needs a key."""
+        """True if a request needs a key."""
         return self._required or self._keyring.exists
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        path = _path(request)
-        if path in OPEN:
+        path = _registered_path(request)
+        if path in self._public:
             return await handler(request)
         function = request.match_info.get("function")
         try:
             admitted = self.admit(request.headers, path, function, request.transport)
-        except PilotflameError as error:
-            if isinstance(error, QuotaExceeded) and (function := request.match_info.get("function")):
+        except QuotaExceeded as error:
+            if function is not None:
                 self._on_quota(function, error)
-            return _refusal(request, error)
+            raise
         request[CALLER] = admitted.caller
         try:
             return await handler(request)
@@ -96,7 +128,7 @@ class Guard:
         function: str | None,
         transport: asyncio.BaseTransport | None,
     ) -> Admitted:
-        """Who may pass; `leave` of what comes back must follow. `path` is the route's, as it was registered.
+        """Admit a request; its `leave` must follow. `path` is the route's as it was registered, "" if none matches.
 
         Raises Unauthorized, Forbidden, QuotaExceeded, UnknownFunction.
         """
@@ -104,15 +136,15 @@ class Guard:
             try:
                 self._origins.check(headers)
             except Forbidden:
-                if not _on_own_socket(transport):
+                if not _on_control_socket(transport):
                     raise
-            return NOBODY
-        held = self._held(headers, transport)
+            return UNKNOWN_CALLER
+        held = self._find_key(headers, transport)
         if held is None:
-            return NOBODY
+            return UNKNOWN_CALLER
         _enter(held)
         try:
-            if path and (scope := scope_of(path)) is not None:
+            if path and (scope := self._scopes.get(path, Scope.ADMIN)) is not None:
                 held.caller.check_scope(scope)
             if function is not None:
                 held.caller.check(function)
@@ -121,23 +153,24 @@ class Guard:
             raise
         return Admitted(held.caller, held.meter)
 
-    def _held(self, headers: Mapping[str, str], transport: asyncio.BaseTransport | None) -> Held | None:
-        """The key that came with a request; None: its sender owns this gateway. Raises Unauthorized."""
-        given = headers.get("Authorization")
-        if given is None:
-            if _on_own_socket(transport):
+    def _find_key(self, headers: Mapping[str, str], transport: asyncio.BaseTransport | None) -> Held | None:
+        """Return the key of a request; None on the control socket. Raises Unauthorized."""
+        sent = headers.get("Authorization")
+        if sent is None:
+            if _on_control_socket(transport):
                 return None
             raise Unauthorized(
-                "This gateway answers only to those who send an API key.",
+                "This gateway requires an API key.",
                 remedy="Send `Authorization: Bearer KEY`, or set PILOTFLAME_API_KEY; `pilotflame keys create` makes one.",
             )
         now_s = time.time()
-        if given.startswith(SIGNED):  # of a signature only the key's holder could tell whether it is right
-            given = headers.get(SESSION_TOKEN, "")
-        held = self._keyring.find(token_in(given), now_s)
+        # A signature can be verified only with its secret.
+        if sent.startswith(SIGNED):
+            sent = headers.get(SESSION_TOKEN, "")
+        held = self._keyring.find(token_in(sent), now_s)
         if held is None:
             raise Unauthorized(
-                "The API key that was sent is not one of this gateway's, was revoked, or has expired.",
+                "The API key is not one of this gateway's, was revoked, or has expired.",
                 remedy="See `pilotflame keys list` on the gateway's machine.",
             )
         if held.used(now_s):
@@ -147,18 +180,18 @@ class Guard:
     def _save(self) -> None:
         try:
             self._keyring.save()
-        except GatewayError as error:  # nobody is let in or kept out by when a key was last used
+        except GatewayError as error:
+            # The time of last use decides nothing, so the request goes on.
             sys.stderr.write(f"pilotflame: {error}\n")
 
 
 def token_in(header: str) -> str:
-    """What an Authorization header brings. Some of RunPod's code sends a bare key: that is taken too."""
+    """Return the token of an Authorization header. Some of RunPod's clients send it without a scheme."""
     scheme, space, rest = header.strip().partition(" ")
     return rest.strip() if space and scheme.lower() == "bearer" else header.strip()
 
 
-def _path(request: web.Request) -> str:
-    """As it was registered; "" if nothing is there."""
+def _registered_path(request: web.Request) -> str:
     resource = request.match_info.route.resource
     return resource.canonical if resource is not None else ""
 
@@ -173,17 +206,19 @@ def _enter(held: Held) -> None:
         )
 
 
-def _refusal(request: web.Request, error: PilotflameError) -> web.Response:
-    # With an id, as every route's own refusal: nobody is to tell the two apart.
-    answer = aws_error if request.path.startswith(PATHS) else error_response
-    response = answer(error, request_id_of(request.headers))
-    if isinstance(error, Unauthorized):
-        response.headers["WWW-Authenticate"] = CHALLENGE
-    elif isinstance(error, QuotaExceeded):
-        response.headers["Retry-After"] = str(max(1, math.ceil(error.details["retry_after_s"])))
-    return response
+def _forbidden(what: str) -> Forbidden:
+    return Forbidden(f"Without API keys this gateway {what}.", remedy=_ORIGIN_REMEDY)
 
 
-def _on_own_socket(transport: asyncio.BaseTransport | None) -> bool:
+def _names_loopback(address: str) -> bool:
+    """Return True if an address such as //localhost:8600 or http://[::1] is this machine."""
+    try:
+        parts = urlsplit(address)
+        return parts.username is None and is_loopback(parts.hostname or "")
+    except ValueError:
+        return False
+
+
+def _on_control_socket(transport: asyncio.BaseTransport | None) -> bool:
     sock = transport.get_extra_info("socket") if transport is not None else None
     return sock is not None and sock.family == socket.AF_UNIX

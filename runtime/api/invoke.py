@@ -1,65 +1,96 @@
-"""The gateway: `POST /invoke/{function}`. Translates HTTP to invocations and back; owns nothing."""
+"""`POST /invoke/{function}`: HTTP to invocations and back."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from aiohttp import web
 from multidict import istr
 
 from ...errors import DeadlineExceeded, PilotflameError
-from ..access.caller import Caller, caller_of
-from ..functions.registry import Functions
+from ...handlers.codec import JSON_TYPE
+from ..access.caller import Caller
+from ..access.keys import Scope
 from ..serving.invocation import Invocation, Stream
 from ..serving.revision import Revision
-from ..telemetry.metrics import Metrics
-from .deadline import priority_of, timeout_of
-from .event_stream import LAST_WORD_S, EventStream
-from .requests import accept_of, content_type_of, read_body, request_id_of, seconds, traceparent_of
-from .responses import Response, error_reply, error_response
+from .backend import ASYNC_BODY_BYTES, REPLAYED, Accepted, Backend
+from .event_stream import EVENTS, LAST_EVENT_S, EventStream
+from .openapi import INVOKE_PATH
+from .parameters import Parameter, header
+from .requests import (
+    accept_of,
+    caller_of,
+    check_json,
+    content_type_of,
+    media_type_of,
+    priority_of,
+    read_body,
+    request_id_of,
+    seconds,
+    timeout_of,
+    traceparent_of,
+)
+from .responses import Response, error_reply, error_response, json_response
+from .routes import Route
 
 HOLD = istr("X-Scale-Up-Timeout")
 MAX_HOLD_S = 3600.0
+_SECONDS: dict[str, Any] = {"type": "number", "exclusiveMinimum": 0}
+TIMEOUT_PARAMETER = header(
+    "X-Request-Timeout",
+    "Seconds until the response must be there, at most the function's timeout_s. The smallest of this, grpc-timeout,"
+    " x-envoy-expected-rq-timeout-ms and x-stainless-read-timeout counts.",
+    **_SECONDS,
+)
+PRIORITY_PARAMETER = header(
+    "X-Priority",
+    "1 is served first, 5 last. A key without the scope admin gets 3 at most.",
+    type="integer", minimum=1, maximum=5, default=3,
+)  # fmt: skip
+PARAMETERS: tuple[Parameter, ...] = (
+    TIMEOUT_PARAMETER,
+    PRIORITY_PARAMETER,
+    header("X-Scale-Up-Timeout", "Seconds that it may wait for a worker.", **_SECONDS),
+    header("X-Request-Id", "1 to 128 visible ASCII characters; otherwise one is made."),
+    header("traceparent", "A W3C trace context, which the response returns."),
+)
+_HEADERS = {
+    name: {"schema": {"type": "string"}, "required": True}
+    for name in ("X-Request-Id", "X-Worker-Id", "Server-Timing")
+} | {"X-Cold-Start": {"schema": {"type": "string", "enum": ["true", "false"]}, "required": True}}
 
 
 class Gateway:
-    """Routes of invocations."""
+    """Makes invocations of requests and responses of what they return."""
 
-    def __init__(
-        self,
-        functions: Functions,
-        metrics: Metrics,
-        later: Callable[[web.Request], Awaitable[web.StreamResponse]],
-        *,
-        max_body_bytes: int,
-        body_timeout_s: float,
-    ) -> None:
-        """`later` answers a caller who prefers not to wait."""
-        self._later = later
-        self._functions = functions
-        self._metrics = metrics
-        self._max_body_bytes = max_body_bytes
-        self._body_timeout_s = body_timeout_s
+    def __init__(self, backend: Backend) -> None:
+        self.most = backend.body_limit
+        self._backend = backend
+        self._functions = backend.functions
 
-    def routes(self) -> list[web.RouteDef]:
-        return [web.post("/invoke/{function}", self.invoke)]
+    def routes(self) -> list[Route]:
+        return [
+            Route(
+                "POST", INVOKE_PATH, self.invoke, Scope.INVOKE, "Call the function and wait for its output.",
+                {JSON_TYPE: Any, **EVENTS}, errors=(400, 408, 413, 422, 429, 500, 503, 504),
+                parameters=PARAMETERS, body=Any, body_required=False, headers=_HEADERS,
+            ),
+        ]  # fmt: skip
 
     async def invoke(self, request: web.Request) -> web.StreamResponse:
-        """Body in, body out."""
         if "respond-async" in request.headers.get("Prefer", ""):
-            return await self._later(request)
+            return await self._submit(request)
         received_s = time.monotonic()
         name = request.match_info["function"]
         request_id = request_id_of(request.headers)
+        # An unknown name is not counted: callers can make up any number of them.
+        revision = self._functions.live(name)
         try:
-            revision = self._functions.live(name)
-        except PilotflameError as error:  # not counted by name: anybody can make names up
-            return error_response(error, request_id)
-        try:
-            body = await read_body(request, self.most(revision), self._body_timeout_s)
+            body = await read_body(request, self.most(revision), self._backend.body_timeout_s)
             caller = caller_of(request)
             revision, invocation = self.begin(name, request.headers, request_id, body, received_s, caller)
         except PilotflameError as error:
@@ -69,17 +100,11 @@ class Gateway:
                 return await self._stream(request, name, invocation, invocation.stream)
             with contextlib.suppress(PilotflameError):
                 await invocation.output
-        except (
-            asyncio.CancelledError,
-            ConnectionError,
-        ):  # the caller has gone, noticed by reading or by writing
+        # The caller has gone, which is noticed while reading or while writing.
+        except (asyncio.CancelledError, ConnectionError):
             revision.cancel(invocation)
             raise
         return self.answered(name, invocation).response()
-
-    def most(self, revision: Revision) -> int:
-        """How many bytes a body for it may have."""
-        return min(self._max_body_bytes, revision.policy.max_body_bytes)
 
     def begin(
         self,
@@ -91,56 +116,65 @@ class Gateway:
         caller: Caller,
         on_end: Callable[[], None] | None = None,
     ) -> tuple[Revision, Invocation]:
-        """Makes an invocation of a request, and hands it on. Raises what `refused` then tells the caller."""
-        revision = self._functions.live(name)  # another one may have become live while the body came
+        """Submit an invocation. Raises PilotflameError, for which `refused` makes the response."""
+        # Another revision may have become live while the body arrived.
+        revision = self._functions.live(name)
         invocation = _invocation(headers, revision, request_id, body, received_s, caller, on_end)
         revision.submit(invocation)
         return revision, invocation
 
     def refused(self, name: str, error: PilotflameError, request_id: str) -> Response:
-        """What its caller is told of a request that `begin` did not take."""
-        self._metrics.refused(name, error)
+        """Return the response to a request for which `begin` raised."""
+        self._backend.metrics.refused(name, error)
         return error_reply(error, request_id)
 
     def answered(self, name: str, invocation: Invocation) -> Response:
-        """What its caller is told of an invocation that has ended."""
+        """Return the response to an invocation that has ended."""
         error = invocation.output.exception()
-        invocation.timeline.mark_responded(time.monotonic())
         if isinstance(error, PilotflameError):
-            self._note(name, error.status, invocation, error)
+            self._backend.record(name, error.status, invocation, error)
             return error_reply(error, invocation.id, _headers(invocation))
-        self._note(name, 200, invocation)
+        self._backend.record(name, 200, invocation)
         answer = invocation.output.result()
         return Response(200, {**_headers(invocation), "Content-Type": answer.content_type}, answer.payload)
+
+    async def _submit(self, request: web.Request) -> web.StreamResponse:
+        """`Prefer: respond-async`: the body becomes a job. Respond with 202 and where to look."""
+        live, body = await self._backend.read_body(request, request.match_info["function"], ASYNC_BODY_BYTES)
+        # Without a Content-Type, only the handler can tell what the body is.
+        kind = media_type_of(request.headers)
+        if kind == JSON_TYPE or kind.endswith("+json"):
+            check_json(body)
+        content_type = content_type_of(request.headers)
+        job, replayed = await self._backend.submit(request, live, body, content_type=content_type)
+        headers = {
+            "X-Request-Id": job.id,
+            "Location": f"/v2/{job.function}/status/{job.id}",
+            "Preference-Applied": "respond-async",
+            **(REPLAYED if replayed else {}),
+        }
+        return json_response(Accepted(id=job.id, status=job.state), status=202, headers=headers)
 
     async def _stream(
         self, request: web.Request, name: str, invocation: Invocation, stream: Stream
     ) -> web.StreamResponse:
-        """The deadline ends it, even if the reader does not read: then the connection is closed, whatever it holds."""
+        """Send pieces until the stream or the deadline ends; then close the connection of a reader that does not read."""
         events = EventStream(request, invocation, _headers)
         left_s = max(0.0, invocation.deadline_s - time.monotonic())
         try:
-            async with asyncio.timeout(left_s + LAST_WORD_S):
+            async with asyncio.timeout(left_s + LAST_EVENT_S):
                 await events.send_pieces(stream)
-                error = _error_of(invocation)
-                invocation.timeline.mark_responded(time.monotonic())
-                self._note(name, error.status if error is not None else 200, invocation, error)
+                failure = invocation.output.exception()
+                error = failure if isinstance(failure, PilotflameError) else None
+                self._backend.record(name, error.status if error is not None else 200, invocation, error)
                 if error is not None and events.response is None:
                     return error_response(error, invocation.id, _headers(invocation))
                 return await events.end(error)
         except TimeoutError:
-            events.hang_up()
+            events.abort()
             if not invocation.timeline.responded_s:
-                invocation.timeline.mark_responded(time.monotonic())
-                self._note(name, DeadlineExceeded.status, invocation)
+                self._backend.record(name, DeadlineExceeded.status, invocation)
             return events.response or web.Response(status=DeadlineExceeded.status)
-
-    def _note(
-        self, name: str, status: int, invocation: Invocation, error: PilotflameError | None = None
-    ) -> None:
-        self._metrics.responded(name, status, invocation.timeline, error)
-        if invocation.timeline.cold:
-            self._functions.note_cold(name, invocation.timeline)
 
 
 def _invocation(
@@ -181,9 +215,3 @@ def _headers(invocation: Invocation) -> dict[str, str]:
     if invocation.traceparent:
         headers["traceparent"] = invocation.traceparent
     return headers
-
-
-def _error_of(invocation: Invocation) -> PilotflameError | None:
-    """How a stream that has ended failed, if it did."""
-    error = invocation.output.exception()
-    return error if isinstance(error, PilotflameError) else None

@@ -1,4 +1,4 @@
-"""Intake: what of a request is read before anything is done with it, within limits of size and time."""
+"""Requests: bodies within limits of size and time, and what headers say about identity, type, deadline and priority."""
 
 from __future__ import annotations
 
@@ -7,64 +7,191 @@ import math
 import re
 import secrets
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import orjson
 from aiohttp import hdrs, web
 from multidict import istr
+from pydantic import ValidationError
 
 from ...errors import BadInput, InputTimeout, InputTooLarge
 from ...handlers.arrays import NPY_TYPE, SAFETENSORS_TYPE
 from ...handlers.codec import BYTES_TYPE, JSON_TYPE
+from ..access.caller import ANYBODY, Caller
+from ..serving.invocation import NORMAL
 from ..telemetry.timeline import TRACEPARENT
 
-_ID_BYTES = 8
-_IDS_AT_ONCE = 256
+CALLER = web.RequestKey("caller", Caller)
+
+# multidict looks up an `istr` without folding its case again.
 REQUEST_ID_HEADER = istr("X-Request-Id")
 TRACEPARENT_HEADER = istr("traceparent")
+TIMEOUT = istr("X-Request-Timeout")
+PRIORITY = istr("X-Priority")
+GRPC = istr("grpc-timeout")
+ENVOY = istr("x-envoy-expected-rq-timeout-ms")
+STAINLESS = istr("x-stainless-read-timeout")
 IDEMPOTENCY = "Idempotency-Key"
 MAX_KEY_CHARS = 255
 MAX_ACCEPT_CHARS = 1000
 ARRAY_TYPES = (NPY_TYPE, BYTES_TYPE, SAFETENSORS_TYPE)
+TOO_LARGE_REMEDY = (
+    "Send a reference (an object's address) instead, or raise max_body_bytes in pilotflame.toml."
+)
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_ID_BYTES = 8
+_IDS_AT_ONCE = 256
+_GRPC = re.compile(r"([0-9]{1,8})([HMSmun])")
+_GRPC_UNITS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
+_DECIMAL = re.compile(r"[0-9]{1,12}(\.[0-9]{1,9})?")
+_PRIORITIES = {str(number): number for number in range(1, 6)}
 
 
-class Limits(NamedTuple):
-    """Of every function's bodies: how large, and how long they may take to arrive."""
+def caller_of(request: web.Request) -> Caller:
+    """Return the caller, which the guard has set."""
+    found: Caller = request.get(CALLER, ANYBODY)
+    return found
 
-    max_body_bytes: int
-    body_timeout_s: float
 
+async def read_body(
+    request: web.Request, limit: int, timeout_s: float, *, remedy: str = TOO_LARGE_REMEDY
+) -> bytes:
+    """Return the whole body.
 
-async def read_body(request: web.Request, limit: int, timeout_s: float) -> bytes:
-    """The whole body. InputTooLarge, as soon as it is over `limit` bytes; InputTimeout; BadInput if it breaks off."""
+    Raises InputTooLarge with `remedy` as soon as it exceeds `limit` bytes, InputTimeout, and BadInput if it breaks off.
+    """
     if (request.content_length or 0) > limit:
-        raise too_large(limit)
+        raise too_large(limit, remedy)
     if not request.can_read_body:
         return b""
     try:
-        if request.content.is_eof():  # as with most requests, all of it came with the header
-            return _within(request.content.read_nowait(), limit)
-        async with asyncio.timeout(timeout_s):
-            return await _collect(request, limit)
+        # Most bodies arrive together with the header.
+        if request.content.is_eof():
+            body = request.content.read_nowait()
+        else:
+            async with asyncio.timeout(timeout_s):
+                body = await _collect(request, limit)
     except TimeoutError:
         raise InputTimeout(
-            f"The body did not arrive within {timeout_s:.0f} s.", remedy="Send it faster, or less of it."
+            f"The body did not arrive within {timeout_s:.0f} s.", remedy="Send it faster, or send less."
         ) from None
     except web.RequestPayloadError as error:
         raise BadInput(f"The body broke off or is malformed: {error}.") from None
+    if len(body) > limit:
+        raise too_large(limit, remedy)
+    return body
+
+
+async def _collect(request: web.Request, limit: int) -> bytes:
+    """Return the body, or as much of it as exceeds the limit."""
+    parts, size = [], 0
+    async for part in request.content.iter_any():
+        parts.append(part)
+        size += len(part)
+        if size > limit:
+            break
+    return b"".join(parts)
+
+
+def too_large(limit: int, remedy: str = TOO_LARGE_REMEDY) -> InputTooLarge:
+    return InputTooLarge(f"The body is larger than {limit} bytes.", remedy=remedy)
+
+
+def check_json(body: bytes) -> None:
+    """Raise BadInput if the body is neither empty nor JSON."""
+    try:
+        if body:
+            orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise BadInput(f"The body is not JSON: {error}.", remedy="Send JSON.") from None
 
 
 def dump_json(value: Any) -> bytes:
-    """JSON of what was read from JSON. BadInput: more can be read than written."""
+    """Return parsed JSON as bytes. Raises BadInput: orjson parses deeper nesting than it writes."""
     try:
         return orjson.dumps(value)
     except orjson.JSONEncodeError as error:
-        raise BadInput(f"The body cannot be taken: {error}.", remedy="Nest it less deeply.") from None
+        raise BadInput(f"The body cannot be stored: {error}.", remedy="Nest it less deeply.") from None
+
+
+def problems(error: ValidationError) -> list[tuple[str, str]]:
+    """Return each invalid field and what is wrong with it, without quoting its value."""
+    found = error.errors(include_url=False, include_input=False, include_context=False)
+    return [(".".join(map(str, one["loc"])) or "the body", one["msg"]) for one in found]
+
+
+# -- identity
+
+
+def _generate_ids() -> Iterator[str]:
+    """Yield random ids. One call to the kernel serves many: a call per id would cost more than the rest."""
+    while True:
+        many = secrets.token_hex(_ID_BYTES * _IDS_AT_ONCE)
+        for start in range(0, len(many), 2 * _ID_BYTES):
+            yield many[start : start + 2 * _ID_BYTES]
+
+
+_ids = _generate_ids()
+
+
+def request_id_of(headers: Mapping[str, str]) -> str:
+    """Return the id that the caller sent if it is well-formed, else a new one."""
+    sent = headers.get(REQUEST_ID_HEADER)
+    return sent if sent is not None and REQUEST_ID.fullmatch(sent) else next(_ids)
+
+
+def traceparent_of(headers: Mapping[str, str]) -> str:
+    """Return the W3C trace context; "" if there is none or it is malformed."""
+    sent = headers.get(TRACEPARENT_HEADER, "")
+    return sent if TRACEPARENT.fullmatch(sent) else ""
+
+
+def idempotency_of(headers: Mapping[str, str]) -> str:
+    """Return the idempotency key of a job; "" without the header. Raises BadInput if it is too long."""
+    key = headers.get(IDEMPOTENCY, "")
+    if len(key) > MAX_KEY_CHARS:
+        raise BadInput(
+            f"The header {IDEMPOTENCY} has {len(key)} characters.", remedy=f"Send at most {MAX_KEY_CHARS}."
+        )
+    return f"key:{key}" if key else ""
+
+
+# -- media types
+
+
+def media_type_of(headers: Mapping[str, str]) -> str:
+    """Return the body's media type in lower case and without parameters; "" without the header."""
+    return headers.get(hdrs.CONTENT_TYPE, "").partition(";")[0].strip().lower()
+
+
+def content_type_of(headers: Mapping[str, str]) -> str:
+    """Return the body's Content-Type, "" for JSON. Raises BadInput if it is not ASCII."""
+    found = headers.get(hdrs.CONTENT_TYPE, "")
+    if not found.isascii():
+        raise BadInput("The Content-Type is not ASCII.", remedy="Send a media type, as application/json.")
+    return "" if found == JSON_TYPE else found
+
+
+def accept_of(headers: Mapping[str, str]) -> str:
+    """Return the Accept header if it names a type of arrays, which is all that a worker negotiates; else ""."""
+    accept = headers.get(hdrs.ACCEPT)
+    if accept is None:
+        return ""
+    if len(accept) > MAX_ACCEPT_CHARS or not accept.isascii():
+        return ""
+    lower = accept.lower()
+    return lower if any(kind in lower for kind in ARRAY_TYPES) else ""
+
+
+# -- deadline and priority
+#
+# HTTP has no standard header for a deadline. Ours is X-Request-Timeout. Callers that follow the conventions of gRPC, Envoy
+# or the OpenAI client send theirs, which count too; an invalid one is ignored, because a proxy or a library may have
+# added it without the caller's knowledge.
 
 
 def seconds(headers: Mapping[str, str], name: str, default: float, most: float) -> float:
-    """A header that holds a number of seconds; `most` at most. BadInput if it is none."""
+    """Return a header that holds seconds, limited to `most`. Raises BadInput if it is not a positive number."""
     text = headers.get(name)
     if text is None:
         return default
@@ -77,82 +204,43 @@ def seconds(headers: Mapping[str, str], name: str, default: float, most: float) 
     return min(found, most)
 
 
-def _made() -> Iterator[str]:
-    """New ids, as hard to guess as any; asking the kernel for each costs more than the rest of it."""
-    while True:
-        many = secrets.token_hex(_ID_BYTES * _IDS_AT_ONCE)
-        for start in range(0, len(many), 2 * _ID_BYTES):
-            yield many[start : start + 2 * _ID_BYTES]
+def timeout_of(headers: Mapping[str, str], most: float) -> float:
+    """Return the seconds within which the caller needs the response: the smallest that a header names, `most` at most.
+
+    Raises BadInput if X-Request-Timeout is not a positive number.
+    """
+    found = seconds(headers, TIMEOUT, most, most)
+    if (text := headers.get(GRPC)) is not None:
+        found = min(found, _grpc_seconds(text) or found)
+    if (text := headers.get(ENVOY)) is not None:
+        found = min(found, _decimal(text) / 1000 or found)
+    if (text := headers.get(STAINLESS)) is not None:
+        found = min(found, _decimal(text) or found)
+    return found
 
 
-_ids = _made()
+def priority_of(headers: Mapping[str, str], *, urgent: bool = True) -> int:
+    """Return the priority: 1 is served first, 5 last. Only `urgent` callers get one above the default.
 
-
-def request_id_of(headers: Mapping[str, str]) -> str:
-    """The caller's id if it is a sane one, else a new one."""
-    given = headers.get(REQUEST_ID_HEADER)
-    return given if given is not None and REQUEST_ID.fullmatch(given) else next(_ids)
-
-
-def traceparent_of(headers: Mapping[str, str]) -> str:
-    """The caller's trace context, if it is one."""
-    given = headers.get(TRACEPARENT_HEADER, "")
-    return given if TRACEPARENT.fullmatch(given) else ""
-
-
-def idempotency_of(headers: Mapping[str, str]) -> str:
-    """What a job is found again by whose caller sent a key; "" if he sent none. BadInput if it is too long."""
-    key = headers.get(IDEMPOTENCY, "")
-    if len(key) > MAX_KEY_CHARS:
+    Raises BadInput.
+    """
+    text = headers.get(PRIORITY)
+    if text is None:
+        return NORMAL
+    if (found := _PRIORITIES.get(text)) is None:
         raise BadInput(
-            f"The header {IDEMPOTENCY} has {len(key)} characters.", remedy=f"At most {MAX_KEY_CHARS}."
+            f"The header {PRIORITY} is {text[:40]!r}.",
+            remedy="It must be a number from 1 (first) to 5 (last).",
         )
-    return f"key:{key}" if key else ""
+    return found if urgent else max(NORMAL, found)
 
 
-def media_type_of(headers: Mapping[str, str]) -> str:
-    """The body's media type as it was sent, without parameters; "" if it was not sent."""
-    return headers.get(hdrs.CONTENT_TYPE, "").partition(";")[0].strip().lower()
+def _grpc_seconds(text: str) -> float:
+    """Return seconds; 0 if the text is not a gRPC timeout."""
+    found = _GRPC.fullmatch(text)
+    return int(found[1]) * _GRPC_UNITS[found[2]] if found is not None else 0.0
 
 
-def content_type_of(headers: Mapping[str, str]) -> str:
-    """The body's media type, "" for JSON. BadInput if it cannot be one."""
-    found = headers.get(hdrs.CONTENT_TYPE, "")
-    if not found.isascii():
-        raise BadInput("The Content-Type is not ASCII.", remedy="Send a media type, as application/json.")
-    return "" if found == JSON_TYPE else found
-
-
-def accept_of(headers: Mapping[str, str]) -> str:
-    """What the worker is to know of Accept: all of it where the caller takes arrays as bytes, else nothing."""
-    accept = headers.get(hdrs.ACCEPT)
-    if accept is None:
-        return ""
-    if len(accept) > MAX_ACCEPT_CHARS or not accept.isascii():
-        return ""
-    lower = accept.lower()
-    return lower if any(kind in lower for kind in ARRAY_TYPES) else ""
-
-
-def too_large(limit: int) -> InputTooLarge:
-    return InputTooLarge(
-        f"The body is larger than {limit} bytes.",
-        remedy="Send a reference (an object's address) instead, or raise max_body_bytes in pilotflame.toml.",
-    )
-
-
-def _within(body: bytes, limit: int) -> bytes:
-    if len(body) > limit:
-        raise too_large(limit)
-    return body
-
-
-async def _collect(request: web.Request, limit: int) -> bytes:
-    """The whole body; stops reading as soon as it is over the limit, however it is encoded."""
-    parts, size = [], 0
-    async for part in request.content.iter_any():
-        size += len(part)
-        if size > limit:
-            raise too_large(limit)
-        parts.append(part)
-    return b"".join(parts)
+def _decimal(text: str) -> float:
+    """Return 0 if the text is not a plain number. In these conventions 0 means no limit."""
+    return float(text) if _DECIMAL.fullmatch(text) is not None else 0.0

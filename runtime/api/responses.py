@@ -1,29 +1,64 @@
-"""The answer: errors of the tree as typed JSON, and events of a stream, the same from every route."""
+"""Responses: JSON, errors as typed JSON, and compression for callers that accept it."""
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 import math
+import sys
+import zlib
 from collections.abc import Awaitable, Callable, Mapping
-from typing import NamedTuple
+from datetime import UTC, datetime
+from typing import Annotated, Any, NamedTuple, NotRequired
 
 import orjson
-from aiohttp import web
+from aiohttp import hdrs, web
+from pydantic import WithJsonSchema, with_config
+from typing_extensions import TypedDict
 
-from ...errors import PilotflameError
+from ...errors import MethodNotAllowed, PilotflameError, Unauthorized, UnknownRoute
+from ...handlers.accepted import weigh
 from ...handlers.codec import JSON_TYPE
 from .requests import request_id_of
 
-EVENT_STREAM_TYPE = "text/event-stream"
-# While a caller waits for something to come of a stream, so often a comment keeps proxies from hanging up.
-HEARTBEAT_S = 5.0
-RETRY_AFTER_S = {429: 1.0, 503: 2.0}
-"""When to come again, in seconds, for errors that do not say so themselves."""
+# In the standard library since Python 3.14, where the backport cannot be installed.
+zstd = importlib.import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
 
-Route = Callable[[web.Request], Awaitable[web.StreamResponse]]
+RETRY_AFTER_S = {429: 1.0, 503: 2.0}
+"""Seconds for Retry-After of errors whose details have none."""
+MIN_COMPRESSED_BYTES = 1024
+"""A smaller body fits into one or two packets anyway."""
+MAX_ON_LOOP_BYTES = 16 << 10
+"""A larger body is compressed in a thread, to keep the event loop free."""
+COMPRESSION_LEVEL = 1
+_GZIP_BITS = zlib.MAX_WBITS | 16
+_COMPRESSIBLE = ("application/json", "application/xml", "application/javascript", "application/x-ndjson")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+ErrorFormat = Callable[[PilotflameError, str], web.Response]
+"""Makes the response of an error and a request id."""
+Timestamp = Annotated[str, WithJsonSchema({"type": "string", "format": "date-time"})]
+
+
+class ErrorFields(TypedDict):
+    """What an error says; `type` is its stable code."""
+
+    type: str
+    message: str
+    remedy: NotRequired[str]
+    details: NotRequired[dict[str, Any]]
+    request_id: NotRequired[str]
+
+
+@with_config(title="Error")
+class ErrorBody(TypedDict):
+    """The body of every error."""
+
+    error: ErrorFields
 
 
 class Response(NamedTuple):
-    """An answer that is all there, before it takes the form in which it is sent."""
+    """A complete response, before it takes the form in which it is sent."""
 
     status: int
     headers: dict[str, str]
@@ -33,26 +68,45 @@ class Response(NamedTuple):
         return web.Response(status=self.status, headers=self.headers, body=self.body)
 
 
+def json_response(
+    body: Any, *, status: int = 200, headers: Mapping[str, str] | None = None, no_store: bool = False
+) -> web.Response:
+    """Return `body` as JSON. `no_store` keeps it out of caches: it holds a secret, or is soon out of date."""
+    response = web.Response(
+        body=orjson.dumps(body), status=status, headers=headers, content_type="application/json"
+    )
+    if no_store:
+        response.headers["Cache-Control"] = "no-store"
+    return response
+
+
+def timestamp(at_s: float) -> Timestamp:
+    """Return a Unix timestamp as an ISO 8601 string with milliseconds."""
+    return datetime.fromtimestamp(at_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+# -- errors
+
+
 def error_reply(
     error: PilotflameError, request_id: str = "", headers: Mapping[str, str] | None = None
 ) -> Response:
-    """The typed JSON error: `{"error": {"type", "message", "remedy", "details", "request_id"}}`."""
-    told = dict(headers) if headers is not None else {"X-Request-Id": request_id} if request_id else {}
-    told.update(retry_headers(error))
-    told["Content-Type"] = JSON_TYPE
+    """Return the typed JSON error: `{"error": {"type", "message", "remedy", "details", "request_id"}}`."""
+    sent = dict(headers) if headers is not None else {"X-Request-Id": request_id} if request_id else {}
+    sent.update(retry_headers(error))
+    sent["Content-Type"] = JSON_TYPE
     body = {"error": {**error.to_wire(), **({"request_id": request_id} if request_id else {})}}
-    return Response(error.status, told, orjson.dumps(body))
+    return Response(error.status, sent, orjson.dumps(body))
 
 
 def error_response(
     error: PilotflameError, request_id: str = "", headers: Mapping[str, str] | None = None
 ) -> web.Response:
-    """`error_reply` as a route answers it."""
     return error_reply(error, request_id, headers).response()
 
 
 def retry_headers(error: PilotflameError) -> dict[str, str]:
-    """When a refused caller may come again: in whole seconds, as HTTP wants it, and exactly for those who read that."""
+    """Return when a refused caller may retry: in whole seconds as HTTP requires, and in milliseconds."""
     if error.status not in RETRY_AFTER_S:
         return {}
     wait_s = float(error.details.get("retry_after_s", RETRY_AFTER_S[error.status]))
@@ -62,19 +116,88 @@ def retry_headers(error: PilotflameError) -> dict[str, str]:
     }
 
 
-def typed(route: Route) -> Route:
-    """A route that answers errors of the tree by their status."""
+class ErrorResponses:
+    """Turns the errors that the guard and the routes raise into responses, also where no route matches.
 
-    async def answer(request: web.Request) -> web.StreamResponse:
+    `formats` maps the beginning of a path to the form in which errors below it are sent.
+    """
+
+    def __init__(self, formats: Mapping[str, ErrorFormat]) -> None:
+        self._formats = formats
+
+    @web.middleware
+    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            return await route(request)
+            return await handler(request)
         except PilotflameError as error:
-            return error_response(error, request_id_of(request.headers))
+            return self._response(request, error)
+        except web.HTTPMethodNotAllowed as error:
+            allowed = error.headers[hdrs.ALLOW]
+            message = f"{request.path[:128]!r} does not take {request.method[:32]!r}."
+            response = self._response(request, MethodNotAllowed(message, remedy=f"It takes {allowed}."))
+            response.headers[hdrs.ALLOW] = allowed
+            return response
+        except web.HTTPNotFound:
+            message = f"There is nothing at {request.path[:128]!r}."
+            return self._response(request, UnknownRoute(message, remedy="/openapi.json lists the routes."))
 
-    return answer
+    def _response(self, request: web.Request, error: PilotflameError) -> web.Response:
+        path = request.path
+        make = next(
+            (form for prefix, form in self._formats.items() if path.startswith(prefix)), error_response
+        )
+        response = make(error, request_id_of(request.headers))
+        if isinstance(error, Unauthorized):
+            response.headers[hdrs.WWW_AUTHENTICATE] = "Bearer"
+        return response
 
 
-def event(name: str, data: bytes, number: int = 0) -> bytes:
-    """One server-sent event; with a number, which a reader may come back with, if it has a place in the stream."""
-    place = b"id: %d\n" % number if number else b""
-    return place + b"event: %s\ndata: %s\n\n" % (name.encode(), data)
+# -- compression
+#
+# aiohttp's own knows neither quality values nor zstd. Event streams are left alone, because their pieces are small and
+# needed at once. So are images, archives and arrays of floats, which do not get smaller.
+
+
+@web.middleware
+async def compressed(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Compress the response of any route if that pays and the caller accepts it."""
+    response = await handler(request)
+    if not isinstance(response, web.Response) or not isinstance(response.body, bytes):
+        return response
+    if "Content-Encoding" not in response.headers and pays(response.body, response.content_type):
+        response.headers["Vary"] = "Accept-Encoding"
+        if coding := choose_coding(request.headers.get("Accept-Encoding", "")):
+            response.body = await compress(response.body, coding)
+            response.headers["Content-Encoding"] = coding
+    return response
+
+
+def choose_coding(accept_encoding: str) -> str:
+    """Return "zstd", "gzip" or "" for none. A caller that accepts anything without naming either gets gzip."""
+    zstd_weight, gzip_weight, plain = (weigh(accept_encoding, name) for name in ("zstd", "gzip", "identity"))
+    zstd_quality = zstd_weight.quality if zstd_weight.exact else 0.0
+    best = max(zstd_quality, gzip_weight.quality)
+    if not best or (plain.exact and plain.quality > best):
+        return ""
+    return "zstd" if zstd_quality == best else "gzip"
+
+
+async def compress(body: bytes, coding: str) -> bytes:
+    if len(body) <= MAX_ON_LOOP_BYTES:
+        return compress_now(body, coding)
+    return await asyncio.to_thread(compress_now, body, coding)
+
+
+def compress_now(body: bytes, coding: str) -> bytes:
+    """Return the body compressed with "zstd" or "gzip". Blocks."""
+    if coding == "zstd":
+        compressed_body: bytes = zstd.compress(body, COMPRESSION_LEVEL)
+        return compressed_body
+    return zlib.compress(body, COMPRESSION_LEVEL, _GZIP_BITS)
+
+
+def pays(body: bytes, kind: str) -> bool:
+    """Return True if a body of this media type (without parameters) is worth compressing."""
+    return len(body) >= MIN_COMPRESSED_BYTES and (
+        kind.startswith("text/") or kind in _COMPRESSIBLE or kind.endswith(("+json", "+xml"))
+    )

@@ -1,106 +1,125 @@
-"""The routes of a function's webhooks: what became of each delivery, sending one again, and how they are signed."""
+"""The routes of a function's webhooks: list deliveries, send one again, and the secret that signs them."""
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated
 from urllib.parse import urlsplit
 
-import orjson
 from aiohttp import web
+from pydantic import StringConstraints, with_config
+from typing_extensions import TypedDict
 
-from ...errors import BadInput
+from ..access.keys import Scope
 from ..functions.registry import Functions
 from ..jobs.jobs import Jobs
 from ..jobs.webhook_delivery import Delivery, DeliveryState
-from .responses import typed
+from .parameters import Choices, Number, Parameter
+from .responses import Timestamp, json_response, timestamp
+from .routes import Route
 
-DEFAULT_LISTED, MAX_LISTED = 100, 1000
+MAX_LISTED = 1000
+JOB = Parameter("job", "Only deliveries of this job.")
+STATE = Choices("state", "Only deliveries in these states.", DeliveryState)
+LIMIT = Number("limit", f"The largest number of deliveries, {MAX_LISTED} at most.", 100, least=1)
+SigningSecret = Annotated[str, StringConstraints(pattern="^whsec_")]
+
+
+class ShownAttempt(TypedDict):
+    """One request to the receiver."""
+
+    at: Timestamp
+    status: int | None
+    error: str
+    ms: int
+
+
+@with_config(title="Delivery")
+class ShownDelivery(TypedDict):
+    """A delivery as it is listed: of its URL only what is not secret."""
+
+    id: str
+    job_id: str
+    event: str
+    url: str
+    state: DeliveryState
+    attempts: int
+    next_at: Timestamp | None
+    created_at: Timestamp
+    last_status: int | None
+    last_error: str
+    log: list[ShownAttempt]
 
 
 class WebhooksApi:
-    """Routes of deliveries below /v1/functions/{function}/webhooks."""
-
     def __init__(self, functions: Functions, jobs: Jobs) -> None:
         self._functions = functions
         self._jobs = jobs
 
-    def routes(self) -> list[web.RouteDef]:
-        base = "/v1/functions/{function}/webhooks"
+    def routes(self) -> list[Route]:
+        base, deploy = "/v1/functions/{function}/webhooks", Scope.DEPLOY
+        again, secret = f"{base}/{{delivery}}/redeliver", f"{base}/secret"
+        listing, signing = {"deliveries": list[ShownDelivery]}, {"function": str, "secret": SigningSecret}
+        chosen_by = (JOB, STATE, LIMIT)
         return [
-            web.get(base, typed(self.list)),
-            web.get(f"{base}/secret", typed(self.secret)),
-            web.post(f"{base}/{{delivery}}/redeliver", typed(self.redeliver)),
+            Route(
+                "GET",
+                base,
+                self.list,
+                deploy,
+                "List deliveries, newest first.",
+                listing,
+                parameters=chosen_by,
+            ),
+            Route("GET", secret, self.secret, deploy, "Return the secret that signs the webhooks.", signing),
+            Route("POST", again, self.redeliver, deploy, "Send a delivery again.", ShownDelivery),
         ]
 
     async def list(self, request: web.Request) -> web.StreamResponse:
-        """The newest first; `?job=` an id, `?state=`, as often as one likes, `?limit=`."""
-        function, query = request.match_info["function"], request.query
-        found = await self._jobs.deliveries(
-            function, job_id=query.get("job", ""), states=_states(request), limit=_limit(request)
-        )
-        if not found:  # of a function that was deleted, those that are left can be looked up
+        function, job_id = request.match_info["function"], request.query.get("job", "")
+        limit = min(LIMIT.read(request), MAX_LISTED)
+        found = await self._jobs.deliveries(function, job_id=job_id, states=STATE.read(request), limit=limit)
+        # The deliveries of a deleted function can still be listed.
+        if not found:
             self._functions.get(function)
-        return _json({"deliveries": [shown(delivery) for delivery in found]})
+        return json_response({"deliveries": [shown(delivery) for delivery in found]})
 
     async def secret(self, request: web.Request) -> web.StreamResponse:
-        """What the function's receivers verify signatures with, after Standard Webhooks."""
         function = request.match_info["function"]
         self._functions.get(function)
-        response = _json({"function": function, "secret": self._jobs.webhook_secret(function)})
-        response.headers["Cache-Control"] = "no-store"
-        return response
+        return json_response(
+            {"function": function, "secret": self._jobs.webhook_secret(function)}, no_store=True
+        )
 
     async def redeliver(self, request: web.Request) -> web.StreamResponse:
-        """Also of a function that was deleted: who was to be told may still want to know."""
         function, delivery_id = request.match_info["function"], request.match_info["delivery"]
-        return _json(shown(await self._jobs.redeliver(function, delivery_id)))
+        return json_response(shown(await self._jobs.redeliver(function, delivery_id)))
 
 
-def shown(delivery: Delivery) -> dict[str, Any]:
-    """A delivery as it may be shown: of its URL only what is no secret."""
-    pending = delivery.state is DeliveryState.PENDING
+def shown(delivery: Delivery) -> ShownDelivery:
     return {
         "id": delivery.id,
         "job_id": delivery.job_id,
         "event": delivery.event,
-        "url": bare(delivery.url),
-        "state": str(delivery.state),
+        "url": public_url(delivery.url),
+        "state": delivery.state,
         "attempts": delivery.attempts,
-        "next_at": _moment(delivery.next_s) if pending else None,
-        "created_at": _moment(delivery.created_s),
+        "next_at": timestamp(delivery.next_s) if delivery.state is DeliveryState.PENDING else None,
+        "created_at": timestamp(delivery.created_s),
         "last_status": delivery.last_status or None,
         "last_error": delivery.last_error,
         "log": [
-            {"at": _moment(tried.at_s), "status": tried.status or None, "error": tried.error, "ms": tried.ms}
+            {
+                "at": timestamp(tried.at_s),
+                "status": tried.status or None,
+                "error": tried.error,
+                "ms": tried.ms,
+            }
             for tried in delivery.log
         ],
     }
 
 
-def bare(url: str) -> str:
-    """A URL without user, password, query and fragment: receivers are given their secrets there."""
+def public_url(url: str) -> str:
+    """Return a URL without user, password, query and fragment, which may hold secrets of the receiver."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-
-
-def _states(request: web.Request) -> list[DeliveryState]:
-    try:
-        return [DeliveryState(text.upper()) for text in request.query.getall("state", [])]
-    except ValueError as error:
-        raise BadInput(f"{error}.", remedy=f"One of {', '.join(DeliveryState)}.") from None
-
-
-def _limit(request: web.Request) -> int:
-    text = request.query.get("limit", str(DEFAULT_LISTED))
-    if not (text.isascii() and text.isdecimal()) or len(text) > 9 or int(text) < 1:
-        raise BadInput(f"limit is {text[:40]!r}.", remedy="It must be a whole number, at least 1.")
-    return min(int(text), MAX_LISTED)
-
-
-def _moment(at_s: float) -> str:
-    return datetime.fromtimestamp(at_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
-def _json(body: dict[str, Any]) -> web.Response:
-    return web.Response(body=orjson.dumps(body), content_type="application/json")

@@ -75,7 +75,7 @@ def pull(
 
             stats: FetchStats | None = download(
                 manifest, source, folder, force=force, progress=progress, connections=connections,
-                part_bytes=_mib(part_mib), learned=_learned(),
+                part_bytes=_mib(part_mib),
             )  # fmt: skip
         else:
             where, stats = _into_cache(manifest, source, progress)
@@ -144,14 +144,6 @@ def cache_folder() -> Path:
     from ..settings.gateway_settings import read_gateway_settings  # noqa: PLC0415  see pull
 
     return read_gateway_settings(os.environ, other_variables=(options.URL_VARIABLE,)).cache_dir
-
-
-def _learned() -> Path | None:
-    """Where the node keeps what it learned of sources, if it has a cache."""
-    from ...snapshot.caching.node import learned_file  # noqa: PLC0415  see pull
-
-    folder = cache_folder()
-    return learned_file(folder) if folder.is_dir() else None
 
 
 def _mib(count: int | None) -> int | None:

@@ -1,5 +1,5 @@
-"""The HTTP contracts of other platforms: one folder for each (RunPod, Cog, AWS Lambda, CloudEvents).
+"""The HTTP contracts of other platforms, one folder for each: RunPod, Cog, AWS Lambda and CloudEvents.
 
-Enter at a folder's `routes.py`. A dialect translates to jobs and invocations and back. It must not import another dialect:
-deleting its folder and its line in the registry removes it. The worker's side of the contracts is `handlers/dialects`.
+Enter at `registry.py` or at a folder's `routes.py`. A dialect translates requests to jobs and invocations, and these to
+responses. It must not import another dialect. The worker's side of the contracts is `handlers/dialects`.
 """

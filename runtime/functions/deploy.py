@@ -194,7 +194,7 @@ def _write_manifest(snapshot: Path, target: Path, say: Callable[[str], None]) ->
 
 def _fetch_manifest(url: str, folder: Path, say: Callable[[str], None]) -> None:
     """The manifest of a snapshot that lies elsewhere, and its assets: the zygote needs them before there are weights."""
-    from ...snapshot.caching.assets import bring_assets  # noqa: PLC0415  see _write_manifest
+    from ...snapshot.fetching.assets import fetch_assets  # noqa: PLC0415  see _write_manifest
     from ...snapshot.format.manifest import read_manifest  # noqa: PLC0415
     from ...snapshot.sources.locate import open_source  # noqa: PLC0415
     from ...snapshot.sources.location import shown  # noqa: PLC0415
@@ -204,4 +204,4 @@ def _fetch_manifest(url: str, folder: Path, say: Callable[[str], None]) -> None:
     manifest = read_manifest(source)
     manifest.write(folder / MANIFEST_FILE)
     (folder / ASSETS_FOLDER).mkdir()
-    bring_assets(manifest, source, folder / ASSETS_FOLDER)
+    fetch_assets(manifest, source, folder / ASSETS_FOLDER)

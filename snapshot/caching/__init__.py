@@ -1,1 +1,1 @@
-"""Where bytes lie on a node: tiers with budgets, one fetch for all who ask, eviction of what nobody maps."""
+"""Snapshots kept on a node: tiers with budgets, one fetch for all openers, eviction. Enter at `Cache`."""

@@ -1,10 +1,10 @@
-"""The node's cache of snapshots: what is here is used, what is not is fetched once, whoever asks and however many.
+"""The cache of snapshots on a node: one that is here is used, another is fetched once for all openers.
 
-    cache = Cache([Tier(Path("/dev/shm/pilotflame"), 8 << 30, "tmpfs"), Tier(Path("/var/cache/pilotflame"), 200 << 30)])
+    cache = Cache([Tier(Path("/dev/shm/weights"), 8 << 30, "tmpfs"), Tier(Path("/var/weights"), 200 << 30)])
     with cache.open(manifest, open_source("s3://bucket/prefix")) as lease:
-        mapping = Mapping(lease.root, lease.manifest, keep=lease.hold)   # at once; tensors come in lease.arrival
+        mapping = Mapping(lease.root, lease.manifest, keep=lease.hold)
 
-No process owns it: locks and files say all there is to know, so any may be killed at any moment.
+No process owns the cache: all state is in locks and files, so any process may be killed at any moment.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from ...errors import CacheError, PilotflameError
@@ -26,19 +25,17 @@ from .pull import Pull
 from .stored import Stored, needed_bytes
 from .tier import Tier
 
-_CLOSED = "The lease is closed."
-
 
 class Lease:
-    """A snapshot in use. Its files are there at full size; `arrival` says which chunks of them count.
+    """A snapshot in use. Its files are there at full size; `arrival` says which of their chunks have landed.
 
-    `root` stays the same and stays valid until the lease, and every Mapping that was given its `hold`, is gone: nothing
-    evicts it before. Closing a lease stops its fetch; who else waits for the snapshot, here or in another process, goes on
-    with it.
+    `root` stays valid until the lease is closed and every Mapping that was given its `hold` is gone: it is
+    not evicted before. Closing a lease stops its fetch; others that wait for the snapshot, in any process,
+    continue it.
     """
 
     def __init__(
-        self, root: Path, manifest: Manifest, arrival: Arrival, hold: Hold, pull: Pull | None
+        self, root: Path, manifest: Manifest, arrival: Arrival, hold: Hold, pull: Pull | None = None
     ) -> None:
         self.root = root
         self.manifest = manifest
@@ -52,24 +49,25 @@ class Lease:
 
     @property
     def hold(self) -> Hold:
-        """What protects the files from eviction for as long as anybody refers to it."""
+        """A reference to this protects the files from eviction."""
         if self._hold is None:
-            raise CacheError(_CLOSED, remedy="Map the files before closing it.")
+            raise CacheError("The lease is closed.", remedy="Map the files before closing it.")
         return self._hold
 
     @property
     def stats(self) -> FetchStats | None:
-        """Of the fetch, once it is done and if it was this lease that fetched."""
+        """The figures of the fetch, once it is done and if this lease fetched."""
         return self._pull.stats if self._pull is not None else None
 
     def wait(self, timeout_s: float | None = None, *, copied: bool = False) -> None:
-        """Until all is there, verified and published; with `copied`, on the disk too where it is copied there.
+        """Block until the snapshot is published; with `copied`, until the copy on the disk is too.
 
-        Raises what prevented it; SourceUnavailable if it takes longer than `timeout_s` (either part of it).
+        Raise what prevented it; SourceUnavailable if either of the two takes longer than `timeout_s`.
         """
-        if self._pull is not None:
-            self._pull.wait(timeout_s)
-        if not copied or self._pull is None:
+        if self._pull is None:
+            return
+        self._pull.wait(timeout_s)
+        if not copied:
             return
         if not self._copy_begun.wait(timeout_s):
             raise CacheError(f"The copy on the disk was not begun within {timeout_s:.0f} s.")
@@ -79,7 +77,7 @@ class Lease:
             self._copy.wait(timeout_s)
 
     def close(self) -> None:
-        """Let go. May be called twice, and from another thread."""
+        """Release the files. May be called twice, and from another thread."""
         with self._lock:
             self._hold = None
             copy = self._copy
@@ -87,29 +85,27 @@ class Lease:
             if pull is not None:
                 pull.close()
 
-    def start(self, below: Sequence[Tier], digest: str) -> None:
-        """Let it come; once it is here, copy it to the first of the tiers `below` that takes it."""
+    def start(self, copy_tiers: Sequence[Tier]) -> None:
+        """Start the pull; then copy the snapshot to the first of `copy_tiers` that takes it."""
         if self._pull is not None:
-            self._pull.start(lambda: self._start_copy(below, digest))
+            self._pull.start(lambda: self._copy_to_first(copy_tiers))
 
-    def _start_copy(self, below: Sequence[Tier], digest: str) -> None:
+    def _copy_to_first(self, tiers: Sequence[Tier]) -> None:
+        digest = self.manifest.digest
         try:
-            for tier in below:
+            for tier in tiers:
                 if tier.ready(digest, self.manifest) is not None or self._copy_to(tier, digest):
                     return
         finally:
             self._copy_begun.set()
 
     def _copy_to(self, tier: Tier, digest: str) -> bool:
-        """Whether there is nothing more to do: it is on its way, or nobody wants it any more."""
+        """Start the copy to `tier`. Return True unless the tier refused it."""
         try:
-            # The same engine as from afar: resumed, verified chunk by chunk, published last.
+            # Like a fetch: resumed, verified chunk by chunk, published last.
             copy = Pull(tier, digest, self.manifest, FolderSource(self.root))
         except PilotflameError as error:
             self._copy_error = error
-            return False
-        except OSError as error:
-            self._copy_error = _refused(tier, error)
             return False
         with self._lock:
             self._copy, self._copy_error, closed = copy, None, self._hold is None
@@ -121,54 +117,49 @@ class Lease:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self.close()
 
 
 class Cache:
-    """Snapshots in `tiers`, the fastest first. `learned`: the file in which the fetching engine remembers sources."""
+    """Snapshots in `tiers`, the fastest first."""
 
-    def __init__(self, tiers: Sequence[Tier], *, learned: Path | None = None) -> None:
+    def __init__(self, tiers: Sequence[Tier]) -> None:
         self.tiers = tuple(tiers)
-        self._learned = learned
-
-    def sweep(self) -> None:
-        """Clear what crashes left in the tiers: for a process that lives long, at its start."""
-        for tier in self.tiers:
-            tier.sweep()
 
     def open(
         self, manifest: Manifest, source: Source, *, progress: Progress | None = None, tee: bool = True
     ) -> Lease:
-        """A lease of the snapshot, as soon as its files can be mapped; its bytes may still be coming.
+        """Return a lease of the snapshot as soon as its files can be mapped; its bytes may still be arriving.
 
-        What is ready in any tier is used there: nothing is read, no thread is started. What is on its way is followed. Else
-        the first tier that takes it fetches it from `source`, and unless `tee` is off copies it to a disk tier after that.
-        CacheError if no tier takes it; SourceError, SnapshotCorrupt if an asset cannot be had.
+        A snapshot that is ready in any tier is used there: nothing is read, no thread is started. One that is
+        being fetched is followed. Otherwise the first tier that takes it fetches it from `source`, and then,
+        unless `tee` is False, copies it to a disk tier. CacheError if no tier takes it; SourceError,
+        SnapshotCorrupt if an asset cannot be had.
         """
         digest = manifest.digest
         for tier in self.tiers:
-            found = tier.ready(digest, manifest)
-            if found is not None:
-                return self._at_once(tier.folder(digest) / "files", manifest, found, progress)
+            hold = tier.ready(digest, manifest)
+            if hold is not None:
+                arrival = Arrival(manifest)
+                arrival.land_all()
+                if progress is not None:
+                    progress(manifest.total_bytes, manifest.total_bytes)
+                return Lease(tier.folder(digest) / "files", manifest, arrival, hold)
         tier, pull = self._pull(digest, manifest, source)
         lease = Lease(pull.files, manifest, pull.arrival, pull.hold, pull)
         if progress is not None:
             _report(manifest, pull.arrival, progress)
-        below = (
-            [other for other in self.tiers if other.kind == "disk"] if tee and tier.kind == "tmpfs" else []
-        )
-        lease.start(below, digest)
+        copied = tee and tier.kind == "tmpfs"
+        lease.start([other for other in self.tiers if other.kind == "disk"] if copied else [])
         return lease
 
     def list(self) -> Sequence[Stored]:
-        """Every snapshot of every tier, published or on its way."""
+        """Every snapshot of every tier, published or being fetched."""
         return [stored for tier in self.tiers for stored in tier.list()]
 
     def evict(self, digest: str) -> bool:
-        """Drop a snapshot from every tier; whether it was in any. CacheError if one is in use, which stays."""
+        """Drop a snapshot from every tier. Return True if it was in any; CacheError if it is in use."""
         evicted = [tier.evict(digest) for tier in self.tiers]
         return any(evicted)
 
@@ -176,24 +167,15 @@ class Cache:
         """Each tier, and the bytes of its budget that are taken, spare files included."""
         return [(tier, tier.used_bytes()) for tier in self.tiers]
 
-    def _at_once(self, root: Path, manifest: Manifest, hold: Hold, progress: Progress | None) -> Lease:
-        arrival = Arrival(manifest)
-        arrival.land_all()
-        if progress is not None:
-            progress(manifest.total_bytes, manifest.total_bytes)
-        return Lease(root, manifest, arrival, hold, None)
-
     def _pull(self, digest: str, manifest: Manifest, source: Source) -> tuple[Tier, Pull]:
-        # Where it is on its way already comes first: that is one fetch for all, and less left of it.
+        # A tier that is fetching it already comes first: one fetch for all, and less left of it.
         tiers = sorted(self.tiers, key=lambda tier: not tier.has(digest))
         refusals = []
         for tier in tiers:
             try:
-                return tier, Pull(tier, digest, manifest, source, learned=self._learned)
+                return tier, Pull(tier, digest, manifest, source)
             except CacheError as error:
                 refusals.append(error)
-            except OSError as error:
-                refusals.append(_refused(tier, error))
         raise CacheError(
             f"No tier of the cache takes the snapshot of {needed_bytes(manifest)} bytes. "
             + " ".join(refusal.message for refusal in refusals),
@@ -202,26 +184,13 @@ class Cache:
         )
 
 
-def _refused(tier: Tier, error: OSError) -> CacheError:
-    where = error.filename or tier.root
-    return CacheError(
-        f"{where} cannot be written: {error.strerror}.",
-        remedy=f"Make room or mend the permissions of {tier.root}, or put the cache elsewhere.",
-    )
-
-
 def _report(manifest: Manifest, arrival: Arrival, progress: Progress) -> None:
-    """Call `progress` as chunks land, with ever more bytes."""
-    sizes = [
-        min(manifest.chunk_bytes, shard.size_bytes - chunk * manifest.chunk_bytes)
-        for shard in manifest.shards
-        for chunk in range(len(shard.chunks))
-    ]
-    lock, done = threading.Lock(), [0]
+    """Call `progress` as chunks land. The bytes never decrease."""
+    lock = threading.Lock()
 
     def landed(chunk: int) -> None:
+        del chunk
         with lock:
-            done[0] += sizes[chunk]
-            progress(done[0], manifest.total_bytes)
+            progress(arrival.landed_bytes, manifest.total_bytes)
 
     arrival.on_land(landed)

@@ -1,9 +1,10 @@
-"""Following: the process that fetches a snapshot tells the others, over a unix socket, which chunks have landed.
+"""Following: the process that fetches a snapshot tells others, over a unix socket, which chunks have landed.
 
-Messages (SOCK_SEQPACKET: whole or not at all). From the fetching process: LANDED and chunk numbers, four bytes each, first
-those that are there already; at the end, ENDED and a JSON object, the error's wire form or `{}` when all is published.
-From a follower: the first and the last chunk that somebody waits for. Who drops the connection without ENDED has died or
-was cancelled: the fetch is anybody's. The bytes themselves are in the files, which both have mapped.
+Messages are whole (SOCK_SEQPACKET). From the fetching process: LANDED and chunk numbers, four bytes each,
+first those that have landed already; at the end, ENDED and a JSON object: the error's wire form, or `{}` when
+all is published. From a follower: the first and the last chunk that it waits for. A connection that closes
+without ENDED means that the fetching process died or was cancelled: any follower may take over. The bytes
+themselves are in the files, which both have mapped.
 """
 
 from __future__ import annotations
@@ -24,25 +25,27 @@ from ..fetching.arrival import Arrival
 SOCKET_NAME = "socket"
 LANDED, ENDED = b"L", b"E"
 END_TIMEOUT_S = 5.0
-"""How long a follower may take to read the end. One that is stopped finds out later, from the files."""
+"""How long followers may take to read the end. One that is stopped finds out later, from the files."""
 _NUMBERS_PER_MESSAGE = 8192
 _MESSAGE_BYTES = 64 << 10
 _DEMAND = struct.Struct("!II")
 _BACKLOG = 128
+_READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 
 @dataclass(slots=True, eq=False)
 class _Follower:
+    """A follower's connection. `sent`: how many of the landed chunks it was told."""
+
     socket: socket.socket
-    told: int = 0
-    """How many of the news it has heard."""
+    sent: int = 0
 
 
 class Feed:
-    """The telling side, in the process that holds the fetch lock; listening once it is constructed."""
+    """The sending side, in the process that holds the fetch lock. It listens once it is constructed."""
 
     def __init__(self, folder: int, arrival: Arrival) -> None:
-        """`folder` is an open folder: its socket is bound through that, as a path may be too long for an address."""
+        """`folder` is an open folder: a socket's address is too short for some paths."""
         self._folder, self._arrival = folder, arrival
         self._listener = _socket()
         try:
@@ -53,18 +56,19 @@ class Feed:
             self._listener.close()
             raise
         self._lock = threading.Lock()
-        self._news: list[int] = []
+        self._landed: list[int] = []
         self._end: bytes | None = None
         self._awake, self._waker = socket.socketpair()
         for end in (self._listener, self._awake, self._waker):
             end.setblocking(False)
+        self._selector = selectors.DefaultSelector()
         self._followers: list[_Follower] = []
-        arrival.on_land(self._landed)
+        arrival.on_land(self._on_land)
         self._thread = threading.Thread(target=self._run, name="snapshot-feed", daemon=True)
         self._thread.start()
 
     def close(self, error: PilotflameError | None = None, *, dropped: bool = False) -> None:
-        """End: all is published, or `error` happened; with `dropped`, somebody else may go on."""
+        """End: all is published, or `error` happened. With `dropped`, a follower may take over."""
         _unlink_socket(self._folder)
         self._end = b"" if dropped else ENDED + _wire(error)
         self._wake()
@@ -72,46 +76,47 @@ class Feed:
         for end in (self._listener, self._awake, self._waker):
             end.close()
 
-    def _landed(self, chunk: int) -> None:
+    def _on_land(self, chunk: int) -> None:
         with self._lock:
-            self._news.append(chunk)
+            self._landed.append(chunk)
         if self._end is None:
             self._wake()
 
     def _wake(self) -> None:
-        with suppress(BlockingIOError, OSError):  # full: it is awake; closed: it is over
+        # A full socket will wake the thread anyway; a closed one means that it has ended.
+        with suppress(OSError):
             self._waker.send(b"!")
 
     def _run(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._listener, selectors.EVENT_READ)
-            selector.register(self._awake, selectors.EVENT_READ)
+        with self._selector as selector:
+            selector.register(self._listener, _READ)
+            selector.register(self._awake, _READ)
             while self._end is None:
                 for key, events in selector.select():
-                    self._serve(selector, key.fileobj, key.data, events)
+                    if key.fileobj is self._awake:
+                        self._drain()
+                    elif key.fileobj is self._listener:
+                        self._accept()
+                    elif events & _READ:
+                        self._read_demand(key.data)
                 for follower in list(self._followers):
-                    self._tell(selector, follower)
-        self._say_goodbye()
+                    self._send_pending(follower)
+        self._finish()
 
-    def _serve(
-        self, selector: selectors.BaseSelector, ready: object, peer: _Follower | None, events: int
-    ) -> None:
-        if ready is self._awake:
-            with suppress(BlockingIOError):
-                while self._awake.recv(4096):
-                    pass
-        elif ready is self._listener:
-            with suppress(
-                OSError
-            ):  # out of descriptors too: who is not let in hears that from the closed end
-                follower = _Follower(self._listener.accept()[0])
-                follower.socket.setblocking(False)
-                self._followers.append(follower)
-                selector.register(follower.socket, selectors.EVENT_READ, follower)
-        elif peer is not None and events & selectors.EVENT_READ:
-            self._hear(selector, peer)
+    def _drain(self) -> None:
+        with suppress(BlockingIOError):
+            while self._awake.recv(4096):
+                pass
 
-    def _hear(self, selector: selectors.BaseSelector, follower: _Follower) -> None:
+    def _accept(self) -> None:
+        # Out of descriptors, a follower is not accepted; it learns the end from the closed connection.
+        with suppress(OSError):
+            follower = _Follower(self._listener.accept()[0])
+            follower.socket.setblocking(False)
+            self._followers.append(follower)
+            self._selector.register(follower.socket, _READ, follower)
+
+    def _read_demand(self, follower: _Follower) -> None:
         try:
             demand = follower.socket.recv(_DEMAND.size)
         except BlockingIOError:
@@ -119,41 +124,40 @@ class Feed:
         except OSError:
             demand = b""
         if len(demand) < _DEMAND.size:
-            self._drop(selector, follower)
+            self._drop(follower)
             return
         first, last = _DEMAND.unpack(demand)
         if first <= last < self._arrival.count:
             self._arrival.demand(first, last)
 
-    def _tell(self, selector: selectors.BaseSelector, follower: _Follower) -> None:
-        """All news that the follower's socket takes now; the rest when it is writable."""
-        if follower not in self._followers:
-            return
+    def _send_pending(self, follower: _Follower) -> None:
+        """Send what the follower's socket takes now, and the rest when it is writable."""
+        events = _READ
         try:
-            self._send_news(follower)
+            self._send_landed(follower)
         except BlockingIOError:
-            selector.modify(follower.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, follower)
+            events = _READ | _WRITE
         except OSError:
-            self._drop(selector, follower)
-        else:
-            selector.modify(follower.socket, selectors.EVENT_READ, follower)
+            self._drop(follower)
+            return
+        self._selector.modify(follower.socket, events, follower)
 
-    def _send_news(self, follower: _Follower) -> None:
+    def _send_landed(self, follower: _Follower) -> None:
         while True:
             with self._lock:
-                news = self._news[follower.told : follower.told + _NUMBERS_PER_MESSAGE]
-            if not news:
+                chunks = self._landed[follower.sent : follower.sent + _NUMBERS_PER_MESSAGE]
+            if not chunks:
                 return
-            follower.socket.send(LANDED + struct.pack(f"!{len(news)}I", *news))
-            follower.told += len(news)
+            follower.socket.send(LANDED + struct.pack(f"!{len(chunks)}I", *chunks))
+            follower.sent += len(chunks)
 
-    def _drop(self, selector: selectors.BaseSelector, follower: _Follower) -> None:
-        selector.unregister(follower.socket)
+    def _drop(self, follower: _Follower) -> None:
+        self._selector.unregister(follower.socket)
         follower.socket.close()
         self._followers.remove(follower)
 
-    def _say_goodbye(self) -> None:
-        """The last news and the end, to those too who knocked and were not let in yet."""
+    def _finish(self) -> None:
+        """Send the last chunks and the end, also to followers that are not accepted yet."""
         with suppress(OSError):
             while True:
                 self._followers.append(_Follower(self._listener.accept()[0]))
@@ -162,16 +166,16 @@ class Feed:
             follower.socket.settimeout(max(0.001, deadline_s - time.monotonic()))
             with suppress(OSError):
                 if self._end:
-                    self._send_news(follower)
+                    self._send_landed(follower)
                     follower.socket.send(self._end)
             follower.socket.close()
 
 
 class Following:
-    """The hearing side; connected once it is constructed."""
+    """The receiving side. It is connected once it is constructed."""
 
     def __init__(self, folder: int) -> None:
-        """ConnectionError or FileNotFoundError if nobody tells."""
+        """Raise ConnectionError or FileNotFoundError if there is no feed in the open folder `folder`."""
         self._socket = _socket()
         try:
             self._socket.connect(_address(folder))
@@ -180,7 +184,10 @@ class Following:
             raise
 
     def run(self, arrival: Arrival) -> bool:
-        """Land what is told until the end. True: all is published; False: dropped. Raises what made the fetch fail."""
+        """Land chunks as they are announced. Return True if all is published, False if the feed was dropped.
+
+        Raise the error that the fetch failed with.
+        """
         try:
             while message := self._receive():
                 if message[:1] == ENDED:
@@ -194,12 +201,12 @@ class Following:
         return False
 
     def demand(self, first: int, last: int) -> None:
-        """Tell the fetching process what is waited for; a hint, dropped if it cannot be sent at once."""
+        """Tell the fetching process what is waited for: a hint, dropped if it cannot be sent at once."""
         with suppress(OSError):
             self._socket.send(_DEMAND.pack(first, last), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
     def cancel(self) -> None:
-        """End `run` in another thread, as if the connection had been dropped."""
+        """End `run` in another thread, as if the feed had been dropped."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -241,10 +248,13 @@ def _raise_wire(text: bytes) -> None:
 
 
 def _numbers(message: bytes, count: int) -> tuple[int, ...]:
+    """The chunk numbers in a LANDED message; LinkError if it is malformed."""
     body = message[1:]
     if message[:1] != LANDED or len(body) % 4:
-        raise LinkError("The process that fetches the snapshot does not speak our language.")
+        raise LinkError("The process that fetches the snapshot sent a malformed message.")
     numbers = struct.unpack(f"!{len(body) // 4}I", body)
     if any(number >= count for number in numbers):
-        raise LinkError("The process that fetches the snapshot tells of chunks that it does not have.")
+        raise LinkError(
+            "The process that fetches the snapshot announced a chunk that the snapshot does not have."
+        )
     return numbers

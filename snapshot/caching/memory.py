@@ -1,9 +1,9 @@
-"""A node's memory as a file system: a tmpfs of its own with huge pages, where the kernel lets us mount one.
+"""A node's memory as a file system: a tmpfs with huge pages, where the kernel lets this process mount one.
 
-Fresh memory in pages of 4 KiB is what a fetch waits for most: every page is a fault of its own. In pages of 2 MiB the same
-bytes come in faster, and are mapped with a five-hundredth of the faults (docs/snapshot-choices.md). Shared memory
-has small pages unless its mount says otherwise, and only root may mount. Everybody else gets a folder in it, and can have
-an administrator say `mount -o remount,huge=within_size /dev/shm`.
+A fetch into fresh memory waits mostly for page faults, one for each 4 KiB. With pages of 2 MiB the same bytes
+come in faster, and are mapped with a five-hundredth of the faults (docs/snapshot-choices.md). Shared memory
+has small pages unless its mount says otherwise, and only root may mount. Other users get a folder in it; an
+administrator can give that huge pages with `mount -o remount,huge=within_size /dev/shm`.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  a folder of our own below it, made private
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  a private folder is made below it
 LEFT_AFTER_S = 3600.0
-"""For how long nothing may have happened to an empty root before it is taken for one that was left."""
+"""How long an empty root must be unchanged before it counts as left behind."""
 SLACK_BYTES = 16 << 20
-"""For manifests, locks and what rounding takes: budgets count shards alone."""
+"""For manifests, locks and rounding: budgets count shards alone."""
 
-# From <sys/mount.h>; nothing in there is ever to be executed, or a device.
+# From <sys/mount.h>. Nothing on this file system is ever executed, or a device.
 _NOSUID, _NODEV, _NOEXEC = 2, 4, 8
 _UMOUNT_NOFOLLOW = 8
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def prepare(root: Path, size_bytes: int) -> bool:
-    """Make folder `root` in shared memory, with huge pages if that may be; whether it is there, and nobody else's.
+    """Make folder `root` in shared memory, with huge pages if possible. Return True if it is private.
 
-    What is there already stays as it is. To be called by one process at a time.
+    A root that exists stays as it is. Only one process at a time may call this.
     """
     if not root.parent.is_dir() or not os.access(root.parent, os.W_OK):
         return False
@@ -42,7 +42,7 @@ def prepare(root: Path, size_bytes: int) -> bool:
 
 
 def is_ours(root: Path) -> bool:
-    """Whether nobody else can have put, or can put, anything there. Anybody may make folders in shared memory."""
+    """Return True if only this user can write to folder `root`: in shared memory any user may make it."""
     try:
         status = root.lstat()
     except OSError:
@@ -51,9 +51,9 @@ def is_ours(root: Path) -> bool:
 
 
 def mount(folder: Path, size_bytes: int) -> bool:
-    """Put a tmpfs with huge pages on `folder`; whether that was allowed.
+    """Mount a tmpfs with huge pages on `folder`. Return True if that was allowed.
 
-    within_size: a huge page where a file fills it, so that no file takes more than its size.
+    within_size: a huge page only where a file fills it, so that no file takes more than its size.
     """
     options = f"huge=within_size,mode=0700,size={size_bytes}".encode()
     flags = _NOSUID | _NODEV | _NOEXEC
@@ -61,12 +61,12 @@ def mount(folder: Path, size_bytes: int) -> bool:
 
 
 def unmount(folder: Path) -> bool:
-    """Take it away again, with all that is in it; whether it was there and nobody used it."""
+    """Unmount `folder`, with all that is in it. Return True if it was mounted and not in use."""
     return bool(_libc.umount2(os.fsencode(folder), _UMOUNT_NOFOLLOW) == 0)
 
 
 def give_back(root: Path) -> None:
-    """Leave nothing of an empty `root` behind. To be called by one process at a time."""
+    """Unmount and remove `root` if it is empty. Only one process at a time may call this."""
     with suppress(OSError):
         if root.is_mount() and not any(root.iterdir()):
             unmount(root)
@@ -74,21 +74,22 @@ def give_back(root: Path) -> None:
 
 
 def sweep(roots: Iterable[Path], own: Path) -> None:
-    """Take away what killed processes left of other caches: our roots with nothing in them, for an hour at least.
+    """Give back the empty roots that killed processes left, except `own`.
 
-    Younger ones may just have been made, by a process that has not come to put anything there. The kernel keeps a mount
-    that is in use; who finds its root gone makes it anew.
+    A young root is kept: another process may have just made it. The kernel keeps a mount that is in use; a
+    process that finds its root gone makes it anew.
     """
     before_s = time.time() - LEFT_AFTER_S
     for root in roots:
-        with suppress(OSError):  # another sweeps too
+        # Another process may sweep too.
+        with suppress(OSError):
             status = root.lstat()
             if root != own and is_ours(root) and max(status.st_mtime, status.st_ctime) < before_s:
                 give_back(root)
 
 
 def has_huge_pages(folder: Path) -> bool:
-    """Whether files in `folder` get them: by how the file system that it lies on was mounted."""
+    """Return True if files in `folder` get huge pages, by the mount options of its file system."""
     device = f"{os.major(folder.stat().st_dev)}:{os.minor(folder.stat().st_dev)}"
     lines = (line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines())
     options = [option for line in lines if line[2] == device for option in line[-1].split(",")]

@@ -1,4 +1,4 @@
-"""The node's usual cache: one folder on disk, and a part of its memory before it."""
+"""The node's usual cache: one folder on disk, and before it a part of the memory."""
 
 from __future__ import annotations
 
@@ -22,30 +22,24 @@ _MEMORY_PREFIX = "pilotflame-"
 
 
 def node_cache(folder: Path) -> Cache:
-    """The cache whose disk tier is `folder`, to fetch into; whoever names the same folder shares it, in whatever process.
+    """Return the cache whose disk tier is `folder`, to fetch into. Processes with the same folder share it.
 
     Budgets are taken from the machine: a quarter of its memory, four fifths of what the disk could give.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     own = _memory_root(folder)
     sweep(SHARED_MEMORY.glob(f"{_MEMORY_PREFIX}{os.getuid()}-*"), own)
-    with (
-        suppress(OSError, CacheError),
-        _disk_tier(folder).locked(),
-    ):  # a disk that takes nothing can still be read
+    # A disk that cannot be written to can still be read.
+    with suppress(OSError, CacheError), _disk_tier(folder).locked():
         prepare(own, _memory_budget_bytes())
-    cache = Cache(node_tiers(folder), learned=learned_file(folder))
-    cache.sweep()
-    return cache
-
-
-def learned_file(folder: Path) -> Path:
-    """Where a node keeps what it learned of sources."""
-    return folder / "learned.json"
+    tiers = node_tiers(folder)
+    for tier in tiers:
+        tier.sweep()
+    return Cache(tiers)
 
 
 def node_tiers(folder: Path) -> list[Tier]:
-    """What there is of that cache: memory first, if this machine has a file system in memory; then the disk."""
+    """The tiers of that cache: memory first, if this machine has a file system in memory; then the disk."""
     disk, root = _disk_tier(folder), _memory_root(folder)
     if not is_ours(root):
         return [disk]
@@ -55,7 +49,7 @@ def node_tiers(folder: Path) -> list[Tier]:
 
 def _disk_tier(folder: Path) -> Tier:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # What the cache itself takes there already counts, so that a full one does not shrink its own budget.
+    # What the cache itself takes counts as available, so that a full cache does not shrink its own budget.
     could_give_bytes = shutil.disk_usage(folder).free + Tier(folder, 0, "disk").used_bytes()
     return Tier(folder, int(DISK_SHARE * could_give_bytes), "disk")
 
@@ -70,32 +64,31 @@ def _memory_budget_bytes() -> int:
 
 
 def release_memory(cache: Cache) -> None:
-    """Give back the memory of snapshots that nobody uses and that lie on the disk too."""
-    on_disk = {
-        stored.digest for tier in cache.tiers if tier.kind == "disk" for stored in tier.list() if stored.ready
-    }
+    """Give back the memory of snapshots that are not in use and are on the disk too."""
+    disks = [tier for tier in cache.tiers if tier.kind == "disk"]
+    on_disk = {stored.digest for tier in disks for stored in tier.list() if stored.ready}
     for tier in cache.tiers:
         if tier.kind == "tmpfs":
             for stored in tier.list():
                 if stored.digest in on_disk:
-                    with suppress(CacheError):  # somebody else uses it
+                    # CacheError: it is in use.
+                    with suppress(CacheError):
                         tier.evict(stored.digest)
-            tier.drop_spares()
-            tier.remove_if_empty()
-    for tier in cache.tiers:
-        if tier.kind == "disk":
-            with suppress(OSError, CacheError), tier.locked():  # nobody prepares it meanwhile
-                give_back(_memory_root(tier.root))
+            tier.release()
+    for tier in disks:
+        # With the lock held, no other process prepares the root meanwhile.
+        with suppress(OSError, CacheError), tier.locked():
+            give_back(_memory_root(tier.root))
 
 
 def follow(folder: Path, manifest: Manifest) -> Lease:
-    """A lease of a snapshot that another process of this node holds there; it need not have arrived yet."""
-    # Not swept: that is for who fetches, and here a cold start waits.
-    return Cache(node_tiers(folder)).open(manifest, _Elsewhere(), tee=False)
+    """Return a lease of a snapshot that another process of this node holds, or is fetching."""
+    # Not swept: the fetching process does that, and here a cold start waits.
+    return Cache(node_tiers(folder)).open(manifest, _NoSource(), tee=False)
 
 
-class _Elsewhere(Ranged):
-    """The source of those who may not fetch: whoever holds the snapshot does, and knows the credentials."""
+class _NoSource(Ranged):
+    """The source of processes that have no credentials: the process that holds the snapshot fetches it."""
 
     url = "the node's fetcher"
 

@@ -1,9 +1,11 @@
-"""Spare files: those of evicted snapshots on tmpfs, kept for their pages.
+"""Spare files: those of snapshots evicted from a tmpfs, kept for their pages.
 
-Writing over pages that are there is faster than allocating them, most of all through a mapping whose page tables are
-filled (kept and fresh in docs/snapshot-choices.md). Whoever takes a spare gets a file with foreign bytes in it, so nothing in it counts before it was verified.
+Writing over existing pages is faster than allocating new ones, most of all through a mapping whose page
+tables are filled (docs/snapshot-choices.md). A reused spare has another snapshot's bytes in it, so none of
+them counts before it is verified.
 
-A spare comes here only from a snapshot whose folder was locked exclusively and renamed: nobody maps it any more.
+A file becomes a spare only after its snapshot's folder was locked exclusively and renamed: nothing maps it
+any more.
 """
 
 from __future__ import annotations
@@ -11,103 +13,87 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
 from .stored import allocated_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class SpareFile:
-    path: Path
-    size_bytes: int
-
-
 class Spares:
-    """The spare files in `folder`. All but `touched` is called with the tier locked."""
+    """The spare files in `folder`. All methods but `map_pages` are called with the tier locked."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._warm: dict[tuple[int, int], mmap.mmap] = {}
+        self._mapped: dict[tuple[int, int], mmap.mmap] = {}
         self._lock = threading.Lock()
 
-    def files(self) -> list[SpareFile]:
-        """What is there, the largest first."""
+    def files(self) -> list[tuple[int, Path]]:
+        """Bytes and path of every spare, the largest first."""
         try:
-            found = [SpareFile(Path(entry), entry.stat().st_size) for entry in os.scandir(self._folder)]
+            found = [(entry.stat().st_size, Path(entry)) for entry in os.scandir(self._folder)]
         except FileNotFoundError:
             return []
-        return sorted(found, key=lambda spare: -spare.size_bytes)
+        return sorted(found, reverse=True)
 
     def total_bytes(self) -> int:
-        return sum(spare.size_bytes for spare in self.files())
+        return sum(size_bytes for size_bytes, _ in self.files())
 
     def put(self, file: Path) -> None:
-        """Take over `file`, which nobody has open or mapped."""
+        """Take over `file`, which nothing has open or mapped."""
         self._folder.mkdir(exist_ok=True)
         file.replace(self._folder / uuid4().hex)
 
-    def take(self, size_bytes: int, path: Path) -> bool:
-        """Move the best fitting spare to `path`, whatever its size: the smallest that suffices, else the largest."""
+    def take(self, size_bytes: int, path: Path) -> None:
+        """Move the best fitting spare to `path`, if any: the smallest that suffices, else the largest."""
         files = self.files()
-        if not files or not size_bytes:
-            return False
-        enough = [spare for spare in files if spare.size_bytes >= size_bytes]
-        (enough[-1] if enough else files[0]).path.replace(path)
-        return True
+        if files and size_bytes:
+            enough = [spare for found_bytes, spare in files if found_bytes >= size_bytes]
+            (enough[-1] if enough else files[0][1]).replace(path)
 
     def trim(self, limit_bytes: int) -> None:
         """Delete spares, the smallest first, until the rest has at most `limit_bytes`."""
         files = self.files()
-        left_bytes = sum(spare.size_bytes for spare in files)
+        left_bytes = sum(size_bytes for size_bytes, _ in files)
         while files and left_bytes > limit_bytes:
-            spare = files.pop()
-            left_bytes -= spare.size_bytes
-            self._forget(spare.path)
-            spare.path.unlink()
+            size_bytes, path = files.pop()
+            left_bytes -= size_bytes
+            with self._lock:
+                self._mapped.pop(_key(path.stat()), None)
+            path.unlink()
 
-    def warm(self) -> None:
-        """Map what is there now, in this process, so that a fetch need not."""
-        for spare in self.files():
-            descriptor = os.open(spare.path, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                memory = _map_whole(descriptor)
+    def map_ahead(self) -> None:
+        """Map the spares in this process now, so that the next fetch need not."""
+        for _, path in self.files():
+            with path.open("r+b") as stream:
+                memory = _map_whole(stream.fileno())
                 if memory is not None:
                     with self._lock:
-                        self._warm[_key(descriptor)] = memory
-            finally:
-                os.close(descriptor)
+                        self._mapped[_key(os.fstat(stream.fileno()))] = memory
 
-    def touched(self, descriptor: int) -> memoryview | None:
-        """The open file's bytes, mapped shared, with all pages there and mapped; None if it has holes.
+    def map_pages(self, descriptor: int) -> memoryview | None:
+        """Map the open file shared, with all pages present and in the page tables; None if it has holes.
 
-        Through holes a full tmpfs would kill us (SIGBUS) where a write says ENOSPC.
+        Writing through a hole of a full tmpfs would kill the process (SIGBUS), where pwrite fails with
+        ENOSPC.
         """
+        status = os.fstat(descriptor)
         with self._lock:
-            memory = self._warm.pop(_key(descriptor), None)
-        if memory is None or len(memory) != os.fstat(descriptor).st_size or not _is_whole(descriptor):
+            memory = self._mapped.pop(_key(status), None)
+        if memory is None or len(memory) != status.st_size or not _has_all_pages(status):
             memory = _map_whole(descriptor)
         return None if memory is None else memoryview(memory)
 
-    def _forget(self, path: Path) -> None:
-        status = path.stat()
-        with self._lock:
-            self._warm.pop((status.st_dev, status.st_ino), None)
-
 
 def _map_whole(descriptor: int) -> mmap.mmap | None:
-    if not _is_whole(descriptor):
-        return None
-    size_bytes = os.fstat(descriptor).st_size
-    return mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-
-
-def _is_whole(descriptor: int) -> bool:
     status = os.fstat(descriptor)
+    if not _has_all_pages(status):
+        return None
+    return mmap.mmap(descriptor, status.st_size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+
+
+def _has_all_pages(status: os.stat_result) -> bool:
     return 0 < status.st_size <= allocated_bytes(status)
 
 
-def _key(descriptor: int) -> tuple[int, int]:
-    status = os.fstat(descriptor)
+def _key(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino

@@ -1,4 +1,4 @@
-"""What is stored: snapshots in a tier's folders, as their files say."""
+"""What a tier's folders hold: snapshots, as their files say."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..format.manifest import MANIFEST_NAME, Manifest
+from ..publish import sync
 
-_BLOCK_BYTES = 512  # of st_blocks, whatever the file system's own are
+# The unit of st_blocks, whatever the file system's own blocks are.
+_BLOCK_BYTES = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A snapshot in a tier, as its files say. `used_s`: when it was last opened, seconds since the epoch."""
+    """A snapshot in a tier. `used_s`: when it was last opened, seconds since the epoch."""
 
     digest: str
     folder: Path
@@ -26,20 +28,21 @@ class Stored:
 
     @property
     def outstanding_bytes(self) -> int:
-        """What the file system will still have to give for it."""
+        """What the file system must still allocate for it."""
         return 0 if self.ready else max(0, self.size_bytes - self.allocated_bytes)
 
 
 def allocated_bytes(status: os.stat_result) -> int:
-    """What the file system has given for a file: holes, and what was never written, are not in it."""
+    """What the file system has allocated for a file: without holes."""
     return status.st_blocks * _BLOCK_BYTES
 
 
-def look_at(folder: Path) -> Stored:
-    """What lies in the snapshot's folder `folder`."""
+def read_stored(folder: Path) -> Stored:
+    """Describe the snapshot whose folder is `folder`."""
     sizes = []
     for path in (folder / "files").rglob("*"):
-        with suppress(FileNotFoundError):  # an asset under its temporary name, a moment ago
+        # An asset's temporary file may be renamed meanwhile.
+        with suppress(FileNotFoundError):
             status = path.lstat()
             if stat.S_ISREG(status.st_mode) and path.name != MANIFEST_NAME:
                 sizes.append(status)
@@ -54,7 +57,7 @@ def look_at(folder: Path) -> Stored:
 
 
 def needed_bytes(manifest: Manifest) -> int:
-    """What a snapshot takes of a budget: shards and assets; not its manifest."""
+    """What a snapshot takes of a budget: shards and assets, not its manifest."""
     return sum(file_sizes(manifest).values())
 
 
@@ -65,10 +68,18 @@ def file_sizes(manifest: Manifest) -> dict[str, int]:
 
 
 def is_whole(files: Path, manifest: Manifest) -> bool:
-    """Whether a snapshot was published in folder `files`, and its files have the sizes they should have."""
+    """Return True if a snapshot was published in folder `files`, and its files have their sizes."""
     try:
         return (files / MANIFEST_NAME).is_file() and all(
             (files / name).stat().st_size == size_bytes for name, size_bytes in file_sizes(manifest).items()
         )
     except (FileNotFoundError, NotADirectoryError):
         return False
+
+
+def sync_files(files: Path, manifest: Manifest) -> None:
+    """Sync the shards and assets in folder `files`, then `files` and the folders in it."""
+    paths = [files / name for name in file_sizes(manifest)]
+    folders = {folder for path in paths for folder in path.parents if folder.is_relative_to(files)}
+    for path in (*paths, *folders):
+        sync(path)

@@ -1,15 +1,15 @@
-"""A tier: a folder on this machine where snapshots lie, within a budget of bytes.
+"""A tier: a folder on this machine that holds snapshots, within a budget of bytes.
 
     <root>/lock                       held while room is made and while snapshots are evicted; never for long
-    <root>/snapshots/<digest>/        one snapshot, locked (flock) shared by all who use it, exclusively to evict it
-        files/                        its shards at full size and its assets; with the manifest, once it is published
+    <root>/snapshots/<digest>/        one snapshot, locked (flock) shared to use it, exclusively to evict it
+        files/                        its shards at full size and its assets; its manifest once published
         fetching                      locked exclusively by the process that fetches
-        socket                        where that process tells the others what has landed
-    <root>/trash/                     evicted, on its way out
+        socket                        where that process tells followers which chunks have landed
+    <root>/trash/                     evicted, being deleted
     <root>/spare/                     files of evicted snapshots that are kept for their pages (tmpfs)
 
-A snapshot never moves: publishing writes the manifest, last and at once, so paths and mappings handed out stay good.
-Everything is accounted for from the files themselves: no counter or journal that a crash could spoil.
+A snapshot never moves: publishing writes the manifest, last and atomically, so paths and mappings stay valid.
+All accounting is read from the files themselves: there is no counter or journal that a crash could spoil.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from uuid import uuid4
 
 from ...errors import CacheError
 from ..format.manifest import MANIFEST_NAME, Manifest
-from .flock import LOCK_TIMEOUT_S, Hold, hold, is_at, lock, try_lock
+from .flock import LOCK_TIMEOUT_S, Hold, hold, is_at, lock, lock_folder
 from .spare import Spares
-from .stored import Stored, is_whole, look_at, needed_bytes
+from .stored import Stored, is_whole, needed_bytes, read_stored
 
 STALE_AFTER_S = 86_400.0
 SWEEP_TIMEOUT_S = 1.0
@@ -37,8 +37,8 @@ LEAST_SPARE_BYTES = 64 << 10
 class Tier:
     """Snapshots under folder `root`, at most `budget_bytes` of shards and spare files.
 
-    `kind` "tmpfs": files are lost with power, so nothing is synced, and `spare_bytes` of evicted files are kept for
-    their pages. "disk": published only once it is on the disk.
+    `kind` "tmpfs": files are lost with power, so nothing is synced, and up to `spare_bytes` of evicted files
+    are kept for their pages. "disk": a snapshot is published only once it is on the disk.
     """
 
     def __init__(
@@ -50,67 +50,53 @@ class Tier:
         self.spare_bytes = spare_bytes if kind == "tmpfs" else 0
         self.spares = Spares(root / "spare")
 
-    def __repr__(self) -> str:
-        return f"Tier({str(self.root)!r}, {self.budget_bytes}, {self.kind!r})"
-
     def folder(self, digest: str) -> Path:
         return self.root / "snapshots" / digest
 
     def has(self, digest: str) -> bool:
-        """Whether the snapshot is here, or on its way."""
-        try:
-            return self.folder(digest).is_dir()
-        except OSError:
-            return False
+        """Return True if the snapshot is here, or being fetched."""
+        # Path.is_dir raises where a folder may not be read.
+        return os.path.isdir(self.folder(digest))  # noqa: PTH112
 
     def used_bytes(self) -> int:
-        """What of the budget is taken."""
+        """What of the budget is taken, spare files included."""
         return sum(stored.size_bytes for stored in self.list()) + self.spares.total_bytes()
 
     @contextmanager
     def locked(self, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
-        """Alone with the tier: no other process or thread makes room, starts a fetch or evicts meanwhile."""
-        descriptor = self._lock(timeout_s)
-        try:
-            yield
-        finally:
-            os.close(descriptor)
-
-    def _lock(self, timeout_s: float) -> int:
-        """The lock file, open and locked; one that was removed while it was waited for locks nobody out."""
+        """Hold the tier's lock: no other process or thread makes room, starts a fetch or evicts meanwhile."""
         path = self.root / "lock"
         while True:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 lock(descriptor, path, timeout_s=timeout_s)
+                # The file may have been removed while this waited for it.
                 if is_at(descriptor, path):
-                    return descriptor
-            except BaseException:
+                    yield
+                    return
+            finally:
                 os.close(descriptor)
-                raise
-            os.close(descriptor)
-
-    def hold(self, digest: str) -> Hold | None:
-        """Protect a snapshot from eviction; None if it is not there."""
-        folder = self.folder(digest)
-        found = hold(folder)
-        if found is None and folder.is_dir():
-            # Somebody tries whether it may be evicted. That happens with the tier locked, so wait for that.
-            with self.locked():
-                found = hold(folder)
-        return found
 
     def ready(self, digest: str, manifest: Manifest) -> Hold | None:
-        """Protect a snapshot that is published and has its files at their sizes; None if it is not."""
+        """Protect a published snapshot from eviction; None if it is not here, or not whole."""
+        folder = self.folder(digest)
         try:
-            held = self.hold(digest)
-            if held is None or not is_whole(self.folder(digest) / "files", manifest):
+            held = hold(folder)
+            if held is None and folder.is_dir():
+                # Something checks whether it may be evicted. That happens with the tier locked: wait for the
+                # lock.
+                with self.locked():
+                    held = hold(folder)
+            if held is None or not is_whole(folder / "files", manifest):
                 return None
-        except OSError:  # said in full by who then tries to put it here
+        except OSError:
+            # The error is raised when a snapshot is stored here.
             return None
-        with suppress(OSError):  # a cache that cannot be written to can be read
-            now_ns = time.time_ns()  # finer than the kernel's own idea of now
+        # A cache that cannot be written to can be read. time_ns is finer than the kernel's own clock for
+        # files.
+        with suppress(OSError):
+            now_ns = time.time_ns()
             os.utime(held.descriptor, ns=(now_ns, now_ns))
         return held
 
@@ -122,19 +108,24 @@ class Tier:
             return []
         found = []
         for folder in folders:
-            with suppress(FileNotFoundError):  # evicted meanwhile
-                found.append(look_at(folder))
+            # One may be evicted meanwhile.
+            with suppress(FileNotFoundError):
+                found.append(read_stored(folder))
         return sorted(found, key=lambda stored: stored.used_s)
 
-    def make_room(self, digest: str, manifest: Manifest) -> bool:
-        """With the tier locked: files of full size for a snapshot, evicting others if need be; whether they are new.
+    def make_room(self, digest: str, manifest: Manifest) -> None:
+        """Make files of full size for a snapshot, evicting others if need be. Called with the tier locked.
 
-        CacheError or OSError if that cannot be; nothing was evicted in vain, and no new folder stays behind.
+        CacheError or OSError if that fails; nothing was evicted in vain then, and no new folder stays behind.
         """
-        self._check_budget(manifest)
-        folder = self.folder(digest)
+        size_bytes, folder = needed_bytes(manifest), self.folder(digest)
+        if size_bytes > self.budget_bytes:
+            raise CacheError(
+                f"{self.root} takes {self.budget_bytes} bytes, the snapshot has {size_bytes}.",
+                remedy="Give the tier a larger budget.",
+            )
         new = not folder.is_dir()
-        self._free(digest, needed_bytes(manifest))
+        self._free(digest, size_bytes)
         try:
             (folder / "files").mkdir(mode=0o700, parents=True, exist_ok=True)
             for shard in sorted(manifest.shards, key=lambda shard: -shard.size_bytes):
@@ -144,35 +135,31 @@ class Tier:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         finally:
-            self._trim(digest, needed_bytes(manifest))
-        return new
+            self._trim(digest, size_bytes)
 
     def evict(self, digest: str) -> bool:
-        """Drop a snapshot; whether it was there. CacheError if somebody uses it."""
-        if not self.folder(digest).is_dir():
+        """Drop a snapshot. Return True if it was here; CacheError if it is in use."""
+        folder = self.folder(digest)
+        if not folder.is_dir():
             return False
         with self.locked():
-            descriptor = _lock_folder(self.folder(digest))
-            if descriptor is None and self.folder(digest).is_dir():
+            descriptor = lock_folder(folder, exclusive=True)
+            if descriptor is None and folder.is_dir():
                 raise CacheError(
                     f"Snapshot {digest} in {self.root} is in use.",
                     remedy="Stop the workers that have it mapped, or the fetch of it.",
                 )
             if descriptor is None:
                 return False
-            self._discard([(self.folder(digest), descriptor)])
+            self._discard([(folder, descriptor)])
             self._trim()
-            self.spares.warm()
+            self.spares.map_ahead()
         return True
 
-    def drop_spares(self) -> None:
-        """Give back the memory of the files that are kept for their pages."""
+    def release(self) -> None:
+        """Delete the spare files, and the tier's folders if they hold no snapshots."""
         with suppress(OSError), self.locked():
             self.spares.trim(0)
-
-    def remove_if_empty(self) -> None:
-        """Leave nothing behind where there is nothing: folders without snapshots or spare files go, with their root."""
-        with suppress(OSError), self.locked():
             for name in ("snapshots", "trash", "spare"):
                 if (self.root / name).is_dir():
                     (self.root / name).rmdir()
@@ -180,38 +167,32 @@ class Tier:
             self.root.rmdir()
 
     def sweep(self) -> None:
-        """Clear what crashes left: trash, and fetches that nobody has gone on with for a day."""
+        """Clear what crashes left: trash, and fetches that nothing has continued for a day."""
         if not self.root.is_dir():
             return
         with suppress(OSError, CacheError), self.locked(SWEEP_TIMEOUT_S):
             shutil.rmtree(self.root / "trash", ignore_errors=True)
             stale_s = time.time() - STALE_AFTER_S
             stale = [stored.folder for stored in self.list() if not stored.ready and stored.used_s < stale_s]
-            locked = [(folder, _lock_folder(folder)) for folder in stale]
+            locked = [(folder, lock_folder(folder, exclusive=True)) for folder in stale]
             gone = [(folder, descriptor) for folder, descriptor in locked if descriptor is not None]
             self._discard(gone)
-            if gone:  # else spares are left alone: another process may want more of them than this one
+            # Otherwise spares are left alone: another process may keep more of them than this one.
+            if gone:
                 self._trim()
-
-    def _check_budget(self, manifest: Manifest) -> None:
-        if needed_bytes(manifest) > self.budget_bytes:
-            raise CacheError(
-                f"{self.root} takes {self.budget_bytes} bytes, the snapshot has {needed_bytes(manifest)}.",
-                remedy="Give the tier a larger budget.",
-            )
 
     def _free(self, digest: str, size_bytes: int) -> None:
         """Evict until `size_bytes` fit into the budget and onto the file system."""
         stored = self.list()
-        own = next((item for item in stored if item.digest == digest), None)
+        own_bytes = sum(item.allocated_bytes for item in stored if item.digest == digest)
         others = [item for item in stored if item.digest != digest]
         over_bytes = sum(item.size_bytes for item in others) + size_bytes - self.budget_bytes
-        short_bytes = size_bytes - (own.allocated_bytes if own else 0) - self._available_bytes(others)
+        short_bytes = size_bytes - own_bytes - self._available_bytes(others)
         chosen: list[tuple[Path, int]] = []
         for item in others:
             if over_bytes <= 0 and short_bytes <= 0:
                 break
-            descriptor = _lock_folder(item.folder)
+            descriptor = lock_folder(item.folder, exclusive=True)
             if descriptor is not None:
                 chosen.append((item.folder, descriptor))
                 over_bytes -= item.size_bytes
@@ -223,17 +204,17 @@ class Tier:
         self._discard(chosen)
 
     def _available_bytes(self, stored: Sequence[Stored]) -> int:
-        """What the file system can still give: what is free or in spare files, less what is promised already."""
+        """What the file system can still give: free or in spare files, less what `stored` will still take."""
         existing = next(path for path in (self.root, *self.root.parents) if path.exists())
         status = os.statvfs(existing)
-        promised_bytes = sum(item.outstanding_bytes for item in stored)
-        return status.f_bavail * status.f_frsize + self.spares.total_bytes() - promised_bytes
+        outstanding_bytes = sum(item.outstanding_bytes for item in stored)
+        return status.f_bavail * status.f_frsize + self.spares.total_bytes() - outstanding_bytes
 
     def _full(self, size_bytes: int, over_bytes: int) -> CacheError:
         if over_bytes > 0:
             return CacheError(
-                f"{self.root} is full: its budget is {self.budget_bytes} bytes, the snapshot has {size_bytes}, "
-                f"and {over_bytes} too many are in use.",
+                f"{self.root} is full: its budget is {self.budget_bytes} bytes, the snapshot has "
+                f"{size_bytes}, and {over_bytes} too many are in use.",
                 remedy="Give the tier a larger budget, or stop workers that have snapshots mapped.",
             )
         return CacheError(
@@ -242,9 +223,9 @@ class Tier:
         )
 
     def _discard(self, folders: Sequence[tuple[Path, int]]) -> None:
-        """Remove snapshots that are locked exclusively by these descriptors; closes them.
+        """Remove snapshots that are locked exclusively by these descriptors, and close them.
 
-        Renamed first: killed in between, nothing half evicted can be taken for a snapshot.
+        Renamed first, so that a kill in between leaves nothing half evicted that looks like a snapshot.
         """
         trash = self.root / "trash"
         for folder, descriptor in folders:
@@ -275,25 +256,14 @@ class Tier:
             if os.fstat(descriptor).st_size != size_bytes:
                 os.ftruncate(descriptor, size_bytes)
             if size_bytes and self.kind == "disk":
-                # Says ENOSPC now rather than in the middle; what is not written yet still shows as holes.
+                # Fails with ENOSPC now rather than in the middle. Allocated, unwritten bytes still show as
+                # holes.
                 os.posix_fallocate(descriptor, 0, size_bytes)
         finally:
             os.close(descriptor)
 
 
-def _lock_folder(folder: Path) -> int | None:
-    """Lock a snapshot for eviction; the descriptor, or None if it is in use or gone."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    if try_lock(descriptor, exclusive=True) and is_at(descriptor, folder):
-        return descriptor
-    os.close(descriptor)
-    return None
-
-
 def _large_files(files: Path) -> Sequence[Path]:
-    """What is worth keeping for its pages."""
+    """The files that are worth keeping for their pages."""
     found = [path for path in files.rglob("*") if path.is_file() and path.name != MANIFEST_NAME]
     return [path for path in found if path.stat().st_size >= LEAST_SPARE_BYTES]

@@ -1,1 +1,1 @@
-"""Bringing bytes: ranges over several connections, paced by what is measured, verified as they land."""
+"""A snapshot's bytes into files, over several connections. Enter at `fetch.fetch`; knows no cache."""

@@ -1,28 +1,30 @@
-"""Arrival: which chunks of a snapshot have landed and are verified. Waiters wake when theirs do."""
+"""Which chunks of a snapshot have landed. Waiting threads wake when their chunks have."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
-from itertools import accumulate
 
 from ...errors import PilotflameError, SourceUnavailable
 from ..format.manifest import Manifest
+from .ranges import Chunks
 
 
 class Arrival:
-    """Chunks are counted through all shards: chunk `c` of shard `s` is `first[s] + c`. Thread-safe.
+    """The chunks that are in place and verified, by their numbers in `chunks`. Thread-safe.
 
-    Landing is for good: what has landed is verified and is never written again.
+    A landed chunk is never written again.
     """
 
     def __init__(self, manifest: Manifest) -> None:
-        self.first = (0, *accumulate(len(shard.chunks) for shard in manifest.shards))
-        self.count = self.first[-1]
+        self.chunks = Chunks(manifest)
+        self.count = self.chunks.count
+        self.landed_bytes = 0
+        self._total_bytes = manifest.total_bytes
         self._landed = bytearray(self.count)
         self._missing = self.count
-        self._error: PilotflameError | None = None
+        self.error: PilotflameError | None = None
         self._changed = threading.Condition()
         self._on_land: list[Callable[[int], None]] = []
         self._on_demand: list[Callable[[int, int], None]] = []
@@ -31,31 +33,34 @@ class Arrival:
     def complete(self) -> bool:
         return self._missing == 0
 
-    @property
-    def error(self) -> PilotflameError | None:
-        return self._error
-
     def landed(self, chunk: int) -> bool:
         return bool(self._landed[chunk])
 
+    def has(self, first: int, last: int) -> bool:
+        """Return True if chunks [first, last] have landed."""
+        return self._missing == 0 or all(self._landed[first : last + 1])
+
     def land(self, chunk: int) -> None:
-        """Chunk `chunk` is there and verified."""
+        """Mark `chunk` as in place and verified."""
+        extent = self.chunks.extent(chunk)
         with self._changed:
             if self._landed[chunk]:
                 return
             self._landed[chunk] = 1
             self._missing -= 1
+            self.landed_bytes += extent.end - extent.begin
             listeners = list(self._on_land)
             self._changed.notify_all()
         for listener in listeners:
             listener(chunk)
 
     def land_all(self) -> None:
-        """Everything is there and verified."""
+        """Mark every chunk as in place and verified."""
         with self._changed:
             new = [chunk for chunk, landed in enumerate(self._landed) if not landed] if self._on_land else []
             self._landed = bytearray(b"\1") * self.count
             self._missing = 0
+            self.landed_bytes = self._total_bytes
             listeners = list(self._on_land)
             self._changed.notify_all()
         for listener in listeners:
@@ -63,28 +68,38 @@ class Arrival:
                 listener(chunk)
 
     def fail(self, error: PilotflameError) -> None:
-        """Nothing more will come; the first error counts. Who waits for what is missing gets it raised."""
+        """Raise `error` in every thread that waits for a missing chunk. Only the first error counts."""
         with self._changed:
-            if self._error is None:
-                self._error = error
+            if self.error is None:
+                self.error = error
             self._changed.notify_all()
 
     def wait(self, first: int, last: int, timeout_s: float | None = None) -> None:
-        """Block until chunks [first, last] are all there; raises what made them fail, or SourceUnavailable in time."""
-        if self.complete or all(self._landed[first : last + 1]):
+        """Block until chunks [first, last] have landed. Raise their error, or SourceUnavailable in time."""
+        if self.has(first, last):
             return
         self.demand(first, last)
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
-            while not all(self._landed[first : last + 1]):
-                if self._error is not None:
-                    raise self._error
+            while not self.has(first, last):
+                if self.error is not None:
+                    raise self.error
                 left_s = None if deadline_s is None else deadline_s - time.monotonic()
                 if (left_s is not None and left_s <= 0) or not self._changed.wait(left_s):
                     raise SourceUnavailable(f"The weights did not arrive within {timeout_s:.0f} s.")
 
+    def wait_bytes(self, shard: int, begin: int, end: int, timeout_s: float) -> None:
+        """Block until bytes [begin, end) of a shard have landed; as `wait`."""
+        if begin < end:
+            self.wait(*self.chunks.covering(shard, begin, end), timeout_s)
+
+    def wait_all(self, timeout_s: float | None = None) -> None:
+        """Block until every chunk has landed; as `wait`."""
+        if self.count:
+            self.wait(0, self.count - 1, timeout_s)
+
     def on_land(self, listener: Callable[[int], None]) -> None:
-        """Call `listener(chunk)` for every chunk: those that are there now, and each that lands."""
+        """Call `listener(chunk)` for every chunk that has landed, and for each that lands from now on."""
         with self._changed:
             already = [chunk for chunk in range(self.count) if self._landed[chunk]]
             self._on_land.append(listener)
@@ -92,10 +107,10 @@ class Arrival:
             listener(chunk)
 
     def demand(self, first: int, last: int) -> None:
-        """Somebody wants chunks [first, last] now."""
+        """Ask for chunks [first, last] to be fetched next."""
         for demand in list(self._on_demand):
             demand(first, last)
 
     def on_demand(self, demand: Callable[[int, int], None]) -> None:
-        """Call `demand(first, last)` when somebody starts to wait for these chunks: fetch them next."""
+        """Call `demand(first, last)` when a thread starts to wait for these chunks."""
         self._on_demand.append(demand)

@@ -1,65 +1,52 @@
-"""Pace: how many connections, how large a part, how long a silence is a stall. Decided from what is measured, purely.
+"""How many connections a fetch opens, how much each asks for, and how long a silence counts as a stall.
 
-Connections grow while growing pays. A few are opened at first; then, window by window, twice as many (four times while
-this machine is mostly idle), as long as the rate follows; when it does not, the number before it stays. Nothing is asked
-of the user, and where it ended is remembered per source (`learned`).
+Pure decisions from what is measured; nothing is asked of the user. A few connections are opened at first.
+Then, window by window, there are twice as many (four times while this machine is mostly idle), as long as the
+rate follows. When it does not, the number before is kept.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 MIN_PART_BYTES = 8 << 20
 MAX_PART_BYTES = 64 << 20
 FIRST_CONNECTIONS = 2
-"""Where a server is near, two carry all that two cores can; where it is not, growing from two takes a moment more."""
+"""Enough for two cores where the server is near; where it is far, growing from two takes only a moment."""
 MAX_CONNECTIONS = 32
 
 FIRST_WINDOW_S = 0.03
 WINDOW_S = 0.04
 FAR: tuple[tuple[float, int], ...] = ((0.005, 8), (0.015, 16), (0.05, 32))
-"""What takes this long to answer comes from far away: latency is to be hidden by so many connections, from the start."""
+"""Seconds without a first byte, and the connections to open by then: many hide a far source's latency."""
 PAYS = 0.3
 """Growing n-fold pays if the rate grows by at least this share of n - 1."""
 BUSY = 0.85
-"""A share of all processors: from here on it is this machine that is slow, and more connections make it slower."""
+"""A share of all processors. Above it this machine is the bottleneck, and more connections make it slower."""
 IDLE = 0.5
 AGAIN_S = 2.0
-"""How long a settled number stands before the next one is tried again."""
+"""How long a settled number is kept before more connections are tried again."""
 
 LATENCIES_A_PART = 24
 LEAST_SPLIT_BYTES = 1 << 20
 STALL_S = 0.05
 STALL_LATENCIES = 5
 UNKNOWN_STALL_S = 1.0
-"""Before anything has answered, nobody knows what is long."""
-LOOK_S = 0.025
-
-
-@dataclass(frozen=True, slots=True)
-class Habit:
-    """What is remembered of a source."""
-
-    connections: int
-    latency_s: float
+"""The stall limit before the first answer, when the latency is unknown."""
+UPDATE_S = 0.025
 
 
 class ConcurrencyControl:
-    """One fetch's decisions. `connections` may be fixed from outside, and `part_bytes` too."""
+    """The decisions of one fetch. `connections` and `part_bytes` fix what is otherwise measured."""
 
-    def __init__(
-        self, habit: Habit | None = None, *, connections: int | None = None, part_bytes: int | None = None
-    ) -> None:
+    def __init__(self, *, connections: int | None = None, part_bytes: int | None = None) -> None:
         self._fixed = connections is not None
         self._part_bytes = part_bytes
-        self.connections = connections or (habit.connections if habit else FIRST_CONNECTIONS)
-        self.latency_s = habit.latency_s if habit else 0.0
+        self.connections = connections or FIRST_CONNECTIONS
+        self.latency_s = 0.0
         self.rate = 0.0
         """Bytes a second in the last window, all connections together."""
         self._before = (0, 0.0)
         """The connections and the rate before the growth that is being tried; none: (0, 0)."""
         self._settled_s: float | None = None
-        self._remembers = habit is not None
         self._began_s: float | None = None
         self._window_s: float | None = None
         self._from_s = 0.0
@@ -68,29 +55,29 @@ class ConcurrencyControl:
         self._idle_s = 0.0
 
     @property
-    def habit(self) -> Habit:
-        """What to remember."""
+    def settled_connections(self) -> int:
+        """The connections, without a growth that is still being tried."""
         tried, _ = self._before
-        return Habit(tried or self.connections, self.latency_s)
+        return tried or self.connections
 
-    def first_byte(self, waited_s: float) -> None:
-        """An answer began after `waited_s`."""
+    def add_latency(self, waited_s: float) -> None:
+        """Count one answer whose first byte came after `waited_s`."""
         self.latency_s = waited_s if not self.latency_s else 0.8 * self.latency_s + 0.2 * waited_s
 
-    def next_look_s(self, now_s: float) -> float:
-        """In how many seconds `look` has something to say."""
+    def next_update_s(self, now_s: float) -> float:
+        """In how many seconds `update` is to be called next."""
         if self._window_s is None:
             return FAR[0][0]
-        return min(LOOK_S, max(0.005, self._window_s + self._length_s - now_s))
+        return min(UPDATE_S, max(0.005, self._window_s + self._length_s - now_s))
 
-    def look(self, now_s: float, received_bytes: int, idle_s: float, processors: int) -> None:
-        """End a window if one is over. `received_bytes` so far in all, `idle_s` of all processors' time nobody used so far."""
+    def update(self, now_s: float, received_bytes: int, idle_s: float, processors: int) -> None:
+        """End the window if it is over, and decide. Both `received_bytes` and `idle_s` are totals."""
         if received_bytes == 0:
-            self._reach_far(now_s)
+            self._grow_while_waiting(now_s)
             return
         if self._window_s is None:
             if now_s >= self._from_s:
-                self._begin(now_s, received_bytes, idle_s)
+                self._begin_window(now_s, received_bytes, idle_s)
             return
         elapsed_s = now_s - self._window_s
         if elapsed_s < self._length_s:
@@ -98,12 +85,12 @@ class ConcurrencyControl:
         self._length_s = max(WINDOW_S, self.latency_s)
         self.rate = (received_bytes - self._bytes) / elapsed_s
         busy = 1 - (idle_s - self._idle_s) / elapsed_s / processors
-        self._begin(now_s, received_bytes, idle_s)
+        self._begin_window(now_s, received_bytes, idle_s)
         if not self._fixed:
             self._decide(now_s, busy)
 
     def part_bytes(self, waiting_bytes: int) -> int:
-        """How much to ask for at once: enough to make the latency small, little enough that all end together."""
+        """How much to request at once: enough to hide the latency, little enough that all end together."""
         if self._part_bytes is not None:
             return self._part_bytes
         wanted = LATENCIES_A_PART * self.latency_s * self.rate / max(1, self.connections)
@@ -113,28 +100,27 @@ class ConcurrencyControl:
         return int(min(max(wanted, MIN_PART_BYTES), max(fair, MIN_PART_BYTES), MAX_PART_BYTES))
 
     def least_split_bytes(self, active: int) -> int:
-        """What half of a part must have at least, so that fetching it anew saves more than asking for it costs."""
+        """The least half of a part that is worth requesting anew: its transfer must outlast the request."""
         each = self.rate / max(1, active)
         return max(LEAST_SPLIT_BYTES, int(each * (self.latency_s + 0.02)))
 
     def stall_s(self, *, started: bool, attempts: int) -> float:
-        """How long a part may be silent before its connection is given up; longer each time it was."""
+        """How long a part may be silent before its connection is given up; doubles with each attempt."""
         usual_s = STALL_LATENCIES * self.latency_s if self.latency_s else UNKNOWN_STALL_S
         if started and self.rate:
             usual_s = max(usual_s, 8 * (1 << 20) * self.connections / self.rate)
         return max(STALL_S, usual_s) * float(1 << min(attempts, 16))
 
-    def _reach_far(self, now_s: float) -> None:
-        """Nothing has come yet. The longer that takes, the more is asked for at once."""
+    def _grow_while_waiting(self, now_s: float) -> None:
+        """Nothing has been received yet: the longer that lasts, the more connections."""
         if self._began_s is None:
             self._began_s = now_s
-        if not self._fixed and not self._remembers:
+        if not self._fixed:
             waited_s = now_s - self._began_s
-            self.connections = max(
-                self.connections, *(count for after_s, count in FAR if waited_s >= after_s), 1
-            )
+            wanted = [count for after_s, count in FAR if waited_s >= after_s]
+            self.connections = max(self.connections, *wanted, 1)
 
-    def _begin(self, now_s: float, received_bytes: int, idle_s: float) -> None:
+    def _begin_window(self, now_s: float, received_bytes: int, idle_s: float) -> None:
         self._window_s, self._bytes, self._idle_s = now_s, received_bytes, idle_s
 
     def _decide(self, now_s: float, busy: float) -> None:
@@ -151,5 +137,5 @@ class ConcurrencyControl:
         factor = 4 if busy < IDLE else 2
         self._before = (self.connections, self.rate)
         self.connections = min(MAX_CONNECTIONS, self.connections * factor)
-        # The new ones first have to open and be answered: the window that judges them begins after that.
+        # New connections must first open and be answered: the window that judges them begins after that.
         self._window_s, self._from_s = None, now_s + 1.5 * self.latency_s

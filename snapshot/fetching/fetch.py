@@ -1,9 +1,9 @@
-"""Fetch: a snapshot's chunks from a source into files, over several connections, each verified as it lands.
+"""A fetch brings the chunks of a snapshot from a source into files, and verifies each as it lands.
 
-A thread a connection takes the most wanted range, reads it into place and takes the next. Nothing else is needed while all
-goes well; one supervisor, the calling thread, watches for silence: it gives up the connection of a part that is silent for
-much longer than usual, whose thread then puts back what is left for another. Threads that find nothing more to take halve
-the longest part that is still being read, so that all end together. Memory: one kept buffer of 512 KiB a connection.
+One thread per connection takes the most wanted range, reads it into place and takes the next. The calling
+thread supervises: it gives up the connection of a part that is silent for much longer than usual, and that
+connection's thread puts back what is left for another. A thread that finds nothing to take halves the longest
+part that is still being read, so that all end together. Memory: one buffer of 512 KiB per connection.
 """
 
 from __future__ import annotations
@@ -22,21 +22,19 @@ from ..sources.ranged import delay_s
 from ..sources.source import Connection, ObjectInfo, Progress, Source, same_version
 from .arrival import Arrival
 from .concurrency_control import ConcurrencyControl
-from .landing import BOUNCE_BYTES, DIRECT_BYTES, Landing
-from .learned import recall, remember
+from .landing import BOUNCE_BYTES, DIRECT_BYTES, Landing, ShardTarget
 from .ranges import Part, Ranges, wanted_order
-from .target import ShardTarget
 
 ATTEMPTS = 8
 """Failures in a row, with hardly a byte in between, before a range is given up."""
 STALLS = 12
-"""Connections given up in a row for one range: patience doubles each time, to minutes."""
+"""Connections given up in a row for one range: the stall limit doubles each time, to minutes."""
 PROGRESS_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class FetchStats:
-    """What a fetch did. `received_bytes` counts what came twice twice; `connections` is where it ended."""
+    """What a fetch did. Bytes that came twice are received twice; `connections` is the settled number."""
 
     fetched_bytes: int
     received_bytes: int
@@ -58,27 +56,22 @@ def fetch(
     verify: bool = True,
     progress: Progress | None = None,
     cancelled: threading.Event | None = None,
-    learned: Path | None = None,
 ) -> FetchStats:
-    """Bring every chunk that has not landed, in the order of first touch. Blocks until all have, or one cannot.
+    """Fetch every chunk that has not landed, in the order of first touch. Block until all have or one fails.
 
-    `connections` and `part_bytes` fix what is otherwise measured, and remembered in file `learned`. What fails is told to
-    `arrival` and raised: SnapshotCorrupt, SnapshotChanged, SourceMissing, SourceDenied, FetchFailed, CacheError, Cancelled.
+    `connections` and `part_bytes` fix what is otherwise measured. Whatever fails is passed to `arrival` and
+    raised: SnapshotCorrupt, SnapshotChanged, SourceMissing, SourceDenied, FetchFailed, CacheError, Cancelled.
     """
-    habit = recall(learned, source.url) if learned is not None else None
-    pace = ConcurrencyControl(habit, connections=connections, part_bytes=part_bytes)
-    run = _Fetch(manifest, source, targets, arrival, pace, verify=verify, progress=progress)
+    control = ConcurrencyControl(connections=connections, part_bytes=part_bytes)
+    work = _Fetch(manifest, source, targets, arrival, control, verify=verify, progress=progress)
     try:
-        stats = run.run(cancelled)
+        return work.run(cancelled)
     except PilotflameError as error:
         arrival.fail(error)
         raise
     except BaseException:
         arrival.fail(Cancelled("The fetch was broken off."))
         raise
-    if learned is not None and stats.received_bytes:
-        remember(learned, source.url, pace.habit)
-    return stats
 
 
 class _Fetch:
@@ -88,7 +81,7 @@ class _Fetch:
         source: Source,
         targets: Sequence[ShardTarget],
         arrival: Arrival,
-        pace: ConcurrencyControl,
+        control: ConcurrencyControl,
         *,
         verify: bool,
         progress: Progress | None,
@@ -96,15 +89,14 @@ class _Fetch:
         self._manifest = manifest
         self._source = source
         self._arrival = arrival
-        self._pace = pace
+        self._control = control
         self._changed = threading.Condition()
-        """Guards all below. Notified when ranges come back, when connections may grow, and at the end."""
+        """Guards all below. Notified when a range comes back, when a thread ends, and at the end."""
         missing = [chunk for chunk in wanted_order(manifest) if not arrival.landed(chunk)]
         self._ranges = Ranges(manifest, missing)
         self._landing = Landing(
             manifest, targets, arrival, self._ranges, self._changed, verify=verify, progress=progress
         )
-        self._landing.landed_bytes = manifest.total_bytes - self._ranges.waiting_bytes
         self._fetched_bytes = self._ranges.waiting_bytes
         self._versions: dict[int, str] = {}
         self._connections: dict[Part, Connection] = {}
@@ -127,7 +119,7 @@ class _Fetch:
         return FetchStats(
             fetched_bytes=self._fetched_bytes,
             received_bytes=self._received_bytes,
-            connections=self._pace.habit.connections,
+            connections=self._control.settled_connections,
             requests=self._requests,
             retries=self._retries,
             stalls=self._stalls,
@@ -139,34 +131,32 @@ class _Fetch:
     def _supervise(self, cancelled: threading.Event | None) -> None:
         processors = os.cpu_count() or 1
         with self._changed, Path("/proc/uptime").open("rb") as uptime:
-            self._pace.look(time.monotonic(), 0, 0.0, processors)
+            self._control.update(time.monotonic(), 0, 0.0, processors)
             while self._error is None and not self._ranges.idle:
                 if cancelled is not None and cancelled.is_set():
                     raise Cancelled(
                         "The fetch was cancelled.", remedy="What has landed is kept for the next one."
                     )
-                self._grow()
-                asked_s = self._pace.next_look_s(time.monotonic())
-                looked_s = time.monotonic()
-                self._changed.wait(asked_s)
+                self._open_connections()
+                before_s = time.monotonic()
+                wait_s = self._control.next_update_s(before_s)
+                self._changed.wait(wait_s)
                 now_s = time.monotonic()
-                self._pace.look(now_s, self._received_bytes, _idle_s(uptime.fileno()), processors)
-                self._give_up_silent(now_s, late_s=now_s - looked_s - asked_s)
+                self._control.update(now_s, self._received_bytes, _idle_s(uptime.fileno()), processors)
+                self._give_up_silent(now_s, late_s=now_s - before_s - wait_s)
 
-    def _grow(self) -> None:
-        wanted = min(self._pace.connections, self._working + self._room())
+    def _open_connections(self) -> None:
+        """Start threads up to the wanted number, as long as there is a waiting chunk for each."""
+        chunks = -(-self._ranges.waiting_bytes // self._manifest.chunk_bytes)
+        wanted = min(self._control.connections, self._working + chunks)
         while self._working < wanted:
             self._working += 1
             thread = threading.Thread(target=self._work, args=(self._working,), name="fetch", daemon=True)
             self._threads.append(thread)
             thread.start()
 
-    def _room(self) -> int:
-        """How many more connections would find something to do."""
-        return -(-self._ranges.waiting_bytes // self._manifest.chunk_bytes)
-
     def _give_up_silent(self, now_s: float, late_s: float) -> None:
-        """Break off parts that are silent for longer than usual. If this thread was late, all were paused: not theirs."""
+        """Break off parts that are silent for longer than usual, less the time this thread was late."""
         for part in self._ranges.active:
             if late_s > 0.01:
                 part.asked_s += late_s
@@ -174,7 +164,7 @@ class _Fetch:
             connection = self._connections.get(part)
             if connection is None or part.broken_off:
                 continue
-            if silent_s > self._pace.stall_s(started=part.started, attempts=part.attempts):
+            if silent_s > self._control.stall_s(started=part.started, attempts=part.attempts):
                 part.broken_off = True
                 self._stalls += 1
                 connection.close()
@@ -202,7 +192,8 @@ class _Fetch:
             connection = self._source.connect()
             while (part := self._next(number)) is not None:
                 self._fetch_part(connection, part, buffer)
-                if part.broken_off:  # closed by the supervisor, and for good
+                if part.broken_off:
+                    # The supervisor closed this connection, for good.
                     connection.close()
                     connection = self._source.connect()
         except BaseException as error:  # noqa: BLE001  raised again by the supervisor
@@ -216,26 +207,19 @@ class _Fetch:
                 self._changed.notify_all()
 
     def _next(self, number: int) -> Part | None:
-        """The next part to fetch; waits while there may be one. None: this connection is not needed any more."""
+        """Wait for the next part to fetch, and return it; None if connection `number` is not needed."""
+        ranges, control = self._ranges, self._control
         with self._changed:
-            while True:
-                if (
-                    self._over
-                    or self._error is not None
-                    or self._ranges.idle
-                    or number > self._pace.connections
-                ):
-                    return None
+            while not (self._over or self._error or ranges.idle or number > control.connections):
                 now_s = time.monotonic()
-                part = self._ranges.take(self._pace.part_bytes(self._ranges.waiting_bytes), now_s)
-                part = part or self._ranges.split(
-                    self._pace.least_split_bytes(len(self._ranges.active)), DIRECT_BYTES
-                )
+                part = ranges.take(control.part_bytes(ranges.waiting_bytes), now_s)
+                part = part or ranges.split(control.least_split_bytes(len(ranges.active)), DIRECT_BYTES)
                 if part is not None:
                     part.asked_s = now_s
                     return part
-                due_s = self._ranges.next_due_s()
+                due_s = ranges.next_due_s()
                 self._changed.wait(None if due_s is None else max(0.0, due_s - now_s))
+        return None
 
     def _fetch_part(self, connection: Connection, part: Part, buffer: memoryview) -> None:
         with self._changed:
@@ -249,7 +233,7 @@ class _Fetch:
             now_s = time.monotonic()
             waited_s, part.asked_s, part.started = now_s - part.asked_s, now_s, True
             with self._changed:
-                self._pace.first_byte(waited_s)
+                self._control.add_latency(waited_s)
             self._landing.receive(connection, part, buffer, self._on_bytes)
         except SourceUnavailable as error:
             problem = error
@@ -260,7 +244,7 @@ class _Fetch:
 
     def _on_bytes(self, part: Part, count: int) -> None:
         part.asked_s = time.monotonic()
-        # Not under the lock: a count lost between two threads' loads and stores bends a rate, nothing else.
+        # Not under the lock: an increment that another thread overwrites only bends a measured rate.
         self._received_bytes += count
 
     def _put_back(self, part: Part, problem: SourceUnavailable | None, begun: int) -> None:
@@ -276,7 +260,7 @@ class _Fetch:
         self._changed.notify_all()
 
     def _check_version(self, part: Part, info: ObjectInfo) -> None:
-        """The first answer says which version of an object this is; from then on only that one will do."""
+        """Raise SnapshotChanged unless the object has its size, and the version that the first answer had."""
         shard = self._manifest.shards[part.shard]
         with self._changed:
             version = self._versions.setdefault(part.shard, info.version)
@@ -295,13 +279,13 @@ class _Fetch:
         chunk = part.at // self._manifest.chunk_bytes
         names = chunk_tensors(self._manifest, part.shard, chunk)
         return FetchFailed(
-            f"Shard {shard.name}: chunk {chunk} (from byte {part.at}), which {holding(names)}, was given up after "
-            f"{ATTEMPTS} attempts: {problem.message}",
+            f"Shard {shard.name}: chunk {chunk} (from byte {part.at}), which {holding(names)}, "
+            f"was given up after {ATTEMPTS} attempts: {problem.message}",
             remedy="Check the source, and try again: what has landed is kept.",
             details={"shard": shard.name, "chunk": chunk, "tensors": names[:100]},
         )
 
 
 def _idle_s(uptime: int) -> float:
-    """Time of all processors that nobody used since the machine started: the second number of /proc/uptime."""
+    """The idle time of all processors since the machine started: the second number of /proc/uptime."""
     return float(os.pread(uptime, 64, 0).split()[1])

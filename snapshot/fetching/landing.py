@@ -1,29 +1,87 @@
-"""Landing: bytes that arrive are written where they belong, hashed on the way, and their chunks judged."""
+"""Where received bytes land: in files, written, hashed on the way and verified chunk by chunk."""
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import xxhash
 
+from ...errors import CacheError
 from ..format.damage import corrupt_chunk
 from ..format.manifest import Manifest
 from ..sources.source import Connection, Progress
 from .arrival import Arrival
 from .ranges import Part, Ranges
-from .target import ShardTarget
 
 Received = Callable[[Part, int], None]
-"""Called with the part and the bytes that have just come."""
+"""Called with the part and the number of bytes that were just received."""
 
 BOUNCE_BYTES = 512 << 10
-"""Half of a core's second-level cache: received, hashed and written while it is there."""
+"""Half of a core's second-level cache: received, hashed and written while still in it."""
 DIRECT_BYTES = 1 << 20
+_RESUME_BUFFER_BYTES = 1 << 20
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+@dataclass(frozen=True, slots=True)
+class ShardTarget:
+    """The open file of one shard, of exactly its size.
+
+    `memory`: the same bytes mapped shared, to receive into directly: pages that were used before, or huge
+    ones. With `fresh`, its pages may still have to be allocated. Fresh small pages are faster to fill by
+    pwrite from a small buffer than through a mapping, which faults for every one (figures:
+    docs/snapshot-choices.md).
+    """
+
+    name: str
+    descriptor: int
+    memory: memoryview | None = None
+    fresh: bool = False
+
+    def reserve(self, begin: int, end: int) -> None:
+        """Allocate the pages of bytes [begin, end) before writing `memory`; CacheError if the disk is full.
+
+        Writing through a hole of a full tmpfs would kill the process (SIGBUS).
+        """
+        if self.fresh and begin < end:
+            try:
+                os.posix_fallocate(self.descriptor, begin, end - begin)
+            except OSError as error:
+                raise self._refused(error) from error
+
+    def write(self, offset: int, view: memoryview) -> None:
+        """Write `view` at `offset`; CacheError when the disk is full or gone."""
+        try:
+            while view:
+                count = os.pwrite(self.descriptor, view, offset)
+                view, offset = view[count:], offset + count
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def digest(self, begin: int, end: int, buffer: memoryview) -> str:
+        """Return the digest of bytes [begin, end) as they are in the file, read through `buffer`."""
+        hasher, at = xxhash.xxh3_128(), begin
+        try:
+            while at < end and (count := os.preadv(self.descriptor, [buffer[: end - at]], at)):
+                hasher.update(buffer[:count])
+                at += count
+        except OSError as error:
+            raise CacheError(f"{self.name} cannot be read back: {error.strerror}.") from error
+        return hasher.hexdigest()
+
+    def _refused(self, error: OSError) -> CacheError:
+        remedy = "Make room, or give the cache another folder or a smaller budget."
+        if error.errno not in _FULL:
+            remedy = "Check the disk and the folder's permissions."
+        return CacheError(f"{self.name} cannot be written: {error.strerror}.", remedy=remedy)
 
 
 class Landing:
-    """All threads' bytes of one fetch. What is written is counted per chunk; a full chunk is verified, then told."""
+    """What all threads of one fetch receive. Bytes are counted per chunk; a full chunk is verified."""
 
     def __init__(
         self,
@@ -36,30 +94,31 @@ class Landing:
         verify: bool,
         progress: Progress | None,
     ) -> None:
+        """`lock` guards `ranges`, and is notified when a range comes back."""
         self._manifest = manifest
         self._targets = targets
         self._arrival = arrival
+        self._chunks = arrival.chunks
         self._ranges = ranges
         self._lock = lock
         self._verify = verify
         self._progress = progress
         self._digests = [digest for shard in manifest.shards for digest in shard.chunks]
         self._filled: dict[int, int] = {}
-        """Bytes that are there of chunks that came in pieces."""
+        """Bytes received so far of chunks that come in pieces."""
         self._bad: set[int] = set()
-        self.landed_bytes = 0
 
     def receive(self, connection: Connection, part: Part, buffer: memoryview, on_bytes: Received) -> None:
-        """Read `part` to its end, which may come nearer meanwhile. Raises what the connection or the disk raise."""
+        """Read `part` to its end, which may be lowered meanwhile."""
         while part.at < part.end:
             self._receive_piece(connection, part, buffer, on_bytes)
 
     def _receive_piece(
         self, connection: Connection, part: Part, buffer: memoryview, on_bytes: Received
     ) -> None:
-        """Up to the end of the chunk that `part` stands in, or of the part."""
-        chunk = self._ranges.chunk_at(part.shard, part.at)
-        extent, target = self._ranges.extent(chunk), self._targets[part.shard]
+        """Read to the end of the chunk that `part` is in, or to the end of the part."""
+        chunk = self._chunks.at(part.shard, part.at)
+        extent, target = self._chunks.extent(chunk), self._targets[part.shard]
         begin, whole = part.at, part.at == extent.begin
         hasher = xxhash.xxh3_128() if self._verify and whole else None
         direct = target.memory
@@ -83,7 +142,8 @@ class Landing:
             self._settle(chunk, part.at - begin, digest, buffer)
 
     def _settle(self, chunk: int, count: int, digest: str | None, buffer: memoryview) -> None:
-        extent = self._ranges.extent(chunk)
+        """Count `count` more bytes of `chunk`, and land it if it is full and verified."""
+        extent = self._chunks.extent(chunk)
         size = extent.end - extent.begin
         with self._lock:
             filled = self._filled.pop(chunk, 0) + count
@@ -96,12 +156,9 @@ class Landing:
         if self._verify and digest != self._digests[chunk]:
             self._refuse(chunk)
             return
-        with self._lock:
-            self.landed_bytes += size
-            done = self.landed_bytes
         self._arrival.land(chunk)
         if self._progress is not None:
-            self._progress(done, self._manifest.total_bytes)
+            self._progress(self._arrival.landed_bytes, self._manifest.total_bytes)
 
     def _refuse(self, chunk: int) -> None:
         with self._lock:
@@ -110,20 +167,47 @@ class Landing:
                 self._ranges.again(chunk)
                 self._lock.notify_all()
                 return
-        extent = self._ranges.extent(chunk)
+        extent = self._chunks.extent(chunk)
         raise corrupt_chunk(self._manifest, extent.shard, extent.begin // self._manifest.chunk_bytes)
 
     def _reread(self, chunk: int, buffer: memoryview) -> str:
         """The digest of a chunk that came in pieces, from where it was written to."""
-        extent = self._ranges.extent(chunk)
+        extent = self._chunks.extent(chunk)
         target = self._targets[extent.shard]
         if target.memory is not None:
             return xxhash.xxh3_128_hexdigest(target.memory[extent.begin : extent.end])
-        hasher, at = xxhash.xxh3_128(), extent.begin
-        while at < extent.end:
-            count = target.read_into(at, buffer[: min(len(buffer), extent.end - at)])
-            if count == 0:
-                break
-            hasher.update(buffer[:count])
-            at += count
-        return hasher.hexdigest()
+        return target.digest(extent.begin, extent.end, buffer)
+
+
+def land_existing(
+    manifest: Manifest, targets: Sequence[ShardTarget], arrival: Arrival, cancelled: threading.Event
+) -> None:
+    """Land every chunk whose bytes are in the files already. Holes are skipped.
+
+    No journal says what has landed, so none can be wrong: what survived a crash, whole, torn or stale, is
+    read and hashed (5 GB/s from memory), and lands only if its digest fits.
+    """
+    buffer = memoryview(bytearray(_RESUME_BUFFER_BYTES))
+    digests = [digest for shard in manifest.shards for digest in shard.chunks]
+    shard = data_at = -1
+    for chunk, digest in enumerate(digests):
+        if cancelled.is_set():
+            return
+        extent = arrival.chunks.extent(chunk)
+        if extent.shard != shard:
+            shard, data_at = extent.shard, 0
+        target = targets[shard]
+        if data_at < extent.end:
+            data_at = _next_data(target.descriptor, extent.begin, manifest.shards[shard].size_bytes)
+        if data_at >= extent.end or arrival.landed(chunk):
+            continue
+        if target.digest(extent.begin, extent.end, buffer) == digest:
+            arrival.land(chunk)
+
+
+def _next_data(descriptor: int, offset: int, size_bytes: int) -> int:
+    """Where the first bytes from `offset` on are that were ever written; the file's size if none were."""
+    try:
+        return os.lseek(descriptor, offset, os.SEEK_DATA)
+    except OSError as error:
+        return size_bytes if error.errno == errno.ENXIO else offset

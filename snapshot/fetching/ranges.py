@@ -1,14 +1,15 @@
-"""Ranges: what is still to be fetched, in what order, and who fetches it. Pure bookkeeping: no threads, no clock.
+"""The byte ranges of a fetch: which are still wanted, in what order, and which a connection is reading.
 
-Every byte is in exactly one place: waiting here, in one part that a connection is fetching, or done with. So bytes can
-be counted, and no two connections ever write the same ones.
+Pure bookkeeping, without threads or a clock. Every byte is in exactly one place: in a waiting range, in one
+part that a connection is reading, or done. So bytes can be counted, and no two connections write the same
+ones.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from ..format.manifest import Manifest
@@ -16,7 +17,7 @@ from ..format.manifest import Manifest
 
 @dataclass(slots=True)
 class Range:
-    """Bytes [begin, end) of one shard. `attempts` failed in a row before; not to be tried again before `due_s`."""
+    """Bytes [begin, end) of one shard. `attempts` failed in a row; not to be tried again before `due_s`."""
 
     shard: int
     begin: int
@@ -27,7 +28,7 @@ class Range:
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """A range that one connection is fetching. `at` is how far it got; `end` may come nearer while it is read."""
+    """A range that one connection is reading. `at` is how far it got; `end` may be lowered meanwhile."""
 
     shard: int
     begin: int
@@ -35,7 +36,7 @@ class Part:
     attempts: int
     at: int = field(init=False)
     asked_s: float = 0.0
-    """When it was asked for, until the first byte; then when the last bytes came."""
+    """When it was requested; from the first byte on, when the last bytes came."""
     started: bool = False
     broken_off: bool = False
 
@@ -43,27 +44,41 @@ class Part:
         self.at = self.begin
 
 
-class Ranges:
-    """The waiting ranges, the most wanted first."""
+class Chunks:
+    """The chunks of a snapshot, numbered through all shards."""
 
-    def __init__(self, manifest: Manifest, missing: Iterable[int]) -> None:
-        """`missing` are chunks, counted through all shards, in the order in which they are wanted."""
+    def __init__(self, manifest: Manifest) -> None:
         self._chunk_bytes = manifest.chunk_bytes
         self._sizes = [shard.size_bytes for shard in manifest.shards]
         self._first = (0, *accumulate(len(shard.chunks) for shard in manifest.shards))
-        self._waiting: list[Range] = []
-        self.active: list[Part] = []
-        for chunk in missing:
-            self._append(self.extent(chunk))
+        self.count = self._first[-1]
 
     def extent(self, chunk: int) -> Range:
-        """The bytes of chunk `chunk`, counted through all shards."""
+        """The bytes of chunk number `chunk`."""
         shard = bisect_right(self._first, chunk) - 1
         begin = (chunk - self._first[shard]) * self._chunk_bytes
         return Range(shard, begin, min(begin + self._chunk_bytes, self._sizes[shard]))
 
-    def chunk_at(self, shard: int, offset: int) -> int:
+    def at(self, shard: int, offset: int) -> int:
+        """The number of the chunk that holds byte `offset` of a shard."""
         return self._first[shard] + offset // self._chunk_bytes
+
+    def covering(self, shard: int, begin: int, end: int) -> tuple[int, int]:
+        """The numbers of the first and the last chunk of bytes [begin, end) of a shard; `begin` < `end`."""
+        return self.at(shard, begin), self.at(shard, end - 1)
+
+
+class Ranges:
+    """The waiting ranges, the most wanted first."""
+
+    def __init__(self, manifest: Manifest, missing: Iterable[int]) -> None:
+        """`missing` are the numbers of the chunks to fetch, the most wanted first."""
+        self._chunks = Chunks(manifest)
+        self._chunk_bytes = manifest.chunk_bytes
+        self._waiting: list[Range] = []
+        self.active: list[Part] = []
+        for chunk in missing:
+            self._append(self._chunks.extent(chunk))
 
     @property
     def waiting_bytes(self) -> int:
@@ -71,11 +86,11 @@ class Ranges:
 
     @property
     def idle(self) -> bool:
-        """Nothing waits and nothing is being fetched."""
+        """True if nothing waits and nothing is being read."""
         return not self._waiting and not self.active
 
     def take(self, limit_bytes: int, now_s: float) -> Part | None:
-        """The most wanted range that is due, `limit_bytes` of it at most, cut between chunks where it can be."""
+        """Take the most wanted due range, at most `limit_bytes` of it, cut between chunks where possible."""
         for index, item in enumerate(self._waiting):
             if item.due_s > now_s:
                 continue
@@ -98,19 +113,20 @@ class Ranges:
         return min((item.due_s for item in self._waiting), default=None)
 
     def finish(self, part: Part, *, attempts: int = 0, due_s: float = 0.0) -> None:
-        """`part` is no longer being fetched; what is left of it waits again, before everything else."""
+        """End the reading of `part`. What is left of it waits again, before everything else."""
         self.active.remove(part)
         if part.at < part.end:
             self._waiting.insert(0, Range(part.shard, part.at, part.end, attempts, due_s))
 
     def again(self, chunk: int) -> None:
         """Fetch `chunk` once more, next."""
-        self._waiting.insert(0, self.extent(chunk))
+        self._waiting.insert(0, self._chunks.extent(chunk))
 
     def split(self, least_bytes: int, margin_bytes: int) -> Part | None:
-        """Take over the second half of the part that has most before it, if that is at least `least_bytes`.
+        """Take over half of what is left of the longest part, if that is at least `least_bytes`.
 
-        Its connection may be in the middle of a read of up to `margin_bytes`, which stays its own.
+        The connection of that part may be in the middle of a read of up to `margin_bytes`, which stay with
+        it.
         """
         longest = max(self.active, key=lambda part: part.end - part.at, default=None)
         if longest is None or longest.broken_off or longest.end - longest.at < 2 * least_bytes + margin_bytes:
@@ -118,7 +134,7 @@ class Ranges:
         middle = longest.at + margin_bytes + (longest.end - longest.at - margin_bytes) // 2
         aligned = middle // self._chunk_bytes * self._chunk_bytes
         cut = aligned if aligned >= longest.at + margin_bytes + least_bytes else middle
-        # The cut first, then a look: its reader goes on meanwhile, and from here on stops at the cut.
+        # Cut first, check afterwards: the other thread keeps reading, and stops at the cut from here on.
         end, longest.end = longest.end, cut
         if longest.at + margin_bytes > cut:
             longest.end = end
@@ -128,17 +144,20 @@ class Ranges:
         return half
 
     def demand(self, first: int, last: int) -> None:
-        """Somebody waits for chunks [first, last]: they go first."""
+        """Move what waits of chunks [first, last] to the front."""
+        low, high = self._chunks.extent(first), self._chunks.extent(last)
         wanted: list[Range] = []
         others: list[Range] = []
-        asked = [self.extent(chunk) for chunk in range(first, last + 1)]
-        hull: dict[int, tuple[int, int]] = {}
-        for item in asked:
-            begin, end = hull.get(item.shard, (item.begin, item.end))
-            hull[item.shard] = (min(begin, item.begin), max(end, item.end))
         for item in self._waiting:
-            begin, end = hull.get(item.shard, (0, 0))
-            _cut(item, begin, end, wanted.append, others.append)
+            # Places are ordered by shard, then by byte.
+            begin = max((item.shard, item.begin), (low.shard, low.begin))
+            end = min((item.shard, item.end), (high.shard, high.end))
+            if begin >= end:
+                others.append(item)
+                continue
+            wanted.append(replace(item, begin=begin[1], end=end[1]))
+            rest = ((item.begin, begin[1]), (end[1], item.end))
+            others += [replace(item, begin=left, end=right) for left, right in rest if left < right]
         self._waiting = wanted + others
 
     def _append(self, item: Range) -> None:
@@ -150,29 +169,15 @@ class Ranges:
 
 
 def wanted_order(manifest: Manifest) -> list[int]:
-    """All chunks, counted through all shards: by first touch where it was recorded, the others as they lie."""
-    first = (0, *accumulate(len(shard.chunks) for shard in manifest.shards))
-    places = {tensor.name: tensor for tensor in manifest.tensors}
+    """The numbers of all chunks: in the order of first touch where that was recorded, then in file order."""
+    chunks = Chunks(manifest)
+    tensors = {tensor.name: tensor for tensor in manifest.tensors}
     order: dict[int, None] = {}
     for name in manifest.first_touch:
-        tensor = places[name]
+        tensor = tensors[name]
         if tensor.size_bytes:
-            begin = tensor.offset_bytes // manifest.chunk_bytes
-            end = (tensor.offset_bytes + tensor.size_bytes - 1) // manifest.chunk_bytes
-            order.update(dict.fromkeys(range(first[tensor.shard] + begin, first[tensor.shard] + end + 1)))
-    order.update(dict.fromkeys(range(first[-1])))
+            end = tensor.offset_bytes + tensor.size_bytes
+            first, last = chunks.covering(tensor.shard, tensor.offset_bytes, end)
+            order.update(dict.fromkeys(range(first, last + 1)))
+    order.update(dict.fromkeys(range(chunks.count)))
     return list(order)
-
-
-def _cut(
-    item: Range, begin: int, end: int, inside: Callable[[Range], None], outside: Callable[[Range], None]
-) -> None:
-    """Give the piece of `item` within [begin, end) to `inside`, the rest to `outside`."""
-    low, high = max(item.begin, begin), min(item.end, end)
-    if low >= high:
-        outside(item)
-        return
-    inside(Range(item.shard, low, high, item.attempts, item.due_s))
-    for left, right in ((item.begin, low), (high, item.end)):
-        if left < right:
-            outside(Range(item.shard, left, right, item.attempts, item.due_s))

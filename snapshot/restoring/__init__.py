@@ -1,1 +1,1 @@
-"""From bytes to tensors: mapped, copy-on-write views in a module, usable while they still arrive."""
+"""From files to tensors: a `skeleton`, a plan, a `Mapping`, then `restore`; a `Gate` while bytes arrive."""

@@ -20,44 +20,39 @@ class FileFingerprint:
     inode: int
 
 
-@dataclass(frozen=True, slots=True)
-class Fingerprint:
-    """All shards' files, in the manifest's order."""
-
-    files: tuple[FileFingerprint, ...]
+Fingerprint = tuple[FileFingerprint, ...]
+"""All shards' files, in the manifest's order."""
 
 
-def pin(root: Path, manifest: Manifest) -> Fingerprint:
-    """Note the files under folder `root` as they are now; call it before verifying them."""
+def take_fingerprint(root: Path, manifest: Manifest) -> Fingerprint:
+    """Return the fingerprint of the files under folder `root`; call it before verifying them."""
     source = FolderSource(root)
-    return Fingerprint(tuple(_file_pin(source, shard.name) for shard in manifest.shards))
+    files = []
+    for shard in manifest.shards:
+        descriptor = source.open(shard.name)
+        try:
+            files.append(_fingerprint_of(descriptor))
+        finally:
+            os.close(descriptor)
+    return tuple(files)
 
 
-def check_pin(descriptor: int, name: str, pinned: FileFingerprint) -> None:
-    """SnapshotChanged unless the open file is the pinned one."""
-    found = pin_of(descriptor)
-    if found != pinned:
+def check_fingerprint(descriptor: int, name: str, verified: FileFingerprint) -> None:
+    """Raise SnapshotChanged unless the open file is the verified one."""
+    found = _fingerprint_of(descriptor)
+    if found != verified:
         raise SnapshotChanged(
-            f"Shard {name} is not the file that was verified: {_difference(pinned, found)}.",
+            f"Shard {name} is not the file that was verified: {_difference(verified, found)}.",
             remedy="Verify the snapshot again, and publish new weights under a new name.",
         )
 
 
-def pin_of(descriptor: int) -> FileFingerprint:
-    """The pin of an open file."""
+def _fingerprint_of(descriptor: int) -> FileFingerprint:
     status = os.fstat(descriptor)
     return FileFingerprint(status.st_size, status.st_mtime_ns, status.st_ino)
 
 
-def _file_pin(source: FolderSource, name: str) -> FileFingerprint:
-    descriptor = source.open(name)
-    try:
-        return pin_of(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _difference(pinned: FileFingerprint, found: FileFingerprint) -> str:
-    if pinned.size_bytes != found.size_bytes:
-        return f"it has {found.size_bytes} bytes, {pinned.size_bytes} expected"
-    return "it was replaced" if pinned.inode != found.inode else "it was written to"
+def _difference(verified: FileFingerprint, found: FileFingerprint) -> str:
+    if verified.size_bytes != found.size_bytes:
+        return f"it has {found.size_bytes} bytes, {verified.size_bytes} expected"
+    return "it was replaced" if verified.inode != found.inode else "it was written to"

@@ -1,18 +1,17 @@
-"""The gate: execute while loading. Every operation waits for its own tensors' bytes, and for no others.
+"""The gate executes a module while its weights arrive: every operation waits for its own tensors' bytes only.
 
-torch calls `__torch_dispatch__` for every operation of the thread that entered the mode, whatever Python or C++ it came
-from, with the tensors that it is about to read. Modules need no hooks and no names: a weight used by a module that does
-not own it (tied, or inside a fused layer) is waited for like any other. Memory that is read without an
-operation (`.numpy()`, `.tolist()`, an address) is waited for when it is asked for. A thread that is
-started inside waits until all has arrived. What the gate cannot see is threads that were there before, each of which needs a
-gate of its own, and addresses that were taken before.
+torch calls `__torch_dispatch__` for every operation of the thread that entered the mode, whether it comes
+from Python or C++, with the tensors that it is about to read. Modules need no hooks and no names: a weight
+used by a module that does not own it (tied, or inside a fused layer) is waited for like any other. Memory
+that is read without an operation (`.numpy()`, `.tolist()`, an address) is waited for when it is requested.
+Starting a thread inside waits until everything has arrived. The gate does not see threads that were started
+before, each of which needs its own gate, and addresses that were taken before.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -25,21 +24,19 @@ from .touch import Touched
 
 
 class Gate(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """`with Gate(mapping, arrival): model(x)`. Once all has arrived it is in nobody's way; better then to leave it out.
+    """`with Gate(mapping, arrival): model(x)`. Once everything has arrived, it can be left out.
 
-    Raises what the fetch failed with, or SourceUnavailable if a tensor does not come for `timeout_s` seconds.
+    Operations raise what the fetch failed with, or SourceUnavailable if their tensors do not arrive within
+    `timeout_s`.
     """
 
     def __init__(self, mapping: Mapping, arrival: Arrival, *, timeout_s: float = 600.0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.thread = 0
-        """Who entered it; 0 while it waits itself, and what it starts is no user's thread."""
-        self.waited_s = 0.0
-        """How long operations waited, all together."""
+        """The thread that entered the gate; 0 while the gate waits and may start threads itself."""
         self._touched = Touched(mapping)
         self._arrival = arrival
         self._timeout_s = timeout_s
-        self._chunk_bytes = mapping.manifest.chunk_bytes
 
     def __enter__(self) -> Self:
         self.thread = threading.get_ident()
@@ -59,33 +56,31 @@ class Gate(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def wait_for(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Until the bytes that `func` is about to read or write are there."""
+        """Block until the bytes that `func` is about to read or write have landed."""
         if not self._arrival.complete:
             for shard, begin, end in self._touched.extents(func, args, kwargs):
                 self._wait(shard, begin, end)
 
     def wait_for_all(self) -> None:
-        """Until everything is there: for those whom no gate stands before."""
-        if self._arrival.count:
-            self._arrival.wait(0, self._arrival.count - 1, self._timeout_s)
+        """Block until everything has landed, for threads that have no gate."""
+        self._arrival.wait_all(self._timeout_s)
 
     def _wait(self, shard: int, begin: int, end: int) -> None:
-        first = self._arrival.first[shard]
-        low, high = first + begin // self._chunk_bytes, first + (end - 1) // self._chunk_bytes
-        if all(self._arrival.landed(chunk) for chunk in range(low, high + 1)):
+        first, last = self._arrival.chunks.covering(shard, begin, end)
+        if self._arrival.has(first, last):
             return
-        started_s, self.thread, thread = time.monotonic(), 0, self.thread
+        self.thread, thread = 0, self.thread
         try:
-            self._arrival.wait(low, high, self._timeout_s)
+            self._arrival.wait(first, last, self._timeout_s)
         finally:
             self.thread = thread
-            self.waited_s += time.monotonic() - started_s
 
 
 class _Exits:
-    """Stands before the methods that give memory away, and before starting threads, while any gate is entered.
+    """Patches the methods that hand out memory, and the start of threads, while any gate is entered.
 
-    Not a TorchFunctionMode: under one torch leaves its fused kernels, and the answer differs in the last bits.
+    Not a TorchFunctionMode: under one, torch does not use its fused kernels, and results differ in the last
+    bits.
     """
 
     def __init__(self) -> None:
@@ -115,7 +110,7 @@ class _Exits:
         @functools.wraps(_START)
         def start(thread: threading.Thread) -> None:
             for gate in tuple(self._gates):
-                if gate.thread == threading.get_ident():  # others' threads have nothing to do with it
+                if gate.thread == threading.get_ident():
                     gate.wait_for_all()
             _START(thread)
 
@@ -133,7 +128,7 @@ class _Exits:
         return read
 
 
-# The methods, and what stands in the class itself; None for what it inherits.
+# The methods, and what the class itself defines; None for what it inherits.
 _READS: dict[str, Any] = {
     name: vars(Tensor).get(name) for name in ("tolist", "numpy", "data_ptr", "__array__", "__dlpack__")
 }

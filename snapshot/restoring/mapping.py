@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from ...errors import SnapshotChanged, SnapshotError
 from ..fetching.arrival import Arrival
 from ..format.manifest import Manifest, Shard
 from ..sources.folder import FolderSource
-from .fingerprint import FileFingerprint, Fingerprint, check_pin
+from .fingerprint import FileFingerprint, Fingerprint, check_fingerprint
 
 # Not in Python's mmap module before 3.13. Without it the kernel's heuristic refuses a writable private
 # mapping larger than memory, though hardly a page of it is ever written.
@@ -32,36 +33,34 @@ class Mapping:
         self,
         root: Path,
         manifest: Manifest,
-        pinned: Fingerprint | None = None,
+        verified: Fingerprint | None = None,
         *,
         keep: object = None,
         arrival: Arrival | None = None,
     ) -> None:
-        """`keep`, a lease's hold, lives as long as anything that is mapped: what protects files outlives their lease.
+        """Map the shards in folder `root`; SnapshotChanged if they are not the `verified` files.
 
-        With an `arrival` bytes may still be coming: `wait` for those that are read here and now.
+        `keep`, a lease's hold, lives as long as anything that is mapped: what protects files outlives their
+        lease. With an `arrival`, bytes may still be arriving: call `wait` before reading any.
         """
         self.manifest = manifest
         self.arrival = arrival
-        if pinned is not None and len(pinned.files) != len(manifest.shards):
+        if verified is not None and len(verified) != len(manifest.shards):
             raise SnapshotChanged(
-                f"The pin is of {len(pinned.files)} files, the manifest of {len(manifest.shards)}.",
-                remedy="Pin the files of this very manifest.",
+                f"The fingerprint is of {len(verified)} files, the manifest of {len(manifest.shards)}.",
+                remedy="Take the fingerprint of the files of this manifest.",
             )
         source = FolderSource(root)
-        files: list[FileFingerprint | None] = (
-            [*pinned.files] if pinned is not None else [None] * len(manifest.shards)
-        )
+        files: Sequence[FileFingerprint | None] = verified or [None] * len(manifest.shards)
         self._shards = [
             _map(source, shard, file, keep) for shard, file in zip(manifest.shards, files, strict=True)
         ]
         self._flats: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
     def wait(self, shard: int, begin: int, end: int, timeout_s: float = 600.0) -> None:
-        """Until bytes [begin, end) of a shard are there. Raises what kept them from coming."""
-        if self.arrival is not None and end > begin:
-            first, chunk_bytes = self.arrival.first[shard], self.manifest.chunk_bytes
-            self.arrival.wait(first + begin // chunk_bytes, first + (end - 1) // chunk_bytes, timeout_s)
+        """Block until bytes [begin, end) of a shard have landed. Raise what prevented it."""
+        if self.arrival is not None:
+            self.arrival.wait_bytes(shard, begin, end, timeout_s)
 
     def storage(self, shard: int) -> torch.UntypedStorage:
         """The whole shard from its first byte, as storage that tensors may be pointed at."""
@@ -72,8 +71,8 @@ class Mapping:
         found = self._flats.get((shard, dtype))
         if found is None:
             memory = self._shards[shard]
-            # frombuffer refuses to make nothing; a file shorter than one element holds no tensor of it
-            # either.
+            # frombuffer refuses to make an empty tensor. A file shorter than one element holds no tensor of
+            # it either.
             count = 0 if memory is None else len(memory) // dtype.itemsize
             if memory is not None and count:
                 found = torch.frombuffer(memory, dtype=dtype, count=count)
@@ -89,11 +88,16 @@ class _Memory(mmap.mmap):
     keep: object = None
 
 
-def _map(source: FolderSource, shard: Shard, pinned: FileFingerprint | None, keep: object) -> _Memory | None:
-    descriptor = _open(source, shard)
+def _map(
+    source: FolderSource, shard: Shard, verified: FileFingerprint | None, keep: object
+) -> _Memory | None:
     try:
-        if pinned is not None:
-            check_pin(descriptor, shard.name, pinned)
+        descriptor = source.open(shard.name)
+    except SnapshotError as error:
+        raise SnapshotChanged(error.message, remedy=error.remedy) from error
+    try:
+        if verified is not None:
+            check_fingerprint(descriptor, shard.name, verified)
         size_bytes = os.fstat(descriptor).st_size
         if size_bytes != shard.size_bytes:
             raise SnapshotChanged(
@@ -102,20 +106,9 @@ def _map(source: FolderSource, shard: Shard, pinned: FileFingerprint | None, kee
             )
         if size_bytes == 0:
             return None
-        memory = _Memory(
-            descriptor,
-            size_bytes,
-            flags=mmap.MAP_PRIVATE | _MAP_NORESERVE,
-            prot=mmap.PROT_READ | mmap.PROT_WRITE,
-        )
+        flags, prot = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+        memory = _Memory(descriptor, size_bytes, flags=flags, prot=prot)
         memory.keep = keep
         return memory
     finally:
         os.close(descriptor)
-
-
-def _open(source: FolderSource, shard: Shard) -> int:
-    try:
-        return source.open(shard.name)
-    except SnapshotError as error:
-        raise SnapshotChanged(error.message, remedy=error.remedy) from error

@@ -1,4 +1,4 @@
-"""What does not fit between a module and a snapshot, gathered, and told in one paragraph."""
+"""What does not fit between a module and a snapshot, collected into one error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Shape = tuple[int, ...]
 
 @dataclass(slots=True)
 class Mismatches:
-    """All that did not fit, by kind."""
+    """All misfits, by kind."""
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -34,12 +34,16 @@ class Mismatches:
 def describe(
     found: Mismatches, module: str, stored: Collection[str], wanted: list[str], prefix: str
 ) -> SnapshotMismatch:
-    """The error that tells of all of it; `stored` and `wanted` are all names, for the hint at a prefix."""
+    """Build the error that names all misfits. `stored` and `wanted` are all names, for a hint at a prefix."""
+    kinds = [kind for kind in _kinds(found) if kind[1]]
+    misfits = [
+        f"{len(names)} {'tensor is' if len(names) == 1 else 'tensors are'} {what} ({_first(names)})"
+        for what, names, _ in kinds
+    ]
     hint = _prefix_hint(found, stored, wanted, prefix)
-    sentences, remedies = _names(found, hint), [hint] if hint else _remedies(found)
     return SnapshotMismatch(
-        f"The snapshot does not fit {module}: {'; '.join(sentences)}.",
-        remedy=" ".join(remedies),
+        f"The snapshot does not fit {module}: {'; '.join(misfits)}.",
+        remedy=hint or " ".join(remedy for _, _, remedy in kinds),
         details={
             "missing": found.missing[:_KEPT],
             "unexpected": found.unexpected[:_KEPT],
@@ -49,41 +53,25 @@ def describe(
     )
 
 
-def _names(found: Mismatches, hint: str) -> list[str]:
-    told = [
-        ("missing from it", found.missing),
-        ("in it but not in the module", found.unexpected),
-        ("of another shape", [f"{name} {list(has)}, not {list(wants)}" for name, has, wants in found.shapes]),
-        ("of another dtype", [f"{name} {has}, not {wants}" for name, has, wants in found.dtypes]),
-        ("a non-persistent buffer on the meta device that it does not hold", found.unfilled),
-        ("lazy, without a shape yet", found.lazy),
-    ]
-    return [f"{_count(names)} {what} ({_first(names)})" for what, names in told if names]
-
-
-def _remedies(found: Mismatches) -> list[str]:
-    remedies = []
-    if found.missing:
-        remedies.append("Make the snapshot from a checkpoint of this very class.")
-    if found.unexpected:
-        remedies.append(f'If the module does not need them, pass ignore=[r"{_pattern(found.unexpected)}"].')
-    if found.shapes:
-        remedies.append("Build the module from the config that belongs to the snapshot.")
-    if found.dtypes:
-        held = sorted({has for _, has, _ in found.dtypes})
-        remedies.append(f"Build the skeleton with dtype={held[0]}." if len(held) == 1 else _mixed(held))
-    if found.unfilled:
-        remedies.append(
-            'Build the module within skeleton(), not torch.device("meta"), and make such buffers '
-            "with torch.zeros or torch.arange, not torch.empty."
-        )
-    if found.lazy:
-        remedies.append("Give lazy modules their sizes.")
-    return remedies
-
-
-def _mixed(held: list[str]) -> str:
-    return f"Build the skeleton with the snapshot's dtypes ({', '.join(held)}) per module."
+def _kinds(found: Mismatches) -> list[tuple[str, list[str], str]]:
+    """Each kind in words, its tensors, and its remedy."""
+    dtypes = sorted({has for _, has, _ in found.dtypes})
+    dtype_remedy = f"Build the skeleton with the snapshot's dtypes ({', '.join(dtypes)}) per module."
+    if len(dtypes) == 1:
+        dtype_remedy = f"Build the skeleton with dtype={dtypes[0]}."
+    return [
+        ("missing from it", found.missing, "Make the snapshot from a checkpoint of this very class."),
+        ("in it but not in the module", found.unexpected,
+         f'If the module does not need them, pass ignore=[r"{_pattern(found.unexpected)}"].'),
+        ("of another shape", [f"{name} {list(has)}, not {list(wants)}" for name, has, wants in found.shapes],
+         "Build the module from the config that belongs to the snapshot."),
+        ("of another dtype", [f"{name} {has}, not {wants}" for name, has, wants in found.dtypes],
+         dtype_remedy),
+        ("a non-persistent buffer on the meta device that it does not hold", found.unfilled,
+         'Build the module within skeleton(), not torch.device("meta"), and make such buffers '
+         "with torch.zeros or torch.arange, not torch.empty."),
+        ("lazy, without a shape yet", found.lazy, "Give lazy modules their sizes."),
+    ]  # fmt: skip
 
 
 def _pattern(unexpected: list[str]) -> str:
@@ -92,7 +80,7 @@ def _pattern(unexpected: list[str]) -> str:
 
 
 def _prefix_hint(found: Mismatches, stored: Collection[str], wanted: list[str], prefix: str) -> str:
-    """The remedy, if everything is there under names longer or shorter by one common head; else empty."""
+    """The remedy if all names differ by one common prefix; else empty."""
     if not found.missing or not found.unexpected:
         return ""
     name = found.missing[0].removeprefix(prefix)
@@ -103,21 +91,12 @@ def _prefix_hint(found: Mismatches, stored: Collection[str], wanted: list[str], 
             ignore = [key for key in found.unexpected if not key.startswith(head)]
             more = f' and ignore=[r"{_pattern(ignore)}"]' if ignore else ""
             return f'The names differ by a prefix: pass prefix="{head}"{more}.'
-    return _inner_hint(found, wanted)
-
-
-def _inner_hint(found: Mismatches, wanted: list[str]) -> str:
-    known = set(wanted)
-    key = found.unexpected[0]
+    known, key = set(wanted), found.unexpected[0]
     for head in (name.removesuffix(key) for name in wanted if name.endswith(f".{key}")):
         if all(head + other in known for other in found.unexpected):
             path = head.removesuffix(".")
             return f"The snapshot is of the module's part {path!r}: plan and restore module.{path} instead."
     return ""
-
-
-def _count(names: list[str]) -> str:
-    return f"{len(names)} {'tensor is' if len(names) == 1 else 'tensors are'}"
 
 
 def _first(names: list[str]) -> str:

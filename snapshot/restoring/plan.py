@@ -1,11 +1,13 @@
-"""The restore plan: which attribute of which module views which bytes.
+"""The restore plan says which attribute of which module views which bytes; `restore` applies it.
 
-Made once, in the zygote, before the fork. Pure matching of names, shapes and dtypes; no file is opened. All
-that can fail fails here, so that what is left for a forked worker (`restore`) is a loop of views.
+A plan is made once, in the zygote, before the fork: pure matching of names, shapes and dtypes, without
+opening a file. All that can fail fails here, so that a forked worker is left with a loop of views.
 """
 
 from __future__ import annotations
 
+import math
+import mmap
 import re
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -14,8 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...errors import SnapshotMismatch
 from ..format.dtype import DTYPES
 from ..format.manifest import Manifest, TensorEntry
+from .mapping import Mapping
 from .mismatch import Mismatches, describe
 
 _TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -27,19 +31,19 @@ _TORCH_DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One place that holds a tensor: `_parameters` or `_buffers` of a module, and the attribute's name."""
+    """A place that holds a tensor: `_parameters` or `_buffers` of a module, and the attribute's name."""
 
     module: nn.Module
     attribute: str
     store: MutableMapping[str, Any]
     """The dict itself: writing into it skips nn.Module.__setattr__, which costs more than making the view."""
     watched: bool
-    """The class has its own `__setattr__` and must hear of it (nn.LSTM keeps a list of its weights)."""
+    """The class has its own `__setattr__`, which must be called (nn.LSTM keeps a list of its weights)."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreStep:
-    """One tensor to restore: where it lies, what it looks like, and every slot that shares it."""
+    """One tensor to restore: where its bytes are, its shape, and every slot that shares it."""
 
     name: str
     shard: int
@@ -50,9 +54,9 @@ class RestoreStep:
     offset_elements: int
     """From the shard's first byte; -1 if the bytes are not aligned for the dtype, and must be copied."""
     cast_to: torch.dtype | None
-    """What the module has it in, if that is another type than the snapshot's: then it is copied, not mapped."""
+    """The module's dtype if it differs from the snapshot's: then the tensor is copied, not mapped."""
     tensor: torch.Tensor
-    """What the module is given, parameter or buffer; empty until it is restored, which points it at its bytes."""
+    """The parameter or buffer that the module gets; empty until `restore` points it at its bytes."""
     slots: tuple[Slot, ...]
 
 
@@ -64,9 +68,8 @@ class Plan:
     manifest: Manifest
     steps: tuple[RestoreStep, ...]
     replaced: tuple[torch.Tensor, ...]
-    """The skeleton's tensors. Held so that a forked child does not free them: freeing writes to their pages,
-    which
-    are then copied (0.3 of 1.6 ms for MiniLM)."""
+    """The skeleton's tensors, kept so that a forked child does not free them: freeing writes to their pages,
+    which are then copied (0.3 of 1.6 ms for MiniLM)."""
 
 
 @dataclass(slots=True)
@@ -88,13 +91,13 @@ def make_plan(
     ignore: Sequence[str] = (),
     cast: bool = False,
 ) -> Plan:
-    """Match `module` with `manifest`, or raise one SnapshotMismatch that says all that does not fit.
+    """Match `module` with `manifest`, or raise one SnapshotMismatch that names all misfits.
 
-    `prefix` is what the snapshot's names start with and the module's do not. Tensors that the module has no
-    use for are refused unless a regex of `ignore` is found in their name (`re.search`, as in transformers).
-    With `cast`, floating-point tensors of another type than the module's are converted; that costs memory and time of
-    their own, where mapping costs neither: better convert the snapshot once (`pilotflame snapshot convert --dtype`).
-    A tensor reached under several names (tied weights) needs only one of them, or an alias, in the snapshot.
+    `prefix` is what the snapshot's names start with and the module's do not. Tensors that the module does not
+    use are refused unless a regex of `ignore` is found in their name (`re.search`, as in transformers). With
+    `cast`, floating-point tensors of another type than the module's are converted, which costs memory and
+    time; converting the snapshot once (`pilotflame snapshot convert --dtype`) avoids that. A tensor with
+    several names (tied weights) needs only one of them, or an alias, in the snapshot.
     """
     stored = _stored(manifest)
     found = Mismatches()
@@ -113,7 +116,7 @@ def make_plan(
             found.unfilled.append(held.names[0])
     found.unexpected = _unexpected(manifest, used, ignore)
     if found:
-        raise describe(found, type(module).__name__, stored, [name for name, _ in _named(module)], prefix)
+        raise describe(found, type(module).__name__, stored, [name for name, *_ in _named(module)], prefix)
     steps.sort(key=lambda step: (step.shard, step.offset_bytes))
     return Plan(module, manifest, tuple(steps), tuple(held.tensor for held in holdings))
 
@@ -133,25 +136,24 @@ def _unexpected(manifest: Manifest, used: set[str], ignore: Sequence[str]) -> li
     ]
 
 
-def _named(module: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str, bool]]]:
-    """Every name under which a parameter or buffer is reached, with its module, attribute and kind."""
-    # Duplicates kept: a shared module, like a shared tensor, may be saved under any of its names.
+def _named(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, MutableMapping[str, Any]]]:
+    """Every name of a parameter or buffer, with its module, attribute, and the dict that holds it."""
+    # With duplicates: a shared module, like a shared tensor, may be saved under any of its names.
     for path, owner in module.named_modules(remove_duplicate=False):
         dot = f"{path}." if path else ""
-        for attribute, tensor in owner._parameters.items():  # noqa: SLF001 - named_parameters hides the owner
-            if tensor is not None:
-                yield dot + attribute, (owner, attribute, True)
-        for attribute, buffer in owner._buffers.items():  # noqa: SLF001
-            if buffer is not None:
-                yield dot + attribute, (owner, attribute, False)
+        # named_parameters and named_buffers hide the owner.
+        stores: tuple[MutableMapping[str, Any], ...] = (owner._parameters, owner._buffers)  # noqa: SLF001
+        for store in stores:
+            for attribute, tensor in store.items():
+                if tensor is not None:
+                    yield dot + attribute, owner, attribute, store
 
 
 def _holdings(module: nn.Module) -> list[_Held]:
     holdings: dict[int, _Held] = {}
     seen: set[tuple[int, str]] = set()
-    for name, (owner, attribute, is_parameter) in _named(module):
-        store: MutableMapping[str, Any] = owner._parameters if is_parameter else owner._buffers  # noqa: SLF001
-        tensor = store[attribute]
+    for name, owner, attribute, store in _named(module):
+        tensor, is_parameter = store[attribute], store is owner._parameters  # noqa: SLF001
         held = holdings.setdefault(id(tensor), _Held(tensor, is_parameter))
         held.names.append(name)
         held.needed |= is_parameter or attribute not in owner._non_persistent_buffers_set  # noqa: SLF001
@@ -179,7 +181,8 @@ def _step(held: _Held, entry: TensorEntry) -> RestoreStep:
     itemsize_bytes = DTYPES[entry.dtype].itemsize_bytes
     offset_elements, rest = divmod(entry.offset_bytes, itemsize_bytes)
     if entry.size_bytes == 0:
-        offset_elements, rest = 0, 0  # it may lie at the end of the file, where a view would start outside
+        # It may be at the end of the file, where a view would start outside.
+        offset_elements, rest = 0, 0
     dtype = _TORCH_DTYPES.get(entry.dtype, torch.uint8)
     return RestoreStep(
         name=entry.name,
@@ -187,7 +190,8 @@ def _step(held: _Held, entry: TensorEntry) -> RestoreStep:
         dtype=dtype,
         cast_to=held.tensor.dtype if held.tensor.dtype != dtype else None,
         shape=entry.shape,
-        stride=_contiguous(entry.shape),
+        # The strides of a contiguous tensor; on meta it takes no memory.
+        stride=torch.empty(entry.shape, device="meta").stride(),
         offset_bytes=entry.offset_bytes,
         offset_elements=-1 if rest else offset_elements,
         tensor=_empty(held),
@@ -196,18 +200,67 @@ def _step(held: _Held, entry: TensorEntry) -> RestoreStep:
 
 
 def _empty(held: _Held) -> torch.Tensor:
-    """A tensor without memory of the type and kind of `held`, with the attributes that somebody put on it."""
+    """A tensor without memory, of the type and kind of `held`, with the attributes that were set on it."""
     tensor = torch.empty(0, dtype=held.tensor.dtype)
     if held.is_parameter:
-        # What nn.Parameter calls, without its checks.
+        # nn.Parameter calls the same after its checks.
         tensor = torch.Tensor._make_subclass(nn.Parameter, tensor, held.tensor.requires_grad)  # noqa: SLF001
     tensor.__dict__.update(held.tensor.__dict__)
     return tensor
 
 
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    stride, step = [], 1
-    for size in reversed(shape):
-        stride.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(stride))
+def restore(plan: Plan, mapping: Mapping) -> None:
+    """Give `plan.module` its weights. Writing to them changes no file and no other process."""
+    if mapping.manifest is not plan.manifest and mapping.manifest.digest != plan.manifest.digest:
+        raise SnapshotMismatch(
+            "The plan was made for another manifest than the mapping.", remedy="Use one manifest for both."
+        )
+    shard, storage = -1, torch.empty(0).untyped_storage()
+    with torch.no_grad():
+        for step in plan.steps:
+            if step.shard != shard:
+                storage, shard = mapping.storage(step.shard), step.shard
+            if step.offset_elements >= 0 and step.cast_to is None:
+                # One operation a tensor; making a view and a parameter of it would be three
+                # (infra/bench/local.py).
+                step.tensor.set_(storage, step.offset_elements, step.shape, step.stride)
+            else:
+                copied = _copied(step, mapping)
+                step.tensor.set_(copied.untyped_storage(), 0, step.shape, step.stride)
+            _place(step)
+
+
+def blank(plan: Plan) -> None:
+    """Give `plan.module` weights of zeros that take no memory, for a rehearsal.
+
+    All view one region as large as the largest of them, which is never written: reading it maps the kernel's
+    page of zeros. `restore` replaces them.
+    """
+    largest = max((step.tensor.itemsize * math.prod(step.shape) for step in plan.steps), default=0)
+    if not largest:
+        return
+    zeros = mmap.mmap(-1, largest, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    storage = torch.frombuffer(zeros, dtype=torch.uint8).untyped_storage()
+    with torch.no_grad():
+        for step in plan.steps:
+            step.tensor.set_(storage, 0, step.shape, step.stride)
+            _place(step)
+
+
+def _place(step: RestoreStep) -> None:
+    for slot in step.slots:
+        if slot.watched:
+            setattr(slot.module, slot.attribute, step.tensor)
+        else:
+            slot.store[slot.attribute] = step.tensor
+
+
+def _copied(step: RestoreStep, mapping: Mapping) -> torch.Tensor:
+    # Either the module has another type, or the file does not align the tensor to its elements (a header
+    # without padding), and torch's kernels read such addresses on some processors only. Saving the file again
+    # aligns it.
+    raw = mapping.flat(step.shard, torch.uint8)
+    size_bytes = step.dtype.itemsize * math.prod(step.shape)
+    mapping.wait(step.shard, step.offset_bytes, step.offset_bytes + size_bytes)
+    piece = raw[step.offset_bytes : step.offset_bytes + size_bytes].clone()
+    return piece.view(step.dtype).reshape(step.shape).to(step.cast_to or step.dtype)

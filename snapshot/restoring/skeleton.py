@@ -1,8 +1,8 @@
-"""A module without its weights: parameters on the meta device, what the code computes real.
+"""A module without its weights: parameters are on the meta device, computed tensors are real.
 
-`torch.device("meta")` sends everything there, and with it the buffers that a module computes and never saves
-(a rotary embedding's frequencies, position ids): they could not be restored. Here only what has no value yet
-goes to meta: the uninitialised and random factories that layers allocate parameters with.
+`torch.device("meta")` puts everything there, also the buffers that a module computes and never saves (a
+rotary embedding's frequencies, position ids), which could not be restored. Here only tensors without a value
+go to meta: those of the uninitialised and random factories that layers allocate parameters with.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 _VALUELESS: frozenset[Callable[..., Any]] = frozenset(
     {
-        # Not empty_like, rand_like, Tensor.new_empty: what is like a tensor is where that tensor is. Like a
-        # real one, it is a computation's scratch space: nn.init.trunc_normal_ of torch.zeros draws into it.
+        # Not empty_like, rand_like, Tensor.new_empty: they follow the device of the tensor that they are
+        # given. For a real one they give scratch space: nn.init.trunc_normal_ of torch.zeros draws into it.
         torch.empty,
         torch.empty_strided,
         torch.empty_permuted,
@@ -26,24 +26,13 @@ _VALUELESS: frozenset[Callable[..., Any]] = frozenset(
     }
 )
 
-# What initialisers do to a tensor. On meta it is either without effect, or an error for a real operand.
+# What initialisers do to a tensor. On meta it either has no effect, or is an error for a real operand.
 _FILLING_METHODS = (
-    *(
-        "__setitem__",
-        "copy_",
-        "fill_",
-        "zero_",
-        "masked_fill_",
-        "index_fill_",
-        "add_",
-        "sub_",
-        "mul_",
-        "div_",
-    ),
-    *("neg_", "exp_", "erfinv_", "clamp_", "clamp_min_", "clamp_max_", "clip_", "normal_", "uniform_"),
-    *("random_", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_"),
-)
-# nn.init's that dispatch on overrides: caught whole, they cost nothing.
+    "__setitem__", "copy_", "fill_", "zero_", "masked_fill_", "index_fill_", "add_", "sub_", "mul_",
+    "div_", "neg_", "exp_", "erfinv_", "clamp_", "clamp_min_", "clamp_max_", "clip_", "normal_",
+    "uniform_", "random_", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_",
+)  # fmt: skip
+# The functions of nn.init that dispatch on overrides: caught whole, they cost nothing.
 _FILLING_INITS = ("uniform_", "normal_", "constant_", "kaiming_uniform_")
 _FILLING: frozenset[Callable[..., Any]] = frozenset(
     [getattr(torch.Tensor, name) for name in _FILLING_METHODS]
@@ -61,7 +50,7 @@ class _SkeletonMode(TorchFunctionMode):
     ) -> Any:
         options = dict(kwargs or {})
         if func in _VALUELESS:
-            # A generator or an `out` of the caller's own: these values are meant.
+            # With the caller's own generator or `out`, the values matter.
             if options.get("generator") is None and options.get("out") is None:
                 options["device"] = "meta"
                 options.pop("pin_memory", None)
@@ -75,12 +64,12 @@ class _SkeletonMode(TorchFunctionMode):
 
 @contextmanager
 def skeleton() -> Iterator[None]:
-    """Within, modules are built with parameters on the meta device and computed tensors real.
+    """Modules built inside have their parameters on the meta device and their computed tensors real.
 
-    `torch.empty`, `rand` and `randn` give meta tensors, unless called with a generator or `out`; `arange`,
-    `ones`, `zeros`, `full`, `tensor` stay real, so that what is computed from them is right; `empty_like` and
-    its kin follow the tensor they are given. A parameter of real values (`nn.Parameter(torch.zeros(n))`)
-    is real until it is restored. Initialising a meta tensor does nothing.
+    `torch.empty`, `rand` and `randn` make meta tensors, unless called with a generator or `out`; `arange`,
+    `ones`, `zeros`, `full`, `tensor` make real ones, as values are computed from them; `empty_like` and its
+    kin follow the tensor that they are given. A parameter of real values (`nn.Parameter(torch.zeros(n))`) is
+    real until it is restored. Initialising a meta tensor does nothing.
     """
     with _SkeletonMode():
         yield

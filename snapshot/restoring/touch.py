@@ -1,14 +1,17 @@
-"""Touch: which bytes of a mapping the tensors of an operation view. The ground of executing while loading, and of recording."""
+"""Which bytes of a mapping an operation touches: to wait for them, and to record their order."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..format.manifest import Manifest
 from .mapping import Mapping
 
 Extent = tuple[int, int, int]
@@ -16,7 +19,7 @@ Extent = tuple[int, int, int]
 
 
 class Touched:
-    """Finds the bytes of one mapping behind tensors: views of it, whoever made them."""
+    """Finds the bytes of one mapping behind tensors that view it, whatever code made the views."""
 
     def __init__(self, mapping: Mapping) -> None:
         shards = range(len(mapping.manifest.shards))
@@ -27,11 +30,12 @@ class Touched:
         }
 
     def extents(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Extent]:
-        """The bytes that operation `func` reads or writes of the mapping."""
+        """The bytes of the mapping that operation `func` reads or writes."""
         if _makes_view(func):
             return
         if func is torch.ops.aten.embedding.default:
-            yield from self._extent(args[1])  # before its values are looked at
+            # The indices must have landed before their values are read.
+            yield from self._extent(args[1])
             if (rows := self._rows(args)) is not None:
                 yield from rows
                 return
@@ -56,7 +60,7 @@ class Touched:
         yield shard, begin * tensor.itemsize, (begin + reach) * tensor.itemsize
 
     def _rows(self, args: tuple[Any, ...]) -> list[Extent] | None:
-        """An embedding needs the rows it looks up, not the table: often the largest tensor, and the first one touched."""
+        """The rows that an embedding looks up, not its table, often the largest tensor; None if unknown."""
         table, indices = args[0], args[1]
         if indices.device.type != "cpu" or table.dim() != 2 or not table.is_contiguous():
             return None
@@ -69,19 +73,60 @@ class Touched:
         return [(shard, begin + row * row_bytes, begin + (row + 1) * row_bytes) for row in rows]
 
 
+def record_first_touch(mapping: Mapping, run: Callable[[], Any]) -> Manifest:
+    """Call `run`, which uses modules restored from `mapping`; return the manifest with the order.
+
+    The digest of the manifest stays: the order is a hint. Tensors that `run` does not touch are not in it.
+    """
+    recorder = _Recorder(mapping)
+    with recorder:
+        run()
+    return mapping.manifest.model_copy(update={"first_touch": tuple(recorder.order)})
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, mapping: Mapping) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.order: dict[str, None] = {}
+        self._touched = Touched(mapping)
+        self._placed = sorted(
+            (tensor.shard, tensor.offset_bytes, tensor.offset_bytes + tensor.size_bytes, tensor.name)
+            for tensor in mapping.manifest.tensors
+            if tensor.size_bytes
+        )
+        self._begins = [(shard, begin) for shard, begin, _, _ in self._placed]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for shard, begin, end in self._touched.extents(func, args, kwargs):
+            self._record(shard, begin, end)
+        return func(*args, **kwargs)
+
+    def _record(self, shard: int, begin: int, end: int) -> None:
+        index = max(0, bisect_right(self._begins, (shard, begin)) - 1)
+        for other, low, high, name in self._placed[index:]:
+            if (other, low) >= (shard, end):
+                break
+            if other == shard and high > begin:
+                self.order.setdefault(name)
+
+
 _NEVER_COPIES = frozenset(
     getattr(torch.ops.aten, name)
     for name in (
-        "alias", "as_strided", "detach", "diagonal", "expand", "narrow", "permute", "select", "slice", "split",
-        "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold", "unsqueeze", "view",
+        "alias", "as_strided", "detach", "diagonal", "expand", "narrow", "permute", "select", "slice",
+        "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold", "unsqueeze", "view",
     )
 )  # fmt: skip
 
 
 @cache
 def _makes_view(func: Any) -> bool:
-    """Whether `func` only makes another view of its argument, and touches none of its bytes.
+    """Return True if `func` only makes another view of its argument, and touches none of its bytes.
 
-    A list, since schemas do not tell: `to`, `contiguous` and `reshape` say that they may return their argument, and copy.
+    Looked up in a list, since schemas do not tell: `to`, `contiguous` and `reshape` may return their argument
+    or a copy.
     """
     return getattr(func, "overloadpacket", None) in _NEVER_COPIES

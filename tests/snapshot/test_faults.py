@@ -1,4 +1,4 @@
-"""Every fault of the fault server, through real sockets: healed bit for bit, or refused with a name for what is not there."""
+"""Every fault of the fault server, over real sockets: healed bit for bit, or an error that names what is missing."""
 
 from __future__ import annotations
 
@@ -28,12 +28,11 @@ from pilotflame.snapshot.caching.cache import Cache
 from pilotflame.snapshot.caching.tier import Tier
 from pilotflame.snapshot.fetching.arrival import Arrival
 from pilotflame.snapshot.fetching.fetch import FetchStats, fetch
-from pilotflame.snapshot.fetching.target import ShardTarget
+from pilotflame.snapshot.fetching.landing import ShardTarget
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
 from pilotflame.snapshot.restoring.mapping import Mapping
-from pilotflame.snapshot.restoring.plan import make_plan
-from pilotflame.snapshot.restoring.restore import restore
+from pilotflame.snapshot.restoring.plan import make_plan, restore
 from pilotflame.snapshot.sources import ranged
 from pilotflame.snapshot.sources.http import HttpSource
 from safetensors.torch import load_file, save_file
@@ -42,8 +41,9 @@ from torch import nn
 CHUNK = 64 << 10
 LIMIT_S = 30.0
 STALL_S = 0.5
-"""Long enough to be given up by whoever measures in hundredths of a second; nobody waits for its end."""
-WIDTH = 293  # odd, so that hardly a tensor begins or ends where a chunk does
+"""Longer than the stall limit of a near source, so that no test waits for its end."""
+# Odd, so that hardly a tensor begins or ends where a chunk does.
+WIDTH = 293
 GROUPS = ([0, 1, 2], [3, 4], [5])
 """Layers of each shard: 1.0, 0.7 and 0.3 MB."""
 Choose = Callable[[Request], Faults]
@@ -140,7 +140,7 @@ def refused(weights: Weights, url: str, folder: Path, **how: Any) -> PilotflameE
 
 
 def check_named(weights: Weights, error: PilotflameError) -> None:
-    """It says which shard, which chunk, and exactly the tensors in it: in words, and in fields."""
+    """The error names the shard, the chunk, and exactly the tensors in it, in its message and in its details."""
     manifest = weights.manifest
     shard, chunk = weights.shards.index(error.details["shard"]), error.details["chunk"]
     begin, end = chunk * CHUNK, (chunk + 1) * CHUNK
@@ -268,7 +268,7 @@ def test_a_redirect_whose_end_breaks_off(tmp_path: Path, weights: Weights) -> No
 
 
 def test_a_tag_that_is_weak_now_and_then_is_the_same_version(tmp_path: Path, weights: Weights) -> None:
-    """What lies between may weaken it (RFC 9110, 8.8.1); the opaque part still names the version."""
+    """A proxy may weaken the tag (RFC 9110, 8.8.1); the opaque part still names the version."""
     with FaultServer(weights.folder) as server:
         # The server itself knows the strong one: If-Match is answered by that.
         server.faults = lambda request: Faults(headers={"ETag": 'W/"v0"'} if request.number % 3 else {})
@@ -283,7 +283,8 @@ def test_the_time_that_a_server_asks_for_is_given(tmp_path: Path, weights: Weigh
         again = next(
             r for r in server.requests[3:] if (r.name, r.begin) == (refused_one.name, refused_one.begin)
         )
-    assert again.when_s - refused_one.when_s >= 1.0  # a least, whatever the machine is busy with
+    # A lower bound, so a busy machine does not matter.
+    assert again.when_s - refused_one.when_s >= 1.0
 
 
 def test_without_ranges_a_file_in_one_piece_is_taken_whole(tmp_path: Path, weights: Weights) -> None:
@@ -294,10 +295,10 @@ def test_without_ranges_a_file_in_one_piece_is_taken_whole(tmp_path: Path, weigh
 
 @pytest.mark.parametrize("stall_at", [None, 0, 50_000])
 @pytest.mark.parametrize("connections", [1, 3])
-def test_who_gave_up_a_silent_connection_takes_a_new_one(
+def test_a_silent_connection_is_replaced_by_a_new_one(
     tmp_path: Path, weights: Weights, connections: int, stall_at: int | None
 ) -> None:
-    """More silences than there are connections, and hardly a failure for any one range."""
+    """More stalls than there are connections, and few failures for any one range."""
 
     def choose(request: Request) -> Faults:
         return Faults(stall_share=float(request.number in (1, 2, 6, 9)), stall_s=60.0, stall_at=stall_at)
@@ -333,7 +334,8 @@ def test_what_never_comes_is_named(tmp_path: Path, weights: Weights, kind: str) 
     assert isinstance(error, FetchFailed)
     check_named(weights, error)
     assert error.details["shard"] == name
-    assert error.details["chunk"] in (4, 5)  # of the two chunks that are asked for together
+    # The two chunks that are requested together.
+    assert error.details["chunk"] in (4, 5)
     assert any(word in error.message for word in why.split("|")), error.message
 
 
@@ -365,7 +367,7 @@ def test_an_object_that_changes_is_not_mixed(
 
 
 def test_two_versions_in_the_first_answers_are_not_mixed(tmp_path: Path, weights: Weights) -> None:
-    """Both halves are asked for before any version is known, so no If-Match could tell."""
+    """Both halves are requested before any version is known, so there is no If-Match."""
     name = weights.shards[0]
 
     def choose(request: Request) -> Faults:
@@ -390,7 +392,7 @@ def test_two_versions_in_the_first_answers_are_not_mixed(tmp_path: Path, weights
         (Faults(redirect="/elsewhere"), SourceError, "redirected more than"),
     ],
 )
-def test_a_server_that_cannot_serve_is_told_so_at_once(
+def test_a_server_that_cannot_serve_is_refused_at_once(
     tmp_path: Path, weights: Weights, faults: Faults, kind: type[SourceError], words: str
 ) -> None:
     with FaultServer(weights.folder, faults) as server:
@@ -460,7 +462,7 @@ def test_mixtures_that_pass_are_healed(tmp_path: Path, weights: Weights, seed: i
 
 
 def test_mixtures_that_stay_are_healed_or_named(tmp_path: Path, weights: Weights) -> None:
-    """As bad as can be, for as long as it takes: nothing but whole weights or an error that says what is not there."""
+    """Faults without end: either complete weights, or an error that names what is missing."""
     outcomes: Counter[str] = Counter()
     for seed in range(100, 107):
         mixture = Mixture(seed, most=1 << 30)
@@ -489,11 +491,11 @@ def test_mixtures_that_stay_are_healed_or_named(tmp_path: Path, weights: Weights
 
 
 def check_landed(weights: Weights, folder: Path, arrival: Arrival) -> None:
-    """What was said to have landed is right, whatever became of the rest."""
+    """Every landed chunk is right, whatever happened to the rest."""
     for index, shard in enumerate(weights.manifest.shards):
         right, found = (weights.folder / shard.name).read_bytes(), (folder / shard.name).read_bytes()
         for chunk in range(len(shard.chunks)):
-            if arrival.landed(arrival.first[index] + chunk):
+            if arrival.landed(arrival.chunks.at(index, chunk * CHUNK)):
                 begin, end = chunk * CHUNK, (chunk + 1) * CHUNK
                 assert found[begin:end] == right[begin:end], (shard.name, chunk)
 
@@ -561,9 +563,7 @@ def test_an_asset_that_is_wrong_once_is_fetched_again(tmp_path: Path, weights: W
         reads = Counter[int]()
 
         def choose(request: Request) -> Faults:
-            whole = (
-                request.name == "config.json" and request.end - request.begin > 1
-            )  # not the question for its size
+            whole = request.name == "config.json" and request.end - request.begin > 1
             reads[0] += whole
             return Faults(flip_share=float(whole and reads[0] == 1))
 

@@ -23,7 +23,7 @@ import torch
 import xxhash
 from pilotflame.snapshot.fetching.arrival import Arrival
 from pilotflame.snapshot.fetching.fetch import fetch
-from pilotflame.snapshot.fetching.target import ShardTarget
+from pilotflame.snapshot.fetching.landing import ShardTarget
 from pilotflame.snapshot.format.header import read_header
 from pilotflame.snapshot.format.manifest import (
     DEFAULT_CHUNK_BYTES,
@@ -33,8 +33,7 @@ from pilotflame.snapshot.format.manifest import (
     TensorEntry,
 )
 from pilotflame.snapshot.restoring.mapping import Mapping
-from pilotflame.snapshot.restoring.plan import make_plan
-from pilotflame.snapshot.restoring.restore import restore
+from pilotflame.snapshot.restoring.plan import make_plan, restore
 from pilotflame.snapshot.sources.folder import FolderSource
 from torch import nn
 

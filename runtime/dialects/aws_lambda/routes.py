@@ -1,68 +1,98 @@
-"""The invocations' route, in AWS Lambda's spelling: wait for the answer, leave a job, or only ask whether one could."""
+"""AWS Lambda's invocation route: wait for the output, submit a job, or only check that a call is possible."""
 
 from __future__ import annotations
 
 import base64
 import time
+from typing import Any, Literal
 
 import orjson
 from aiohttp import web
+from typing_extensions import TypedDict
 
-from ....errors import (
-    ActivationFailed,
-    BadInput,
-    DeadlineExceeded,
-    HandlerError,
-    HandlerFailed,
-    InputInvalid,
-    OutputInvalid,
-    PilotflameError,
-    RevisionRetired,
-    UnknownFunction,
-    WorkerDied,
-)
+from .... import errors
+from ....errors import BadInput, OutputInvalid, PilotflameError, RevisionRetired, UnknownFunction
 from ....handlers.codec import JSON_TYPE
-from ...access.caller import caller_of
-from ...api.deadline import priority_of, timeout_of
-from ...api.requests import Limits, idempotency_of, read_body, request_id_of, traceparent_of
-from ...functions.registry import Functions, Live
-from ...jobs.jobs import Jobs
-from ...jobs.order import order
+from ...access.keys import Scope
+from ...api.backend import ASYNC_BODY_BYTES, REPLAYED, Backend
+from ...api.invoke import PRIORITY_PARAMETER, TIMEOUT_PARAMETER
+from ...api.parameters import Parameter, header
+from ...api.requests import caller_of, check_json, priority_of, request_id_of, timeout_of, traceparent_of
+from ...api.responses import ErrorBody, json_response, retry_headers
+from ...api.routes import Route
+from ...functions.registry import Live
 from ...serving.invocation import Invocation, Output
-from ...telemetry.metrics import Metrics
-from .errors import PATHS, aws_error
 
 VERSION = "$LATEST"
-ASYNC_BODY_BYTES = 10 << 20
 MAX_STREAMED_BYTES = 20 << 20
 TAIL_BYTES = 4096
 TAIL_LINES = 200
+INVOCATION_TYPES = ("RequestResponse", "Event", "DryRun")
+NAME = Parameter("name", "A name or an ARN.", place="path")
+QUALIFIER = Parameter("Qualifier")
+INVOCATION_TYPE = header(
+    "X-Amz-Invocation-Type", type="string", enum=list(INVOCATION_TYPES), default=INVOCATION_TYPES[0]
+)
 
-# Of errors that are the function's: 200, and this header. The others are the request's, or ours.
-OF_THE_FUNCTION = (HandlerError, HandlerFailed, OutputInvalid, InputInvalid, WorkerDied, DeadlineExceeded, ActivationFailed)  # fmt: skip
+# Errors of the function, which are sent with status 200 and a header. Others are the request's or the gateway's.
+FUNCTION_ERRORS = (
+    errors.HandlerError, errors.HandlerFailed, errors.OutputInvalid, errors.InputInvalid, errors.WorkerDied,
+    errors.DeadlineExceeded, errors.ActivationFailed,
+)  # fmt: skip
 ERROR_TYPES = (
-    (DeadlineExceeded, "Sandbox.Timedout"),
-    (WorkerDied, "Runtime.ExitError"),
-    (ActivationFailed, "Runtime.InitError"),
-    (OutputInvalid, "Runtime.MarshalError"),
+    (errors.DeadlineExceeded, "Sandbox.Timedout"),
+    (errors.WorkerDied, "Runtime.ExitError"),
+    (errors.ActivationFailed, "Runtime.InitError"),
+    (errors.OutputInvalid, "Runtime.MarshalError"),
+)
+ERROR_NAMES = (
+    (errors.UnknownFunction, "ResourceNotFoundException"),
+    (errors.BadInput, "InvalidRequestContentException"),
+    (errors.InputTooLarge, "RequestTooLargeException"),
+    (errors.QueueFull, "TooManyRequestsException"),
+    (errors.QuotaExceeded, "TooManyRequestsException"),
+    (errors.Unauthorized, "UnrecognizedClientException"),
+    (errors.Forbidden, "AccessDeniedException"),
 )
 
 
+class LambdaError(TypedDict):
+    """The body of an error."""
+
+    Type: Literal["User", "Service"]
+    Message: str
+
+
+def aws_error(error: PilotflameError, request_id: str = "") -> web.Response:
+    """Return the response; its status is the same as on other routes."""
+    ours = error.status >= 500
+    name = next((name for cls, name in ERROR_NAMES if isinstance(error, cls)), "")
+    headers = {"x-amzn-ErrorType": name or ("ServiceException" if ours else "InvalidParameterValueException")}
+    if request_id:
+        headers["x-amzn-RequestId"] = request_id
+    headers.update(retry_headers(error))
+    body = LambdaError(Type="Service" if ours else "User", Message=str(error))
+    return json_response(body, status=error.status, headers=headers)
+
+
 class LambdaApi:
-    """The route of invocations below /2015-03-31."""
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._functions = backend.functions
 
-    def __init__(self, functions: Functions, jobs: Jobs, metrics: Metrics, limits: Limits) -> None:
-        self._functions = functions
-        self._jobs = jobs
-        self._metrics = metrics
-        self._limits = limits
-
-    def routes(self) -> list[web.RouteDef]:
-        # Not {function}: a name may come as an ARN, and with a version. What the key covers is checked here.
-        return [web.post(f"{PATHS}functions/{{name}}/invocations", self.invoke)]
+    def routes(self) -> list[Route]:
+        # Not {function}: the name may be an ARN with a version. `_live` checks what the key covers.
+        return [
+            Route(
+                "POST", "/2015-03-31/functions/{name}/invocations", self.invoke, Scope.INVOKE,
+                "Call a function as AWS Lambda is called.", {JSON_TYPE: Any, "*/*": Any},
+                other_responses={202: None, 204: None}, body=Any, body_required=False,
+                parameters=(NAME, QUALIFIER, INVOCATION_TYPE, TIMEOUT_PARAMETER, PRIORITY_PARAMETER),
+                errors=(400, 408, 413, 500, 503), error_format=aws_error, error_type=LambdaError | ErrorBody,
+            ),
+        ]  # fmt: skip
 
     async def invoke(self, request: web.Request) -> web.StreamResponse:
-        """`X-Amz-Invocation-Type`: RequestResponse (the default), Event or DryRun."""
         request_id = request_id_of(request.headers)
         try:
             live = self._live(request)
@@ -70,87 +100,74 @@ class LambdaApi:
             if kind == "DryRun":
                 return web.Response(status=204, headers=_headers(request_id))
             if kind == "Event":
-                return await self._leave(request, live)
+                return await self._submit(request, live)
             if kind == "RequestResponse":
                 return await self._wait(request, live, request_id)
             raise BadInput(
-                f"X-Amz-Invocation-Type is {kind[:40]!r}.", remedy="RequestResponse, Event or DryRun."
+                f"X-Amz-Invocation-Type is {kind[:40]!r}.", remedy=f"One of {', '.join(INVOCATION_TYPES)}."
             )
+        # Not left to the middleware: the error must carry the id under which the invocation ran.
         except PilotflameError as error:
             return aws_error(error, request_id)
 
-    async def _leave(self, request: web.Request, live: Live) -> web.Response:
-        """A job, on the disk when this answers."""
-        body = await self._body(request, live, ASYNC_BODY_BYTES)
-        live = self._live(request)  # while the body came it may have been deployed anew, or deleted
-        try:
-            if body:
-                orjson.loads(body)
-        except orjson.JSONDecodeError as error:
-            raise BadInput(f"The payload is not JSON: {error}.", remedy="Send JSON.") from None
-        new = order(
-            live.record.settings,
-            body,
-            owner=caller_of(request).owner,
-            idempotency=idempotency_of(request.headers),
-            traceparent=traceparent_of(request.headers),
-        )
-        job, replayed = await self._jobs.submit(new)
-        headers = _headers(job.id) | {"X-Job-Id": job.id}
-        if replayed:
-            headers["Idempotent-Replayed"] = "true"
+    async def _submit(self, request: web.Request, live: Live) -> web.Response:
+        """Respond when the job is stored."""
+        _, body = await self._backend.read_body(request, live.record.function, ASYNC_BODY_BYTES)
+        # The qualifier may no longer match if the function was deployed anew while the body arrived.
+        live = self._live(request)
+        check_json(body)
+        job, replayed = await self._backend.submit(request, live, body)
+        headers = _headers(job.id) | {"X-Job-Id": job.id} | (REPLAYED if replayed else {})
         return web.Response(status=202, headers=headers)
 
     async def _wait(self, request: web.Request, live: Live, request_id: str) -> web.Response:
         received_s, name = time.monotonic(), live.record.function
-        body = await self._body(request, live, self._limits.max_body_bytes)
-        live = self._functions.get(name)  # another revision may have become live while the body came
+        live, body = await self._backend.read_body(request, name)
         policy, revision = live.revision.policy, live.revision
-        headers, timeout_s = request.headers, timeout_of(request.headers, policy.timeout_s)
+        headers, caller = request.headers, caller_of(request)
         invocation = Invocation(
-            request_id, body,
-            now_s=received_s, deadline_s=received_s + timeout_s, hold_until_s=received_s + policy.hold_s,
-            traceparent=traceparent_of(headers), streaming=revision.streaming,
-            extra={"bare": True},  # the payload is the event, as it is where a job is left
-            tenant=caller_of(request).owner, priority=priority_of(headers, urgent=caller_of(request).urgent),
-        )  # fmt: skip
+            request_id,
+            body,
+            now_s=received_s,
+            deadline_s=received_s + timeout_of(headers, policy.timeout_s),
+            hold_until_s=received_s + policy.hold_s,
+            traceparent=traceparent_of(headers),
+            streaming=revision.streaming,
+            # The payload is the event itself, as in a job.
+            extra={"bare": True},
+            tenant=caller.owner,
+            priority=priority_of(headers, urgent=caller.urgent),
+        )
         try:
             revision.submit(invocation)
         except PilotflameError as error:
-            self._metrics.refused(name, error)
+            self._backend.metrics.refused(name, error)
             raise
         answer = await self._ended(name, live, invocation)
-        told = _headers(request_id) | self._tail(request, live, invocation)
+        sent = _headers(request_id) | self._log_tail(request, live, invocation)
         if isinstance(answer, PilotflameError):
-            told["X-Amz-Function-Error"] = "Unhandled"
+            sent["X-Amz-Function-Error"] = "Unhandled"
             answer = Output(orjson.dumps(function_error(answer, request_id)), JSON_TYPE)
-        return web.Response(body=answer.payload, headers=told | {"Content-Type": answer.content_type})
+        return web.Response(body=answer.payload, headers=sent | {"Content-Type": answer.content_type})
 
     async def _ended(self, name: str, live: Live, invocation: Invocation) -> Output | PilotflameError:
-        """The answer, or how the function failed. Raises what is not the function's failure."""
+        """Return the output, or the error of a function that failed. Raises other errors."""
         try:
-            answer = await _answer(invocation)
+            answer = await _collect(invocation)
         except PilotflameError as error:
-            self._note(name, error.status, invocation, error)
-            if isinstance(error, RevisionRetired) or not isinstance(error, OF_THE_FUNCTION):
+            self._backend.record(name, error.status, invocation, error)
+            if isinstance(error, RevisionRetired) or not isinstance(error, FUNCTION_ERRORS):
                 raise
             return error
         finally:
-            if not invocation.ended:  # the caller has gone, or the answer is too large to go on with
+            # The caller has gone, or the output is too large.
+            if not invocation.ended:
                 live.revision.cancel(invocation)
-        self._note(name, 200, invocation)
+        self._backend.record(name, 200, invocation)
         return answer
 
-    def _note(
-        self, name: str, status: int, invocation: Invocation, error: PilotflameError | None = None
-    ) -> None:
-        invocation.timeline.mark_responded(time.monotonic())
-        self._metrics.responded(name, status, invocation.timeline, error)
-        if invocation.timeline.cold:
-            self._functions.note_cold(name, invocation.timeline)
-
-    def _tail(self, request: web.Request, live: Live, invocation: Invocation) -> dict[str, str]:
-        """The end of what the worker printed, if it is asked for and the worker had nobody else's work."""
+    def _log_tail(self, request: web.Request, live: Live, invocation: Invocation) -> dict[str, str]:
+        """Return the end of what the worker printed, if requested and if the worker ran nothing else meanwhile."""
         if request.headers.get("X-Amz-Log-Type", "None") != "Tail":
             return {}
         begun_s = time.time() - (time.monotonic() - (invocation.timeline.sent_s or time.monotonic()))
@@ -163,24 +180,20 @@ class LambdaApi:
         tail = "\n".join(lines).encode()[-TAIL_BYTES:]
         return {"X-Amz-Log-Result": base64.b64encode(tail).decode()}
 
-    async def _body(self, request: web.Request, live: Live, limit: int) -> bytes:
-        most = min(limit, self._limits.max_body_bytes, live.revision.policy.max_body_bytes)
-        return await read_body(request, most, self._limits.body_timeout_s)
-
     def _live(self, request: web.Request) -> Live:
         name, qualifier = parse_name(request.match_info["name"])
         caller_of(request).check(name)
         live = self._functions.get(name)
-        asked = request.query.get("Qualifier", "") or qualifier
-        if asked not in ("", VERSION, live.record.revision):
+        wanted = request.query.get("Qualifier", "") or qualifier
+        if wanted not in ("", VERSION, live.record.revision):
             raise UnknownFunction(
-                f"Function {name!r} has no version {asked[:64]!r}.", remedy=f"Leave it out, or say {VERSION}."
+                f"Function {name!r} has no version {wanted[:64]!r}.", remedy=f"Omit it, or send {VERSION}."
             )
         return live
 
 
 def parse_name(text: str) -> tuple[str, str]:
-    """(name, qualifier) of `name`, `name:qualifier`, `account:function:name…`, or an ARN with any of these."""
+    """Return (name, qualifier) of `name`, `name:qualifier`, `account:function:name…`, or an ARN with any of these."""
     parts = text.split(":")
     if parts[0] == "arn":
         parts = parts[5:]
@@ -192,21 +205,21 @@ def parse_name(text: str) -> tuple[str, str]:
 
 
 def function_error(error: PilotflameError, request_id: str) -> dict[str, object]:
-    """What Lambda says of a function that failed. A handler written for Lambda has told it in these words itself."""
-    told = error.details
-    kind = told.get("errorType") or told.get("exception")
+    """Return the body for a function that failed. A handler written for Lambda provides these fields itself."""
+    details = error.details
+    kind = details.get("errorType") or details.get("exception")
     kind = kind or next((name for cls, name in ERROR_TYPES if isinstance(error, cls)), error.code)
-    trace = told.get("stackTrace") or str(told.get("traceback", "")).splitlines(keepends=True)
+    trace = details.get("stackTrace") or str(details.get("traceback", "")).splitlines(keepends=True)
     return {
-        "errorMessage": told.get("errorMessage", error.message),
+        "errorMessage": details.get("errorMessage", error.message),
         "errorType": kind,
         "requestId": request_id,
         **({"stackTrace": trace} if trace else {}),
     }
 
 
-async def _answer(invocation: Invocation) -> Output:
-    """The handler's answer; of one that streams, the list of its pieces."""
+async def _collect(invocation: Invocation) -> Output:
+    """Return the output; of a handler that streams, the list of its pieces."""
     if invocation.stream is None:
         return await invocation.output
     pieces, size = [], 0
@@ -215,7 +228,7 @@ async def _answer(invocation: Invocation) -> Output:
         size += sum(map(len, some)) + len(some)
         if size > MAX_STREAMED_BYTES:
             raise OutputInvalid(
-                f"The answer is larger than {MAX_STREAMED_BYTES} bytes.",
+                f"The output is larger than {MAX_STREAMED_BYTES} bytes.",
                 remedy="Call /invoke, which streams it.",
             )
         pieces += some

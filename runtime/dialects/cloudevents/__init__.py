@@ -1,1 +1,1 @@
-"""CloudEvents 1.0 over HTTP: parsing of the three modes, and routes that turn each event into a job."""
+"""CloudEvents over HTTP: parsing events and submitting them as jobs."""

@@ -1,4 +1,4 @@
-"""CloudEvents 1.0 over HTTP: the events of a request in binary, structured or batched mode, checked. Pure."""
+"""Parsing of CloudEvents 1.0 over HTTP, in binary, structured and batched mode. Pure."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ import binascii
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 from urllib.parse import unquote
 
 import orjson
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from ....errors import EventInvalid, InputTooLarge, UnsupportedMedia
 from ....handlers.codec import BYTES_TYPE, JSON_TYPE
+from ...api.requests import problems
 
 STRUCTURED = "application/cloudevents+json"
 BATCHED = "application/cloudevents-batch+json"
 PREFIX = "ce-"
-REQUIRED = ("specversion", "id", "source", "type")
-VERSION = "1.0"
+DATA = ("data", "data_base64")
 MAX_EVENTS = 1000
 MAX_ATTRIBUTES = 100
 MAX_CONTEXT_BYTES = 64 << 10
-"""All attributes of one event: as much as the specification asks everybody to take."""
+"""Of all attributes of one event: the size that the specification requires everyone to accept."""
 
-_OURS = "application/cloudevents"
 _NAME = re.compile(r"[a-z0-9]{1,64}")
-# Control characters, halves of surrogate pairs, and what Unicode calls no characters: not in an attribute's string.
-_FORBIDDEN = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]")
+# The specification forbids control characters, surrogates and noncharacters in attributes.
+_TEXT = re.compile(r"[^\x00-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]*")
 _REFERENCE = re.compile(r"[^\s<>\"{}|\\^`]+")
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:[^\s<>\"{}|\\^`]+")
 _MEDIA = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+/[!#$%&'*+.^_`|~0-9A-Za-z-]+[ \t]*(;[\x20-\x7e\t]*)?")
@@ -37,19 +37,44 @@ _TIME = re.compile(
     r"([Zz]|[+-]([01]\d|2[0-3]):[0-5]\d)",
     re.ASCII,
 )
-_FORMS = {
-    "source": (_REFERENCE, "a URI or a relative one"),
-    "dataschema": (_URI, "an absolute URI"),
-    "datacontenttype": (_MEDIA, "a media type"),
-    "time": (_TIME, "a time as 2026-01-31T12:00:00Z"),
-}
-_INTEGERS = range(-(1 << 31), 1 << 31)
 _QUOTED = re.compile(r"\\(.)")
+
+
+def _matching(pattern: re.Pattern[str], wanted: str) -> AfterValidator:
+    def check(value: str) -> str:
+        if not pattern.fullmatch(value):
+            raise ValueError(f"it must be {wanted}")
+        return value
+
+    return AfterValidator(check)
+
+
+_Printable = Annotated[str, _matching(_TEXT, "text without control characters")]
+_Text = Annotated[_Printable, Field(min_length=1)]
+_Extension = bool | Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | _Printable
+
+
+class CloudEvent(BaseModel):
+    """An event in structured mode. Attributes besides these are extensions: text, booleans and 32-bit integers."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    __pydantic_extra__: dict[str, _Extension]
+
+    specversion: Literal["1.0"]
+    id: _Text
+    source: Annotated[_Text, _matching(_REFERENCE, "a URI or a relative reference")]
+    type: _Text
+    subject: _Text | None = None
+    time: Annotated[_Text, _matching(_TIME, "a time such as 2026-01-31T12:00:00Z")] | None = None
+    dataschema: Annotated[_Text, _matching(_URI, "an absolute URI")] | None = None
+    datacontenttype: Annotated[_Text, _matching(_MEDIA, "a media type")] | None = None
+    data: Any = None
+    data_base64: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ReceivedEvent:
-    """One event. `data` is a handler's body, `content_type` its type ("" is JSON)."""
+    """A parsed event. `data` is the handler's body and `content_type` its type, "" for JSON."""
 
     attributes: Mapping[str, str | int | bool]
     data: bytes
@@ -57,36 +82,45 @@ class ReceivedEvent:
 
     @property
     def idempotency(self) -> str:
-        """Source and id: who sends the same again sends the same event."""
+        """The idempotency key of its job: an event is identified by source and id."""
         return f"ce:{self.attributes['source']}\n{self.attributes['id']}"
 
 
-def parse(headers: Mapping[str, str], body: bytes) -> list[ReceivedEvent] | None:
-    """The events of a request; None if it is no ReceivedEvent. EventInvalid, UnsupportedMedia, InputTooLarge."""
-    given = [(name.lower(), value) for name, value in headers.items()]
-    content_type = next((value for name, value in given if name == "content-type"), "")
-    media = media_type(content_type)
-    if media.startswith(_OURS):
-        return _formatted(media, content_type, body)
-    if any(name in ("ce-specversion", "ce-type") for name, _ in given):
-        return [_binary(given, content_type, body)]
-    return None
+def is_event(headers: Mapping[str, str]) -> bool:
+    """Return True if a request holds events, in any mode."""
+    return _is_formatted(headers) or any(name.lower() in ("ce-specversion", "ce-type") for name in headers)
 
 
-def media_type(content_type: str) -> str:
-    """Without parameters, in lower case."""
+def parse(headers: Mapping[str, str], body: bytes) -> list[ReceivedEvent]:
+    """Return the events of a request. Raises EventInvalid, UnsupportedMedia, InputTooLarge."""
+    sent = [(name.lower(), value) for name, value in headers.items()]
+    content_type = _content_type(headers)
+    if _is_formatted(headers):
+        return _formatted(_media_type(content_type), content_type, body)
+    return [_binary(sent, content_type, body)]
+
+
+def _is_formatted(headers: Mapping[str, str]) -> bool:
+    return _media_type(_content_type(headers)).startswith("application/cloudevents")
+
+
+def _content_type(headers: Mapping[str, str]) -> str:
+    return next((value for name, value in headers.items() if name.lower() == "content-type"), "")
+
+
+def _media_type(content_type: str) -> str:
     return content_type.partition(";")[0].strip().lower()
 
 
 def _formatted(media: str, content_type: str, body: bytes) -> list[ReceivedEvent]:
     if media not in (STRUCTURED, BATCHED):
         raise UnsupportedMedia(
-            f"CloudEvents as {media!r} are not taken here.", remedy=f"Send {STRUCTURED} or {BATCHED}."
+            f"CloudEvents as {media!r} are not supported.", remedy=f"Send {STRUCTURED} or {BATCHED}."
         )
     charset = re.search(r";\s*charset\s*=\s*\"?([^\s;\"]*)", content_type, re.IGNORECASE)
     if charset is not None and charset[1].lower() not in ("utf-8", "us-ascii"):
         raise UnsupportedMedia(
-            f"The events are said to be in {charset[1][:40]!r}.", remedy="JSON is sent as UTF-8."
+            f"The Content-Type names the charset {charset[1][:40]!r}.", remedy="Send JSON as UTF-8."
         )
     try:
         found = orjson.loads(body)
@@ -101,27 +135,27 @@ def _formatted(media: str, content_type: str, body: bytes) -> list[ReceivedEvent
     return [_structured(one, f"event {number}: ") for number, one in enumerate(found)]
 
 
-# -- the binary mode: attributes in headers, the data as the body
+# -- binary mode: attributes in headers, data as the body
 
 
-def _binary(given: list[tuple[str, str]], content_type: str, body: bytes) -> ReceivedEvent:
+def _binary(sent: list[tuple[str, str]], content_type: str, body: bytes) -> ReceivedEvent:
     attributes: dict[str, Any] = {}
-    for header, value in given:
+    for header, value in sent:
         if header.startswith(PREFIX):
             name = header.removeprefix(PREFIX)
             if name in attributes:
                 raise EventInvalid(f"The header {header} was sent twice.", remedy="Send each attribute once.")
             if name in ("data", "datacontenttype"):
-                raise EventInvalid(f"{header} is no attribute.", remedy="Use the body and Content-Type.")
-            attributes[name] = _decoded(header, value)
+                raise EventInvalid(f"{header} is not an attribute.", remedy="Use the body and Content-Type.")
+            attributes[name] = _decode(header, value)
     if content_type:
         attributes["datacontenttype"] = content_type
-    checked, kind = _checked(attributes, ""), _kind(content_type)
-    return ReceivedEvent(checked, body if kind else _normal(body, ""), kind)
+    checked, kind = _check(attributes, ""), _kind(content_type)
+    return ReceivedEvent(checked, body if kind else _normalize(body, ""), kind)
 
 
-def _decoded(header: str, value: str) -> str:
-    """A header's value: unquoted if it is quoted, then percent-decoded."""
+def _decode(header: str, value: str) -> str:
+    """Return a header's value without quotes and percent-encoding."""
     value = value.strip(" \t")
     if len(value) >= 2 and value[0] == value[-1] == '"':
         value = _QUOTED.sub(r"\1", value[1:-1])
@@ -133,108 +167,88 @@ def _decoded(header: str, value: str) -> str:
         ) from None
 
 
-# -- the structured mode: one JSON object has it all
+# -- structured mode: one JSON object holds attributes and data
 
 
 def _structured(found: Any, where: str = "") -> ReceivedEvent:
     if not isinstance(found, dict):
-        raise EventInvalid(f"{where}It is not a JSON object.", remedy="An event is an object of attributes.")
-    fields = {name: value for name, value in found.items() if name not in ("data", "data_base64")}
-    attributes = _checked({name: value for name, value in fields.items() if value is not None}, where)
+        raise EventInvalid(
+            f"{where}The event is not a JSON object.", remedy="An event is an object of attributes."
+        )
+    sent = {name: value for name, value in found.items() if value is not None and name not in DATA}
+    attributes = _check(sent, where)
     content_type = str(attributes.get("datacontenttype", ""))
     if found.get("data_base64") is not None:
         if "data" in found:
-            raise EventInvalid(f"{where}It has both data and data_base64.", remedy="Send one of them.")
-        data, kind = _bytes(found["data_base64"], where), _kind(content_type or BYTES_TYPE)
-        return ReceivedEvent(attributes, data if kind else _normal(data, where), kind)
+            raise EventInvalid(f"{where}The event has both data and data_base64.", remedy="Send one of them.")
+        data, kind = _decode_base64(found["data_base64"], where), _kind(content_type or BYTES_TYPE)
+        return ReceivedEvent(attributes, data if kind else _normalize(data, where), kind)
     if "data" not in found:
         return ReceivedEvent(attributes, b"", _kind(content_type))
     data, kind = found["data"], _kind(content_type)
     if kind and isinstance(data, str):
         return ReceivedEvent(attributes, data.encode(), kind)
-    # What is no text was sent as JSON, whatever it is called.
-    return ReceivedEvent(attributes, _dumped(data, where))
+    # Data that is not text was sent as JSON, whatever its type says.
+    return ReceivedEvent(attributes, _dump(data, where))
 
 
-def _bytes(data: Any, where: str) -> bytes:
+def _decode_base64(data: Any, where: str) -> bytes:
     try:
         if isinstance(data, str):
             return base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError):
         pass
-    raise EventInvalid(f"{where}data_base64 is not Base64.", remedy="Encode it, with padding.")
+    raise EventInvalid(f"{where}data_base64 is not Base64.", remedy="Encode it with padding.")
 
 
-# -- both
+# -- both modes
 
 
-def _normal(data: bytes, where: str) -> bytes:
-    """JSON as we write it: an event may come again in another mode, and is the same. None stays none."""
+def _normalize(data: bytes, where: str) -> bytes:
+    """Return JSON in one form: the same event in another mode must give the same job. Empty data stays empty."""
     try:
-        return _dumped(orjson.loads(data), where) if data else b""
+        return _dump(orjson.loads(data), where) if data else b""
     except orjson.JSONDecodeError as error:
         raise EventInvalid(
             f"{where}The data is not JSON: {error}.",
-            remedy="Say in Content-Type, or datacontenttype, what it is.",
+            remedy="Name its type in Content-Type or datacontenttype.",
         ) from None
 
 
-def _dumped(data: Any, where: str) -> bytes:
+def _dump(data: Any, where: str) -> bytes:
     try:
         return orjson.dumps(data)
-    except orjson.JSONEncodeError as error:  # it reads deeper than it writes
+    # orjson parses deeper nesting than it writes.
+    except orjson.JSONEncodeError as error:
         raise EventInvalid(
-            f"{where}The data cannot be taken: {error}.", remedy="Nest it less deeply."
+            f"{where}The data cannot be stored: {error}.", remedy="Nest it less deeply."
         ) from None
 
 
 def _kind(content_type: str) -> str:
-    """The type of a handler's body: "" for any JSON."""
-    media = media_type(content_type)
+    """Return the type of the handler's body: "" for any JSON."""
+    media = _media_type(content_type)
     return "" if media in ("", JSON_TYPE, "text/json") or media.endswith("+json") else content_type
 
 
-def _checked(attributes: dict[str, Any], where: str) -> dict[str, Any]:
-    for name in REQUIRED:
-        if name not in attributes:
-            raise EventInvalid(
-                f"{where}The attribute {name!r} is missing.", remedy=f"Required: {', '.join(REQUIRED)}."
-            )
-    if attributes["specversion"] != VERSION:
+def _check(attributes: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the attributes. Raises EventInvalid, InputTooLarge."""
+    try:
+        CloudEvent.model_validate(attributes)
+    except ValidationError as error:
+        field, problem = problems(error)[0]
         raise EventInvalid(
-            f"{where}specversion is {str(attributes['specversion'])[:20]!r}.",
-            remedy=f"It must be {VERSION!r}.",
+            f"{where}The attribute {field.partition('.')[0][:64]!r} is invalid: {problem}.",
+            remedy="Send the attributes of CloudEvents 1.0.",
+        ) from None
+    if wrong := next((name for name in attributes if not _NAME.fullmatch(name)), None):
+        raise EventInvalid(
+            f"{where}{wrong[:64]!r} is not the name of an attribute.", remedy="Use 1 to 64 of a-z and 0-9."
         )
-    if len(attributes) > MAX_ATTRIBUTES:
+    size = sum(len(name) + len(str(value).encode()) for name, value in attributes.items())
+    if len(attributes) > MAX_ATTRIBUTES or size > MAX_CONTEXT_BYTES:
         raise InputTooLarge(
-            f"{where}It has {len(attributes)} attributes.", remedy=f"At most {MAX_ATTRIBUTES}."
-        )
-    size = 0
-    for name, value in attributes.items():
-        _check_attribute(name, value, where)
-        size += len(name) + len(str(value).encode())
-    if size > MAX_CONTEXT_BYTES:
-        raise InputTooLarge(
-            f"{where}Its attributes have {size} bytes.",
-            remedy=f"At most {MAX_CONTEXT_BYTES}: move some into data.",
+            f"{where}The event has {len(attributes)} attributes with {size} bytes.",
+            remedy=f"Send at most {MAX_ATTRIBUTES}, with {MAX_CONTEXT_BYTES} bytes; move some into data.",
         )
     return attributes
-
-
-def _check_attribute(name: str, value: Any, where: str) -> None:
-    if not _NAME.fullmatch(name):
-        raise EventInvalid(
-            f"{where}{name[:64]!r} is no attribute's name.", remedy="Names are 1 to 64 of a-z and 0-9."
-        )
-    known = name in REQUIRED or name in _FORMS or name == "subject"
-    if not known and (isinstance(value, bool) or (isinstance(value, int) and value in _INTEGERS)):
-        return
-    if not isinstance(value, str) or _FORBIDDEN.search(value) or (known and not value):
-        wanted = "text that is not empty" if known else "text, true, false or a 32-bit integer"
-        raise EventInvalid(
-            f"{where}The attribute {name!r} cannot be taken.",
-            remedy=f"It must be {wanted}, without control characters.",
-        )
-    form, wanted = _FORMS.get(name, (None, ""))
-    if form is not None and not form.fullmatch(value):
-        raise EventInvalid(f"{where}{name} is {value[:80]!r}.", remedy=f"It must be {wanted}.")

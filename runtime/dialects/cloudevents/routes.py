@@ -1,102 +1,106 @@
-"""CloudEvents at a function's door: each event is a job, its attributes are in `context.extra["event"]`.
+"""The routes of CloudEvents: each event is a job, whose handler finds the attributes in `context.extra["event"]`.
 
-They come to `POST /v2/{function}/run`, beside orders in RunPod's spelling; the handshake of webhooks is OPTIONS there.
+Events are sent to `POST /v2/{function}/run`; the handshake of HTTP webhooks is OPTIONS there.
 """
 
 from __future__ import annotations
 
 import asyncio
 
-import orjson
 from aiohttp import web
 
 from ....errors import EventInvalid, PilotflameError
-from ...api.requests import request_id_of, traceparent_of
-from ...api.responses import error_response
-from ...functions.registry import Functions, Live
-from ...jobs.job import Job, NewJob
-from ...jobs.jobs import Jobs
-from ...jobs.order import order
-from .parsing import ReceivedEvent
+from ...access.keys import Scope
+from ...api.backend import ASYNC_BODY_BYTES, REPLAYED, Accepted, Backend, new_job
+from ...api.parameters import header
+from ...api.requests import traceparent_of
+from ...api.responses import json_response
+from ...api.routes import Route
+from ...functions.registry import Live
+from ...jobs.job import Job, JobState, NewJob
+from .parsing import BATCHED, STRUCTURED, CloudEvent, ReceivedEvent, is_event, parse
 
 ORIGIN, RATE = "WebHook-Request-Origin", "WebHook-Request-Rate"
 MAX_ORIGIN_CHARS = 255
-MAX_IDS_TOLD = 100
+MAX_HEADER_IDS = 100
+RUN = "/v2/{function}/run"
 
 
 class EventsApi:
-    """Routes of CloudEvents beside `run`."""
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
 
-    def __init__(self, functions: Functions) -> None:
-        self._functions = functions
-
-    def routes(self) -> list[web.RouteDef]:
-        return [web.options("/v2/{function}/run", self.handshake)]
+    def routes(self) -> list[Route]:
+        return [
+            Route(
+                "POST", RUN, self.submit, Scope.INVOKE, "Submit a job for each CloudEvent.",
+                {"jobs": list[Accepted], "id?": str, "status?": JobState}, 202, accepts=is_event,
+                body={STRUCTURED: CloudEvent, BATCHED: list[CloudEvent]},
+                errors=(400, 404, 408, 409, 413, 415, 422, 503),
+            ),
+            Route(
+                "OPTIONS", RUN, self.handshake, Scope.INVOKE, "Ask whether events may be sent.",
+                parameters=(header(ORIGIN, required=True),),
+            ),
+        ]  # fmt: skip
 
     async def handshake(self, request: web.Request) -> web.StreamResponse:
-        """Whoever wants to send events asks first. Quotas are the API keys', so every rate is allowed here."""
+        """Allow any rate: quotas belong to API keys."""
+        self._backend.functions.live(request.match_info["function"])
+        origin, rate = request.headers.get(ORIGIN, ""), request.headers.get(RATE)
+        if not origin or len(origin) > MAX_ORIGIN_CHARS or not origin.isprintable() or not origin.isascii():
+            raise EventInvalid(
+                f"The header {ORIGIN} is missing or invalid.",
+                remedy="Send the name of the system that will send events.",
+            )
+        if rate is not None and (not rate.isascii() or not rate.isdecimal() or int(rate[:20]) < 1):
+            raise EventInvalid(
+                f"The header {RATE} is {rate[:40]!r}.",
+                remedy="It must be a whole number of requests a minute.",
+            )
+        allowed = {"WebHook-Allowed-Origin": origin, "WebHook-Allowed-Rate": "*"}
+        return web.Response(headers={"Allow": "POST, OPTIONS", **allowed})
+
+    async def submit(self, request: web.Request) -> web.StreamResponse:
+        """Respond when the jobs of all events are stored.
+
+        If one is refused, others may have been stored: a sender that repeats the request gets the same jobs.
+        """
+        name = request.match_info["function"]
+        live, body = await self._backend.read_body(request, name, ASYNC_BODY_BYTES)
+        new = [_event_job(request, live, event) for event in parse(request.headers, body)]
         try:
-            self._functions.live(request.match_info["function"])
-            headers = _allowed(request.headers.get(ORIGIN, ""), request.headers.get(RATE))
-        except PilotflameError as error:
-            return error_response(error, request_id_of(request.headers))
-        return web.Response(headers={"Allow": "POST, OPTIONS", **headers})
+            async with asyncio.TaskGroup() as tasks:
+                pending = [tasks.create_task(self._backend.jobs.submit(one)) for one in new]
+        except* PilotflameError as refused:
+            raise _first(refused) from None
+        return _accepted(request, [one.result() for one in pending])
 
 
-def _allowed(origin: str, rate: str | None) -> dict[str, str]:
-    if not origin or len(origin) > MAX_ORIGIN_CHARS or not origin.isprintable() or not origin.isascii():
-        raise EventInvalid(
-            f"The header {ORIGIN} names nobody.", remedy="Send the name of the system that will send events."
-        )
-    if rate is not None and (not rate.isascii() or not rate.isdecimal() or int(rate[:20]) < 1):
-        raise EventInvalid(
-            f"The header {RATE} is {rate[:40]!r}.", remedy="It must be a whole number of requests a minute."
-        )
-    return {"WebHook-Allowed-Origin": origin, "WebHook-Allowed-Rate": "*"}
-
-
-async def submit(
-    jobs: Jobs, live: Live, events: list[ReceivedEvent], *, owner: str
-) -> list[tuple[Job, bool]]:
-    """A job for each event, and whether it was there before; all are on the disk on return.
-
-    If one is refused that is raised, though others may have been accepted: whoever sends all of them again gets the
-    same jobs.
-    """
-    new = [new_job(live, event, owner=owner) for event in events]
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            pending = [tasks.create_task(jobs.submit(one)) for one in new]
-    except* PilotflameError as refused:
-        raise _first(refused) from None
-    return [one.result() for one in pending]
-
-
-def new_job(live: Live, event: ReceivedEvent, *, owner: str) -> NewJob:
-    """A job for a live function, whose input is the event's data."""
+def _event_job(request: web.Request, live: Live, event: ReceivedEvent) -> NewJob:
     attributes = event.attributes
-    return order(
-        live.record.settings,
+    return new_job(
+        request,
+        live,
         event.data,
         content_type=event.content_type,
-        owner=owner,
         idempotency=event.idempotency,
         traceparent=traceparent_of({"traceparent": str(attributes.get("traceparent", ""))}),
         extra={"event": dict(attributes)},
     )
 
 
-def accepted(request: web.Request, found: list[tuple[Job, bool]]) -> web.Response:
-    """202 with the ids. Nothing but headers for who takes a body for an event in reply, as Knative's broker does."""
+def _accepted(request: web.Request, found: list[tuple[Job, bool]]) -> web.Response:
+    """Return the ids; only in headers for a sender that takes a body for an event in reply, as Knative's broker does."""
     ids = [job.id for job, _ in found]
-    headers = {"X-Job-Id": ",".join(ids[:MAX_IDS_TOLD])} if ids else {}
+    headers = {"X-Job-Id": ",".join(ids[:MAX_HEADER_IDS])} if ids else {}
     if found and all(replayed for _, replayed in found):
-        headers["Idempotent-Replayed"] = "true"
+        headers |= REPLAYED
     if "reply" in (part.strip().lower() for part in request.headers.get("Prefer", "").split(",")):
         return web.Response(status=202, headers=headers)
-    told = [{"id": job.id, "status": str(job.state)} for job, _ in found]
-    body = {"jobs": told, **(told[0] if len(told) == 1 else {})}
-    return web.Response(body=orjson.dumps(body), status=202, headers=headers, content_type="application/json")
+    jobs = [Accepted(id=job.id, status=job.state) for job, _ in found]
+    single = dict(jobs[0]) if len(jobs) == 1 else {}
+    return json_response({"jobs": jobs, **single}, status=202, headers=headers)
 
 
 def _first(group: BaseExceptionGroup[PilotflameError]) -> PilotflameError:

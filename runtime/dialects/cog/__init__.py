@@ -1,1 +1,1 @@
-"""Cog's predictions API (`/predictions`): routes, and the conversion of jobs to and from predictions."""
+"""Cog's predictions API: `/predictions` and `/health-check`."""

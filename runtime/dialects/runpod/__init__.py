@@ -1,1 +1,1 @@
-"""RunPod's queue API (`/v2/{function}/run`, `runsync`, `status`, ...): routes and their description."""
+"""RunPod's queue API: `/v2/{function}/run`, `runsync`, `status` and the rest."""

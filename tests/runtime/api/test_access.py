@@ -1,4 +1,4 @@
-"""The control routes of access: a secret reaches its function's workers and nobody else; keys are made, told once, revoked."""
+"""The routes of keys and secrets: a secret reaches only its function's workers; a key's token is shown once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def setup(context):
 def handler(event, context):
     return [*context.state, os.environ.get("TOKEN"), os.environ.get("OTHER")]
 """
-# A thread that its import starts: no fork survives that, so its workers are spawned.
+# The import starts a thread, so its workers cannot be forked and are spawned.
 SPAWNED = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n" + TELLS
 
 
@@ -45,12 +45,13 @@ async def test_a_secret_reaches_setup_and_handler_of_its_function_alone(gateway:
     assert await stranger.answer() == [None, None, None, None]
 
 
-async def test_a_change_reaches_those_that_are_activated_from_then_on(gateway: Gateway):
+async def test_a_change_reaches_workers_that_start_later(gateway: Gateway):
     function = await gateway.deploy(TELLS, {"env.OTHER": "plain"}, name="changes")
     assert await function.answer() == [None, None, None, "plain"]
     assert (await put(gateway, "changes", "TOKEN", "first"))["deployed"]
     assert (await put(gateway, "changes", "OTHER", "over the settings'"))["replaced"] is False
-    assert await function.answer() == [None, None, None, "plain"]  # this worker lives already
+    # This worker runs already.
+    assert await function.answer() == [None, None, None, "plain"]
     again = await gateway.deploy(TELLS, {"env.OTHER": "plain"}, name="changes")
     assert await again.answer() == [None, "first", "first", "over the settings'"]
     listed = await gateway.client.get("/v1/functions/changes/secrets")
@@ -60,7 +61,7 @@ async def test_a_change_reaches_those_that_are_activated_from_then_on(gateway: G
     assert (error["status"], error["type"]) == (404, "unknown_secret")
 
 
-async def test_another_function_of_the_name_does_not_get_them(gateway: Gateway):
+async def test_a_later_function_of_the_same_name_does_not_get_them(gateway: Gateway):
     await put(gateway, "again", "TOKEN", "of the first")
     await gateway.deploy(TELLS, name="again")
     assert (await gateway.client.delete("/v1/functions/again")).status_code == 200
@@ -69,9 +70,10 @@ async def test_another_function_of_the_name_does_not_get_them(gateway: Gateway):
     assert await function.answer() == [None, None, None, None]
 
 
-async def test_no_other_process_ever_holds_a_secret(state: Path):
-    """Read from the kernel: environments of all processes, memory of zygote, base, standby and the other's worker."""
-    secret = "n0b0dy-" + "w1ll-f1nd"  # in two parts: so that this file's own text is not found
+async def test_no_other_process_holds_a_secret(state: Path):
+    """Checked in /proc: environments and memory of zygote, base, standby and the other function's worker."""
+    # In two parts, so that the text of this file is not found.
+    secret = "n0b0dy-" + "w1ll-f1nd"
     async with gateway_process(state) as gateway:
         function = await gateway.deploy(TELLS, name="mine")
         await put(gateway, "mine", "TOKEN", secret)
@@ -87,7 +89,8 @@ async def test_no_other_process_ever_holds_a_secret(state: Path):
             assert secret.encode() not in Path(f"/proc/{process.pid}/environ").read_bytes()
         [worker] = await function.pids("worker")
         holders = {process.pid for process in processes if _holds(process.pid, secret.encode())}
-        assert worker in holders  # else nothing was looked at
+        # Otherwise the search found nothing at all.
+        assert worker in holders
         assert holders <= {worker, gateway.process.pid}
         said = [await gateway.client.get(path) for path in ("/v1/functions", "/openapi.json", "/metrics")]
         said += [await gateway.client.get(f"/v1/functions/mine{path}") for path in ("", "/secrets", "/logs")]
@@ -100,7 +103,7 @@ async def test_no_other_process_ever_holds_a_secret(state: Path):
 
 
 def _holds(pid: int, what: bytes) -> bool:
-    """Whether a process has these bytes in memory that it can write."""
+    """Return True if a process has these bytes in writable memory."""
     folder = Path(f"/proc/{pid}")
     with (folder / "maps").open() as maps, (folder / "mem").open("rb", 0) as memory:
         for line in maps:
@@ -112,7 +115,8 @@ def _holds(pid: int, what: bytes) -> bool:
                 memory.seek(begin)
                 if what in memory.read(end - begin):
                     return True
-            except OSError:  # gone, or not to be read by anybody
+            # The mapping was removed, or is not readable.
+            except OSError:
                 continue
     return False
 
@@ -132,7 +136,7 @@ def _holds(pid: int, what: bytes) -> bool:
         ("TOKEN", b'{"value": "' + b"s3cr3t" * 200_000 + b'"}', 413),
     ],
 )
-async def test_what_cannot_be_a_secret_is_refused_and_not_quoted(
+async def test_an_invalid_secret_is_refused_and_not_quoted(
     gateway: Gateway, key: str, body: bytes, status: int
 ):
     response = await gateway.client.put(f"/v1/functions/refused/secrets/{key}", content=body)
@@ -141,13 +145,13 @@ async def test_what_cannot_be_a_secret_is_refused_and_not_quoted(
     assert (await gateway.client.get("/v1/functions/refused/secrets")).json()["secrets"] == []
 
 
-async def test_names_that_no_function_has_are_refused(gateway: Gateway):
+async def test_invalid_function_names_are_refused(gateway: Gateway):
     for name in ("Not.One", "..%2F..%2Fkeys", "models"):
         response = await gateway.client.put(f"/v1/functions/{name}/secrets/TOKEN", json={"value": "x"})
         assert failure(response)["type"] == "settings_invalid", name
 
 
-async def test_keys_are_told_once_and_revoked(state: Path):
+async def test_a_token_is_shown_once_and_a_key_can_be_revoked(state: Path):
     async with gateway_here(state) as gateway:
         made = await gateway.client.post(
             "/v1/keys", json={"name": "a", "functions": ["f"], "rate_per_s": 1.5}

@@ -1,4 +1,4 @@
-"""The control routes: deploys good and bad, status, logs, warm-up, delete, health, metrics, description."""
+"""The control routes: valid and invalid deploys, status, logs, warm-up, delete, health, metrics, OpenAPI."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 ECHO = "def handler(event):\n    return event\n"
 
 
-# -- deploying what is wrong
+# -- invalid deploys
 
 
 BROKEN = {
@@ -50,7 +50,9 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("files", "settings", "code", "said"), BROKEN.values(), ids=BROKEN)
-async def test_what_is_wrong_is_told(gateway: Gateway, files: dict, settings: dict, code: str, said: str):
+async def test_an_invalid_deploy_is_refused_with_its_reason(
+    gateway: Gateway, files: dict, settings: dict, code: str, said: str
+):
     response = await gateway.send(None, settings, files=files, name="broken")
     error = failure(response)
     assert error["type"] == code
@@ -66,7 +68,7 @@ async def test_what_is_wrong_is_told(gateway: Gateway, files: dict, settings: di
 @pytest.mark.parametrize(
     "code", ["handler_import_failed", "requirements_unmet", "handler_signature_invalid", "snapshot_error"]
 )
-async def test_a_remedy_is_named(gateway: Gateway, code: str):
+async def test_an_error_has_a_remedy(gateway: Gateway, code: str):
     files, settings, _, _ = next(
         case
         for name, case in BROKEN.items()
@@ -103,7 +105,9 @@ MISFITS = {
 
 
 @pytest.mark.parametrize(("spoil", "kind", "tensor"), MISFITS.values(), ids=MISFITS)
-async def test_a_snapshot_that_does_not_fit(gateway: Gateway, tmp_path: Path, spoil, kind: str, tensor: str):
+async def test_a_snapshot_that_does_not_fit_is_refused(
+    gateway: Gateway, tmp_path: Path, spoil, kind: str, tensor: str
+):
     torch = pytest.importorskip("torch")
     from safetensors.torch import save_file
 
@@ -130,7 +134,7 @@ async def test_a_snapshot_that_does_not_fit(gateway: Gateway, tmp_path: Path, sp
     ],
     ids=["json", "relative", "nowhere", "unknown", "archive"],
 )
-async def test_a_deploy_request_that_cannot_be_taken(
+async def test_an_invalid_deploy_request_is_refused(
     client, content: bytes, kind: str, status: int, code: str
 ):
     error = failure(await client.post("/v1/functions", content=content, headers={"Content-Type": kind}))
@@ -138,7 +142,7 @@ async def test_a_deploy_request_that_cannot_be_taken(
     assert error["remedy"]
 
 
-async def test_a_deploy_of_another_type(client):
+async def test_a_deploy_of_another_media_type_is_refused(client):
     response = await client.post("/v1/functions", content=b"x", headers={"Content-Type": "text/plain"})
     assert response.status_code == 415
 
@@ -146,8 +150,8 @@ async def test_a_deploy_of_another_type(client):
 @pytest.mark.parametrize(
     "headers", [{}, {"Content-Type": ""}, {"Content-Type": "no type"}], ids=["none", "empty", "odd"]
 )
-async def test_an_archive_that_does_not_say_so_is_not_taken(client, tmp_path: Path, headers: dict[str, str]):
-    """A web page can send one without asking; of what it must ask for, the answer is no."""
+async def test_an_archive_without_its_media_type_is_refused(client, tmp_path: Path, headers: dict[str, str]):
+    """A web page can send such a request without a preflight."""
     (tmp_path / "handler.py").write_text(ECHO)
     response = await client.post("/v1/functions", content=pack(tmp_path), headers=headers)
     error = failure(response)
@@ -155,7 +159,7 @@ async def test_an_archive_that_does_not_say_so_is_not_taken(client, tmp_path: Pa
     assert (await client.get("/v1/functions")).json() == {"functions": []}
 
 
-async def test_a_folder_is_not_read_for_callers_from_elsewhere(state, tmp_path: Path):
+async def test_folders_are_not_read_for_remote_callers(state, tmp_path: Path):
     async with gateway_here(state, host="0.0.0.0") as gateway:
         async with gateway.at_home() as owner:
             error = failure(await owner.post("/v1/functions", json={"path": str(tmp_path)}))
@@ -163,7 +167,7 @@ async def test_a_folder_is_not_read_for_callers_from_elsewhere(state, tmp_path: 
         assert "--upload" in error["remedy"]
 
 
-# -- deploying what is right
+# -- valid deploys
 
 
 async def test_an_archive_is_deployed(client, tmp_path: Path):
@@ -181,7 +185,7 @@ async def test_an_archive_is_deployed(client, tmp_path: Path):
     assert failure(await client.delete("/v1/functions/packed"))["type"] == "unknown_function"
 
 
-async def test_zero_workers_after_a_deploy(deploy):
+async def test_a_deploy_leaves_no_worker_running(deploy):
     function = await deploy(ECHO)
     status = await function.settled(ready=0, standby=True, zygote=True)
     assert await function.pids("worker") == []
@@ -208,7 +212,7 @@ async def test_list_and_status(deploy, client):
 # -- logs
 
 
-async def test_all_that_processes_print_arrives_with_its_source(deploy):
+async def test_printed_lines_are_logged_with_their_source(deploy):
     source = """
 import os
 print("at import")
@@ -235,7 +239,7 @@ def handler(event, context):
     assert said["without end of lineWARNING id-1 logged"] == worker
 
 
-async def test_last_words_before_a_segmentation_fault(deploy):
+async def test_output_before_a_segmentation_fault_is_logged(deploy):
     source = """
 import ctypes, faulthandler, os
 faulthandler.enable()
@@ -251,7 +255,7 @@ def handler(event):
         await function.logged(words)
 
 
-async def test_following_a_log_streams_what_is_new(deploy, client):
+async def test_following_a_log_streams_new_lines(deploy, client):
     function = await deploy("def handler(event):\n    print('said', event)")
     await function.call("before")
     url = f"/v1/functions/{function.name}/logs"
@@ -273,7 +277,7 @@ async def test_following_a_log_streams_what_is_new(deploy, client):
 
 
 @pytest.mark.parametrize("query", ["lines=-1", "lines=x", "lines=99999999", "follow=maybe"])
-async def test_a_query_that_cannot_be_taken(deploy, client, query: str):
+async def test_an_invalid_query_is_refused(deploy, client, query: str):
     function = await deploy(ECHO, check=False)
     error = failure(await client.get(f"/v1/functions/{function.name}/logs?{query}"))
     assert error["status"] == 400
@@ -294,10 +298,10 @@ async def test_warm_up(deploy, client):
     assert failure(await client.post("/v2/nobody/warmup"))["status"] == 404
 
 
-# -- health, metrics, description
+# -- health, metrics, OpenAPI
 
 
-async def test_health_metrics_and_description(deploy, client: httpx.AsyncClient):
+async def test_health_metrics_and_openapi(deploy, client: httpx.AsyncClient):
     function = await deploy("def handler(event: int) -> int:\n    return event", {"max_queue": 7})
     await function.answer(1)
     assert (await function.error("x"))["status"] == 422
@@ -314,7 +318,7 @@ async def test_health_metrics_and_description(deploy, client: httpx.AsyncClient)
     assert f"/invoke/{function.name}" in described["paths"]
 
 
-async def test_names_that_callers_make_up_are_not_counted(client):
+async def test_unknown_functions_are_not_counted(client):
     for n in range(3):
         await client.post(f"/invoke/made-up-{n}", json=1)
     assert "made-up" not in (await client.get("/metrics")).text

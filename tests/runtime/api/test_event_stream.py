@@ -16,14 +16,14 @@ from pilotflame.runtime.api import invoke as gateway_module
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PIECE_BYTES = 16 << 10
-# Of a stream that nobody reads: its credit, the gateway's buffers, and the most that Linux keeps for a connection.
+# The bound of a stream that is not read: its credit, the gateway's buffers, and the kernel's for a connection.
 MOST_BYTES = 24 << 20
 
 KINDS = pytest.mark.parametrize("kind", ["", "async "], ids=["generator", "async-generator"])
 
 
 def source(kind: str) -> str:
-    """`endless` counts its pieces; `count` tells how many; a number makes as many."""
+    """A handler: `endless` streams for ever, `count` returns how many pieces it made, a number makes that many."""
     return f"""
 import gate
 made = 0
@@ -46,7 +46,7 @@ made = 0
 
 @asynccontextmanager
 async def not_reading(gateway: Gateway, path: str, *headers: str) -> AsyncIterator[socket.socket]:
-    """A caller of `endless` whose socket takes little, and who reads nothing of it."""
+    """A caller of `endless` with a small socket buffer, who does not read."""
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.setblocking(False)
@@ -64,7 +64,7 @@ async def test_a_slow_reader_holds_back_its_own_handler_only(deploy, gateway: Ga
         return int(events((await function.call("count")).text)[0][2])
 
     async def stands() -> bool:
-        """Whether it makes nothing while another stream of the same worker runs to its end."""
+        """Return True if it makes no piece while another stream of the same worker runs to its end."""
         before = await counted()
         assert len(events((await function.call(500)).text)) == 501
         return 0 < before == await counted()
@@ -76,15 +76,16 @@ async def test_a_slow_reader_holds_back_its_own_handler_only(deploy, gateway: Ga
 
 
 @KINDS
-async def test_a_reader_that_never_reads_is_hung_up_on(
+async def test_a_reader_that_never_reads_is_disconnected(
     deploy, gateway: Gateway, gate: Gate, monkeypatch, kind: str
 ):
-    monkeypatch.setattr(gateway_module, "LAST_WORD_S", 0.05)
+    monkeypatch.setattr(gateway_module, "LAST_EVENT_S", 0.05)
     function = await deploy(source(kind), gate=gate)
     async with not_reading(gateway, function.path, "X-Request-Timeout: 0.3") as sock:
         await gate.next("closed")
         poll = select.poll()
-        poll.register(sock, 0)  # an error or a hang-up, which are told whatever is asked for
+        # Errors and hang-ups are reported without being requested.
+        poll.register(sock, 0)
         assert await asyncio.to_thread(poll.poll, LIMIT_S * 1000)
     metrics = (await gateway.client.get("/metrics")).text
     assert f'pilotflame_invocations_total{{code="504",function="{function.name}"}} 1.0' in metrics
@@ -128,7 +129,7 @@ async def test_pieces_larger_than_the_credit_pass_one_by_one(deploy, kind: str):
     assert found[-1][1] == "completed"
 
 
-async def test_what_comes_at_once_is_numbered_without_gaps(deploy):
+async def test_pieces_sent_together_are_numbered_without_gaps(deploy):
     function = await deploy("def handler(event):\n    yield from range(event)\n")
     found = events((await function.call(5000)).text)
     assert [int(number) for number, _, _ in found] == list(range(1, 5002))

@@ -1,4 +1,4 @@
-"""The guard, before real gateways: who has no key gets health, who has one gets what it covers and learns of nothing else."""
+"""The guard of real gateways: without a key only health is served; a key gives access to what it covers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ import httpx
 import pytest
 import pytest_asyncio
 from live import Function, Gate, Gateway, failure, gateway_here, gateway_process, short_folder, until
+from pilotflame.errors import Forbidden
 from pilotflame.runtime.access.keyring import USE_GRAIN_S
-from pilotflame.runtime.api.guard import token_in
+from pilotflame.runtime.api.guard import OriginCheck, token_in
+from pilotflame.runtime.functions.code import pack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -55,7 +57,7 @@ ELSEWHERE = [
 
 
 async def made(gateway: Gateway, **wanted: Any) -> dict[str, Any]:
-    """A new key."""
+    """Create a key."""
     async with gateway.at_home() as home:
         response = await home.post("/v1/keys", json={"name": "test", **wanted})
     assert response.status_code == 201, response.text
@@ -74,7 +76,7 @@ async def opened(gateway: Gateway, key: dict[str, Any]) -> AsyncIterator[httpx.A
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def gateway() -> AsyncIterator[Gateway]:
-    """One with `auth="always"`, whose own client has an admin's key; functions `mine` and `theirs` are deployed."""
+    """A gateway with `auth="always"` and functions `mine` and `theirs`; its own client has an admin's key."""
     with short_folder() as folder:
         async with gateway_here(folder / "state", drain_s=5.0, auth="always") as found:
             found.client.headers.update(bearer(await made(found, scopes=["admin"])))
@@ -120,18 +122,18 @@ async def test_without_a_key_only_health_answers(gateway: Gateway):
 @pytest.mark.parametrize(
     "header", ["", "Bearer", "Bearer x y", "Bearer pf_x", "Basic dXNlcjpwYXNz", "Bearer pf_000000000000_" + "0" * 64, "AWS4-HMAC-SHA256 Credential=x"]
 )  # fmt: skip
-async def test_a_key_that_is_none_opens_nothing(gateway: Gateway, header: str):
+async def test_an_invalid_key_is_refused(gateway: Gateway, header: str):
     async with httpx.AsyncClient(base_url=gateway.url, headers={"Authorization": header}) as client:
         await refused_all(client, ("mine",))
 
 
-async def test_a_header_that_is_no_text_opens_nothing(gateway: Gateway):
+async def test_a_header_that_is_not_text_is_refused(gateway: Gateway):
     headers = [(b"Authorization", b"Bearer pf_\xff\xfe")]
     async with httpx.AsyncClient(base_url=gateway.url, headers=headers) as client:
         assert (await client.get("/v1/functions")).status_code == 401
 
 
-async def test_beyond_this_machine_nothing_but_health_answers_until_there_is_a_key(state: Path):
+async def test_a_gateway_open_to_other_machines_serves_only_health_until_there_is_a_key(state: Path):
     addresses = [found[4][0] for found in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
     async with gateway_process(state, host="0.0.0.0") as gateway:
         port = httpx.URL(gateway.url).port
@@ -144,7 +146,7 @@ async def test_beyond_this_machine_nothing_but_health_answers_until_there_is_a_k
         key = await made(gateway, scopes=["admin"])
         async with opened(gateway, key) as client:
             assert (await client.get("/v1/functions")).json() == {"functions": []}
-            # Not a folder of this node: the one who asks may be elsewhere.
+            # Folders are not read for callers who may be remote.
             assert (
                 failure(await client.post("/v1/functions", json={"path": "/tmp"}))["type"] == "code_invalid"
             )
@@ -152,7 +154,7 @@ async def test_beyond_this_machine_nothing_but_health_answers_until_there_is_a_k
             await refused_all(client, ("mine",))
 
 
-async def test_on_loopback_the_first_key_closes_it_and_no_revocation_opens_it(state: Path):
+async def test_on_loopback_the_first_key_closes_the_gateway_for_good(state: Path):
     async with gateway_here(state) as gateway:
         assert (await gateway.client.get("/v1/functions")).status_code == 200
         response = await gateway.client.post("/v1/keys", json={"name": "first", "scopes": ["admin"]})
@@ -190,7 +192,7 @@ async def test_a_key_may_come_as_the_session_token_of_a_signed_request(gateway: 
         for token, status in ((key["key"], 200), ("", 401), (key["key"][:-1] + "x", 401)):
             response = await client.post("/invoke/mine", json=1, headers={"X-Amz-Security-Token": token})
             assert response.status_code == status, token
-        # It stands for the signature, not for whatever else was sent.
+        # It counts only with a signature.
         both = {"Authorization": "Bearer pf_x", "X-Amz-Security-Token": key["key"]}
         assert (await client.post("/invoke/mine", json=1, headers=both)).status_code == 401
 
@@ -198,7 +200,7 @@ async def test_a_key_may_come_as_the_session_token_of_a_signed_request(gateway: 
 @pytest.mark.parametrize(
     ("header", "token"), [("Bearer x", "x"), ("BEARER x ", "x"), ("x", "x"), ("Basic x", "Basic x"), ("", "")]
 )
-async def test_a_header_is_read(header: str, token: str):
+async def test_the_token_of_a_header(header: str, token: str):
     assert token_in(header) == token
 
 
@@ -226,7 +228,7 @@ async def test_scopes_are_kept_apart(keyed: Opened):
     assert (await invoke.post("/healthz")).status_code == 405
 
 
-async def test_a_key_for_one_function_cannot_tell_others_from_nothing(gateway: Gateway, keyed: Opened):
+async def test_a_key_for_one_function_cannot_discover_others(gateway: Gateway, keyed: Opened):
     await Function("theirs", gateway.client, {}).answer("a word of theirs")
     mine = await keyed(scopes=["invoke", "deploy"], functions=["mine"])
     for method, path in ROUTES:
@@ -264,19 +266,19 @@ async def test_a_key_for_one_function_cannot_reach_the_jobs_of_others(gateway: G
 
 
 def without_id(response: httpx.Response) -> dict[str, Any]:
-    """The body of an error, all but the request's own id: that must be there, and differs each time."""
+    """Return an error's body without the request id, which must be there and differs each time."""
     body: dict[str, Any] = response.json()
     assert body["error"].pop("request_id") == response.headers["X-Request-Id"]
     return body
 
 
-async def test_nobodys_404_is_the_same_as_the_guards(gateway: Gateway, keyed: Opened):
+async def test_a_missing_function_and_a_hidden_one_give_the_same_404(gateway: Gateway, keyed: Opened):
     everywhere, mine = await keyed(scopes=["deploy"]), await keyed(scopes=["deploy"], functions=["mine"])
     for path in ("/v1/functions/absent", "/v1/functions/absent/logs"):
         assert without_id(await everywhere.get(path)) == without_id(await mine.get(path))
 
 
-async def test_lists_hold_what_the_key_covers(gateway: Gateway, keyed: Opened):
+async def test_lists_hold_only_what_the_key_covers(gateway: Gateway, keyed: Opened):
     mine = await keyed(scopes=["invoke", "deploy"], functions=["mine", "absent"])
     everything = await keyed(scopes=["deploy"])
     assert [found["name"] for found in (await mine.get("/v1/functions")).json()["functions"]] == ["mine"]
@@ -286,7 +288,7 @@ async def test_lists_hold_what_the_key_covers(gateway: Gateway, keyed: Opened):
     assert "theirs" not in described
 
 
-async def test_a_deploy_under_anothers_name_is_refused_whether_or_not_it_is_there(
+async def test_a_deploy_under_a_name_that_the_key_does_not_cover_is_refused(
     gateway: Gateway, keyed: Opened, tmp_path: Path
 ):
     mine = await keyed(scopes=["deploy"], functions=["mine"])
@@ -306,7 +308,7 @@ async def test_a_deploy_under_anothers_name_is_refused_whether_or_not_it_is_ther
     assert response.status_code == 201
 
 
-async def test_an_expired_key_is_none(gateway: Gateway):
+async def test_an_expired_key_is_refused(gateway: Gateway):
     key = await made(gateway, expires_in_s=1e-6)
     async with opened(gateway, key) as client:
         assert (await client.post("/invoke/mine", json=1)).status_code == 401
@@ -315,7 +317,7 @@ async def test_an_expired_key_is_none(gateway: Gateway):
 # -- quotas
 
 
-async def test_over_the_rate_is_told_when_to_come_back_and_obeying_helps(keyed: Opened):
+async def test_over_the_rate_is_refused_until_retry_after(keyed: Opened):
     client = await keyed(rate_per_s=2.0, burst=2)
     answers = [await client.post("/invoke/mine", json=n) for n in range(4)]
     over = next(response for response in answers if response.status_code != 200)
@@ -342,7 +344,7 @@ async def test_over_the_concurrency_is_refused_while_it_lasts(gateway: Gateway, 
     assert 'pilotflame_refusals_total{function="mine",reason="quota_exceeded"}' in told
 
 
-async def test_who_leaves_gives_his_place_back(gateway: Gateway, keyed: Opened, gate: Gate):
+async def test_a_caller_that_disconnects_frees_its_concurrency(gateway: Gateway, keyed: Opened, gate: Gate):
     source = "import gate\ndef handler(event):\n    gate.wait()\n    return event"
     await gateway.deploy(source, name="left", gate=gate)
     client = await keyed(concurrency=1)
@@ -356,10 +358,10 @@ async def test_who_leaves_gives_his_place_back(gateway: Gateway, keyed: Opened, 
     await until(let_in, "his place, free again")
 
 
-# -- what is written down
+# -- what is stored
 
 
-async def test_the_last_use_is_written_down_coarsely(gateway: Gateway):
+async def test_the_last_use_is_stored_coarsely(gateway: Gateway):
     key, began_s = await made(gateway), time.time()
     assert key["last_used_at"] is None
     async with opened(gateway, key) as client:
@@ -373,15 +375,15 @@ async def test_the_last_use_is_written_down_coarsely(gateway: Gateway):
     assert await saved() in {at_s - at_s % USE_GRAIN_S for at_s in (began_s, time.time())}
 
 
-async def test_an_open_gateway_asks_nobody(state: Path):
+async def test_an_open_gateway_requires_no_key(state: Path):
     async with gateway_here(state) as gateway:
         function = await gateway.deploy(ECHO)
         response = await function.call(1, Authorization="Bearer whatever")
         assert response.json() == 1
 
 
-async def test_an_id_that_somebody_chose_is_his_own(gateway: Gateway, keyed: Opened):
-    """Two keys choose the same id: neither learns of the other, by a refusal or by an answer."""
+async def test_a_chosen_id_belongs_to_its_key(gateway: Gateway, keyed: Opened):
+    """Two keys choose the same id; neither can notice the other."""
     mine = await keyed(scopes=["invoke"], functions=["mine"])
     theirs = await keyed(scopes=["invoke"], functions=["theirs"])
     made_here = [
@@ -394,3 +396,104 @@ async def test_an_id_that_somebody_chose_is_his_own(gateway: Gateway, keyed: Ope
         assert (await caller.get("/predictions/order-17")).json() == response.json()
     nobody = await keyed(scopes=["invoke"], functions=["mine"])
     assert failure(await nobody.get("/predictions/order-17"))["type"] == "unknown_job"
+
+
+# -- web pages of other origins, and names of others that resolve to this machine
+
+OWN_HOSTS = [
+    "127.0.0.1:8600",
+    "127.0.0.1",
+    "localhost:1",
+    "LOCALHOST",
+    "127.8.9.10:80",
+    "[::1]:8600",
+    "[::1]",
+]
+OTHER_HOSTS = [
+    "x", "", "example.org", "rebound.example:8600", "localhost.example.org", "127.0.0.1.example.org", "10.0.0.1",
+    "0.0.0.0:8600", "[::]", "[2001:db8::1]:80", "[", "127.0.0.1@example.org", "example.org@127.0.0.1", "\udcff",
+]  # fmt: skip
+PAGES = [
+    {"Origin": "https://example.org"},
+    {"Origin": "null"},
+    {"Origin": "http://localhost.example.org:8600"},
+    {"Sec-Fetch-Site": "cross-site"},
+    {"Host": "rebound.example:8600"},
+    {
+        "Host": "rebound.example:8600",
+        "Origin": "http://rebound.example:8600",
+        "Sec-Fetch-Site": "same-origin",
+    },
+]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def open_gateway() -> AsyncIterator[Gateway]:
+    """A gateway without keys."""
+    with short_folder() as folder:
+        async with gateway_here(folder / "state", drain_s=5.0) as found:
+            yield found
+
+
+@pytest.mark.parametrize("host", OWN_HOSTS)
+async def test_this_machines_names_are_accepted(host: str):
+    check = OriginCheck()
+    for headers in ({"Host": host}, {"Host": host, "Origin": f"http://{host}"}, {}):
+        check.check(headers)
+
+
+@pytest.mark.parametrize("host", OTHER_HOSTS)
+async def test_other_names_are_refused_even_after_a_good_one(host: str):
+    check = OriginCheck()
+    check.check({"Host": "localhost:8600"})
+    for headers in ({"Host": host}, {"Host": "localhost:8600", "Origin": f"http://{host}"}):
+        with pytest.raises(Forbidden):
+            check.check(headers)
+    check.check({"Host": "localhost:8600", "Sec-Fetch-Site": "none"})
+
+
+@pytest.mark.parametrize("sent", PAGES, ids="-".join)
+async def test_a_web_page_of_another_origin_is_refused(
+    open_gateway: Gateway, tmp_path: Path, sent: dict[str, str]
+):
+    function = await open_gateway.deploy(ECHO, name="echo")
+    (tmp_path / "handler.py").write_text(ECHO)
+    client = open_gateway.client
+    archive = {"Content-Type": "application/gzip"}
+    for response in (
+        await client.post("/v1/functions", content=pack(tmp_path), headers={**archive, **sent}),
+        await client.post(function.path, content=b"1", headers={"Content-Type": "text/plain", **sent}),
+        await client.post(f"/2015-03-31/functions/{function.name}/invocations", content=b"1", headers=sent),
+        await client.get("/v1/functions", headers=sent),
+        await client.get("/nothing/here", headers=sent),
+    ):
+        assert response.status_code == 403
+        assert "Without API keys" in response.text
+    error = failure(await client.get("/v1/functions", headers=sent))
+    assert (error["type"], "pilotflame keys create" in error["remedy"]) == ("forbidden", True)
+    assert [one["name"] for one in (await client.get("/v1/functions")).json()["functions"]] == [function.name]
+    assert (await client.get("/healthz", headers=sent)).status_code == 200
+
+
+async def test_a_page_of_this_machine_is_accepted(open_gateway: Gateway):
+    function = await open_gateway.deploy(ECHO, name="echo")
+    headers = {"Origin": "http://localhost:3000", "Sec-Fetch-Site": "same-site"}
+    assert (await open_gateway.client.post(function.path, json=1, headers=headers)).json() == 1
+
+
+async def test_with_a_key_any_name_works(state: Path):
+    async with gateway_here(state, auth="always") as gateway:
+        # Host is "home" there.
+        async with gateway.at_home() as home:
+            key = (await home.post("/v1/keys", json={"name": "x", "scopes": ["admin"]})).json()["key"]
+        headers = {
+            "Host": "gateway.example",
+            "Origin": "https://example.org",
+            "Authorization": f"Bearer {key}",
+        }
+        assert (await gateway.client.get("/v1/functions", headers=headers)).status_code == 200
+
+
+async def test_on_the_control_socket_any_name_works(open_gateway: Gateway):
+    async with open_gateway.at_home() as home:
+        assert (await home.get("/v1/functions")).status_code == 200

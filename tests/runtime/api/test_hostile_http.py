@@ -1,4 +1,4 @@
-"""Hostile HTTP, over bare sockets: what is refused with which code, that nobody else notices, and what it costs."""
+"""Hostile HTTP over bare sockets: which status refuses it, that others are served meanwhile, and what it costs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Reply = tuple[int, dict[str, str], bytes]
 
 
 class Wire:
-    """A connection on which anything may be sent."""
+    """A raw connection."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
@@ -32,7 +32,7 @@ class Wire:
             self.writer.write(part.encode("latin-1") if isinstance(part, str) else part)
 
     async def reply(self, *, head_only: bool = False) -> Reply:
-        """The next answer."""
+        """Read the next response."""
         async with asyncio.timeout(LIMIT_S):
             head = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1")
             first, *lines = head.rstrip().split("\r\n")
@@ -43,7 +43,7 @@ class Wire:
             return int(first.split()[1]), named, await self.reader.readexactly(length)
 
     async def ended(self) -> bytes:
-        """Waits until the gateway has hung up; what it had still said."""
+        """Wait until the gateway closes the connection; return what it sent before."""
         async with asyncio.timeout(LIMIT_S):
             try:
                 return await self.reader.read()
@@ -61,7 +61,7 @@ async def wire(gateway: Gateway) -> AsyncIterator[Wire]:
 
 
 async def status_of(gateway: Gateway, *parts: bytes | str) -> int:
-    """The code of the one answer to one request."""
+    """Return the status of the only response to one request."""
     async with wire(gateway) as connection:
         connection.send(*parts)
         return (await connection.reply())[0]
@@ -78,13 +78,13 @@ def get(path: str, *headers: str, method: str = "GET") -> str:
 
 
 async def calls(function: Function) -> list[str]:
-    """What its handler has said that it was called with, one more call included."""
+    """Return the events that its handler was called with, one more call included."""
     assert await function.answer("after") == "after"
     await function.logged("called 'after'")
     return [line["text"] for line in await function.lines() if line["text"].startswith("called")]
 
 
-# -- what is not HTTP
+# -- malformed HTTP
 
 
 MALFORMED = {
@@ -122,8 +122,8 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-async def test_what_is_malformed_is_refused(gateway: Gateway, name: str, caplog):
-    """One typed 400, and the connection is closed: whatever follows on it is not taken for a request."""
+async def test_a_malformed_request_is_refused(gateway: Gateway, name: str, caplog):
+    """One typed 400, and the connection is closed: what follows is not parsed as a request."""
     async with wire(gateway) as connection:
         connection.send(MALFORMED[name], get("/readyz"))
         status, headers, body = await connection.reply()
@@ -133,7 +133,7 @@ async def test_what_is_malformed_is_refused(gateway: Gateway, name: str, caplog)
     assert caplog.text == ""
 
 
-async def test_a_request_hidden_in_another_is_not_taken(gateway: Gateway, deploy):
+async def test_a_smuggled_request_is_not_served(gateway: Gateway, deploy):
     function = await deploy(TELLS)
     hidden = post(function.path, "1")
     async with wire(gateway) as connection:
@@ -146,7 +146,7 @@ async def test_a_request_hidden_in_another_is_not_taken(gateway: Gateway, deploy
     assert await calls(function) == ["called 'after'"]
 
 
-# -- what is unusual, and allowed
+# -- unusual, and allowed
 
 
 async def test_requests_in_one_packet_are_answered_in_order(gateway: Gateway, deploy):
@@ -190,7 +190,7 @@ async def test_http_1_0(gateway: Gateway, told: list[str]):
         assert await connection.ended() == b""
 
 
-async def test_continue_is_said_before_the_body(gateway: Gateway, deploy):
+async def test_continue_is_sent_before_the_body(gateway: Gateway, deploy):
     function: Function = await deploy(ECHO)
     async with wire(gateway) as connection:
         connection.send(get(function.path, "Expect: 100-continue", "Content-Length: 1", method="POST"))
@@ -210,7 +210,8 @@ TYPES = {
 @pytest.mark.parametrize(
     ("request_", "code"),
     [
-        (get("http://elsewhere/healthz"), 200),  # as proxies send it
+        # Proxies send the absolute form.
+        (get("http://elsewhere/healthz"), 200),
         (get("http://elsewhere/nowhere"), 404),
         (get("*", method="OPTIONS"), 404),
         (get("elsewhere:443", method="CONNECT"), 404),
@@ -237,7 +238,7 @@ TYPES = {
         (get("/healthz", "Upgrade: h2c", "Connection: Upgrade"), 200),
     ],
 )  # fmt: skip
-async def test_codes_of_odd_targets_and_methods(gateway: Gateway, request_: str, code: int):
+async def test_statuses_of_unusual_targets_and_methods(gateway: Gateway, request_: str, code: int):
     async with wire(gateway) as connection:
         connection.send(request_)
         status, headers, body = await connection.reply(head_only=request_.startswith("HEAD"))
@@ -258,8 +259,8 @@ HEADERS = (
 @pytest.mark.parametrize(
     "value", ["\xff\xfe", "\xb2", "\xe4\xb8\x80", "9" * 5000], ids=["bytes", "two", "one", "digits"]
 )
-async def test_headers_that_are_no_text(gateway: Gateway, deploy, value: str):
-    """Whatever the header, whatever the route: an answer, and none that says that the gateway failed."""
+async def test_headers_that_are_not_text(gateway: Gateway, deploy, value: str):
+    """For any header on any route there is a response, and none is a 500."""
     function: Function = await deploy(ECHO)
     name = function.name
     for header in HEADERS:
@@ -277,7 +278,7 @@ async def test_headers_that_are_no_text(gateway: Gateway, deploy, value: str):
             assert status < 500, (header, sent)
 
 
-async def test_a_key_that_is_no_text(state):
+async def test_a_key_that_is_not_text(state):
     async with gateway_here(state, auth="always") as gateway:
         for value in ("Bearer \xff\xfe", "\xff", "Bearer pf_\xb2", "AWS4-\xff"):
             assert await status_of(gateway, get("/v1/functions", f"Authorization: {value}")) == 401
@@ -303,7 +304,7 @@ ODD_BODIES = {
 
 
 @pytest.mark.parametrize("name", ODD_BODIES)
-async def test_bodies_that_are_odd(gateway: Gateway, deploy, name: str):
+async def test_unusual_bodies(gateway: Gateway, deploy, name: str):
     function: Function = await deploy(ECHO)
     paths = (
         function.path, f"/v2/{function.name}/run", f"/v2/{function.name}/runsync", f"/predictions?function={function.name}",
@@ -315,14 +316,14 @@ async def test_bodies_that_are_odd(gateway: Gateway, deploy, name: str):
             assert status < 500, (path, kind)
 
 
-# -- what breaks off, or drags on
+# -- requests that break off or take long
 
 
 @pytest.mark.parametrize(
     "encoding", ["Content-Length: 100", "Transfer-Encoding: chunked"], ids=["by-length", "in-chunks"]
 )
 async def test_a_body_that_breaks_off(gateway: Gateway, deploy, encoding: str):
-    """Nothing is called with half of a body, and nothing is left behind."""
+    """No handler is called with half of a body, and no task remains."""
     function: Function = await deploy(TELLS)
     for path in (function.path, f"/v2/{function.name}/run", "/predictions", "/v1/functions", "/v1/keys"):
         async with wire(gateway) as connection:
@@ -356,7 +357,7 @@ async def test_every_route_with_a_body_has_a_time_limit(state):
 
 @pytest.mark.parametrize("asked", [0, 1], ids=["first-request", "kept-alive"])
 async def test_slow_headers_do_not_hold_connections(state, asked: int):
-    """200 connections that send a byte of a header now and then; others are answered meanwhile."""
+    """200 connections send a byte of a header now and then; others are served meanwhile."""
     async with gateway_here(state, header_timeout_s=0.3) as gateway:
         function = await gateway.deploy(ECHO)
 
@@ -380,8 +381,8 @@ async def test_slow_headers_do_not_hold_connections(state, asked: int):
                 assert await function.answer(number) == number
 
 
-async def test_a_kept_connection_may_be_silent_for_longer_than_a_header(state, gate: Gate):
-    """The limit is for headers, not for the time between requests, nor for what a request takes."""
+async def test_a_kept_connection_may_be_idle_for_longer_than_a_header(state, gate: Gate):
+    """The limit is for headers, neither for the time between requests nor for the time that a request takes."""
     async with gateway_here(state, header_timeout_s=0.05) as gateway:
         function = await gateway.deploy(
             "import gate\ndef handler(event):\n    gate.wait()\n    return event", gate=gate
@@ -409,7 +410,7 @@ def rss(gateway: Gateway) -> int:
 
 
 async def test_memory_is_bounded(state):
-    """By the limit of a body for each connection that is sending one, whatever is declared, sent, packed or pipelined."""
+    """The bound is the body limit per sending connection, whatever is declared, compressed or pipelined."""
     async with gateway_process(state) as gateway:
         function = await gateway.deploy(ECHO, {"max_body_bytes": MIB})
         assert await function.answer(1) == 1
@@ -440,17 +441,16 @@ async def test_memory_is_bounded(state):
         assert await function.answer(1) == 1
 
 
-async def test_who_pipelines_and_does_not_read_is_made_to_wait(state):
-    """What he sends stays with him: the gateway stops reading."""
+async def test_a_client_that_pipelines_without_reading_is_held_back(state):
+    """The gateway stops reading from it."""
     async with gateway_process(state) as gateway:
         before = rss(gateway)
         packet = (get("/healthz") * 1000).encode()
         with socket.create_connection(gateway.address) as sock:
             sock.setblocking(False)
             sent, silent = 0, 0
-            while (
-                sent < 200 * MIB and silent < 20
-            ):  # so often nothing could be sent: it does not read any more
+            # After 20 attempts without progress, the gateway has stopped reading.
+            while sent < 200 * MIB and silent < 20:
                 try:
                     sent += sock.send(packet)
                     silent = 0

@@ -1,4 +1,4 @@
-"""The gateway, over real HTTP: every kind of handler, bodies, codes, headers, streams, callers that leave."""
+"""POST /invoke over real HTTP: every kind of handler, bodies, statuses, headers, streams, callers that disconnect."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ async def test_a_generator_streams_server_sent_events(deploy, source: str):
         ("3", "output", {"n": 2}),
         ("4", "completed", {}),
     ]
-    # 200 pieces are more than a stream may run ahead of its reader.
+    # 200 pieces are more than the credit of a stream.
     assert len(events((await function.call(200)).text)) == 201
 
 
-async def test_a_stream_is_sent_as_it_is_made(deploy, gate: Gate):
+async def test_a_stream_is_sent_piece_by_piece(deploy, gate: Gate):
     source = "import gate\ndef handler(event):\n    yield 'first'\n    gate.wait()\n    yield 'second'\n"
     function = await deploy(source, gate=gate)
     async with function.client.stream("POST", function.path, json=None) as response:
@@ -82,11 +82,11 @@ async def test_a_generator_that_fails_ends_its_stream_with_the_error(deploy):
     function = await deploy(source)
     name, kind, data = events((await function.call(1)).text)[-1]
     assert (name, kind, data["type"]) == ("2", "error", "handler_failed")
-    # Nothing was sent yet: then it is an ordinary error with its status.
+    # Before the first piece, it is an ordinary error with its status.
     assert (await function.error(0))["status"] == 500
 
 
-async def test_hooks_run_where_they_should(deploy, gate: Gate):
+async def test_hooks_run_in_their_processes(deploy, gate: Gate):
     source = """
 import os, gate
 def build(context):
@@ -104,7 +104,7 @@ def handler(event, context):
     assert (await gate.next()).word == f"torn down {answer['ran_in']}"
 
 
-async def test_a_failing_handler_is_a_typed_error_with_its_place(deploy):
+async def test_a_failing_handler_is_a_typed_error_with_its_line(deploy):
     function = await deploy("def handler(event):\n    return 1 / event\n")
     error = await function.error(0)
     assert (error["status"], error["type"]) == (500, "handler_failed")
@@ -114,10 +114,10 @@ async def test_a_failing_handler_is_a_typed_error_with_its_place(deploy):
     assert await function.answer(2) == 0.5
 
 
-# -- bodies and codes
+# -- bodies and statuses
 
 
-async def test_bytes_and_text_pass(deploy):
+async def test_bytes_and_text_are_passed_on(deploy):
     function = await deploy(
         "def handler(event):\n    return event if isinstance(event, bytes) else event.upper()"
     )
@@ -128,7 +128,7 @@ async def test_bytes_and_text_pass(deploy):
     assert (await post(function.path, content=b"abc", headers={"Content-Type": "text/plain"})).json() == "ABC"
 
 
-async def test_arrays_pass_without_a_detour_for_who_takes_them(deploy):
+async def test_arrays_are_sent_as_bytes_to_callers_that_accept_them(deploy):
     source = """
 import numpy as np
 def handler(event):
@@ -154,14 +154,14 @@ def handler(event):
     assert (broken["status"], "application/x-npy" in broken["message"]) == (400, True)
 
 
-async def test_a_body_that_is_not_json(deploy):
+async def test_a_body_that_is_not_json_is_refused(deploy):
     function = await deploy(ECHO)
     error = failure(await function.client.post(function.path, content=b'{"a": '))
     assert (error["status"], error["type"]) == (400, "bad_json")
     assert error["remedy"]
 
 
-async def test_an_input_that_does_not_fit_names_the_paths(deploy):
+async def test_an_invalid_input_is_refused_with_its_paths(deploy):
     source = """
 from pydantic import BaseModel
 class Item(BaseModel):
@@ -189,7 +189,7 @@ def handler(event: Input) -> dict[str, int]:
     ],
     ids=["object", "nan", "annotation", "stream"],
 )
-async def test_an_answer_that_is_not_json(deploy, source: str, said: str):
+async def test_an_output_that_is_not_json_is_an_error(deploy, source: str, said: str):
     function = await deploy(source)
     error = await function.error()
     assert (error["status"], error["type"]) == (500, "output_invalid")
@@ -197,7 +197,7 @@ async def test_an_answer_that_is_not_json(deploy, source: str, said: str):
     assert error["remedy"]
 
 
-async def test_codes_of_paths_and_methods(deploy, client: httpx.AsyncClient):
+async def test_statuses_of_paths_and_methods(deploy, client: httpx.AsyncClient):
     function = await deploy(ECHO)
     error = failure(await client.post("/invoke/nobody", json=1))
     assert (error["status"], error["type"]) == (404, "unknown_function")
@@ -205,7 +205,7 @@ async def test_codes_of_paths_and_methods(deploy, client: httpx.AsyncClient):
     assert (await client.get("/nowhere")).status_code == 404
 
 
-async def test_a_body_over_the_limit(deploy):
+async def test_a_body_over_the_limit_is_refused(deploy):
     function = await deploy(ECHO, {"max_body_bytes": 1000})
     assert len(await function.answer("x" * 998)) == 998
 
@@ -213,7 +213,8 @@ async def test_a_body_over_the_limit(deploy):
         for _ in range(100):
             yield b"x" * 100
 
-    for content in (b"x" * 1001, pieces()):  # by Content-Length, and chunked
+    # By Content-Length, and chunked.
+    for content in (b"x" * 1001, pieces()):
         error = failure(await function.client.post(function.path, content=content))
         assert (error["status"], error["type"]) == (413, "input_too_large")
         assert "1000 bytes" in error["message"]
@@ -232,7 +233,7 @@ async def test_refusals_are_counted_by_their_reason(deploy, client: httpx.AsyncC
     assert exec_ in told
 
 
-async def test_a_body_that_arrives_too_slowly(state):
+async def test_a_body_that_arrives_too_slowly_is_refused(state):
     async with gateway_here(state, body_timeout_s=0.05) as gateway:
         function = await gateway.deploy(ECHO)
         head = f"POST {function.path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n12345"
@@ -241,7 +242,7 @@ async def test_a_body_that_arrives_too_slowly(state):
 
 
 @pytest.mark.parametrize("sent", ["", "POST /invoke/f HTTP/1.1\r\nHos"], ids=["nothing", "half-a-header"])
-async def test_a_connection_that_says_nothing_is_closed(state, sent: str):
+async def test_a_silent_connection_is_closed(state, sent: str):
     async with gateway_here(state, header_timeout_s=0.05) as gateway:
         reader, writer = await asyncio.open_connection(*gateway.address)
         writer.write(sent.encode())
@@ -250,7 +251,7 @@ async def test_a_connection_that_says_nothing_is_closed(state, sent: str):
         writer.close()
 
 
-async def test_a_body_that_is_not_chunks(deploy, gateway: Gateway):
+async def test_a_malformed_chunked_body_is_refused(deploy, gateway: Gateway):
     function = await deploy(ECHO)
     head = f"POST {function.path} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"
     assert (await raw(gateway, head))[0] == 400
@@ -260,7 +261,7 @@ async def test_a_body_that_is_not_chunks(deploy, gateway: Gateway):
 # -- headers
 
 
-async def test_who_asked_and_who_answered(deploy, gateway: Gateway):
+async def test_the_response_has_request_id_and_worker_id(deploy, gateway: Gateway):
     function = await deploy("def handler(event, context):\n    return [context.id, context.traceparent]")
     trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     response = await function.call(None, X_Request_Id="abc-1", traceparent=trace)
@@ -268,13 +269,13 @@ async def test_who_asked_and_who_answered(deploy, gateway: Gateway):
     assert response.headers["x-request-id"] == "abc-1"
     assert response.headers["traceparent"] == trace
     assert response.headers["x-worker-id"].startswith(f"{function.name}-r1-")
-    # Without one, or with one that cannot be a header's value, it gets another.
+    # Without an id, or with an invalid one, the gateway makes one.
     for given in ("", "two words", "x" * 129):
         other = (await function.call(None, X_Request_Id=given)).headers["x-request-id"]
         assert len(other) == 16
 
 
-async def test_nobody_can_write_headers_into_the_answer(deploy, gateway: Gateway):
+async def test_a_worker_cannot_inject_headers_into_the_response(deploy, gateway: Gateway):
     function = await deploy(ECHO)
     for name in ("X-Request-Id", "traceparent"):
         for value in ("a\rX-Evil: 1", "a\tX-Evil: 1", "a\x01", "a\x7fé"):
@@ -292,7 +293,7 @@ async def test_nobody_can_write_headers_into_the_answer(deploy, gateway: Gateway
 
 
 @pytest.mark.parametrize("header", ["X-Request-Timeout", "X-Scale-Up-Timeout"])
-async def test_a_time_that_is_none(deploy, header: str):
+async def test_an_invalid_time_is_refused(deploy, header: str):
     function = await deploy(ECHO)
     for value in ("soon", "-1", "0", "nan", "inf"):
         error = await function.error(1, **{header: value})
@@ -334,18 +335,19 @@ async def test_a_handler_sees_its_deadline(deploy):
     remaining, cancelled, attempt = await function.answer(None, X_Request_Timeout="20")
     assert 0 < remaining <= 20_000
     assert (cancelled, attempt) == (False, 1)
-    assert (await function.answer(None, X_Request_Timeout="2000"))[0] <= 1_000_000  # the owner's limit holds
+    # The function's own limit holds.
+    assert (await function.answer(None, X_Request_Timeout="2000"))[0] <= 1_000_000
 
 
 @pytest.mark.parametrize("header", ["grpc-timeout: 20S", "x-envoy-expected-rq-timeout-ms: 20000", "x-stainless-read-timeout: 20"])  # fmt: skip
-async def test_deadlines_in_the_words_of_others_count(deploy, header: str):
+async def test_deadlines_of_other_conventions_count(deploy, header: str):
     function = await deploy("def handler(event, context):\n    return context.remaining_ms()")
     name, _, value = header.partition(": ")
     assert 0 < await function.answer(None, **{name: value}) <= 20_000
     assert await function.answer(None, **{name: "nonsense"}) > 20_000
 
 
-async def test_a_request_says_how_urgent_it_is_and_whose(deploy, monkeypatch):
+async def test_a_request_has_a_priority_and_a_tenant(deploy, monkeypatch):
     function = await deploy(ECHO)
     seen = submitted(monkeypatch)
     assert await function.answer(1, X_Priority="1") == 1
@@ -356,7 +358,7 @@ async def test_a_request_says_how_urgent_it_is_and_whose(deploy, monkeypatch):
     assert "X-Priority" in error["message"]
 
 
-async def test_the_tenant_is_who_has_the_key(state, monkeypatch):
+async def test_the_tenant_is_the_owner_of_the_key(state, monkeypatch):
     async with gateway_here(state, auth="always") as gateway:
         async with gateway.at_home() as home:
             key = (await home.post("/v1/keys", json={"name": "k", "scopes": ["admin"]})).json()
@@ -379,7 +381,8 @@ async def test_the_tenant_is_who_has_the_key(state, monkeypatch):
             headers = {"X-Priority": "1"}
             (await gateway.client.post(way, content=b"1", headers=headers)).raise_for_status()
         await function.answer(1, X_Priority="4")
-        assert [one.priority for one in seen[4:]] == [3, 3, 4]  # not before all others with any key
+        # Only an admin's key gets a priority above the default.
+        assert [one.priority for one in seen[4:]] == [3, 3, 4]
 
 
 async def test_the_hold_time_passes_while_setup_waits(deploy, gate: Gate):
@@ -390,12 +393,13 @@ async def test_the_hold_time_passes_while_setup_waits(deploy, gate: Gate):
     assert (error["status"], error["type"]) == (503, "activation_timeout")
     assert int(response.headers["retry-after"]) >= 1
     patient = asyncio.create_task(function.answer(2, X_Scale_Up_Timeout="60"))
-    (await gate.next("setup")).go()  # the activation went on
+    # The activation goes on.
+    (await gate.next("setup")).go()
     assert await patient == 2
     assert await function.answer(3) == 3
 
 
-async def test_the_queue_is_full(deploy, gate: Gate):
+async def test_a_full_queue_refuses(deploy, gate: Gate):
     source = "import gate\ndef handler(event):\n    gate.wait()\n    return event"
     function = await deploy(source, {"scale.max": 1, "max_queue": 2}, gate=gate)
     running = asyncio.create_task(function.answer(0))
@@ -410,10 +414,10 @@ async def test_the_queue_is_full(deploy, gate: Gate):
     assert await asyncio.gather(running, *waiting) == [0, 1, 2]
 
 
-# -- callers that leave
+# -- callers that disconnect
 
 
-async def test_an_async_handler_is_cancelled_when_its_caller_leaves(deploy, gate: Gate):
+async def test_an_async_handler_is_cancelled_when_its_caller_disconnects(deploy, gate: Gate):
     source = """
 import asyncio, gate
 async def handler(event):
@@ -428,9 +432,8 @@ async def handler(event):
     async with leaving(function):
         worker = (await gate.next("runs")).pid
     assert (await gate.next("cancelled")).pid == worker
-    await function.settled(
-        ready=1, in_flight=0
-    )  # else the next call is the second in flight: one more worker
+    # Otherwise the next call would be the second in flight and start another worker.
+    await function.settled(ready=1, in_flight=0)
     later = asyncio.create_task(function.answer(2))
     (await gate.next("runs")).go()
     assert await later == 2
@@ -438,7 +441,9 @@ async def handler(event):
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "generator"])
-async def test_a_handler_on_a_thread_is_told_when_its_caller_leaves(deploy, gate: Gate, stream: bool):
+async def test_a_handler_on_a_thread_is_notified_when_its_caller_disconnects(
+    deploy, gate: Gate, stream: bool
+):
     source = f"""
 import gate, time
 def handler(event, context):
@@ -457,7 +462,7 @@ def handler(event, context):
     assert await function.pids("worker") == [worker]
 
 
-async def test_an_async_generator_is_closed_when_its_caller_leaves(deploy, gate: Gate):
+async def test_an_async_generator_is_closed_when_its_caller_disconnects(deploy, gate: Gate):
     source = """
 import gate
 async def handler(event):
@@ -475,7 +480,7 @@ async def handler(event):
     await function.settled(ready=1, in_flight=0)
 
 
-async def test_what_waits_is_dropped_when_its_caller_leaves(deploy, gate: Gate):
+async def test_a_waiting_invocation_is_dropped_when_its_caller_disconnects(deploy, gate: Gate):
     source = "import gate\ndef handler(event):\n    gate.wait(str(event))\n    return event"
     function = await deploy(source, {"scale.max": 1}, gate=gate)
     first = asyncio.create_task(function.answer("a"))
@@ -540,7 +545,7 @@ async def test_a_bad_body_in_a_batch_fails_alone(deploy, gate: Gate):
 
 
 def submitted(monkeypatch) -> list[Invocation]:
-    """All invocations that revisions are given from now on."""
+    """Collect all invocations that are submitted from now on."""
     seen: list[Invocation] = []
     real = Revision.submit
 
@@ -553,7 +558,7 @@ def submitted(monkeypatch) -> list[Invocation]:
 
 
 async def raw(gateway: Gateway, request: str) -> tuple[int, dict]:
-    """Sends these bytes and reads one answer: (status, body if it is JSON)."""
+    """Send these bytes and read one response: (status, body if it is JSON)."""
     reader, writer = await asyncio.open_connection(*gateway.address)
     try:
         writer.write(request.encode())
@@ -566,8 +571,8 @@ async def raw(gateway: Gateway, request: str) -> tuple[int, dict]:
         writer.close()
 
 
-class leaving:  # noqa: N801  reads as a phrase: `async with leaving(function):`
-    """A caller whose connection is closed at the end of the block."""
+class leaving:  # noqa: N801
+    """A caller who closes the connection at the end of the block."""
 
     def __init__(self, function, event: object = None) -> None:
         self._url, self._path, self._body = function.client.base_url, function.path, json.dumps(event)

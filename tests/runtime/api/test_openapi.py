@@ -1,4 +1,4 @@
-"""The description of a gateway: whole, and every reference in it resolves."""
+"""The OpenAPI document of a gateway: complete, every reference resolves, and responses are as it says."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -6,12 +6,13 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from live import Gateway
 from pilotflame._version import __version__
 from pilotflame.handlers.codec import InputCodec, OutputCodec
-from pilotflame.runtime.api.openapi import describe
 from pilotflame.runtime.functions.registry import FunctionStatus, Workers
 from pilotflame.runtime.settings.function_settings import FunctionSettings
 from pydantic import BaseModel
+from route_table import describe
 
 
 class Leaf(BaseModel):
@@ -105,7 +106,7 @@ def test_each_function_has_its_path_with_its_schemas() -> None:
     assert "/invoke/tree" not in describe([])["paths"]
 
 
-def test_what_a_description_must_have() -> None:
+def test_every_operation_is_complete() -> None:
     description = describe(FUNCTIONS)
     assert description["openapi"].startswith("3.1.")
     assert description["info"]["version"] == __version__
@@ -129,7 +130,8 @@ def test_what_a_description_must_have() -> None:
 
 
 def test_errors_are_described_as_they_are_sent() -> None:
-    error = describe([])["components"]["schemas"]["Error"]["properties"]["error"]
+    description = describe([])
+    error = resolve(description["components"]["schemas"]["Error"]["properties"]["error"]["$ref"], description)
     assert set(error["required"]) == {"type", "message"}
     assert {"remedy", "details", "request_id"} <= set(error["properties"])
 
@@ -141,3 +143,41 @@ def test_the_validator_agrees() -> None:
     from openapi_spec_validator import validate  # type: ignore[import-not-found]
 
     validate(describe(FUNCTIONS))
+
+
+def test_components_have_the_names_that_clients_know() -> None:
+    names = {
+        "ApiKey", "NewKey", "Scope", "CloudEvent", "Accepted", "Delivery", "Error", "FunctionStatus", "Job", "JobOrder",
+        "JobPiece", "JobPolicy", "LambdaError", "Prediction",
+    }  # fmt: skip
+    assert names <= set(describe([])["components"]["schemas"])
+
+
+def test_two_dialects_share_a_path() -> None:
+    """RunPod's jobs and CloudEvents."""
+    run = describe([])["paths"]["/v2/{function}/run"]["post"]
+    assert set(run["requestBody"]["content"]) == {
+        "application/json",
+        "application/cloudevents+json",
+        "application/cloudevents-batch+json",
+    }
+    assert {"200", "202", "415"} <= set(run["responses"])
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_every_route_but_health_describes_the_response_without_a_key(gateway: Gateway):
+    paths = (await gateway.client.get("/openapi.json")).json()["paths"]
+    for path, operations in paths.items():
+        for operation in operations.values():
+            assert ("401" in operation["responses"]) is (path not in ("/healthz", "/readyz")), path
+            assert ("security" in operation) is (path not in ("/healthz", "/readyz")), path
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_keys_are_sent_as_described(gateway: Gateway):
+    found = (await gateway.client.get("/openapi.json")).json()
+    listed = (await gateway.client.get("/v1/keys")).json()
+    assert set(listed) == set(found["paths"]["/v1/keys"]["get"]["responses"]["200"]["content"]["application/json"]["schema"]["properties"])  # fmt: skip
+    async with gateway.at_home() as owner:
+        made = (await owner.post("/v1/keys", json={"name": "described"})).json()
+    assert set(made) == {*found["components"]["schemas"]["ApiKey"]["properties"], "key"}

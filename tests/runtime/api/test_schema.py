@@ -1,6 +1,6 @@
-"""The gateway against its own description: made-up requests to every operation, each answer as described.
+"""The gateway against its OpenAPI document: generated requests to every operation, each response as described.
 
-`make check-api` makes thousands; here are as many as fit.
+`make check-api` makes thousands; this test makes as many as fit into its time.
 """
 
 import re
@@ -14,7 +14,7 @@ pytest.importorskip("schemathesis")
 CHECK = Path(__file__).parents[3] / "infra" / "bench" / "schema.py"
 
 
-def test_every_answer_is_as_described() -> None:
+def test_every_response_is_as_described() -> None:
     arguments = ["--examples", "10", "--phases", "fuzzing", "--least", "280"]
     done = subprocess.run(
         [sys.executable, CHECK, *arguments], capture_output=True, text=True, timeout=110, check=False

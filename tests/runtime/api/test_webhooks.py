@@ -1,4 +1,4 @@
-"""The routes of webhooks' deliveries over real HTTP: what is told of each, to whom, and sending one again."""
+"""The routes of webhooks over real HTTP: listing deliveries, sending one again, and the signing secret."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from live import Function, Gateway, failure, gateway_here, short_folder, until
-from pilotflame.runtime.api.webhooks import bare
+from pilotflame.runtime.api.webhooks import public_url
 from pilotflame.runtime.jobs.webhook_signing import SigningKey
 from receiver import Receiver, receiving
 
@@ -20,7 +20,7 @@ ECHO = "def handler(event):\n    return event\n"
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def gateway() -> AsyncIterator[Gateway]:
-    """One that may call this machine."""
+    """A gateway that may call this machine."""
     with short_folder() as folder:
         async with gateway_here(folder / "state", drain_s=5.0, webhook_networks=("127.0.0.0/8",)) as found:
             yield found
@@ -33,7 +33,7 @@ async def receiver() -> AsyncIterator[Receiver]:
 
 
 async def run(function: Function, receiver: Receiver, *events: str) -> str:
-    """A job whose webhooks go to the receiver; its id."""
+    """Submit a job whose webhooks go to the receiver; return its id."""
     order = {
         "input": 1,
         "webhook": f"{receiver.url}/done?token=hidden",
@@ -51,7 +51,7 @@ async def deliveries(function: Function, **query: Any) -> list[dict[str, Any]]:
 
 
 async def settled(function: Function, count: int, state: str) -> list[dict[str, Any]]:
-    """As many deliveries in this state."""
+    """Wait for this number of deliveries in this state."""
     found: list[dict[str, Any]] = []
 
     async def so() -> bool:
@@ -62,7 +62,7 @@ async def settled(function: Function, count: int, state: str) -> list[dict[str, 
     return found
 
 
-async def test_what_became_of_a_delivery_is_told(deploy, receiver: Receiver):
+async def test_a_delivery_shows_its_attempts(deploy, receiver: Receiver):
     function = await deploy(ECHO)
     assert await deliveries(function) == []
     receiver.answers = [500]
@@ -81,7 +81,7 @@ async def test_what_became_of_a_delivery_is_told(deploy, receiver: Receiver):
     assert [(tried["status"], tried["error"]) for tried in found["log"]] == [(500, found["last_error"])]
 
 
-async def test_a_delivery_is_sent_again_under_its_id(deploy, receiver: Receiver):
+async def test_a_delivery_is_sent_again_with_the_same_id(deploy, receiver: Receiver):
     function = await deploy(ECHO)
     await run(function, receiver)
     (found,) = await settled(function, 1, "DELIVERED")
@@ -94,7 +94,7 @@ async def test_a_delivery_is_sent_again_under_its_id(deploy, receiver: Receiver)
     assert len((await deliveries(function))[0]["log"]) == 2
 
 
-async def test_each_function_signs_with_a_secret_of_its_own(deploy, gateway: Gateway, receiver: Receiver):
+async def test_each_function_has_its_own_signing_secret(deploy, gateway: Gateway, receiver: Receiver):
     function, other = await deploy(ECHO), await deploy(ECHO)
     await run(function, receiver)
     (came,) = await receiver.received(1)
@@ -111,7 +111,7 @@ async def test_each_function_signs_with_a_secret_of_its_own(deploy, gateway: Gat
     assert failure(unknown)["type"] == "unknown_function"
 
 
-async def test_deliveries_are_chosen(deploy, receiver: Receiver):
+async def test_deliveries_are_filtered(deploy, receiver: Receiver):
     function = await deploy(ECHO)
     first = await run(function, receiver, "start", "completed")
     await settled(function, 2, "DELIVERED")
@@ -124,7 +124,7 @@ async def test_deliveries_are_chosen(deploy, receiver: Receiver):
     assert await deliveries(function, job="job-x") == []
 
 
-async def test_what_is_unknown_or_wrong_is_refused(deploy, gateway: Gateway, receiver: Receiver):
+async def test_unknown_and_invalid_requests_are_refused(deploy, gateway: Gateway, receiver: Receiver):
     function, other = await deploy(ECHO), await deploy(ECHO)
     await run(function, receiver)
     (found,) = await settled(function, 1, "DELIVERED")
@@ -151,4 +151,4 @@ async def test_what_is_unknown_or_wrong_is_refused(deploy, gateway: Gateway, rec
     ],
 )
 async def test_a_url_is_shown_without_its_secrets(url: str, shown: str):
-    assert bare(url) == shown
+    assert public_url(url) == shown

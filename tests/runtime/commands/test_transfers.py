@@ -236,7 +236,7 @@ def test_an_ambiguous_digest_is_refused(snapshot: Snapshot, cache: Path, origin:
 # -- help
 
 
-@pytest.mark.parametrize("name", ["pull", "cache", "bench", "record"])
+@pytest.mark.parametrize("name", ["pull", "cache", "record"])
 def test_every_command_teaches_with_an_example(snapshot: Snapshot, name: str) -> None:
     shown = snapshot(name, "--help").output
     assert "Example" in shown

@@ -360,7 +360,7 @@ def test_killed_again_and_again_it_resumes_and_ends_identical(shm: Path, tmp_pat
     assert last.given_bytes <= manifest.total_bytes - 40 * CHUNK_BYTES
 
 
-class Telling(FolderSource):
+class Reporting(FolderSource):
     """Writes a letter into a pipe for every connection and for every 4 KiB it gives."""
 
     def __init__(self, root: Path, pipe: int) -> None:
@@ -369,10 +369,10 @@ class Telling(FolderSource):
 
     def connect(self) -> FolderConnection:
         os.write(self.pipe, b"c")
-        return TellingConnection(self)
+        return ReportingConnection(self)
 
 
-class TellingConnection(FolderConnection):
+class ReportingConnection(FolderConnection):
     def read_into(self, view: memoryview) -> int:
         count = super().read_into(view[:4096])
         os.write(self._source.pipe, b"r")  # type: ignore[attr-defined]
@@ -381,25 +381,25 @@ class TellingConnection(FolderConnection):
 
 def pull_and_be_killed(here: Tier, manifest: Manifest, source: Path, after: int) -> tuple[int, int]:
     """Fork a process that pulls, and kill it once it was given 4 KiB `after` times; (connections, times) in the end."""
-    heard, told = os.pipe()
+    read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            with Cache([here]).open(manifest, Telling(source, told)) as lease:
+            with Cache([here]).open(manifest, Reporting(source, write_end)) as lease:
                 lease.wait(LIMIT_S)
             code = 0
         finally:
             os._exit(code)
-    os.close(told)
+    os.close(write_end)
     letters = b""
-    while letters.count(b"r") < after and (more := os.read(heard, 1)):
+    while letters.count(b"r") < after and (more := os.read(read_end, 1)):
         letters += more
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    while more := os.read(heard, 65536):
+    while more := os.read(read_end, 65536):
         letters += more
-    os.close(heard)
+    os.close(read_end)
     return letters.count(b"c"), letters.count(b"r")
 
 
@@ -546,7 +546,7 @@ def test_a_folder_without_permission_is_named(shm: Path) -> None:
     shm.chmod(0o755)
     make(shm / "source")
     (shm / "tier").mkdir(mode=0o755)
-    # Root may write anywhere, so it is somebody else who tries.
+    # Root may write anywhere, so another user tries.
     user = {"user": 65534} if os.getuid() == 0 else {}
     if not user:
         (shm / "tier").chmod(0o555)

@@ -55,15 +55,15 @@ def whole(target: Path, origin: Path) -> None:
 
 
 def test_a_snapshot_comes_whole(origin: Path, target: Path, server: FaultServer) -> None:
-    told: list[tuple[int, int]] = []
+    reported: list[tuple[int, int]] = []
     manifest = Manifest.read(origin)
     stats = download(
-        manifest, HttpSource(server.url), target / "deep", progress=lambda done, total: told.append((done, total))
+        manifest, HttpSource(server.url), target / "deep", progress=lambda done, total: reported.append((done, total))
     )  # fmt: skip
     whole(target / "deep", origin)
     assert stats.fetched_bytes == manifest.total_bytes
-    assert told[0] == (0, manifest.total_bytes)
-    assert told[-1] == (manifest.total_bytes, manifest.total_bytes)
+    assert reported[0] == (0, manifest.total_bytes)
+    assert reported[-1] == (manifest.total_bytes, manifest.total_bytes)
 
 
 def test_what_is_there_is_not_fetched_again(origin: Path, target: Path, server: FaultServer) -> None:
@@ -101,7 +101,7 @@ def test_files_that_came_another_way_are_kept(origin: Path, target: Path) -> Non
 
 
 @pytest.mark.parametrize("how", ["manifest", "broken manifest", "larger", "same size", "link", "asset"])
-def test_what_is_somebody_elses_is_refused_and_forced(
+def test_files_of_others_are_refused_unless_forced(
     origin: Path, target: Path, tmp_path: Path, how: str
 ) -> None:
     manifest = Manifest.read(origin)
@@ -195,7 +195,7 @@ def test_two_do_not_pull_into_one_folder(origin: Path, target: Path) -> None:
     thread = threading.Thread(target=first)
     thread.start()
     assert begun.wait(20)
-    with pytest.raises(CacheError, match="Somebody else is pulling"):
+    with pytest.raises(CacheError, match="Another pull into"):
         download(manifest, FolderSource(origin), target)
     source.go()
     thread.join(20)

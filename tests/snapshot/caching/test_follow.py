@@ -1,4 +1,4 @@
-"""Following: chunks told as they land, demands the other way, the end, and no end."""
+"""Following: chunks announced as they land, demands in the other direction, the end, and no end."""
 
 from __future__ import annotations
 
@@ -113,7 +113,8 @@ def test_what_is_waited_for_is_demanded_of_who_fetches(folder: int, manifest: Ma
     hearing.following.demand(4, 9)
     assert heard.wait(LIMIT_S)
     heard.clear()
-    hearing.following.demand(5, COUNT)  # nothing of ours
+    # Demands that name no chunk of the snapshot are ignored.
+    hearing.following.demand(5, COUNT)
     hearing.following.demand(3, 2)
     hearing.following.demand(1, 1)
     assert heard.wait(LIMIT_S)
@@ -148,7 +149,8 @@ def test_a_follower_that_does_not_listen_holds_up_nobody(folder: int, manifest: 
     deaf = [Following(folder) for _ in range(3)]
     hearing = Hearing(folder, manifest)
     for chunk in range(COUNT):
-        arrival.land(chunk)  # 20,000 messages of one number at worst: more than a socket takes
+        # Up to 20,000 messages of one number: more than a socket's buffer holds.
+        arrival.land(chunk)
     hearing.arrival.wait(0, COUNT - 1, LIMIT_S)
     for following in deaf:
         following.close()

@@ -18,7 +18,7 @@ from pilotflame.snapshot.caching.memory import (
     unmount,
 )
 from pilotflame.snapshot.caching.node import node_cache, node_tiers, release_memory
-from pilotflame.snapshot.fetching.target import ShardTarget
+from pilotflame.snapshot.fetching.landing import ShardTarget
 from pilotflame.snapshot.sources.folder import FolderSource
 from pulling import make
 
@@ -101,7 +101,8 @@ def test_what_killed_fetchers_left_is_taken_away(tmp_path: Path, monkeypatch: py
     stranger.mkdir(mode=0o755)
     everything = [*roots.values(), stranger, tmp_path / "gone"]
     sweep(everything, roots["own"])
-    assert all(root.is_dir() for root in roots.values())  # all are young
+    # All are young.
+    assert all(root.is_dir() for root in roots.values())
 
     held = os.open(roots["used"], os.O_RDONLY)
     try:
@@ -109,7 +110,8 @@ def test_what_killed_fetchers_left_is_taken_away(tmp_path: Path, monkeypatch: py
         mounts = roots["used"].is_mount()
         os.utime(roots["young"], (0, time.time() + 3600))
         sweep(everything, roots["own"])
-        assert roots["used"].is_dir() == mounts  # the kernel keeps what is in use
+        # The kernel keeps a mount that is in use.
+        assert roots["used"].is_dir() == mounts
     finally:
         os.close(held)
     assert not roots["left"].exists()
@@ -131,7 +133,8 @@ def test_a_nodes_cache_sweeps_when_it_starts(tmp_path: Path, monkeypatch: pytest
     for root in left:
         assert prepare(root, MIB)
     cache = node_cache(tmp_path / "cache")
-    assert [root.exists() for root in left] == [False, True]  # the other is none of ours by its name
+    # By its name, the other is not this program's.
+    assert [root.exists() for root in left] == [False, True]
     give_back(left[1])
     release_memory(cache)
     assert list(shared.iterdir()) == []
@@ -140,7 +143,8 @@ def test_a_nodes_cache_sweeps_when_it_starts(tmp_path: Path, monkeypatch: pytest
 def test_a_cache_is_prepared_to_fetch_and_leaves_nothing(tmp_path: Path) -> None:
     source, folder = tmp_path / "source", tmp_path / "cache"
     manifest = make(source)
-    assert [tier.kind for tier in node_tiers(folder)] == ["disk"]  # looking makes nothing
+    # Listing the tiers makes no folder.
+    assert [tier.kind for tier in node_tiers(folder)] == ["disk"]
     cache = node_cache(folder)
     memory = cache.tiers[0]
     assert memory.kind == "tmpfs"

@@ -67,7 +67,8 @@ def test_the_least_recently_used_goes_first(tier: Tier, sources: list[tuple[Path
     one, two, three = sources
     pull(tier, one)
     pull(tier, two)
-    pull(tier, one)  # used again
+    # It is now the most recently used.
+    pull(tier, one)
     pull(tier, three)
     assert ready(tier) == digests(one, three)
     assert tier.used_bytes() <= tier.budget_bytes
@@ -290,7 +291,7 @@ def test_memory_is_given_out_only_where_all_pages_are_there(shm: Path) -> None:
     for path in (whole, holes):
         descriptor = os.open(path, os.O_RDWR)
         try:
-            found.append(tier.spares.touched(descriptor))
+            found.append(tier.spares.map_pages(descriptor))
         finally:
             os.close(descriptor)
     assert found[0] is not None
@@ -312,10 +313,10 @@ def test_an_empty_tier_leaves_nothing_and_one_in_use_stays(tmp_path: Path) -> No
     tier = Tier(tmp_path / "tier", 1 << 20)
     with tier.locked():
         pass
-    tier.remove_if_empty()
+    tier.release()
     assert not tier.root.exists()
     (tier.root / "snapshots" / "0").mkdir(parents=True)
-    tier.remove_if_empty()
+    tier.release()
     assert (tier.root / "snapshots" / "0").is_dir()
 
 

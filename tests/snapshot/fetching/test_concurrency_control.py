@@ -1,4 +1,4 @@
-"""Pace, against sources that are made of two numbers: what a connection may carry, and what all may."""
+"""Concurrency control, against sources given by two numbers: the rate of one connection, and the rate of all."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from pilotflame.snapshot.fetching.concurrency_control import (
     STALL_S,
     UNKNOWN_STALL_S,
     ConcurrencyControl,
-    Habit,
 )
 
 
 def simulate(
-    pace: ConcurrencyControl,
+    control: ConcurrencyControl,
     *,
     each: float,
     shared: float,
@@ -25,15 +24,15 @@ def simulate(
     seconds: float = 2.0,
     busy: float = 0.4,
 ) -> list[int]:
-    """Run `pace` on a source of `each` bytes/s a connection, `shared` in all; the connections at every look."""
+    """Run `control` on a source of `each` bytes/s a connection, `shared` in all; the connections at every update."""
     now_s, received, seen = latency_s, 1.0, []
-    pace.first_byte(latency_s)
+    control.add_latency(latency_s)
     while now_s < seconds:
-        step_s = pace.next_look_s(now_s)
-        received += step_s * min(shared, each * pace.connections)
+        step_s = control.next_update_s(now_s)
+        received += step_s * min(shared, each * control.connections)
         now_s += step_s
-        pace.look(now_s, int(received), now_s * 2 * (1 - busy), processors=2)
-        seen.append(pace.connections)
+        control.update(now_s, int(received), now_s * 2 * (1 - busy), processors=2)
+        seen.append(control.connections)
     return seen
 
 
@@ -42,10 +41,10 @@ def test_connections_grow_while_it_pays() -> None:
 
 
 def test_connections_stay_few_where_few_carry_everything() -> None:
-    pace = ConcurrencyControl()
-    seen = simulate(pace, each=1e9, shared=1e9)
+    control = ConcurrencyControl()
+    seen = simulate(control, each=1e9, shared=1e9)
     assert seen.count(FIRST_CONNECTIONS) > len(seen) // 2
-    assert pace.habit.connections == FIRST_CONNECTIONS
+    assert control.settled_connections == FIRST_CONNECTIONS
 
 
 def test_connections_are_never_more_than_allowed() -> None:
@@ -53,19 +52,12 @@ def test_connections_are_never_more_than_allowed() -> None:
 
 
 def test_the_longer_nothing_comes_the_more_is_asked_for() -> None:
-    pace, seen = ConcurrencyControl(), []
+    control, seen = ConcurrencyControl(), []
     for after_ms in range(0, 80, 5):
-        pace.look(1.0 + after_ms / 1000, 0, 0.0, processors=2)
-        seen.append(pace.connections)
+        control.update(1.0 + after_ms / 1000, 0, 0.0, processors=2)
+        seen.append(control.connections)
     assert seen == sorted(seen)
     assert (seen[0], seen[-1]) == (FIRST_CONNECTIONS, FAR[-1][1])
-
-
-def test_what_was_learned_of_a_far_source_is_enough() -> None:
-    pace = ConcurrencyControl(Habit(6, 0.1))
-    pace.look(0.0, 0, 0.0, processors=2)
-    pace.look(0.1, 0, 0.0, processors=2)
-    assert pace.connections == 6
 
 
 def test_a_busy_machine_asks_for_no_more() -> None:
@@ -73,37 +65,33 @@ def test_a_busy_machine_asks_for_no_more() -> None:
 
 
 def test_what_is_fixed_stays() -> None:
-    pace = ConcurrencyControl(connections=3, part_bytes=5)
-    assert set(simulate(pace, each=1e6, shared=1e12, latency_s=0.1)) == {3}
-    assert pace.part_bytes(1 << 40) == 5
-
-
-def test_what_was_learned_is_where_it_starts() -> None:
-    assert ConcurrencyControl(Habit(24, 0.05)).connections == 24
+    control = ConcurrencyControl(connections=3, part_bytes=5)
+    assert set(simulate(control, each=1e6, shared=1e12, latency_s=0.1)) == {3}
+    assert control.part_bytes(1 << 40) == 5
 
 
 @pytest.mark.parametrize("latency_s", [0.0005, 0.01, 0.1])
 def test_parts_make_the_latency_small(latency_s: float) -> None:
-    pace = ConcurrencyControl()
-    simulate(pace, each=60e6, shared=1e9, latency_s=latency_s)
-    part = pace.part_bytes(1 << 40)
+    control = ConcurrencyControl()
+    simulate(control, each=60e6, shared=1e9, latency_s=latency_s)
+    part = control.part_bytes(1 << 40)
     assert MIN_PART_BYTES <= part <= MAX_PART_BYTES
-    transfer_s = part * pace.connections / pace.rate
+    transfer_s = part * control.connections / control.rate
     assert latency_s / transfer_s < 0.12 or part == MAX_PART_BYTES
 
 
 def test_the_last_parts_are_no_larger_than_a_fair_share() -> None:
-    pace = ConcurrencyControl()
-    simulate(pace, each=60e6, shared=1e9, latency_s=0.1)
-    assert pace.part_bytes(100 << 20) <= max(MIN_PART_BYTES, (100 << 20) // pace.connections)
+    control = ConcurrencyControl()
+    simulate(control, each=60e6, shared=1e9, latency_s=0.1)
+    assert control.part_bytes(100 << 20) <= max(MIN_PART_BYTES, (100 << 20) // control.connections)
 
 
 def test_patience_grows_with_latency_and_with_failures() -> None:
-    pace = ConcurrencyControl()
-    assert pace.stall_s(started=False, attempts=0) == UNKNOWN_STALL_S
-    pace.first_byte(0.0001)
-    assert pace.stall_s(started=False, attempts=0) == STALL_S
-    pace = ConcurrencyControl()
-    pace.first_byte(0.2)
-    assert pace.stall_s(started=False, attempts=0) == pytest.approx(1.0)
-    assert pace.stall_s(started=False, attempts=2) == pytest.approx(4.0)
+    control = ConcurrencyControl()
+    assert control.stall_s(started=False, attempts=0) == UNKNOWN_STALL_S
+    control.add_latency(0.0001)
+    assert control.stall_s(started=False, attempts=0) == STALL_S
+    control = ConcurrencyControl()
+    control.add_latency(0.2)
+    assert control.stall_s(started=False, attempts=0) == pytest.approx(1.0)
+    assert control.stall_s(started=False, attempts=2) == pytest.approx(4.0)

@@ -1,4 +1,4 @@
-"""Fetching, from sources that break off, stall, lie and change: whole and right, or an error that names what is not."""
+"""Fetches from sources that break off, stall, corrupt and change: complete and right, or an error that says what is not."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from pilotflame.errors import (
 from pilotflame.snapshot.fetching import fetch as fetch_module
 from pilotflame.snapshot.fetching.arrival import Arrival
 from pilotflame.snapshot.fetching.fetch import FetchStats, fetch
-from pilotflame.snapshot.fetching.target import ShardTarget
+from pilotflame.snapshot.fetching.landing import ShardTarget
 from pilotflame.snapshot.format.manifest import Manifest, Shard, TensorEntry
 from pilotflame.snapshot.sources.folder import FolderSource
 from pilotflame.snapshot.sources.source import ObjectInfo
@@ -102,7 +102,7 @@ class FaultyConnection:
         assert ask is not None
         count = min(len(view), ask.end - self.at, 10_000)
         if ask.stalls_at is not None and self.at + count > ask.stalls_at:
-            assert self.closed.wait(20), "nobody gave up a silent connection"
+            assert self.closed.wait(20), "no silent connection was given up"
             raise SourceUnavailable("Closed while it waited.")
         if ask.breaks_at is not None and self.at + count > ask.breaks_at:
             raise SourceUnavailable("Reset by peer.")
@@ -147,7 +147,7 @@ def targets_in(folder: Path, manifest: Manifest) -> Iterator[list[ShardTarget]]:
 
 
 def fetched(folder: Path, source: FaultySource, manifest: Manifest, **options: object) -> FetchStats:
-    """Fetch all, and see that what is there is what was to be fetched."""
+    """Fetch everything and compare the files with the source."""
     arrival = Arrival(manifest)
     with targets_in(folder, manifest) as targets:
         stats = fetch(manifest, source, targets, arrival, **options)  # type: ignore[arg-type]
@@ -235,7 +235,8 @@ def test_faults_that_pass_are_healed_bit_for_bit(
         elif kind == "refuse":
             ask.refused = SourceUnavailable("Busy.", details={"retry_after_s": 0.001})
         elif kind == "flip" and chunk not in flipped:
-            flipped.add(chunk)  # a second time in the same chunk is corruption, not an accident
+            # A second flip in the same chunk would be corruption.
+            flipped.add(chunk)
             ask.flips_at = at
 
     source = FaultySource(objects, fault)
@@ -330,7 +331,7 @@ def test_denied_is_not_tried_again(tmp_path: Path) -> None:
     assert len(source.asked) == 1
 
 
-def test_a_full_disk_is_said(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported(tmp_path: Path) -> None:
     objects, manifest = snapshot_of(CHUNK)
     descriptor = os.open("/dev/full", os.O_RDWR)
     try:
@@ -364,7 +365,7 @@ def test_cancelling_ends_it_and_keeps_what_landed(tmp_path: Path) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "fetch"]
 
 
-def test_what_somebody_waits_for_is_fetched_next(tmp_path: Path) -> None:
+def test_what_a_thread_waits_for_is_fetched_next(tmp_path: Path) -> None:
     objects, manifest = snapshot_of(50 * CHUNK)
     arrival = Arrival(manifest)
     order: list[int] = []
@@ -374,9 +375,8 @@ def test_what_somebody_waits_for_is_fetched_next(tmp_path: Path) -> None:
     def fault(ask: Ask) -> None:
         if ask.number == 3:
             waits = threading.Event()
-            arrival.on_demand(
-                lambda first, last: waits.set()
-            )  # the fetch's own was there before, and is told before
+            # The fetch registered its own listener before, so that is called before.
+            arrival.on_demand(lambda first, last: waits.set())
             waiter.start()
             assert waits.wait(20)
 
@@ -392,10 +392,3 @@ def test_the_order_of_first_touch_is_the_order_of_fetching(tmp_path: Path) -> No
     source = FaultySource(objects)
     fetched(tmp_path, source, manifest, connections=1, part_bytes=CHUNK)
     assert [ask.begin // CHUNK for ask in source.asked] == [7, 2, 3, 0, 1, 4, 5, 6, 8, 9]
-
-
-def test_what_was_learned_is_used_the_next_time(tmp_path: Path) -> None:
-    objects, manifest = snapshot_of(10 * CHUNK)
-    learned = tmp_path / "learned.json"
-    stats = fetched(tmp_path, FaultySource(objects), manifest, learned=learned)
-    assert f'"connections": {stats.connections}' in learned.read_text()

@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from pilotflame.snapshot.fetching.ranges import Part, Range, Ranges, wanted_order
+from pilotflame.snapshot.fetching.ranges import Chunks, Part, Range, Ranges, wanted_order
 from pilotflame.snapshot.format.manifest import Manifest, Shard, TensorEntry
 
 CHUNK = 4096
@@ -66,7 +66,8 @@ class RangesMachine(RuleBasedStateMachine):
         half = self.ranges.split(least, margin)
         if half is not None:
             assert longest is not None
-            assert longest.end >= longest.at + margin  # what a read in progress may still bring stays its own
+            # What a read in progress may still receive stays with the part.
+            assert longest.end >= longest.at + margin
             assert half.end - half.begin >= least
 
     @rule(data=st.data())
@@ -78,7 +79,7 @@ class RangesMachine(RuleBasedStateMachine):
         last = data.draw(st.integers(first, min(count - 1, first + 2)))
         self.ranges.demand(first, last)
         part = self.ranges.take(CHUNK, now_s=0.0)
-        wanted = [self.ranges.extent(chunk) for chunk in range(first, last + 1)]
+        wanted = [Chunks(self.manifest).extent(chunk) for chunk in range(first, last + 1)]
         if part is None:
             return
         inside = any(item.shard == part.shard and item.begin <= part.begin < item.end for item in wanted)
@@ -89,7 +90,8 @@ class RangesMachine(RuleBasedStateMachine):
             if not self.done[item.shard][offset]
             and not any(a.shard == item.shard and a.at <= offset < a.end for a in self.ranges.active)
         ]
-        assert inside or not waiting  # nothing else goes before it
+        # Nothing else is taken before the demanded chunks.
+        assert inside or not waiting
 
     @invariant()
     def every_byte_is_in_one_place(self) -> None:
@@ -144,11 +146,13 @@ def test_a_chunk_asked_for_again_comes_next() -> None:
 
 
 def test_chunks_are_found_across_shards_and_empty_ones() -> None:
-    ranges = everything(manifest_of(0, CHUNK + 1, 0, 10))
-    assert [ranges.extent(chunk) for chunk in range(3)] == [
+    chunks = Chunks(manifest_of(0, CHUNK + 1, 0, 10))
+    assert [chunks.extent(chunk) for chunk in range(chunks.count)] == [
         Range(1, 0, CHUNK), Range(1, CHUNK, CHUNK + 1), Range(3, 0, 10)]  # fmt: skip
-    assert ranges.chunk_at(1, CHUNK) == 1
-    assert ranges.chunk_at(3, 9) == 2
+    assert chunks.at(1, CHUNK) == 1
+    assert chunks.at(3, 9) == 2
+    assert chunks.covering(1, 0, CHUNK) == (0, 0)
+    assert chunks.covering(1, CHUNK - 1, CHUNK + 1) == (0, 1)
 
 
 @given(st.permutations(range(4)), st.integers(0, 4))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from pilotflame.errors import SnapshotChanged
 from pilotflame.snapshot.format.manifest import Manifest
-from pilotflame.snapshot.restoring.fingerprint import Fingerprint, pin
+from pilotflame.snapshot.restoring.fingerprint import take_fingerprint
 from pilotflame.snapshot.restoring.mapping import Mapping
 
 Save = Callable[..., tuple[Path, Manifest]]
@@ -18,34 +18,34 @@ Save = Callable[..., tuple[Path, Manifest]]
 
 def test_an_unchanged_file_is_mapped(save: Save) -> None:
     root, manifest = save({"a": torch.arange(4)})
-    mapping = Mapping(root, manifest, pin(root, manifest))
+    mapping = Mapping(root, manifest, take_fingerprint(root, manifest))
     assert mapping.flat(0, torch.int64)[-4:].tolist() == [0, 1, 2, 3]
 
 
 def test_a_file_written_to_is_noticed(save: Save) -> None:
     root, manifest = save({"a": torch.arange(4)})
-    pinned = pin(root, manifest)
+    verified = take_fingerprint(root, manifest)
     os.utime(root / "model.safetensors", ns=(1, 1))
     with pytest.raises(SnapshotChanged, match="written to"):
-        Mapping(root, manifest, pinned)
+        Mapping(root, manifest, verified)
 
 
 def test_a_replaced_file_is_noticed(save: Save) -> None:
     root, manifest = save({"a": torch.arange(4)})
     path = root / "model.safetensors"
-    pinned = pin(root, manifest)
+    verified = take_fingerprint(root, manifest)
     (root / "new").write_bytes(path.read_bytes())
     os.utime(root / "new", ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
     (root / "new").replace(path)
     with pytest.raises(SnapshotChanged, match="replaced"):
-        Mapping(root, manifest, pinned)
+        Mapping(root, manifest, verified)
 
 
-def test_another_size_is_noticed_with_and_without_a_pin(save: Save) -> None:
+def test_another_size_is_noticed_with_and_without_a_fingerprint(save: Save) -> None:
     root, manifest = save({"a": torch.arange(4)})
-    pinned = pin(root, manifest)
+    verified = take_fingerprint(root, manifest)
     os.truncate(root / "model.safetensors", 20)
-    for expected in (pinned, None):
+    for expected in (verified, None):
         with pytest.raises(SnapshotChanged, match="20 bytes"):
             Mapping(root, manifest, expected)
     (root / "model.safetensors").unlink()
@@ -53,7 +53,7 @@ def test_another_size_is_noticed_with_and_without_a_pin(save: Save) -> None:
         Mapping(root, manifest)
 
 
-def test_a_pin_of_something_else_is_refused(save: Save) -> None:
+def test_a_fingerprint_of_something_else_is_refused(save: Save) -> None:
     root, manifest = save({"a": torch.arange(4)})
     with pytest.raises(SnapshotChanged, match="0 files"):
-        Mapping(root, manifest, Fingerprint(()))
+        Mapping(root, manifest, ())

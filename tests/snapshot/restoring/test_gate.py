@@ -15,9 +15,8 @@ from pilotflame.snapshot.fetching.arrival import Arrival
 from pilotflame.snapshot.format.manifest import Manifest
 from pilotflame.snapshot.restoring.gate import Gate
 from pilotflame.snapshot.restoring.mapping import Mapping
-from pilotflame.snapshot.restoring.plan import make_plan
-from pilotflame.snapshot.restoring.record import record_first_touch
-from pilotflame.snapshot.restoring.restore import restore
+from pilotflame.snapshot.restoring.plan import make_plan, restore
+from pilotflame.snapshot.restoring.touch import record_first_touch
 from torch import nn
 
 Save = Callable[..., tuple[Path, Manifest]]
@@ -36,11 +35,12 @@ class Tied(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.a(torch.relu(self.b(self.table(tokens))))
-        return nn.functional.linear(hidden, self.table.weight)  # a weight used by who does not own it
+        # A weight that is used outside of the module that owns it.
+        return nn.functional.linear(hidden, self.table.weight)
 
 
 class Arriving:
-    """A snapshot whose chunks land when the test says so, or when somebody waits for them."""
+    """A snapshot whose chunks land when the test lands them, or when a thread waits for them."""
 
     def __init__(self, complete: Path, root: Path, manifest: Manifest) -> None:
         self.arrival = Arrival(manifest)
@@ -93,14 +93,14 @@ def test_each_operation_waits_for_its_own_bytes_and_no_others(save: Save) -> Non
         module = blank(Tied)
         restore(make_plan(module, found.mapping.manifest), found.mapping)
         found.arrival.on_demand(found.on_demand)
-        with torch.inference_mode(), Gate(found.mapping, found.arrival) as gate:
+        with torch.inference_mode(), Gate(found.mapping, found.arrival):
             answer = module(tokens)
         assert torch.equal(answer, whole(tokens))
-        assert gate.waited_s > 0
         names = {tensor.name: tensor for tensor in found.mapping.manifest.tensors}
         unused = names["unused.weight"]
         middle = (unused.offset_bytes + unused.size_bytes // 2) // CHUNK_BYTES
-        assert not found.arrival.landed(middle)  # nobody needed it, nobody waited for it
+        # No operation needed it, so none waited for it.
+        assert not found.arrival.landed(middle)
         # The first thing waited for was two rows of the table, not the table.
         table = names["table.weight"]
         row = (table.offset_bytes + 3 * 64 * 4) // CHUNK_BYTES
@@ -222,7 +222,7 @@ def test_a_thread_that_is_started_inside_waits_for_everything(save: Save) -> Non
         lander = threading.Thread(target=lambda: [found.land(chunk) for chunk in range(found.arrival.count)])
         with torch.no_grad(), Gate(found.mapping, found.arrival):
             found._threads.append(lander)
-            # Nothing lands before it is waited for, and then from a thread of somebody else's.
+            # Chunks land only once they are waited for, and in another thread.
             found.arrival.on_demand(lambda *_: lander.is_alive() or plain_start(lander))
             other = threading.Thread(target=lambda: answers.append(module(tokens)))
             other.start()

@@ -8,8 +8,7 @@ import pytest
 import torch
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.restoring.mapping import Mapping
-from pilotflame.snapshot.restoring.plan import make_plan
-from pilotflame.snapshot.restoring.restore import restore
+from pilotflame.snapshot.restoring.plan import make_plan, restore
 from pilotflame.snapshot.restoring.skeleton import skeleton
 from safetensors.torch import save_file
 from torch import nn

@@ -1,4 +1,4 @@
-"""Lambda's invocations, by AWS's own client and by hand."""
+"""Lambda's invocations, with boto3 and with plain HTTP."""
 
 from __future__ import annotations
 
@@ -13,6 +13,15 @@ import pytest
 from botocore.config import Config
 from botocore.exceptions import ClientError
 from live import Function, Gate, Gateway, gateway_here, until
+from pilotflame.errors import (
+    ActivationTimeout,
+    BadInput,
+    PilotflameError,
+    QueueFull,
+    Unauthorized,
+    UnknownFunction,
+)
+from pilotflame.runtime.dialects.aws_lambda.routes import aws_error
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -51,7 +60,7 @@ async def test_deadlines_and_priorities_are_those_of_invoke(deploy, gateway: Gat
 
 
 def client_of(url: str, token: str | None = None) -> Any:
-    """AWS's client, as its users make it."""
+    """boto3's client, as its users make it."""
     return boto3.client(
         "lambda", endpoint_url=url, region_name="us-east-1", aws_access_key_id="any", aws_secret_access_key="any",
         aws_session_token=token, config=Config(retries={"total_max_attempts": 1}, proxies={}),
@@ -64,7 +73,7 @@ def aws(gateway: Gateway) -> Any:
 
 
 async def invoke(client: Any, name: str, event: Any = None, **more: Any) -> dict[str, Any]:
-    """An invocation; its payload is read."""
+    """Invoke; the payload is read."""
 
     def called() -> dict[str, Any]:
         payload = {} if event is None else {"Payload": json.dumps(event)}
@@ -77,7 +86,7 @@ async def invoke(client: Any, name: str, event: Any = None, **more: Any) -> dict
 
 
 async def refused(client: Any, name: str, **more: Any) -> tuple[str, int]:
-    """(error code, HTTP status) of an invocation that must be refused."""
+    """Return (error code, HTTP status) of an invocation that must be refused."""
     with pytest.raises(ClientError) as raised:
         await invoke(client, name, **more)
     told = raised.value.response
@@ -85,7 +94,7 @@ async def refused(client: Any, name: str, **more: Any) -> tuple[str, int]:
     return told["Error"]["Code"], told["ResponseMetadata"]["HTTPStatusCode"]
 
 
-# -- AWS's client
+# -- boto3
 
 
 async def test_request_and_response(deploy, aws):
@@ -128,7 +137,7 @@ async def test_an_event_is_a_job(deploy, aws, gate: Gate):
     await until(done, "the end of the job")
 
 
-async def test_the_same_key_is_the_same_event(deploy):
+async def test_the_same_idempotency_key_is_the_same_job(deploy):
     function = await deploy(ECHO)
     path = f"/2015-03-31/functions/{function.name}/invocations"
     headers = {"X-Amz-Invocation-Type": "Event", "Idempotency-Key": "once"}
@@ -145,7 +154,7 @@ async def test_a_dry_run_runs_nothing(deploy, aws):
     assert await refused(aws, "none", InvocationType="DryRun") == ("ResourceNotFoundException", 404)
 
 
-async def test_names_as_aws_has_them(deploy, aws):
+async def test_names_and_arns(deploy, aws):
     function = await deploy(ECHO)
     arn = f"arn:aws:lambda:us-east-1:000000000000:function:{function.name}"
     revision = (await function.status())["revision"]
@@ -162,14 +171,14 @@ async def test_names_as_aws_has_them(deploy, aws):
     assert await refused(aws, function.name, Qualifier="7") == ("ResourceNotFoundException", 404)
 
 
-async def test_the_end_of_the_log(deploy, aws):
+async def test_the_log_tail(deploy, aws):
     function = await deploy(ECHO)
     found = await invoke(aws, function.name, 1, LogType="Tail")
     assert f"REPORT RequestId: {found['ResponseMetadata']['RequestId']}" in base64.b64decode(found["LogResult"]).decode()  # fmt: skip
     assert "LogResult" not in await invoke(aws, function.name, 1)
 
 
-async def test_refusals_are_aws_exceptions(deploy, aws, gate: Gate):
+async def test_errors_are_aws_exceptions(deploy, aws, gate: Gate):
     function = await deploy(SLOW, {"max_queue": 1, "max_body_bytes": 1000, "scale.max": 1}, gate=gate)
     with pytest.raises(aws.exceptions.ResourceNotFoundException):
         await invoke(aws, "none")
@@ -191,7 +200,7 @@ async def test_refusals_are_aws_exceptions(deploy, aws, gate: Gate):
     await asyncio.gather(running, waiting)
 
 
-async def test_how_functions_fail(deploy, aws, gate: Gate):
+async def test_failures_of_functions(deploy, aws, gate: Gate):
     for source, settings, kind in (
         (FAILS, {}, "ValueError"),
         (DIES, {}, "Runtime.ExitError"),
@@ -204,20 +213,20 @@ async def test_how_functions_fail(deploy, aws, gate: Gate):
         assert found["Payload"]["errorMessage"]
 
 
-async def test_a_stream_is_a_list(deploy, aws):
+async def test_a_streamed_output_is_a_list(deploy, aws):
     function = await deploy(STREAMS)
     assert (await invoke(aws, function.name, 3))["Payload"] == [0, 1, 2]
     assert (await invoke(aws, function.name, 0))["Payload"] == []
 
 
-# -- by hand
+# -- plain HTTP
 
 
 def path(function: Function) -> str:
     return f"/2015-03-31/functions/{function.name}/invocations"
 
 
-async def test_what_is_not_json(deploy):
+async def test_a_body_that_is_not_json_is_refused(deploy):
     function = await deploy(ECHO)
     for kind in ("Event", "RequestResponse"):
         response = await function.client.post(path(function), content=b"{", headers={"X-Amz-Invocation-Type": kind})  # fmt: skip
@@ -228,7 +237,7 @@ async def test_what_is_not_json(deploy):
     assert response.status_code == 400
 
 
-async def test_who_hangs_up_cancels(deploy, gate: Gate):
+async def test_a_caller_that_disconnects_cancels(deploy, gate: Gate):
     function = await deploy(WAITS_ASYNC, gate=gate)
     call = asyncio.ensure_future(function.client.post(path(function)))
     await gate.next("begun")
@@ -268,3 +277,22 @@ async def test_the_session_token_is_the_api_key(state):
                 "UnrecognizedClientException",
                 401,
             )
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "status", "whose"),
+    [
+        (UnknownFunction("no f"), "ResourceNotFoundException", 404, "User"),
+        (BadInput("no JSON"), "InvalidRequestContentException", 400, "User"),
+        (QueueFull("full"), "TooManyRequestsException", 429, "User"),
+        (Unauthorized("who?"), "UnrecognizedClientException", 401, "User"),
+        (ActivationTimeout("late"), "ServiceException", 503, "Service"),
+    ],
+)
+async def test_each_error_has_its_name(error: PilotflameError, name: str, status: int, whose: str):
+    response = aws_error(error, "r-1")
+    assert (response.status, response.headers["x-amzn-ErrorType"]) == (status, name)
+    assert response.headers["x-amzn-RequestId"] == "r-1"
+    assert isinstance(response.body, bytes)
+    assert json.loads(response.body) == {"Type": whose, "Message": error.message}
+    assert ("Retry-After" in response.headers) == (status in (429, 503))

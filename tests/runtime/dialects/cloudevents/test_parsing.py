@@ -1,4 +1,4 @@
-"""CloudEvents as they come over HTTP: what the SDK sends is understood, what no event may be is refused by name."""
+"""Parsing of CloudEvents: what the SDK sends is understood, and an invalid event is refused with its reason."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from pilotflame.runtime.dialects.cloudevents.parsing import (
     MAX_EVENTS,
     STRUCTURED,
     ReceivedEvent,
+    is_event,
     parse,
 )
 
@@ -37,13 +38,12 @@ def binary(**changes: str | None) -> dict[str, str]:
     return {f"ce-{name}": value for name, value in (PLAIN | changes).items() if value is not None}
 
 
-def one(found: list[ReceivedEvent] | None) -> ReceivedEvent:
-    assert found is not None
+def one(found: list[ReceivedEvent]) -> ReceivedEvent:
     assert len(found) == 1
     return found[0]
 
 
-def structured(event: Any, content_type: str = STRUCTURED) -> list[ReceivedEvent] | None:
+def structured(event: Any, content_type: str = STRUCTURED) -> list[ReceivedEvent]:
     return parse({"Content-Type": content_type}, json.dumps(event).encode())
 
 
@@ -51,8 +51,9 @@ def structured(event: Any, content_type: str = STRUCTURED) -> list[ReceivedEvent
 
 
 @given(texts, texts, st.dictionaries(words.filter(lambda word: word not in KNOWN), texts, max_size=3), JSON)
-def test_what_the_sdk_sends_is_understood(kind: str, name: str, more: dict[str, str], data: Any) -> None:
-    data = {"it": data}  # of values that are no object the SDK writes Python's repr
+def test_events_of_the_sdk(kind: str, name: str, more: dict[str, str], data: Any) -> None:
+    # The SDK writes the repr of a value that is not an object.
+    data = {"it": data}
     wanted = {"type": kind, "source": "urn:test", "id": name, **more}
     event = CloudEvent({**wanted, "datacontenttype": "application/json"}, data)
     for write in (to_binary, to_structured):
@@ -65,7 +66,7 @@ def test_what_the_sdk_sends_is_understood(kind: str, name: str, more: dict[str, 
         assert found.idempotency == f"ce:urn:test\n{name}"
 
 
-def test_text_and_bytes_stay_what_they_are() -> None:
+def test_text_and_bytes_are_unchanged() -> None:
     for data, kind in (("straße", "text/plain"), (b"\x00\xff", "application/x-thing")):
         event = CloudEvent({"type": "t", "source": "s", "id": "1", "datacontenttype": kind}, data)
         for write in (to_binary, to_structured):
@@ -87,25 +88,25 @@ def test_text_and_bytes_stay_what_they_are() -> None:
         {"Content-Type": "text/plain"},
     ],
 )
-def test_others_are_left_alone(headers: dict[str, str]) -> None:
-    assert parse(headers, b'{"input": 1}') is None
+def test_other_requests_are_not_events(headers: dict[str, str]) -> None:
+    assert not is_event(headers)
 
 
 @pytest.mark.parametrize("media", ["application/cloudevents", "application/cloudevents+xml", "application/cloudevents+protobuf", "application/cloudevents+json; charset=utf-16"])  # fmt: skip
-def test_formats_that_are_not_spoken(media: str) -> None:
+def test_other_formats_are_refused(media: str) -> None:
     with pytest.raises(UnsupportedMedia):
         parse({"content-type": media}, b"{}")
 
 
 @pytest.mark.parametrize("media", [STRUCTURED.upper(), f"{STRUCTURED}; charset=UTF-8", f'{STRUCTURED};charset="utf-8"'])  # fmt: skip
-def test_media_types_are_compared_as_media_types(media: str) -> None:
+def test_media_types_ignore_case_and_parameters(media: str) -> None:
     assert one(structured(PLAIN | {"data": 1}, media)).data == b"1"
 
 
-# -- the binary mode
+# -- binary mode
 
 
-def test_names_are_read_in_any_case_and_values_unquoted_and_percent_decoded() -> None:
+def test_names_have_any_case_and_values_are_unquoted_and_percent_decoded() -> None:
     headers = {"CE-SpecVersion": "1.0", "Ce-Id": '"a \\"b\\""', "ce-source": "/%C3%A9", "ce-TYPE": "t%20u", "ce-more": "%e2%82%ac%", "Content-Type": "text/csv"}  # fmt: skip
     found = one(parse(headers, b"a,b"))
     assert found.attributes["id"] == 'a "b"'
@@ -122,7 +123,7 @@ def test_names_are_read_in_any_case_and_values_unquoted_and_percent_decoded() ->
 
 
 @pytest.mark.parametrize("media", ["", "application/json", "application/json; charset=utf-8", "application/vnd.x+json", "text/json"])  # fmt: skip
-def test_json_by_any_name_is_json(media: str) -> None:
+def test_all_json_media_types_are_json(media: str) -> None:
     assert one(parse(binary() | ({"Content-Type": media} if media else {}), b"{}")).content_type == ""
 
 
@@ -136,7 +137,7 @@ def test_json_by_any_name_is_json(media: str) -> None:
         {"my-name": "x"}, {"id": "\udcff"},
     ],
 )  # fmt: skip
-def test_headers_that_make_no_event(changes: dict[str, str | None]) -> None:
+def test_invalid_headers_are_refused(changes: dict[str, str | None]) -> None:
     with pytest.raises(EventInvalid) as raised:
         parse(binary(**changes), b"")
     assert raised.value.status == 400
@@ -144,11 +145,11 @@ def test_headers_that_make_no_event(changes: dict[str, str | None]) -> None:
 
 
 @pytest.mark.parametrize("time", ["2026-01-31T12:00:00Z", "2026-01-31t23:59:60.123456789+02:30"])
-def test_times_are_kept_as_they_came(time: str) -> None:
+def test_times_are_unchanged(time: str) -> None:
     assert one(parse(binary(time=time), b"")).attributes["time"] == time
 
 
-def test_data_that_is_said_to_be_json_is_and_is_written_one_way() -> None:
+def test_json_data_is_checked_and_normalized() -> None:
     assert one(parse(binary(), b' {"a" : [1, 2]}\n')).data == b'{"a":[1,2]}'
     with pytest.raises(EventInvalid, match="not JSON"):
         parse(binary() | {"Content-Type": "application/json"}, b"a,b")
@@ -156,7 +157,7 @@ def test_data_that_is_said_to_be_json_is_and_is_written_one_way() -> None:
         parse(binary(), b"[" * 400 + b"]" * 400)
 
 
-# -- the structured mode
+# -- structured mode
 
 
 @pytest.mark.parametrize(
@@ -191,7 +192,7 @@ def test_data(fields: dict[str, Any], data: bytes, kind: str) -> None:
         PLAIN | {"source": ""}, PLAIN | {"type": None}, PLAIN | {"id": True}, PLAIN | {"x" * 65: "long"},
     ],
 )  # fmt: skip
-def test_objects_that_make_no_event(event: Any) -> None:
+def test_invalid_objects_are_refused(event: Any) -> None:
     with pytest.raises(EventInvalid):
         structured(event)
 
@@ -201,7 +202,7 @@ def test_values_of_extensions_keep_their_types() -> None:
     assert {**found.attributes} == PLAIN | {"whole": -5, "yes": True, "text": ""}
 
 
-def test_too_much() -> None:
+def test_too_large_events_are_refused() -> None:
     with pytest.raises(InputTooLarge):
         structured(PLAIN | {"more": "x" * 70_000})
     with pytest.raises(InputTooLarge):
@@ -213,17 +214,16 @@ def test_too_much() -> None:
         parse({"Content-Type": STRUCTURED}, deep.encode())
 
 
-# -- the batched mode
+# -- batched mode
 
 
 def test_batches() -> None:
     found = structured([PLAIN | {"id": str(n), "data": n} for n in range(3)], BATCHED)
-    assert found is not None
     assert [event.data for event in found] == [b"0", b"1", b"2"]
     assert structured([], BATCHED) == []
 
 
-def test_one_wrong_event_is_named() -> None:
+def test_an_invalid_event_of_a_batch_is_named() -> None:
     with pytest.raises(EventInvalid, match=r"event 1: .*'type'"):
         structured([PLAIN, {**PLAIN, "type": None}], BATCHED)
     with pytest.raises(EventInvalid):
@@ -231,7 +231,7 @@ def test_one_wrong_event_is_named() -> None:
 
 
 def refused(headers: dict[str, str], body: bytes) -> int:
-    """The status with which a request is refused; 0 if it is taken."""
+    """Return the status with which a request is refused; 0 if it is accepted."""
     try:
         parse(headers, body)
     except PilotflameError as error:
@@ -240,10 +240,10 @@ def refused(headers: dict[str, str], body: bytes) -> int:
 
 
 @given(st.binary(max_size=60), st.sampled_from([STRUCTURED, BATCHED]))
-def test_no_body_breaks_it(body: bytes, media: str) -> None:
+def test_any_body_is_accepted_or_refused(body: bytes, media: str) -> None:
     assert refused({"Content-Type": media}, body) in (0, 400)
 
 
 @given(st.dictionaries(st.sampled_from(["ce-id", "ce-type", "ce-source", "ce-specversion", "ce-time", "ce-é"]), st.text(max_size=10)))  # fmt: skip
-def test_no_header_breaks_it(headers: dict[str, str]) -> None:
+def test_any_header_is_accepted_or_refused(headers: dict[str, str]) -> None:
     assert refused(headers, b"") in (0, 400)

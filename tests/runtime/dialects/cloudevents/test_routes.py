@@ -1,4 +1,4 @@
-"""CloudEvents at a function's door, as the SDK's users send them: each is one job, however often it comes."""
+"""CloudEvents as the SDK's users send them: each event is one job, however often it is sent."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def made(name: str = "1", data: Any = None, **more: Any) -> CloudEvent:
 
 
 def batch(*events: CloudEvent) -> HTTPMessage:
-    """The SDK writes no batches: an array of what it writes of each."""
+    """Return an array of structured events: the SDK writes no batches."""
     bodies = [JSONFormat().write(event).decode() for event in events]
     return HTTPMessage({"content-type": BATCH}, f"[{','.join(bodies)}]".encode())
 
@@ -73,7 +73,7 @@ async def test_an_event_is_a_job(deploy, write):
 
 
 @pytest.mark.parametrize("write", [to_binary, to_structured], ids=["binary", "structured"])
-async def test_data_that_is_no_json(deploy, write):
+async def test_data_that_is_not_json(deploy, write):
     function = await deploy(SEES)
     event = made(data=b"\x00\xff", datacontenttype="application/x-thing")
     found = (await send(function, write(event, JSONFormat()))).json()
@@ -106,14 +106,14 @@ async def test_the_same_event_is_the_same_job(deploy):
     assert (error["status"], error["type"]) == (409, "idempotency_conflict")
 
 
-async def test_who_takes_a_body_for_an_event_gets_none(deploy):
+async def test_a_sender_that_takes_a_body_for_a_reply_gets_none(deploy):
     function = await deploy(SEES)
     response = await send(function, to_binary(made(), JSONFormat()), Prefer="reply")
     assert (response.status_code, response.content) == (202, b"")
     assert (await output(function, response.headers["X-Job-Id"]))["data"] == {"n": 1}
 
 
-async def test_what_is_no_event_is_named(deploy):
+async def test_an_invalid_event_is_refused_with_its_reason(deploy):
     function = await deploy(SEES)
     headers = dict(to_binary(made(), JSONFormat()).headers)
     del headers["ce-id"]

@@ -1,4 +1,4 @@
-"""Predictions: what callers prefer, and jobs in Cog's words."""
+"""Predictions: preferences, requests, and jobs as Cog describes them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pilotflame.errors import BadInput, InputInvalid
 from pilotflame.runtime.dialects.cog.prediction import STATUSES, Preference, parse, shown
 from pilotflame.runtime.jobs.job import EVENTS, Job, JobState, Webhook
 
-# -- what is preferred
+# -- preferences
 
 
 @pytest.mark.parametrize(
@@ -29,29 +29,29 @@ def test_preferences(lines: list[str], wait_s: float | None):
 
 
 @given(st.lists(st.text(max_size=30), max_size=3))
-def test_no_preference_breaks_it(lines: list[str]):
+def test_any_preference_is_parsed(lines: list[str]):
     wait_s = Preference.of(lines).wait_s
     assert wait_s is None or 0 <= wait_s <= 300
 
 
-# -- what is sent
+# -- requests
 
 
-def test_what_nobody_says() -> None:
+def test_defaults() -> None:
     order = parse(b"")
     assert (order.input, order.id, order.events) == ({}, None, EVENTS)
     assert parse(b'{"webhook_events_filter": []}').events == EVENTS
     assert parse(b'{"webhook_events_filter": ["start"], "unknown": 1}').events == ("start",)
 
 
-def test_what_cannot_be_taken_is_named() -> None:
+def test_an_invalid_request_is_refused_with_its_field() -> None:
     with pytest.raises(InputInvalid, match="webhook_events_filter"):
         parse(b'{"webhook_events_filter": ["never"]}')
     with pytest.raises(BadInput):
         parse(b"{")
 
 
-# -- what is shown
+# -- jobs as predictions
 
 
 def job(state: JobState, **fields: Any) -> Job:
@@ -62,7 +62,7 @@ def as_told(one: Job, pieces: tuple[bytes, ...] = ()) -> dict[str, Any]:
     return dict(orjson.loads(orjson.dumps(shown(one, pieces))))
 
 
-def test_every_state_has_its_word() -> None:
+def test_every_state_has_a_status() -> None:
     assert set(STATUSES) == set(JobState)
     assert as_told(job(JobState.IN_QUEUE)) == {
         "id": "job-1", "version": "f", "status": "starting", "input": {"n": 1}, "output": None, "error": None,
@@ -71,7 +71,7 @@ def test_every_state_has_its_word() -> None:
     }  # fmt: skip
 
 
-def test_how_it_ended() -> None:
+def test_a_final_prediction() -> None:
     times = {"started_s": 1_700_000_001.0, "ended_s": 1_700_000_003.5}
     hook = Webhook("https://example.com/")
     told = as_told(job(JobState.FAILED, error={"message": "no"}, logs="last words", webhook=hook, **times))
@@ -82,10 +82,10 @@ def test_how_it_ended() -> None:
     assert as_told(job(JobState.COMPLETED, output=b"\0", output_type="x/y", **times))["output"] == "AA=="
 
 
-def test_what_goes_on_shows_what_has_come() -> None:
+def test_a_running_prediction_shows_its_pieces() -> None:
     assert as_told(job(JobState.IN_PROGRESS, started_s=1.0), (b"1", b'"a"'))["output"] == [1, "a"]
     assert as_told(job(JobState.IN_PROGRESS, started_s=1.0, progress=b'"half"'))["output"] == "half"
-    # An attempt that failed has left its error behind; the next one has not.
+    # The error of an earlier attempt is not shown while the next one runs.
     assert as_told(job(JobState.IN_QUEUE, error={"message": "no"}))["error"] is None
 
 

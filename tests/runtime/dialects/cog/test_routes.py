@@ -1,4 +1,4 @@
-"""Predictions over real HTTP, as callers of Cog make them."""
+"""Predictions over real HTTP, as clients of Cog make them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Predictor(BasePredictor):
 
 
 class Predictor:
-    """A function, to predict with."""
+    """A function as a predictor."""
 
     def __init__(self, function: Function) -> None:
         self.function = function
@@ -72,7 +72,7 @@ class Predictor:
 
 
 def events(text: str) -> list[tuple[str, Any]]:
-    """(event, data) of an event stream, without its comments."""
+    """Return (event, data) of an event stream, without its comments."""
     found = []
     for block in text.split("\n\n"):
         fields = dict(line.split(": ", 1) for line in block.splitlines() if not line.startswith(":"))
@@ -84,7 +84,7 @@ def events(text: str) -> list[tuple[str, Any]]:
 # -- a prediction
 
 
-async def test_a_prediction_is_waited_for(deploy):
+async def test_the_caller_waits_for_a_prediction(deploy):
     predictor = Predictor(await deploy(DOUBLES))
     response = await predictor.post({"n": 21})
     assert response.status_code == 200
@@ -106,7 +106,7 @@ async def test_a_failure_is_data(deploy):
     assert "KeyError" in response.json()["error"]
 
 
-async def test_cogs_own_predictor_is_called_as_cog_calls_it(gateway: Gateway):
+async def test_a_predictor_of_cog_is_called_as_cog_calls_it(gateway: Gateway):
     response = await gateway.send(None, files={"predict.py": COG}, name="cogs")
     assert response.status_code == 201, response.text
     predictor = Predictor(gateway.function("cogs"))
@@ -141,7 +141,7 @@ async def test_waiting_for_a_while(deploy, gate: Gate):
     assert (await predictor.post(2, Prefer="respond-async, wait=60")).status_code == 200
 
 
-async def test_who_hangs_up_takes_his_prediction_with_him(deploy, gate: Gate):
+async def test_a_caller_that_disconnects_cancels_its_prediction(deploy, gate: Gate):
     predictor = Predictor(await deploy(WAITS_ASYNC, gate=gate))
     waiting = asyncio.ensure_future(predictor.ask("PUT", "/predictions/mine-1", {"input": 1}))
     await gate.next("begun")
@@ -151,7 +151,7 @@ async def test_who_hangs_up_takes_his_prediction_with_him(deploy, gate: Gate):
     assert found["completed_at"]
 
 
-async def test_who_only_joined_leaves_the_prediction_alone(deploy, gate: Gate):
+async def test_a_second_caller_that_disconnects_does_not_cancel(deploy, gate: Gate):
     predictor = Predictor(await deploy(WAITS, gate=gate))
     assert (await predictor.ask("PUT", "/predictions/mine-2", {"input": 1}, Prefer="respond-async")).status_code == 202  # fmt: skip
     arrival = await gate.next("1")
@@ -192,7 +192,7 @@ async def test_the_same_key_is_the_same_prediction(deploy):
     assert failure(found[2])["type"] == "idempotency_conflict"
 
 
-async def test_an_id_is_of_one_function(deploy):
+async def test_an_id_belongs_to_one_function(deploy):
     one, other = Predictor(await deploy(DOUBLES)), Predictor(await deploy(DOUBLES))
     assert (await one.ask("PUT", "/predictions/shared", {"input": {"n": 1}})).status_code == 200
     error = failure(await other.ask("PUT", "/predictions/shared", {"input": {"n": 1}}))
@@ -200,7 +200,7 @@ async def test_an_id_is_of_one_function(deploy):
 
 
 @pytest.mark.parametrize("wanted", ["a b", "job-1", "x" * 129, "ä"])
-async def test_ids_that_cannot_be(deploy, wanted: str):
+async def test_invalid_ids_are_refused(deploy, wanted: str):
     predictor = Predictor(await deploy(DOUBLES))
     assert failure(await predictor.ask("PUT", f"/predictions/{wanted}", {"input": 1}))["status"] == 422
     assert failure(await predictor.post(1, id=wanted))["status"] == 422
@@ -221,7 +221,7 @@ async def test_cancelling(deploy, gate: Gate):
 # -- streams
 
 
-async def test_a_stream_tells_how_it_goes(deploy):
+async def test_a_stream_of_events(deploy):
     predictor = Predictor(await deploy(STREAMS))
     response = await predictor.post(3, Accept="text/event-stream")
     assert response.status_code == 200
@@ -238,7 +238,7 @@ async def test_a_stream_tells_how_it_goes(deploy):
     assert [data["index"] for name, data in events(again.text) if name == "output"] == [2]
 
 
-async def test_a_stream_of_what_does_not_stream(deploy):
+async def test_a_stream_of_a_handler_that_does_not_stream(deploy):
     predictor = Predictor(await deploy(DOUBLES))
     told = events((await predictor.post({"n": 1}, Accept="text/event-stream")).text)
     assert told[1] == ("output", {"chunk": {"twice": 2}, "index": 0})
@@ -247,7 +247,7 @@ async def test_a_stream_of_what_does_not_stream(deploy):
     assert failed[-1][1]["status"] == "failed"
 
 
-async def test_what_has_come_of_a_stream_is_shown_while_it_goes_on(deploy, gate: Gate):
+async def test_pieces_of_a_stream_are_shown_while_it_runs(deploy, gate: Gate):
     source = (
         "import gate\ndef handler(event):\n    yield 1\n    yield 2\n    gate.wait('half')\n    yield 3\n"
     )
@@ -266,7 +266,7 @@ async def test_what_has_come_of_a_stream_is_shown_while_it_goes_on(deploy, gate:
 # -- which function
 
 
-async def test_the_function_must_be_clear(deploy):
+async def test_the_function_must_be_unambiguous(deploy):
     one, other = await deploy(DOUBLES), await deploy(DOUBLES)
     client, body = one.client, {"input": {"n": 1}}
     error = failure(await client.post("/predictions", json=body))
@@ -289,13 +289,13 @@ async def test_the_function_must_be_clear(deploy):
         (b'{"input": 1, "webhook": "http://127.0.0.1/"}', 422), (b'{"input":' + b"[" * 400 + b"]" * 400 + b"}", 400),
     ],
 )  # fmt: skip
-async def test_bodies_that_cannot_be_taken(deploy, body: bytes, status: int):
+async def test_invalid_bodies_are_refused(deploy, body: bytes, status: int):
     function = await deploy(DOUBLES)
     response = await function.client.post(f"/predictions?function={function.name}", content=body)
     assert failure(response)["status"] == status
 
 
-async def test_a_body_that_is_too_large(deploy):
+async def test_a_body_that_is_too_large_is_refused(deploy):
     predictor = Predictor(await deploy(DOUBLES, {"max_body_bytes": 1000}))
     assert failure(await predictor.post("x" * 1000))["status"] == 413
 
@@ -329,9 +329,11 @@ async def test_the_only_function_needs_no_name_and_a_key_sees_what_it_covers(sta
                     f"/predictions?function={(theirs, mine)[number].name}", json={}, headers=headers
                 )
                 assert (other.status_code, hidden.status_code) == (404, 404)
-            second = await key(functions=["mine"])  # an id that somebody chose is not for everybody to guess
+            # A chosen id can be guessed, so others do not see its prediction.
+            second = await key(functions=["mine"])
             assert (await gateway.client.get("/predictions/p-0", headers=second)).status_code == 404
-            whole = made_ids[0]  # as it is stored: what an admin asks for
+            # An admin uses the stored id.
+            whole = made_ids[0]
             assert whole.startswith("p-0~")
             assert (await gateway.client.get(f"/predictions/{whole}")).status_code == 200
             assert (await gateway.client.get(f"/predictions/{whole}", headers=second)).status_code == 404
@@ -359,7 +361,7 @@ async def test_health(deploy, gate: Gate):
     assert (await function.client.get("/health-check?function=none")).status_code == 404
 
 
-async def test_health_of_what_cannot_start(deploy, gate: Gate):
+async def test_health_of_a_function_that_cannot_start(deploy, gate: Gate):
     source = "import gate\ndef setup():\n    gate.wait('setup')\n    raise ValueError('no')\ndef handler(event):\n    return 1\n"
     function = await deploy(source, gate=gate, check=False)
     call = asyncio.ensure_future(function.call(1))

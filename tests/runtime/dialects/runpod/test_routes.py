@@ -1,4 +1,4 @@
-"""The queue's routes over real HTTP: what is accepted can be looked up, whatever becomes of it."""
+"""RunPod's queue API over real HTTP: every accepted job can be looked up, however it ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import httpx
 import pytest
 from live import LIMIT_S, Function, Gate, Gateway, failure, gateway_here, gone, until
 from pilotflame.errors import JobStoreFailed
-from pilotflame.runtime.dialects.runpod import routes as queue_api
+from pilotflame.runtime.api import event_stream
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -82,7 +82,7 @@ async def test_submit_and_wait(deploy):
     assert (found["status"], found["output"]) == ("COMPLETED", {"twice": [1, 1]})
 
 
-async def test_a_wait_that_ends_first_gives_the_id(deploy, gate: Gate):
+async def test_a_wait_that_ends_first_returns_the_job(deploy, gate: Gate):
     queue = Queue(await deploy(WAITS, gate=gate))
     found = (await queue.post("runsync?wait=1000", {"input": 7})).json()
     assert found["status"] in ("IN_QUEUE", "IN_PROGRESS")
@@ -90,7 +90,7 @@ async def test_a_wait_that_ends_first_gives_the_id(deploy, gate: Gate):
     assert (await queue.ended(found["id"]))["output"] == 7
 
 
-async def test_a_full_queue_refuses_with_a_time_to_come_back(deploy, gate: Gate):
+async def test_a_full_queue_refuses_with_retry_after(deploy, gate: Gate):
     queue = Queue(await deploy(WAITS, {"max_jobs": 1, "scale.max": 1}, gate=gate))
     running = await queue.run(1)
     await gate.next("1")
@@ -139,7 +139,7 @@ async def test_a_failure_is_data(deploy):
     assert (await queue.get("health"))["jobs"]["retried"] == 1
 
 
-async def test_what_completed_is_not_retried(deploy):
+async def test_a_completed_job_is_not_retried(deploy):
     queue = Queue(await deploy(ECHO))
     job = (await queue.post("runsync", {"input": 1})).json()["id"]
     error = failure(await queue.post(f"retry/{job}"))
@@ -156,7 +156,7 @@ async def test_a_running_job_is_cancelled(deploy, gate: Gate):
     assert (await queue.ended(job))["status"] == "CANCELLED"
 
 
-async def test_one_that_takes_too_long_times_out(deploy, gate: Gate):
+async def test_a_job_that_runs_too_long_times_out(deploy, gate: Gate):
     queue = Queue(await deploy(WAITS, gate=gate))
     job = await queue.run(5, policy={"executionTimeout": 200})
     found = await queue.ended(job)
@@ -164,7 +164,7 @@ async def test_one_that_takes_too_long_times_out(deploy, gate: Gate):
     assert found["errorDetails"]["type"] == "deadline_exceeded"
 
 
-async def test_one_that_waits_too_long_times_out(deploy, gate: Gate):
+async def test_a_job_that_waits_too_long_times_out(deploy, gate: Gate):
     queue = Queue(await deploy(WAITS, {"scale.max": "1"}, gate=gate))
     first = await queue.run(1)
     await gate.next("1")
@@ -192,7 +192,8 @@ async def test_low_priority_goes_last(deploy, gate: Gate):
     queue = Queue(await deploy(WAITS, {"scale.max": "1"}, gate=gate))
     await queue.run("first")
     first = await gate.next("first")
-    for number in range(12):  # more than are at hand already
+    # More than the dispatcher has claimed already.
+    for number in range(12):
         low = await queue.run(f"low{number}", policy={"lowPriority": True})
     last = await queue.run("soon")
     first.go()
@@ -203,7 +204,7 @@ async def test_low_priority_goes_last(deploy, gate: Gate):
     assert words.index("soon") < words.index("low11")
 
 
-# -- the same again
+# -- idempotency
 
 
 async def test_the_same_key_gives_the_same_job(deploy):
@@ -219,7 +220,7 @@ async def test_the_same_key_gives_the_same_job(deploy):
     assert (error["status"], error["type"]) == (409, "idempotency_conflict")
 
 
-async def test_a_call_that_prefers_not_to_wait_is_a_job(deploy):
+async def test_respond_async_makes_a_job(deploy):
     queue = Queue(await deploy(ECHO))
     response = await queue.function.call(4, Prefer="respond-async", Idempotency_Key="later")
     assert response.status_code == 202
@@ -229,7 +230,7 @@ async def test_a_call_that_prefers_not_to_wait_is_a_job(deploy):
     assert again.json()["id"] == response.json()["id"]
 
 
-async def test_a_call_left_for_later_that_is_no_json_is_refused(deploy):
+async def test_respond_async_with_invalid_json_is_refused(deploy):
     function = await deploy(ECHO)
     for kind, body, status in [
         ("application/json", b"{", 400),
@@ -253,7 +254,7 @@ ASKED = {
 
 
 @pytest.mark.parametrize(("path", "headers"), ASKED.values(), ids=ASKED)
-async def test_a_function_that_goes_while_the_body_comes_is_404(
+async def test_a_function_deleted_while_the_body_arrives_is_404(
     deploy, gateway: Gateway, path: str, headers: dict[str, str]
 ):
     function = await deploy(ECHO)
@@ -263,7 +264,8 @@ async def test_a_function_that_goes_while_the_body_comes_is_404(
     writer.write("\r\n".join([*head, "Expect: 100-continue", "Content-Length: 12", "", ""]).encode())
     try:
         async with asyncio.timeout(LIMIT_S):
-            assert b"100" in await reader.readline()  # it waits for the body
+            # The gateway waits for the body.
+            assert b"100" in await reader.readline()
             await reader.readline()
             writer.write(b'{"input"')
             await gateway.client.delete(f"/v1/functions/{function.name}")
@@ -302,7 +304,7 @@ async def test_a_stream_of_events_is_replayed(deploy):
     assert [number for name, number, _ in await events(queue, job, "2") if name == "output"] == ["3"]
 
 
-async def test_an_error_in_a_stream_is_the_jobs(deploy):
+async def test_an_error_in_a_stream_is_the_error_of_the_job(deploy):
     queue = Queue(await deploy("def handler(event):\n    yield 1\n    raise ValueError('torn')\n"))
     job = await queue.run(3)
     found = await queue.ended(job)
@@ -312,7 +314,7 @@ async def test_an_error_in_a_stream_is_the_jobs(deploy):
 
 
 async def test_a_stream_of_events_is_kept_alive(deploy, gate: Gate, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(queue_api, "HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(event_stream, "HEARTBEAT_S", 0.02)
     queue = Queue(await deploy(WAITS, gate=gate))
     job = await queue.run(1)
     await gate.next()
@@ -325,7 +327,7 @@ async def test_a_stream_of_events_is_kept_alive(deploy, gate: Gate, monkeypatch:
     assert "event: completed" in left
 
 
-async def test_a_stream_that_breaks_off_says_so_in_its_own_words(
+async def test_a_stream_that_breaks_off_ends_with_an_error_event(
     deploy, gateway: Gateway, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ):
     queue = Queue(await deploy(WAITS, gate=gate))
@@ -346,7 +348,7 @@ async def test_a_stream_that_breaks_off_says_so_in_its_own_words(
 
 @contextlib.asynccontextmanager
 async def streamed(queue: Queue, job: str) -> AsyncIterator[AsyncIterator[str]]:
-    """The lines of a job's stream as they come, after those that say that it runs."""
+    """Yield the lines of a job's stream after its status."""
     client, headers = queue.function.client, {"Accept": "text/event-stream"}
     async with (
         asyncio.timeout(LIMIT_S),
@@ -359,20 +361,21 @@ async def streamed(queue: Queue, job: str) -> AsyncIterator[AsyncIterator[str]]:
 
 
 async def events(queue: Queue, job: str, last: str = "") -> list[tuple[str, str, Any]]:
-    """(event, id, data) of a job's stream, to its end."""
+    """Return (event, id, data) of a job's stream, to its end."""
     headers = {"Accept": "text/event-stream"} | ({"Last-Event-ID": last} if last else {})
     response = await queue.function.client.get(f"{queue.base}/stream/{job}", headers=headers)
     assert response.headers["content-type"].startswith("text/event-stream")
     found = []
     for block in response.text.strip().split("\n\n"):
-        if block.startswith(":"):  # a comment, to keep it alive
+        # A heartbeat.
+        if block.startswith(":"):
             continue
         fields = dict(line.split(": ", 1) for line in block.splitlines())
         found.append((fields["event"], fields.get("id", ""), json.loads(fields["data"])))
     return found
 
 
-async def test_progress_shows_while_it_runs(deploy, gate: Gate):
+async def test_progress_is_shown_while_a_job_runs(deploy, gate: Gate):
     source = "import gate\ndef handler(event, context):\n    context.progress({'step': 1})\n    gate.wait('on')\n    return 'done'\n"
     queue = Queue(await deploy(source, gate=gate))
     job = await queue.run(1)
@@ -386,7 +389,7 @@ async def test_progress_shows_while_it_runs(deploy, gate: Gate):
     assert (await queue.ended(job))["output"] == "done"
 
 
-# -- what goes wrong
+# -- errors
 
 
 @pytest.mark.parametrize(
@@ -402,13 +405,13 @@ async def test_progress_shows_while_it_runs(deploy, gate: Gate):
     ],
     ids=["broken", "a list", "no input", "policy", "scheme", "private", "large"],
 )
-async def test_what_cannot_be_accepted_is_refused(deploy, body: bytes, status: int, code: str):
+async def test_invalid_submits_are_refused(deploy, body: bytes, status: int, code: str):
     function = await deploy(ECHO)
     error = failure(await function.client.post(f"/v2/{function.name}/run", content=body))
     assert (error["status"], error["type"]) == (status, code)
 
 
-async def test_what_is_unknown_is_404(deploy, gateway: Gateway):
+async def test_unknown_functions_and_jobs_are_404(deploy, gateway: Gateway):
     queue = Queue(await deploy(ECHO))
     assert failure(await queue.function.client.get(f"{queue.base}/status/job-x"))["type"] == "unknown_job"
     error = failure(await gateway.client.post("/v2/nobody/run", json={"input": 1}))
@@ -427,7 +430,7 @@ async def test_the_newest_requests_are_listed(deploy):
     assert (await queue.get("requests", status="FAILED"))["requests"] == []
 
 
-# -- deaths
+# -- deaths of workers and gateways
 
 
 async def test_a_job_whose_worker_died_is_run_again(deploy, gate: Gate):
@@ -439,7 +442,7 @@ async def test_a_job_whose_worker_died_is_run_again(deploy, gate: Gate):
     assert (found["status"], found["output"]) == ("COMPLETED", 9)
 
 
-async def test_a_job_that_kills_workers_is_given_up(deploy):
+async def test_a_job_that_kills_workers_fails(deploy):
     queue = Queue(
         await deploy("import os\ndef handler(event):\n    print('boom', flush=True)\n    os.abort()\n")
     )
@@ -464,7 +467,7 @@ async def test_jobs_outlive_the_gateway(state, gate: Gate):
         assert (await queue.get("health"))["jobs"]["completed"] == 1
 
 
-async def test_a_drained_gateway_leaves_jobs_for_the_next(state, gate: Gate):
+async def test_a_drained_gateway_leaves_jobs_to_the_next(state, gate: Gate):
     settings: Mapping[str, Any] = {"scale.max": "1"}
     async with gateway_here(state, drain_s=0.2) as gateway:
         queue = Queue(await gateway.deploy(WAITS, settings, name="lasting", gate=gate))
@@ -477,7 +480,7 @@ async def test_a_drained_gateway_leaves_jobs_for_the_next(state, gate: Gate):
         assert [(await queue.ended(job))["output"] for job in jobs] == list(range(5))
 
 
-# -- RunPod's own client
+# -- RunPod's SDK
 
 
 async def test_the_runpod_sdk_works_unmodified(deploy, gateway: Gateway, monkeypatch: pytest.MonkeyPatch):

@@ -1,11 +1,11 @@
-"""Deadlines and priorities: whose header counts, in which unit, and what is made of nonsense."""
+"""Requests: which headers set deadline and priority, in which unit, and which values are refused or ignored."""
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from multidict import CIMultiDict
 from pilotflame.errors import BadInput
-from pilotflame.runtime.api.deadline import ENVOY, GRPC, STAINLESS, TIMEOUT, priority_of, timeout_of
+from pilotflame.runtime.api.requests import ENVOY, GRPC, STAINLESS, TIMEOUT, priority_of, timeout_of
 
 MOST = 600.0
 
@@ -24,7 +24,8 @@ MOST = 600.0
         ({"GRPC-Timeout": "250u"}, 250e-6),
         ({"grpc-timeout": "99999999n"}, 0.099999999),
         ({"x-envoy-expected-rq-timeout-ms": "1500"}, 1.5),
-        ({"x-envoy-expected-rq-timeout-ms": "0"}, MOST),  # Envoy's way to say: none
+        # Envoy sends 0 for no limit.
+        ({"x-envoy-expected-rq-timeout-ms": "0"}, MOST),
         ({"x-stainless-read-timeout": "30"}, 30.0),
         ({"x-stainless-read-timeout": "0.5"}, 0.5),
     ],
@@ -43,7 +44,7 @@ def test_the_smallest_wins(order: list[float], most: float) -> None:
 
 
 @pytest.mark.parametrize("value", ["soon", "-1", "0", "nan", "inf", ""])
-def test_nonsense_in_ours_is_refused_by_name(value: str) -> None:
+def test_an_invalid_value_of_our_header_is_refused_by_name(value: str) -> None:
     with pytest.raises(BadInput, match=TIMEOUT) as caught:
         timeout_of({TIMEOUT: value, GRPC: "1S"}, MOST)
     assert caught.value.status == 400
@@ -62,12 +63,12 @@ def test_nonsense_in_ours_is_refused_by_name(value: str) -> None:
 @example(STAINLESS, "-1")
 @example(STAINLESS, "None")
 @example(STAINLESS, "9" * 400)
-def test_whatever_others_write_no_request_fails_for_it(name: str, value: str) -> None:
+def test_no_value_of_another_convention_fails_a_request(name: str, value: str) -> None:
     assert 0 < timeout_of({name: value}, MOST) <= MOST
 
 
 @pytest.mark.parametrize("value", ["123456789S", "1s", "0S", "1.5S", "1", "S", "1 S", "\u0661S"])
-def test_what_is_no_timeout_of_grpc_is_ignored(value: str) -> None:
+def test_an_invalid_grpc_timeout_is_ignored(value: str) -> None:
     assert timeout_of({GRPC: value}, MOST) == MOST
 
 
@@ -77,7 +78,7 @@ def test_priorities() -> None:
 
 
 @pytest.mark.parametrize("value", ["0", "6", "-1", "high", "", "1.0", "01", "\u0661"])
-def test_a_priority_that_is_none_is_refused_by_name(value: str) -> None:
+def test_an_invalid_priority_is_refused_by_name(value: str) -> None:
     with pytest.raises(BadInput, match="X-Priority") as caught:
         priority_of({"X-Priority": value})
     assert caught.value.status == 400

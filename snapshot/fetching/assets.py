@@ -1,4 +1,4 @@
-"""Assets: the small files beside the weights that a handler reads by name. They are there before weights are waited for."""
+"""Assets: the small files beside the weights that a handler reads by name. Fetched before shards."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from ..format.manifest import Asset, Manifest
 from ..sources.source import Source
 
 
-def bring_assets(manifest: Manifest, source: Source, files: Path) -> None:
-    """Fetch and verify what folder `files` does not hold yet. Two processes may do it at once."""
+def fetch_assets(manifest: Manifest, source: Source, files: Path) -> None:
+    """Fetch and verify the assets that folder `files` does not hold. Two processes may do this at once."""
     for asset in manifest.assets:
         path = files / asset.name
         if not _is_there(path, asset):
-            _bring(asset, source, path)
+            _fetch(asset, source, path)
 
 
 def _is_there(path: Path, asset: Asset) -> bool:
     try:
-        return path.stat().st_size == asset.size_bytes and _digest(path.read_bytes()) == asset.digest
+        same_size = path.stat().st_size == asset.size_bytes
+        return same_size and xxhash.xxh3_128_hexdigest(path.read_bytes()) == asset.digest
     except (FileNotFoundError, NotADirectoryError):
         return False
 
 
-def _bring(asset: Asset, source: Source, path: Path) -> None:
-    # What differs once may be an accident on the way, as with chunks.
+def _fetch(asset: Asset, source: Source, path: Path) -> None:
+    # As with chunks, bytes that differ once may be an accident on the way.
     content = _read(asset, source)
     if content is None:
         content = _read(asset, source)
@@ -49,14 +50,16 @@ def _bring(asset: Asset, source: Source, path: Path) -> None:
 
 
 def _read(asset: Asset, source: Source) -> bytearray | None:
-    """The asset's bytes; None if what came are others."""
+    """The asset's bytes; None if they differ from the manifest."""
     content = bytearray(asset.size_bytes)
     count = source.read_into(asset.name, 0, memoryview(content))
-    return content if count == asset.size_bytes and _digest(content) == asset.digest else None
+    return (
+        content if count == asset.size_bytes and xxhash.xxh3_128_hexdigest(content) == asset.digest else None
+    )
 
 
 def _write(path: Path, content: bytearray) -> None:
-    """Whole or not at all."""
+    """Write the file whole or not at all."""
     with NamedTemporaryFile(dir=path.parent, prefix=".asset.", delete=False) as stream:
         try:
             stream.write(content)
@@ -66,7 +69,3 @@ def _write(path: Path, content: bytearray) -> None:
         except BaseException:
             Path(stream.name).unlink(missing_ok=True)
             raise
-
-
-def _digest(content: bytes | bytearray) -> str:
-    return xxhash.xxh3_128_hexdigest(content)

@@ -1,4 +1,4 @@
-"""Compression of answers: who asks gets it, in the coding he prefers; nobody else does."""
+"""Responses: compressed for callers that accept it, in the coding they prefer."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import sys
 import threading
 
 import pytest
-from pilotflame.runtime.api import compression
-from pilotflame.runtime.api.compression import LEAST_BYTES, chosen
+from pilotflame.runtime.api import responses
+from pilotflame.runtime.api.responses import MIN_COMPRESSED_BYTES, choose_coding
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -39,7 +39,8 @@ def handler(event):
         ("zstd;q=0.5, gzip", "gzip"),
         ("gzip;q=0.5, zstd;q=0.4", "gzip"),
         ("zstd;q=0, gzip;q=0", ""),
-        ("gzip;q=0, *", ""),  # of a wildcard only the coding that all know is taken
+        # A wildcard offers gzip only, which every client knows.
+        ("gzip;q=0, *", ""),
         ("*", "gzip"),
         ("*;q=0", ""),
         ("identity, gzip;q=0.5", ""),
@@ -47,12 +48,12 @@ def handler(event):
         ("gzip;q=nonsense", ""),
     ],
 )
-async def test_what_is_chosen(header: str, coding: str):
-    assert chosen(header) == coding
+async def test_the_preferred_coding_is_chosen(header: str, coding: str):
+    assert choose_coding(header) == coding
 
 
-@pytest.mark.parametrize("size", [LEAST_BYTES, 100_000])
-async def test_who_asks_gets_it_smaller(deploy, size: int):
+@pytest.mark.parametrize("size", [MIN_COMPRESSED_BYTES, 100_000])
+async def test_a_caller_that_accepts_a_coding_gets_it(deploy, size: int):
     function = await deploy(SOURCE)
     for coding, unpack in UNPACK.items():
         async with function.client.stream(
@@ -64,38 +65,39 @@ async def test_who_asks_gets_it_smaller(deploy, size: int):
         assert json.loads(unpack(packed)) == "x" * size
         assert response.headers["vary"] == "Accept-Encoding"
         assert response.headers["content-type"] == "application/json"
-    # httpx asks of its own accord, and unpacks.
+    # httpx accepts gzip by default and decompresses it.
     response = await function.call({"size": size})
     assert response.headers["content-encoding"] == "gzip"
     assert response.json() == "x" * size
 
 
 @pytest.mark.parametrize("coding", ["identity", "gzip;q=0", "br"])
-async def test_who_does_not_ask_gets_it_as_it_is(deploy, coding: str):
+async def test_others_get_the_response_as_it_is(deploy, coding: str):
     function = await deploy(SOURCE)
     response = await function.call({"size": 5000}, Accept_Encoding=coding)
     assert "content-encoding" not in response.headers
-    assert response.headers["vary"] == "Accept-Encoding"  # a cache must not give it to who did ask
+    # A cache must tell the two forms apart.
+    assert response.headers["vary"] == "Accept-Encoding"
     assert len(response.content) == 5002
 
 
-async def test_what_is_small_or_does_not_get_smaller_is_left_alone(deploy):
+async def test_small_and_incompressible_bodies_are_sent_as_they_are(deploy):
     function = await deploy(SOURCE)
-    for event in ({"size": LEAST_BYTES - 3}, {"size": 5000, "raw": True}):
+    for event in ({"size": MIN_COMPRESSED_BYTES - 3}, {"size": 5000, "raw": True}):
         response = await function.call(event, Accept_Encoding="gzip, zstd")
         assert "content-encoding" not in response.headers
         assert "vary" not in response.headers
-        assert len(response.content) >= LEAST_BYTES - 3
+        assert len(response.content) >= MIN_COMPRESSED_BYTES - 3
 
 
-async def test_streams_are_left_alone(deploy):
+async def test_streams_are_sent_as_they_are(deploy):
     function = await deploy("def handler(event):\n    for _ in range(10):\n        yield 'x' * 1000\n")
     response = await function.call(None, Accept_Encoding="gzip, zstd")
     assert "content-encoding" not in response.headers
     assert response.text.count("event: output") == 10
 
 
-async def test_errors_jobs_and_descriptions_too(deploy):
+async def test_errors_jobs_and_documents_are_compressed(deploy):
     function = await deploy("def handler(event):\n    raise ValueError('no' * 2000)\n")
     for path in (function.path, f"/v2/{function.name}/runsync"):
         response = await function.client.post(path, json={"input": 1}, headers={"Accept-Encoding": "gzip"})
@@ -106,11 +108,11 @@ async def test_errors_jobs_and_descriptions_too(deploy):
         assert response.headers["content-encoding"] == "gzip", path
 
 
-async def test_what_is_large_is_not_packed_on_the_loop(monkeypatch):
+async def test_a_large_body_is_compressed_in_a_thread(monkeypatch):
     threads: list[int] = []
     monkeypatch.setattr(
-        compression, "pack_now", lambda body, coding: threads.append(threading.get_ident()) or body
+        responses, "compress_now", lambda body, coding: threads.append(threading.get_ident()) or body
     )
-    await compression.pack(b"x" * 100, "gzip")
-    await compression.pack(b"x" * (1 << 20), "gzip")
+    await responses.compress(b"x" * 100, "gzip")
+    await responses.compress(b"x" * (1 << 20), "gzip")
     assert threads[0] == threading.get_ident() != threads[1]

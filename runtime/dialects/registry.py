@@ -1,0 +1,20 @@
+"""The registry of dialects. Deleting a dialect's folder and its lines here removes it."""
+
+from __future__ import annotations
+
+from ..api.backend import Backend
+from ..api.routes import Route
+from .aws_lambda.routes import LambdaApi
+from .cloudevents.routes import EventsApi
+from .cog.routes import PredictionsApi
+from .runpod.routes import QueueApi
+
+
+def dialect_routes(backend: Backend) -> list[Route]:
+    """Return the rows that the dialects add to the route table."""
+    return [
+        *LambdaApi(backend).routes(),
+        *EventsApi(backend).routes(),
+        *PredictionsApi(backend).routes(),
+        *QueueApi(backend).routes(),
+    ]

@@ -1,0 +1,33 @@
+"""The route table of a gateway without the gateway: its routes can be described, not called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+from pilotflame.runtime.api.access import AccessControl
+from pilotflame.runtime.api.admin import Admin
+from pilotflame.runtime.api.invoke import Gateway
+from pilotflame.runtime.api.openapi import OpenApi
+from pilotflame.runtime.api.webhooks import WebhooksApi
+from pilotflame.runtime.dialects.registry import dialect_routes
+from pilotflame.runtime.functions.registry import FunctionStatus
+
+
+def described() -> OpenApi:
+    missing: Any = None
+    backend: Any = SimpleNamespace(functions=None, jobs=None, metrics=None, body_limit=None)
+    apis = (
+        Gateway(backend),
+        Admin(missing, missing, local=True),
+        AccessControl(missing, missing, missing),
+        WebhooksApi(missing, missing),
+    )
+    own = [route for api in apis for route in api.routes()]
+    return OpenApi([*own, *dialect_routes(backend)], lambda _request: ())
+
+
+def describe(functions: Iterable[FunctionStatus]) -> dict[str, Any]:
+    """Return the document of a gateway that has these functions."""
+    return described().document(functions)

@@ -1,0 +1,93 @@
+"""The route table: the scope of each path, rows that share a path, and the document that describes all of them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pilotflame.errors import UnsupportedMedia
+from pilotflame.runtime.access.keys import Scope
+from pilotflame.runtime.api.routes import Route, aiohttp_routes, error_formats, scopes_by_path
+from route_table import described
+
+
+def table() -> list[Route]:
+    return described().routes
+
+
+async def handler(_request: Any) -> Any:
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("path", "scope"),
+    [
+        ("/invoke/{function}", Scope.INVOKE),
+        ("/v2/{function}/run", Scope.INVOKE),
+        ("/v2/{function}/warmup", Scope.INVOKE),
+        ("/predictions", Scope.INVOKE),
+        ("/predictions/{id}/cancel", Scope.INVOKE),
+        ("/health-check", None),
+        ("/2015-03-31/functions/{name}/invocations", Scope.INVOKE),
+        ("/v1/functions", Scope.DEPLOY),
+        ("/v1/functions/{function}/logs", Scope.DEPLOY),
+        ("/v1/functions/{function}/secrets/{key}", Scope.DEPLOY),
+        ("/v1/functions/{function}/webhooks/secret", Scope.DEPLOY),
+        ("/openapi.json", None),
+        ("/metrics", Scope.ADMIN),
+        ("/v1/keys", Scope.ADMIN),
+        ("/v1/keys/{id}", Scope.ADMIN),
+    ],
+)
+def test_a_path_needs_its_scope(path: str, scope: Scope | None):
+    assert scopes_by_path(table())[path] is scope
+
+
+@pytest.mark.parametrize(
+    ("beginning", "scope"),
+    [("/invoke/", Scope.INVOKE), ("/v2/", Scope.INVOKE), ("/predictions", Scope.INVOKE),
+     ("/2015-03-31/", Scope.INVOKE), ("/v1/functions", Scope.DEPLOY), ("/v1/keys", Scope.ADMIN)],
+)  # fmt: skip
+def test_all_paths_below_one_need_the_same_scope(beginning: str, scope: Scope):
+    found = [found for path, found in scopes_by_path(table()).items() if path.startswith(beginning)]
+    assert found
+    assert set(found) == {scope}
+
+
+def test_only_health_is_public():
+    assert {route.path for route in table() if route.public} == {"/healthz", "/readyz"}
+
+
+def test_rows_of_a_path_may_not_differ_in_scope():
+    rows = [Route("GET", "/x", handler, Scope.ADMIN, ""), Route("POST", "/x", handler, Scope.INVOKE, "")]
+    with pytest.raises(ValueError, match="/x"):
+        scopes_by_path(rows)
+
+
+def test_rows_that_share_method_and_path_are_one_route():
+    found = [(route.method, route.path) for route in aiohttp_routes(table())]
+    assert len(found) == len(set(found)) < len(table())
+
+
+async def test_rows_that_share_a_path_choose_by_the_headers():
+    async def special(_request: Any) -> Any:
+        return "special"
+
+    async def plain(_request: Any) -> Any:
+        return "plain"
+
+    rows = [
+        Route("POST", "/x", plain, Scope.INVOKE, ""),
+        Route("POST", "/x", special, Scope.INVOKE, "", accepts=lambda headers: "special" in headers),
+    ]
+    request: Any = SimpleNamespace(headers={"special": "1"}, path="/x")
+    other: Any = SimpleNamespace(headers={}, path="/x")
+    [both], [alone] = aiohttp_routes(rows), aiohttp_routes(rows[1:])
+    assert [await both.handler(one) for one in (request, other)] == ["special", "plain"]  # type: ignore[arg-type, misc]
+    with pytest.raises(UnsupportedMedia):
+        await alone.handler(other)  # type: ignore[arg-type, misc]
+
+
+def test_lambda_has_errors_of_its_own():
+    assert list(error_formats(table())) == ["/2015-03-31/functions/"]
