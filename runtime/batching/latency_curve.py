@@ -38,7 +38,8 @@ class LatencyCurve:
         self.mean_cost = 1.0
         """The mean cost of an item. If the handler counts tokens, a batch of three has the size 3 x mean_cost."""
         self._buckets: dict[int, _Bucket] = {}
-        self._points: tuple[Point, ...] = ()
+        self.points: tuple[Point, ...] = ()
+        """By ascending size; no larger size is faster than a smaller one."""
         self._sizes: list[float] = []
         self._fresh = 0
         self.load(points)
@@ -51,12 +52,7 @@ class LatencyCurve:
 
     @property
     def known(self) -> bool:
-        return bool(self._points)
-
-    @property
-    def points(self) -> tuple[Point, ...]:
-        """Points by ascending size; no larger size is faster than a smaller one."""
-        return self._points
+        return bool(self.points)
 
     def observe(self, count: int, cost: float, seconds: float) -> None:
         """Learn that a batch of `count` items, of `cost` together, took `seconds`."""
@@ -89,13 +85,13 @@ class LatencyCurve:
         points, weights = [bucket.point() for bucket in buckets], [bucket.weight for bucket in buckets]
         p50s = isotonic([(point.p50_s, weight) for point, weight in zip(points, weights, strict=True)])
         p95s = isotonic([(point.p95_s, weight) for point, weight in zip(points, weights, strict=True)])
-        self._points = tuple(
+        self.points = tuple(
             Point(point.size, p50, max(p50, p95)) for point, p50, p95 in zip(points, p50s, p95s, strict=True)
         )
         self._sizes = [point.size for point in points]
 
     def _at(self, size: float, field: int) -> float:
-        points = self._points
+        points = self.points
         if not points:
             return 0.0
         # A single point has no slope, so it predicts the same time for every size.

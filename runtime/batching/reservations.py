@@ -35,9 +35,6 @@ class Reservations:
         self._open: dict[bytes, deque[_Reservation]] = {}
         self._count = 0
 
-    def __len__(self) -> int:
-        return self._count
-
     def make(
         self, tenant: str, body: bytes, now_s: float, wait_s: float, timeout_s: float = math.inf
     ) -> None:

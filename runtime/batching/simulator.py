@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from ...errors import Overloaded, QueueFull
+from ...errors import Overloaded, PilotflameError, QueueFull
 from .assignment import assign
 from .latency_curve import LatencyCurve, Point
 from .outstanding import Outstanding
 from .queue import Queue, Slots
 
+PRIORITY = 3
 # The batch sizes that a worker measures before it is ready.
 MEASURED = (1, 2, 4, 8, 16, 32)
 
@@ -31,8 +32,6 @@ class SimulatedCall:
     at_s: float
     timeout_s: float = math.inf
     tenant: str = ""
-    priority: int = 3
-    cost: float = 1.0
     body: bytes = b""
     tries: int = 1
     """2 for a retry."""
@@ -57,7 +56,7 @@ class SimulatedAttempt:
 
     def __init__(self, call: SimulatedCall) -> None:
         self.call = call
-        self.tenant, self.priority, self.body, self.tries = call.tenant, call.priority, call.body, call.tries
+        self.tenant, self.priority, self.body, self.tries = call.tenant, PRIORITY, call.body, call.tries
         self.timeout_s, self.deadline_s = call.timeout_s, call.at_s + call.timeout_s
         self.patient, self.max_batch, self.sent_s = False, 0, 0.0
         self.ended_s = 0.0
@@ -201,17 +200,12 @@ class Simulator:
         try:
             self.queue.admit(attempt, now_s, self._slots(now_s))
         except Overloaded as error:
-            return self._refuse(attempt, now_s, CallOutcome.REFUSED, error)
+            return self._end(attempt, now_s, CallOutcome.REFUSED, error)
         except QueueFull as error:
-            return self._refuse(attempt, now_s, CallOutcome.FULL, error)
+            return self._end(attempt, now_s, CallOutcome.FULL, error)
         if attempt.deadline_s < math.inf:
             self._at(attempt.deadline_s, lambda when_s: self._expire(attempt, when_s))
         return self._dispatch(now_s)
-
-    def _refuse(
-        self, attempt: SimulatedAttempt, now_s: float, outcome: CallOutcome, error: Overloaded | QueueFull
-    ) -> None:
-        self._end(attempt, now_s, outcome, float((error.details or {})["retry_after_s"]))
 
     def _expire(self, attempt: SimulatedAttempt, now_s: float) -> None:
         if attempt.outcome is None:
@@ -219,9 +213,9 @@ class Simulator:
             self._end(attempt, now_s, CallOutcome.EXPIRED if waited else CallOutcome.LATE)
 
     def _end(
-        self, attempt: SimulatedAttempt, now_s: float, outcome: CallOutcome, retry_after_s: float | None = None
+        self, attempt: SimulatedAttempt, now_s: float, outcome: CallOutcome, error: PilotflameError | None = None
     ) -> None:  # fmt: skip
-        attempt.end(outcome, now_s, retry_after_s)
+        attempt.end(outcome, now_s, None if error is None else float(error.details["retry_after_s"]))
         if (call := self._next_call(attempt)) is not None:
             self._arrive_next(iter([call]))
 
@@ -237,7 +231,7 @@ class Simulator:
         for worker, selection in assign(self.queue, self._pick, self._workers, now_s):
             for attempt in selection.refused:
                 error = self.queue.refusal(attempt, now_s, self._slots(now_s))
-                self._refuse(attempt, now_s, CallOutcome.DROPPED, error)
+                self._end(attempt, now_s, CallOutcome.DROPPED, error)
             if selection.batch and worker is not None:
                 self._send(worker, selection.batch, now_s)
             if selection.wait_until_s is not None:
@@ -255,7 +249,7 @@ class Simulator:
     def _send(self, worker: SimulatedWorker, batch: list[SimulatedAttempt], now_s: float) -> None:
         channels = worker.outstanding.add_batch(batch, now_s)
         transit_s = self._function.transit_s
-        seconds = self._function.durations.seconds(sum(attempt.call.cost for attempt in batch), self._draw)
+        seconds = self._function.durations.seconds(len(batch), self._draw)
         self._run.busy_s += seconds
         self._run.sizes.append(len(batch))
         back_s = worker.run(now_s + transit_s, seconds) + transit_s
@@ -264,10 +258,9 @@ class Simulator:
     def _respond(self, worker: SimulatedWorker, channels: list[int], now_s: float) -> None:
         for channel in channels:
             attempt = worker.outstanding.calls[channel]
-            self.queue.charge(attempt, attempt.call.cost)
             if attempt.outcome is None:
                 self._end(attempt, now_s, CallOutcome.ON_TIME)
-            _, ended = worker.outstanding.remove(channel, now_s, attempt.call.cost)
+            _, ended = worker.outstanding.remove(channel, now_s)
             if ended is not None and ended.seconds:
                 self.queue.observe_batch(now_s, *ended)
         self._dispatch(now_s)
