@@ -1,7 +1,7 @@
 """The arrival pattern: how many invocations arrive after the end of a batch, and how soon.
 
-Callers in a closed loop send their next request when they have a response, so they return together, a moment after
-their batch ended. A batch of only the first of them would make all others wait for a whole run.
+Callers in a closed loop send their next request when they have a response, so they return together, a moment
+after their batch ended. A batch of only the first of them would make all others wait for a whole run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ArrivalPattern:
         """When the last batch ended."""
 
     def observe_end(self, now_s: float, size: int, saved_s: float) -> None:
-        """A batch of `size` ended. `saved_s` is what merging two batches of one item saves; the grid's unit."""
+        """A batch of `size` ended. `saved_s`, what merging two single items saves, is the grid's unit."""
         if self.ended_s is not None and saved_s > 0:
             self._learn(saved_s)
         self.ended_s, self._size = now_s, size
@@ -34,7 +34,7 @@ class ArrivalPattern:
             self._offsets.append(now_s - self.ended_s)
 
     def expected(self) -> list[float]:
-        """Return the means at each step of the grid for the last batch's size; empty while nothing is known."""
+        """Return the means for the last batch's size at each step of the grid; empty if not known."""
         return self._means.get(_octave(self._size), [])
 
     def _learn(self, saved_s: float) -> None:

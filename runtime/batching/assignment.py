@@ -1,4 +1,4 @@
-"""Assignment: which batch goes to which worker now. Pure: the caller sends the batches and sets the timers."""
+"""Assignment: which batch goes to which worker now. Pure: the caller sends, and sets timers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, Protocol, TypeVar
 from .outstanding import Outstanding
 from .queue import Item, Queue, Selection
 
-# A full batch is sent this long before a worker is free, to cover the way there and other work of the event loop.
+# A full batch is sent this long before a worker is free, to cover the way there and the event loop's work.
 AHEAD_S = 0.003
-# Less than this from now is now: otherwise a timer that fires a rounding error early would be set again for ever.
+# Less than this from now is now: a timer that fires a rounding error early must not be set again for ever.
 NOW_S = 1e-4
 
 

@@ -1,7 +1,7 @@
 """Forming a batch: run what waits at once, unless waiting for more items was learned to pay.
 
-Dispatch is work-conserving by default, as in Clipper (NSDI '17). Where callers return together, the wait that gains the
-most is taken. Items that would end late are dropped early, as in Nexus (SOSP '19).
+Dispatch is work-conserving by default, as in Clipper (NSDI '17). Where callers return together, the wait that
+gains the most is taken. Items that would end late are dropped early, as in Nexus (SOSP '19).
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def _interpolate(expected: list[float], position: float) -> float:
 
 
 def too_late(deadline_s: float, now_s: float, queued: int, max_batch: int, curve: LatencyCurve) -> bool:
-    """Return True if an item that starts now, in as large a batch as the queue allows, would end after its deadline.
+    """Return True if an item that starts now, in the largest possible batch, would end after its deadline.
 
-    This is the early drop of Nexus: refusing one item that cannot be on time leaves the others the time they need.
+    This is the early drop of Nexus: refusing an item that cannot be on time leaves the others their time.
     """
     return now_s + curve.bound(min(queued, max_batch)) > deadline_s

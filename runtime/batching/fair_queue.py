@@ -1,7 +1,8 @@
 """A fair queue: by priority, then between tenants by served cost, then earliest deadline first.
 
-Fairness is that of the virtual token counter (Sheng et al., OSDI '24): of the tenants that wait, the one with the least
-served cost is next. A tenant that was idle starts at the least served cost of the others, so idleness earns no credit.
+Fairness is that of the virtual token counter (Sheng et al., OSDI '24): of the tenants that wait, the one with
+the least served cost is next. A tenant that was idle starts at the least served cost of the others, so
+idleness earns no credit.
 """
 
 from __future__ import annotations

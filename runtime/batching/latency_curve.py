@@ -1,7 +1,7 @@
-"""The latency curve L(n): how long a batch of n items takes on a revision's workers, learned from batches that ran.
+"""The latency curve L(n): how long a batch of n items takes on a revision's workers, learned from results.
 
-Clipper (NSDI '17) and Clockwork (OSDI '20) predict from such profiles too. Here the curve is the median and the 95th
-percentile by batch size, made non-decreasing by isotonic regression.
+Clipper (NSDI '17) and Clockwork (OSDI '20) predict from such profiles too. Here the curve is the median and
+the 95th percentile by batch size, made non-decreasing by isotonic regression.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-# How many of the latest durations of each size count, so that the percentiles follow a machine that becomes slower.
+# How many of the latest durations of each size count: the percentiles follow a machine that becomes slower.
 KEPT = 64
 # The curve is computed again after so many observations, and after each of the first ones of a size.
 RECOMPUTED_EVERY = 16
@@ -24,7 +24,7 @@ P50, P95 = 0.5, 0.95
 
 
 class Point(NamedTuple):
-    """A batch size, and how many seconds batches of about that size took: the median and the 95th percentile."""
+    """A batch size, and the median and 95th percentile of the seconds that such batches took."""
 
     size: float
     p50_s: float
@@ -36,7 +36,7 @@ class LatencyCurve:
 
     def __init__(self, points: Iterable[Point] = ()) -> None:
         self.mean_cost = 1.0
-        """The mean cost of an item. If the handler counts tokens, a batch of three has the size 3 x mean_cost."""
+        """The mean cost of an item, in tokens, say. A batch of three has the size 3 x mean_cost."""
         self._buckets: dict[int, _Bucket] = {}
         self.points: tuple[Point, ...] = ()
         """By ascending size; no larger size is faster than a smaller one."""
@@ -100,8 +100,8 @@ class LatencyCurve:
         if size <= points[-1].size:
             right = bisect_left(self._sizes, size)
             return _interpolate(points[right - 1], points[right], size, field)
-        # Extrapolate along the chord of the whole curve: one odd point at the end does not tilt it. The chord of the
-        # medians may be the steeper one; the bound is never below the median.
+        # Extrapolate along the chord of the whole curve: one odd point at the end does not tilt it. The chord
+        # of the medians may be the steeper one; the bound is never below the median.
         first, last = points[0], points[-1]
         found = max(last[field], _interpolate(first, last, size, field))
         return found if field == 1 else max(found, _interpolate(first, last, size, 1))
@@ -113,10 +113,10 @@ def _interpolate(left: Point, right: Point, size: float, field: int) -> float:
 
 
 def isotonic(weighted: Sequence[tuple[float, float]]) -> list[float]:
-    """Return the non-decreasing sequence nearest to these (value, weight) pairs, by pooling adjacent violators.
+    """Return the non-decreasing sequence nearest to (value, weight) pairs, by pooling adjacent violators.
 
-    It minimises absolute distances, not squares: a pool becomes its weighted median, so one outlier does not tilt
-    its neighbours.
+    It minimises absolute distances, not squares: a pool becomes its weighted median, so one outlier does not
+    tilt its neighbours.
     """
     pools: list[list[tuple[float, float]]] = []
     for pair in weighted:

@@ -1,4 +1,4 @@
-"""Outstanding: what one worker was sent and has not finished, in the order and the batches in which it was sent."""
+"""Outstanding: what one worker was sent and has not finished, by order and batch."""
 
 from __future__ import annotations
 

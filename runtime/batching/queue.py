@@ -1,7 +1,7 @@
-"""The queue of one revision: admits or refuses what arrives, and selects the next batch. Pure: time is an argument.
+"""The queue of one revision: admits or refuses what arrives, and selects the next batch. Pure.
 
-Admission predicts when an invocation would end and refuses those that would miss their deadline, as Clockwork (OSDI '20)
-does; order is that of the fair queue; batches are formed by `batch_forming.py`.
+Admission predicts when an invocation would end and refuses those that would miss their deadline, as Clockwork
+(OSDI '20) does; order is that of the fair queue; batches are formed by `batch_forming.py`.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class Selection(Generic[T]):
 
 
 def finish_s(ahead: int, max_batch: int, slots: Slots, now_s: float, curve: LatencyCurve) -> float:
-    """Return when an item with `ahead` others before it typically ends: the rest of what runs, full batches, its own.
+    """Return when an item typically ends: after the rest of what runs, full batches ahead, and its own.
 
-    Typically, not surely: a strict bound would refuse items that the batch they join could still serve. What turns out
-    late is refused when its batch is formed.
+    Typically, not surely: a strict bound would refuse items that the batch they join could still serve. What
+    turns out late is refused when its batch is formed.
     """
     rounds, own = divmod(ahead, max_batch * slots.count)
     start_s = max(now_s, slots.free_at_s) + rounds * curve.typical(max_batch)
@@ -115,7 +115,7 @@ class Queue(Generic[T]):
         self._waiting.add(item, first=first)
 
     def _has_share(self, tenant: str) -> bool:
-        """Return True if a tenant fills its equal share of the queue: no tenant can fill it for the others."""
+        """Return True if a tenant fills its share of the queue: no tenant can fill it for the others."""
         own = self._waiting.count(tenant)
         tenants = self._waiting.tenants + (not own)
         return own * tenants >= self._max_queue or len(self._waiting) >= 2 * self._max_queue
@@ -143,8 +143,10 @@ class Queue(Generic[T]):
         wait_s = self._retry_s(now_s, slots)
         self._reservations.make(item.tenant, item.body, now_s, wait_s, item.timeout_s)
         return Overloaded(
-            f"Function {self._name!r} has {len(self)} invocations waiting; this one would not end within its deadline.",
-            remedy="Try again after the time in Retry-After, allow more time, or raise scale.max in pilotflame.toml.",
+            f"Function {self._name!r} has {len(self)} invocations waiting;"
+            " this one would not end within its deadline.",
+            remedy="Try again after the time in Retry-After, allow more time,"
+            " or raise scale.max in pilotflame.toml.",
             details={"retry_after_s": round(wait_s, 3)},
         )
 
@@ -206,7 +208,7 @@ class Queue(Generic[T]):
         return batch, late
 
     def _remove_late(self, start_s: float) -> list[T]:
-        """Remove and return waiting items that would be late even if they started now: they need not wait to hear it."""
+        """Remove and return waiting items that would be late even if they started now."""
         removed: list[T] = []
         while late := [item for item in self._waiting.heads() if self._late(item, start_s, len(self))]:
             for item in late:
@@ -221,7 +223,7 @@ class Queue(Generic[T]):
     def _late(self, item: T, start_s: float, batch: int) -> bool:
         if item.patient or id(item) in self._reserved:
             return False
-        # An item that is alone holds up nothing behind it and may still be on time: refusing it gains nothing.
+        # Refusing an item that is alone gains nothing: it delays no other, and may still be on time.
         deadline_s = item.deadline_s - self._response_s
         return batch > 1 and too_late(deadline_s, start_s, batch, self.max_batch, self.curve)
 

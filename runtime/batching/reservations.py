@@ -1,8 +1,8 @@
 """Retry reservations: a refused caller who retries when told to is served before new callers.
 
-Without them, obeying Retry-After under lasting overload would be no better than retrying at random. A caller is
-recognised by the tenant and a digest of the body, so clients need not know of reservations. Being refused gains nothing:
-a reservation covers only a call that is no more patient than the refused one.
+Without them, obeying Retry-After under lasting overload would be no better than retrying at random. A caller
+is recognised by the tenant and a digest of the body, so clients need not know of reservations. Being refused
+gains nothing: a reservation covers only a call that is no more patient than the refused one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import xxhash
 
-# How much earlier (a share of the wait) or later a retry may come: clocks differ, and Retry-After is in whole seconds.
+# How much earlier (a share of the wait) or later a retry may come: clocks differ, Retry-After is rounded.
 EARLY = 0.1
 LATE_S = 5.0
 MAX_RESERVATIONS = 10_000
@@ -38,7 +38,7 @@ class Reservations:
     def make(
         self, tenant: str, body: bytes, now_s: float, wait_s: float, timeout_s: float = math.inf
     ) -> None:
-        """Reserve a place for a caller who is told to retry after `wait_s`; beyond the limit the oldest is dropped."""
+        """Reserve a place for a retry after `wait_s`; beyond the limit the oldest is dropped."""
         begins_s, ends_s = now_s + (1 - EARLY) * wait_s, now_s + wait_s + LATE_S
         made = _Reservation(_key(tenant, body), begins_s, ends_s, timeout_s * (1 + EARLY))
         self._made.append(made)
@@ -77,7 +77,7 @@ class Reservations:
             self._close_first(oldest.key)
 
     def _is_open(self, oldest: _Reservation) -> bool:
-        """The reservations of a key are closed in order, so the oldest of all is open only if it is first there."""
+        """Reservations of a key are closed in order, so the oldest of all is open if it is first there."""
         own = self._open.get(oldest.key)
         return own is not None and own[0] is oldest
 

@@ -1,7 +1,7 @@
 """The simulator runs the gateway's queue on a simulated clock, against workers that only take time.
 
-Admission, order, batch forming and assignment are the gateway's own code; only the durations of batches are modelled. So
-it predicts how a trace of arrivals would have been served, in a fraction of the time.
+Admission, order, batch forming and assignment are the gateway's own code; only the durations of batches are
+modelled. So it predicts how a trace of arrivals would have been served, in a fraction of the time.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def poisson(
 
 @dataclass(frozen=True, slots=True)
 class DurationModel:
-    """How long batches take: linear between points (size, seconds) and beyond the last, times a random factor."""
+    """How long batches take: linear between points (size, seconds) and beyond, times a random factor."""
 
     points: tuple[tuple[float, float], ...]
     noise: float = 0.05
@@ -157,10 +157,13 @@ class Simulator:
         queue_type: type[Queue[SimulatedAttempt]] = Queue,
         next_call: Callable[[SimulatedAttempt], SimulatedCall | None] = lambda _attempt: None,
     ) -> None:  # fmt: skip
-        """`next_call` returns what the caller of an attempt that has ended calls next: a retry, or its next call."""
+        """`next_call` returns what the caller of an ended attempt does next: a retry, or another call."""
         self.queue = queue_type(
-            "simulated", max_batch=function.max_batch, max_queue=function.max_queue, curve=curve or function.curve()
-        )  # fmt: skip
+            "simulated",
+            max_batch=function.max_batch,
+            max_queue=function.max_queue,
+            curve=curve or function.curve(),
+        )
         self._run = Run(slots=function.workers * function.slots)
         self._function = function
         self._workers = [SimulatedWorker(function.slots) for _ in range(function.workers)]
@@ -213,7 +216,8 @@ class Simulator:
             self._end(attempt, now_s, CallOutcome.EXPIRED if waited else CallOutcome.LATE)
 
     def _end(
-        self, attempt: SimulatedAttempt, now_s: float, outcome: CallOutcome, error: PilotflameError | None = None
+        self, attempt: SimulatedAttempt, now_s: float, outcome: CallOutcome,
+        error: PilotflameError | None = None,
     ) -> None:  # fmt: skip
         attempt.end(outcome, now_s, None if error is None else float(error.details["retry_after_s"]))
         if (call := self._next_call(attempt)) is not None:

@@ -1,7 +1,7 @@
 """The autoscaler decides how many workers a revision should have. Pure: no I/O, no clock.
 
-It scales on concurrency (invocations waiting and running for each worker), as Knative's pod autoscaler does, and scales
-down only after an idle timeout.
+It scales on concurrency (invocations waiting and running for each worker), as Knative's pod autoscaler does,
+and scales down only after an idle timeout.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 # One more worker is wanted when this share of the workers' concurrency is in use, before all of it is.
 NEAR_LIMIT = 0.8
-# Idle workers that the load justifies are checked again after their idle timeout, but not more often than this.
+# Idle workers that the load justifies are checked again after their idle timeout, at most this often.
 MIN_RECHECK_S = 1.0
 
 
@@ -28,7 +28,7 @@ class ScaleSpec:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """The present state. `idle_since_s` holds one time for each ready worker without work, the oldest first."""
+    """The present state. `idle_since_s` holds a time for each ready worker without work, oldest first."""
 
     queued: int
     in_flight: int
@@ -40,7 +40,7 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Start `start` workers, stop the `stop` longest idle, and decide again at `wake_at_s` (None: at the next event)."""
+    """Start and stop so many workers, the longest idle first; decide again at `wake_at_s`, if given."""
 
     start: int = 0
     stop: int = 0
@@ -60,7 +60,7 @@ def wanted(spec: ScaleSpec, stats: Stats) -> int:
 
 
 def sufficient_load(spec: ScaleSpec, stats: Stats) -> float:
-    """Return the largest load, waiting and running, for which the present workers and those starting suffice."""
+    """Return the largest load, waiting and running, for which ready and starting workers suffice."""
     have = stats.ready + stats.starting
     if have >= spec.max:
         return math.inf
@@ -70,7 +70,7 @@ def sufficient_load(spec: ScaleSpec, stats: Stats) -> float:
 
 
 def decide(spec: ScaleSpec, stats: Stats, now_s: float) -> Decision:
-    """Return what to do at `now_s`. Scaling up is never delayed; scaling down is delayed by the idle timeout only."""
+    """Return what to do at `now_s`. Scaling up is never delayed, scaling down only by the idle timeout."""
     have = stats.ready + stats.starting
     want = wanted(spec, stats)
     if want > have:

@@ -1,7 +1,7 @@
 """Deadlines: a timer for each invocation, and the errors of those that run out of time.
 
-Nearly all invocations end long before their deadline, so setting and cancelling must be cheap: a timer far ahead is one
-entry in a slot of a second, as in a timing wheel (Varghese and Lauck, SOSP '87).
+Nearly all invocations end long before their deadline, so setting and cancelling must be cheap: a timer far
+ahead is one entry in a slot of a second, as in a timing wheel (Varghese and Lauck, SOSP '87).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Deadlines:
 
 
 def waiting_limit_s(invocation: Invocation, now_s: float) -> float:
-    """Return when the time of a waiting invocation is up: at the end of its hold time or, after that, at its deadline."""
+    """Return the end of a waiting invocation's hold time or, once that has passed, its deadline."""
     holding = invocation.hold_until_s > now_s + EARLY_S
     return min(invocation.deadline_s, invocation.hold_until_s) if holding else invocation.deadline_s
 

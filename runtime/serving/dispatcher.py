@@ -1,6 +1,6 @@
 """The dispatcher: the invocations of one revision that wait for a worker, and those that run.
 
-It is the only one that changes an invocation's state: it queues, sends, limits, requeues and ends invocations.
+It alone changes an invocation's state: it queues, sends, limits, requeues and ends invocations.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CANCEL_GRACE_S = 5.0
 # How long an async handler has to react to its interruption.
 INTERRUPT_S = 1.0
 SMOOTHING = 0.3
-# The latency curve learns from one in so many single invocations: they are alike, and learning costs more than counting.
+# The latency curve learns from one in so many single invocations: they are alike, and learning costs time.
 OBSERVED_EVERY = 16
 
 
@@ -55,7 +55,7 @@ class Policy:
 
 
 class Dispatcher:
-    """Sends invocations to the workers of one revision and sees each to its end. It runs on one event loop."""
+    """Sends invocations to the workers of one revision and sees each to its end, on one event loop."""
 
     def __init__(
         self, spec: WorkerSpec, policy: Policy, pool: Pool, curves: LatencyCurveStore, events: RevisionEvents
@@ -109,7 +109,7 @@ class Dispatcher:
         return False
 
     def _slots(self, now_s: float) -> Slots:
-        """Return where batches run, or will run once the starting workers are ready; a single is a batch of one."""
+        """Return the slots, those of starting workers included; a single invocation is a batch of one."""
         ready = self._pool.ready
         at_once = max(1, self._policy.scale.concurrency // self._policy.max_batch)
         count = sum(replica.outstanding.slots for replica in ready) + at_once * self._pool.starting
@@ -219,7 +219,7 @@ class Dispatcher:
             self._deadlines.set(invocation, deadlines.waiting_limit_s(invocation, now_s), now_s)
 
     def _on_overrun(self, invocation: Invocation, now_s: float) -> None:
-        """A call of the handler has taken longer than execution_timeout_s, or the invocation waited behind another."""
+        """A call took longer than execution_timeout_s, or the invocation waited behind another."""
         replica, limit_s = self._replica_of(invocation), self._policy.execution_timeout_s
         if replica is None or limit_s is None:
             return
@@ -276,7 +276,7 @@ class Dispatcher:
             self._loop.call_soon(self._observe_response, now_s)
 
     def _observe_response(self, ended_s: float) -> None:
-        """Learn what a deadline must leave for the response: this loop's turn, and as much on the caller's side."""
+        """Learn what a response takes: this turn of the loop, and as much on the caller's side."""
         self.queue.observe_response(2 * (time.monotonic() - ended_s))
 
     def adopt(self, replica: Replica) -> None:
@@ -309,8 +309,8 @@ class Dispatcher:
     def _may_repeat(self, invocation: Invocation, cause: str) -> bool:
         """Return True if an invocation may run again; otherwise fail it.
 
-        A batch is repeated one by one, whether idempotent or not: any one of it may have killed the worker, and batch
-        handlers are called again with a part of the batch after an error anyway.
+        A batch is repeated one by one, whether idempotent or not: any one of it may have killed the worker,
+        and batch handlers are called again with a part of the batch after an error anyway.
         """
         harmless = self._policy.idempotent and invocation.stream is None
         if invocation.batch_size > 1 or (harmless and invocation.attempt < MAX_ATTEMPTS):
@@ -318,7 +318,8 @@ class Dispatcher:
             return True
         remedy = "See `pilotflame logs` for its last words."
         if not harmless:
-            remedy += " If running it twice is harmless, set idempotent = true in pilotflame.toml: then it is repeated."
+            remedy += " If running it twice is harmless, set idempotent = true in pilotflame.toml:"
+            remedy += " then it is repeated."
         message = f"The worker that ran this invocation died of {cause} (attempt {invocation.attempt})."
         self._fail(invocation, WorkerDied(message, remedy=remedy))
         return False

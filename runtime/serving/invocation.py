@@ -22,7 +22,7 @@ class Output(NamedTuple):
 
 
 class Stream:
-    """The pieces of a streamed output on their way to the caller, bounded by the credit that the worker has."""
+    """The pieces of a streamed output on their way to the caller, bounded by the worker's credit."""
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
@@ -71,8 +71,9 @@ class Invocation:
 
     __slots__ = (
         "_cold", "accept", "attempt", "batch_size", "body", "content_type", "deadline_s", "ended",
-        "execution_deadline_s", "execution_s", "extra", "hold_until_s", "id", "max_batch", "on_end", "on_progress",
-        "on_sent", "output", "patient", "priority", "stream", "tenant", "timeline", "timeout_s", "traceparent", "worker",
+        "execution_deadline_s", "execution_s", "extra", "hold_until_s", "id", "max_batch", "on_end",
+        "on_progress", "on_sent", "output", "patient", "priority", "stream", "tenant", "timeline",
+        "timeout_s", "traceparent", "worker",
     )  # fmt: skip
 
     def __init__(
@@ -84,9 +85,9 @@ class Invocation:
     ) -> None:  # fmt: skip
         """Times are in monotonic seconds.
 
-        :param deadline_s: when it must have ended; with `execution_s`, when it must have been sent to a worker.
+        :param deadline_s: when it must have ended; with `execution_s`, when it must have been sent.
         :param hold_until_s: until when it may wait while no worker is ready.
-        :param execution_s: the time it has from when it is sent to a worker, as a stored job has. Then it is patient: it
+        :param execution_s: the time it has once it is sent, as a stored job has. Until then it is patient: it
             is not refused for being late.
         :param accept: the media types that the caller wants; "" for any.
         :param extra: JSON that the handler finds in `context.extra`.

@@ -1,4 +1,4 @@
-"""Latency curves on disk: how fast one code with one snapshot is, by device. What is lost is learned again."""
+"""Latency curves on disk: how fast one code with one snapshot is, by device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...snapshot.publish import publish
 from ..batching.latency_curve import Point
 
 MAX_POINTS = 64
-# A median that moved by less than both of these is not written: workers start and stop often, and disks are slow.
+# A median that moved by less than both is not written: workers start and stop often, and disks are slow.
 MIN_CHANGE_S, MIN_CHANGE = 0.001, 0.2
 # The oldest files, which belong to revisions that are long gone, are removed.
 MAX_FILES = 500

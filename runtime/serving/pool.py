@@ -1,4 +1,4 @@
-"""The pool: one revision's replicas. It starts, picks and stops them; the revision decides when and how many."""
+"""The pool starts, picks and stops one revision's replicas; the revision decides when and how many."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ class Pool:
     """The workers of one revision, and the weights that they share on this node."""
 
     def __init__(
-        self, spec: WorkerSpec, launcher: Launcher, logs: LogBook, tasks: asyncio.TaskGroup, events: RevisionEvents,
-        *, standby: bool, keep_zygote: bool, weights: FetcherClient, secrets: Callable[[], dict[str, str]], measure: bool,
+        self, spec: WorkerSpec, launcher: Launcher, logs: LogBook, tasks: asyncio.TaskGroup,
+        events: RevisionEvents, *, standby: bool, keep_zygote: bool, weights: FetcherClient,
+        secrets: Callable[[], dict[str, str]], measure: bool,
     ) -> None:  # fmt: skip
         """If `measure`, workers measure their latency curve until one has done so."""
         self.replicas: list[Replica] = []
@@ -60,7 +61,7 @@ class Pool:
         return count
 
     def worked_s(self, now_s: float) -> tuple[float, float]:
-        """Return the seconds in which workers had work, and those for which they were ready; of all workers so far."""
+        """Return for how long workers had work, and for how long they were ready; of all workers so far."""
         busy_s, ready_s = self._past_busy_s, self._past_ready_s
         for replica in self.replicas:
             busy_s += replica.outstanding.total_busy_s(now_s)
@@ -73,10 +74,10 @@ class Pool:
         return sorted(idle, key=lambda replica: replica.idle_since_s)
 
     def pick(self) -> Replica | None:
-        """Return the worker for the next invocation: the least busy; among idle ones the newest, so that others can go.
+        """Return the worker for the next invocation: the least busy; of idle ones the newest, so others stop.
 
-        Of workers that prefetch it is the busiest with room: it is awake, while another process would have to be woken
-        and to wait for the processor.
+        Of workers that prefetch it is the busiest with room: it is awake, while another process would have to
+        be woken and to wait for the processor.
         """
         if self._last is not None and self._last.can_prefetch:
             return self._last
@@ -165,7 +166,7 @@ class Pool:
             self._weights.release(fetching)
 
     def explain(self, error: PilotflameError) -> PilotflameError:
-        """Return the fetcher's error in place of a worker's that reports only that its weights did not arrive."""
+        """Return the fetcher's error in place of a worker's that says only that its weights are missing."""
         cause = self._fetching.error if self._fetching is not None else None
         if cause is None or error.details.get("cause") != SourceDenied.code:
             return error
@@ -200,7 +201,7 @@ class Pool:
             self.zygote.release()
 
     async def close(self, timeout_s: float) -> None:
-        """Drain all workers and end the zygote, and wait for them; workers that do not end in time are killed."""
+        """Drain all workers, kill those that do not end in time, and end the zygote."""
         self.zygote.close()
         children = [replica.child for replica in self.replicas]
         for replica in list(self.replicas):

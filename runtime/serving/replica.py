@@ -31,7 +31,7 @@ class ReplicaState(enum.StrEnum):
 
 
 class RevisionEvents(Protocol):
-    """The facts that the parts of a revision report to it. Each is called on the event loop, after the fact."""
+    """The facts that the parts of a revision report to it, on its event loop."""
 
     def on_ready(self, replica: Replica) -> None: ...
     def on_end(
@@ -60,7 +60,7 @@ class RevisionEvents(Protocol):
 
 
 class Replica:
-    """One worker: what it may be sent, and what is outstanding at it. It reports; it changes no invocation."""
+    """One worker: what it may be sent, and what is outstanding at it. It changes no invocation."""
 
     def __init__(
         self, child: Child, activation: Activation, events: RevisionEvents, env: dict[str, str],
@@ -133,7 +133,7 @@ class Replica:
         for channel, invocation in zip(channels, invocations, strict=True):
             left -= 1
             link.send_json(FrameKind.INVOKE, channel, invocation.head(now_s, left), invocation.body)
-        # Do not wait for the end of this turn of the loop, in which all callers of the last batch get their responses.
+        # Do not wait for the end of this turn of the loop, which first sends the responses of the last batch.
         link.flush()
 
     def _connect(self, stream: Stream, channel: int) -> None:
@@ -144,7 +144,7 @@ class Replica:
         stream.connect(grant)
 
     def cancel(self, invocation: Invocation, kill_after_s: float) -> None:
-        """Cancel an invocation at the worker; replace the worker if it does not yield within `kill_after_s`."""
+        """Cancel an invocation; replace the worker if it does not yield within `kill_after_s`."""
         channel = self.outstanding.channel_of(invocation)
         if channel is not None:
             self.child.link.send(FrameKind.CANCEL, channel)

@@ -24,12 +24,12 @@ from .latency_curve_store import LatencyCurveStore
 from .pool import Pool
 from .replica import Replica, ReplicaState, RevisionEvents
 
-# After so many workers in a row that died while starting, without reporting why, the waiting invocations fail.
+# After so many workers in a row that died while starting, without a report, the waiting invocations fail.
 MAX_UNEXPLAINED_DEATHS = 3
 FIRST_START_TIMEOUT_S = 900.0
 # What workers without work get for their `teardown`, even when the time to drain is over.
 MIN_TEARDOWN_S = 2.0
-# How long workers that no invocation waits for (min, buffer) are not started after a failure; doubles with each one.
+# How long workers that no invocation waits for (min, buffer) are not started after a failure; doubles.
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 300.0
 
@@ -42,7 +42,7 @@ class Revision(RevisionEvents):
         on_activation: Callable[[str], None], weights: FetcherClient, secrets: Callable[[], dict[str, str]],
         curves: LatencyCurveStore,
     ) -> None:  # fmt: skip
-        """`on_activation` is called with the outcome of each start of a worker; `secrets` returns its environment."""
+        """`on_activation` gets the outcome of a worker's start; `secrets` returns its environment."""
         self.spec = spec
         self.policy = policy
         self.streaming = policy.streaming
@@ -77,7 +77,7 @@ class Revision(RevisionEvents):
     # -- invocations
 
     def submit(self, invocation: Invocation) -> None:
-        """Send an invocation to a free worker, or queue it. Raise QueueFull, Overloaded or RevisionRetired."""
+        """Send an invocation, or queue it. Raise QueueFull, Overloaded or RevisionRetired."""
         try:
             sent = self.dispatcher.submit(invocation)
         except Overloaded:
@@ -152,7 +152,7 @@ class Revision(RevisionEvents):
         windows = [replica.window for replica in ready if replica.prefetches]
         slots = [replica.outstanding.slots for replica in ready if not replica.outstanding.batching]
         if windows:
-            # Prefetched invocations are done in no time: a full window is no sign that one more worker is needed.
+            # Prefetched invocations take no time: a full window is no sign that one more worker is needed.
             spec = replace(spec, concurrency=math.ceil(min(windows) / autoscaler.NEAR_LIMIT))
         elif slots and min(slots) > spec.concurrency:
             spec = replace(spec, concurrency=min(slots))
@@ -296,8 +296,9 @@ class Revision(RevisionEvents):
     def _count_unexplained_death(self, cause: str) -> None:
         self._unexplained_deaths += 1
         self._count_failure()
+        before = self._unexplained_deaths - 1
         error = ActivationFailed(
-            f"A worker died while starting, of {cause}, as did {self._unexplained_deaths - 1} in a row before it.",
+            f"A worker died while starting, of {cause}, as did {before} in a row before it.",
             remedy="See `pilotflame logs` for their last words (out of memory?).",
         )
         self._settle_first_start(error)

@@ -19,8 +19,9 @@ FIRST_RELAUNCH_DELAY_S = 0.5
 LAST_RELAUNCH_DELAY_S = 60.0
 STABLE_AFTER_S = 30.0
 MAX_LAUNCHES = 3
-# The next standby is forked in a quiet moment: forking takes the processor from the requests that follow the first.
-# (MiniLM, 2 cores: the request after a cold one took up to 69 ms instead of 23 when the fork followed at once.)
+# The next standby is forked in a quiet moment: forking takes the processor from the requests that follow the
+# first. (MiniLM, 2 cores: the request after a cold one took up to 69 ms instead of 23 when it forked at
+# once.)
 QUIET_S = 0.2
 LATEST_STANDBY_S = 2.0
 
@@ -29,10 +30,10 @@ class ZygoteSupervisor:
     """A standby is a forked child without weights; it becomes the next worker."""
 
     def __init__(
-        self, spec: WorkerSpec, launcher: Launcher, logs: LogBook, tasks: asyncio.TaskGroup, busy: Callable[[], bool],
-        *, with_standby: bool, keep: bool,
+        self, spec: WorkerSpec, launcher: Launcher, logs: LogBook, tasks: asyncio.TaskGroup,
+        busy: Callable[[], bool], *, with_standby: bool, keep: bool,
     ) -> None:  # fmt: skip
-        """`busy` returns True while invocations run. Unless `keep`, the zygote is ended when no workers are left."""
+        """`busy` returns True while invocations run. Unless `keep`, the zygote ends with the last worker."""
         self.standby: Child | None = None
         self.standby_primed = False
         self._spec, self._launcher, self._logs, self._tasks, self._busy = spec, launcher, logs, tasks, busy
@@ -74,7 +75,7 @@ class ZygoteSupervisor:
             raise LauncherError(f"Revision {self._spec.revision} has been stopped.")
 
     async def warm(self) -> None:
-        """Launch the zygote and its standby ahead of need; a failure is logged, and raised when they are needed."""
+        """Launch the zygote and its standby ahead of need; a failure is only logged."""
         try:
             await self.open()
         except PilotflameError as error:

@@ -1,7 +1,7 @@
 """What the gateway counts, as Prometheus metrics.
 
-Counting happens with every request and scraping every few seconds, so counts are plain numbers and become metrics when
-they are scraped.
+Counting happens with every request and scraping every few seconds, so counts are plain numbers and become
+metrics when they are scraped.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily, HistogramMetr
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _PHASES_HELP = (
-    "Phases of invocations, named as in Server-Timing: queue = from accepted until sent to a worker (the activation of a"
-    " cold start included); link = to the worker and back; wait = in the worker until its batch starts; exec = in the"
-    " handler; respond = from the worker's result to the response."
+    "Phases of invocations, named as in Server-Timing: queue = from accepted until sent to a worker (the"
+    " activation of a cold start included); link = to the worker and back; wait = in the worker until its"
+    " batch starts; exec = in the handler; respond = from the worker's result to the response."
 )
+_BUSY_HELP = "Time in which workers had something to do, of all together."
+_READY_HELP = "Time for which workers were ready, of all together."
+_RATIO_HELP = "Busy worker-seconds of the ready ones, since the revision started."
 _REFUSALS_HELP = "Requests that were refused before they ran, by error code."
 
 
@@ -166,9 +169,9 @@ class Metrics(Collector):
         workers = _family(GaugeMetricFamily, "workers", "Workers by state.", "state")
         waiting = _family(GaugeMetricFamily, "queued", "Invocations waiting.")
         running = _family(GaugeMetricFamily, "in_flight", "Invocations at workers.")
-        busy = _family(CounterMetricFamily, "worker_busy_seconds", "Time in which workers had something to do, of all together.")  # fmt: skip
-        ready = _family(CounterMetricFamily, "worker_ready_seconds", "Time for which workers were ready, of all together.")  # fmt: skip
-        share = _family(GaugeMetricFamily, "worker_busy_ratio", "Busy worker-seconds of the ready ones, since the revision started.")  # fmt: skip
+        busy = _family(CounterMetricFamily, "worker_busy_seconds", _BUSY_HELP)
+        ready = _family(CounterMetricFamily, "worker_ready_seconds", _READY_HELP)
+        share = _family(GaugeMetricFamily, "worker_busy_ratio", _RATIO_HELP)
         for function, census in self._census().items():
             for state in ("starting", "ready", "draining"):
                 workers.add_metric([function, state], getattr(census, state))

@@ -25,7 +25,7 @@ WARM_PHASES = ("queue", "link", "wait", "exec", "respond")
 _WARM = ", ".join(f"{name};dur=%.3f" for name in (*WARM_PHASES, "total"))
 
 WorkerTiming = tuple[float, float, int, float]
-"""What a worker measured of an invocation: seconds of waiting, seconds in the handler, size of its batch, cost."""
+"""A worker's measures of an invocation: seconds of waiting, seconds in the handler, batch size, cost."""
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class Activation:
 
 @dataclass(slots=True)
 class Timeline:
-    """When what happened to an invocation, in monotonic seconds of the gateway; 0 for what has not happened yet."""
+    """When what happened to an invocation, in monotonic seconds; 0 for what has not happened yet."""
 
     received_s: float
     sent_s: float = 0.0
@@ -93,9 +93,9 @@ class Timeline:
         return max(self.received_s, self.sent_s, self.completed_s, self.responded_s) - self.received_s
 
     def phases(self) -> dict[str, float]:
-        """Return seconds by phase, in order. An activation that was already under way counts from the arrival.
+        """Return seconds by phase, in order. An activation already under way counts from the arrival.
 
-        Without a worker's result (it died, or the deadline passed) the last phase reached lasts until the response.
+        Without a worker's result (it died, or the deadline passed) the last phase lasts until the response.
         """
         start, phases = self.received_s, dict[str, float]()
         completed_s = self.completed_s or self.responded_s
@@ -112,7 +112,7 @@ class Timeline:
         return phases
 
     def fetch_overlap(self) -> dict[str, float]:
-        """Return for each phase the seconds for which weights were fetched beside it, if that was more than 0."""
+        """Return the seconds for which weights were fetched beside each phase, where there are any."""
         fetch = self.activation.fetch if self.activation is not None else None
         if fetch is None:
             return {}
