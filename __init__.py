@@ -1,4 +1,4 @@
-"""pilotflame: functions that start when they are called, and cost nothing until then."""
+"""pilotflame: serverless inference. Functions start when they are called, and cost nothing until then."""
 
 from ._version import __version__
 from .errors import PilotflameError

@@ -1,7 +1,7 @@
-"""Which addresses strangers may have us connect to: what they name must not be a way into our own network.
+"""Which addresses a URL of a caller may lead to, so that callers cannot reach our own network through us.
 
-A name proves nothing, since whoever owns it may answer with another address the next time (DNS rebinding). So the
-check that counts is made where a socket is made, on the very address that it is about to connect to.
+A host name proves nothing: its owner may resolve it to another address the next time (DNS rebinding). So the check
+is made where a socket is opened, on the address that it is about to connect to.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
 
 INPUT_NETWORKS = "PILOTFLAME_INPUT_NETWORKS"
-"""A function's variable: networks that files of inputs may be fetched from besides public addresses, with commas between."""
+"""A function's variable: networks, separated by commas, that input files may be fetched from besides public addresses."""
 
-# From the special-purpose registries of IANA, written out: `is_global` says different things in different Pythons.
+# The special-purpose registries of IANA, written out because `is_global` differs between versions of Python.
 _REFUSED_4 = {
     "0.0.0.0/8": "this network",
     "10.0.0.0/8": "private",
@@ -39,7 +39,7 @@ _REFUSED_4 = {
     "224.0.0.0/4": "multicast",
     "240.0.0.0/4": "reserved",
 }
-# Of IPv6 only 2000::/3 is handed out to the public; the rest is refused as a whole.
+# Only 2000::/3 of IPv6 is allocated to the public; the rest is refused as a whole.
 _REFUSED_6 = {
     "::/128": "unspecified",
     "::1/128": "loopback",
@@ -60,17 +60,17 @@ _REFUSED: Sequence[tuple[Network, str]] = [
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Public addresses, and besides these what lies in the `allowed` networks."""
+    """Allows public addresses, and those in the `allowed` networks."""
 
     allowed: tuple[Network, ...] = ()
 
     @classmethod
     def of(cls, networks: Iterable[str]) -> Self:
-        """From texts as `10.1.0.0/16` or `127.0.0.1`. ValueError names what is none."""
+        """Parse texts like `10.1.0.0/16` or `127.0.0.1`. Raise ValueError, which quotes the text."""
         return cls(tuple(ip_network(network) for network in networks))
 
     def fault(self, address: str) -> str | None:
-        """Why that numeric address may not be called; None if it may."""
+        """Return why a numeric address is refused, or None if it is allowed."""
         try:
             found = ip_address(address.partition("%")[0])
         except ValueError:
@@ -84,8 +84,18 @@ class Addresses:
         return None if isinstance(inner, IPv4Address) or inner in _PUBLIC_6 else "reserved"
 
 
+def is_loopback(host: str) -> bool:
+    """Return True only if it is certain that no other machine can reach `host`, a name or an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def _inner(address: Address) -> Address:
-    """The IPv4 address that an IPv6 address stands for (mapped, or behind NAT64), else the address itself."""
+    """Return the IPv4 address that an IPv6 address embeds (mapped, or NAT64), else the address itself."""
     if isinstance(address, IPv4Address):
         return address
     if address.ipv4_mapped is not None:

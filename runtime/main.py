@@ -19,10 +19,10 @@ import uvloop
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from ..addresses import is_loopback
 from ..errors import GatewayError, PilotflameError, UnknownFunction
-from .access.control_socket import door
+from .access.control_socket import control_socket
 from .access.keyring import Keyring
-from .access.loopback import is_loopback
 from .access.secrets import Secrets
 from .api.access import AccessControl
 from .api.admin import MAX_ARCHIVE_BYTES, Admin
@@ -39,14 +39,14 @@ from .commands.watch import watch
 from .dialects.registry import dialect_routes
 from .events.sources import Sources
 from .functions.deploy import Deployment
-from .functions.registry import Functions
+from .functions.registry import FunctionEvents, Functions
 from .functions.store import Store
-from .jobs.jobs import Jobs, JobSettings
+from .jobs.jobs import Jobs
 from .launching.fetcher_client import FetcherClient
 from .launching.launcher import Launcher
 from .launching.listener import Listener
 from .settings.gateway_settings import GatewaySettings
-from .settings.state_dir import StateDir
+from .settings.state_dir import locked_state_dir
 from .telemetry.metrics import Metrics
 
 # A request makes some twenty objects that the collector counts, and nearly all of them go with it.
@@ -119,13 +119,13 @@ def settle_down() -> None:
 @contextlib.asynccontextmanager
 async def serve(settings: GatewaySettings) -> AsyncIterator[Server]:
     """A gateway that accepts requests inside the block and has drained after it."""
-    with StateDir(settings.state_dir) as state:
-        store = Store(state.path, report=_say)
+    with locked_state_dir(settings.state_dir) as state:
+        store = Store(state, report=_say)
         await asyncio.to_thread(store.start)
-        listener = Listener(state.path / "run" / "link.sock")
+        listener = Listener(state / "run" / "link.sock")
         listener.open()
         try:
-            async with _server(settings, store, state.path, listener) as server:
+            async with _server(settings, store, state, listener) as server:
                 yield server
         finally:
             listener.close()
@@ -146,15 +146,16 @@ async def _server(
         async with asyncio.TaskGroup() as tasks:
             launcher = Launcher(listener, tasks)
             weights = FetcherClient(settings.cache_dir, tasks)
+            events = FunctionEvents()
             functions = Functions(
-                store, state / "environments", launcher, tasks, weights, vault,
+                store, state / "environments", launcher, tasks, weights, vault, events,
                 drain_s=settings.drain_s,
             )  # fmt: skip
             metrics = Metrics(functions.census)
-            functions.on_activation = metrics.activated
+            events.activated.append(metrics.activated)
             await functions.restore()
             admin = Admin(functions, metrics, local=local)
-            async with _jobs(state, functions, tasks, settings) as (jobs, sources):
+            async with _jobs(state, functions, events, tasks, settings) as (jobs, sources):
                 backend = Backend(functions, jobs, metrics, settings.max_body_bytes, settings.body_timeout_s)
                 gateway, access = Gateway(backend), AccessControl(keyring, vault, functions)
                 apis = (gateway, admin, access, WebhooksApi(functions, jobs))
@@ -165,7 +166,7 @@ async def _server(
                     required=settings.auth == "always" or not local, on_quota=_counted(functions, metrics),
                 )  # fmt: skip
                 errors = ErrorResponses(error_formats(routes))
-                with door(state) as own:
+                with control_socket(state) as own:
                     async with _http(
                         [sock, own],
                         routes,
@@ -198,12 +199,16 @@ def _counted(functions: Functions, metrics: Metrics) -> Callable[[str, Pilotflam
 
 @contextlib.asynccontextmanager
 async def _jobs(
-    state: Path, functions: Functions, tasks: asyncio.TaskGroup, settings: GatewaySettings
+    state: Path,
+    functions: Functions,
+    events: FunctionEvents,
+    tasks: asyncio.TaskGroup,
+    settings: GatewaySettings,
 ) -> AsyncIterator[tuple[Jobs, Sources]]:
     """The jobs of these functions, from those that the last life of the gateway left on; and what sources bring."""
-    jobs = Jobs(state, functions.get, tasks, JobSettings(settings.keep_result_s, settings.webhook_networks))
+    jobs = Jobs(state, functions.get, tasks, settings)
     await jobs.start()
-    sources = Sources(jobs, tasks, functions.say, drain_s=settings.drain_s)
+    sources = Sources(jobs, tasks, functions.log, drain_s=settings.drain_s)
 
     def live(name: str) -> None:
         jobs.wake(name)
@@ -216,7 +221,8 @@ async def _jobs(
 
     for function in functions.all():
         sources.start(function.record.function, function.record.settings)
-    functions.on_live, functions.on_gone = live, gone
+    events.live.append(live)
+    events.deleted.append(gone)
     try:
         yield jobs, sources
     finally:

@@ -1,7 +1,7 @@
-"""A snapshot as a handler sees it: `context.snapshot`.
+"""The snapshot that a handler receives as `context.snapshot`.
 
-In `build` (the zygote, where weights must not be) `restore` computes the plan and remembers it; the worker applies
-the remembered plans right after it was forked. Later `restore` acts at once.
+In `build`, which runs in the zygote without weights, `restore` only computes a plan. A worker applies the plans right
+after its fork. From then on, `restore` acts at once.
 """
 
 from __future__ import annotations
@@ -24,15 +24,23 @@ if TYPE_CHECKING:
 
 
 class Snapshot:
-    """The weights of one function on this node: `path` is their folder, `manifest` says what is in it."""
+    """The weights of one function on this node. `manifest` describes them."""
 
     def __init__(
-        self, root: Path, manifest: Manifest, pin: Fingerprint | None = None, *, cache: Path | None = None
+        self,
+        root: Path,
+        manifest: Manifest,
+        verified: Fingerprint | None = None,
+        *,
+        cache: Path | None = None,
     ) -> None:
-        """With `cache`, the folder of the node's cache: the shards lie there, or are on their way; `root` holds the rest."""
+        """With `cache`, the shards are in the node's cache or arriving there, and `root` holds the assets.
+
+        Without it, `verified` is the fingerprint of the files that `open` accepts.
+        """
         self.root = root
         self.manifest = manifest
-        self._pin = pin
+        self._verified = verified
         self._cache = cache
         self._arrival: Arrival | None = None
         self._plans: list[Plan] = []
@@ -40,28 +48,23 @@ class Snapshot:
 
     @property
     def path(self) -> Path:
-        """The folder with the weights, and with whatever lies beside them (config.json, tokenizer)."""
+        """The folder with the assets (config.json, tokenizer) and, without a cache, the weights."""
         return self.root if self.root.is_dir() else self.root.parent
 
     def skeleton(self) -> AbstractContextManager[None]:
-        """Modules made inside have their weights on the meta device (no memory) and their computed buffers real."""
-        from .restoring.skeleton import skeleton  # noqa: PLC0415  torch is loaded only by those who restore
+        """Create modules inside this context with weights on the meta device (no memory) and real computed buffers."""
+        from .restoring.skeleton import skeleton  # noqa: PLC0415  only restoring loads torch
 
         return skeleton()
 
     def restore(
-        self,
-        module: torch.nn.Module,
-        *,
-        prefix: str = "",
-        ignore: Sequence[str] = (),
-        cast: bool = False,
+        self, module: torch.nn.Module, *, prefix: str = "", ignore: Sequence[str] = (), cast: bool = False
     ) -> None:
-        """Gives `module` its weights as views of the mapped snapshot, private and copy-on-write.
+        """Set the module's weights to views of the mapped snapshot, private and copy-on-write.
 
-        `prefix` is prepended to the module's names, `ignore` are patterns of tensors the module need not have. `cast`
-        converts floating-point weights to the module's type, at the cost of a copy; without it they have to be of that type.
-        In `build` the weights come later, in each worker. Raises SnapshotMismatch naming the tensors.
+        `prefix` is prepended to the module's names. `ignore` are patterns of tensors that the module may lack. `cast`
+        copies floating-point weights to the module's dtype; without it, the dtypes must be equal. In `build`, the
+        weights are set later, in each worker. Raises SnapshotMismatch, which names the tensors.
         """
         from .restoring.plan import make_plan, restore  # noqa: PLC0415
 
@@ -72,21 +75,21 @@ class Snapshot:
             restore(plan, self._mapping)
 
     def blank(self) -> None:
-        """Gives what `build` planned weights of zeros that hold no memory: for `rehearse`, in a standby."""
+        """Set the weights that `build` planned to zeros that take no memory: for `rehearse`, in a standby."""
         from .restoring.plan import blank  # noqa: PLC0415
 
         for plan in self._plans:
             blank(plan)
 
     def open(self) -> None:
-        """Maps the files and applies what `build` planned. Raises SnapshotChanged if the files are not the ones pinned."""
+        """Map the files and apply the plans of `build`. Raises SnapshotChanged if the files are not the verified ones."""
         from .restoring.mapping import Mapping  # noqa: PLC0415
         from .restoring.plan import restore  # noqa: PLC0415
 
         if self._cache is None:
-            self._mapping = Mapping(self.root, self.manifest, self._pin)
+            self._mapping = Mapping(self.root, self.manifest, self._verified)
         else:
-            from .caching.node import follow  # noqa: PLC0415  only functions whose weights lie elsewhere pay for it
+            from .caching.node import follow  # noqa: PLC0415  only remote weights need it
 
             lease = follow(self._cache, self.manifest)
             self._arrival = lease.arrival
@@ -96,11 +99,11 @@ class Snapshot:
 
     @property
     def arriving(self) -> bool:
-        """Whether bytes are still to come; operations outside a `gate` may then read zeros."""
+        """True while bytes are arriving. Operations outside a `gate` may then read zeros."""
         return self._arrival is not None and not self._arrival.complete
 
     def gate(self) -> AbstractContextManager[Any]:
-        """Operations inside, on this thread, wait for the bytes of their own tensors. Nothing, once all are there."""
+        """Make operations inside this context, on this thread, wait for the bytes of their tensors."""
         if self._mapping is None or self._arrival is None or not self.arriving:
             return nullcontext()
         from .restoring.gate import Gate  # noqa: PLC0415
@@ -108,16 +111,16 @@ class Snapshot:
         return Gate(self._mapping, self._arrival)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Until all bytes are there; raises what kept them from coming."""
+        """Wait until all bytes have arrived. Raises the error of the fetch if it fails."""
         if self._arrival is not None and self._arrival.count:
             self._arrival.wait(0, self._arrival.count - 1, timeout_s)
 
     def record(self, run: Callable[[], Any]) -> Manifest:
-        """Calls `run` and gives the manifest with the order in which it touched the tensors, on this thread."""
+        """Call `run`, and return the manifest with the order in which it read the tensors, on this thread."""
         from .restoring.touch import record_first_touch  # noqa: PLC0415
 
         if self._mapping is None:
-            raise SnapshotError("The snapshot is not open.", remedy="Record after `open`.")
+            raise SnapshotError("The snapshot is not open.", remedy="Call `open` before `record`.")
         return record_first_touch(self._mapping, run)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Publishing: a file, or a folder of them, is there whole or not at all, even if the machine dies meanwhile."""
+"""Publishing a file or a folder atomically and durably: it appears complete or not at all, even after a power loss."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..errors import CacheError, SnapshotError
 
 @contextmanager
 def publish(path: Path, mode: int = 0o644) -> Iterator[IO[bytes]]:
-    """A stream whose bytes become file `path` when the block ends; if it raises, nothing is left and `path` as it was."""
+    """Yield a stream whose bytes become file `path` when the block ends. If it raises, `path` does not change."""
     with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name[:100]}.", delete=False) as stream:
         try:
             yield stream
@@ -32,12 +32,12 @@ def publish(path: Path, mode: int = 0o644) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def publish_folder(path: Path) -> Iterator[Path]:
-    """A new folder that becomes `path` when the block ends; its files are the caller's to sync (`publish` does).
+    """Yield a new folder that becomes `path` when the block ends. The caller syncs its files (`publish` does).
 
-    SnapshotError if something is at `path` (an empty folder is nothing), CacheError if it cannot be written.
+    Raises SnapshotError if `path` exists and is not an empty folder, CacheError if it cannot be written.
     """
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise SnapshotError(f"{path} is there and not empty.", remedy="Name a folder that is not there yet.")
+        raise SnapshotError(f"{path} is there and not empty.", remedy="Choose a folder that does not exist.")
     made = path.parent / f".{path.name[:100]}.{secrets.token_hex(4)}"
     try:
         made.mkdir(parents=True)
@@ -46,21 +46,24 @@ def publish_folder(path: Path) -> Iterator[Path]:
             sync(Path(folder))
         made.rename(path)
         sync(path.parent)
-    except OSError as error:
+    except BaseException as error:
         shutil.rmtree(made, ignore_errors=True)
-        raise CacheError(
-            f"{path} cannot be written: {error.strerror or error}.",
-            remedy="Make room, or name another place.",
-        ) from error
-    except BaseException:
-        shutil.rmtree(made, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise cannot_write(path, error) from error
         raise
 
 
 def sync(path: Path) -> None:
-    """Make a file's bytes, or the names in a folder, outlive the machine's death."""
+    """Flush a file's bytes, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def cannot_write(path: Path, error: OSError) -> CacheError:
+    return CacheError(
+        f"{path} cannot be written: {error.strerror or error}.",
+        remedy="Free some space, or choose another place.",
+    )

@@ -1,1 +1,1 @@
-"""Templates: one folder each, which `pilotflame init` copies and never imports."""
+"""The templates of `pilotflame init`: one folder each, copied and never imported."""

@@ -1,4 +1,4 @@
-"""What the store of jobs is to do, said a second time and simply: jobs in a dictionary, no disk, no indexes."""
+"""A model of the store of jobs: the same behaviour with jobs in a dictionary, without disk and indexes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,19 @@ KEEP_S = 100.0
 QUEUED, RUNNING = JobState.IN_QUEUE, JobState.IN_PROGRESS
 
 
+class Clock:
+    """The clock of a store; tests set it."""
+
+    def __init__(self) -> None:
+        self.now_s = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
 @dataclass
-class Kept:
-    """A job."""
+class ModelJob:
+    """A job of the model."""
 
     new: NewJob
     number: int
@@ -36,19 +46,19 @@ class Kept:
 
 
 class Model:
-    """`events` are those that webhooks are to be told of: (id, event)."""
+    """`events` are the pending webhook deliveries: (job id, event)."""
 
     def __init__(self) -> None:
         self.now_s = 1_000_000.0
-        self.jobs: dict[str, Kept] = {}
-        self.forgotten: dict[str, tuple[str, float]] = {}
+        self.jobs: dict[str, ModelJob] = {}
+        self.deleted: dict[str, tuple[str, float]] = {}
         self.finished: dict[tuple[str, str], int] = {}
         self.retried: dict[str, int] = {}
         self.events: list[tuple[str, str]] = []
         self.arrived = 0
 
     def replayed(self, new: NewJob) -> str | PilotflameError | None:
-        """The id of the job that a submit gives again, what it raises, or None: a new job."""
+        """Return the id of the job that a submit returns again, the error that it raises, or None for a new job."""
         for job_id, job in self.jobs.items():
             same = (job.new.function, job.new.owner, job.new.idempotency)
             if new.idempotency and same == (new.function, new.owner, new.idempotency):
@@ -57,13 +67,13 @@ class Model:
 
     def submit(self, job_id: str, new: NewJob) -> None:
         self.arrived += 1
-        self.jobs[job_id] = Kept(new, self.arrived, self.now_s, self.now_s + new.ttl_s, new.max_attempts)
+        self.jobs[job_id] = ModelJob(new, self.arrived, self.now_s, self.now_s + new.ttl_s, new.max_attempts)
 
     def absent(self, function: str, job_id: str) -> type[PilotflameError] | None:
         job = self.jobs.get(job_id)
         if job is not None and job.new.function == function:
             return None
-        return JobExpired if self.forgotten.get(job_id, ("",))[0] == function else UnknownJob
+        return JobExpired if self.deleted.get(job_id, ("",))[0] == function else UnknownJob
 
     def held(self, job_id: str, fence: int) -> bool:
         job = self.jobs.get(job_id)
@@ -75,14 +85,14 @@ class Model:
             return False
         job.state, job.due_s = RUNNING, 0.0
         job.attempts += 1
-        self.tell(job_id, "start")
+        self.notify(job_id, "start")
         return True
 
     def end(self, job_id: str, outcome: JobOutcome) -> None:
         job = self.jobs[job_id]
         job.state, job.output, job.logs = outcome.state, outcome.output, outcome.logs
         job.expires_s = self.now_s + KEEP_S
-        self.tell(job_id, "completed")
+        self.notify(job_id, "completed")
 
     def requeue(self, job_id: str, delay_s: float, *, counted: bool, logs: str = "") -> None:
         job = self.jobs[job_id]
@@ -92,7 +102,7 @@ class Model:
         job.max_attempts += 0 if counted else 1
         self.queue(job, delay_s)
 
-    def queue(self, job: Kept, delay_s: float = 0.0) -> None:
+    def queue(self, job: ModelJob, delay_s: float = 0.0) -> None:
         job.state, job.due_s, job.expires_s = QUEUED, self.now_s + delay_s if delay_s else 0.0, 0.0
         job.output, job.logs, job.progress, job.pieces = None, "", None, []
 
@@ -114,15 +124,18 @@ class Model:
             elif job.state.final and job.expires_s <= self.now_s:
                 key = (job.new.function, job.state)
                 self.finished[key] = self.finished.get(key, 0) + 1
-                self.forgotten[job_id] = (job.new.function, self.now_s + KEEP_S)
+                self.deleted[job_id] = (job.new.function, self.now_s + KEEP_S)
                 del self.jobs[job_id]
-        for job_id, (_, until_s) in list(self.forgotten.items()):
+        for job_id, (_, until_s) in list(self.deleted.items()):
             if until_s <= self.now_s:
-                del self.forgotten[job_id]
+                del self.deleted[job_id]
 
-    def tell(self, job_id: str, event: str) -> None:
+    def notify(self, job_id: str, event: str) -> None:
         webhook = self.jobs[job_id].new.webhook
         if webhook is not None and event in webhook.events:
+            # A new output replaces the pending one.
+            if event == "output" and (job_id, event) in self.events:
+                self.events.remove((job_id, event))
             self.events.append((job_id, event))
 
     def due(self, function: str) -> list[str]:
@@ -141,7 +154,7 @@ class Model:
     def next_expiry(self) -> float | None:
         times = [job.stale_s for job in self.jobs.values() if job.state is QUEUED]
         times += [job.expires_s for job in self.jobs.values() if job.state.final]
-        times += [until_s for _, until_s in self.forgotten.values()]
+        times += [until_s for _, until_s in self.deleted.values()]
         return min(times, default=None)
 
     def counts(self, function: str) -> JobCounts:

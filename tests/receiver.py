@@ -1,4 +1,4 @@
-"""A receiver of webhooks, for tests: a real HTTP server on loopback that answers as it is told and remembers what came."""
+"""A receiver of webhooks for tests: an HTTP server on loopback that records requests and sends prepared responses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pilotflame.runtime.jobs.job import Job, JobState, Webhook
 from pilotflame.runtime.jobs.outbox import newest
 from pilotflame.runtime.jobs.webhook_delivery import Delivery
 
-Answer = int | Callable[[web.Request], Awaitable[web.StreamResponse]]
+Response = int | Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class Came:
 
 
 class Receiver:
-    """`answers` are used up in order; after that it is 204."""
+    """Sends `responses` in order, then 204."""
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.answers: list[Answer] = []
+        self.responses: list[Response] = []
         self.came: list[Came] = []
         self._changed = asyncio.Condition()
 
@@ -51,8 +51,8 @@ class Receiver:
         self.came.append(Came(request.path, headers, body))
         async with self._changed:
             self._changed.notify_all()
-        answer = self.answers.pop(0) if self.answers else 204
-        return web.Response(status=answer) if isinstance(answer, int) else await answer(request)
+        response = self.responses.pop(0) if self.responses else 204
+        return web.Response(status=response) if isinstance(response, int) else await response(request)
 
     async def received(self, count: int) -> list[Came]:
         async with asyncio.timeout(LIMIT_S), self._changed:
@@ -63,7 +63,7 @@ class Receiver:
 @asynccontextmanager
 async def receiving(host: str = "127.0.0.1") -> AsyncIterator[Receiver]:
     app = web.Application()
-    # 0 would mean to wait without an end for handlers that are held
+    # 0 would wait forever for handlers that are held.
     runner = web.AppRunner(app, shutdown_timeout=0.01, access_log=None)
     receiver = Receiver("")
     app.router.add_route("*", "/{tail:.*}", receiver.take)
@@ -79,7 +79,7 @@ async def receiving(host: str = "127.0.0.1") -> AsyncIterator[Receiver]:
 
 
 class Held:
-    """An answer that waits until it is let go."""
+    """A response that is sent when `let_go` is set."""
 
     def __init__(self, status: int = 204) -> None:
         self.status = status
@@ -91,21 +91,21 @@ class Held:
 
 
 async def reset(request: web.Request) -> web.Response:
-    """Break the connection off."""
+    """Break the connection."""
     assert request.transport is not None
     request.transport.abort()
     return web.Response()
 
 
-def answer(status: int, **headers: str) -> Callable[[web.Request], Awaitable[web.Response]]:
-    async def answered(request: web.Request) -> web.Response:
+def respond(status: int, **headers: str) -> Callable[[web.Request], Awaitable[web.Response]]:
+    async def responded(request: web.Request) -> web.Response:
         return web.Response(status=status, headers={k.replace("_", "-"): v for k, v in headers.items()})
 
-    return answered
+    return responded
 
 
 class Watched(Database):
-    """Tells when something was written, so that tests wait for what they look for and not for a time."""
+    """Lets tests wait for a write instead of a time."""
 
     async def write(self, change: Change[T]) -> T:
         result = await super().write(change)
@@ -118,7 +118,7 @@ class Watched(Database):
         return self.__dict__.setdefault("_changed", asyncio.Condition())
 
     async def until(self, holds: Callable[[list[Delivery]], bool], function: str = "f") -> list[Delivery]:
-        """The deliveries, newest first, as soon as they are as wanted."""
+        """Wait until the deliveries satisfy `holds` and return them, newest first."""
         async with asyncio.timeout(LIMIT_S), self._condition:
             while not holds(found := await self.read(lambda connection: newest(connection, function))):
                 await self._condition.wait()
@@ -126,7 +126,7 @@ class Watched(Database):
 
 
 def job(url: str = "http://127.0.0.1:1/hook", **fields: Any) -> Job:
-    """A running job of function "f" that wants to be told of everything."""
+    """Return a running job of function "f" whose webhook subscribes to all events."""
     return Job(
         **{
             "id": "job-1", "function": "f", "state": JobState.IN_PROGRESS, "input": b"{}", "content_type": "", "owner": "",

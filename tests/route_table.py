@@ -12,7 +12,7 @@ from pilotflame.runtime.api.invoke import Gateway
 from pilotflame.runtime.api.openapi import OpenApi
 from pilotflame.runtime.api.webhooks import WebhooksApi
 from pilotflame.runtime.dialects.registry import dialect_routes
-from pilotflame.runtime.functions.registry import FunctionStatus
+from pilotflame.runtime.functions.live import FunctionStatus
 
 
 def described() -> OpenApi:

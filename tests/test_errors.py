@@ -1,4 +1,4 @@
-"""The error tree: on one page, codes for programs, and the same error on both ends of a wire."""
+"""The error tree: its drawing is complete, codes are unique, and errors cross processes unchanged."""
 
 import json
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ def drawn() -> dict[str, str]:
         above[depth] = name
         if depth - 1 in above:
             parents[name] = above[depth - 1]
-            assert len(stem.split()) > 1, f"{name} is drawn without a word on it"
+            assert len(stem.split()) > 1, f"{name} is drawn without a description"
     return parents
 
 
@@ -40,14 +40,15 @@ def test_the_drawing_is_the_tree() -> None:
     assert drawn() == {kind.__name__: kind.__base__.__name__ for kind in KINDS[1:] if kind.__base__}
 
 
-def test_codes_are_unique_and_fit_for_programs() -> None:
+def test_codes_are_unique_and_lowercase() -> None:
     codes = [kind.code for kind in KINDS]
     assert len(set(codes)) == len(codes)
     assert all(code.replace("_", "").isalpha() and code.islower() for code in codes)
-    assert all("code" in vars(kind) for kind in KINDS)  # never inherited
+    # A code is never inherited.
+    assert all("code" in vars(kind) for kind in KINDS)
 
 
-def test_a_status_is_the_callers_fault_or_ours() -> None:
+def test_a_status_is_an_error_status() -> None:
     assert all(400 <= kind.status < 600 for kind in KINDS)
 
 
@@ -71,7 +72,7 @@ JSON = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(["type", "message", "remedy", "details"]), JSON))
-def test_whatever_a_peer_sends_becomes_an_error_that_can_be_printed(wire: dict[str, object]) -> None:
+def test_any_message_of_a_peer_becomes_an_error_that_can_be_printed(wire: dict[str, object]) -> None:
     error = PilotflameError.from_wire(wire)
     assert isinstance(error, PilotflameError)
     str(error)

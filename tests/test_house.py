@@ -212,7 +212,6 @@ def test_the_version_is_in_one_place() -> None:
 SOURCES = sorted([*modules().items(), ("__init__", ROOT / "__init__.py")])
 # Where an exception ends although it is none of Exception's: (file, function), and why.
 SWALLOWED = {
-    ("runtime.events.blocking_call", "_run"),  # handed to who waits, in another thread
     ("runtime.worker.thread_runner", "_execute"),
     ("runtime.worker.thread_runner", "_execute_batch"),
     ("snapshot.fetching.fetch", "_work"),

@@ -1,5 +1,5 @@
-"""The worker's side of other platforms' contracts: RunPod, Cog and AWS Lambda handlers run unchanged.
+"""The worker's side of foreign contracts: handlers for RunPod, Cog and AWS Lambda run unchanged.
 
-Enter at `recognise.py`, which finds a handler's dialect, or at a dialect's `resolve_*` function. The gateway's side is
-`runtime/dialects`.
+Enter at `recognise`, which finds a handler's dialect, or at a dialect's `resolve_*` function. The gateway's side is in
+`runtime/dialects`. Each foreign package that is not installed has a stand-in, `*_sdk`.
 """

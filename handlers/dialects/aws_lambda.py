@@ -1,4 +1,4 @@
-"""Lambda: a function called with (event, context), as AWS calls it."""
+"""AWS Lambda's handler contract: a function called with (event, context)."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import HandlerFailed, HandlerSignatureError
+from ..codec import InputCodec
 from ..contract import Context
 from ..failure import OWN_FOLDER, explain
 from ..handler import Handler, HandlerKind, kind_of
 from ..loading import import_file
-from .bodies import LenientOutput, ObjectInput
+from .adapter import adapt
 from .recognise import Entry
 
 ACCOUNT = "000000000000"
 VERSION = "$LATEST"
-_ENOUGH_MS = 900_000  # Lambda's longest time, for calls that have no deadline
+# The longest timeout of Lambda, for calls without a deadline.
+_MAX_REMAINING_MS = 900_000
 
 
 def resolve_lambda(root: Path, entry: Entry, function: str) -> Handler:
-    """The function that `entry` names. Raises HandlerImportError or HandlerSignatureError."""
+    """Import the function that `entry` names. Raises HandlerImportError or HandlerSignatureError."""
     function = function or root.name
     module = import_file(root, root / entry.file, prepare=lambda: _set_environment(root, entry, function))
     call = getattr(module, entry.name, None)
@@ -36,85 +38,84 @@ def resolve_lambda(root: Path, entry: Entry, function: str) -> Handler:
     if kind.streaming:
         raise HandlerSignatureError(
             f"`{entry.name}` in {entry.file} is a generator, which Lambda does not call.",
-            remedy="Return the answer.",
+            remedy="Return the response.",
         )
     caller = LambdaCaller(call, root)
-    return Handler(
-        call=caller.answer_async if kind is HandlerKind.ASYNC else caller.answer,
-        kind=kind,
-        takes_context=True,
-        batch=None,
-        input=ObjectInput(),
-        output=LenientOutput(),
-        build=None,
-        rehearse=None,
-        setup=None,
-        teardown=None,
-        dialect="lambda",
-        entry=entry.label,
-    )
+    is_async = kind is HandlerKind.ASYNC
+    return adapt(entry, kind, caller.call_async if is_async else caller.call, input_codec=ObjectInput())
+
+
+class ObjectInput(InputCodec):
+    """Any JSON. An empty body is an empty object."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    def decode(self, body: bytes, content_type: str = "") -> Any:
+        return super().decode(body, content_type) if body else {}
 
 
 class LambdaContext:
-    """The second argument, as AWS's."""
+    """The second argument, with the attributes of AWS's."""
 
     identity = None
     client_context = None
 
     def __init__(self, context: Context) -> None:
         self._context = context
+        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
         self.aws_request_id = context.id
         self.function_name = os.environ["AWS_LAMBDA_FUNCTION_NAME"]
         self.function_version = VERSION
         self.memory_limit_in_mb = os.environ["AWS_LAMBDA_FUNCTION_MEMORY_SIZE"]
-        self.invoked_function_arn = f"arn:aws:lambda:{_region()}:{ACCOUNT}:function:{self.function_name}"
+        self.invoked_function_arn = f"arn:aws:lambda:{region}:{ACCOUNT}:function:{self.function_name}"
         self.log_group_name = os.environ["AWS_LAMBDA_LOG_GROUP_NAME"]
         self.log_stream_name = os.environ["AWS_LAMBDA_LOG_STREAM_NAME"]
 
     def get_remaining_time_in_millis(self) -> int:
         remaining_ms = self._context.remaining_ms()
-        return _ENOUGH_MS if remaining_ms is None else remaining_ms
+        return _MAX_REMAINING_MS if remaining_ms is None else remaining_ms
 
     def log(self, message: object) -> None:
         self._context.log.info("%s", message)
 
 
 class LambdaCaller:
-    """Calls the function, and tells its failures in Lambda's words beside ours."""
+    """Calls the function. Adds Lambda's description of a failure to the details of ours."""
 
-    def __init__(self, call: Callable[..., Any], root: Path) -> None:
-        self._call = call
+    def __init__(self, function: Callable[..., Any], root: Path) -> None:
+        self._function = function
         self._root = root
 
-    def answer(self, event: Any, context: Context) -> Any:
+    def call(self, event: Any, context: Context) -> Any:
         try:
-            return self._call(event, LambdaContext(context))
+            return self._function(event, LambdaContext(context))
         except Exception as error:
             raise self._failed(error) from error
 
-    async def answer_async(self, event: Any, context: Context) -> Any:
+    async def call_async(self, event: Any, context: Context) -> Any:
         try:
-            return await self._call(event, LambdaContext(context))
+            return await self._function(event, LambdaContext(context))
         except Exception as error:
             raise self._failed(error) from error
 
     def _failed(self, error: Exception) -> HandlerFailed:
-        told = explain(HandlerFailed, "The handler", error, self._root)
+        failed = explain(HandlerFailed, "The handler", error, self._root)
         frames = [
             frame
             for frame in traceback.extract_tb(error.__traceback__)
             if not frame.filename.startswith(OWN_FOLDER)
         ]
-        told.details |= {
+        failed.details |= {
             "errorType": type(error).__name__,
             "errorMessage": str(error),
             "stackTrace": traceback.format_list(frames),
         }
-        return told
+        return failed
 
 
 def _set_environment(root: Path, entry: Entry, function: str) -> None:
-    """What AWS sets before it imports the file. What the settings say already stays."""
+    """Set the variables that AWS sets before importing the file, unless the function's settings do."""
     memory_mb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
     stream = f"{datetime.now(UTC):%Y/%m/%d}/[{VERSION}]{os.getpid():032x}"
     for name, value in {
@@ -127,7 +128,3 @@ def _set_environment(root: Path, entry: Entry, function: str) -> None:
         "_HANDLER": f"{entry.file.removesuffix('.py').replace('/', '.')}.{entry.name}",
     }.items():
         os.environ.setdefault(name, value)
-
-
-def _region() -> str:
-    return os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"

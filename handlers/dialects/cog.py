@@ -1,4 +1,4 @@
-"""Cog: a predict.py whose class says `setup()` and `predict(**inputs)`, run as Cog runs it."""
+"""Cog's handler contract: a class in predict.py with `setup()` and `predict(**inputs)`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import sys
 import typing
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,78 +17,69 @@ from ...errors import HandlerSignatureError
 from ..contract import Context
 from ..handler import Handler, HandlerKind, Hook, kind_of
 from ..loading import import_file
-from .bodies import LenientOutput, ShownInput
+from .adapter import DeclaredInput, adapt, awaited
 from .cog_inputs import CogInputs
 from .cog_sdk import CONCURRENCY_MARK
-from .files import Fetched, presented
+from .files import InputFiles, with_data_urls
 from .recognise import Entry
+from .stand_in import is_installed
 
 WEIGHTS_FOLDER = "weights"
+# Types that cannot hold a file.
 PLAIN = (str, int, float, bool, bytes, type(None))
 
 
 def resolve_cog(root: Path, entry: Entry) -> Handler:
-    """The predictor that `entry` names. Raises HandlerImportError or HandlerSignatureError."""
-    module = import_file(root, root / entry.file, prepare=_provide)
-    predictor = Predictor(module, entry)
-    return Handler(
-        call=predictor.caller,
-        kind=predictor.kind,
-        takes_context=True,
-        batch=None,
-        input=ShownInput(predictor.inputs.schema),
-        output=LenientOutput(predictor.inputs.output),
-        build=None,
-        rehearse=None,
+    """Import the predictor that `entry` names. Raises HandlerImportError or HandlerSignatureError."""
+    predictor = Predictor(import_file(root, root / entry.file, prepare=_provide_cog), entry)
+    return adapt(
+        entry,
+        predictor.kind,
+        predictor.caller,
+        input_codec=DeclaredInput(predictor.inputs.schema),
+        output_schema=predictor.inputs.output_schema,
         setup=predictor.setup,
-        teardown=None,
-        dialect="cog",
-        entry=entry.label,
     )
 
 
-def _provide() -> None:
-    """`import cog` gives the real package if it is here, else a stand-in."""
-    spec = find_spec("cog") if "cog" not in sys.modules else sys.modules["cog"].__spec__
-    if spec is None or spec.origin is None:  # none, or only a folder of that name
-        from .cog_sdk import stand_in  # noqa: PLC0415  only where it is needed
+def _provide_cog() -> None:
+    if not is_installed("cog"):
+        from .cog_sdk import stand_in  # noqa: PLC0415  imported only if needed
 
         sys.modules.update(stand_in())
 
 
 class Predictor:
-    """A Cog class (or function): what it takes, and how it is called. The instance is made in each worker."""
+    """A Cog class or function: its inputs, and how to call it. Each worker's setup creates the class's instance."""
 
     def __init__(self, module: ModuleType, entry: Entry) -> None:
-        self._target = getattr(module, entry.name, None)
-        what = f"`{entry.name}` in {entry.file}"
+        self._target: Any = getattr(module, entry.name, None)
+        label = f"`{entry.name}` in {entry.file}"
         if not callable(self._target):
             raise HandlerSignatureError(
                 f"{entry.file} defines no {entry.name!r} to call.",
                 remedy='Name the class in pilotflame.toml, as `handler = "cog:predict.py:Predictor"`.',
             )
-        self._method = _method_of(self._target, what)
-        predict = self._predict(object()) if self._method else self._target
-        self.inputs = CogInputs(predict, what)
+        self._method = _method_name(self._target, label)
+        predict = self._predict(object())
+        self.inputs = CogInputs(predict, label)
         self.kind = _kind(predict, self.inputs.returned)
         self.setup: Hook | None = self._set_up if self._method else None
         self.caller: Callable[..., Any] = {
-            HandlerKind.PLAIN: self._answer,
-            HandlerKind.ASYNC: self._answer_async,
+            HandlerKind.PLAIN: self._run,
+            HandlerKind.ASYNC: self._run_async,
             HandlerKind.GENERATOR: self._stream,
             HandlerKind.ASYNC_GENERATOR: self._stream_async,
         }[self.kind]
 
     def _predict(self, instance: Any) -> Callable[..., Any]:
-        """The method, bound to `instance`; the function, if it is one."""
         if not self._method:
-            return typing.cast("Callable[..., Any]", self._target)
-        written = inspect.getattr_static(self._target, self._method)
-        bound = written.__get__(instance, self._target)
-        return typing.cast("Callable[..., Any]", bound)
+            return self._target  # type: ignore[no-any-return]
+        method = inspect.getattr_static(self._target, self._method)
+        return method.__get__(instance, self._target)  # type: ignore[no-any-return]
 
     def _set_up(self, context: Context) -> Any:
-        instance = typing.cast("Callable[[], Any]", self._target)()
+        instance = self._target()
         concurrency = getattr(self._predict(instance), CONCURRENCY_MARK, 1)
         if concurrency > 1 and self.kind.on_loop:
             context.resize(concurrency)
@@ -100,74 +90,67 @@ class Predictor:
         done = setup(**weights)
         return _after(done, instance) if inspect.isawaitable(done) else instance
 
-    # -- predicting
+    def _run(self, event: Any, context: Context) -> Any:
+        with InputFiles(context.remaining_ms) as files:
+            output = self._predict(context.state)(**self._arguments(event, context, files))
+            return with_data_urls(awaited(output))
 
-    def _answer(self, event: Any, context: Context) -> Any:
-        with Fetched(context.remaining_ms) as files:
-            answer = self._predict(context.state)(**self._checked(event, context, files))
-            if inspect.isawaitable(answer):
-                answer = asyncio.run(_after(answer, None, give=True))
-            return presented(answer)
-
-    async def _answer_async(self, event: Any, context: Context) -> Any:
-        with Fetched(context.remaining_ms) as files:
-            answer = await self._predict(context.state)(**await self._checked_async(event, context, files))
-            return await _presented(answer)
+    async def _run_async(self, event: Any, context: Context) -> Any:
+        with InputFiles(context.remaining_ms) as files:
+            arguments = await self._arguments_async(event, context, files)
+            return await _with_data_urls_async(await self._predict(context.state)(**arguments))
 
     def _stream(self, event: Any, context: Context) -> Iterator[Any]:
-        with Fetched(context.remaining_ms) as files:
-            pieces = self._predict(context.state)(**self._checked(event, context, files))
+        with InputFiles(context.remaining_ms) as files:
+            pieces = self._predict(context.state)(**self._arguments(event, context, files))
             try:
                 for piece in pieces:
-                    yield presented(piece)
+                    yield with_data_urls(piece)
             finally:
                 if (close := getattr(pieces, "close", None)) is not None:
                     close()
 
     async def _stream_async(self, event: Any, context: Context) -> AsyncIterator[Any]:
-        with Fetched(context.remaining_ms) as files:
-            pieces = self._predict(context.state)(**await self._checked_async(event, context, files))
-            async with aclosing(pieces):
+        with InputFiles(context.remaining_ms) as files:
+            arguments = await self._arguments_async(event, context, files)
+            async with aclosing(self._predict(context.state)(**arguments)) as pieces:
                 async for piece in pieces:
-                    yield await _presented(piece)
+                    yield await _with_data_urls_async(piece)
 
-    def _checked(self, event: Any, context: Context, files: Fetched) -> dict[str, Any]:
-        return self.inputs.check(self.inputs.unwrapped(event, context.extra), files)
+    def _arguments(self, event: Any, context: Context, files: InputFiles) -> dict[str, Any]:
+        return self.inputs.arguments(self.inputs.unwrap(event, context.extra), files)
 
-    async def _checked_async(self, event: Any, context: Context, files: Fetched) -> dict[str, Any]:
-        if self.inputs.with_files:
-            return await asyncio.to_thread(self._checked, event, context, files)
-        return self._checked(event, context, files)
+    async def _arguments_async(self, event: Any, context: Context, files: InputFiles) -> dict[str, Any]:
+        if self.inputs.has_files:
+            return await asyncio.to_thread(self._arguments, event, context, files)
+        return self._arguments(event, context, files)
 
 
-def _method_of(target: Any, what: str) -> str:
-    """What a class calls its prediction; "" for a function."""
+def _method_name(target: Any, label: str) -> str:
+    """Return the name of a class's prediction method, or "" for a function."""
     if not isinstance(target, type):
         return ""
     for name in ("predict", "run"):
         owner = next((base for base in target.__mro__ if name in vars(base)), None)
-        if owner is not None and owner.__module__.partition(".")[0] not in (
-            "cog",
-            __name__.partition(".")[0],
-        ):
+        # The base classes of cog and of its stand-in do not count.
+        if owner is not None and owner.__module__.split(".")[0] not in ("cog", __name__.split(".")[0]):
             return name
     raise HandlerSignatureError(
-        f"{what} has no method `predict`.", remedy="Define `def predict(self, …)` in it, as Cog wants it."
+        f"{label} has no method `predict`.", remedy="Define `def predict(self, …)` in it, as Cog requires."
     )
 
 
 def _kind(predict: Callable[..., Any], returned: Any) -> HandlerKind:
-    """How it runs; one that returns an iterator which it did not write as a generator streams too."""
+    """Return how `predict` runs. A plain function annotated to return an iterator streams too."""
     kind = kind_of(predict)
-    if kind is not HandlerKind.PLAIN:
-        return kind
     origin = typing.get_origin(returned) or returned
-    streams = isinstance(origin, type) and issubclass(origin, Iterator)
-    return HandlerKind.GENERATOR if streams else kind
+    if kind is HandlerKind.PLAIN and isinstance(origin, type) and issubclass(origin, Iterator):
+        return HandlerKind.GENERATOR
+    return kind
 
 
 def _weights(setup: Callable[..., Any]) -> Any:
-    """What Cog gives `setup(weights)`: COG_WEIGHTS, else the folder's `weights`, else None."""
+    """Return what Cog passes to `setup(weights)`: COG_WEIGHTS, else the folder's `weights`, else None."""
     if named := os.environ.get("COG_WEIGHTS"):
         return named
     path = Path(WEIGHTS_FOLDER)
@@ -177,12 +160,11 @@ def _weights(setup: Callable[..., Any]) -> Any:
     return str(path) if wanted is str else path
 
 
-async def _after(awaitable: Any, instance: Any, *, give: bool = False) -> Any:
-    """Awaits; the answer is `instance`, or with `give` what was awaited."""
-    answer = await awaitable
-    return answer if give else instance
+async def _after(awaitable: Any, instance: Any) -> Any:
+    await awaitable
+    return instance
 
 
-async def _presented(answer: Any) -> Any:
-    """Files are read in a thread; what cannot hold any needs none."""
-    return answer if isinstance(answer, PLAIN) else await asyncio.to_thread(presented, answer)
+async def _with_data_urls_async(output: Any) -> Any:
+    """Read files in a thread, unless the output cannot hold any."""
+    return output if isinstance(output, PLAIN) else await asyncio.to_thread(with_data_urls, output)

@@ -1,4 +1,4 @@
-"""Cog's typed inputs: a model made of `predict`'s signature, with what each `Input(...)` says."""
+"""Cog's typed inputs: a pydantic model of `predict`'s signature, with the options of each `Input(...)`."""
 
 from __future__ import annotations
 
@@ -30,21 +30,23 @@ from ...errors import HandlerSignatureError
 from ..codec import input_error
 from ..handler import written
 from .cog_sdk import FieldInfo
-from .files import Fetched
+from .files import InputFiles
 
 _BOUNDS = ("ge", "le", "min_length", "max_length")
 _URI = {"type": "string", "format": "uri"}
-_PREFIX = "input_"  # of the model's own names: a parameter may be called `schema` or `_x`
+_HIDDEN = {"type": "string", "format": "password", "writeOnly": True}
+# Prefixes the model's field names: a parameter may be called `schema` or `_x`.
+_PREFIX = "input_"
 _CONFIG = ConfigDict(extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
 
 
 class CogInputs:
-    """The inputs of one `predict`."""
+    """The inputs of one `predict` function: their JSON schema, and the conversion of an event to arguments."""
 
-    def __init__(self, predict: Callable[..., Any], what: str) -> None:
-        """`predict` without its `self`; `what` is what it is called in messages."""
+    def __init__(self, predict: Callable[..., Any], label: str) -> None:
+        """`predict` has no `self`; `label` names it in messages."""
         self.names: tuple[str, ...] = ()
-        self._files = False
+        self.has_files = False
         try:
             hints = typing.get_type_hints(written(predict), include_extras=True)
             fields = {}
@@ -57,20 +59,15 @@ class CogInputs:
             self._fields = dict(zip(self.names, fields, strict=True))
             self.schema: Mapping[str, Any] = self._model.model_json_schema()
             self.returned = hints.get("return")
-            self.output = _schema_of(self.returned)
+            self.output_schema = _schema_of(self.returned)
         except (NameError, SyntaxError, TypeError, PydanticUserError, PydanticSchemaGenerationError) as error:
             raise HandlerSignatureError(
-                f"The inputs of {what} cannot be used: {error}",
-                remedy="Annotate with types that Cog knows: str, int, float, bool, cog.Path, list[…], Optional[…].",
+                f"The inputs of {label} cannot be used: {error}",
+                remedy="Annotate with types that Cog supports: str, int, float, bool, cog.Path, list[…], Optional[…].",
             ) from None
 
-    @property
-    def with_files(self) -> bool:
-        """Whether checking them may fetch something."""
-        return self._files
-
-    def unwrapped(self, event: Any, extra: Mapping[str, Any]) -> Any:
-        """The inputs of `{"input": {…}}`, or of a bare body; of a model that has an `input` itself, as it fits."""
+    def unwrap(self, event: Any, extra: Mapping[str, Any]) -> Any:
+        """Return the inputs in `{"input": {…}}` or in a bare body. A predictor may have an input named `input`."""
         if not isinstance(event, dict) or set(event) & set(self.names) - {"input"} or extra.get("bare"):
             return {} if event is None else event
         inner = event.get("input")
@@ -78,71 +75,75 @@ class CogInputs:
             return {} if inner is None else inner
         return event
 
-    def check(self, given: Any, files: Fetched) -> dict[str, Any]:
-        """The arguments of `predict`, files fetched. Raises InputInvalid naming the fields that do not fit. Blocking."""
+    def arguments(self, inputs: Any, files: InputFiles) -> dict[str, Any]:
+        """Return the arguments of `predict`, with files downloaded. Blocks. Raises InputInvalid, which names fields."""
         try:
-            model = self._model.model_validate(given, context=files)
+            model = self._model.model_validate(inputs, context=files)
         except ValidationError as error:
             raise input_error(error) from None
         return {name: getattr(model, own) for name, own in self._fields.items()}
 
-    def _field(self, name: str, said: Any, annotation: Any) -> Any:
-        described = hasattr(said, "choices") and hasattr(said, "regex")  # Input(...), the real one's too
-        kept: dict[str, Any] = {"alias": name, "title": name.replace("_", " ").capitalize()}
-        if described:
-            kept |= {key: value for key in _BOUNDS if (value := getattr(said, key)) is not None}
-            kept["description"] = said.description
-            kept["deprecated"] = getattr(said, "deprecated", None)
-        seen, self._files = self._files, False
-        kind = self._type(_chosen(annotation, said.choices) if described and said.choices else annotation)
-        fetches, self._files = self._files, self._files or seen
-        if described and said.regex:
-            kind = _constrained(kind, lambda inner: Annotated[inner, _Pattern.of(said.regex)])
-        default = _default(said, described, annotation)
+    def _field(self, name: str, declared: Any, annotation: Any) -> Any:
+        # Input(...) of the real package or of the stand-in.
+        is_input = hasattr(declared, "choices") and hasattr(declared, "regex")
+        options: dict[str, Any] = {"alias": name, "title": name.replace("_", " ").capitalize()}
+        if is_input:
+            options |= {key: value for key in _BOUNDS if (value := getattr(declared, key)) is not None}
+            options["description"] = declared.description
+            options["deprecated"] = getattr(declared, "deprecated", None)
+        with_choices = is_input and declared.choices
+        kind = _converted(_chosen(annotation, declared.choices) if with_choices else annotation)
+        is_file = _holds_file(annotation)
+        self.has_files |= is_file
+        if is_input and declared.regex:
+            kind = _constrained(kind, lambda inner: Annotated[inner, _pattern(declared.regex)])
+        default = _default(declared, is_input, annotation)
         if default is None:
-            kind = Union[kind, None]  # noqa: UP007  of a computed type
-        # A default that is an address is fetched too.
-        return kind, Field(default, validate_default=fetches, **kept)
-
-    def _type(self, annotation: Any) -> Any:
-        """The annotation as pydantic is to read it: files are fetched, secrets wrapped."""
-        if isinstance(annotation, type):
-            return self._class(annotation)
-        origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-        if origin is Annotated:
-            return Annotated[(self._type(arguments[0]), *arguments[1:])]
-        if origin in (Union, types.UnionType):
-            return Union[tuple(self._type(one) for one in arguments)]  # noqa: UP007  of a computed number
-        if origin is not None and arguments and origin is not typing.Literal:
-            return origin[tuple(one if one is ... else self._type(one) for one in arguments)]
-        return annotation
-
-    def _class(self, annotation: type) -> Any:
-        if issubclass(annotation, PurePath):
-            self._files = True
-            return Annotated[Any, PlainValidator(_path(annotation)), WithJsonSchema(_URI)]
-        if issubclass(annotation, io.IOBase):
-            self._files = True
-            return Annotated[Any, PlainValidator(_opened), WithJsonSchema(_URI)]
-        if hasattr(annotation, "get_secret_value"):
-            hidden = {"type": "string", "format": "password", "writeOnly": True}
-            return Annotated[Any, PlainValidator(_secret(annotation)), WithJsonSchema(hidden)]
-        return annotation
+            kind = Union[kind, None]  # noqa: UP007  the type is computed
+        # A default that is a URL is downloaded too.
+        return kind, Field(default, validate_default=is_file, **options)
 
 
-class _Pattern:
-    """A regular expression of Python's, whose look-aheads pydantic's own lacks."""
+def _holds_file(annotation: Any) -> bool:
+    if isinstance(annotation, type):
+        return issubclass(annotation, (PurePath, io.IOBase))
+    return any(_holds_file(argument) for argument in typing.get_args(annotation))
 
-    @staticmethod
-    def of(regex: str) -> AfterValidator:
-        compiled = re.compile(regex)
 
-        def matching(value: Any) -> Any:
-            if isinstance(value, str) and not compiled.search(value):
-                raise ValueError(f"must match {regex!r}")
-            return value
+def _converted(annotation: Any) -> Any:
+    """Return the annotation for pydantic, with validators that download files and wrap secrets."""
+    if isinstance(annotation, type):
+        return _converted_class(annotation)
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        return Annotated[(_converted(arguments[0]), *arguments[1:])]
+    if origin in (Union, types.UnionType):
+        return Union[tuple(_converted(one) for one in arguments)]  # noqa: UP007  the number is computed
+    if origin is not None and arguments and origin is not typing.Literal:
+        return origin[tuple(one if one is ... else _converted(one) for one in arguments)]
+    return annotation
 
-        return AfterValidator(matching)
+
+def _converted_class(annotation: type) -> Any:
+    if issubclass(annotation, PurePath):
+        return Annotated[Any, PlainValidator(_path(annotation)), WithJsonSchema(_URI)]
+    if issubclass(annotation, io.IOBase):
+        return Annotated[Any, PlainValidator(_opened), WithJsonSchema(_URI)]
+    if hasattr(annotation, "get_secret_value"):
+        return Annotated[Any, PlainValidator(_secret(annotation)), WithJsonSchema(_HIDDEN)]
+    return annotation
+
+
+def _pattern(regex: str) -> AfterValidator:
+    """Validate with Python's regular expressions, because pydantic's have no look-ahead."""
+    compiled = re.compile(regex)
+
+    def matching(value: Any) -> Any:
+        if isinstance(value, str) and not compiled.search(value):
+            raise ValueError(f"must match {regex!r}")
+        return value
+
+    return AfterValidator(matching)
 
 
 def _chosen(annotation: Any, choices: list[Any]) -> Any:
@@ -156,21 +157,22 @@ def _chosen(annotation: Any, choices: list[Any]) -> Any:
 
 
 def _constrained(annotation: Any, constrain: Callable[[Any], Any]) -> Any:
-    """The annotation with its innermost type constrained: a list's elements, what an Optional may hold but None."""
+    """Return the annotation with its innermost type constrained: a list's elements, an Optional's type."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (Union, types.UnionType):
         inner = [one if one is type(None) else _constrained(one, constrain) for one in arguments]
-        return Union[tuple(inner)]  # noqa: UP007  of a computed number
+        return Union[tuple(inner)]  # noqa: UP007  the number is computed
     if origin is list and arguments:
         return list[_constrained(arguments[0], constrain)]  # type: ignore[misc]
     return constrain(annotation)
 
 
-def _default(said: Any, described: bool, annotation: Any) -> Any:
-    """`...` where the caller must say it. The real Input() has None both for no default and for None."""
-    default = said.default if described else said
-    unsaid = default is None and described and not isinstance(said, FieldInfo)
-    if default is inspect.Parameter.empty or default is ... or unsaid:
+def _default(declared: Any, is_input: bool, annotation: Any) -> Any:
+    """Return the default, or `...` if the caller must send a value."""
+    default = declared.default if is_input else declared
+    # The real Input() has None both for no default and for a default of None.
+    missing = default is None and is_input and not isinstance(declared, FieldInfo)
+    if default is inspect.Parameter.empty or default is ... or missing:
         return None if type(None) in typing.get_args(annotation) else ...
     return default
 
@@ -194,18 +196,18 @@ def _secret(kind: Any) -> Callable[[Any], Any]:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"must be text, not {type(value).__name__}")  # noqa: TRY004  pydantic's validators raise it
+        raise ValueError(f"must be text, not {type(value).__name__}")  # noqa: TRY004  pydantic expects ValueError
     return value
 
 
-def _files(info: ValidationInfo) -> Fetched:
-    if not isinstance(info.context, Fetched):
-        raise TypeError("checked without a place for files")
+def _files(info: ValidationInfo) -> InputFiles:
+    if not isinstance(info.context, InputFiles):
+        raise TypeError("validated without a context of InputFiles")
     return info.context
 
 
 def _schema_of(annotation: Any) -> dict[str, Any]:
-    """The JSON schema of an answer, of each piece where it is an iterator; {} where it says nothing of use."""
+    """Return the JSON schema of an output, or of each piece of a stream; {} if the annotation has none."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if isinstance(origin, type) and issubclass(origin, (Iterator, AsyncIterator)):
         annotation = arguments[0] if arguments else None
@@ -213,13 +215,10 @@ def _schema_of(annotation: Any) -> dict[str, Any]:
         return {}
     if isinstance(annotation, type) and issubclass(annotation, (PurePath, io.IOBase)):
         return dict(_URI)
+    # A pydantic model has its own configuration.
+    is_model = isinstance(annotation, type) and issubclass(annotation, BaseModel)
+    config = None if is_model else ConfigDict(arbitrary_types_allowed=True)
     try:
-        return TypeAdapter(annotation, config=_config_for(annotation)).json_schema(mode="serialization")
+        return TypeAdapter(annotation, config=config).json_schema(mode="serialization")
     except (PydanticUserError, PydanticSchemaGenerationError):
         return {}
-
-
-def _config_for(annotation: Any) -> ConfigDict | None:
-    """A model brings its own."""
-    is_model = isinstance(annotation, type) and issubclass(annotation, BaseModel)
-    return None if is_model else ConfigDict(arbitrary_types_allowed=True)

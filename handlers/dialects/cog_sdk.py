@@ -1,4 +1,4 @@
-"""A stand-in for the `cog` package, where it is not installed: the names that a predict.py imports."""
+"""A stand-in for the `cog` package: the names that a predict.py imports."""
 
 from __future__ import annotations
 
@@ -12,38 +12,25 @@ from typing import Any, TypeVar
 import pydantic
 from pydantic_core import CoreSchema, core_schema
 
+from .stand_in import stand_in_modules
+
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 CONCURRENCY_MARK = "__cog_concurrent_max__"
 
 
 def stand_in() -> dict[str, ModuleType]:
-    """The modules, by name."""
-    cog, types = (
-        ModuleType("cog", "Pilotflame's stand-in."),
-        ModuleType("cog.types", "Pilotflame's stand-in."),
-    )
-    for module in (cog, types):
-        vars(module).update(_NAMES)
-
-    def missing(attribute: str) -> Any:
-        raise AttributeError(
-            f"pilotflame's stand-in for cog has no {attribute!r}: add cog to requirements.txt"
-        )
-
-    cog.__path__ = []  # a package, so that `import cog.types` looks no further
-    vars(cog).update(types=types, __getattr__=missing)
-    return {"cog": cog, "cog.types": types}
+    return stand_in_modules({"cog": _NAMES, "cog.types": _NAMES})
 
 
 class BaseRunner:
-    """What a predictor derives from."""
+    """The base class of predictors."""
 
     def setup(self, weights: Any = None) -> None:
-        """Overridden by those who have something to load."""
+        """Load the model; overridden."""
 
     @property
-    def scope(self) -> Scope:
+    def scope(self) -> CogScope:
         return current_scope()
 
     def record_metric(self, key: str, value: Any, mode: str = "replace") -> None:
@@ -51,12 +38,12 @@ class BaseRunner:
 
 
 class BasePredictor(BaseRunner):
-    """The older name."""
+    """The older name of BaseRunner."""
 
 
 @dataclass(frozen=True)
 class FieldInfo:
-    """What `Input(...)` says of a parameter."""
+    """The options of an `Input(...)`."""
 
     default: Any = None
     description: str | None = None
@@ -73,13 +60,13 @@ class FieldInfo:
 NO_DEFAULT: Any = ...
 
 
-def Input(default: Any = NO_DEFAULT, **said: Any) -> Any:  # noqa: N802  Cog's name
-    """Describes a parameter of `predict`."""
-    return FieldInfo(default, **said)
+def Input(default: Any = NO_DEFAULT, **options: Any) -> Any:  # noqa: N802  Cog's name
+    """Describe a parameter of `predict`."""
+    return FieldInfo(default, **options)
 
 
 class Path(type(pathlib.Path())):  # type: ignore[misc]
-    """A file: in inputs fetched from the address that the caller sent, in answers sent as a data URL."""
+    """A file: downloaded from the caller's URL in inputs, sent as a data URL in outputs."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, *_: Any) -> CoreSchema:
@@ -91,12 +78,12 @@ class Path(type(pathlib.Path())):  # type: ignore[misc]
 
 
 class File(io.IOBase):
-    """An input that is opened."""
+    """An input file, opened for reading."""
 
 
 @dataclass(frozen=True)
 class Secret:
-    """Text that does not show itself."""
+    """Text that is not printed."""
 
     secret_value: str | None = None
 
@@ -111,21 +98,21 @@ class Secret:
 
 
 class BaseModel(pydantic.BaseModel):
-    """An answer of several fields."""
+    """An output of several fields."""
 
     model_config = pydantic.ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())
 
 
 class ConcatenateIterator(Iterator[T]):
-    """Pieces of one text."""
+    """A stream of pieces of one text."""
 
 
 class AsyncConcatenateIterator(AsyncIterator[T]):
-    """The same, async."""
+    """An async stream of pieces of one text."""
 
 
-class Scope:
-    """Where a prediction's metrics would go; here they go nowhere."""
+class CogScope:
+    """Cog's `Scope`, which takes a prediction's metrics. Nothing reads them here."""
 
     def __init__(self) -> None:
         self.metrics: dict[str, Any] = {}
@@ -135,22 +122,21 @@ class Scope:
         self.metrics[key] = value
 
 
-def current_scope() -> Scope:
-    """A scope that nobody reads."""
-    return Scope()
+def current_scope() -> CogScope:
+    return CogScope()
 
 
 def emit_metric(name: str, value: Any) -> None:
-    """The older spelling of `current_scope().record_metric`."""
+    """Do nothing; the older spelling of `current_scope().record_metric`."""
 
 
 def streaming(call: F | None = None) -> Any:
-    """Says what the annotation says already."""
+    """Return the function as it is: the annotation already says that it streams."""
     return call if call is not None else lambda inner: inner
 
 
 def concurrent(call: F | None = None, *, max: int = 1) -> Any:  # noqa: A002  Cog's name
-    """How many async predictions one worker runs at the same time."""
+    """Set how many async predictions one worker runs at once."""
 
     def mark(inner: F) -> F:
         setattr(inner, CONCURRENCY_MARK, max)
@@ -159,12 +145,12 @@ def concurrent(call: F | None = None, *, max: int = 1) -> Any:  # noqa: A002  Co
     return mark(call) if call is not None else mark
 
 
-class CancelationException(BaseException):  # its name is Cog's
-    """What a cancelled prediction is told at Cog; here an async one is cancelled, a plain one asks nobody."""
+class CancelationException(BaseException):
+    """Raised by Cog in cancelled predictions. Never raised here: asyncio cancels async ones, others are not told."""
 
 
 class ExperimentalFeatureWarning(FutureWarning):
-    """Cog's."""
+    """A warning category of Cog."""
 
 
 _NAMES: dict[str, Any] = {
@@ -173,6 +159,7 @@ _NAMES: dict[str, Any] = {
         ExperimentalFeatureWarning, FieldInfo, File, Input, Path, Secret, concurrent, current_scope, emit_metric,
         streaming,
     )},
+    "Scope": CogScope,
     "URLPath": Path,
     "URLFile": File,
 }  # fmt: skip

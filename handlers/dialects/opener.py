@@ -1,7 +1,7 @@
-"""Opening what strangers name: http, https and data URLs, connected to nothing but addresses that may be called.
+"""Opening http, https and data URLs that callers send, connecting only to allowed addresses.
 
-The check is made on the address that a socket is about to connect to, again for each redirect. No proxies: behind one,
-nobody could check what it connects to.
+The address that a socket is about to connect to is checked, again for each redirect. Proxies are not used, because the
+address behind one cannot be checked.
 """
 
 from __future__ import annotations
@@ -11,78 +11,58 @@ import os
 import socket
 import ssl
 from collections.abc import Mapping
-from functools import partial
-from typing import Any
 from urllib import request
 
 from ...addresses import INPUT_NETWORKS, Addresses
 
 
 def opener(environ: Mapping[str, str] = os.environ) -> request.OpenerDirector:
-    """What opens URLs within the policy that the environment says. Raises ValueError if it says none."""
+    """Return an opener for the networks that the environment allows. Raises ValueError if they are malformed."""
     texts = [text.strip() for text in environ.get(INPUT_NETWORKS, "").split(",")]
     try:
         addresses = Addresses.of(text for text in texts if text)
     except ValueError as error:
-        raise ValueError(f"{INPUT_NETWORKS} cannot be taken: {error}") from None
-    made = request.OpenerDirector()
+        raise ValueError(f"{INPUT_NETWORKS} is malformed: {error}") from None
+    director = request.OpenerDirector()
     for handler in (
-        _Http(addresses), _Https(addresses), request.DataHandler(), request.HTTPRedirectHandler(),
-        request.HTTPErrorProcessor(), request.HTTPDefaultErrorHandler(), request.UnknownHandler(),
+        _CheckedHandler(addresses), request.DataHandler(), request.HTTPRedirectHandler(), request.UnknownHandler(),
+        request.HTTPErrorProcessor(), request.HTTPDefaultErrorHandler(),
     ):  # fmt: skip
-        made.add_handler(handler)
-    return made
+        director.add_handler(handler)
+    return director
 
 
-class _Http(request.HTTPHandler):
+class _CheckedHandler(request.AbstractHTTPHandler):
+    """Opens http and https URLs over sockets from `connected`."""
+
     def __init__(self, addresses: Addresses) -> None:
         super().__init__()
-        self._addresses = addresses
+
+        class Plain(http.client.HTTPConnection):
+            def connect(self) -> None:
+                self.sock = connected(self.host, self.port, self.timeout, addresses)
+
+        class Tls(http.client.HTTPSConnection, Plain):
+            """HTTPSConnection.connect wraps the socket that the next class connects."""
+
+        self._plain, self._tls = Plain, Tls
 
     def http_open(self, req: request.Request) -> http.client.HTTPResponse:
-        return self.do_open(partial(_Plain, addresses=self._addresses), req)
-
-
-class _Https(request.HTTPSHandler):
-    def __init__(self, addresses: Addresses) -> None:
-        super().__init__()
-        self._addresses = addresses
+        return self.do_open(self._plain, req)
 
     def https_open(self, req: request.Request) -> http.client.HTTPResponse:
-        return self.do_open(partial(_Tls, addresses=self._addresses), req)
+        return self.do_open(self._tls, req, context=ssl.create_default_context())
 
-
-class _Plain(http.client.HTTPConnection):
-    def __init__(self, host: str, *, addresses: Addresses, **how: Any) -> None:
-        super().__init__(host, **how)
-        self._addresses = addresses
-
-    def connect(self) -> None:
-        self.sock = connected(self.host, self.port, self.timeout, self._addresses)
-
-
-class _Tls(http.client.HTTPSConnection):
-    def __init__(self, host: str, *, addresses: Addresses, **how: Any) -> None:
-        self._trust = ssl.create_default_context()
-        super().__init__(host, context=self._trust, **how)
-        self._addresses = addresses
-
-    def connect(self) -> None:
-        plain = connected(self.host, self.port, self.timeout, self._addresses)
-        try:
-            self.sock = self._trust.wrap_socket(plain, server_hostname=self.host)
-        except BaseException:
-            plain.close()
-            raise
+    http_request = https_request = request.AbstractHTTPHandler.do_request_
 
 
 def connected(host: str, port: int, timeout_s: float | None, addresses: Addresses) -> socket.socket:
-    """A socket to the first of the host's addresses that may be called and answers. OSError of the last if none does."""
-    failed: OSError = OSError("its host has no address")
+    """Return a socket to the first address of the host that is allowed and accepts. Raises the last OSError."""
+    failure: OSError = OSError("its host has no address")
     for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         if reason := addresses.fault(str(address[0])):
-            # The address is not told: whoever names a host would learn what it is within our network.
-            failed = PermissionError(f"its address may not be fetched from: {reason} (see {INPUT_NETWORKS})")
+            # The message leaves the address out: it would reveal how names resolve within our network.
+            failure = PermissionError(f"its address may not be fetched from: {reason} (see {INPUT_NETWORKS})")
             continue
         made = socket.socket(family, kind, protocol)
         try:
@@ -90,7 +70,7 @@ def connected(host: str, port: int, timeout_s: float | None, addresses: Addresse
             made.connect(address)
         except OSError as error:
             made.close()
-            failed = error
+            failure = error
         else:
             return made
-    raise failed
+    raise failure

@@ -1,4 +1,4 @@
-"""Recognising: whose contract a folder's handler keeps, read from its files without running any of them."""
+"""Recognising the dialect of a folder's handler by reading its files, without running them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ...errors import HandlerSignatureError
 
 DIALECTS = ("pilotflame", "runpod", "cog", "lambda")
 DEFAULT = "handler.py"
-# Looked at first, in this order; then all others of the folder, and of `src`.
+# Files to read first, in this order; then all others in the folder and in `src`.
 USUAL = ("rp_handler.py", "predict.py", "run.py", "lambda_function.py", "app.py", "index.py", "main.py")
-# Where `handler(event, context)` means Lambda's; elsewhere it may as well be pilotflame's.
+# Files where `handler(event, context)` is Lambda's. In others it may be pilotflame's.
 LAMBDA_FILES = ("lambda_function.py", "app.py", "index.py")
 LAMBDA_NAME = "lambda_handler"
 COG_METHODS = {"Predictor": "predict", "Runner": "run"}
@@ -28,7 +28,7 @@ _COG_ENTRY = re.compile(
 
 
 class Entry(NamedTuple):
-    """Where a handler is: its file, its name there ("" where the dialect needs none), and whose contract it keeps."""
+    """A handler's dialect, its file, and its name in the file, which is "" where the dialect needs none."""
 
     dialect: str
     file: str
@@ -40,7 +40,7 @@ class Entry(NamedTuple):
 
 
 def parse(reference: str) -> Entry:
-    """What a reference says: "file.py", "file.py:name", "runpod:file.py", "cog:predict.py:Predictor"."""
+    """Parse "file.py", "file.py:name", "runpod:file.py" or "cog:predict.py:Predictor". Missing parts are ""."""
     first, colon, rest = reference.partition(":")
     dialect, rest = (first, rest) if colon and first in DIALECTS else ("", reference)
     file, _, name = rest.partition(":")
@@ -48,35 +48,37 @@ def parse(reference: str) -> Entry:
 
 
 def recognise(root: Path, reference: str = DEFAULT) -> Entry:
-    """Which handler `reference` means in the folder `root`; a dialect that it names is taken as said.
+    """Return the handler that `reference` names in the folder `root`.
 
-    Without one the file itself tells, and of a folder without handler.py the others do. Pilotflame's own handler
-    comes first wherever it is one; what cannot be told is taken for pilotflame's, whose errors say what is missing.
-    Raises HandlerSignatureError if several files could be meant.
+    Without a dialect in the reference, the file's contents decide; without handler.py, the folder's other files do.
+    pilotflame's own contract takes precedence, and is the result if nothing else is found: its errors say what is
+    missing. Raises HandlerSignatureError if several files are candidates.
     """
-    asked = parse(reference)
-    source = _read(root / asked.file)
-    if asked.dialect:
-        return asked._replace(name=asked.name or _default_name(asked.dialect, source))
-    found = _told_by(asked.file, asked.name, source)
-    if found is None and reference == DEFAULT and not _opaque(root / DEFAULT, source):
+    wanted = parse(reference)
+    source = _read(root / wanted.file)
+    if wanted.dialect:
+        return wanted._replace(name=wanted.name or _default_name(wanted.dialect, source))
+    found = _entry_in(wanted.file, wanted.name, source)
+    if found is None and reference == DEFAULT and not _is_opaque(root / DEFAULT, source):
         found = _cog_yaml(root) or _search(root)
-    return found or Entry("pilotflame", asked.file, asked.name or "handler")
+    return found or Entry("pilotflame", wanted.file, wanted.name or "handler")
 
 
-def _opaque(path: Path, source: _Source | None) -> bool:
-    """Whether a file is there that may hold a handler although none is seen: then its own import is to say what is."""
+def _is_opaque(path: Path, source: _Source | None) -> bool:
+    """Return True if a file may hold a handler that reading does not show. Then importing it reports the fault."""
     return path.is_file() and (source is None or "*" in source.names)
 
 
 @dataclass(slots=True)
 class _Source:
-    """What a file says about itself."""
+    """The contents of one file.
 
-    names: dict[str, str] = field(default_factory=dict)  # what was imported, by the name it has here
-    arity: dict[str, int | None] = field(
-        default_factory=dict
-    )  # top-level names; None: no function, or any number
+    `names` maps imported names to what they stand for. `arity` maps top-level names to their number of parameters, None
+    if they are no function or take any number.
+    """
+
+    names: dict[str, str] = field(default_factory=dict)
+    arity: dict[str, int | None] = field(default_factory=dict)
     classes: list[ast.ClassDef] = field(default_factory=list)
     starts_runpod: bool = False
 
@@ -85,14 +87,14 @@ class _Source:
 
     @property
     def lambda_name(self) -> str:
-        """The function that Lambda would call in a file of its own, or ""."""
+        """The function that Lambda would call, or ""."""
         if LAMBDA_NAME in self.arity:
             return LAMBDA_NAME
         return "handler" if self.arity.get("handler") == 2 else ""
 
     @property
     def predictor(self) -> str:
-        """The class that Cog would take, or ""."""
+        """The class that Cog would use, or ""."""
         if not self.imports("cog"):
             return ""
         bases = ("cog.BasePredictor", "cog.BaseRunner")
@@ -104,19 +106,19 @@ class _Source:
         return next(iter([*usual, *derived]), "")
 
 
-def _told_by(file: str, name: str, source: _Source | None) -> Entry | None:
-    """Whose handler this file holds, by what stands in it; None if by that it holds none."""
+def _entry_in(file: str, name: str, source: _Source | None) -> Entry | None:
+    """Return the handler in a file, or None if it shows none."""
     if source is None:
         return None
     if name:
         dialect = "lambda" if name == LAMBDA_NAME else "cog" if name == source.predictor else "pilotflame"
         return Entry(dialect, file, name)
-    owned = "handler" in source.arity
-    if source.starts_runpod and not (owned and source.imports("pilotflame")):
+    has_handler, is_ours = "handler" in source.arity, source.imports("pilotflame")
+    if source.starts_runpod and not (has_handler and is_ours):
         return Entry("runpod", file, "")
-    if owned:
-        theirs = Path(file).name in LAMBDA_FILES and not source.imports("pilotflame") and source.lambda_name
-        return Entry("lambda", file, theirs) if theirs else Entry("pilotflame", file, "handler")
+    if has_handler:
+        lambda_name = source.lambda_name if Path(file).name in LAMBDA_FILES and not is_ours else ""
+        return Entry("lambda", file, lambda_name) if lambda_name else Entry("pilotflame", file, "handler")
     if source.predictor:
         return Entry("cog", file, source.predictor)
     return Entry("lambda", file, LAMBDA_NAME) if LAMBDA_NAME in source.arity else None
@@ -131,43 +133,37 @@ def _default_name(dialect: str, source: _Source | None) -> str:
 
 
 def _cog_yaml(root: Path) -> Entry | None:
-    """What `predict: "predict.py:Predictor"` in cog.yaml names, if that file is there."""
+    """Return what `predict: "predict.py:Predictor"` in cog.yaml names, if that file exists."""
     try:
         found = _COG_ENTRY.search((root / "cog.yaml").read_text(encoding="utf-8"))
     except (OSError, UnicodeError):
         return None
-    if (
-        found is None
-        or found[1].startswith("/")
-        or ".." in found[1].split("/")
-        or not (root / found[1]).is_file()
-    ):
+    if found is None:
         return None
-    return Entry("cog", found[1], found[2] or _default_name("cog", _read(root / found[1])))
+    file = found[1]
+    if file.startswith("/") or ".." in file.split("/") or not (root / file).is_file():
+        return None
+    return Entry("cog", file, found[2] or _default_name("cog", _read(root / file)))
 
 
 def _search(root: Path) -> Entry | None:
     usual = [name for name in USUAL if (root / name).is_file()]
-    others = [name for name in _files(root, "") if name not in (*usual, DEFAULT)]
-    for names in (usual, others, list(_files(root, "src/"))):
-        found = [entry for name in names if (entry := _foreign(root, name)) is not None]
+    others = [name for name in _python_files(root, "") if name not in (*usual, DEFAULT)]
+    for names in (usual, others, list(_python_files(root, "src/"))):
+        entries = (_entry_in(name, "", _read(root / name)) for name in names)
+        found = [entry for entry in entries if entry is not None and entry.dialect != "pilotflame"]
         if len(found) > 1 and names is not usual:
             raise HandlerSignatureError(
                 f"Several files could be the handler: {', '.join(entry.file for entry in found)}.",
-                remedy=f'Say which in pilotflame.toml, as `handler = "{found[0].dialect}:{found[0].label}"`.',
+                remedy=f'Name one in pilotflame.toml, as `handler = "{found[0].dialect}:{found[0].label}"`.',
             )
         if found:
             return found[0]
     return None
 
 
-def _foreign(root: Path, name: str) -> Entry | None:
-    entry = _told_by(name, "", _read(root / name))
-    return entry if entry is not None and entry.dialect != "pilotflame" else None
-
-
-def _files(root: Path, folder: str) -> Iterator[str]:
-    """The Python files of one folder, by their paths below `root`."""
+def _python_files(root: Path, folder: str) -> Iterator[str]:
+    """Yield the Python files of one folder, relative to `root`."""
     try:
         found = sorted(path.name for path in (root / folder).iterdir() if path.suffix == ".py")
     except OSError:
@@ -175,11 +171,8 @@ def _files(root: Path, folder: str) -> Iterator[str]:
     yield from (folder + name for name in found[:MAX_SOURCES])
 
 
-# -- reading one file
-
-
 def _read(path: Path) -> _Source | None:
-    """None where nothing can be seen: no such file, or no Python (its import says why)."""
+    """Return None if the file is missing or is not Python; importing it reports why."""
     try:
         if path.stat().st_size > MAX_SOURCE_BYTES:
             return None
@@ -201,21 +194,18 @@ def _read(path: Path) -> _Source | None:
 def _note_import(node: ast.AST, names: dict[str, str]) -> None:
     if isinstance(node, ast.Import):
         for alias in node.names:
-            if alias.asname:
-                names[alias.asname] = alias.name
-            else:
-                first = alias.name.partition(".")[0]
-                names[first] = first
+            first = alias.name.partition(".")[0]
+            names[alias.asname or first] = alias.name if alias.asname else first
     elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
         names.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
 
 
 def _top_level(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements that make names of the module, also those in `if`, `try` and `with`."""
+    """Yield the statements that define names of the module, also those inside `if`, `try` and `with`."""
     for node in body:
         yield node
-        for part in ("body", "orelse", "finalbody"):
-            if isinstance(node, (ast.If, ast.Try, ast.With)):
+        if isinstance(node, (ast.If, ast.Try, ast.With)):
+            for part in ("body", "orelse", "finalbody"):
                 yield from _top_level(getattr(node, part, ()))
         if isinstance(node, ast.Try):
             for caught in node.handlers:
@@ -227,8 +217,9 @@ def _note_definition(node: ast.stmt, source: _Source) -> None:
         source.classes.append(node)
         source.arity[node.name] = None
     elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        given = node.args
-        source.arity[node.name] = None if given.vararg else len(given.posonlyargs) + len(given.args)
+        parameters = node.args
+        any_number = parameters.vararg is not None
+        source.arity[node.name] = None if any_number else len(parameters.posonlyargs) + len(parameters.args)
     elif isinstance(node, (ast.Import, ast.ImportFrom)):
         source.arity.update({alias.asname or alias.name: None for alias in node.names})
     elif isinstance(node, (ast.Assign, ast.AnnAssign)):
@@ -237,7 +228,7 @@ def _note_definition(node: ast.stmt, source: _Source) -> None:
 
 
 def _dotted(node: ast.expr, names: dict[str, str]) -> str:
-    """`rp.serverless.start` as "runpod.serverless.start", where rp is what runpod was imported as; "" if it is no name."""
+    """Resolve `rp.serverless.start` to "runpod.serverless.start" by the imported `names`; "" if it is no name."""
     steps: list[str] = []
     while isinstance(node, ast.Attribute):
         steps.append(node.attr)

@@ -1,4 +1,4 @@
-"""A stand-in for the `runpod` package, where it is not installed: what handlers use of it, and nothing that calls out."""
+"""A stand-in for the `runpod` package: what handlers use of it, without the calls to RunPod's API."""
 
 from __future__ import annotations
 
@@ -13,57 +13,43 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .files import Fetched
+from .files import InputFiles
+from .stand_in import stand_in_modules
 
 _LEVELS = {"DEBUG": logging.DEBUG, "INFO": logging.INFO, "WARN": logging.WARNING, "ERROR": logging.ERROR}
 _FOLDERS = ("input_objects", "output_objects", "job_files")
 
 
 def stand_in(start: Callable[..., Any], progress_update: Callable[..., Any]) -> dict[str, ModuleType]:
-    """The modules, by name, whose `start` and `progress_update` are these."""
-    serverless = {"start": start, "progress_update": progress_update}
+    """Return the package's modules by name, with these two functions."""
     uploads = {
         "upload_file_to_bucket": upload_file_to_bucket,
         "upload_image": upload_image,
         "upload_in_memory_object": upload_in_memory_object,
     }
     downloads = {"download_files_from_urls": download_files_from_urls, "file": file}
-    contents: dict[str, Mapping[str, Any]] = {
-        "runpod": {"RunPodLogger": RunPodLogger, "api_key": None},
-        "runpod.serverless": {**serverless, "register_fitness_check": lambda check: check},
-        "runpod.serverless.modules": {},
-        "runpod.serverless.modules.rp_logger": {"RunPodLogger": RunPodLogger},
-        "runpod.serverless.modules.rp_progress": {"progress_update": progress_update},
-        "runpod.serverless.utils": {**uploads, "download_files_from_urls": download_files_from_urls},
-        "runpod.serverless.utils.rp_cleanup": {"clean": clean},
-        "runpod.serverless.utils.rp_download": downloads,
-        "runpod.serverless.utils.rp_upload": uploads,
-        "runpod.serverless.utils.rp_validator": {"validate": validate},
-    }
-    modules = {name: _module(name, names) for name, names in contents.items()}
-    for name, module in modules.items():
-        above, _, last = name.rpartition(".")
-        if above:
-            setattr(modules[above], last, module)
-    return modules
-
-
-def _module(name: str, names: Mapping[str, Any]) -> ModuleType:
-    module = ModuleType(name, "Pilotflame's stand-in.")
-    module.__path__ = []  # a package, so that `import runpod.serverless` looks no further
-    vars(module).update(names)
-
-    def missing(attribute: str) -> Any:
-        raise AttributeError(
-            f"pilotflame's stand-in for {name} has no {attribute!r}: add runpod to requirements.txt"
-        )
-
-    vars(module)["__getattr__"] = missing
-    return module
+    return stand_in_modules(
+        {
+            "runpod": {"RunPodLogger": RunPodLogger, "api_key": None},
+            "runpod.serverless": {
+                "start": start,
+                "progress_update": progress_update,
+                "register_fitness_check": lambda check: check,
+            },
+            "runpod.serverless.modules": {},
+            "runpod.serverless.modules.rp_logger": {"RunPodLogger": RunPodLogger},
+            "runpod.serverless.modules.rp_progress": {"progress_update": progress_update},
+            "runpod.serverless.utils": {**uploads, "download_files_from_urls": download_files_from_urls},
+            "runpod.serverless.utils.rp_cleanup": {"clean": clean},
+            "runpod.serverless.utils.rp_download": downloads,
+            "runpod.serverless.utils.rp_upload": uploads,
+            "runpod.serverless.utils.rp_validator": {"validate": validate},
+        }
+    )
 
 
 class RunPodLogger:
-    """Writes to the function's log."""
+    """A logger that writes to the function's log."""
 
     def __init__(self) -> None:
         self._logger = logging.getLogger("runpod")
@@ -90,38 +76,32 @@ class RunPodLogger:
     def error(self, message: object, request_id: str | None = None) -> None:
         self.log(message, "ERROR", request_id)
 
-    def tip(self, message: object) -> None:
-        self.log(message, "INFO")
-
-    def trace(self, message: object, request_id: str | None = None) -> None:
-        self.log(message, "DEBUG", request_id)
-
-
-# -- files
+    tip = info
+    trace = debug
 
 
 def clean(folder_list: list[str] | None = None) -> None:
-    """Removes what a job left in the working directory."""
+    """Remove what a job left in the working directory."""
     for folder in (*_FOLDERS, *(folder_list or ())):
         shutil.rmtree(folder, ignore_errors=True)
     Path("output.zip").unlink(missing_ok=True)
 
 
 def download_files_from_urls(job_id: str, urls: str | list[str]) -> list[str | None]:
-    """Each file below jobs/<id>/downloaded_files, by its absolute path; None for one that cannot be had."""
+    """Download to jobs/<id>/downloaded_files. Return absolute paths, and None for a file that cannot be fetched."""
     folder = (Path("jobs") / job_id / "downloaded_files").resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    with Fetched() as fetched:
+    with InputFiles() as files:
         wanted = [urls] if isinstance(urls, str) else urls
-        return [_download(fetched, url, folder) if url else None for url in wanted]
+        return [_download(files, url, folder) if url else None for url in wanted]
 
 
 def file(file_url: str) -> dict[str, str]:
-    """One file below job_files, as RunPod describes it."""
+    """Download a file to job_files, and describe it as RunPod does."""
     folder = Path("job_files").resolve()
     folder.mkdir(exist_ok=True)
-    with Fetched() as fetched:
-        path = Path(_download(fetched, file_url, folder) or "")
+    with InputFiles() as files:
+        path = Path(_download(files, file_url, folder) or "")
     return {
         "file_path": str(path),
         "type": path.suffix.lstrip("."),
@@ -130,9 +110,9 @@ def file(file_url: str) -> dict[str, str]:
     }
 
 
-def _download(fetched: Fetched, url: str, folder: Path) -> str | None:
+def _download(files: InputFiles, url: str, folder: Path) -> str | None:
     try:
-        found = fetched.fetch(url)
+        found = files.fetch(url)
     except ValueError as error:
         sys.stderr.write(f"download: {error}\n")
         return None
@@ -140,7 +120,7 @@ def _download(fetched: Fetched, url: str, folder: Path) -> str | None:
 
 
 def upload_image(job_id: str, image_location: str, *_: Any, **__: Any) -> str:
-    """Where the image was put."""
+    """Upload an image; see `upload_file_to_bucket`."""
     return upload_file_to_bucket(Path(image_location).name, image_location, prefix=job_id)
 
 
@@ -152,7 +132,7 @@ def upload_file_to_bucket(
     prefix: str | None = None,
     extra_args: dict[str, str] | None = None,
 ) -> str:
-    """An address of the file in the bucket; without one's credentials, its path in `simulated_uploaded`."""
+    """Upload a file and return its presigned URL. Without credentials, copy it to `simulated_uploaded`."""
     return upload_in_memory_object(
         file_name, Path(file_location).read_bytes(), bucket_creds, bucket_name, prefix
     )
@@ -165,7 +145,7 @@ def upload_in_memory_object(
     bucket_name: str | None = None,
     prefix: str | None = None,
 ) -> str:
-    """As `upload_file_to_bucket`, of bytes."""
+    """Upload bytes; see `upload_file_to_bucket`."""
     creds = bucket_creds or {
         "endpointUrl": os.environ.get("BUCKET_ENDPOINT_URL", ""),
         "accessId": os.environ.get("BUCKET_ACCESS_KEY_ID", ""),
@@ -181,7 +161,7 @@ def upload_in_memory_object(
 
 
 def _put(creds: Mapping[str, str], bucket: str, key: str, data: bytes) -> str:
-    import boto3  # noqa: PLC0415  only those who upload need it; its absence is told by its name
+    import boto3  # noqa: PLC0415  needed only for uploads
 
     client = boto3.client(
         "s3",
@@ -196,11 +176,8 @@ def _put(creds: Mapping[str, str], bucket: str, key: str, data: bytes) -> str:
     )
 
 
-# -- checking
-
-
 def validate(raw_input: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
-    """{"validated_input": …} with defaults filled in, or {"errors": […]}, in RunPod's words."""
+    """Return {"validated_input": …} with defaults, or {"errors": […]}, with RunPod's messages."""
     errors = [
         f"Unexpected input. {key} is not a valid input option." for key in raw_input if key not in schema
     ]

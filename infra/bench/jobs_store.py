@@ -20,8 +20,7 @@ from pathlib import Path
 import uvloop
 from percentiles import median, percentile
 from pilotflame.runtime.jobs.database import Database
-from pilotflame.runtime.jobs.identity import new_job_id
-from pilotflame.runtime.jobs.job import Job, JobOutcome, JobState, NewJob
+from pilotflame.runtime.jobs.job import Job, JobOutcome, JobState, NewJob, new_job_id
 from pilotflame.runtime.jobs.schema import SCRIPTS
 from pilotflame.runtime.jobs.store import JobStore
 from report import Report
@@ -56,25 +55,24 @@ def new_job(number: int) -> NewJob:
 
 
 @asynccontextmanager
-async def opened(path: Path, keep_s: float = KEEP_S) -> AsyncIterator[JobStore]:
+async def opened(path: Path, clock: Callable[[], float] = time.time) -> AsyncIterator[JobStore]:
     database = Database(path, SCRIPTS)
     database.open()
     try:
-        yield JobStore(database, keep_s=keep_s)
+        yield JobStore(database, keep_s=KEEP_S, clock=clock)
     finally:
         await asyncio.to_thread(database.close)
 
 
-async def ended(store: JobStore, job: Job, now_s: float | None = None) -> None:
+async def ended(store: JobStore, job: Job) -> None:
     """A job through its life."""
-    taken = await store.take(job.id, "w1", now_s=now_s)
-    if taken is None:
+    fence = await store.take(job.id, "w1")
+    if fence is None:
         raise RuntimeError(f"{job.id} was not queued")
     await store.finish(
         job.id,
-        taken.attempts,
+        fence,
         JobOutcome(JobState.COMPLETED, output=b'{"text":"%s"}' % (b"y" * 200)),
-        now_s=now_s,
     )
 
 
@@ -202,14 +200,14 @@ async def retention(report: Report, folder: Path, amounts: Amounts) -> None:
     path = folder / "retention.db"
     sizes: list[int] = []
     now_s = time.time()
-    async with opened(path) as store:
+    async with opened(path, lambda: now_s) as store:
         for _ in range(12):
             async with asyncio.TaskGroup() as tasks:
                 for number in range(amounts.churn):
-                    tasks.create_task(_life(store, number, now_s))
+                    tasks.create_task(_life(store, number))
             now_s += KEEP_S + 1
-            while (next_s := await store.next_expiry(now_s=now_s)) is not None and next_s <= now_s:
-                await store.expire(now_s=now_s)
+            while (next_s := await store.next_expiry(now_s)) is not None and next_s <= now_s:
+                await store.expire()
             sizes.append(size_of(path))
     report.row(retention_sizes_mb=[size / 1e6 for size in sizes])
     report.add("store_mb_under_retention", max(sizes[-3:]) / 1e6, "MB")
@@ -221,9 +219,9 @@ def size_of(path: Path) -> int:
     return sum(found.stat().st_size for found in path.parent.glob(f"{path.name}*"))
 
 
-async def _life(store: JobStore, number: int, now_s: float) -> None:
-    job, _ = await store.submit(new_job(number), now_s=now_s)
-    await ended(store, job, now_s)
+async def _life(store: JobStore, number: int) -> None:
+    job, _ = await store.submit(new_job(number))
+    await ended(store, job)
 
 
 async def measure(report: Report, amounts: Amounts) -> None:

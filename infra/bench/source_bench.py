@@ -30,11 +30,10 @@ from pilotflame.snapshot.fetching.arrival import Arrival
 from pilotflame.snapshot.fetching.fetch import FetchStats, fetch
 from pilotflame.snapshot.fetching.landing import ShardTarget
 from pilotflame.snapshot.format.manifest import Manifest, TensorEntry, read_manifest
-from pilotflame.snapshot.sources.http import Site
+from pilotflame.snapshot.sources.http import WebSource
 from pilotflame.snapshot.sources.locate import open_source
-from pilotflame.snapshot.sources.location import Location
+from pilotflame.snapshot.sources.location import Location, ServerAddress
 from pilotflame.snapshot.sources.source import Progress, Source
-from pilotflame.snapshot.sources.wire import ServerAddress
 from rich.console import Console
 from rich.table import Table
 
@@ -254,7 +253,7 @@ def _latency_s(manifest: Manifest, source: Source) -> float | None:
 
 
 def _ceiling(manifest: Manifest, source: Source) -> float | None:
-    if not isinstance(source, Site):
+    if not isinstance(source, WebSource):
         return None
     largest = max(manifest.shards, key=lambda shard: shard.size_bytes, default=None)
     if largest is None:

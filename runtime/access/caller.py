@@ -1,4 +1,4 @@
-"""The caller: what the one who sent a request may do."""
+"""The caller of a request, and what they may do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EVERYTHING = frozenset(Scope)
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """`owner` is the id of the caller's API key; "" is nobody in particular, or the gateway's own user."""
+    """`owner` is the id of the caller's API key; "" is an anonymous caller, or the gateway's own user."""
 
     owner: str = ""
     scopes: frozenset[Scope] = EVERYTHING
@@ -20,35 +20,35 @@ class Caller:
 
     @property
     def urgent(self) -> bool:
-        """Whether it may go before others: a key that anybody may have would starve all other tenants."""
+        """Whether the caller may choose a high priority: an ordinary key could starve all other tenants."""
         return not self.owner or Scope.ADMIN in self.scopes
 
     def allows(self, function: str) -> bool:
-        """Whether the caller may know of this function."""
+        """Return True if the caller may know of this function."""
         return self.functions is None or function in self.functions
 
     def check(self, function: str) -> None:
-        """Raises what a function that does not exist gives, for one that this caller is not to know of."""
+        """Raise UnknownFunction, as for a missing function, if the caller may not know of this one."""
         if not self.allows(function):
             raise UnknownFunction.named(function)
 
     def check_scope(self, scope: Scope) -> None:
-        """Raises Forbidden."""
+        """Raise Forbidden."""
         if scope not in self.scopes and Scope.ADMIN not in self.scopes:
             raise Forbidden(
-                f"This API key's scopes do not cover that: it takes {scope.value!r}.",
-                remedy="Ask whoever made the key for one that does.",
+                f"This API key lacks the scope {scope.value!r}.",
+                remedy="Ask the key's creator for one that has it.",
             )
 
     def check_deploy(self, function: str) -> None:
-        """Raises Forbidden, the same whether or not there is such a function."""
+        """Raise Forbidden, the same whether or not there is such a function."""
         self.check_scope(Scope.DEPLOY)
         if not self.allows(function):
             raise Forbidden(
                 f"This API key does not cover a function named {function!r}.",
-                remedy="Deploy under a name that it covers (--name), or with another key.",
+                remedy="Deploy it under a name that the key covers (--name), or with another key.",
             )
 
 
 ANYBODY = Caller()
-"""Whoever comes to a gateway that asks nobody who he is."""
+"""The caller of a gateway that requires no key."""

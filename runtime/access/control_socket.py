@@ -1,4 +1,4 @@
-"""The door: a gateway's own unix socket, in its state folder. Who can open it owns the gateway, and needs no key."""
+"""The control socket: a unix socket in the state folder. Whoever can open it owns the gateway and needs no key."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from . import private_files
-
-# Shorter than the link's, which lies beside it: where that fits, this does.
-NAME = "run/own.sock"
+# Shorter than the path of the link's socket in the same folder: if that fits the limit of unix sockets, this does.
+_PATH = "run/own.sock"
 
 
 @contextlib.contextmanager
-def door(state: Path) -> Iterator[socket.socket]:
-    """The bound socket; its file goes with the block. Whoever calls it has locked the state folder."""
-    path = state / NAME
-    private_files.folder(path.parent)
+def control_socket(state: Path) -> Iterator[socket.socket]:
+    """Yield the bound socket, and remove its file at the end. The caller has locked the state folder."""
+    path = state / _PATH
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     path.unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.bind(str(path))
@@ -28,12 +26,13 @@ def door(state: Path) -> Iterator[socket.socket]:
             path.unlink(missing_ok=True)
 
 
-def someone_home(state: Path) -> Path | None:
-    """The socket's path if a gateway listens there now."""
-    path = state / NAME
+def find_control_socket(state: Path) -> Path | None:
+    """Return the socket's path if a gateway listens on it now."""
+    path = state / _PATH
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         try:
             sock.connect(str(path))
-        except OSError:  # none, or one that was killed: then the lock is free, too
+        # There is no socket, or its gateway was killed.
+        except OSError:
             return None
     return path

@@ -1,66 +1,63 @@
-"""Private files: only their owner reads them, and they are there whole or as they were, whatever happens."""
+"""Files that only their owner can read, each replaced as a whole."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 from ...errors import GatewayError
 from ...snapshot.publish import publish, sync
 
-MODE = 0o600
 FOLDER = "access"
-"""Of the state folder."""
+"""The folder of keys and secrets in the state folder."""
+_ModelT = TypeVar("_ModelT", bound=BaseModel)
 
 
 def write(path: Path, data: bytes) -> None:
-    """Replaces the file; on the disk when it returns. Raises GatewayError."""
-    try:
-        folder(path.parent)
-        with publish(path, MODE) as stream:
+    """Replace the file; it is on the disk on return. Raise GatewayError."""
+    with _reported("written", path):
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with publish(path, 0o600) as stream:
             stream.write(data)
-    except OSError as error:
-        raise _cannot("written", path, error) from error
 
 
-def read(path: Path) -> bytes | None:
-    """The file's bytes; None if it is not there. Raises GatewayError."""
+def load(path: Path, model: type[_ModelT]) -> _ModelT | None:
+    """Return the file's JSON as `model`, or None if there is no file. Raise GatewayError, which quotes no value."""
     try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise _cannot("read", path, error) from error
+        with _reported("read", path):
+            return model.model_validate_json(path.read_bytes()) if path.exists() else None
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_input=False)[0]
+        # Ignoring the file could admit callers that it shuts out.
+        raise GatewayError(
+            f"{path} is damaged: {problem['type']} at {problem['loc']}.", remedy="Restore it, or remove it."
+        ) from None
 
 
 def remove(path: Path) -> None:
-    """Removes the file, if it is there; gone from the disk when it returns. Raises GatewayError."""
-    try:
-        path.unlink()
-        sync(path.parent)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise _cannot("removed", path, error) from error
+    """Remove the file if it exists; it is gone from the disk on return. Raise GatewayError."""
+    with _reported("removed", path):
+        if path.exists():
+            path.unlink()
+            sync(path.parent)
 
 
-def folder(path: Path) -> None:
-    """Makes the folder, for its owner alone."""
-    path.mkdir(parents=True, exist_ok=True, mode=0o700)
-
-
-def tidy(path: Path) -> None:
-    """Removes what a crash left half written in a folder, which may be what nobody should read."""
-    for leftover in path.glob(".*"):
+def remove_leftovers(folder: Path) -> None:
+    """Remove half-written files of a crashed process, which may hold what was to be removed."""
+    for leftover in folder.glob(".*"):
         leftover.unlink(missing_ok=True)
 
 
-def broken(path: Path, why: str) -> GatewayError:
-    """For a file that cannot be understood: going on without it might let in whom it kept out."""
-    return GatewayError(f"{path} is not what was written there: {why}.", remedy="Restore it, or remove it.")
-
-
-def _cannot(what: str, path: Path, error: OSError) -> GatewayError:
-    return GatewayError(
-        f"{path} cannot be {what}: {error.strerror or error}.",
-        remedy="See that the state folder belongs to this user, and has room.",
-    )
+@contextlib.contextmanager
+def _reported(verb: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise GatewayError(
+            f"{path} cannot be {verb}: {error.strerror or error}.",
+            remedy="Make sure that the state folder belongs to this user, and that its disk is not full.",
+        ) from error

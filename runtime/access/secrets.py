@@ -1,10 +1,9 @@
-"""The vault: the secrets of functions, in memory and in `access/secrets/<function>.json` of the state folder.
+"""The secrets of functions, in memory and in `access/secrets/<function>.json` of the state folder.
 
-The files are plain, mode 0600: a key to encrypt them with would lie beside them, and protect from nobody who can read
-them. A function's workers, and no other process, are given its secrets, over their own link when they are activated, so
-that no zygote and no standby ever holds one, and no fork inherits one; what is changed reaches workers that are activated
-from then on. Workers of all functions run as one user of the system, who can read these files: between functions that do
-not trust each other, only containers make the separation more than a convention.
+The files are plain text with mode 0600. A key to encrypt them would be stored beside them, and not protect them from
+anyone who can read them. Only a function's workers get its secrets, over their own link when they are activated. So no zygote
+and no standby holds one, no fork inherits one, and a change reaches workers that are activated after it. The workers of
+all functions run as one system user, who can read these files: functions that do not trust each other need containers.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import re
 import threading
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from ...errors import BadInput, UnknownSecret
 from ..settings.function_settings import check_name, name_problem
@@ -24,8 +23,8 @@ MAX_SECRETS = 100
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,254}")
 
 
-class _File(BaseModel):
-    """`<function>.json`."""
+class SecretsFile(BaseModel):
+    """The content of `<function>.json`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -34,32 +33,32 @@ class _File(BaseModel):
 
 
 class Secrets:
-    """Secrets by function. `of` and `names` may be called at any time; what writes blocks, and may be called from any thread."""
+    """The secrets by function. Writing blocks until the disk has it. Safe to call from several threads."""
 
     def __init__(self, state: Path) -> None:
         self._folder = state / private_files.FOLDER / "secrets"
         self._secrets: dict[str, dict[str, str]] = {}
-        self._changing = threading.Lock()
+        self._lock = threading.Lock()
 
     def load(self) -> None:
-        """Reads all files. Raises GatewayError if one cannot be understood."""
-        private_files.tidy(self._folder)
+        """Read all files. Raise GatewayError if one is damaged."""
+        private_files.remove_leftovers(self._folder)
         for path in self._folder.glob("*.json"):
-            if name_problem(path.stem) is None:
-                self._secrets[path.stem] = _read(path)
+            if name_problem(path.stem) is None and (file := private_files.load(path, SecretsFile)):
+                self._secrets[path.stem] = file.secrets
 
     def of(self, function: str) -> dict[str, str]:
-        """A function's secrets, by the names of their environment variables."""
+        """Return a function's secrets, by the names of their environment variables."""
         return dict(self._secrets.get(function, {}))
 
     def names(self, function: str) -> list[str]:
         return sorted(self._secrets.get(function, {}))
 
     def set(self, function: str, key: str, value: str) -> bool:
-        """Keeps a secret; whether it replaces one. Raises BadInput."""
+        """Store a secret. Return True if it replaces one. Raise BadInput."""
         check_name(function)
         _check(key, value)
-        with self._changing:
+        with self._lock:
             known = self.of(function)
             if key not in known and len(known) >= MAX_SECRETS:
                 raise BadInput(f"{function} has {MAX_SECRETS} secrets.", remedy="Unset some of them.")
@@ -67,8 +66,8 @@ class Secrets:
         return key in known
 
     def unset(self, function: str, key: str) -> None:
-        """Raises UnknownSecret."""
-        with self._changing:
+        """Raise UnknownSecret."""
+        with self._lock:
             known = self.of(function)
             if known.pop(key, None) is None:
                 raise UnknownSecret(
@@ -78,14 +77,14 @@ class Secrets:
             self._write(function, known)
 
     def forget(self, function: str) -> None:
-        """Removes a function's secrets: another one of its name must not get them."""
-        with self._changing:
+        """Remove a function's secrets, so that a later function of the same name does not get them."""
+        with self._lock:
             self._write(function, {})
 
     def _write(self, function: str, secrets: dict[str, str]) -> None:
         path = self._folder / f"{check_name(function)}.json"
         if secrets:
-            private_files.write(path, _File(secrets=secrets).model_dump_json().encode())
+            private_files.write(path, SecretsFile(secrets=secrets).model_dump_json().encode())
             self._secrets[function] = secrets
         else:
             private_files.remove(path)
@@ -99,18 +98,9 @@ def _check(key: str, value: str) -> None:
             remedy="It becomes an environment variable: letters, digits and _, no digit first.",
         )
     if "\0" in value:
-        raise BadInput(f"The value of {key} holds a zero byte.", remedy="Encode it, as base64 for example.")
+        raise BadInput(f"The value of {key} contains a NUL character.", remedy="Encode it as base64.")
     if len(value.encode()) > MAX_VALUE_BYTES:
         raise BadInput(
             f"The value of {key} is larger than {MAX_VALUE_BYTES} bytes.",
-            remedy="Keep in it what opens a larger thing.",
+            remedy="Store larger data elsewhere, and only the credentials for it here.",
         )
-
-
-def _read(path: Path) -> dict[str, str]:
-    data = private_files.read(path)
-    try:
-        return _File.model_validate_json(data or b"").secrets
-    except ValidationError as error:  # which would quote what it found
-        problem = error.errors(include_url=False, include_input=False)[0]
-        raise private_files.broken(path, str(problem["type"])) from None

@@ -15,7 +15,8 @@ from ...errors import BadInput, CodeError, SettingsError, UnsupportedMedia
 from ...handlers.codec import JSON_TYPE
 from ..access.keys import Scope
 from ..functions.deploy import Deployment
-from ..functions.registry import Functions, FunctionStatus, Workers
+from ..functions.live import FunctionStatus, Workers
+from ..functions.registry import Functions
 from ..telemetry.metrics import Metrics
 from .parameters import Flag, Number, Parameter
 from .requests import caller_of, media_type_of, problems, read_body
@@ -93,8 +94,8 @@ class Admin:
 
     async def deploy(self, request: web.Request) -> web.StreamResponse:
         deployment = await self._deployment(request)
-        live = await self._functions.deploy(replace(deployment, may=caller_of(request).check_deploy))
-        return json_response(self._functions.status(live).model_dump(mode="json"), status=201)
+        live = await self._functions.deploy(replace(deployment, authorize=caller_of(request).check_deploy))
+        return json_response(live.status().model_dump(mode="json"), status=201)
 
     async def list(self, request: web.Request) -> web.StreamResponse:
         return json_response(
@@ -103,8 +104,8 @@ class Admin:
 
     async def status(self, request: web.Request) -> web.StreamResponse:
         live = self._functions.get(request.match_info["function"])
-        processes = await self._functions.processes(live) if MEMORY.read(request) else None
-        return json_response(self._functions.status(live, processes).model_dump(mode="json"))
+        processes = await live.processes() if MEMORY.read(request) else None
+        return json_response(live.status(processes).model_dump(mode="json"))
 
     async def delete(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["function"]
@@ -114,7 +115,7 @@ class Admin:
     async def warmup(self, request: web.Request) -> web.StreamResponse:
         live = self._functions.get(request.match_info["function"])
         live.revision.warm(WORKERS.read(request, most=live.record.settings.scale.max))
-        return json_response({"workers": self._functions.status(live).workers.model_dump()})
+        return json_response({"workers": live.status().workers.model_dump()})
 
     async def logs(self, request: web.Request) -> web.StreamResponse:
         book = self._functions.get(request.match_info["function"]).logs
@@ -145,11 +146,7 @@ class Admin:
     def statuses(self, request: web.Request) -> Iterator[FunctionStatus]:
         """Yield the status of each function that the caller may see."""
         caller = caller_of(request)
-        return (
-            self._functions.status(live)
-            for live in self._functions.all()
-            if caller.allows(live.record.function)
-        )
+        return (live.status() for live in self._functions.all() if caller.allows(live.record.function))
 
     async def _deployment(self, request: web.Request) -> Deployment:
         # aiohttp's `content_type` of a request without the header is that of an archive, which any web page can send.

@@ -10,10 +10,10 @@ from aiohttp import web
 from typing_extensions import TypedDict
 
 from ...errors import PilotflameError
-from ..functions.registry import Functions, Live
+from ..functions.live import Live
+from ..functions.registry import Functions
 from ..jobs.job import Job, JobState, NewJob
 from ..jobs.jobs import Jobs
-from ..jobs.order import order
 from ..serving.invocation import Invocation
 from ..serving.revision import Revision
 from ..telemetry.metrics import Metrics
@@ -81,4 +81,4 @@ def new_job(request: web.Request, live: Live, body: bytes, **fields: Any) -> New
     fields.setdefault("traceparent", traceparent_of(request.headers))
     if "idempotency" not in fields:
         fields["idempotency"] = idempotency_of(request.headers)
-    return order(live.record.settings, body, **fields)
+    return NewJob.for_function(live.record.settings, body, **fields)

@@ -18,11 +18,11 @@ from urllib.parse import urlsplit
 from aiohttp import hdrs, web
 from multidict import istr
 
+from ...addresses import is_loopback
 from ...errors import Forbidden, GatewayError, PilotflameError, QuotaExceeded, Unauthorized
 from ..access.caller import ANYBODY, Caller
 from ..access.keyring import Held, Keyring
 from ..access.keys import Scope
-from ..access.loopback import is_loopback
 from ..access.quota import Meter
 from .requests import CALLER
 from .responses import Handler

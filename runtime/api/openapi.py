@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from ..._version import __version__
 from ...handlers.arrays import NPY_TYPE, SAFETENSORS_TYPE
 from ...handlers.codec import BYTES_TYPE, JSON_TYPE
-from ..functions.registry import FunctionStatus
+from ..functions.live import FunctionStatus
 from .event_stream import EVENT_STREAM_TYPE
 from .parameters import Parameter
 from .responses import json_response

@@ -12,8 +12,8 @@ from urllib.parse import quote
 
 import httpx
 
+from ...addresses import is_loopback
 from ...errors import GatewayError, GatewayUnreachable, PilotflameError, Unauthorized
-from ..access.loopback import is_loopback
 from ..telemetry.timeline import parse_server_timing
 
 DEFAULT_URL = "http://127.0.0.1:8600"

@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 import orjson
 
-from ..access.control_socket import someone_home
+from ..access.control_socket import find_control_socket
 from ..access.keyring import Keyring
 from ..access.keys import parse_new_key
 from ..settings.gateway_settings import read_gateway_settings
-from ..settings.state_dir import StateDir
+from ..settings.state_dir import locked_state_dir
 from . import options
 from .client import Client
 
@@ -49,11 +49,11 @@ class Files:
 def at_home(state_dir: Path | None) -> Iterator[Keys]:
     """The keys of the state folder's gateway: asked through its own socket if it runs, else changed in its files."""
     settings = read_gateway_settings(os.environ, other_variables=options.OTHER_VARIABLES, state_dir=state_dir)
-    if (own := someone_home(settings.state_dir)) is not None:
+    if (own := find_control_socket(settings.state_dir)) is not None:
         with Client(own=own) as client:
             yield client
         return
-    with StateDir(settings.state_dir) as state:
-        keyring = Keyring(state.path)
+    with locked_state_dir(settings.state_dir) as state:
+        keyring = Keyring(state)
         keyring.load()
         yield Files(keyring)

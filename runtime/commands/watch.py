@@ -12,7 +12,8 @@ from watchfiles.main import FileChange
 
 from ...errors import PilotflameError
 from ..functions.deploy import Deployment
-from ..functions.registry import Functions, Live
+from ..functions.live import Live
+from ..functions.registry import Functions
 
 
 async def watch(functions: Functions, order: Deployment, stop: asyncio.Event) -> None:

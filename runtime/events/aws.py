@@ -1,64 +1,64 @@
-"""A way into AWS: one client of boto3, with the gateway's credentials, called in threads; its errors in our words."""
+"""An AWS client: boto3 with the gateway's credentials, called in threads, with its errors as BusFailed."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from ...errors import BusFailed
-from .blocking_call import BlockingCall
+from ..settings.event_source import EventSource
 
 T = TypeVar("T")
-INSTALL = "pip install boto3"
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 30.0
-"""Above the longest poll."""
+"""Longer than the longest poll."""
 CONNECTIONS = 32
+THREAD_NAME = "pilotflame-aws"
 
+_CHECK_QUEUE = "Check the queue's URL, and the region."
 _REMEDIES = {
-    "NonExistentQueue": "Check the queue's URL, and the region.",
-    "QueueDoesNotExist": "Check the queue's URL, and the region.",
+    "NonExistentQueue": _CHECK_QUEUE,
+    "QueueDoesNotExist": _CHECK_QUEUE,
     "NoSuchBucket": "Check the bucket's name, and the region.",
     "AccessDenied": "Grant the gateway's credentials what it needs: ReceiveMessage, DeleteMessage and"
-    " ChangeMessageVisibility of the queue; SendMessage or PutObject where answers go.",
+    " ChangeMessageVisibility of the queue; SendMessage or PutObject where outputs go.",
     "InvalidClientTokenId": "Check the gateway's AWS credentials.",
     "ExpiredToken": "Log in again, or refresh the gateway's session token.",
 }
 
 
-class Aws:
-    """A client of `service` that is made when it is first used. `what` names in errors what it is used for."""
+class AwsClient:
+    """A client of "sqs" or "s3", created at its first call. `purpose` begins its error messages."""
 
-    def __init__(
-        self, service: str, what: str, *, endpoint: str | None, region: str | None, profile: str | None
-    ) -> None:
+    def __init__(self, service: str, purpose: str, source: EventSource) -> None:
         self._service = service
-        self._what = what
-        self._endpoint = endpoint
-        self._region = region
-        self._profile = profile
+        self._purpose = purpose
+        self._source = source
         self._opening = threading.Lock()
         self._client: Any = None
 
-    async def ask(self, call: Callable[[Any], T], unwanted: Callable[[T], object] | None = None) -> T:
-        """What `call` does with the client, in a thread. `unwanted` is given what comes after nobody waits any more."""
-        return await BlockingCall(lambda: self.ask_here(call), unwanted).outcome()
+    async def call(self, request: Callable[[Any], T], on_abandoned: Callable[[T], object] | None = None) -> T:
+        """Run `request(client)` in a thread. See `call_in_thread` for `on_abandoned`."""
+        return await call_in_thread(lambda: self.call_blocking(request), on_abandoned)
 
-    def ask_here(self, call: Callable[[Any], T]) -> T:
-        """The same in this thread, which may wait for it."""
-        with self._words():
-            return call(self._opened())
+    def call_blocking(self, request: Callable[[Any], T]) -> T:
+        """Run `request(client)` in this thread."""
+        with self._translated_errors():
+            return request(self._opened())
 
     async def close(self) -> None:
         if self._client is not None:
-            await BlockingCall(self._client.close).outcome()
+            await call_in_thread(self._client.close)
 
     def _opened(self) -> Any:
         with self._opening:
             if self._client is None:
-                import boto3  # noqa: PLC0415  a quarter of a second, for those who have sources
+                # Imported here: boto3 takes 250 ms, which only functions with event sources should pay.
+                import boto3  # noqa: PLC0415
                 from botocore.config import Config  # noqa: PLC0415
 
                 config = Config(
@@ -68,35 +68,68 @@ class Aws:
                     request_checksum_calculation="when_required",
                     response_checksum_validation="when_required",
                 )  # fmt: skip
-                session = boto3.Session(profile_name=self._profile, region_name=self._region)
-                self._client = session.client(self._service, endpoint_url=self._endpoint, config=config)
+                source = self._source
+                session = boto3.Session(profile_name=source.profile, region_name=source.region_name)
+                endpoint = source.sqs_endpoint if self._service == "sqs" else source.endpoint_url
+                self._client = session.client(self._service, endpoint_url=endpoint, config=config)
             return self._client
 
     @contextmanager
-    def _words(self) -> Iterator[None]:
-        """What boto3 raises inside becomes one of our errors; never with its text, which may quote what is signed."""
+    def _translated_errors(self) -> Iterator[None]:
+        """Raise boto3's errors as BusFailed, without their text, which may quote signed requests."""
         try:
-            from botocore import exceptions as boto  # noqa: PLC0415  see _opened
+            from botocore import exceptions as boto  # noqa: PLC0415
         except ImportError as error:
-            raise BusFailed(f"{self._what}: boto3 is not installed.", remedy=INSTALL) from error
+            raise BusFailed(
+                f"{self._purpose}: boto3 is not installed.", remedy="pip install boto3"
+            ) from error
+        service = self._service.upper()
         try:
             yield
         except boto.ClientError as error:
             code = str(error.response.get("Error", {}).get("Code", "")).rpartition(".")[2]
             raise BusFailed(
-                f"{self._what}: {self._service.upper()} refuses it ({code}).",
+                f"{self._purpose}: {service} refuses the request ({code}).",
                 remedy=next((text for part, text in _REMEDIES.items() if part in code), ""),
                 details={"code": code},
             ) from error
         except (LookupError, TypeError, AttributeError) as error:
             raise BusFailed(
-                f"{self._what}: what {self._service.upper()} answers cannot be read ({type(error).__name__}).",
-                remedy="Check that its address is that of AWS, or of what speaks as AWS does.",
+                f"{self._purpose}: the response of {service} is malformed ({type(error).__name__}).",
+                remedy="Check that the endpoint is AWS or compatible with it.",
                 details={"code": "malformed"},
             ) from error
         except (boto.BotoCoreError, ValueError) as error:
             raise BusFailed(
-                f"{self._what}: {self._service.upper()} cannot be asked ({type(error).__name__}).",
-                remedy="Check the address, the network, and the AWS settings in the gateway's environment.",
+                f"{self._purpose}: the request to {service} failed ({type(error).__name__}).",
+                remedy="Check the endpoint, the network, and the AWS settings in the gateway's environment.",
                 details={"code": type(error).__name__},
             ) from error
+
+
+async def call_in_thread(call: Callable[[], T], on_abandoned: Callable[[T], object] | None = None) -> T:
+    """Run a blocking call in a daemon thread, so that the gateway can exit during a poll of 20 s.
+
+    If the caller is cancelled, the call goes on, and `on_abandoned` gets its result in another thread.
+    """
+    result: Future[T] = Future()
+    # A running future cannot be cancelled, so it always gets the call's result.
+    result.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except Exception as error:  # noqa: BLE001  raised in the caller
+            result.set_exception(error)
+
+    def hand_over(abandoned: Callable[[T], object]) -> None:
+        if result.exception() is None:
+            abandoned(result.result())
+
+    threading.Thread(target=run, name=THREAD_NAME, daemon=True).start()
+    try:
+        return await asyncio.wrap_future(result)
+    except asyncio.CancelledError:
+        if on_abandoned is not None:
+            threading.Thread(target=hand_over, args=(on_abandoned,), name=THREAD_NAME, daemon=True).start()
+        raise

@@ -1,4 +1,4 @@
-"""Where the answers of messages go: another queue, or S3."""
+"""The sinks of outputs: another queue, or S3."""
 
 from __future__ import annotations
 
@@ -8,32 +8,21 @@ from urllib.parse import quote
 
 from ..jobs.job import Job
 from ..settings.event_source import EventSource
-from .aws import Aws
-from .bus import Message, Sink
-
-TEXT = "text/"
-
-
-def open_sink(source: EventSource) -> Sink | None:
-    """The sink that the source names, if it names one."""
-    if source.result is None:
-        return None
-    return ObjectSink(source) if source.result.startswith("s3://") else QueueSink(source)
+from .aws import AwsClient
+from .sqs import Message
 
 
 class QueueSink:
-    """Sends answers to a queue: JSON as it is, text as text, else base64. What it answers is in the attributes."""
+    """Sends outputs to a queue: JSON and text as they are, all else as base64."""
 
     def __init__(self, source: EventSource) -> None:
         self._result = source.result or ""
         self._url = "" if self._result.startswith("sqs://") else self._result
-        self._aws = Aws(
-            "sqs", f"Answers to {self._result}",
-            endpoint=source.sqs_endpoint, region=source.region_name, profile=source.profile,
-        )  # fmt: skip
+        self._aws = AwsClient("sqs", f"Outputs to {self._result}", source)
 
     async def put(self, message: Message, job: Job) -> None:
-        await self._aws.ask(lambda client: self._send(client, message, job))
+        """Send the output of a COMPLETED job. A repeated call sends it again."""
+        await self._aws.call(lambda client: self._send(client, message, job))
 
     async def close(self) -> None:
         await self._aws.close()
@@ -42,66 +31,62 @@ class QueueSink:
         if not self._url:
             name = self._result.removeprefix("sqs://")
             self._url = client.get_queue_url(QueueName=name)["QueueUrl"]
-        body, facts = _text(job), _facts(message, job)
-        if not _is_text(job):
-            facts["encoding"] = "base64"
-        ordered = {"MessageGroupId": job.function, "MessageDeduplicationId": message.id}
+        output, attributes = _output(job), _attributes(message, job)
+        if not job.output_type or job.output_type.startswith("text/"):
+            text = output.decode("utf-8", "replace")
+        else:
+            text = base64.b64encode(output).decode()
+            attributes["encoding"] = "base64"
+        fifo = {"MessageGroupId": job.function, "MessageDeduplicationId": message.id}
         client.send_message(
-            QueueUrl=self._url, MessageBody=body,
+            QueueUrl=self._url, MessageBody=text,
             MessageAttributes={
-                name: {"DataType": "String", "StringValue": value} for name, value in facts.items()
+                name: {"DataType": "String", "StringValue": value} for name, value in attributes.items()
             },
-            **(ordered if self._url.endswith(".fifo") else {}),
+            **(fifo if self._url.endswith(".fifo") else {}),
         )  # fmt: skip
 
 
 class ObjectSink:
-    """Puts each answer to an object named after its message, so that the same answer told twice is one object."""
+    """Puts each output to an object named after its message, so that repeated outputs are one object."""
 
     def __init__(self, source: EventSource) -> None:
         result = source.result or ""
         self._bucket, _, prefix = result.removeprefix("s3://").partition("/")
         self._prefix = prefix.strip("/")
-        self._aws = Aws(
-            "s3", f"Answers to {result}",
-            endpoint=source.endpoint_url, region=source.region_name, profile=source.profile,
-        )  # fmt: skip
+        self._aws = AwsClient("s3", f"Outputs to {result}", source)
 
     async def put(self, message: Message, job: Job) -> None:
-        kind = job.output_type or "application/json"
         name = quote(message.id, safe="") + ("" if job.output_type else ".json")
-        await self._aws.ask(
-            lambda client: client.put_object(
-                Bucket=self._bucket,
-                Key=f"{self._prefix}/{name}" if self._prefix else name,
-                Body=_output(job),
-                ContentType=kind,
-                Metadata=_facts(message, job),
-            )
-        )
+        request = {
+            "Bucket": self._bucket,
+            "Key": f"{self._prefix}/{name}" if self._prefix else name,
+            "Body": _output(job),
+            "ContentType": job.output_type or "application/json",
+            "Metadata": _attributes(message, job),
+        }
+        await self._aws.call(lambda client: client.put_object(**request))
 
     async def close(self) -> None:
         await self._aws.close()
 
 
-def _facts(message: Message, job: Job) -> dict[str, str]:
-    facts = {"job-id": job.id, "message-id": message.id, "function": job.function}
+def _attributes(message: Message, job: Job) -> dict[str, str]:
+    attributes = {"job-id": job.id, "message-id": message.id, "function": job.function}
     if job.output_type:
-        facts["content-type"] = job.output_type
-    return facts
+        attributes["content-type"] = job.output_type
+    return attributes
 
 
 def _output(job: Job) -> bytes:
     return job.output or b"null"
 
 
-def _is_text(job: Job) -> bool:
-    return not job.output_type or job.output_type.startswith(TEXT)
+Sink = QueueSink | ObjectSink
 
 
-def _text(job: Job) -> str:
-    """The answer as a message may hold it."""
-    output = _output(job)
-    if _is_text(job):
-        return output.decode("utf-8", "replace")
-    return base64.b64encode(output).decode()
+def open_sink(source: EventSource) -> Sink | None:
+    """Return the sink that the source names, or None."""
+    if source.result is None:
+        return None
+    return ObjectSink(source) if source.result.startswith("s3://") else QueueSink(source)

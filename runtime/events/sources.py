@@ -1,79 +1,78 @@
-"""The sources: for every live function the pumps that its settings ask for."""
+"""The event sources of a gateway: a consumer for each source in the settings of each live function."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 from ..jobs.jobs import Jobs
 from ..settings.event_source import missing_package
 from ..settings.function_settings import FunctionSettings
 from .consumer import Consumer
 from .sinks import open_sink
-from .sqs import SqsBus
+from .sqs import MessageQueue
 
 SETTLE_S = 2.0
-"""After the drain: how what was cut off has ended is stored, and its message given back."""
+"""Time after the drain to store how cancelled jobs ended and to release their messages."""
 
 
 class Sources:
-    """Event sources of a gateway. `say(function, text)` writes to a function's log."""
+    """Starts and stops consumers. `log(function, text)` writes to a function's log."""
 
     def __init__(
-        self, jobs: Jobs, tasks: asyncio.TaskGroup, say: Callable[[str, str], None], *, drain_s: float
+        self, jobs: Jobs, tasks: asyncio.TaskGroup, log: Callable[[str, str], None], *, drain_s: float
     ) -> None:
         self._jobs = jobs
         self._tasks = tasks
-        self._say = say
+        self._log = log
         self._drain_s = drain_s
-        self._pumps: dict[str, list[Consumer]] = {}
-        self._leaving: set[asyncio.Task[None]] = set()
+        self._consumers: dict[str, list[Consumer]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
 
     def start(self, name: str, settings: FunctionSettings) -> None:
-        """The function is live with these settings: sources that are new begin, those that are no more end."""
+        """Start consumers for new sources of a live function and stop those whose source is gone."""
         if self._closed:
             return
-        before = {pump.source: pump for pump in self._pumps.pop(name, [])}
-        pumps: list[Consumer] = []
+        before = {consumer.source: consumer for consumer in self._consumers.pop(name, [])}
+        consumers: list[Consumer] = []
         for source in dict.fromkeys(settings.source):
-            pump = before.pop(source, None)
-            if pump is not None:  # its messages at work do not notice that the revision was replaced
-                pump.settings = settings
+            consumer = before.pop(source, None)
+            if consumer is not None:
+                # Messages in flight are not affected by a new revision.
+                consumer.update(settings)
             elif problem := missing_package():
-                self._say(name, f"source {source.queue}: {problem}")
+                self._log(name, f"source {source.queue}: {problem}")
                 continue
             else:
-                pump = Consumer(
-                    settings, source, self._jobs, SqsBus(source), open_sink(source), self._sayer(name, source.queue_name)
-                )  # fmt: skip
-                pump.start(self._tasks)
-            pumps.append(pump)
-        if pumps:
-            self._pumps[name] = pumps
-        self._end(list(before.values()))
+                log = partial(self._log_source, name, source.queue_name)
+                consumer = Consumer(
+                    settings, source, self._jobs, MessageQueue(source), open_sink(source), log
+                )
+                consumer.start(self._tasks)
+            consumers.append(consumer)
+        if consumers:
+            self._consumers[name] = consumers
+        self._close(list(before.values()))
 
     def stop(self, name: str) -> None:
-        """The function is gone: no new message is taken, and those that do not run are given back."""
-        self._end(self._pumps.pop(name, []))
+        """Stop the consumers of a deleted function. Messages whose jobs do not run are released."""
+        self._close(self._consumers.pop(name, []))
 
     async def close(self) -> None:
-        """All of it ends: returns when what ran has ended and is deleted, and all else is given back."""
+        """Stop all consumers and wait until running jobs have ended and all other messages are released."""
         self._closed = True
-        for name in list(self._pumps):
+        for name in list(self._consumers):
             self.stop(name)
-        if self._leaving:
-            await asyncio.wait(self._leaving)
+        if self._closing:
+            await asyncio.wait(self._closing)
 
-    def in_flight(self, name: str) -> int:
-        """How many messages of a function are at work."""
-        return sum(pump.in_flight for pump in self._pumps.get(name, []))
+    def _close(self, consumers: list[Consumer]) -> None:
+        for consumer in consumers:
+            task = self._tasks.create_task(consumer.close(self._drain_s + SETTLE_S))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
 
-    def _end(self, pumps: list[Consumer]) -> None:
-        for pump in pumps:
-            task = self._tasks.create_task(pump.close(self._drain_s + SETTLE_S))
-            self._leaving.add(task)
-            task.add_done_callback(self._leaving.discard)
-
-    def _sayer(self, name: str, queue: str) -> Callable[[str], None]:
-        return lambda text: self._say(name, f"source {queue}: {text}")
+    def _log_source(self, name: str, queue: str, text: str) -> None:
+        self._log(name, f"source {queue}: {text}")

@@ -1,9 +1,10 @@
-"""A deploy, up to where processes start: from a folder or an archive to a revision's files, checked. Blocking."""
+"""Preparing a deploy: from a folder or an archive to the checked files of a revision. Blocking; starts no process."""
 
 from __future__ import annotations
 
 import ast
 import os
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,75 +19,78 @@ from ..settings.function_settings import FunctionSettings, read_settings
 from . import code, requirements
 from .archive import unpack
 from .environment import ensure_environment
-from .store import RevisionFields, RevisionRecord, Staging, Store
+from .store import CODE_FOLDER, RevisionFields, RevisionRecord, Store
 
 MANIFEST_FILE = "manifest.json"
-ASSETS_FOLDER = "assets"  # what lies beside fetched weights: config, tokenizer
+# Files beside fetched weights: config, tokenizer.
+ASSETS_FOLDER = "assets"
 REQUIREMENTS_FILE = "requirements.txt"
-# Imports worth sharing between functions: seconds of work, many megabytes, and no threads of their own.
+# Imports that functions share in a base zygote: they take seconds and many megabytes, and start no threads.
 HEAVY = ("numpy", "torch", "transformers")
-
-
-def _anybody_may(_function: str) -> None:
-    return None
 
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """What somebody wants deployed: a folder on this node, or an uploaded archive (tar.gz)."""
+    """A request to deploy a folder on this node, or an uploaded archive (tar.gz)."""
 
     path: Path | None = None
     archive: bytes | None = None
     overrides: Mapping[str, Any] = field(default_factory=dict)
     install: bool = False
     check: bool = True
-    may: Callable[[str], None] = _anybody_may
-    """Raises if whoever ordered it may not deploy a function of this name."""
+    authorize: Callable[[str], None] | None = None
+    """Called with the function's name; raises if the caller may not deploy it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Files in staging, and what is known of them."""
+    """A staged folder, and the fields of its record."""
 
-    staging: Staging
+    staged: Path
     fields: RevisionFields
 
 
-def prepare(store: Store, environments: Path, order: Deployment, say: Callable[[str], None]) -> Prepared:
-    """Copies, checks and describes. Raises CodeError, SettingsError, RequirementsError, SnapshotError."""
-    staging = store.stage("upload")
+def prepare(store: Store, environments: Path, request: Deployment, log: Callable[[str], None]) -> Prepared:
+    """Copy and check the code. Raise CodeError, SettingsError, RequirementsError or SnapshotError."""
+    staged = store.stage()
     try:
-        folder = _take(order, staging)
-        settings = read_settings(folder, overrides=order.overrides)
-        order.may(settings.name)
-        staging.name = settings.name
-        _check_sources(settings)
-        snapshot = _snapshot_root(settings, folder)
-        if order.path is not None:
-            code.copy_folder(folder, staging.code, exclude=snapshot)
-        python, digest = _environment(staging.code, environments, order, say)
-        if snapshot is not None:
-            _write_manifest(snapshot, staging.path / MANIFEST_FILE, say)
-        if (url := settings.snapshot_url) is not None:
-            _fetch_manifest(url, staging.path, say)
-        return Prepared(
-            staging,
-            RevisionFields(
-                code_digest=code.code_digest(staging.code),
-                settings=settings,
-                snapshot_root=_portable(snapshot, staging.code),
-                snapshot_url=url,
-                python=python,
-                requirements_digest=digest,
-            ),
-        )
+        return Prepared(staged, _fill(staged, environments, request, log))
     except BaseException:
-        staging.discard()
+        shutil.rmtree(staged, ignore_errors=True)
         raise
 
 
+def _fill(
+    staged: Path, environments: Path, request: Deployment, log: Callable[[str], None]
+) -> RevisionFields:
+    """Put code, manifest and assets into the staged folder."""
+    staged_code = staged / CODE_FOLDER
+    folder = _source_folder(request, staged_code)
+    settings = read_settings(folder, overrides=request.overrides)
+    if request.authorize is not None:
+        request.authorize(settings.name)
+    if settings.source and (problem := missing_package()):
+        raise SettingsError(f"The [[source]] tables of {settings.name!r} cannot be used: {problem}.")
+    snapshot = _snapshot_root(settings, folder)
+    if request.path is not None:
+        code.copy_folder(folder, staged_code, exclude=snapshot)
+    python, digest = _environment(staged_code, environments, request, log)
+    if snapshot is not None:
+        _write_manifest(snapshot, staged / MANIFEST_FILE, log)
+    if (url := settings.snapshot_url) is not None:
+        _fetch_manifest(url, staged, log)
+    return RevisionFields(
+        code_digest=code.code_digest(staged_code),
+        settings=settings,
+        snapshot_root=_portable(snapshot, staged_code),
+        snapshot_url=url,
+        python=python,
+        requirements_digest=digest,
+    )
+
+
 def worker_spec(store: Store, record: RevisionRecord, cache: Path) -> WorkerSpec:
-    """What zygotes and workers of a stored revision are told; `cache` is where fetched snapshots lie."""
+    """Return what zygotes and workers of a stored revision need; fetched snapshots are in `cache`."""
     settings, folder = record.settings, store.code(record)
     snapshot = folder.parent / ASSETS_FOLDER if record.snapshot_url else record.snapshot_root
     return WorkerSpec(
@@ -107,17 +111,21 @@ def worker_spec(store: Store, record: RevisionRecord, cache: Path) -> WorkerSpec
 
 
 def fair_threads(workers: int) -> int:
-    """Threads of each of so many workers: the processors shared out, since threads that wait for each other's processor
-    are far worse than few (MiniLM, 2 cores under load: 476 ms a forward with 2 threads, 11 ms with 1)."""
+    """Return the number of threads for each of `workers` workers: each gets the same share of the processors.
+
+    More threads than processors are far worse than few (MiniLM, 2 cores under load: 476 ms a forward with
+    2 threads, 11 ms with 1).
+    """
     return max(1, len(os.sched_getaffinity(0)) // workers)
 
 
 def heavy_imports(file: Path) -> tuple[str, ...]:
-    """Which of the heavy packages a handler's file imports, read without running it; none if it does not parse."""
+    """Return which heavy packages a handler's file imports, without running it; none if it does not parse."""
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return ()  # importing it in the zygote says what is wrong, with the line
+        # The zygote's import reports what is wrong, with the line.
+        return ()
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -129,23 +137,16 @@ def heavy_imports(file: Path) -> tuple[str, ...]:
     return tuple(name for name in HEAVY if name in found)
 
 
-def _take(order: Deployment, staging: Staging) -> Path:
-    """The folder to read from: the one pointed at, or the archive unpacked in staging."""
-    if order.archive is not None:
-        unpack(order.archive, staging.code)
-        return staging.code
-    if order.path is None:
-        raise SettingsError("The deploy names neither a path nor an archive.", remedy="Send one of them.")
-    if not order.path.is_absolute():
-        raise SettingsError(
-            f"path is {str(order.path)!r}, which is not absolute.", remedy="Give the whole path."
-        )
-    return order.path
-
-
-def _check_sources(settings: FunctionSettings) -> None:
-    if settings.source and (problem := missing_package()):
-        raise SettingsError(f"The sources of {settings.name!r} cannot be asked: {problem}.")
+def _source_folder(request: Deployment, staged_code: Path) -> Path:
+    """Return the folder on this node, or `staged_code` with the archive unpacked in it."""
+    if request.archive is not None:
+        unpack(request.archive, staged_code)
+        return staged_code
+    if request.path is None:
+        raise SettingsError("The deploy has neither a path nor an archive.", remedy="Send one of them.")
+    if not request.path.is_absolute():
+        raise SettingsError(f"path is relative: {str(request.path)!r}.", remedy="Give an absolute path.")
+    return request.path
 
 
 def _snapshot_root(settings: FunctionSettings, folder: Path) -> Path | None:
@@ -159,47 +160,53 @@ def _snapshot_root(settings: FunctionSettings, folder: Path) -> Path | None:
 
 
 def _portable(snapshot: Path | None, staged_code: Path) -> Path | None:
-    """Weights that were uploaded with the code are named relative to it: the folder moves when it is published."""
+    """Return uploaded weights relative to the code, because its folder moves when it is published."""
     if snapshot is not None and snapshot.is_relative_to(staged_code.resolve()):
         return snapshot.relative_to(staged_code.resolve())
     return snapshot
 
 
-def _environment(folder: Path, root: Path, order: Deployment, say: Callable[[str], None]) -> tuple[Path, str]:
-    file = folder / REQUIREMENTS_FILE
+def _environment(
+    staged_code: Path, environments: Path, request: Deployment, log: Callable[[str], None]
+) -> tuple[Path, str]:
+    """Return the function's Python and its requirements' digest."""
+    file = staged_code / REQUIREMENTS_FILE
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
     digest = requirements.requirements_digest(text)
     try:
         requirements.check_requirements(text)
     except RequirementsError:
-        if not order.install:
+        if not request.install:
             raise
-        return ensure_environment(root, text, say).python, digest
-    return Path(sys.executable), digest  # what is here suffices: its zygote shares this environment's base
+        return ensure_environment(environments, text, log), digest
+    # With this interpreter, its zygote shares the base zygote of other functions.
+    return Path(sys.executable), digest
 
 
-def _write_manifest(snapshot: Path, target: Path, say: Callable[[str], None]) -> None:
-    """The manifest beside the weights if there is one, else a new one, kept with the revision."""
-    from ...snapshot.format.create import create  # noqa: PLC0415  only functions with weights pay for it
+def _write_manifest(snapshot: Path, target: Path, log: Callable[[str], None]) -> None:
+    """Keep a manifest with the revision: the one beside the weights, or else a new one."""
+    # Imported here so that only functions with weights pay for it.
+    from ...snapshot.format.create import create  # noqa: PLC0415
     from ...snapshot.format.manifest import MANIFEST_NAME, Manifest  # noqa: PLC0415
 
     beside = (snapshot if snapshot.is_dir() else snapshot.parent) / MANIFEST_NAME
     if beside.is_file():
         manifest = Manifest.read(beside)
     else:
-        say(f"making a manifest of {snapshot}")
+        log(f"making a manifest of {snapshot}")
         manifest = create(snapshot)
     manifest.write(target)
 
 
-def _fetch_manifest(url: str, folder: Path, say: Callable[[str], None]) -> None:
-    """The manifest of a snapshot that lies elsewhere, and its assets: the zygote needs them before there are weights."""
-    from ...snapshot.fetching.assets import fetch_assets  # noqa: PLC0415  see _write_manifest
+def _fetch_manifest(url: str, folder: Path, log: Callable[[str], None]) -> None:
+    """Fetch a remote snapshot's manifest and assets, which the zygote needs before the weights are here."""
+    # Imported here for the same reason as in _write_manifest.
+    from ...snapshot.fetching.assets import fetch_assets  # noqa: PLC0415
     from ...snapshot.format.manifest import read_manifest  # noqa: PLC0415
     from ...snapshot.sources.locate import open_source  # noqa: PLC0415
     from ...snapshot.sources.location import shown  # noqa: PLC0415
 
-    say(f"reading the manifest of {shown(url)}")
+    log(f"reading the manifest of {shown(url)}")
     source = open_source(url)
     manifest = read_manifest(source)
     manifest.write(folder / MANIFEST_FILE)

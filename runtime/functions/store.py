@@ -1,13 +1,13 @@
-"""The store: what is deployed, on disk, whole after any crash.
+"""The store of deployed functions on disk. It is consistent after a crash at any moment.
 
     <state dir>/functions/<name>/<revision>/code/            the function's folder as it was deployed
     <state dir>/functions/<name>/<revision>/revision.json    the record
     <state dir>/functions/<name>/current                     names the live revision
     <state dir>/staging/                                     being made or being removed; emptied at start
 
-A revision is made under `staging`, brought to disk, then renamed to its place; only then is `current`
-replaced, by a rename too. What is removed is renamed into `staging` first. So whatever lies under `functions`
-is whole, and a reader sees the old revision or the new one.
+A revision is made under `staging`, synced to disk, then renamed to its place. Only then is `current` replaced, by a
+rename too. A removed folder is first renamed into `staging`. So everything under `functions` is complete, and a reader
+sees either the old revision or the new one.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ import threading
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
-from ...errors import CodeError, SettingsError, UnknownFunction
+from ...errors import CodeError, UnknownFunction
 from ...snapshot.publish import sync
 from ..settings.function_settings import FunctionSettings, check_name, name_problem
 
-_log = logging.getLogger(__name__)
+CODE_FOLDER = "code"
 
+_log = logging.getLogger(__name__)
 _REVISION = re.compile(r"r([1-9][0-9]{0,8})-[0-9a-f]{8}")
 _RECORD = "revision.json"
 _CURRENT = "current"
 
 
 class RevisionFields(BaseModel):
-    """What a deploy knows about its revision before it is published."""
+    """What a deploy knows of its revision before the store has a place for it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -54,7 +54,7 @@ class RevisionFields(BaseModel):
 
 
 class RevisionRecord(RevisionFields):
-    """One revision, as `revision.json` holds it; never changed."""
+    """One revision, as `revision.json` holds it; never changed after it became live."""
 
     function: str
     revision: str
@@ -62,53 +62,22 @@ class RevisionRecord(RevisionFields):
     created_at: AwareDatetime
 
 
-class Staging:
-    """A revision in the making: put its code into `code`, which does not exist yet, then publish.
-
-    As a context manager it leaves nothing behind if it was not published.
-    """
-
-    def __init__(self, name: str, path: Path) -> None:
-        self.name = name
-        self.path = path
-        self.code = path / "code"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.discard()
-
-    def discard(self) -> None:
-        """Remove it; after publishing there is nothing left to remove."""
-        shutil.rmtree(self.path, ignore_errors=True)
-
-
 class Store:
-    """Every function and revision below one state folder, which the caller has locked (`StateDir`).
+    """All functions and revisions below one state folder, which the caller has locked.
 
-    `report` is told about records that cannot be read; they are skipped. Safe to call from several threads.
+    `report` gets a line for each record that cannot be read; such records are skipped. Safe to call from several threads.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        *,
-        report: Callable[[str], None] = _log.warning,
-        now: Callable[[], datetime] = lambda: datetime.now(UTC),
-    ) -> None:
+    def __init__(self, root: Path, *, report: Callable[[str], None] = _log.warning) -> None:
         self.curves = root.absolute() / "curves"
-        """The folder of what was measured of workers."""
+        """The folder of measured latency curves."""
         self._functions = root.absolute() / "functions"
         self._staging = root.absolute() / "staging"
         self._report = report
-        self._now = now
-        self._changing = threading.RLock()
+        self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Make the folders, and remove what a crash left half done."""
+        """Make the folders, and remove what a crash left unfinished."""
         self._functions.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._staging.mkdir(exist_ok=True, mode=0o700)
         for leftover in list(self._staging.iterdir()):
@@ -117,62 +86,62 @@ class Store:
             else:
                 leftover.unlink()
         for folder in self._functions.iterdir():
-            if folder.is_dir() and not any(
-                folder.iterdir()
-            ):  # a first deploy that was cut off before its rename
+            # An empty folder is a first deploy that was cut off before its rename.
+            if folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()
 
-    def stage(self, name: str) -> Staging:
-        """A new place to build a revision of `name`."""
-        path = self._aside(check_name(name))
+    def stage(self) -> Path:
+        """Return a new folder in which to build a revision: its code goes to `code`, which does not exist yet."""
+        path = self._aside("upload")
         path.mkdir(mode=0o700)
-        return Staging(name, path)
+        return path
 
-    def place(self, staging: Staging, fields: RevisionFields) -> RevisionRecord:
-        """Gives what was staged its revision's id and its place. It is not live: `promote` or `withdraw` comes next."""
-        if fields.settings.name != staging.name:
-            raise SettingsError(
-                f"The settings name the function {fields.settings.name!r}, but {staging.name!r} was staged.",
-                remedy="Deploy it under the name in its settings.",
-            )
-        if not staging.code.is_dir():
-            raise CodeError(
-                f"Nothing was staged for {staging.name}.", remedy="Deploy a folder with handler.py."
-            )
-        with self._changing:
-            record = self._record(staging.name, fields)
-            self._write(staging.path / _RECORD, record.model_dump_json(indent=2))
-            _sync_tree(staging.path)
-            self._move(staging.path, record)
+    def place(self, staged: Path, fields: RevisionFields) -> RevisionRecord:
+        """Give a staged folder its revision's id and place. Call `promote` or `withdraw` next."""
+        if not (staged / CODE_FOLDER).is_dir():
+            raise CodeError("No code was staged.", remedy="Deploy a folder with handler.py.")
+        with self._lock:
+            record = self._new_record(fields)
+            _write(staged / _RECORD, record.model_dump_json(indent=2))
+            _sync_tree(staged)
+            folder = self._folder(record.function)
+            folder.mkdir(exist_ok=True, mode=0o700)
+            sync(self._functions)
+            staged.rename(folder / record.revision)
+            sync(folder)
         return record
 
     def promote(self, record: RevisionRecord) -> None:
-        """Makes a placed revision the live one; `record` may meanwhile have learnt what its handler is."""
-        with self._changing:
-            temporary = self._aside(record.function)
-            self._write(temporary, record.model_dump_json(indent=2))
-            temporary.replace(self._folder(record.function) / record.revision / _RECORD)
-            sync(self._folder(record.function) / record.revision)
-            self._set_current(record)
-
-    def publish(self, staging: Staging, fields: RevisionFields) -> RevisionRecord:
-        """Makes what was staged the live revision of its function."""
-        with self._changing:
-            record = self.place(staging, fields)
-            self.promote(record)
-        return record
+        """Make a placed revision live. `record` may have gained `handler` since then."""
+        folder = self._folder(record.function)
+        with self._lock:
+            for path, text in (
+                (folder / record.revision / _RECORD, record.model_dump_json(indent=2)),
+                (folder / _CURRENT, f"{record.revision}\n"),
+            ):
+                temporary = self._aside(record.function)
+                _write(temporary, text)
+                temporary.replace(path)
+                sync(path.parent)
 
     def withdraw(self, record: RevisionRecord) -> None:
-        """Removes a placed revision that is not to become live."""
-        with self._changing:
-            aside = self._aside(record.function)
-            (self._folder(record.function) / record.revision).rename(aside)
-            with contextlib.suppress(OSError):  # other revisions, or `current`, are there
-                self._folder(record.function).rmdir()
+        """Remove a placed revision that will not become live."""
+        aside, folder = self._aside(record.function), self._folder(record.function)
+        with self._lock:
+            (folder / record.revision).rename(aside)
+            # Fails, and should, if the function has other revisions.
+            with contextlib.suppress(OSError):
+                folder.rmdir()
         shutil.rmtree(aside)
 
+    def functions(self) -> dict[str, RevisionRecord]:
+        """Return the live revision of every function, by the function's name."""
+        names = [name for name in _names(self._functions) if self._is_function(name)]
+        records = {name: self.current(name) for name in names}
+        return {name: record for name, record in records.items() if record is not None}
+
     def current(self, name: str) -> RevisionRecord | None:
-        """The live revision; None for a function that is not there, or whose live revision cannot be read."""
+        """Return the live revision, or None if there is none that can be read."""
         folder = self._folder(name)
         try:
             revision = (folder / _CURRENT).read_text(encoding="ascii").strip()
@@ -185,49 +154,33 @@ class Store:
             return None
         return self._read(name, revision)
 
-    def functions(self) -> dict[str, RevisionRecord]:
-        """Every function by name, with its live revision."""
-        names = [name for name in _names(self._functions) if self._is_function(name)]
-        records = {name: self.current(name) for name in names}
-        return {name: record for name, record in records.items() if record is not None}
-
-    def revisions(self, name: str) -> list[RevisionRecord]:
-        """The function's revisions that can be read, oldest first; empty if there is no such function."""
-        records = [self._read(name, revision) for _, revision in self._numbered(name)]
-        return [record for record in records if record is not None]
-
     def code(self, record: RevisionRecord) -> Path:
-        """The folder with the revision's code."""
-        return self._folder(record.function) / record.revision / "code"
+        """Return the folder with the revision's code."""
+        return self._folder(record.function) / record.revision / CODE_FOLDER
 
     def delete(self, name: str) -> None:
         """Remove a function with all its revisions."""
-        with self._changing:
-            aside = self._aside(check_name(name))
+        aside = self._aside(check_name(name))
+        with self._lock:
             try:
                 self._folder(name).rename(aside)
-            except FileNotFoundError as error:
-                raise UnknownFunction(
-                    f"There is no function {name!r}.", remedy="See `pilotflame list` for what is deployed."
-                ) from error
+            except FileNotFoundError:
+                raise UnknownFunction.named(name) from None
             sync(self._functions)
         shutil.rmtree(aside)
 
     def prune(self, name: str, keep: int) -> list[str]:
-        """Remove all but the newest `keep` (at least one) revisions and the live one; the ids removed."""
-        with self._changing:
+        """Remove all but the newest `keep` (at least one) revisions and the live one. Return the removed ids."""
+        with self._lock:
             live = self.current(name)
-            old = [revision for _, revision in self._numbered(name)][: -max(keep, 1)]
-            # Without a readable live revision nothing is known to be superseded.
-            removed = [revision for revision in old if live is not None and revision != live.revision]
-            asides = [self._aside(name) for _ in removed]
-            for revision, aside in zip(removed, asides, strict=True):
+            # Without a readable live revision, none is known to be superseded.
+            old = self._revision_ids(name)[: -max(keep, 1)] if live is not None else []
+            removed = {id_: self._aside(name) for id_ in old if live is not None and id_ != live.revision}
+            for revision, aside in removed.items():
                 (self._folder(name) / revision).rename(aside)
-        for aside in asides:
+        for aside in removed.values():
             shutil.rmtree(aside)
-        return removed
-
-    # Paths
+        return list(removed)
 
     def _folder(self, name: str) -> Path:
         return self._functions / check_name(name)
@@ -238,80 +191,63 @@ class Store:
     def _is_function(self, name: str) -> bool:
         if name_problem(name) is None and (self._functions / name).is_dir():
             return True
-        self._report(f"{self._functions / name} is skipped: it is no function's folder")
+        self._report(f"{self._functions / name} is skipped: it is not a function's folder")
         return False
 
-    def _numbered(self, name: str) -> list[tuple[int, str]]:
-        """The revisions that are there, readable or not, by number."""
+    def _revision_ids(self, name: str) -> list[str]:
+        """Return the ids of the revisions, readable or not, by number."""
         matches = [match for entry in _names(self._folder(name)) if (match := _REVISION.fullmatch(entry))]
-        return sorted((int(match[1]), match[0]) for match in matches)
+        return [match[0] for match in sorted(matches, key=lambda match: int(match[1]))]
 
-    # Writing
-
-    def _record(self, name: str, fields: RevisionFields) -> RevisionRecord:
-        numbers = [number for number, _ in self._numbered(name)]
-        number = max(numbers, default=0) + 1
+    def _new_record(self, fields: RevisionFields) -> RevisionRecord:
+        ids = self._revision_ids(fields.settings.name)
+        number = int(ids[-1][1:].partition("-")[0]) + 1 if ids else 1
         content = f"{fields.code_digest}\n{fields.settings.model_dump_json()}".encode()
         return RevisionRecord(
             **dict(fields),
-            function=name,
+            function=fields.settings.name,
             revision=f"r{number}-{hashlib.sha256(content).hexdigest()[:8]}",
             number=number,
-            created_at=self._now().astimezone(UTC),
+            created_at=datetime.now(UTC),
         )
 
-    def _move(self, path: Path, record: RevisionRecord) -> None:
-        folder = self._folder(record.function)
-        folder.mkdir(exist_ok=True, mode=0o700)
-        sync(self._functions)
-        path.rename(folder / record.revision)
-        sync(folder)
-
-    def _set_current(self, record: RevisionRecord) -> None:
-        temporary = self._aside(record.function)
-        self._write(temporary, f"{record.revision}\n")
-        temporary.replace(self._folder(record.function) / _CURRENT)
-        sync(self._folder(record.function))
-
-    @staticmethod
-    def _write(path: Path, text: str) -> None:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-
-    # Reading
-
     def _read(self, name: str, revision: str) -> RevisionRecord | None:
-        """The record, or None and a report of why it cannot be used."""
-        shown = f"revision {revision!r} of function {name}"
+        """Return the record, or None after a report of why it cannot be used."""
+        shown = f"revision {revision!r} of function {name} is skipped"
         if not _REVISION.fullmatch(revision):
-            self._report(f"{shown} is skipped: that is no revision's id")
+            self._report(f"{shown}: that is not a revision's id")
             return None
         folder = self._folder(name) / revision
         try:
             record = RevisionRecord.model_validate_json((folder / _RECORD).read_bytes())
         except (OSError, ValidationError) as error:
-            self._report(f"{shown} is skipped: {folder / _RECORD} cannot be read: {error}")
+            self._report(f"{shown}: {folder / _RECORD} cannot be read: {error}")
             return None
-        if (record.function, record.revision) != (name, revision) or not (folder / "code").is_dir():
-            self._report(f"{shown} is skipped: {folder} holds something else")
+        if (record.function, record.revision) != (name, revision) or not (folder / CODE_FOLDER).is_dir():
+            self._report(f"{shown}: {folder} is not that revision")
             return None
         return record
 
 
+def _write(path: Path, text: str) -> None:
+    """Write a new private file, and sync it to disk."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def _names(folder: Path) -> list[str]:
     try:
-        return sorted(os.listdir(folder))  # noqa: PTH208 - names are what is wanted
+        return sorted(path.name for path in folder.iterdir())
     except FileNotFoundError:
         return []
 
 
 def _sync_tree(folder: Path) -> None:
     for path, _, names in os.walk(folder):
-        for name in names:
-            file = Path(path, name)
+        for file in (Path(path, name) for name in names):
             if not file.is_symlink():
                 sync(file)
         sync(Path(path))

@@ -1,4 +1,5 @@
-"""Jobs: invocations stored in SQLite before their id is given, and the webhooks that tell of them.
+"""Jobs: invocations stored in SQLite before their id is returned, and the webhooks that report their events.
 
-Enter at `jobs.py`. Every change of a job's state goes through `transaction.py`. It must not know how a request is spelled.
+Enter at `jobs.py`. `transaction.py` explains why no job is lost; every change of a job's state goes through it.
+Webhook deliveries are rows of the same database, written in the same transactions. The room must not know HTTP routes.
 """

@@ -1,4 +1,4 @@
-"""An attempt: one job on its way through a worker. Stores what becomes of it; the fence keeps late words out."""
+"""An attempt: one run of a job on a worker, whose start, output and end are stored under its fence."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from .store import JobStore
 T = TypeVar("T")
 
 MAX_AGGREGATE_BYTES = 20 << 20
-"""A streamed answer is the job's output too, as a list, up to this size."""
+"""The largest streamed output that is also stored as one list, the job's output."""
 MAX_STREAM_BYTES = 256 << 20
-"""So much of a streamed answer is stored: what is larger fails."""
+"""The largest streamed output; a larger one fails the job."""
 ROW_BYTES = 32
-"""What a piece takes beside its bytes: many that are tiny are much too."""
+"""The overhead of storing a piece, so that many tiny pieces count too."""
 BACKOFF_S = 2.0
 MAX_BACKOFF_S = 300.0
 LOG_LINES = 20
@@ -38,7 +38,7 @@ STORE_RETRY_S = 5.0
 
 
 class JobAttempt:
-    """Submits a job's invocation to a revision, and sees it to its end."""
+    """Submits a job's invocation to a revision and stores what becomes of it."""
 
     def __init__(
         self,
@@ -49,7 +49,10 @@ class JobAttempt:
         closing: asyncio.Event,
         last_lines: Callable[[str], str],
     ) -> None:
-        """`last_lines` gives what a worker printed last. Once `closing`, what the disk refuses is left to the next life."""
+        """`last_lines` returns the last log lines of a worker.
+
+        Once `closing` is set, a write that the disk refuses is not repeated: the next start recovers the job.
+        """
         self._tasks = tasks
         self.job = job
         self._revision = revision
@@ -60,7 +63,7 @@ class JobAttempt:
         self._fence = 0
         self._stored_bytes = 0
         self._progress: bytes | None = None
-        self._writing: asyncio.Task[None] | None = None
+        self._progress_writer: asyncio.Task[None] | None = None
         now_s, waited_s = time.monotonic(), max(0.0, time.time() - job.created_s)
         deadline_s = now_s + max(0.0, job.ttl_s - waited_s)
         self.invocation = Invocation(
@@ -74,110 +77,114 @@ class JobAttempt:
         self.invocation.output.add_done_callback(self._on_sent)
 
     def submit(self) -> None:
-        """Raises QueueFull, RevisionRetired."""
+        """Queue the invocation. QueueFull, RevisionRetired."""
         self._revision.submit(self.invocation)
 
     @property
     def sent(self) -> bool:
-        """Whether a worker has it, or had."""
+        """Return True once a worker has received the job, or the invocation has ended."""
         return self._sent.done()
 
     def cancel(self) -> None:
-        """The job was cancelled: the store knows already."""
+        """Cancel the invocation of a job that is CANCELLED in the store."""
         self._revision.cancel(self.invocation)
 
     async def run(self) -> None:
-        """To the end of the attempt. JobStoreFailed if the gateway closes before the disk took what became of it."""
-        answer = self.invocation.output
+        """Store the attempt until it ends. JobStoreFailed if the gateway closes while the disk refuses."""
+        output = self.invocation.output
         await self._sent
-        went = bool(self.invocation.worker) or not answer.done()  # else it ended before a worker had it
+        reached_worker = bool(self.invocation.worker) or not output.done()
         try:
-            if went and not (await self._take() and await self._store_pieces(self.invocation.stream)):
-                self.cancel()  # it is another's by now, or nobody's
+            if reached_worker and not (
+                await self._take() and await self._store_pieces(self.invocation.stream)
+            ):
+                # Another attempt holds the job, or it has ended.
+                self.cancel()
                 return
         except OutputInvalid as too_large:
             self.cancel()
             await self._finish(JobOutcome(JobState.FAILED, error=too_large.to_wire(), logs=self._logs()))
             return
-        await asyncio.wait([answer])  # which never raises what the answer holds
-        if answer.cancelled():
+        # `wait` does not raise the exception of the future.
+        await asyncio.wait([output])
+        if output.cancelled():
             return
-        if (error := answer.exception()) is not None:
+        if (error := output.exception()) is not None:
             await self._fail(error)
         else:
-            await self._complete(answer.result())
+            await self._complete(output.result())
 
     async def give_up(self, error: Exception) -> None:
-        """It broke in our own hands: nobody is to wait for it for ever."""
+        """End the job as FAILED after an internal error, so that no caller waits for it forever."""
         self.cancel()
-        wire = GatewayError(f"What became of the job could not be stored: {type(error).__name__}.").to_wire()
+        wire = GatewayError(f"The job's result could not be stored: {type(error).__name__}.").to_wire()
         await self._finish(JobOutcome(JobState.FAILED, error=wire))
 
-    # -- progress: the last word counts, and one is written at a time
+    # -- progress: only the latest report is stored, by one write at a time
 
-    def _on_progress(self, said: bytes) -> None:
-        self._progress = said
-        self._write_soon()
+    def _on_progress(self, progress: bytes) -> None:
+        self._progress = progress
+        self._store_progress()
 
-    def _write_soon(self) -> None:
-        idle = self._writing is None or self._writing.done()
+    def _store_progress(self) -> None:
+        idle = self._progress_writer is None or self._progress_writer.done()
         if self._fence and self._progress is not None and idle:
-            self._writing = self._tasks.create_task(self._write_progress())
+            self._progress_writer = self._tasks.create_task(self._write_progress())
 
     async def _write_progress(self) -> None:
-        # Its end is what must be stored, and says so if it cannot be: whatever is wrong here harms no other job.
+        # A failed progress report harms nothing: a broken store is reported when the result is stored.
         with contextlib.suppress(Exception):
-            while (said := self._progress) is not None:
+            while (progress := self._progress) is not None:
                 self._progress = None
-                await self._store.set_progress(self.job.id, self._fence, said)
+                await self._store.set_progress(self.job.id, self._fence, progress)
 
-    # -- what the store is told
+    # -- what the store records
 
     async def _take(self) -> bool:
-        """Say that a worker has it, if that was not said yet; False if it is nobody's any more."""
+        """Record the attempt's start once. Return False if the job is no longer queued."""
         if not self._fence:
-            taken = await self._surely(lambda: self._store.take(self.job.id, self.invocation.worker))
-            if taken is None:
+            fence = await self._retried(lambda: self._store.take(self.job.id, self.invocation.worker))
+            if fence is None:
                 return False
-            self._fence = taken.attempts
-            self._write_soon()
+            self._fence = fence
+            self._store_progress()
         return True
 
     async def _store_pieces(self, stream: Stream | None) -> bool:
-        """The pieces of a streamed answer as they come; False as `_take`. OutputInvalid if they are too much."""
+        """Store a streamed output. Return False if the job was lost; OutputInvalid if it is too large."""
         number = 1
         while stream is not None and (pieces := await stream.take()):
             self._stored_bytes += sum(len(piece) + ROW_BYTES for piece in pieces)
             if self._stored_bytes > MAX_STREAM_BYTES:
                 raise OutputInvalid(
-                    f"The streamed answer is larger than {MAX_STREAM_BYTES >> 20} MiB.",
-                    remedy="Yield less, or put large results elsewhere and yield their addresses.",
+                    f"The streamed output is larger than {MAX_STREAM_BYTES >> 20} MiB.",
+                    remedy="Yield less, or store large results elsewhere and yield their addresses.",
                 )
-            if not await self._surely(self._adding(number, pieces)):
+            if not await self._add_pieces(number, pieces):
                 return False
             number += len(pieces)
             stream.consumed(len(pieces))
         return True
 
-    def _adding(self, number: int, pieces: list[bytes]) -> Callable[[], Awaitable[bool]]:
-        return lambda: self._store.add_pieces(self.job.id, self._fence, number, pieces)
+    async def _add_pieces(self, number: int, pieces: list[bytes]) -> bool:
+        return await self._retried(lambda: self._store.add_pieces(self.job.id, self._fence, number, pieces))
 
-    async def _complete(self, answer: Output) -> None:
+    async def _complete(self, output: Output) -> None:
         if self.invocation.stream is None:
-            kind = "" if answer.content_type == "application/json" else answer.content_type
-            await self._finish(JobOutcome(JobState.COMPLETED, answer.payload, kind))
+            output_type = "" if output.content_type == "application/json" else output.content_type
+            await self._finish(JobOutcome(JobState.COMPLETED, output.payload, output_type))
         else:
-            aggregate = await self._surely(self._aggregate) if self._revision.policy.aggregates else b"[]"
+            aggregate = await self._retried(self._aggregate) if self._revision.policy.aggregates else b"[]"
             await self._finish(JobOutcome(JobState.COMPLETED, aggregate))
 
     async def _aggregate(self) -> bytes:
-        """All pieces as one list; an empty one if that would be too much, of which nothing is read."""
+        """Return all pieces as one JSON list; an empty list if they exceed MAX_AGGREGATE_BYTES."""
         if self._stored_bytes > MAX_AGGREGATE_BYTES:
             return b"[]"
-        found: list[bytes] = []
-        while some := await self._store.pieces(self.job.id, len(found), 1000):
-            found += [piece for _, piece in some]
-        return b"[" + b",".join(found) + b"]"
+        pieces: list[bytes] = []
+        while more := await self._store.pieces(self.job.id, len(pieces)):
+            pieces += [piece for _, piece in more]
+        return b"[" + b",".join(pieces) + b"]"
 
     async def _fail(self, error: BaseException) -> None:
         if not isinstance(error, PilotflameError):
@@ -189,21 +196,21 @@ class JobAttempt:
             await self._finish(JobOutcome(JobState.TIMED_OUT, error=wire, logs=self._logs()))
         elif isinstance(error, (RevisionRetired, GatewayError)):
             await self._requeue(wire, counted=False)
-        elif not self.invocation.worker:  # none could start: the next one may, a little later
-            delay_s = min(MAX_BACKOFF_S, BACKOFF_S * 4.0**self.job.attempts)
-            await self._requeue(wire, delay_s)
-        elif isinstance(
-            error, WorkerDied
-        ):  # at the end of a revision those are killed that are late: not the job's fault
+        elif not self.invocation.worker:
+            # No worker could start. A later one may.
+            await self._requeue(wire, min(MAX_BACKOFF_S, BACKOFF_S * 4.0**self.job.attempts))
+        elif isinstance(error, WorkerDied):
+            # A revision that retires kills workers that are late, which is not the job's fault.
             await self._requeue(wire, counted=not self._revision.retiring)
         else:
             await self._finish(JobOutcome(JobState.FAILED, error=wire, logs=self._logs()))
 
     async def _requeue(self, error: dict[str, object], delay_s: float = 0.0, *, counted: bool = True) -> None:
         if not self._fence and not counted:
-            return  # it is still queued
+            # The store still has it in the queue.
+            return
         if await self._take():
-            await self._surely(
+            await self._retried(
                 lambda: self._store.requeue(
                     self.job.id, self._fence, error=error, delay_s=delay_s, counted=counted, logs=self._logs()
                 )
@@ -211,13 +218,13 @@ class JobAttempt:
 
     async def _finish(self, outcome: JobOutcome) -> None:
         if await self._take():
-            await self._surely(lambda: self._store.finish(self.job.id, self._fence, outcome))
+            await self._retried(lambda: self._store.finish(self.job.id, self._fence, outcome))
 
-    async def _surely(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """Asks the store until the disk does not refuse: what a worker has done is not to be done again for that."""
+    async def _retried(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Repeat a call of the store while the disk refuses, so that finished work does not run again."""
         while True:
             try:
-                return await ask()
+                return await call()
             except JobStoreFailed:
                 if self._closing.is_set():
                     raise

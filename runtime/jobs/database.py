@@ -1,7 +1,6 @@
-"""The database of jobs: one SQLite file, one thread that writes, one that reads, both away from the event loop.
+"""The jobs database: one SQLite file with a writer thread and a reader thread, both off the event loop.
 
-What callers ask to be written while a commit is on its way is gathered into the next (group commit), so that the price of
-an fsync is shared by all who wait for it. Whoever awaits `write` goes on only when its change is on the disk.
+Writes use group commit, see transaction.py.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import sqlite3
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,11 +24,13 @@ MAX_GROUP = 512
 BUSY_TIMEOUT_S = 10.0
 PAGE_CACHE_KIB = 32 << 10
 WAL_PAGES = 4000
-"""So much is written before it is brought into the file itself: 16 MB, which bounds the log beside the file."""
+"""The size at which the log is copied into the file: 16 MB."""
 _SETTINGS = (
-    "auto_vacuum=INCREMENTAL",  # must come before the first table, and before the WAL
+    # Must precede the first table and the WAL.
+    "auto_vacuum=INCREMENTAL",
     "journal_mode=WAL",
-    "synchronous=FULL",  # a commit that returned is on the disk
+    # A commit that returned is on the disk.
+    "synchronous=FULL",
     "temp_store=MEMORY",
     f"cache_size=-{PAGE_CACHE_KIB}",
     f"wal_autocheckpoint={WAL_PAGES}",
@@ -36,71 +38,85 @@ _SETTINGS = (
 )
 
 
+@dataclass(slots=True, eq=False)
+class _QueuedCall:
+    """A change or query that waits for its thread, and its result."""
+
+    run: Change[Any]
+    committed: Callable[[], None] | None
+    future: asyncio.Future[Any]
+    result: Any = None
+    error: Exception | None = None
+
+
+_Calls = queue.SimpleQueue[_QueuedCall | None]
+
+
 class Database:
-    """One file. `scripts[n]` brings it from version n to n + 1; what has been released is never edited."""
+    """One file. `scripts[n]` upgrades it from version n to n + 1."""
 
     def __init__(self, path: Path, scripts: Sequence[str]) -> None:
         self._path = path
         self._scripts = scripts
-        self._writes: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
-        self._reads: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._writes: _Calls = queue.SimpleQueue()
+        self._reads: _Calls = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._asking = threading.Lock()
+        self._opening = threading.Lock()
         self._opened = False
 
     def open(self) -> None:
-        """Open or make the file and bring it up to date; blocks. JobStoreFailed if that cannot be."""
+        """Open or create the file and upgrade it. Blocks. JobStoreFailed if the file cannot be used."""
         with ExitStack() as opened:
             writer = opened.enter_context(closing(self._connect()))
-            self._update(writer)
+            self._upgrade(writer)
             reader = opened.enter_context(closing(self._connect()))
             reader.execute("PRAGMA query_only=ON")
-            opened.pop_all()  # from here on its thread closes each
-        for name, connection, works, serve in (
-            ("jobs-writer", writer, self._writes, _serve_writes),
-            ("jobs-reader", reader, self._reads, _serve_reads),
+            # From here on each thread closes its connection.
+            opened.pop_all()
+        for name, connection, calls, run_group in (
+            ("jobs-writer", writer, self._writes, _commit),
+            ("jobs-reader", reader, self._reads, _read),
         ):
-            thread = threading.Thread(target=serve, args=(connection, works), name=name, daemon=True)
+            thread = threading.Thread(
+                target=_serve, args=(connection, calls, run_group), name=name, daemon=True
+            )
             thread.start()
             self._threads.append(thread)
         self._opened = True
 
     def close(self) -> None:
-        """Finish what was asked for and close the file; blocks. What is asked for later is refused."""
-        with self._asking:
+        """Finish all queued calls and close the file; refuse later ones. Blocks."""
+        with self._opening:
             if not self._opened:
                 return
             self._opened = False
-        # The writer last: only a connection that may write brings the log into the file when it closes.
-        for works, thread in zip((self._reads, self._writes), reversed(self._threads), strict=True):
-            works.put(None)
+        # The writer closes last: only a writable connection copies the log into the file.
+        for calls, thread in zip((self._reads, self._writes), reversed(self._threads), strict=True):
+            calls.put(None)
             thread.join()
         self._threads = []
 
     async def write(self, change: Change[T], committed: Callable[[], None] | None = None) -> T:
-        """Run `change` within a transaction, and return what it did once that is on the disk.
+        """Run `change` in a transaction and return its result once it is on the disk.
 
-        If it raises, nothing of it stays, and others' changes are not touched. It runs in the writer's thread,
-        a second time if the disk refused it together with others;
-        `committed` on the event loop, once the change is on the disk, even if the caller was cancelled meanwhile.
-        JobStoreFailed if the disk refuses.
+        `change` runs in the writer thread, a second time if its group's commit failed. If it raises, its changes
+        are undone and those of other callers stay. `committed` runs on the event loop after the commit, even if the
+        caller was cancelled. JobStoreFailed if the disk refuses.
         """
-        return await self._ask(self._writes, change, committed)
+        return await self._call(self._writes, change, committed)
 
-    async def read(self, look: Change[T]) -> T:
-        """Run `look`, which only reads, in the reader's thread."""
-        return await self._ask(self._reads, look, None)
+    async def read(self, query: Change[T]) -> T:
+        """Run a read-only `query` in the reader thread."""
+        return await self._call(self._reads, query, None)
 
-    async def _ask(
-        self, works: queue.SimpleQueue[_Work | None], run: Change[T], committed: Callable[[], None] | None
-    ) -> T:
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[T] = loop.create_future()
-        with self._asking:  # so that nothing comes behind the None that ends a thread, and waits for ever
+    async def _call(self, calls: _Calls, run: Change[T], committed: Callable[[], None] | None) -> T:
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        # A call that was queued behind the None that ends the thread would never return.
+        with self._opening:
             if not self._opened:
                 raise JobStoreFailed("The store of jobs is closed.")
-            works.put(_Work(run, committed, answer, loop))
-        return await answer
+            calls.put(_QueuedCall(run, committed, future))
+        return await future
 
     def _connect(self) -> sqlite3.Connection:
         try:
@@ -118,7 +134,7 @@ class Database:
             raise self._unusable(error) from error
         return connection
 
-    def _update(self, connection: sqlite3.Connection) -> None:
+    def _upgrade(self, connection: sqlite3.Connection) -> None:
         try:
             (version,) = connection.execute("PRAGMA user_version").fetchone()
             for number in range(version, len(self._scripts)):
@@ -129,93 +145,72 @@ class Database:
             raise self._unusable(error) from error
         if version > len(self._scripts):
             raise JobStoreFailed(
-                f"{self._path} is of version {version}, this pilotflame knows {len(self._scripts)}.",
-                remedy="Use the pilotflame that made it, or a newer one.",
+                f"{self._path} has version {version}; this pilotflame knows versions up to {len(self._scripts)}.",
+                remedy="Use the pilotflame that wrote it, or a newer one.",
             )
 
     def _unusable(self, error: sqlite3.Error) -> JobStoreFailed:
         return JobStoreFailed(
             f"The store of jobs, {self._path}, cannot be used: {error}.",
-            remedy="Look at the disk and the permissions of the state folder; a damaged file can be moved away.",
+            remedy="Check the disk and the permissions of the state folder; a damaged file can be moved away.",
         )
 
 
-class _Work:
-    """One change or look, and who waits for it."""
-
-    __slots__ = ("answer", "committed", "error", "loop", "result", "run")
-
-    def __init__(
-        self,
-        run: Change[Any],
-        committed: Callable[[], None] | None,
-        answer: asyncio.Future[Any],
-        loop: asyncio.AbstractEventLoop,
-    ) -> None:
-        self.run = run
-        self.committed = committed
-        self.answer = answer
-        self.loop = loop
-        self.result: Any = None
-        self.error: Exception | None = None
+_RunGroup = Callable[[sqlite3.Connection, list[_QueuedCall]], None]
 
 
-def _serve_writes(connection: sqlite3.Connection, works: queue.SimpleQueue[_Work | None]) -> None:
+def _serve(connection: sqlite3.Connection, calls: _Calls, run_group: _RunGroup) -> None:
+    """Run queued calls until None is queued."""
     ended = False
     while not ended:
-        group, ended = _gather(works)
+        group, ended = _next_group(calls)
         if group:
-            _commit(connection, group)
-            _answer(group)
+            run_group(connection, group)
+            _deliver(group)
     connection.close()
 
 
-def _serve_reads(connection: sqlite3.Connection, works: queue.SimpleQueue[_Work | None]) -> None:
-    ended = False
-    while not ended:
-        group, ended = _gather(works)
-        for work in group:
-            _run(connection, work)
-        if group:
-            _answer(group)
-    connection.close()
-
-
-def _gather(works: queue.SimpleQueue[_Work | None]) -> tuple[list[_Work], bool]:
-    """What there is, at least one; and whether that was the end."""
-    found = works.get()
-    group: list[_Work] = []
-    while found is not None:
-        group.append(found)
-        if len(group) == MAX_GROUP or works.empty():
+def _next_group(calls: _Calls) -> tuple[list[_QueuedCall], bool]:
+    """Wait for a call; return it with all others that are queued, and True if None was queued."""
+    call = calls.get()
+    group: list[_QueuedCall] = []
+    while call is not None:
+        group.append(call)
+        if len(group) == MAX_GROUP or calls.empty():
             return group, False
-        found = works.get()
+        call = calls.get()
     return group, True
 
 
-def _commit(connection: sqlite3.Connection, group: list[_Work]) -> None:
-    """All in one transaction. If the disk refuses it, each alone: what is too large for it harms no other."""
-    failure = _commit_once(connection, group)
+def _read(connection: sqlite3.Connection, group: list[_QueuedCall]) -> None:
+    for call in group:
+        _run(connection, call)
+
+
+def _commit(connection: sqlite3.Connection, group: list[_QueuedCall]) -> None:
+    """Commit a group in one transaction. If that fails, commit each call alone: only the cause fails."""
+    failure = _try_commit(connection, group)
     if failure is None:
         return
     if len(group) > 1:
-        for work in group:
-            work.error = None
-            _commit(connection, [work])
+        for call in group:
+            call.error = None
+            _commit(connection, [call])
     elif group[0].error is None:
         group[0].error = _refused(failure)
 
 
-def _commit_once(connection: sqlite3.Connection, group: list[_Work]) -> sqlite3.Error | None:
-    """Nothing of the group stays if it gives an error back."""
+def _try_commit(connection: sqlite3.Connection, group: list[_QueuedCall]) -> sqlite3.Error | None:
+    """Commit the group, or return the error after a rollback."""
     try:
         connection.execute("BEGIN IMMEDIATE")
-        for work in group:
-            connection.execute("SAVEPOINT work")
-            _run(connection, work)
-            if work.error is not None:  # of a transaction that SQLite has rolled back itself, this raises too
-                connection.execute("ROLLBACK TO work")
-            connection.execute("RELEASE work")
+        for call in group:
+            connection.execute("SAVEPOINT call")
+            _run(connection, call)
+            if call.error is not None:
+                # Raises if SQLite has rolled back the whole transaction.
+                connection.execute("ROLLBACK TO call")
+            connection.execute("RELEASE call")
         connection.execute("COMMIT")
     except sqlite3.Error as error:
         if connection.in_transaction:
@@ -224,41 +219,45 @@ def _commit_once(connection: sqlite3.Connection, group: list[_Work]) -> sqlite3.
     return None
 
 
-def _run(connection: sqlite3.Connection, work: _Work) -> None:
+def _run(connection: sqlite3.Connection, call: _QueuedCall) -> None:
     try:
-        work.result = work.run(connection)
+        call.result = call.run(connection)
     except sqlite3.IntegrityError as error:
-        work.error = error  # the asker's to make sense of
+        # The caller knows what a constraint means.
+        call.error = error
     except sqlite3.Error as error:
-        work.error = _refused(error)
-    except Exception as error:  # noqa: BLE001  raised again where it was asked for
-        work.error = error
+        call.error = _refused(error)
+    except Exception as error:  # noqa: BLE001  raised again in the caller
+        call.error = error
 
 
 def _refused(error: sqlite3.Error) -> JobStoreFailed:
     return JobStoreFailed(
         f"The store of jobs could not be written or read: {error}.",
-        remedy="Look whether the disk of the state folder is full, or the file damaged.",
+        remedy="Check whether the disk of the state folder is full or the file is damaged.",
     )
 
 
-def _answer(group: list[_Work]) -> None:
-    """Tell everybody, by one wake-up of each loop."""
-    loops: dict[asyncio.AbstractEventLoop, list[_Work]] = {}
-    for work in group:
-        loops.setdefault(work.loop, []).append(work)
-    for loop, works in loops.items():
-        with suppress(RuntimeError):  # the loop has ended, and with it all who waited there
-            loop.call_soon_threadsafe(_settle, works)
+def _deliver(group: list[_QueuedCall]) -> None:
+    """Resolve all futures of a group, with one wake-up per event loop."""
+    loops: dict[asyncio.AbstractEventLoop, list[_QueuedCall]] = {}
+    for call in group:
+        loops.setdefault(call.future.get_loop(), []).append(call)
+    for loop, calls in loops.items():
+        # RuntimeError: the loop is closed, so no caller is left on it.
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(_settle, calls)
 
 
-def _settle(works: list[_Work]) -> None:
-    for work in works:
-        if work.error is None and work.committed is not None:
-            work.loop.call_soon(work.committed)  # each apart: one that raises keeps nobody from an answer
-        if work.answer.done():  # who asked was cancelled; the change stands
+def _settle(calls: list[_QueuedCall]) -> None:
+    for call in calls:
+        if call.error is None and call.committed is not None:
+            # Scheduled, so that an exception in it reaches no other caller.
+            call.future.get_loop().call_soon(call.committed)
+        if call.future.done():
+            # The caller was cancelled. The change is committed.
             continue
-        if work.error is not None:
-            work.answer.set_exception(work.error)
+        if call.error is not None:
+            call.future.set_exception(call.error)
         else:
-            work.answer.set_result(work.result)
+            call.future.set_result(call.result)

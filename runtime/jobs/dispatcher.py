@@ -1,7 +1,7 @@
-"""The dispatcher: gives stored jobs to the live revisions of their functions, as fast as these take them.
+"""The dispatcher hands stored jobs to the live revisions of their functions.
 
-A lane a function, for as long as it has jobs: it looks for the next ones when it is woken (a job came, one ended, one that
-rested is due) and submits as many as the revision can hold, so that those who wait for an answer never queue behind a heap.
+Each function with jobs has a task. It reads the next jobs when it is woken (a job was submitted, one ended, a delayed
+one is due) and submits only as many as the revision can hold: direct invocations never queue behind a backlog.
 """
 
 from __future__ import annotations
@@ -10,189 +10,176 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass, field
 
 from ...errors import GatewayError, JobStoreFailed, QueueFull, RevisionRetired, UnknownFunction
-from ..serving.revision import Revision
+from ..functions.registry import Live
 from ..telemetry.logs import LogBook
 from .attempt import LOG_LINES, STORE_RETRY_S, JobAttempt
 from .job import Job
 from .store import JobStore
 
-LEAST_AHEAD = 8
-"""For each invocation that all workers can run at a time, one more is at hand when it ends; so many at least."""
-MAX_AT_ONCE = 1024
+MIN_PREFETCH = 8
+"""Jobs are prefetched, one for each that the workers run at a time, and at least this many."""
+MAX_SUBMITTED = 1024
 FULL_RETRY_S = 1.0
 
 
-class JobTarget(Protocol):
-    """What is known of a live function."""
-
-    revision: Revision
-    logs: LogBook
-
-
 class JobDispatcher:
-    """Runs jobs. `target` gives a function that is live, or raises UnknownFunction or GatewayError."""
+    """Runs jobs. `live` returns a live function or raises UnknownFunction or GatewayError."""
 
-    def __init__(self, store: JobStore, target: Callable[[str], JobTarget], tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, store: JobStore, live: Callable[[str], Live], tasks: asyncio.TaskGroup) -> None:
         self._store = store
-        self._target = target
+        self._live = live
         self._tasks = tasks
-        self._lanes: dict[str, _Lane] = {}
-        self._running: dict[str, JobAttempt] = {}
+        self._functions: dict[str, _FunctionJobs] = {}
         self._closing = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
 
     def wake(self, function: str) -> None:
-        """There may be something to do for a function."""
+        """Look for jobs of a function."""
         if self._closing.is_set():
             return
-        lane = self._lanes.get(function)
-        if lane is None:
-            lane = self._lanes[function] = _Lane()
-            self._tasks.create_task(self._serve(function, lane))
-        lane.news.set()
+        if function not in self._functions:
+            jobs = _FunctionJobs(function, self._store, self._live, self._tasks, self._closing)
+            self._functions[function] = jobs
+            self._idle.clear()
+            self._tasks.create_task(self._run(function, jobs))
+        self._functions[function].news.set()
 
-    def cancel(self, job_id: str) -> None:
-        """The job was cancelled in the store: stop what runs of it."""
-        if (attempt := self._running.get(job_id)) is not None:
-            attempt.cancel()
+    def cancel(self, function: str, job_id: str) -> None:
+        """Stop the attempt of a job that was cancelled in the store."""
+        if (jobs := self._functions.get(function)) is not None and job_id in jobs.attempts:
+            jobs.attempts[job_id].cancel()
 
     def withdraw(self, function: str) -> None:
-        """The queue was purged: what no worker has yet is taken back. What is still queued after all comes again."""
-        for attempt in list(self._running.values()):
-            if attempt.job.function == function and not attempt.sent:
-                attempt.cancel()
+        """Take back jobs that no worker has, after a purge. Those that are still queued are read again."""
+        if (jobs := self._functions.get(function)) is not None:
+            for attempt in list(jobs.attempts.values()):
+                if not attempt.sent:
+                    attempt.cancel()
 
     def stop(self) -> None:
-        """Takes nothing more from the store."""
+        """Take no more jobs from the store."""
         self._closing.set()
-        for lane in self._lanes.values():
-            lane.news.set()
+        for jobs in self._functions.values():
+            jobs.news.set()
 
     async def join(self, timeout_s: float) -> None:
-        """Until all that was taken has ended and is stored."""
+        """After `stop`, wait until all attempts have ended and are stored."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
 
-    async def _serve(self, function: str, lane: _Lane) -> None:
-        loop = asyncio.get_running_loop()
+    async def _run(self, function: str, jobs: _FunctionJobs) -> None:
         try:
-            while not self._closing.is_set():
-                lane.news.clear()
-                again_s = await self._fill(function, lane)
-                if again_s is None and not lane.running and not lane.news.is_set():
-                    return
-                timer = loop.call_later(max(0.0, again_s), lane.news.set) if again_s is not None else None
-                await lane.news.wait()
-                if timer is not None:
-                    timer.cancel()
+            await jobs.run()
         finally:
-            if self._lanes.get(function) is lane:
-                del self._lanes[function]
+            del self._functions[function]
+            if not self._functions:
+                self._idle.set()
 
-    async def _fill(self, function: str, lane: _Lane) -> float | None:
-        """Submit what the revision can hold; in how many seconds to look again, None: when woken."""
+
+@dataclass(eq=False)
+class _FunctionJobs:
+    """The jobs of one function that are submitted to its revision."""
+
+    function: str
+    store: JobStore
+    live: Callable[[str], Live]
+    tasks: asyncio.TaskGroup
+    closing: asyncio.Event
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    attempts: dict[str, JobAttempt] = field(default_factory=dict)
+    ended: set[str] = field(default_factory=set)
+    """Ids of the jobs that ended since the last read of the store."""
+
+    async def run(self) -> None:
+        """Submit jobs until there are none, and none is delayed."""
+        while True:
+            self.news.clear()
+            delay_s = None if self.closing.is_set() else await self._submit_next()
+            if delay_s is None and not self.attempts and not self.news.is_set():
+                return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(delay_s):
+                    await self.news.wait()
+
+    async def _submit_next(self) -> float | None:
+        """Submit as many jobs as the revision can hold. Return the seconds until the next read; None: at `news`."""
         try:
-            room = self._room(function, lane)
+            room = self._room()
             if room <= 0:
                 return None
-            lane.ended.clear()
+            self.ended.clear()
             now_s = time.time()
-            jobs = await self._store.next(function, room + len(lane.running), now_s=now_s)
-            # Those that were due by then are in `jobs`; what waits for another moment is seen at that moment.
-            due_s = await self._store.next_due(function, after_s=now_s)
-            # What ended meanwhile was perhaps seen as it stood before: its end has woken us, to look again.
-            passed = lane.running.keys() | lane.ended
-            for job in [job for job in jobs if job.id not in passed][:room]:
-                self._start(function, lane, job)
+            jobs = await self.store.due(self.function, room + len(self.attempts), now_s)
+            # `jobs` holds all that were due at `now_s`, so only later ones need a timer.
+            due_s = await self.store.next_due(self.function, now_s)
+            # A job that ended during the read may appear as queued. Its end has set `news`: the next read follows.
+            known = self.attempts.keys() | self.ended
+            for job in [job for job in jobs if job.id not in known][:room]:
+                self._start(job)
         except (UnknownFunction, GatewayError):
-            return None  # deleted, or going down: whoever brings it back wakes us
+            # The function was deleted or the gateway shuts down. `wake` is called when it is live again.
+            return None
         except (QueueFull, RevisionRetired):
             return FULL_RETRY_S
         except JobStoreFailed:
             return STORE_RETRY_S
         return None if due_s is None else max(0.0, due_s - time.time())
 
-    def _room(self, function: str, lane: _Lane) -> int:
-        scale = self._target(function).revision.policy.scale
-        at_once = scale.max * scale.concurrency
-        room = min(MAX_AT_ONCE, at_once + max(at_once, LEAST_AHEAD)) - lane.unanswered
-        return min(room, MAX_AT_ONCE - len(lane.running))
+    def _room(self) -> int:
+        scale = self.live(self.function).revision.policy.scale
+        capacity = scale.max * scale.concurrency
+        # An attempt whose invocation has ended only waits for the store.
+        outstanding = sum(not attempt.invocation.ended for attempt in self.attempts.values())
+        room = min(MAX_SUBMITTED, capacity + max(capacity, MIN_PREFETCH)) - outstanding
+        return min(room, MAX_SUBMITTED - len(self.attempts))
 
-    def _start(self, function: str, lane: _Lane, job: Job) -> None:
-        if self._closing.is_set():
+    def _start(self, job: Job) -> None:
+        if self.closing.is_set():
             return
-        target = self._target(function)  # as it is now: it may have been replaced since we asked the store
+        # The revision may have been replaced during the read of the store.
+        live = self.live(self.function)
         attempt = JobAttempt(
-            job, target.revision, self._store, self._tasks, self._closing,
-            lambda worker: _tail(target.logs, worker),
+            job, live.revision, self.store, self.tasks, self.closing,
+            lambda worker: _last_lines(live.logs, worker),
         )  # fmt: skip
         attempt.submit()
-        lane.running[job.id] = attempt
-        attempt.invocation.output.add_done_callback(lambda _: lane.news.set())
-        self._running[job.id] = attempt
-        self._idle.clear()
-        self._tasks.create_task(self._run(function, lane, attempt))
+        self.attempts[job.id] = attempt
+        attempt.invocation.output.add_done_callback(lambda _: self.news.set())
+        self.tasks.create_task(self._attend(attempt))
 
-    async def _run(self, function: str, lane: _Lane, attempt: JobAttempt) -> None:
+    async def _attend(self, attempt: JobAttempt) -> None:
+        """Run an attempt to its end. No error of one job may end the gateway."""
         job_id = attempt.job.id
         try:
-            await self._see_through(function, attempt)
+            await self._run_or_give_up(attempt)
         except JobStoreFailed as error:
-            # The job stays in progress until the gateway starts again, and is run then.
-            self._say(function, f"job {job_id}: {error.message}")
+            self._log(f"job {job_id} stays in progress until the gateway starts again: {error.message}")
+        except Exception as error:  # noqa: BLE001
+            self._log(f"job {job_id} could not be given up: {type(error).__name__}: {error}")
         finally:
-            lane.running.pop(job_id, None)
-            lane.ended.add(job_id)
-            self._running.pop(job_id, None)
-            if not self._running:
-                self._idle.set()
-            lane.news.set()
+            del self.attempts[job_id]
+            self.ended.add(job_id)
+            self.news.set()
 
-    async def _see_through(self, function: str, attempt: JobAttempt) -> None:
+    async def _run_or_give_up(self, attempt: JobAttempt) -> None:
         try:
             await attempt.run()
         except JobStoreFailed:
             raise
-        except Exception as error:  # noqa: BLE001  what is wrong with one job must not end the gateway, and all others
-            self._say(function, f"job {attempt.job.id} was given up: {type(error).__name__}: {error}")
-            await self._give_up(function, attempt, error)
-
-    async def _give_up(self, function: str, attempt: JobAttempt, error: Exception) -> None:
-        try:
+        except Exception as error:  # noqa: BLE001
+            self._log(f"job {attempt.job.id} was given up: {type(error).__name__}: {error}")
             await attempt.give_up(error)
-        except JobStoreFailed:
-            raise
-        except Exception as worse:  # noqa: BLE001  as above; as with a disk that refuses, the next start runs it
-            self._say(
-                function, f"job {attempt.job.id} could not be given up: {type(worse).__name__}: {worse}"
-            )
 
-    def _say(self, function: str, text: str) -> None:
-        """Said where its owner looks."""
+    def _log(self, text: str) -> None:
         with contextlib.suppress(UnknownFunction, GatewayError):
-            self._target(function).logs.write("gateway", text)
+            self.live(self.function).logs.write("gateway", text)
 
 
-class _Lane:
-    """One function's jobs at work."""
-
-    def __init__(self) -> None:
-        self.news = asyncio.Event()
-        self.running: dict[str, JobAttempt] = {}
-        self.ended: set[str] = set()
-        """Since the store was asked last."""
-
-    @property
-    def unanswered(self) -> int:
-        """How many a worker has, or is to have; the others are only still to be stored."""
-        return sum(not attempt.invocation.ended for attempt in self.running.values())
-
-
-def _tail(logs: LogBook, worker: str) -> str:
+def _last_lines(logs: LogBook, worker: str) -> str:
     lines = [line.text for line in logs.tail(10 * LOG_LINES) if line.source == worker]
     return "\n".join(lines[-LOG_LINES:])

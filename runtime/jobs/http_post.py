@@ -1,61 +1,115 @@
-"""Posting: one body to one URL, over redirects, to nobody whom the policy of addresses does not allow."""
+"""HTTP POST to URLs that callers name, with redirects, and to allowed addresses only."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from email.utils import mktime_tz, parsedate_tz
+from errno import EACCES
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import aiohttp
 from aiohttp.abc import AbstractResolver
 from yarl import URL
 
 from ..._version import __version__
-from ...errors import WebhookRefused
-from .webhook_addresses import AddressPolicy, refusal
-from .webhook_backoff import wish_s
-from .webhook_delivery import MAX_ERROR_CHARS, DeliveryAttempt
+from ...addresses import Addresses
+from ...errors import SettingsError, WebhookRefused
+from .webhook_delivery import DeliveryAttempt
 
+MAX_URL_CHARS = 2048
+MAX_ERROR_CHARS = 300
 REDIRECTS = frozenset({301, 302, 307, 308})
-"""All of them are followed by the same POST: a webhook asked for by GET would say nothing."""
+"""All are followed with the same POST: a GET would carry no message."""
 MAX_REDIRECTS = 3
-# Shorter than what servers keep a connection for, so that few are sent into one that is being closed.
+CONNECT_TIMEOUT_S = 5.0
 KEEP_ALIVE_S = 4.0
+"""Shorter than the keep-alive of servers, so that few requests meet a connection that is being closed."""
 
 _HEADERS = {"Content-Type": "application/json", "User-Agent": f"pilotflame/{__version__}"}
 
 
+@dataclass(frozen=True, slots=True)
+class AddressPolicy(Addresses):
+    """Allows public addresses and the `allowed` networks."""
+
+    @classmethod
+    def parse(cls, networks: Sequence[str]) -> Self:
+        """Return a policy that allows networks such as `10.1.0.0/16`. SettingsError names an invalid one."""
+        try:
+            return cls.of(networks)
+        except ValueError as error:
+            raise SettingsError(
+                f"The setting of networks that webhooks may call is invalid: {error}.",
+                remedy="Write each as 10.1.0.0/16, fd00::/8 or 127.0.0.1.",
+            ) from error
+
+    def socket(self, info: tuple[Any, ...]) -> socket.socket:
+        """Return a socket for a result of `getaddrinfo`; this is aiohttp's `socket_factory`.
+
+        :raises PermissionError: if the address is not allowed. As an OSError, it makes aiohttp try the name's
+            other addresses. It does not show the address, which would reveal names inside our network.
+        """
+        family, kind, protocol, _, address = info
+        if reason := self.fault(str(address[0])):
+            raise PermissionError(EACCES, f"webhooks may not be sent to its address: {reason}")
+        return socket.socket(family, kind, protocol)
+
+    def check(self, url: str) -> URL:
+        """Return the parsed URL. WebhookRefused if its text is not allowed.
+
+        Names are not resolved here: `socket` checks their addresses at each connection.
+        """
+        try:
+            parsed = URL(url)
+            fault = _text_fault(url, parsed) or self._host_fault(parsed)
+        except ValueError as error:
+            fault = str(error)
+        if fault:
+            raise _refusal(fault)
+        return parsed
+
+    def _host_fault(self, url: URL) -> str | None:
+        host = (url.host or "").rstrip(".").lower()
+        if host == "localhost" or host.endswith(".localhost"):
+            host = "127.0.0.1"
+        try:
+            # C libraries accept 127.1, 0x7f000001 and 017700000001 as addresses, too.
+            address = host if ":" in host else socket.inet_ntoa(socket.inet_aton(host))
+        except OSError:
+            return None
+        reason = self.fault(address)
+        return f"its host is {address} ({reason})" if reason else None
+
+
 class HttpPoster:
-    """An HTTP client that follows redirects itself. To be entered on the event loop that uses it."""
+    """An HTTP client for webhooks. Enter it on the event loop that uses it."""
 
     def __init__(
-        self,
-        policy: AddressPolicy,
-        *,
-        timeout_s: float,
-        connect_timeout_s: float,
-        resolver: AbstractResolver | None = None,
+        self, policy: AddressPolicy, *, timeout_s: float, resolver: AbstractResolver | None = None
     ) -> None:
         self._policy = policy
         self._timeout_s = timeout_s
-        self._connect_timeout_s = connect_timeout_s
         self._resolver = resolver
 
     async def __aenter__(self) -> Self:
-        # No proxies from the environment: behind one, nobody could check what it connects to.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
-                limit=0,  # the courier bounds it
+                # The sender limits how many requests run at a time.
+                limit=0,
                 resolver=self._resolver,
                 socket_factory=self._policy.socket,
                 keepalive_timeout=KEEP_ALIVE_S,
             ),
-            timeout=aiohttp.ClientTimeout(total=None, connect=self._connect_timeout_s),
+            timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S),
             cookie_jar=aiohttp.DummyCookieJar(),
             headers=_HEADERS,
             auto_decompress=False,
+            # A proxy from the environment would make connections that the policy cannot check.
             trust_env=False,
         )
         return self
@@ -66,46 +120,83 @@ class HttpPoster:
         await self._session.close()
 
     async def post(self, url: str, headers: Mapping[str, str], body: bytes, now_s: float) -> DeliveryAttempt:
-        """Send it once. Whatever comes of it is an attempt, never an error."""
-        begun = time.monotonic()
-        status, error, wish = 0, "", 0.0
+        """Send the body once. Every failure is returned as an attempt, never raised."""
+        started_s = time.monotonic()
+        status, error, wish_s = 0, "", 0.0
         try:
             async with asyncio.timeout(self._timeout_s):
                 status, retry_after = await self._follow(url, headers, body)
-                wish = wish_s(retry_after, now_s)
+                wish_s = parse_retry_after(retry_after, now_s)
         except TimeoutError:
-            error = f"no answer within {self._timeout_s:g} s"
+            error = f"no response within {self._timeout_s:g} s"
         except WebhookRefused as refused:
             error = refused.message
-        except Exception as failure:  # noqa: BLE001  a stranger's server may provoke anything: it ends this attempt only
+        except Exception as failure:  # noqa: BLE001  a foreign server may cause any error
             error = f"{type(failure).__name__}: {failure}"
-        ms = round((time.monotonic() - begun) * 1000)
-        return DeliveryAttempt(now_s, status, _printable(error), ms, wish)
+        ms = round((time.monotonic() - started_s) * 1000)
+        return DeliveryAttempt(now_s, status, _printable(error), ms, wish_s)
 
     async def _follow(self, url: str, headers: Mapping[str, str], body: bytes) -> tuple[int, str]:
-        """The status of the last hop and its Retry-After."""
+        """Return the status of the last redirect's target, and its Retry-After."""
         target = self._policy.check(url)
         for _ in range(MAX_REDIRECTS + 1):
-            # The answer's body is nobody's business: it is left unread, and its connection closed if it is long.
+            # The response body is not read: aiohttp closes the connection if it is long.
             async with self._session.post(
                 target, data=body, headers=headers, allow_redirects=False
-            ) as answer:
-                location = answer.headers.get("Location")
-                if answer.status not in REDIRECTS or location is None:
-                    return answer.status, answer.headers.get("Retry-After", "")
-            target = self._next(target, location)
-        raise refusal(f"it was redirected more than {MAX_REDIRECTS} times")
+            ) as response:
+                location = response.headers.get("Location")
+                if response.status not in REDIRECTS or location is None:
+                    return response.status, response.headers.get("Retry-After", "")
+            target = self._redirected(target, location)
+        raise _refusal(f"it was redirected more than {MAX_REDIRECTS} times")
 
-    def _next(self, target: URL, location: str) -> URL:
+    def _redirected(self, target: URL, location: str) -> URL:
         try:
             found = target.join(URL(location))
         except ValueError as error:
-            raise refusal(f"it was redirected to what is no URL ({error})") from error
+            raise _refusal(f"it was redirected to an invalid URL ({error})") from error
         if target.scheme == "https" and found.scheme != "https":
-            raise refusal("it was redirected from https to a URL that is not")
+            raise _refusal("it was redirected from https to a URL that is not https")
         return self._policy.check(str(found))
 
 
+def parse_retry_after(text: str, now_s: float) -> float:
+    """Return the seconds that a Retry-After header asks for, a number or a date; 0 if it is invalid."""
+    text = text.strip()
+    if text.isascii() and text.isdecimal():
+        return float(text[:9])
+    parts = parsedate_tz(text)
+    if parts is None:
+        return 0.0
+    try:
+        # HTTP dates are in GMT, with or without the zone.
+        at_s = mktime_tz((*parts[:9], parts[9] or 0))
+    except (ValueError, OverflowError):
+        return 0.0
+    return max(0.0, at_s - now_s)
+
+
+def _text_fault(text: str, url: URL) -> str | None:
+    if len(text) > MAX_URL_CHARS:
+        return f"its URL has more than {MAX_URL_CHARS} characters"
+    if not text.isprintable() or " " in text:
+        return "its URL contains spaces or control characters"
+    if url.scheme not in ("http", "https"):
+        return "its URL does not begin with http:// or https://"
+    if not url.host:
+        return "its URL has no host"
+    if url.user is not None or url.password is not None:
+        return "its URL contains credentials, which would be stored and shown"
+    return "its URL has an invalid port" if not url.port else None
+
+
+def _refusal(fault: str) -> WebhookRefused:
+    return WebhookRefused(
+        f"The webhook may not be sent: {fault}.",
+        remedy="Use an http or https URL of a public address; the gateway's settings may allow others.",
+    )
+
+
 def _printable(text: str) -> str:
-    """Text of strangers, fit for a log."""
+    """Return text from a foreign server, cut and without control characters, for logs."""
     return "".join(char if char.isprintable() else " " for char in text[:MAX_ERROR_CHARS])

@@ -1,22 +1,34 @@
-"""The job: an invocation that was stored, its states, and which may follow which."""
+"""A job: a stored invocation, its states and ids, and how a caller describes a new one."""
 
 from __future__ import annotations
 
+import base64
 import enum
+import hashlib
+import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..settings.function_settings import FunctionSettings
 
 LOW_PRIORITY = 1
 BATCH_PRIORITY = 2
-"""The larger the later; callers' jobs have 0."""
+"""A job with a larger number runs later; the default is 0."""
 
 EVENTS = ("start", "output", "logs", "completed")
-"""What a webhook may ask to be told of."""
+"""The events that a webhook may subscribe to."""
+
+ID_PREFIX = "job-"
+"""How generated ids begin."""
+_TIME_BYTES = 6
+_RANDOM_BYTES = 10
+_ID_CHARS = 26
 
 
 class JobState(enum.StrEnum):
-    """Where a job stands."""
+    """The state of a job."""
 
     IN_QUEUE = "IN_QUEUE"
     IN_PROGRESS = "IN_PROGRESS"
@@ -27,7 +39,7 @@ class JobState(enum.StrEnum):
 
     @property
     def final(self) -> bool:
-        """Whether it stays so, unless somebody asks for a retry."""
+        """Return True if only a retry can change the state."""
         return self not in (JobState.IN_QUEUE, JobState.IN_PROGRESS)
 
 
@@ -43,12 +55,12 @@ TRANSITIONS: Mapping[JobState, frozenset[JobState]] = {
     JobState.CANCELLED: frozenset(),
     JobState.TIMED_OUT: frozenset({JobState.IN_QUEUE}),
 }
-"""All that may happen. Back into the queue: its worker died, or somebody asked for a retry."""
+"""The states that may follow each state. A job returns to the queue when its worker dies, or by a retry."""
 
 
 @dataclass(frozen=True, slots=True)
 class Webhook:
-    """Who is to be told, and of what."""
+    """The URL that is notified of a job's events, and which events."""
 
     url: str
     events: tuple[str, ...] = ("completed",)
@@ -56,32 +68,47 @@ class Webhook:
 
 @dataclass(frozen=True, slots=True)
 class NewJob:
-    """What a caller submits. `content_type` "" is JSON. Times in seconds; `owner` is the id of an API key or ""."""
+    """A job as a caller submits it. Times are in seconds; `owner` is the id of an API key, or ""."""
 
     function: str
     input: bytes
     execution_timeout_s: float
     ttl_s: float
     content_type: str = ""
+    """"" means JSON."""
     owner: str = ""
     priority: int = 0
     max_attempts: int = 3
     webhook: Webhook | None = None
     idempotency: str = ""
-    """Another submit with the same, of the same owner to the same function, gives the same job."""
+    """A second submit with the same key, owner and function returns the first job."""
     wanted_id: str = ""
     traceparent: str = ""
     extra: Mapping[str, Any] | None = None
-    """JSON that the handler finds in `context.extra`, as the attributes of the event that it came as."""
+    """JSON that the handler reads from `context.extra`, for example the attributes of a CloudEvent."""
     max_queued: int | None = None
-    """It is refused if so many jobs of its function wait already."""
+    """Refuse the job if its function has this many jobs in the queue."""
     max_queued_bytes: int | None = None
-    """It is refused if the inputs of its function's queue would be larger than that together."""
+    """Refuse the job if the inputs in its function's queue would exceed this size."""
+
+    @classmethod
+    def for_function(cls, settings: FunctionSettings, body: bytes, **fields: Any) -> NewJob:
+        """Return a job for a function with its configured limits. `fields` of NewJob override them."""
+        new = cls(
+            settings.name,
+            body,
+            execution_timeout_s=settings.timeout_s,
+            ttl_s=settings.ttl_s,
+            max_attempts=settings.attempts,
+            max_queued=settings.max_jobs,
+            max_queued_bytes=settings.max_jobs_bytes,
+        )
+        return replace(new, **fields)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job as it is stored. Times are Unix timestamps in seconds, 0 where that has not happened yet."""
+    """A stored job. Times are Unix timestamps in seconds, 0 for what has not happened yet."""
 
     id: str
     function: str
@@ -95,35 +122,35 @@ class Job:
     max_attempts: int
     created_s: float
     attempts: int = 0
-    """How often it was given to a worker; also the fence: who holds an older number may not finish it."""
+    """How many attempts have started. The number of the running attempt is its fence; see transaction.py."""
     retries: int = 0
-    """How often somebody asked for a retry."""
+    """How many retries a caller has requested."""
     started_s: float = 0.0
     ended_s: float = 0.0
     due_s: float = 0.0
-    """In the queue: not to be taken before."""
+    """In the queue: the earliest start."""
     worker: str = ""
     output: bytes | None = None
     output_type: str = ""
-    """"" is JSON."""
+    """"" means JSON."""
     error: Mapping[str, Any] | None = None
-    """As `PilotflameError.to_wire()` has it."""
+    """The result of `PilotflameError.to_wire()`."""
     progress: bytes | None = None
-    """JSON: what the handler last said of how far it is."""
+    """JSON: the handler's latest progress report."""
     logs: str = ""
-    """The last lines of a job that failed."""
+    """The last log lines of a failed job."""
     pieces: int = 0
-    """How many pieces of a streamed answer are stored."""
+    """How many pieces of a streamed output are stored."""
     webhook: Webhook | None = None
     traceparent: str = ""
     extra: Mapping[str, Any] | None = None
     expires_s: float = 0.0
-    """When a final job and its result are forgotten."""
+    """When a final job and its result are deleted."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobOutcome:
-    """How an attempt ended: a final state, with what it brought."""
+    """How an attempt ended: the job's final state and its result."""
 
     state: JobState
     output: bytes | None = None
@@ -134,12 +161,36 @@ class JobOutcome:
 
 @dataclass(frozen=True, slots=True)
 class JobCounts:
-    """A function's jobs. Finished ones are counted from the beginning, forgotten ones too."""
+    """A function's jobs by state. The counts of final states include deleted jobs."""
 
     in_queue: int = 0
     in_progress: int = 0
     completed: int = 0
     failed: int = 0
-    """Timed out ones too."""
+    """Includes jobs that timed out."""
     cancelled: int = 0
     retried: int = 0
+
+
+def new_job_id(now_s: float) -> str:
+    """Return an id with 80 random bits that sorts by time, so that inserts append to the index of ids."""
+    time_ms = max(0, int(now_s * 1000)) % (1 << 8 * _TIME_BYTES)
+    number = time_ms.to_bytes(_TIME_BYTES, "big") + secrets.token_bytes(_RANDOM_BYTES)
+    return ID_PREFIX + base64.b32hexencode(number).decode().lower()[:_ID_CHARS]
+
+
+def idempotency_digest(function: str, owner: str, key: str) -> bytes | None:
+    """Return the digest under which an idempotency key is stored; None without a key."""
+    return _digest(16, function, owner, key) if key else None
+
+
+def tombstone_key(function: str, job_id: str) -> int:
+    """Return the 64-bit digest that stays of a deleted job's id."""
+    return int.from_bytes(_digest(8, function, job_id), "big", signed=True)
+
+
+def _digest(size: int, *parts: str) -> bytes:
+    # Lengths separate the parts. Header values may contain surrogates.
+    encoded = [part.encode("utf-8", "surrogatepass") for part in parts]
+    whole = b"".join(b"%d:%s" % (len(part), part) for part in encoded)
+    return hashlib.blake2b(whole, digest_size=size).digest()

@@ -1,8 +1,8 @@
-"""The outbox: deliveries of webhooks as rows, written in the transaction of what they tell of.
+"""The outbox: webhook deliveries as rows, added in the transaction that causes their event.
 
-A job's events go out in their order: one that failed makes the job's later ones wait with it, by their `next_s`, until it
-has failed HELD_TRIES times; then they go on without it. Of "output" only the last is kept while none was taken: a slow
-receiver hears less often, and not of the past.
+The events of a job are sent in order. After a failed attempt the job's later events wait with the failed one, until
+it has failed HELD_TRIES times; then they go ahead of it. Of the pending "output" events of a job only the latest is
+kept, so a slow receiver gets fewer of them, and none that is out of date.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import dataclasses
 import secrets
 import sqlite3
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
 from urllib.parse import urlsplit
 
 import orjson
@@ -19,22 +18,25 @@ import orjson
 from ...errors import UnknownDelivery
 from .job import Job
 from .message import body
-from .webhook_backoff import Schedule
-from .webhook_delivery import MAX_LOG, Delivery, DeliveryAttempt, DeliveryState, after
+from .webhook_delivery import Delivery, DeliveryAttempt, DeliveryState, RetrySchedule
 
 HELD_TRIES = 3
-MAX_FORGOTTEN = 4
-"""How many old rows go with each one that ended: more than come, so that the old ones come to an end."""
+MAX_LOG = 20
+"""How many of its latest attempts a delivery keeps."""
+KEEP_ENDED_S = 7 * 86400.0
+"""How long ended deliveries are kept, unless their job is deleted before."""
+MAX_DELETED = 4
+"""How many old rows are deleted for each delivery that ends: more than one, so that old rows run out."""
+MAX_HOSTS = 256
+"""How many hosts a query for due deliveries covers: those with the earliest deliveries."""
 
-_LIGHT = (
+_COLUMNS = (
     "id, job_id, function, event, url, host, state, attempts, next_s, created_s, last_status, last_error, log"
 )
 _INSERT = """
 INSERT INTO deliveries (id, job_id, function, event, url, host, body, state, attempts, next_s, created_s, last_status,
     last_error, log) VALUES (?, ?, ?, ?, ?, ?, ?, 'PENDING', ?, ?, ?, 0, '', ?)"""
-MAX_HOSTS = 256
-"""Of so many hosts the deliveries are looked at in one round: those whose next ones are due first."""
-# Steps from host to host through the index, however many rows each has.
+# Steps from host to host through the index, however many rows each host has.
 _HOSTS = """
 WITH RECURSIVE hosts (host) AS (
     SELECT min(host) FROM deliveries WHERE state = 'PENDING'
@@ -43,24 +45,24 @@ WITH RECURSIVE hosts (host) AS (
         WHERE hosts.host IS NOT NULL
 ) SELECT host, (SELECT min(next_s) FROM deliveries WHERE state = 'PENDING' AND host = hosts.host) AS first_s
 FROM hosts WHERE host IS NOT NULL ORDER BY first_s LIMIT ?"""
-# Columns before the body only: what follows it can be read only by way of all of it.
+# Only columns before the body: SQLite reaches those behind it by reading the body.
 _DUE = """
 SELECT rowid, job_id, next_s FROM deliveries WHERE state = 'PENDING' AND host = ? AND next_s <= ? ORDER BY next_s, rowid"""
-_WHOLE = f"SELECT {_LIGHT}, body FROM deliveries WHERE rowid = ?"  # noqa: S608  our names
 _NEXT = "SELECT min(next_s) FROM deliveries WHERE state = 'PENDING' AND host = ? AND next_s > ?"
 
 
 def add(connection: sqlite3.Connection, job: Job, event: str, now_s: float) -> bool:
-    """Insert a delivery of `event` if the job's webhook asks for it; whether it did."""
+    """Add a delivery if the job's webhook subscribes to the event. Return True if so."""
     webhook = job.webhook
     if webhook is None or event not in webhook.events:
         return False
     attempts, next_s, log = 0, max(now_s, _held_until(connection, job.id)), "[]"
-    if event == "output" and (former := _superseded(connection, job.id)):
-        # The new one goes on where the old one stood: a receiver that is down is not asked more often for it.
-        attempts, next_s, log = former["attempts"], max(next_s, former["next_s"]), former["log"]
-    name = f"msg_{secrets.token_hex(16)}"
-    row = (name, job.id, job.function, event, webhook.url, _host(webhook.url), body(job, event, now_s))
+    if event == "output" and (earlier := _take_superseded(connection, job.id)) is not None:
+        # Continue its retries, so that a receiver that is down gets no more requests than for one event.
+        attempts, next_s, log = earlier["attempts"], max(next_s, earlier["next_s"]), earlier["log"]
+    delivery_id = f"msg_{secrets.token_hex(16)}"
+    message = body(job, event, now_s)
+    row = (delivery_id, job.id, job.function, event, webhook.url, _host(webhook.url), message)
     connection.execute(_INSERT, (*row, attempts, next_s, now_s, log))
     return True
 
@@ -73,90 +75,83 @@ def due(
     room_per_host: int,
     busy: Collection[tuple[str, str]] = (),
 ) -> tuple[list[Delivery], float | None]:
-    """What can be sent now, oldest first, and when more is due among hosts that have room (None: nothing waits).
+    """Return what to send now, oldest first, and when hosts with room have more due (None: never).
 
-    `busy` are (host, job id) of what is being sent: at most one event of a job at a time.
+    `busy` holds (host, job id) of the deliveries on their way. A job has at most one at a time.
     """
     found: list[tuple[float, int]] = []
     later_s: list[float] = []
-    # Those that are busy may have nothing to send now, however long it has been due: they take nobody's place.
+    # Busy hosts may have nothing to send now, so they do not count against the limit.
     hosts = connection.execute(_HOSTS, (MAX_HOSTS + len(busy),)).fetchall()
     for host, first_s in hosts:
         jobs = {job_id for busy_host, job_id in busy if busy_host == host}
+        if len(jobs) >= room_per_host:
+            continue
         if first_s > now_s:
-            later_s += [first_s] if len(jobs) < room_per_host else []
-        elif len(jobs) < room_per_host:
-            found += _due_at(connection, host, now_s, jobs, min(room, room_per_host - len(jobs)))
-            (next_s,) = connection.execute(_NEXT, (host, now_s)).fetchone()
-            later_s += [] if next_s is None else [next_s]
+            later_s.append(first_s)
+            continue
+        found += _due_at(connection, host, now_s, jobs, min(room, room_per_host - len(jobs)))
+        (next_s,) = connection.execute(_NEXT, (host, now_s)).fetchone()
+        later_s += [] if next_s is None else [next_s]
     found.sort()
-    whole = [connection.execute(_WHOLE, (rowid,)).fetchone() for _, rowid in found[:room]]
-    return [_delivery(row) for row in whole], min(later_s, default=None)
+    rows = [_row(connection, "rowid = ?", rowid) for _, rowid in found[:room]]
+    return [_delivery(row) for row in rows if row is not None], min(later_s, default=None)
 
 
 def record(
     connection: sqlite3.Connection,
     delivery_id: str,
     attempt: DeliveryAttempt,
-    schedule: Schedule,
+    schedule: RetrySchedule,
     *,
     now_s: float,
-    chance: float,
-    keep_s: float,
+    draw: float,
 ) -> Delivery | None:
-    """Write down an attempt and what follows from it; None if the delivery is no longer there."""
+    """Record an attempt and the delivery's new state. None if the delivery was deleted."""
     row = connection.execute(
-        f"SELECT {_LIGHT}, rowid FROM deliveries WHERE id = ?",  # noqa: S608
+        f"SELECT {_COLUMNS}, rowid FROM deliveries WHERE id = ?",  # noqa: S608
         (delivery_id,),
     ).fetchone()
     if row is None:
         return None
     before = _delivery(row)
     tried = before.attempts + 1
-    state, next_s = after(attempt, tried, schedule, now_s=now_s, chance=chance)
-    log = (*before.log, attempt)[-MAX_LOG:]
-    error = attempt.error
-    connection.execute(
-        "UPDATE deliveries SET state = ?, attempts = ?, next_s = ?, last_status = ?, last_error = ?, log = ? WHERE id = ?",
-        (state, tried, next_s, attempt.status, error, orjson.dumps(log).decode(), delivery_id),
-    )
-    if state is not DeliveryState.PENDING:
-        forget(connection, now_s - keep_s, MAX_FORGOTTEN)
-    elif tried < HELD_TRIES:
-        connection.execute(
-            "UPDATE deliveries SET next_s = max(next_s, ?) WHERE job_id = ? AND state = 'PENDING' AND rowid > ?",
-            (next_s, before.job_id, row["rowid"]),
-        )
-    return dataclasses.replace(
+    state, next_s = schedule.next_state(attempt, tried, now_s=now_s, draw=draw)
+    after = dataclasses.replace(
         before,
         state=state,
         attempts=tried,
         next_s=next_s,
         last_status=attempt.status,
-        last_error=error,
-        log=log,
+        last_error=attempt.error,
+        log=(*before.log, attempt)[-MAX_LOG:],
     )
+    connection.execute(
+        "UPDATE deliveries SET state = ?, attempts = ?, next_s = ?, last_status = ?, last_error = ?, log = ? WHERE id = ?",
+        (state, tried, next_s, attempt.status, attempt.error, orjson.dumps(after.log).decode(), delivery_id),
+    )
+    if state is not DeliveryState.PENDING:
+        delete_ended(connection, now_s - KEEP_ENDED_S, MAX_DELETED)
+    elif tried < HELD_TRIES:
+        connection.execute(
+            "UPDATE deliveries SET next_s = max(next_s, ?) WHERE job_id = ? AND state = 'PENDING' AND rowid > ?",
+            (next_s, before.job_id, row["rowid"]),
+        )
+    return after
 
 
 def redeliver(connection: sqlite3.Connection, function: str, delivery_id: str, now_s: float) -> Delivery:
-    """Send it again, with the same id, from now on as often as a new one. UnknownDelivery."""
+    """Make a delivery pending again, with its id and all tries. UnknownDelivery."""
     changed = connection.execute(
         "UPDATE deliveries SET state = 'PENDING', attempts = 0, next_s = ? WHERE id = ? AND function = ?",
         (now_s, delivery_id, function),
     ).rowcount
-    if not changed:
-        raise _unknown(function, delivery_id)
-    return get(connection, function, delivery_id)
-
-
-def get(connection: sqlite3.Connection, function: str, delivery_id: str) -> Delivery:
-    """One delivery with its body. UnknownDelivery."""
-    row = connection.execute(
-        f"SELECT {_LIGHT}, body FROM deliveries WHERE id = ? AND function = ?",  # noqa: S608
-        (delivery_id, function),
-    ).fetchone()
+    row = _row(connection, "id = ?", delivery_id) if changed else None
     if row is None:
-        raise _unknown(function, delivery_id)
+        raise UnknownDelivery(
+            f"There is no delivery {delivery_id} of {function}.",
+            remedy="`pilotflame webhooks list` shows the ids of all deliveries.",
+        )
     return _delivery(row)
 
 
@@ -164,28 +159,25 @@ def newest(
     connection: sqlite3.Connection,
     function: str,
     *,
-    states: Sequence[DeliveryState] = tuple(DeliveryState),
+    states: Sequence[DeliveryState] = (),
     job_id: str = "",
     limit: int = 100,
-    before_id: str = "",
 ) -> list[Delivery]:
-    """A function's deliveries without their bodies, newest first, from the one after `before_id` on."""
+    """Return the function's deliveries in these states (default: all) without bodies, newest first."""
+    states = states or tuple(DeliveryState)
     marks = ", ".join("?" * len(states))
     where, values = f"function = ? AND state IN ({marks})", [function, *states]
     if job_id:
         where, values = f"{where} AND job_id = ?", [*values, job_id]
-    if before_id:
-        where += " AND (created_s, rowid) < (SELECT created_s, rowid FROM deliveries WHERE id = ?)"
-        values = [*values, before_id]
     rows = connection.execute(
-        f"SELECT {_LIGHT} FROM deliveries WHERE {where} ORDER BY created_s DESC, rowid DESC LIMIT ?",  # noqa: S608  marks only
+        f"SELECT {_COLUMNS} FROM deliveries WHERE {where} ORDER BY created_s DESC, rowid DESC LIMIT ?",  # noqa: S608
         (*values, limit),
     )
     return [_delivery(row) for row in rows]
 
 
-def forget(connection: sqlite3.Connection, before_s: float, limit: int) -> int:
-    """Remove deliveries that ended and were made before that time, the oldest first; how many."""
+def delete_ended(connection: sqlite3.Connection, before_s: float, limit: int) -> int:
+    """Delete deliveries that ended and were added before that time, oldest first. Return how many."""
     return connection.execute(
         "DELETE FROM deliveries WHERE rowid IN (SELECT rowid FROM deliveries WHERE state <> 'PENDING' AND created_s < ?"
         " ORDER BY created_s LIMIT ?)",
@@ -194,7 +186,7 @@ def forget(connection: sqlite3.Connection, before_s: float, limit: int) -> int:
 
 
 def _held_until(connection: sqlite3.Connection, job_id: str) -> float:
-    """Until when the job's events wait for an earlier one that failed."""
+    """Return when an earlier event of the job, which failed, is sent again."""
     (next_s,) = connection.execute(
         "SELECT max(next_s) FROM deliveries WHERE job_id = ? AND state = 'PENDING' AND attempts < ?",
         (job_id, HELD_TRIES),
@@ -202,9 +194,9 @@ def _held_until(connection: sqlite3.Connection, job_id: str) -> float:
     return float(next_s or 0.0)
 
 
-def _superseded(connection: sqlite3.Connection, job_id: str) -> Any:
-    """Take away the job's waiting "output". One that is just being sent may arrive: it only goes unrecorded."""
-    row = connection.execute(
+def _take_superseded(connection: sqlite3.Connection, job_id: str) -> sqlite3.Row | None:
+    """Delete the job's pending "output" and return its row. An attempt on its way is not recorded."""
+    row: sqlite3.Row | None = connection.execute(
         "SELECT id, attempts, next_s, log FROM deliveries"
         " WHERE job_id = ? AND event = 'output' AND state = 'PENDING'",
         (job_id,),
@@ -215,20 +207,27 @@ def _superseded(connection: sqlite3.Connection, job_id: str) -> Any:
 
 
 def _due_at(
-    connection: sqlite3.Connection, host: str, now_s: float, jobs: Collection[str], room: int
+    connection: sqlite3.Connection, host: str, now_s: float, busy_jobs: Collection[str], room: int
 ) -> Iterator[tuple[float, int]]:
-    """(when it was due, rowid) of what a host may be sent now."""
-    taken = set(jobs)
+    """Yield (when it was due, rowid) of up to `room` deliveries to a host, one per job."""
+    jobs = set(busy_jobs)
     rows = connection.execute(_DUE, (host, now_s))
     while room > 0 and (row := rows.fetchone()) is not None:
-        if row["job_id"] not in taken:
-            taken.add(row["job_id"])
+        if row["job_id"] not in jobs:
+            jobs.add(row["job_id"])
             room -= 1
             yield row["next_s"], row["rowid"]
 
 
+def _row(connection: sqlite3.Connection, where: str, key: str | int) -> sqlite3.Row | None:
+    """Return a row with its body."""
+    select = f"SELECT {_COLUMNS}, body FROM deliveries WHERE {where}"  # noqa: S608
+    row: sqlite3.Row | None = connection.execute(select, (key,)).fetchone()
+    return row
+
+
 def _delivery(row: sqlite3.Row) -> Delivery:
-    fields = {key: row[key] for key in row.keys() if key != "rowid"}  # noqa: SIM118  a row's own keys
+    fields = {key: row[key] for key in row.keys() if key != "rowid"}  # noqa: SIM118
     log = tuple(DeliveryAttempt(**attempt) for attempt in orjson.loads(fields.pop("log")))
     return Delivery(**fields | {"state": DeliveryState(fields["state"]), "log": log})
 
@@ -236,10 +235,3 @@ def _delivery(row: sqlite3.Row) -> Delivery:
 def _host(url: str) -> str:
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc}".lower()
-
-
-def _unknown(function: str, delivery_id: str) -> UnknownDelivery:
-    return UnknownDelivery(
-        f"There is no delivery {delivery_id} of {function}.",
-        remedy="List those that are kept: pilotflame webhooks list.",
-    )

@@ -1,4 +1,4 @@
-"""Looks at jobs: what is read from the database without changing it, each by an index."""
+"""The queries on jobs: what the reader thread reads, each through an index."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection
 from contextlib import closing
 
 from ...errors import JobExpired, UnknownJob
-from . import rows
-from .job import Job, JobState
+from .job import Job, JobCounts, JobState
+from .schema import SELECT_WHOLE, SELECT_WITHOUT_BODIES, find_row, job_of
 from .transaction import missing
 
 _READY = "WHERE function = ? AND state = 'IN_QUEUE' AND due_s = 0 AND until_s > ? ORDER BY priority, jobs.number LIMIT ?"
@@ -17,26 +17,26 @@ _DELAYED = (
     "ORDER BY priority, jobs.number LIMIT ?"
 )
 _NEWEST = "WHERE function = ? AND state = ? AND jobs.number < ? ORDER BY jobs.number DESC LIMIT ?"
-_END = 1 << 62
+_MAX_NUMBER = 1 << 62
 PIECES_BYTES = 4 << 20
-"""So much of a streamed answer is read at a time."""
+"""The size at which a read of a streamed output ends."""
 
 
 def get(connection: sqlite3.Connection, function: str, job_id: str) -> Job:
-    """A function's job; UnknownJob, or JobExpired if it was forgotten."""
-    row = rows.row(connection, job_id, rows.WHOLE)
+    """Return a function's job. UnknownJob, or JobExpired if it was deleted."""
+    row = find_row(connection, job_id, SELECT_WHOLE)
     if row is None or row["function"] != function:
         raise missing(connection, function, job_id)
-    return rows.job(row)
+    return job_of(row)
 
 
 def find(
     connection: sqlite3.Connection, job_id: str, allows: Callable[[str], bool], among: Collection[str]
 ) -> Job:
-    """A job of a function that `allows`; JobExpired if one of those `among` had it, UnknownJob."""
-    row = rows.row(connection, job_id, rows.WHOLE)
+    """Return the job of a function that `allows`. UnknownJob, or JobExpired if one in `among` had it."""
+    row = find_row(connection, job_id, SELECT_WHOLE)
     if row is not None and allows(row["function"]):
-        return rows.job(row)
+        return job_of(row)
     for function in among if row is None else ():
         if isinstance(why := missing(connection, function, job_id), JobExpired):
             raise why
@@ -44,24 +44,25 @@ def find(
 
 
 def unknown(job_id: str) -> UnknownJob:
-    """The one answer for a job that is not there, and for one that the caller is not to know of."""
+    """Return the error for a job that does not exist; the same for one that the caller may not see."""
     return UnknownJob(
-        f"There is no job {job_id[:128]!r}.", remedy="Look at the id, and at what the API key covers."
+        f"There is no job {job_id[:128]!r}.", remedy="Check the id, and which functions the API key covers."
     )
 
 
 def due(connection: sqlite3.Connection, function: str, limit: int, now_s: float) -> list[Job]:
-    """The queued jobs that may be taken, by priority, then by age; those whose ttl has passed are left out.
+    """Return queued jobs that may start, by priority, then age, without those whose ttl has passed.
 
-    Those that never had to wait have an index in this order; those that wait for another attempt are few.
+    The index of jobs without a delay has this order; delayed jobs, which wait for another attempt, are few.
     """
-    found = connection.execute(rows.WHOLE + _READY, (function, now_s, limit)).fetchall()
-    found += connection.execute(rows.WHOLE + _DELAYED, (function, now_s, now_s, limit)).fetchall()
-    found.sort(key=lambda row: (row["priority"], row["number"]))
-    return rows.jobs(found[:limit])
+    rows = connection.execute(SELECT_WHOLE + _READY, (function, now_s, limit)).fetchall()
+    rows += connection.execute(SELECT_WHOLE + _DELAYED, (function, now_s, now_s, limit)).fetchall()
+    rows.sort(key=lambda row: (row["priority"], row["number"]))
+    return [job_of(row) for row in rows[:limit]]
 
 
-def next_due(connection: sqlite3.Connection, function: str, after_s: float) -> float | None:
+def next_due(connection: sqlite3.Connection, function: str, after_s: float = 0.0) -> float | None:
+    """Return when the first delayed job that is due after `after_s` may start, or None."""
     query = (
         "SELECT min(due_s) FROM jobs WHERE function = ? AND state = 'IN_QUEUE' AND due_s > 0 AND due_s > ?"
     )
@@ -70,24 +71,32 @@ def next_due(connection: sqlite3.Connection, function: str, after_s: float) -> f
 
 
 def newest(
-    connection: sqlite3.Connection, function: str, states: Collection[JobState], limit: int, before_id: str
+    connection: sqlite3.Connection,
+    function: str,
+    states: Collection[JobState] = (),
+    limit: int = 100,
+    before_id: str = "",
 ) -> list[Job]:
-    """Jobs in these states (none: in any), the newest first; the index has one order for each state."""
-    before = _END
+    """Return jobs in these states (default: all), newest first, without input, output and logs."""
+    before = _MAX_NUMBER
     if before_id:
-        row = rows.row(connection, before_id)
+        row = find_row(connection, before_id)
         if row is None or row["function"] != function:
             raise missing(connection, function, before_id)
         before = row["number"]
-    found: list[sqlite3.Row] = []
+    # The index is ordered by number within each state.
+    rows: list[sqlite3.Row] = []
     for state in set(states) or set(JobState):
-        found += connection.execute(rows.SLIM + _NEWEST, (function, state.value, before, limit)).fetchall()
-    found.sort(key=lambda row: -int(row["number"]))
-    return rows.jobs(found[:limit])
+        query = connection.execute(SELECT_WITHOUT_BODIES + _NEWEST, (function, state.value, before, limit))
+        rows += query.fetchall()
+    rows.sort(key=lambda row: -int(row["number"]))
+    return [job_of(row) for row in rows[:limit]]
 
 
-def pieces(connection: sqlite3.Connection, job_id: str, after: int, limit: int) -> list[tuple[int, bytes]]:
-    """The pieces of a streamed answer with larger numbers: at least one, and no more once they are PIECES_BYTES."""
+def pieces(
+    connection: sqlite3.Connection, job_id: str, after: int, limit: int = 1000
+) -> list[tuple[int, bytes]]:
+    """Return (number, piece) of a streamed output with numbers above `after`, ending at PIECES_BYTES."""
     cursor = connection.execute(
         "SELECT pieces.number, body FROM jobs JOIN pieces ON pieces.job = jobs.number "
         "WHERE id = ? AND pieces.number > ? ORDER BY pieces.number LIMIT ?",
@@ -102,13 +111,35 @@ def pieces(connection: sqlite3.Connection, job_id: str, after: int, limit: int) 
     return found
 
 
+def counts(connection: sqlite3.Connection, function: str) -> JobCounts:
+    """Return the function's jobs by state."""
+    query = (
+        "SELECT in_queue, in_progress, completed, failed, cancelled, retried FROM counters WHERE function = ?"
+    )
+    row = connection.execute(query, (function,)).fetchone()
+    return JobCounts(*row) if row is not None else JobCounts()
+
+
+def queue_size(connection: sqlite3.Connection, function: str) -> tuple[int, int]:
+    """Return how many jobs are in the function's queue and the total size of their inputs in bytes."""
+    query = "SELECT in_queue, queued_bytes FROM counters WHERE function = ?"
+    row = connection.execute(query, (function,)).fetchone()
+    return (row["in_queue"], row["queued_bytes"]) if row is not None else (0, 0)
+
+
+def functions_waiting(connection: sqlite3.Connection) -> list[str]:
+    """Return the functions that have jobs in the queue."""
+    rows = connection.execute("SELECT function FROM counters WHERE in_queue > 0 ORDER BY function")
+    return [function for (function,) in rows]
+
+
 def running(connection: sqlite3.Connection, function: str, last: int) -> list[str]:
-    """Those of a function's running jobs that have a number of at most `last`."""
+    """Return the ids of a function's running jobs with numbers up to `last`."""
     query = "SELECT id FROM jobs WHERE function = ? AND state = 'IN_PROGRESS' AND number <= ? ORDER BY number"
     return [job_id for (job_id,) in connection.execute(query, (function, last))]
 
 
 def last_number(connection: sqlite3.Connection) -> int:
-    """The number of the newest job."""
+    """Return the number of the newest job."""
     (number,) = connection.execute("SELECT max(number) FROM jobs").fetchone()
     return number or 0

@@ -1,12 +1,19 @@
-"""The tables of the database of jobs: one script for each version of the file.
+"""The schema of the jobs database: its tables, one script per version of the file, and the jobs of its rows.
 
-A job's row is kept small, and its input, result and pieces lie in tables of their own: a row is written anew at each
-change of state, which must not cost in proportion to an input of a megabyte.
-`number` gives the order of arrival; `until_s` is the one time at which `expire` has to look at a row: in the queue the
-end of its ttl, once it is final the end of its keeping, while it runs none.
+A row of `jobs` is rewritten at each change of state, so it is small: input, result and streamed pieces have other
+tables. `number` is the order of arrival. `until_s` is when the row expires: the end of the ttl in the queue, the end
+of retention in a final state, NULL while the job runs.
 """
 
 from __future__ import annotations
+
+import dataclasses
+import sqlite3
+from collections.abc import Sequence
+
+import orjson
+
+from .job import Job, JobState, NewJob, Webhook, idempotency_digest
 
 _JOBS = """
 CREATE TABLE jobs (
@@ -19,15 +26,15 @@ CREATE TABLE jobs (
     content_type TEXT NOT NULL,
     execution_timeout_s REAL NOT NULL,
     ttl_s REAL NOT NULL,
-    allowed INTEGER NOT NULL,        -- attempts that the caller allowed; a retry allows as many again
+    allowed INTEGER NOT NULL,        -- attempts that the caller allowed; a retry adds as many again
     max_attempts INTEGER NOT NULL,
     attempts INTEGER NOT NULL DEFAULT 0,
     retries INTEGER NOT NULL DEFAULT 0,
     created_s REAL NOT NULL,
     started_s REAL NOT NULL DEFAULT 0,
     ended_s REAL NOT NULL DEFAULT 0,
-    due_s REAL NOT NULL DEFAULT 0,   -- 0: at once
-    stale_s REAL NOT NULL,           -- when its ttl ends
+    due_s REAL NOT NULL DEFAULT 0,   -- 0: now
+    stale_s REAL NOT NULL,           -- the end of its ttl
     until_s REAL,
     expires_s REAL NOT NULL DEFAULT 0,
     worker TEXT NOT NULL DEFAULT '',
@@ -54,7 +61,7 @@ CREATE TABLE results (
     body BLOB
 );
 CREATE TABLE pieces (
-    job INTEGER NOT NULL,            -- its number
+    job INTEGER NOT NULL,            -- jobs.number
     number INTEGER NOT NULL,
     body BLOB NOT NULL,
     UNIQUE (job, number)
@@ -73,7 +80,7 @@ CREATE TABLE counters (
 ) WITHOUT ROWID;
 """
 
-# Ids of forgotten jobs, by a digest: 100 characters of somebody's choice would be 100 bytes for each.
+# A digest stands for the id of a deleted job: callers may choose ids of 128 characters.
 _TOMBSTONES = """
 CREATE TABLE tombstones (number INTEGER PRIMARY KEY, key INTEGER NOT NULL, until_s REAL NOT NULL);
 CREATE INDEX tombstones_key ON tombstones (key);
@@ -86,13 +93,13 @@ CREATE TABLE deliveries (
     function TEXT NOT NULL,
     event TEXT NOT NULL,
     url TEXT NOT NULL,
-    host TEXT NOT NULL,             -- scheme, name and port of the url: who may be slow
+    host TEXT NOT NULL,             -- scheme, name and port of the url
     body BLOB NOT NULL,
     state TEXT NOT NULL,            -- PENDING, DELIVERED, DEAD
     attempts INTEGER NOT NULL,
     next_s REAL NOT NULL,
     created_s REAL NOT NULL,
-    last_status INTEGER NOT NULL,   -- 0: none came
+    last_status INTEGER NOT NULL,   -- 0: no response
     last_error TEXT NOT NULL,
     log TEXT NOT NULL               -- JSON: the last attempts
 );
@@ -102,7 +109,7 @@ CREATE INDEX deliveries_job ON deliveries (job_id);
 CREATE INDEX deliveries_function ON deliveries (function, created_s);
 """
 
-# How large the inputs of a function's queue are together: with what is in it already.
+# The total size of the inputs in a function's queue, initialised from the jobs that are already in it.
 _QUEUED_BYTES = """
 ALTER TABLE counters ADD COLUMN queued_bytes INTEGER NOT NULL DEFAULT 0;
 UPDATE counters SET queued_bytes = (
@@ -112,4 +119,96 @@ UPDATE counters SET queued_bytes = (
 """
 
 SCRIPTS = (_JOBS + _COUNTERS + _TOMBSTONES + _DELIVERIES, _QUEUED_BYTES)
-"""`SCRIPTS[n]` brings a file from version n to n + 1. What has been released is never edited."""
+"""`SCRIPTS[n]` upgrades a file from version n to n + 1. A released script is never edited."""
+
+_COLUMNS = (
+    "jobs.number, id, function, state, owner, priority, content_type, execution_timeout_s, ttl_s, max_attempts, "
+    "attempts, retries, created_s, started_s, ended_s, due_s, expires_s, worker, error, progress, pieces, webhook, "
+    "traceparent, extra, allowed, stale_s"
+)
+_RESULT = "results.body AS output, type AS output_type, logs FROM jobs LEFT JOIN results ON results.number = jobs.number"
+
+# Each is followed by a WHERE clause. The columns and joins are constants.
+SELECT_WHOLE = (
+    f"SELECT {_COLUMNS}, inputs.body AS input, {_RESULT} LEFT JOIN inputs ON inputs.number = jobs.number "
+)
+SELECT_WITH_RESULT = f"SELECT {_COLUMNS}, x'' AS input, {_RESULT} "
+SELECT_WITHOUT_BODIES = (
+    f"SELECT {_COLUMNS}, x'' AS input, NULL AS output, '' AS output_type, '' AS logs FROM jobs "  # noqa: S608
+)
+_JOB_FIELDS = tuple(field.name for field in dataclasses.fields(Job))
+
+
+def insert_job(connection: sqlite3.Connection, new: NewJob, job_id: str, now_s: float) -> Job:
+    """Insert a new job in state IN_QUEUE."""
+    stale_s = now_s + new.ttl_s
+    columns = {
+        "id": job_id,
+        "function": new.function,
+        "state": JobState.IN_QUEUE.value,
+        "owner": new.owner,
+        "priority": new.priority,
+        "content_type": new.content_type,
+        "execution_timeout_s": new.execution_timeout_s,
+        "ttl_s": new.ttl_s,
+        "allowed": new.max_attempts,
+        "max_attempts": new.max_attempts,
+        "created_s": now_s,
+        "stale_s": stale_s,
+        "until_s": stale_s,
+        "webhook": orjson.dumps(new.webhook).decode() if new.webhook is not None else None,
+        "traceparent": new.traceparent,
+        "extra": orjson.dumps(new.extra).decode() if new.extra else None,
+        "idempotency": idempotency_digest(new.function, new.owner, new.idempotency),
+    }
+    marks = ", ".join("?" * len(columns))
+    insert = f"INSERT INTO jobs ({', '.join(columns)}) VALUES ({marks})"  # noqa: S608
+    number = connection.execute(insert, tuple(columns.values())).lastrowid
+    connection.execute("INSERT INTO inputs VALUES (?, ?)", (number, new.input))
+    return Job(
+        job_id, new.function, JobState.IN_QUEUE, new.input, new.content_type, new.owner, new.priority,
+        new.execution_timeout_s, new.ttl_s, new.max_attempts, now_s,
+        webhook=new.webhook, traceparent=new.traceparent, extra=new.extra or None,
+    )  # fmt: skip
+
+
+def find_row(
+    connection: sqlite3.Connection, job_id: str, select: str = SELECT_WITHOUT_BODIES
+) -> sqlite3.Row | None:
+    """Return the row of a job, or None."""
+    try:
+        row: sqlite3.Row | None = connection.execute(select + "WHERE id = ?", (job_id,)).fetchone()
+    except UnicodeEncodeError:
+        # A URL may contain bytes that are not UTF-8. No id does.
+        return None
+    return row
+
+
+def read_job(connection: sqlite3.Connection, number: int, select: str) -> Job:
+    """Return a job that is known to exist."""
+    return job_of(connection.execute(select + "WHERE jobs.number = ?", (number,)).fetchone())
+
+
+def job_of(row: sqlite3.Row) -> Job:
+    """Return the job of a selected row."""
+    fields = {name: row[name] for name in _JOB_FIELDS}
+    fields["state"] = JobState(fields["state"])
+    fields["output_type"] = fields["output_type"] or ""
+    fields["logs"] = fields["logs"] or ""
+    fields["webhook"] = _webhook_of(row)
+    for name in ("error", "extra"):
+        fields[name] = orjson.loads(fields[name]) if fields[name] is not None else None
+    return Job(**fields)
+
+
+def webhook_events(row: sqlite3.Row) -> Sequence[str]:
+    """Return the events that the job's webhook subscribes to."""
+    webhook = _webhook_of(row)
+    return webhook.events if webhook is not None else ()
+
+
+def _webhook_of(row: sqlite3.Row) -> Webhook | None:
+    if row["webhook"] is None:
+        return None
+    fields = orjson.loads(row["webhook"])
+    return Webhook(fields["url"], tuple(fields["events"]))

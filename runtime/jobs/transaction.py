@@ -1,75 +1,105 @@
-"""A turn: what one caller changes within the writer's transaction. The one place at which a job's state changes."""
+"""A transaction on jobs: the only place where a job's state changes.
+
+Three mechanisms make a stored job safe:
+
+Group commit. The writer thread takes all changes that wait, runs each in a savepoint of one SQLite transaction and
+commits once, with synchronous=FULL. A caller resumes after that commit, so every id and state that it sees is on
+the disk, and all callers of a group share the cost of one fsync.
+
+Fence. Each attempt of a job increments `attempts`, and its number is the attempt's fence. Reports of an attempt
+carry the fence; `running_row` finds no job for an old one. So a worker that returns after its job was requeued
+changes nothing.
+
+Counters. The table `counters` has one row per function with its jobs by state. `move` updates it in the transaction
+that changes a state, so counts are exact after a crash and reading them costs one row.
+"""
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable
 from typing import Any
 
 import orjson
 
 from ...errors import JobConflict, JobExpired, UnknownJob
-from . import counters, rows
-from .identity import tombstone_key
-from .job import TRANSITIONS, Job, JobOutcome, JobState
+from . import outbox
+from .job import TRANSITIONS, Job, JobOutcome, JobState, NewJob, new_job_id, tombstone_key
+from .schema import SELECT_WITH_RESULT, find_row, insert_job, read_job, webhook_events
 
-Tell = Callable[[sqlite3.Connection, Job, str, float], object]
-"""Called with each event that a job's webhook asked for, within the transaction that brings it about."""
+COUNTERS = {
+    JobState.IN_QUEUE: "in_queue",
+    JobState.IN_PROGRESS: "in_progress",
+    JobState.COMPLETED: "completed",
+    JobState.FAILED: "failed",
+    JobState.TIMED_OUT: "failed",
+    JobState.CANCELLED: "cancelled",
+}
+"""The column of `counters` for each state."""
 
 
 class Transaction:
-    """`wakes`, `told` and `changed` say who is to be woken once it is on the disk: functions, those who tell webhooks,
-    those who wait for news of these jobs.
+    """One caller's changes within the writer's transaction.
+
+    Three attributes say what to notify after the commit: `queued` holds the functions that have more to run,
+    `changed` the ids of jobs whose state, progress or pieces changed; `notified` is True if a delivery was added.
     """
 
-    __slots__ = ("changed", "connection", "keep_s", "now_s", "tell", "told", "wakes")
+    __slots__ = ("changed", "connection", "keep_s", "notified", "now_s", "queued")
 
-    def __init__(self, connection: sqlite3.Connection, now_s: float, keep_s: float, tell: Tell) -> None:
+    def __init__(self, connection: sqlite3.Connection, now_s: float, keep_s: float) -> None:
+        """Jobs that end in this transaction are kept for `keep_s`."""
         self.connection = connection
         self.now_s = now_s
         self.keep_s = keep_s
-        self.tell = tell
-        self.wakes: set[str] = set()
-        self.told = False
+        self.queued: set[str] = set()
         self.changed: list[str] = []
+        self.notified = False
 
     def row_of(self, function: str, job_id: str) -> sqlite3.Row:
-        """A function's job; UnknownJob, or JobExpired if it was forgotten."""
-        found = rows.row(self.connection, job_id)
-        if found is None or found["function"] != function:
+        """Return the row of a function's job. UnknownJob, or JobExpired if it was deleted."""
+        row = find_row(self.connection, job_id)
+        if row is None or row["function"] != function:
             raise missing(self.connection, function, job_id)
-        return found
+        return row
 
-    def held(self, job_id: str, fence: int) -> sqlite3.Row | None:
-        """A running job, if it is still the attempt `fence` that holds it."""
-        found = rows.row(self.connection, job_id)
-        if found is None or found["state"] != JobState.IN_PROGRESS or found["attempts"] != fence:
+    def running_row(self, job_id: str, fence: int) -> sqlite3.Row | None:
+        """Return the row of a job that runs in the attempt `fence`, else None."""
+        row = find_row(self.connection, job_id)
+        if row is None or row["state"] != JobState.IN_PROGRESS or row["attempts"] != fence:
             return None
-        return found
+        return row
+
+    def add(self, new: NewJob) -> Job:
+        """Insert a job into the queue."""
+        job = insert_job(self.connection, new, new.wanted_id or new_job_id(self.now_s), self.now_s)
+        self.connection.execute(
+            "INSERT INTO counters (function, in_queue, queued_bytes) VALUES (?, 1, ?) ON CONFLICT (function) "
+            "DO UPDATE SET in_queue = in_queue + 1, queued_bytes = queued_bytes + excluded.queued_bytes",
+            (new.function, len(new.input)),
+        )
+        self.queued.add(new.function)
+        return job
 
     def move(self, row: sqlite3.Row, to: JobState, *, retried: bool = False, **fields: Any) -> None:
-        """Bring a job from the state of `row` to another, with what always goes with that, and count it.
-
-        JobConflict if the table of transitions has no such.
-        """
+        """Change the state of a job and set `fields`. JobConflict if TRANSITIONS does not allow it."""
         was = JobState(row["state"])
         if to not in TRANSITIONS[was]:
             raise JobConflict(f"Job {row['id']} is {was}: it cannot become {to}.")
-        fields = {"state": to.value, **self._goes_with(to, row), **fields}
-        changes = ", ".join(f"{name} = ?" for name in fields)
-        changed = self.connection.execute(
-            f"UPDATE jobs SET {changes} WHERE number = ? AND state = ? AND attempts = ?",  # noqa: S608  our names
+        fields = {"state": to.value, **self._fields_of(to, row), **fields}
+        assignments = ", ".join(f"{name} = ?" for name in fields)
+        updated = self.connection.execute(
+            f"UPDATE jobs SET {assignments} WHERE number = ? AND state = ? AND attempts = ?",  # noqa: S608
             (*fields.values(), row["number"], was.value, row["attempts"]),
         )
-        if changed.rowcount != 1:
+        if updated.rowcount != 1:
             raise JobConflict(f"Job {row['id']} is no longer {was} in its attempt {row['attempts']}.")
         self.changed.append(row["id"])
-        counters.moved(self.connection, row["function"], row["number"], was, to, retried=retried)
+        self._count(row, was, to, retried=retried)
         if to is JobState.IN_QUEUE:
             self._clear(row)
 
     def end(self, row: sqlite3.Row, outcome: JobOutcome) -> None:
-        """Bring a job to a final state, with its result, and tell of it."""
+        """Move a job to a final state, store its result and notify its webhook."""
         error = orjson.dumps(outcome.error).decode() if outcome.error is not None else None
         self.move(row, outcome.state, error=error)
         if outcome.output is not None or outcome.logs:
@@ -77,43 +107,67 @@ class Transaction:
                 "INSERT INTO results (number, type, logs, body) VALUES (?, ?, ?, ?)",
                 (row["number"], outcome.output_type, outcome.logs, outcome.output),
             )
-        self.announce(row, "completed")
+        self.notify(row, "completed")
 
-    def announce(self, row: sqlite3.Row, event: str) -> None:
-        """Whoever asked for this event is told of it; what may be large is read only for that."""
-        if event not in rows.events(row):
-            return
-        self.tell(
-            self.connection, rows.numbered(self.connection, row["number"], rows.TOLD), event, self.now_s
+    def touch(self, row: sqlite3.Row, **fields: Any) -> None:
+        """Set `fields` of a running job whose output has grown, and notify its webhook."""
+        assignments = ", ".join(f"{name} = ?" for name in fields)
+        self.connection.execute(
+            f"UPDATE jobs SET {assignments} WHERE number = ?",  # noqa: S608
+            (*fields.values(), row["number"]),
         )
-        self.told = True
+        self.changed.append(row["id"])
+        self.notify(row, "output")
 
-    def _goes_with(self, to: JobState, row: sqlite3.Row) -> dict[str, Any]:
+    def notify(self, row: sqlite3.Row, event: str) -> None:
+        """Add a webhook delivery if the job subscribes to the event. Only then is its result read."""
+        if event in webhook_events(row):
+            job = read_job(self.connection, row["number"], SELECT_WITH_RESULT)
+            outbox.add(self.connection, job, event, self.now_s)
+            self.notified = True
+
+    def _fields_of(self, to: JobState, row: sqlite3.Row) -> dict[str, Any]:
         if to is JobState.IN_QUEUE:
-            nothing = {"started_s": 0.0, "ended_s": 0.0, "expires_s": 0.0, "progress": None, "pieces": 0}
-            return {**nothing, "worker": "", "due_s": 0.0, "until_s": row["stale_s"]}
+            unset = {"started_s": 0.0, "ended_s": 0.0, "expires_s": 0.0, "progress": None, "pieces": 0}
+            return {**unset, "worker": "", "due_s": 0.0, "until_s": row["stale_s"]}
         if to is JobState.IN_PROGRESS:
             attempt = {"attempts": row["attempts"] + 1, "started_s": self.now_s}
             return {**attempt, "due_s": 0.0, "until_s": None}
         expires_s = self.now_s + self.keep_s
         return {"ended_s": self.now_s, "expires_s": expires_s, "until_s": expires_s}
 
+    def _count(self, row: sqlite3.Row, was: JobState, to: JobState, *, retried: bool) -> None:
+        less, more = COUNTERS[was], COUNTERS[to]
+        assignments = ["retried = retried + 1"] if retried else []
+        values: list[object] = []
+        if less != more:
+            assignments += [f"{less} = {less} - 1", f"{more} = {more} + 1"]
+        if (was is JobState.IN_QUEUE) != (to is JobState.IN_QUEUE):
+            # SQLite knows the length of a blob without reading it.
+            sign = "-" if was is JobState.IN_QUEUE else "+"
+            size = "(SELECT length(body) FROM inputs WHERE number = ?)"
+            assignments.append(f"queued_bytes = queued_bytes {sign} {size}")
+            values.append(row["number"])
+        if assignments:
+            update = f"UPDATE counters SET {', '.join(assignments)} WHERE function = ?"  # noqa: S608
+            self.connection.execute(update, (*values, row["function"]))
+
     def _clear(self, row: sqlite3.Row) -> None:
-        """A job that begins anew has no result and no pieces; its function has something to take."""
+        """Delete the result and pieces of a job that returns to the queue."""
         self.connection.execute("DELETE FROM results WHERE number = ?", (row["number"],))
         if row["pieces"]:
             self.connection.execute("DELETE FROM pieces WHERE job = ?", (row["number"],))
-        self.wakes.add(row["function"])
+        self.queued.add(row["function"])
 
 
 def missing(connection: sqlite3.Connection, function: str, job_id: str) -> UnknownJob | JobExpired:
-    """Why there is no such job."""
+    """Return the error for a job that the function does not have."""
     key = tombstone_key(function, job_id)
     if connection.execute("SELECT 1 FROM tombstones WHERE key = ?", (key,)).fetchone():
         return JobExpired(
-            f"Job {job_id!r} of {function!r} has ended, and its result is no longer kept.",
+            f"Job {job_id!r} of {function!r} has ended, and its result was deleted.",
             remedy="Ask sooner, or keep results longer.",
         )
     return UnknownJob(
-        f"{function!r} has no job {job_id!r}.", remedy="Look at the id; `jobs list` shows them."
+        f"{function!r} has no job {job_id!r}.", remedy="Check the id; `jobs list` shows all ids."
     )

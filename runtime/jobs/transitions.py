@@ -1,42 +1,53 @@
-"""The changes of jobs: each runs within one turn of the writer."""
+"""The transitions of jobs, from submit to deletion. `JobStore` runs each function in one Transaction."""
 
 from __future__ import annotations
 
+import sqlite3
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
 
-from ...errors import IdempotencyConflict, JobConflict, QueueFull, WorkerDied
-from . import counters, rows
-from .identity import idempotency_digest, new_job_id
-from .job import Job, JobOutcome, JobState, NewJob
+from ...errors import DeadlineExceeded, IdempotencyConflict, JobConflict, QueueFull, WorkerDied
+from . import queries
+from .job import Job, JobOutcome, JobState, NewJob, idempotency_digest, tombstone_key
+from .schema import SELECT_WHOLE, SELECT_WITHOUT_BODIES, find_row, job_of, read_job
 from .transaction import Transaction
 
 PURGE_SLICE = 500
-"""Jobs cancelled in one turn, so that nobody else waits for long to write."""
+"""Jobs that one transaction cancels, so that other writers wait briefly."""
+EXPIRY_SLICE_S = 0.05
+"""The longest that one transaction spends on expiry."""
+MAX_TOMBSTONES = 1_000_000
+SPARE_PAGES = 1024
+"""Free pages that the file keeps for reuse, if that is more than a quarter of it."""
+VACUUM_PAGES = 256
+_INCREMENTAL = 2
 
 
-def submit(turn: Transaction, new: NewJob) -> tuple[Job, bool]:
-    """A new job, or the one that was submitted with the same idempotency key (and True)."""
-    found = _submitted(turn, new) if new.idempotency else None
-    if found is not None:
-        return found, True
-    if new.wanted_id and rows.row(turn.connection, new.wanted_id) is not None:
+def submit(transaction: Transaction, new: NewJob) -> tuple[Job, bool]:
+    """Queue a new job. Return it and False, or the job with the same idempotency key and True.
+
+    :raises IdempotencyConflict: if the job with the same key has another input.
+    :raises JobConflict: if the wanted id is taken.
+    :raises QueueFull: if the queue holds as much as `new` allows.
+    """
+    earlier = _submitted(transaction, new) if new.idempotency else None
+    if earlier is not None:
+        return earlier, True
+    if new.wanted_id and find_row(transaction.connection, new.wanted_id) is not None:
         raise JobConflict(f"There is another job {new.wanted_id!r}.", remedy="Choose another id.")
-    _check_room(turn, new)
-    job = rows.insert(turn.connection, new, new.wanted_id or new_job_id(turn.now_s), turn.now_s)
-    counters.arrived(turn.connection, new.function, len(new.input))
-    turn.wakes.add(new.function)
-    return job, False
+    _check_room(transaction, new)
+    return transaction.add(new), False
 
 
-def _submitted(turn: Transaction, new: NewJob) -> Job | None:
+def _submitted(transaction: Transaction, new: NewJob) -> Job | None:
     digest = idempotency_digest(new.function, new.owner, new.idempotency)
-    row = turn.connection.execute(rows.WHOLE + "WHERE idempotency = ?", (digest,)).fetchone()
+    row = transaction.connection.execute(SELECT_WHOLE + "WHERE idempotency = ?", (digest,)).fetchone()
     if row is None:
         return None
-    job = rows.job(row)
+    job = job_of(row)
     if (job.input, job.content_type) != (new.input, new.content_type):
         raise IdempotencyConflict(
             f"Job {job.id} was submitted with the same idempotency key and another input.",
@@ -45,9 +56,9 @@ def _submitted(turn: Transaction, new: NewJob) -> Job | None:
     return job
 
 
-def _check_room(turn: Transaction, new: NewJob) -> None:
-    """QueueFull if as much waits as may. A job that is alone may be of any size."""
-    jobs, size_bytes = counters.queued(turn.connection, new.function)
+def _check_room(transaction: Transaction, new: NewJob) -> None:
+    """Raise QueueFull if the function's queue has no room. An empty queue takes an input of any size."""
+    jobs, size_bytes = queries.queue_size(transaction.connection, new.function)
     if new.max_queued is not None and jobs >= new.max_queued:
         raise QueueFull(
             f"{new.function!r} has {jobs} jobs in its queue; the limit is {new.max_queued}.",
@@ -61,116 +72,119 @@ def _check_room(turn: Transaction, new: NewJob) -> None:
         )
 
 
-def take(turn: Transaction, job_id: str, worker: str) -> Job | None:
-    """Give a queued job to a worker; None if it is not queued any more. Without its input: who takes it has it."""
-    row = rows.row(turn.connection, job_id)
+def take(transaction: Transaction, job_id: str, worker: str = "") -> int | None:
+    """Start an attempt and return its fence. None if the job is not queued."""
+    row = find_row(transaction.connection, job_id)
     if row is None or row["state"] != JobState.IN_QUEUE:
         return None
-    turn.move(row, JobState.IN_PROGRESS, worker=worker)
-    turn.announce(row, "start")
-    return rows.numbered(turn.connection, row["number"])
+    transaction.move(row, JobState.IN_PROGRESS, worker=worker)
+    transaction.notify(row, "start")
+    return int(row["attempts"]) + 1
 
 
-def finish(turn: Transaction, job_id: str, fence: int, outcome: JobOutcome) -> Job | None:
-    """How an attempt ended: the job without what may be large; None if it is no longer its job."""
-    row = turn.held(job_id, fence)
-    if row is None:
-        return None
-    turn.end(row, outcome)
-    return rows.numbered(turn.connection, row["number"])
+def finish(transaction: Transaction, job_id: str, fence: int, outcome: JobOutcome) -> bool:
+    """End an attempt and its job. Return False if this attempt no longer runs the job."""
+    if not outcome.state.final:
+        raise JobConflict(f"A job cannot end as {outcome.state}.")
+    row = transaction.running_row(job_id, fence)
+    if row is not None:
+        transaction.end(row, outcome)
+    return row is not None
 
 
 def requeue(
-    turn: Transaction,
+    transaction: Transaction,
     job_id: str,
     fence: int,
     *,
     error: Mapping[str, Any] | None,
-    delay_s: float,
-    counted: bool,
-    logs: str,
-) -> Job | None:
-    """Back into the queue, or FAILED if that was the last attempt; None if it is no longer its job."""
-    row = turn.held(job_id, fence)
+    delay_s: float = 0.0,
+    counted: bool = True,
+    logs: str = "",
+) -> bool:
+    """End an attempt and queue the job again; end it as FAILED, with error and logs, after its last attempt.
+
+    An attempt that failed through no fault of the job is not `counted`: the job gets one more.
+    Return False if this attempt no longer runs the job.
+    """
+    row = transaction.running_row(job_id, fence)
     if row is None:
-        return None
+        return False
     if counted and row["attempts"] >= row["max_attempts"]:
-        turn.end(row, JobOutcome(JobState.FAILED, error=error, logs=logs))
-        return rows.numbered(turn.connection, row["number"])
-    turn.move(
-        row,
-        JobState.IN_QUEUE,
-        due_s=turn.now_s + delay_s if delay_s > 0 else 0.0,
-        error=orjson.dumps(error).decode() if error is not None else None,
-        max_attempts=row["max_attempts"] + (0 if counted else 1),
-    )
-    return rows.numbered(turn.connection, row["number"])
+        transaction.end(row, JobOutcome(JobState.FAILED, error=error, logs=logs))
+    else:
+        transaction.move(
+            row,
+            JobState.IN_QUEUE,
+            due_s=transaction.now_s + delay_s if delay_s > 0 else 0.0,
+            error=orjson.dumps(error).decode() if error is not None else None,
+            max_attempts=row["max_attempts"] + (0 if counted else 1),
+        )
+    return True
 
 
-def recover(turn: Transaction) -> int:
-    """What ran when the gateway died: into the queue, or FAILED if that was the last attempt; how many."""
-    running = turn.connection.execute(rows.SLIM + "WHERE state = 'IN_PROGRESS'").fetchall()
+def recover(transaction: Transaction) -> int:
+    """Requeue jobs that ran when the gateway died; FAILED after the last attempt. Return their number."""
+    running = transaction.connection.execute(SELECT_WITHOUT_BODIES + "WHERE state = 'IN_PROGRESS'").fetchall()
     for row in running:
         if row["attempts"] < row["max_attempts"]:
-            turn.move(row, JobState.IN_QUEUE)
+            transaction.move(row, JobState.IN_QUEUE)
             continue
         error = WorkerDied(
             f"The gateway, or the worker with it, died during attempt {row['attempts']} of {row['max_attempts']}.",
-            remedy="Look at the function's logs for what kills it, then retry the job.",
+            remedy="Look in the function's logs for the cause, then retry the job.",
         )
-        turn.end(row, JobOutcome(JobState.FAILED, error=error.to_wire()))
+        transaction.end(row, JobOutcome(JobState.FAILED, error=error.to_wire()))
     return len(running)
 
 
 def add_pieces(
-    turn: Transaction, job_id: str, fence: int, first_number: int, pieces: Sequence[bytes]
+    transaction: Transaction, job_id: str, fence: int, first_number: int, pieces: Sequence[bytes]
 ) -> bool:
-    """More of a streamed answer, numbered from 1 without gaps; what is there already is left as it is."""
-    row = turn.held(job_id, fence)
+    """Store pieces of a streamed output, numbered from 1; skip those that are stored already.
+
+    Return False if this attempt no longer runs the job. JobConflict if `first_number` would leave a gap.
+    """
+    row = transaction.running_row(job_id, fence)
     if row is None:
         return False
     if not 1 <= first_number <= row["pieces"] + 1:
         raise JobConflict(f"Job {job_id} has {row['pieces']} pieces: number {first_number} cannot follow.")
-    numbered = [(row["number"], first_number + at, piece) for at, piece in enumerate(pieces)]
+    numbered = [(row["number"], first_number + index, piece) for index, piece in enumerate(pieces)]
     new = numbered[row["pieces"] + 1 - first_number :]
     if new:
-        turn.connection.executemany("INSERT INTO pieces (job, number, body) VALUES (?, ?, ?)", new)
-        turn.connection.execute("UPDATE jobs SET pieces = ? WHERE number = ?", (new[-1][1], row["number"]))
-        turn.changed.append(job_id)
-        turn.announce(row, "output")
+        transaction.connection.executemany("INSERT INTO pieces (job, number, body) VALUES (?, ?, ?)", new)
+        transaction.touch(row, pieces=new[-1][1])
     return True
 
 
-def set_progress(turn: Transaction, job_id: str, fence: int, progress: bytes) -> bool:
-    """How far the handler says it is."""
-    row = turn.held(job_id, fence)
-    if row is None:
-        return False
-    turn.connection.execute("UPDATE jobs SET progress = ? WHERE number = ?", (progress, row["number"]))
-    turn.changed.append(job_id)
-    turn.announce(row, "output")
-    return True
+def set_progress(transaction: Transaction, job_id: str, fence: int, progress: bytes) -> bool:
+    """Store a progress report. Return False if this attempt no longer runs the job."""
+    row = transaction.running_row(job_id, fence)
+    if row is not None:
+        transaction.touch(row, progress=progress)
+    return row is not None
 
 
-def cancel(turn: Transaction, function: str, job_id: str) -> tuple[Job, bool]:
-    """The job, CANCELLED unless it had ended, and whether it was running."""
-    row = turn.row_of(function, job_id)
+def cancel(transaction: Transaction, function: str, job_id: str) -> tuple[Job, bool]:
+    """End a job as CANCELLED unless it is final. Return the job, and True if it was running."""
+    row = transaction.row_of(function, job_id)
     was = JobState(row["state"])
     if not was.final:
-        turn.end(row, JobOutcome(JobState.CANCELLED))
-    return rows.numbered(turn.connection, row["number"], rows.WHOLE), was is JobState.IN_PROGRESS
+        transaction.end(row, JobOutcome(JobState.CANCELLED))
+    return read_job(transaction.connection, row["number"], SELECT_WHOLE), was is JobState.IN_PROGRESS
 
 
-def retry(turn: Transaction, function: str, job_id: str) -> Job:
-    """A job that failed goes back into the queue, with as many attempts as at first and its ttl from now."""
-    row = turn.row_of(function, job_id)
+def retry(transaction: Transaction, function: str, job_id: str) -> Job:
+    """Queue a failed job again under its id, with new attempts and ttl. JobConflict in other states."""
+    row = transaction.row_of(function, job_id)
     if row["state"] not in (JobState.FAILED, JobState.TIMED_OUT):
         raise JobConflict(
             f"Job {job_id} is {row['state']}: only jobs that FAILED or TIMED_OUT can be retried.",
             remedy="Submit its input again.",
         )
-    stale_s = turn.now_s + row["ttl_s"]
-    turn.move(
+    stale_s = transaction.now_s + row["ttl_s"]
+    transaction.move(
         row,
         JobState.IN_QUEUE,
         retried=True,
@@ -180,15 +194,113 @@ def retry(turn: Transaction, function: str, job_id: str) -> Job:
         stale_s=stale_s,
         until_s=stale_s,
     )
-    return rows.numbered(turn.connection, row["number"], rows.WHOLE)
+    return read_job(transaction.connection, row["number"], SELECT_WHOLE)
 
 
-def purge(turn: Transaction, function: str, last: int) -> int:
-    """Cancel some of the queued jobs that have a number of at most `last`; 0 if there are none left."""
-    queued = turn.connection.execute(
-        rows.SLIM + "WHERE function = ? AND state = 'IN_QUEUE' AND jobs.number <= ? LIMIT ?",
+def purge(transaction: Transaction, function: str, last: int) -> int:
+    """Cancel up to PURGE_SLICE queued jobs with numbers up to `last`. Return how many."""
+    queued = transaction.connection.execute(
+        SELECT_WITHOUT_BODIES + "WHERE function = ? AND state = 'IN_QUEUE' AND jobs.number <= ? LIMIT ?",
         (function, last, PURGE_SLICE),
     ).fetchall()
     for row in queued:
-        turn.end(row, JobOutcome(JobState.CANCELLED))
+        transaction.end(row, JobOutcome(JobState.CANCELLED))
     return len(queued)
+
+
+def expire(transaction: Transaction, limit: int = 200) -> int:
+    """Time out queued jobs whose ttl has passed and delete final jobs whose retention has passed.
+
+    Handles at most `limit` jobs and tombstones each and returns their number. Repeat while `next_expiry` is due.
+    """
+    until_s = time.monotonic() + EXPIRY_SLICE_S
+    rows = transaction.connection.execute(
+        SELECT_WITHOUT_BODIES + "WHERE until_s <= ? ORDER BY until_s LIMIT ?", (transaction.now_s, limit)
+    ).fetchall()
+    done = 0
+    for row in rows:
+        if row["state"] == JobState.IN_QUEUE:
+            transaction.end(row, JobOutcome(JobState.TIMED_OUT, error=_ttl_passed(row)))
+        else:
+            _delete(transaction, row)
+        done += 1
+        if time.monotonic() > until_s:
+            break
+    done += _delete_tombstones(transaction, limit)
+    _delete_deliveries(transaction, limit)
+    _shrink_file(transaction.connection)
+    return done
+
+
+def next_expiry(connection: sqlite3.Connection, now_s: float) -> float | None:
+    """Return when `expire` has work to do, or None if nothing will expire."""
+    if _excess_pages(connection):
+        return now_s
+    oldest = connection.execute("SELECT until_s FROM tombstones ORDER BY number LIMIT 1").fetchone()
+    (first,) = connection.execute("SELECT min(until_s) FROM jobs WHERE until_s IS NOT NULL").fetchone()
+    return min((at for at in (first, oldest[0] if oldest else None) if at is not None), default=None)
+
+
+def _ttl_passed(row: sqlite3.Row) -> dict[str, object]:
+    return DeadlineExceeded(
+        f"Job {row['id']} waited in the queue for longer than its ttl of {row['ttl_s']:g} s.",
+        remedy="Give it a longer ttl, or the function more workers.",
+    ).to_wire()
+
+
+def _delete(transaction: Transaction, row: sqlite3.Row) -> None:
+    """Delete a job and leave a tombstone. Deliveries that are still pending stay."""
+    execute, number = transaction.connection.execute, (row["number"],)
+    execute("DELETE FROM jobs WHERE number = ?", number)
+    execute("DELETE FROM inputs WHERE number = ?", number)
+    execute("DELETE FROM results WHERE number = ?", number)
+    if row["pieces"]:
+        execute("DELETE FROM pieces WHERE job = ?", number)
+    if row["webhook"] is not None:
+        execute("DELETE FROM deliveries WHERE job_id = ? AND state <> 'PENDING'", (row["id"],))
+    execute(
+        "INSERT INTO tombstones (key, until_s) VALUES (?, ?)",
+        (tombstone_key(row["function"], row["id"]), transaction.now_s + transaction.keep_s),
+    )
+
+
+def _delete_tombstones(transaction: Transaction, limit: int) -> int:
+    """Delete the oldest tombstones, which have expired or exceed MAX_TOMBSTONES. Return how many."""
+    execute = transaction.connection.execute
+    (last,) = execute("SELECT max(number) FROM tombstones").fetchone()
+    oldest = execute("SELECT number, until_s FROM tombstones ORDER BY number LIMIT ?", (limit,))
+    expired = [
+        number
+        for number, until_s in oldest
+        if until_s <= transaction.now_s or number <= last - MAX_TOMBSTONES
+    ]
+    if expired:
+        execute("DELETE FROM tombstones WHERE number <= ?", (expired[-1],))
+    return len(expired)
+
+
+def _delete_deliveries(transaction: Transaction, limit: int) -> None:
+    """Delete deliveries that ended after their job was deleted."""
+    transaction.connection.execute(
+        "DELETE FROM deliveries WHERE rowid IN (SELECT rowid FROM deliveries "
+        "WHERE state <> 'PENDING' AND created_s <= ? "
+        "AND NOT EXISTS (SELECT 1 FROM jobs WHERE id = job_id) ORDER BY created_s LIMIT ?)",
+        (transaction.now_s - transaction.keep_s, limit),
+    )
+
+
+def _shrink_file(connection: sqlite3.Connection) -> None:
+    pages = min(_excess_pages(connection), VACUUM_PAGES)
+    if pages:
+        # Each fetched row releases one page.
+        connection.execute(f"PRAGMA incremental_vacuum({pages})").fetchall()
+
+
+def _excess_pages(connection: sqlite3.Connection) -> int:
+    """Return how many free pages exceed the spare ones."""
+    (vacuum,) = connection.execute("PRAGMA auto_vacuum").fetchone()
+    if vacuum != _INCREMENTAL:
+        return 0
+    (free,) = connection.execute("PRAGMA freelist_count").fetchone()
+    (pages,) = connection.execute("PRAGMA page_count").fetchone()
+    return int(max(0, free - max(SPARE_PAGES, pages // 4)))

@@ -1,20 +1,18 @@
-"""The delivery: one event of one job on its way to a webhook, and what its attempts came to."""
+"""A webhook delivery: one event of one job, its attempts, and the schedule of retries."""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
 
-from .webhook_backoff import Schedule
-
-MAX_LOG = 20
-MAX_ERROR_CHARS = 300
+MAX_RETRY_AFTER_S = 86400.0
+"""The longest Retry-After that is honoured."""
 GONE = 410
-"""The receiver wants no more of it."""
+"""The HTTP status of a receiver that wants no further attempts."""
 
 
 class DeliveryState(enum.StrEnum):
-    """Where a delivery stands."""
+    """The state of a delivery."""
 
     PENDING = "PENDING"
     DELIVERED = "DELIVERED"
@@ -23,24 +21,26 @@ class DeliveryState(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DeliveryAttempt:
-    """One request: when, how it was answered (0: it was not, `error` says why), and how long that took."""
+    """One HTTP request. `status` is 0 if no response came; then `error` says why.
+
+    Stored as JSON under these names, so a rename would break existing databases.
+    """
 
     at_s: float
     status: int
     error: str
     ms: int
     wish_s: float = 0.0
-    """What the receiver's Retry-After asked for."""
+    """What the receiver's Retry-After header asks for."""
 
     @property
-    def taken(self) -> bool:
-        """Whether the receiver has it."""
+    def delivered(self) -> bool:
         return 200 <= self.status < 300
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """A row of `deliveries`; times are Unix timestamps in seconds. The id goes out as `webhook-id`."""
+    """A row of `deliveries`. Times are Unix timestamps in seconds. The id is sent as `webhook-id`."""
 
     id: str
     job_id: str
@@ -50,24 +50,53 @@ class Delivery:
     host: str
     state: DeliveryState
     attempts: int
-    """Since it was made or, by hand, made anew."""
+    """Since the delivery was added, or since it was redelivered on request."""
     next_s: float
     created_s: float
     last_status: int
     last_error: str
     log: tuple[DeliveryAttempt, ...]
-    """The last attempts, oldest first."""
+    """The latest attempts, oldest first."""
     body: bytes = b""
-    """Not there in lists."""
+    """Left out of lists."""
 
 
-def after(
-    attempt: DeliveryAttempt, tried: int, schedule: Schedule, *, now_s: float, chance: float
-) -> tuple[DeliveryState, float]:
-    """What becomes of a delivery by its attempt number `tried`, and when it is due again."""
-    if attempt.taken:
-        return DeliveryState.DELIVERED, now_s
-    pause_s = schedule.pause_s(tried, chance, wish_s=attempt.wish_s)
-    if pause_s is None or attempt.status == GONE:
-        return DeliveryState.DEAD, now_s
-    return DeliveryState.PENDING, now_s + pause_s
+@dataclass(frozen=True, slots=True)
+class RetrySchedule:
+    """Exponential backoff with full jitter, for at most `tries` attempts.
+
+    The n-th pause is drawn from 0 to `first_s * factor ** (n - 1)`, at most `max_s`. The default schedule lasts
+    25 hours on average.
+    """
+
+    tries: int = 16
+    first_s: float = 10.0
+    factor: float = 3.0
+    max_s: float = 6 * 3600.0
+
+    def bound_s(self, tried: int) -> float:
+        """Return the longest pause after `tried` attempts, at least one."""
+        bound = self.first_s
+        for _ in range(tried - 1):
+            bound = min(bound * self.factor, self.max_s)
+        return min(bound, self.max_s)
+
+    def pause_s(self, tried: int, draw: float, *, retry_after_s: float = 0.0) -> float | None:
+        """Return the pause after `tried` attempts, or None after the last one.
+
+        `draw` in [0, 1] is the random part. The pause is never shorter than the receiver's Retry-After.
+        """
+        if tried >= self.tries:
+            return None
+        return max(self.bound_s(tried) * draw, min(retry_after_s, MAX_RETRY_AFTER_S))
+
+    def next_state(
+        self, attempt: DeliveryAttempt, tried: int, *, now_s: float, draw: float
+    ) -> tuple[DeliveryState, float]:
+        """Return a delivery's state after its attempt number `tried`, and when it is due again."""
+        if attempt.delivered:
+            return DeliveryState.DELIVERED, now_s
+        pause_s = self.pause_s(tried, draw, retry_after_s=attempt.wish_s)
+        if pause_s is None or attempt.status == GONE:
+            return DeliveryState.DEAD, now_s
+        return DeliveryState.PENDING, now_s + pause_s

@@ -1,7 +1,7 @@
-"""The courier: sends what lies in the outbox, and sends it again until it was taken or is given up.
+"""The webhook sender sends the deliveries in the outbox, and repeats them until each is accepted or given up.
 
-All that it has to know after a crash lies in the table, so whatever happens a delivery is attempted at least once, with
-the same id each time. What it holds itself are only the requests that are on their way.
+A delivery is sent at least once, with the same id each time, because all that must survive a crash is in the table.
+The sender itself only knows which requests are on their way.
 """
 
 from __future__ import annotations
@@ -11,139 +11,117 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-
-from aiohttp.abc import AbstractResolver
 
 from ...errors import JobStoreFailed
 from . import outbox
 from .database import Database
-from .http_post import HttpPoster
-from .webhook_addresses import AddressPolicy
-from .webhook_backoff import Schedule
-from .webhook_delivery import Delivery, DeliveryAttempt, DeliveryState
+from .http_post import AddressPolicy, HttpPoster
+from .webhook_delivery import Delivery, DeliveryAttempt, DeliveryState, RetrySchedule
 from .webhook_signing import SigningKey
 
 _log = logging.getLogger(__name__)
 
-LONGEST_SLEEP_S = 300.0
-"""Times in the table are of the wall clock: one that was set forward is noticed after that."""
+MAX_SLEEP_S = 300.0
+"""The longest sleep until a wall-clock time, after which a clock that was set forward is noticed."""
+MAX_REQUESTS = 64
+MAX_REQUESTS_PER_HOST = 8
+TIMEOUT_S = 15.0
 PAUSE_S = 5.0
-"""After the store refused: nothing is sent of which it could not be written down that it was."""
-
-
-@dataclass(frozen=True, slots=True)
-class WebhookLimits:
-    """How much at once, how long, how often."""
-
-    in_flight: int = 64
-    per_host: int = 8
-    timeout_s: float = 15.0
-    connect_timeout_s: float = 5.0
-    schedule: Schedule = field(default_factory=Schedule)
-    keep_s: float = 7 * 86400.0
-    """How long deliveries that ended are kept, if their jobs are not forgotten before."""
+"""The pause after the store refused: sending without recording would repeat requests."""
 
 
 class WebhookSender:
-    """Runs as a task of the group it is started in; `wake` it when something new may be due."""
+    """Sends deliveries in a task group. Call `wake` when one may be due."""
 
     def __init__(
         self,
         database: Database,
         key: SigningKey,
         policy: AddressPolicy,
-        *,
-        limits: WebhookLimits | None = None,
-        resolver: AbstractResolver | None = None,
-        clock: Callable[[], float] = time.time,
+        schedule: RetrySchedule | None = None,
     ) -> None:
+        """`key` is the gateway's, from which each function's key is derived."""
         self._database = database
         self._key = key
-        """The gateway's: each function's is made of it."""
-        self._limits = limits or WebhookLimits()
-        self._clock = clock
-        self._poster = HttpPoster(
-            policy,
-            timeout_s=self._limits.timeout_s,
-            connect_timeout_s=self._limits.connect_timeout_s,
-            resolver=resolver,
-        )
+        self._schedule = schedule or RetrySchedule()
+        self._poster = HttpPoster(policy, timeout_s=TIMEOUT_S)
         self._awake = asyncio.Event()
-        self._over = asyncio.Event()
-        self._sending: dict[asyncio.Task[None], tuple[str, str]] = {}
-        self._rounds: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
+        self._requests: dict[asyncio.Task[None], tuple[str, str]] = {}
+        """Host and job id of the delivery that each task sends."""
+        self._running: asyncio.Task[None] | None = None
         self._paused = False
 
-    def start(self, group: asyncio.TaskGroup) -> None:
-        """Begin to send, at first what a former life has left."""
-        self._rounds = group.create_task(self._run(group), name="webhooks")
+    def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Start to send, beginning with the pending deliveries of the previous run."""
+        self._running = tasks.create_task(self._run(tasks), name="webhooks")
 
     def wake(self) -> None:
-        """Something new may be due. To be called on the event loop; costs nothing."""
+        """Look for due deliveries. Call it on the event loop."""
         self._awake.set()
 
     async def redeliver(self, function: str, delivery_id: str) -> Delivery:
-        """Send a delivery again, with the same id, whatever became of it. UnknownDelivery, JobStoreFailed."""
+        """Send a delivery again with its id, whatever its state. UnknownDelivery, JobStoreFailed."""
         delivery = await self._database.write(
-            lambda connection: outbox.redeliver(connection, function, delivery_id, self._clock())
+            lambda connection: outbox.redeliver(connection, function, delivery_id, time.time())
         )
         self.wake()
         return delivery
 
     def secret(self, function: str) -> str:
-        """What receivers of that function's deliveries verify them with."""
+        """Return the secret with which receivers verify the function's deliveries."""
         return self._key.of(function).secret
 
     async def close(self, *, deadline_s: float) -> None:
-        """Take nothing new, let requests end within that time, break off the rest: they are sent again by the next life."""
-        self._over.set()
+        """Start no more requests and cancel those that last longer. The next run sends these again."""
+        self._closing.set()
         self.wake()
-        if self._sending:
-            await asyncio.wait(self._sending, timeout=deadline_s)
-        for task in list(self._sending):
+        if self._requests:
+            await asyncio.wait(self._requests, timeout=deadline_s)
+        for task in list(self._requests):
             task.cancel()
-        if self._rounds is not None:
-            await asyncio.wait([self._rounds])
+        if self._running is not None:
+            await asyncio.wait([self._running])
 
-    async def _run(self, group: asyncio.TaskGroup) -> None:
+    async def _run(self, tasks: asyncio.TaskGroup) -> None:
         async with self._poster:
-            while not self._over.is_set():
+            while not self._closing.is_set():
                 self._awake.clear()
-                await _until(self._awake, await self._round(group))
+                await _wait(self._awake, await self._send_due(tasks))
                 if self._paused:
                     self._paused = False
-                    await _until(self._over, PAUSE_S)
-            if self._sending:  # the client is theirs until they end; `close` sees to it that they do
-                await asyncio.wait(self._sending)
+                    await _wait(self._closing, PAUSE_S)
+            # The HTTP client stays open until its requests end; `close` cancels them at its deadline.
+            if self._requests:
+                await asyncio.wait(self._requests)
 
-    async def _round(self, group: asyncio.TaskGroup) -> float:
-        """Send what is due as far as there is room; how long there is nothing more to do."""
-        room = self._limits.in_flight - len(self._sending)
+    async def _send_due(self, tasks: asyncio.TaskGroup) -> float:
+        """Start as many due deliveries as there is room for. Return the seconds until more are due."""
+        room = MAX_REQUESTS - len(self._requests)
         if room <= 0:
-            return LONGEST_SLEEP_S  # whoever ends wakes
-        now_s, busy = self._clock(), list(self._sending.values())
+            # The end of a request wakes the loop.
+            return MAX_SLEEP_S
+        now_s, busy = time.time(), list(self._requests.values())
         try:
-            found, next_s = await self._database.read(
+            deliveries, next_s = await self._database.read(
                 lambda connection: outbox.due(
-                    connection, now_s, room=room, room_per_host=self._limits.per_host, busy=busy
+                    connection, now_s, room=room, room_per_host=MAX_REQUESTS_PER_HOST, busy=busy
                 )
             )
         except JobStoreFailed as error:
             self._pause(error)
             return 0.0
-        if self._over.is_set() or self._paused:
+        if self._closing.is_set() or self._paused:
             return 0.0
-        for delivery in found:
-            task = group.create_task(self._send(delivery), name=f"webhook {delivery.id}")
-            self._sending[task] = (delivery.host, delivery.job_id)
-            task.add_done_callback(self._sent)
-        # What was due and found no room is seen again when somebody ends.
-        return LONGEST_SLEEP_S if next_s is None else max(0.0, next_s - self._clock())
+        for delivery in deliveries:
+            task = tasks.create_task(self._send(delivery), name=f"webhook {delivery.id}")
+            self._requests[task] = (delivery.host, delivery.job_id)
+            task.add_done_callback(self._ended)
+        # Due deliveries that found no room are read again when a request ends.
+        return MAX_SLEEP_S if next_s is None else max(0.0, next_s - time.time())
 
     async def _send(self, delivery: Delivery) -> None:
-        now_s = self._clock()
+        now_s = time.time()
         headers = self._key.of(delivery.function).headers(delivery.id, delivery.body, now_s)
         attempt = await self._poster.post(delivery.url, headers, delivery.body, now_s)
         try:
@@ -154,29 +132,19 @@ class WebhookSender:
         if after is not None and after.state is DeliveryState.DEAD:
             _log.warning(
                 "webhook %s (%s of %s) was given up after %d attempts: %s",
-                after.id,
-                after.event,
-                after.job_id,
-                after.attempts,
-                attempt.error or f"status {attempt.status}",
-            )
+                after.id, after.event, after.job_id, after.attempts, attempt.error or f"status {attempt.status}",
+            )  # fmt: skip
 
     async def _record(self, delivery_id: str, attempt: DeliveryAttempt) -> Delivery | None:
-        chance = random.random()  # noqa: S311  jitter
+        draw = random.random()  # noqa: S311
         return await self._database.write(
             lambda connection: outbox.record(
-                connection,
-                delivery_id,
-                attempt,
-                self._limits.schedule,
-                now_s=self._clock(),
-                chance=chance,
-                keep_s=self._limits.keep_s,
+                connection, delivery_id, attempt, self._schedule, now_s=time.time(), draw=draw
             )
         )
 
-    def _sent(self, task: asyncio.Task[None]) -> None:
-        del self._sending[task]
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        del self._requests[task]
         self.wake()
 
     def _pause(self, error: JobStoreFailed) -> None:
@@ -184,8 +152,7 @@ class WebhookSender:
         _log.error("webhooks pause for %g s: %s", PAUSE_S, error)
 
 
-async def _until(event: asyncio.Event, longest_s: float) -> None:
-    """Wait for the event, at most that long."""
+async def _wait(event: asyncio.Event, timeout_s: float) -> None:
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(min(longest_s, LONGEST_SLEEP_S)):
+        async with asyncio.timeout(min(timeout_s, MAX_SLEEP_S)):
             await event.wait()

@@ -1,4 +1,4 @@
-"""Converting: weights in any format we read, to a folder that is a snapshot, or to a file of tensorizer."""
+"""Converting weights of any supported format, to a snapshot folder or to a tensorizer file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..format.layout import INDEX_SUFFIX, SUFFIX, Layout, is_asset, lay_out, rea
 from ..format.manifest import MANIFEST_NAME, MAX_ASSET_BYTES, Manifest, Provenance
 from ..publish import publish, publish_folder
 from ..sources.folder import FolderSource
-from ..sources.source import Progress
+from ..sources.source import ByteCounter, Progress
 from . import tensorizer_file, torch_file
 from .origin import SafetensorsOrigin, TensorOrigin
 from .writer import CASTS, write_shards
@@ -22,18 +22,18 @@ SHARD_BYTES = 5_000_000_000
 _COPY_BYTES = 16 << 20
 _TORCH_INDEX = "pytorch_model.bin.index.json"
 _TORCH_FILE = "pytorch_model.bin"
-# What trainers leave beside the weights under the weights' suffixes.
+# Files that training scripts save with the suffixes of weights.
 _TRAINING = ("training_args", "optimizer", "scheduler", "rng_state", "scaler", "trainer_state")
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
-    """What there is to convert under `source`: files that may stay as they are, the origin of their tensors, assets."""
+class _Input:
+    """What to convert in `source`: safetensors files, if it has them, the origin of all tensors, and assets."""
 
     source: FolderSource
-    kept: tuple[str, ...]
+    shards: tuple[str, ...]
     origin: Callable[[], TensorOrigin]
-    assets: tuple[str, ...]
+    assets: tuple[str, ...] = ()
 
 
 def convert(
@@ -44,28 +44,29 @@ def convert(
     shard_bytes: int = SHARD_BYTES,
     progress: Progress | None = None,
 ) -> Manifest:
-    """Make folder `path_out` a snapshot of `path_in`; it is there whole, or not at all.
+    """Make folder `path_out` a snapshot of `path_in`, completely or not at all.
 
-    `path_in` is a file of safetensors, torch.save or tensorizer, or a folder of such in one of the ways of Hugging
-    Face, whose small files come along. `dtype` (bf16, fp16, fp32) casts what floats in 16 to 64 bits. Without it
-    safetensors are copied byte for byte; everything else is written in files of about `shard_bytes`, one tensor in
-    memory at a time. Progress is of the bytes written. Raises SnapshotError, HeaderError, CacheError.
+    `path_in` is a file of safetensors, torch.save or tensorizer, or a folder in a layout of Hugging Face, whose assets
+    are copied. `dtype` (bf16, fp16, fp32) casts floating-point tensors of 16 to 64 bits. Without it, safetensors files
+    are copied; other formats are written as files of about `shard_bytes`, with one tensor in memory at a time.
+    `progress` counts written bytes. Raises SnapshotError, HeaderError, CacheError.
     """
     if dtype is not None and dtype not in CASTS:
-        raise SnapshotError(f"dtype {dtype!r} is unknown.", remedy=f"Take one of {', '.join(CASTS)}.")
+        raise SnapshotError(f"dtype {dtype!r} is unknown.", remedy=f"Use one of {', '.join(CASTS)}.")
     found = _find(path_in)
+    copied = found.shards if dtype is None else ()
+    assets = tuple(name for name in found.assets if found.source.size(name) <= MAX_ASSET_BYTES)
     with publish_folder(path_out) as folder:
-        if found.kept and dtype is None:
-            _copy(found.source, found.kept, folder, progress)
+        if copied:
+            _copy(found.source, copied, folder, progress)
         else:
             origin = found.origin()
+            written = ByteCounter(sum(spec.size_bytes for spec in origin.specs), progress)
             cast = CASTS[dtype] if dtype is not None else None
-            wrote = _counted(sum(spec.size_bytes for spec in origin.specs), progress)
-            write_shards(folder, origin, shard_bytes=shard_bytes, cast=cast, wrote=wrote)
-        small = [name for name in found.assets if found.source.size(name) <= MAX_ASSET_BYTES]
-        indexes = [name for name in small if name.endswith(".index.json") and "/" not in name]
-        as_is = bool(found.kept) and dtype is None
-        _copy(found.source, tuple(name for name in small if as_is or name not in indexes), folder)
+            write_shards(folder, origin, shard_bytes=shard_bytes, cast=cast, wrote=written.add)
+            # The writer wrote another index.
+            assets = tuple(name for name in assets if "/" in name or not name.endswith(".index.json"))
+        _copy(found.source, assets, folder)
         provenance = Provenance(created_by=f"pilotflame {__version__}", source=str(path_in)[:4096])
         manifest = create(folder).model_copy(update={"provenance": provenance})
         manifest.write(folder / MANIFEST_NAME)
@@ -73,13 +74,13 @@ def convert(
 
 
 def convert_to_tensorizer(path_in: Path, path_out: Path, *, progress: Progress | None = None) -> int:
-    """Write the tensors of `path_in` (see convert) as tensorizer file `path_out`; returns their bytes."""
+    """Write the tensors of `path_in` (see `convert`) as tensorizer file `path_out`, and return their bytes."""
     if path_out.exists():
-        raise SnapshotError(f"{path_out} is there already.", remedy="Name a file that is not there yet.")
+        raise SnapshotError(f"{path_out} is there already.", remedy="Choose a path that does not exist.")
     return tensorizer_file.export(_find(path_in).origin(), path_out, progress)
 
 
-def _find(path: Path) -> _Found:
+def _find(path: Path) -> _Input:
     if path.is_file():
         return _in_file(path)
     if not path.is_dir():
@@ -87,38 +88,37 @@ def _find(path: Path) -> _Found:
     source = FolderSource(path)
     names = source.names()
     top = [name for name in names if "/" not in name]
-    assets = tuple(name for name in names if is_asset(name))
-    if any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in top):
-        layout = lay_out(source, names)
-        return _Found(source, layout.shards, lambda: SafetensorsOrigin(source, layout), layout.assets)
-    if _TORCH_INDEX in top:
-        return _Found(source, (), lambda: _sharded(path, source), assets)
     weights = [name for name in top if _is_foreign(name)]
+    is_safetensors = any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in top)
+    if is_safetensors or not (weights or _TORCH_INDEX in top):
+        # Raises if the folder holds no weights at all.
+        layout = lay_out(source, names)
+        return _Input(source, layout.shards, lambda: SafetensorsOrigin(source, layout), layout.assets)
+    assets = tuple(name for name in names if is_asset(name))
+    if _TORCH_INDEX in top:
+        return _Input(source, (), lambda: _sharded(path, source), assets)
     if _TORCH_FILE in weights:
         weights = [_TORCH_FILE]
-    if len(weights) == 1:
-        return _Found(source, (), _in_file(path / weights[0]).origin, assets)
-    if weights:
+    if len(weights) > 1:
         raise SnapshotError(
-            f"{path} holds {some(weights)}, and nothing says which is meant.",
+            f"{path} holds {some(weights)}, and nothing says which of them to use.",
             remedy="Give the path of the one file.",
         )
-    lay_out(source, names)  # raises, saying what there is
-    raise SnapshotError(f"{path} holds no weights.")  # pragma: no cover - it did
+    return _Input(source, (), _in_file(path / weights[0]).origin, assets)
 
 
-def _in_file(path: Path) -> _Found:
+def _in_file(path: Path) -> _Input:
     source, suffix = FolderSource(path.parent), path.suffix.lower()
     if suffix == SUFFIX:
         layout = Layout((path.name,), {})
-        return _Found(source, layout.shards, lambda: SafetensorsOrigin(source, layout), ())
+        return _Input(source, layout.shards, lambda: SafetensorsOrigin(source, layout))
     if suffix == tensorizer_file.SUFFIX:
-        return _Found(source, (), lambda: tensorizer_file.TensorizerOrigin(path), ())
+        return _Input(source, (), lambda: tensorizer_file.TensorizerOrigin(path))
     if suffix in torch_file.SUFFIXES:
-        return _Found(source, (), lambda: torch_file.TorchOrigin([path]), ())
+        return _Input(source, (), lambda: torch_file.TorchOrigin([path]))
     known = ", ".join([SUFFIX, tensorizer_file.SUFFIX, *sorted(torch_file.SUFFIXES)])
     raise SnapshotError(
-        f"{path} is no kind of weights we read.", remedy=f"We read {known}, and folders of them."
+        f"{path} has no supported format.", remedy=f"Supported are {known}, and folders of them."
     )
 
 
@@ -129,22 +129,21 @@ def _is_foreign(name: str) -> bool:
 
 
 def _sharded(path: Path, source: FolderSource) -> TensorOrigin:
-    places = read_index(source, _TORCH_INDEX)
+    index, places = path / _TORCH_INDEX, read_index(source, _TORCH_INDEX)
     files = sorted(set(places.values()))
     missing = [name for name in files if not (path / name).is_file()]
     if missing:
         raise SnapshotError(
-            f"{path / _TORCH_INDEX} lists files that are not there: {some(missing)}.",
-            remedy="Fetch the missing files.",
+            f"{index} lists files that are not there: {some(missing)}.", remedy="Fetch the missing files."
         )
     foreign = [name for name in files if Path(name).suffix.lower() not in torch_file.SUFFIXES]
     if foreign:
-        raise SnapshotError(f"{path / _TORCH_INDEX} lists {some(foreign)}, which torch.save did not write.")
+        raise SnapshotError(f"{index} lists {some(foreign)}, which torch.save did not write.")
     origin = torch_file.TorchOrigin([path / name for name in files])
     lost = sorted(places.keys() - {spec.name for spec in origin.specs} - origin.aliases.keys())
     if lost:
         raise SnapshotError(
-            f"{path / _TORCH_INDEX} lists tensors that no file holds: {some(lost)}.",
+            f"{index} lists tensors that no file holds: {some(lost)}.",
             remedy="Fetch the index and the files again, from the same revision.",
         )
     return origin
@@ -154,7 +153,7 @@ def _copy(
     source: FolderSource, names: tuple[str, ...], folder: Path, progress: Progress | None = None
 ) -> None:
     sizes = {name: source.size(name) for name in names}
-    wrote = _counted(sum(sizes.values()), progress)
+    written = ByteCounter(sum(sizes.values()), progress)
     buffer = memoryview(bytearray(min(_COPY_BYTES, max(sizes.values(), default=0))))
     for name, size_bytes in sizes.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -162,16 +161,4 @@ def _copy(
             for begin in range(0, size_bytes, max(1, len(buffer))):
                 count = source.read_into(name, begin, buffer[: size_bytes - begin])
                 stream.write(buffer[:count])
-                wrote(count)
-
-
-def _counted(total_bytes: int, progress: Progress | None) -> Callable[[int], None]:
-    done_bytes = 0
-
-    def wrote(count: int) -> None:
-        nonlocal done_bytes
-        done_bytes += count
-        if progress is not None:
-            progress(min(done_bytes, total_bytes), total_bytes)
-
-    return wrote
+                written.add(count)

@@ -1,7 +1,8 @@
-"""Origins: where tensors come from when weights are converted. One at a time, whatever the format."""
+"""Origins: the tensors to convert, one at a time, in any format."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -10,8 +11,7 @@ from typing import Protocol
 import torch
 
 from ...errors import HeaderError, SnapshotError
-from ..format.dtype import DTYPES
-from ..format.header import MAX_TENSORS, aliases_of, name_is_sound, read_header
+from ..format.header import DTYPES, MAX_TENSORS, aliases_of, name_is_sound, read_header
 from ..format.layout import Layout
 from ..sources.source import Source
 
@@ -25,7 +25,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor without its values; `dtype` as safetensors calls it."""
+    """A tensor without its values. `dtype` is the safetensors name."""
 
     name: str
     dtype: str
@@ -37,8 +37,6 @@ class TensorSpec:
 
 
 class TensorOrigin(Protocol):
-    """Tensors behind names. What `tensors` gives is contiguous and good until the next one is asked for."""
-
     @property
     def specs(self) -> Sequence[TensorSpec]: ...
 
@@ -48,7 +46,7 @@ class TensorOrigin(Protocol):
         ...
 
     def tensors(self, names: Sequence[str]) -> Iterator[torch.Tensor]:
-        """The tensors of these names, in their order, on the CPU."""
+        """Yield these tensors in order, contiguous and on the CPU. Each is valid until the next is requested."""
         ...
 
 
@@ -58,15 +56,10 @@ class SafetensorsOrigin:
     def __init__(self, source: Source, layout: Layout) -> None:
         self._source = source
         self._headers = {name: read_header(source, name) for name in layout.shards}
-        self._places = {
-            tensor.name: (file, tensor) for file, header in self._headers.items() for tensor in header.tensors
-        }
-        self.specs = [
-            TensorSpec(tensor.name, tensor.dtype, tensor.shape) for _, tensor in self._places.values()
-        ]
-        check_specs(
-            source.url, [tensor.name for header in self._headers.values() for tensor in header.tensors]
-        )
+        places = [(file, tensor) for file, header in self._headers.items() for tensor in header.tensors]
+        self._places = {tensor.name: (file, tensor) for file, tensor in places}
+        self.specs = [TensorSpec(tensor.name, tensor.dtype, tensor.shape) for _, tensor in places]
+        check_names(source.url, [spec.name for spec in self.specs])
         self.aliases = aliases_of(self._headers.values(), self._places.keys())
 
     def tensors(self, names: Sequence[str]) -> Iterator[torch.Tensor]:
@@ -87,20 +80,18 @@ class SafetensorsOrigin:
 
 
 def raw(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor, themselves."""
+    """Return the bytes of a contiguous tensor, without a copy."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-def check_specs(where: str, names: Sequence[str]) -> None:
-    """SnapshotError if these cannot be the tensors of one snapshot."""
+def check_names(where: str, names: Sequence[str]) -> None:
+    """Raise SnapshotError unless these are names of the tensors of one snapshot."""
     if not names:
         raise SnapshotError(f"{where} holds no tensors.", remedy="Check the path.")
     if len(names) > MAX_TENSORS:
         raise SnapshotError(f"{where} holds {len(names)} tensors, over the limit of {MAX_TENSORS}.")
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
+    for name, count in Counter(names).items():
+        if count > 1:
             raise SnapshotError(f"{where} holds tensor {name[:80]!r} twice.", remedy="Save it again.")
-        seen.add(name)
         if not name_is_sound(name) or name == "__metadata__":
-            raise SnapshotError(f"{where} holds a tensor whose name no file may hold: {name[:80]!r}.")
+            raise SnapshotError(f"{where} holds a tensor with a name that no file may hold: {name[:80]!r}.")

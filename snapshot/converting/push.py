@@ -1,21 +1,20 @@
-"""Pushing: a snapshot's files to where others read them, the manifest last. A prefix that has a manifest is whole."""
+"""Pushing a snapshot's files to a destination, the manifest last: a prefix that has a manifest is complete."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...errors import SnapshotChanged, SnapshotError
-from ..format.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Asset, Manifest, Shard
+from ...errors import ManifestError, SnapshotChanged, SnapshotError
+from ..format.manifest import MANIFEST_NAME, Asset, Manifest, Shard, read_manifest
 from ..format.verify import verify
 from ..sources.folder import FolderSource
-from ..sources.source import Progress, Source, Writable
+from ..sources.source import ByteCounter, Progress, Source, Writable
 
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """What a push did: files and bytes sent, and those that were there already; the manifest not counted."""
+    """The files and bytes that a push sent, and those that were there already, without the manifest."""
 
     sent_files: int
     sent_bytes: int
@@ -34,9 +33,9 @@ def push(
 ) -> Pushed:
     """Copy the snapshot in `folder` to `destination`, which must be Writable: shards, assets, then the manifest.
 
-    The files are verified first, unless the caller just did. What the destination's own manifest says is there with
-    the same digests, and is there with the same size, is not sent again. A manifest of another snapshot is not
-    overwritten unless `force`: whoever is reading that one finds it changed. Progress is of the bytes sent.
+    Verifies the files first unless they are already `verified`. Does not send files that the destination's manifest
+    lists with the same digests and that have the same size there. Overwrites the manifest of another snapshot only with
+    `force`, because its readers then see a change. `progress` counts sent bytes.
     Raises SnapshotCorrupt, SnapshotError, SourceError, CacheError.
     """
     if not isinstance(destination, Writable):
@@ -46,73 +45,59 @@ def push(
     if not verified:
         verify(folder, manifest)
     sizes = _sizes(destination, manifest)
-    there = _manifest_there(destination, force=force) if MANIFEST_NAME in sizes else None
-    if there is not None and there.digest != manifest.digest and not force:
+    existing = _existing_manifest(destination, force=force) if MANIFEST_NAME in sizes else None
+    if existing is not None and existing.digest != manifest.digest and not force:
         raise SnapshotError(
-            f"{destination.url} holds another snapshot, {there.digest[:12]}.",
-            remedy="Push to a prefix of its own, or overwrite that one with --force.",
+            f"{destination.url} holds another snapshot, {existing.digest[:12]}.",
+            remedy="Push to another prefix, or overwrite that snapshot with --force.",
         )
-    kept = {file.name for file in _kept(manifest, there, sizes)}
-    sent = [file for file in manifest.files if file.name not in kept]
+    known = _known_files(existing, manifest.chunk_bytes)
+    sent = [file for file in manifest.files if file not in known or sizes.get(file.name) != file.size_bytes]
     _send(folder, sent, destination, progress)
-    if there is None or sent or there.to_json() != manifest.to_json():
+    if existing is None or sent or existing.to_json() != manifest.to_json():
         destination.put(MANIFEST_NAME, manifest.to_json())
     sent_bytes = sum(file.size_bytes for file in sent)
-    all_bytes = sum(file.size_bytes for file in manifest.files)
-    return Pushed(len(sent), sent_bytes, len(kept), all_bytes - sent_bytes)
+    all_bytes = manifest.total_bytes + manifest.assets_bytes
+    return Pushed(len(sent), sent_bytes, len(manifest.files) - len(sent), all_bytes - sent_bytes)
 
 
 def _sizes(destination: Writable, manifest: Manifest) -> dict[str, int]:
-    """The sizes of those of the snapshot's files that are there."""
+    """Return the sizes of the snapshot's files at the destination."""
     wanted = {file.name for file in manifest.files} | {MANIFEST_NAME}
     return {name: destination.size(name) for name in destination.names() if name in wanted}
 
 
-def _manifest_there(destination: Source, *, force: bool) -> Manifest | None:
-    size_bytes = destination.size(MANIFEST_NAME)
-    buffer = bytearray(min(size_bytes, MAX_MANIFEST_BYTES + 1))
-    count = destination.read_into(MANIFEST_NAME, 0, memoryview(buffer))
+def _existing_manifest(destination: Source, *, force: bool) -> Manifest | None:
     try:
-        return Manifest.parse(bytes(buffer[:count]))
-    except SnapshotError as error:
+        return read_manifest(destination)
+    except ManifestError as error:
         if force:
             return None
         raise SnapshotError(
             f"{destination.url} holds a manifest that cannot be read: {error.message}",
-            remedy="Push to a prefix of its own, or overwrite it with --force.",
+            remedy="Push to another prefix, or overwrite it with --force.",
         ) from error
 
 
-def _kept(manifest: Manifest, there: Manifest | None, sizes: dict[str, int]) -> Iterator[Shard | Asset]:
-    if there is None:
-        return
-    known: set[Shard | Asset] = {*there.assets}
-    if there.chunk_bytes == manifest.chunk_bytes:  # or the same digests would be of other bytes
-        known |= {*there.shards}
-    for file in manifest.files:
-        if file in known and sizes.get(file.name) == file.size_bytes:
-            yield file
+def _known_files(existing: Manifest | None, chunk_bytes: int) -> set[Shard | Asset]:
+    if existing is None:
+        return set()
+    # With another chunk size, equal digests are of other bytes.
+    shards = existing.shards if existing.chunk_bytes == chunk_bytes else ()
+    return {*existing.assets, *shards}
 
 
 def _send(folder: Path, files: list[Shard | Asset], destination: Writable, progress: Progress | None) -> None:
-    source = FolderSource(folder)
-    total_bytes, sent_bytes = sum(file.size_bytes for file in files), 0
+    source, sent = FolderSource(folder), ByteCounter(sum(file.size_bytes for file in files), progress)
     for file in files:
         if source.size(file.name) != file.size_bytes:
             raise SnapshotChanged(
                 f"{file.name} in {folder} does not have its {file.size_bytes} bytes any more.",
-                remedy="Make the manifest anew, or fetch the file again.",
+                remedy="Create the manifest again, or fetch the file again.",
             )
-        destination.put(file.name, folder / file.name, _shifted(progress, sent_bytes, total_bytes))
+        destination.put(file.name, folder / file.name, sent.add)
         if destination.size(file.name) != file.size_bytes:
             raise SnapshotChanged(
                 f"{file.name} in {destination.url} does not have the bytes that were sent.",
-                remedy="See that nobody else writes there, and push again.",
+                remedy="Check that nothing else writes there, and push again.",
             )
-        sent_bytes += file.size_bytes
-
-
-def _shifted(progress: Progress | None, before_bytes: int, total_bytes: int) -> Progress | None:
-    if progress is None:
-        return None
-    return lambda done, _: progress(before_bytes + done, total_bytes)

@@ -1,4 +1,4 @@
-"""What torch.save wrote, as an origin: tensors only, never code, mapped rather than read."""
+"""Files of torch.save as an origin: tensors only, never code, mapped rather than read."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import Any
 import torch
 
 from ...errors import SnapshotError
-from .origin import DTYPE_NAMES, TensorSpec, check_specs
+from .origin import DTYPE_NAMES, TensorSpec, check_names
 
 SUFFIXES = frozenset({".pt", ".pth", ".bin", ".ckpt"})
 
-# What training scripts put a state dict into, beside epochs and optimizers.
+# The keys under which training scripts save a state dict, beside epochs and optimizers.
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 _MAX_WRAPPED = 4
 _ZIP = b"PK\x03\x04"
-# Tensors may be views that repeat their storage (`expand`): a file of a kilobyte would become a terabyte.
+# Tensors may be views that repeat their storage (`expand`): a kilobyte could become a terabyte.
 _MAX_GROWTH = 4
 _FREE_GROWTH_BYTES = 64 << 20
 
 
 class TorchOrigin:
-    """The tensors of one or more files of torch.save; each file's are the values of its (state) dict.
+    """The tensors in the state dicts of one or more files of torch.save.
 
-    A file of torch >= 1.6 is mapped; one of before is loaded whole. Tensors that are the same bytes (tied weights)
-    become one and aliases; views that share some of their bytes become tensors of their own. The contents of
-    {"state_dict": …} or {"model": …} are taken, and what stands beside it is left.
+    Files of torch >= 1.6 are mapped, older ones loaded whole. Tensors over the same bytes (tied weights) become one
+    tensor and aliases; views that share part of their bytes become separate tensors. Of {"state_dict": …} or
+    {"model": …}, only that entry is used.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -37,7 +37,7 @@ class TorchOrigin:
         for path in paths:
             self._take(path, _state_dict(path, _load(path)))
         where = str(paths[0]) if len(paths) == 1 else str(paths[0].parent)
-        check_specs(where, [*self._tensors, *self.aliases])
+        check_names(where, [*self._tensors, *self.aliases])
         self.specs = [
             TensorSpec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
             for name, tensor in self._tensors.items()
@@ -61,7 +61,7 @@ class TorchOrigin:
             place = (storage.data_ptr(), tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())
             flipped = tensor.is_conj() or tensor.is_neg()
             first = name if flipped or not tensor.numel() else seen.setdefault(place, name)
-            # "format" is a word of the metadata in which aliases are written.
+            # Aliases are written to the metadata, where the key "format" is reserved.
             if name not in (first, "format"):
                 self.aliases[name] = first
                 continue
@@ -84,7 +84,7 @@ def _load(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:
-        # Whatever a broken or hostile pickle makes its reader raise.
+        # A broken or hostile pickle raises anything.
         raise _refusal(path, str(error)) from error
 
 
@@ -93,11 +93,11 @@ def _refusal(path: Path, text: str) -> SnapshotError:
     if named is not None:
         return SnapshotError(
             f"{path} holds code, not only weights: loading it would call {named[1][:100]}. It was not run.",
-            remedy="Where you trust it: torch.save(model.state_dict(), path) there, and convert that.",
+            remedy="If you trust it, load it, save model.state_dict() with torch.save, and convert that.",
         )
     reason = (text.strip().splitlines() or ["it is empty"])[0][:200].rstrip(".")
     return SnapshotError(
-        f"{path} is no file of torch.save that can be read safely: {reason}.",
+        f"{path} is not a file of torch.save that can be read safely: {reason}.",
         remedy="Fetch it again, or save the state dict again with torch.save.",
     )
 
@@ -105,9 +105,9 @@ def _refusal(path: Path, text: str) -> SnapshotError:
 def _state_dict(path: Path, loaded: Any) -> dict[str, torch.Tensor]:
     state, prefix = loaded, ""
     for _ in range(_MAX_WRAPPED):
-        inner = next(
-            (key for key in _WRAPPERS if isinstance(state, Mapping) and _is_state(state.get(key))), None
-        )
+        if not isinstance(state, Mapping):
+            break
+        inner = next((key for key in _WRAPPERS if _is_state(state.get(key))), None)
         if inner is None:
             break
         state, prefix = state[inner], f"{prefix}{inner}."
@@ -135,7 +135,7 @@ def _is_state(value: Any) -> bool:
 
 
 def _fault(value: Any) -> str | None:
-    """Why a value is no tensor that safetensors can hold; None if it is one."""
+    """Return why safetensors cannot hold a value, or None if it can."""
     if not isinstance(value, torch.Tensor):
         return f"it is a {type(value).__name__}, not a tensor"
     if value.layout is not torch.strided or value.is_quantized:

@@ -1,4 +1,4 @@
-"""Writing safetensors: header first, then one tensor after the other. Memory for one tensor, whatever the model."""
+"""Writing safetensors files, one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -10,33 +10,27 @@ from typing import IO
 import torch
 
 from ...errors import SnapshotError
-from ..format.dtype import DTYPES
-from ..format.header import LENGTH_BYTES
+from ..format.header import DTYPES, LENGTH_BYTES
 from ..publish import publish
 from .origin import TORCH_DTYPES, TensorOrigin, TensorSpec, raw
 
-# The data starts at a multiple of the largest element.
+# The data starts at a multiple of the largest element size.
 ALIGNMENT_BYTES = 8
 WRITE_BYTES = 16 << 20
 
 CASTS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
-# 8-bit floats stay: they mean nothing without their scales, which are tensors of their own.
+# 8-bit floats are not cast: their scales are separate tensors.
 _CAST_FROM = frozenset({"F16", "BF16", "F32", "F64"})
 
 Wrote = Callable[[int], None]
 
 
 def write_shards(
-    folder: Path,
-    origin: TensorOrigin,
-    *,
-    shard_bytes: int,
-    cast: str | None = None,
-    wrote: Wrote | None = None,
+    folder: Path, origin: TensorOrigin, *, shard_bytes: int, cast: str | None = None, wrote: Wrote
 ) -> None:
-    """Write all tensors as model.safetensors, or in several files and their index if they are over `shard_bytes`.
+    """Write all tensors as model.safetensors, or as several files and an index if they are over `shard_bytes`.
 
-    `cast` is a type's safetensors name, for what floats; `wrote` is called with every count of bytes.
+    `cast` is the safetensors dtype to cast floating-point tensors to. `wrote` is called with each count of bytes.
     """
     plan = _plan([_cast_spec(spec, cast) for spec in origin.specs], shard_bytes)
     names = [
@@ -62,26 +56,24 @@ def write_safetensors(
     specs: Sequence[TensorSpec],
     tensors: Iterable[torch.Tensor],
     metadata: Mapping[str, str],
-    wrote: Wrote | None = None,
+    wrote: Wrote,
 ) -> None:
-    """Write one file. A tensor of another floating type than its spec's is cast; specs lie as they are given."""
+    """Write one file, with the tensors in the order of `specs`. Tensors are cast to the dtype of their spec."""
     header = _header(specs, metadata)
     stream.write(len(header).to_bytes(LENGTH_BYTES, "little") + header)
     source = iter(tensors)
     for spec in specs:
-        _write(stream, spec, next(source), wrote)  # no name here keeps it while the next one is made
+        # Bind no name to the tensor: it would stay in memory while the next one is created.
+        _write(stream, spec, next(source), wrote)
 
 
-def _write(stream: IO[bytes], spec: TensorSpec, given: torch.Tensor, wrote: Wrote | None) -> None:
-    tensor = _cast(given, spec)
-    del given
+def _write(stream: IO[bytes], spec: TensorSpec, tensor: torch.Tensor, wrote: Wrote) -> None:
+    tensor = _cast(tensor, spec)
     if tuple(tensor.shape) != spec.shape:
         raise SnapshotError(f"Tensor {spec.name!r} has shape {tuple(tensor.shape)}, {spec.shape} expected.")
     view = raw(tensor)
     for begin in range(0, len(view), WRITE_BYTES):
-        count = stream.write(view[begin : begin + WRITE_BYTES])
-        if wrote is not None:
-            wrote(count)
+        wrote(stream.write(view[begin : begin + WRITE_BYTES]))
 
 
 def _header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
@@ -99,7 +91,7 @@ def _header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
 
 
 def _plan(specs: Sequence[TensorSpec], shard_bytes: int) -> list[list[TensorSpec]]:
-    """Which tensors go into which file, in their order; only a tensor larger than a shard makes one larger."""
+    """Distribute tensors over files, in order. Only a single larger tensor makes a file larger than `shard_bytes`."""
     plan: list[list[TensorSpec]] = [[]]
     filled_bytes = 0
     for spec in specs:
@@ -108,7 +100,7 @@ def _plan(specs: Sequence[TensorSpec], shard_bytes: int) -> list[list[TensorSpec
             filled_bytes = 0
         plan[-1].append(spec)
         filled_bytes += spec.size_bytes
-    # Within a file the largest elements come first: then every tensor is aligned to its own.
+    # Largest elements first, which aligns every tensor to its element size.
     return [sorted(part, key=lambda spec: -DTYPES[spec.dtype].itemsize_bytes) for part in plan]
 
 
@@ -124,7 +116,7 @@ def _cast(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     infinite = cast.isinf()
     if bool(infinite.any()) and not bool(tensor[infinite].isinf().all()):
         raise SnapshotError(
-            f"Tensor {spec.name!r} holds numbers too large for {spec.dtype}: they would become infinite.",
-            remedy="Convert to bf16, or leave the types as they are.",
+            f"Tensor {spec.name!r} holds numbers too large for {spec.dtype}, which would become infinite.",
+            remedy="Convert to bf16, or keep the dtypes.",
         )
     return cast

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import Cancelled, FetchFailed, PilotflameError, SnapshotChanged, SourceUnavailable
-from ..format.damage import chunk_tensors, holding
 from ..format.manifest import Manifest
+from ..format.verify import chunk_tensors, holding
 from ..sources.ranged import delay_s
 from ..sources.source import Connection, ObjectInfo, Progress, Source, same_version
 from .arrival import Arrival

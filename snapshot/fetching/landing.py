@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import xxhash
 
 from ...errors import CacheError
-from ..format.damage import corrupt_chunk
 from ..format.manifest import Manifest
+from ..format.verify import corrupt_chunk
 from ..sources.source import Connection, Progress
 from .arrival import Arrival
 from .ranges import Part, Ranges

@@ -1,1 +1,4 @@
-"""What a snapshot is: the manifest, safetensors headers, chunks; making one and verifying one."""
+"""The snapshot format: the manifest, safetensors headers, creating and verifying. docs/snapshot-format.md specifies it.
+
+Enter at `manifest`, `create` or `verify`. Torch is never imported here: converting and restoring do that.
+"""

@@ -1,17 +1,16 @@
-"""Making a manifest: safetensors files stay what they are and where they are, and are read once, header and digests."""
+"""Creating a manifest: read safetensors files once, headers and digests. The files stay where and what they are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-
-import xxhash
 
 from ..._version import __version__
 from ...errors import HeaderError, ManifestError, SnapshotChanged, SnapshotError
 from ..sources.folder import FolderSource
-from ..sources.source import Listing, ObjectInfo, Progress, Source
-from .chunk import file_digest
+from ..sources.source import ByteCounter, Listing, ObjectInfo, Progress, Source
+from .digests import ASSET_BUFFER_BYTES, chunk_digests, file_digest, in_order
 from .header import Header, aliases_of, read_header
 from .layout import SUFFIX, Layout, lay_out
 from .manifest import (
@@ -25,11 +24,9 @@ from .manifest import (
     Shard,
     TensorEntry,
 )
-from .readers import in_order
 
-# Over a network one stream seldom fills the link; every one costs a chunk of memory.
+# One stream seldom fills a network link. Each reader holds one chunk in memory.
 REMOTE_READERS = 4
-ASSET_BUFFER_BYTES = 1 << 20
 
 
 def create(
@@ -40,15 +37,16 @@ def create(
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     progress: Progress | None = None,
 ) -> Manifest:
-    """Describe the safetensors in a folder (or the one file it is) or in a source; writes nothing, copies nothing.
+    """Describe the safetensors files of a folder or a source, or a single file. Nothing is written or copied.
 
-    There is one `*.safetensors` at the top, or several and the `*.safetensors.index.json` that lists them; or `file`
-    says which is meant. `files` are all there is, for a source that cannot be listed. Progress is of the shards.
-    Raises SnapshotError if it cannot tell what is meant, HeaderError, SourceError, SnapshotChanged.
+    The top level holds one `*.safetensors`, or several and the `*.safetensors.index.json` that lists them; `file`
+    selects one. `files` lists everything in a source that cannot be listed. `progress` counts bytes of shards.
+    Raises SnapshotError if the files are ambiguous, HeaderError, SourceError, SnapshotChanged.
     """
     if not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
         raise ManifestError(
-            f"chunk_bytes is {chunk_bytes}.", remedy=f"Take {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES} bytes."
+            f"chunk_bytes is {chunk_bytes}.",
+            remedy=f"Use a value from {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES}.",
         )
     origin = str(where) if isinstance(where, Path) else where.url
     source, file = _open(where, file)
@@ -57,27 +55,47 @@ def create(
     infos = {name: source.stat(name) for name in layout.shards}
     headers = {name: read_header(source, name) for name in layout.shards}
     _check_index(layout, headers)
-    shards = _shards(source, headers, chunk_bytes, readers, progress)
-    assets = in_order((_asset_job(source, name) for name in layout.assets), readers, ASSET_BUFFER_BYTES)
-    found = [asset for asset in assets if asset is not None]
+    chunks = _digest_shards(source, headers, chunk_bytes, readers, progress)
+    assets = in_order((partial(_asset, source, name) for name in layout.assets), readers, ASSET_BUFFER_BYTES)
+    found = tuple(asset for asset in assets if asset is not None)
     _check_unchanged(source, infos)
-    return _manifest(headers, shards, found, chunk_bytes, origin)
+    return _manifest(headers, chunks, found, chunk_bytes, origin)
 
 
 def _manifest(
-    headers: dict[str, Header], shards: tuple[Shard, ...], assets: list[Asset], chunk_bytes: int, origin: str
+    headers: Mapping[str, Header],
+    chunks: Mapping[str, Sequence[str]],
+    assets: tuple[Asset, ...],
+    chunk_bytes: int,
+    origin: str,
 ) -> Manifest:
+    shards = tuple(
+        Shard(
+            name=name,
+            size_bytes=header.file_bytes,
+            data_offset_bytes=header.data_offset_bytes,
+            chunks=tuple(chunks[name]),
+        )
+        for name, header in headers.items()
+    )
     tensors = tuple(
-        _entry(header, index, position)
+        TensorEntry(
+            name=tensor.name,
+            dtype=tensor.dtype,
+            shape=tensor.shape,
+            shard=index,
+            offset_bytes=header.data_offset_bytes + tensor.offset_bytes,
+            size_bytes=tensor.size_bytes,
+        )
         for index, header in enumerate(headers.values())
-        for position in range(len(header.tensors))
+        for tensor in header.tensors
     )
     return Manifest.build(
         chunk_bytes=chunk_bytes,
         shards=shards,
         tensors=tensors,
         aliases=aliases_of(headers.values(), {tensor.name for tensor in tensors}),
-        assets=tuple(assets),
+        assets=assets,
         provenance=Provenance(created_by=f"pilotflame {__version__}", source=origin[:4096]),
     )
 
@@ -101,19 +119,19 @@ def _names(source: Source, files: Sequence[str] | None, file: str | None) -> lis
         return [file]
     raise SnapshotError(
         f"{source.url} cannot be listed.",
-        remedy=f"Name the one {SUFFIX} file in the URL, or all files: those beside the weights too.",
+        remedy=f"Name the one {SUFFIX} file in the URL, or all files, including those beside the weights.",
     )
 
 
 def _check_index(layout: Layout, headers: dict[str, Header]) -> None:
-    # Tensors that the index forgot are taken all the same, as transformers takes them.
+    # Tensors that the index does not list are used too, as transformers does.
     holders: dict[str, str] = {}
     for file, header in headers.items():
         for tensor in header.tensors:
             if tensor.name in holders:
                 raise HeaderError(
                     f"Tensor {tensor.name!r} is both in {holders[tensor.name]} and in {file}.",
-                    remedy="Save the shards again: every tensor belongs into one.",
+                    remedy="Save the shards again, with each tensor in one of them.",
                 )
             holders[tensor.name] = file
     for name, file in layout.places.items():
@@ -135,69 +153,30 @@ def _check_unchanged(source: Source, infos: dict[str, ObjectInfo]) -> None:
             )
 
 
-def _shards(
+def _digest_shards(
     source: Source, headers: dict[str, Header], chunk_bytes: int, readers: int, progress: Progress | None
-) -> tuple[Shard, ...]:
-    total_bytes = sum(header.file_bytes for header in headers.values())
-    # Never larger than the largest file: first touch of fresh memory costs more than reading into it.
-    largest_bytes = max(header.file_bytes for header in headers.values())
-    jobs = (_chunk_job(source, *piece) for piece in _pieces(headers, chunk_bytes))
+) -> dict[str, list[str]]:
     digests: dict[str, list[str]] = {name: [] for name in headers}
-    done_bytes = 0
-    found = in_order(jobs, readers, min(chunk_bytes, largest_bytes))
-    for (name, _, count), digest in zip(_pieces(headers, chunk_bytes), found, strict=True):
-        digests[name].append(digest)
-        done_bytes += count
-        if progress is not None:
-            progress(done_bytes, total_bytes)
-    return tuple(
-        Shard(
-            name=name,
-            size_bytes=header.file_bytes,
-            data_offset_bytes=header.data_offset_bytes,
-            chunks=tuple(digests[name]),
-        )
-        for name, header in headers.items()
-    )
+    sizes = {name: header.file_bytes for name, header in headers.items()}
+    read = ByteCounter(sum(sizes.values()), progress)
+    for chunk in chunk_digests(source, sizes, chunk_bytes, readers):
+        if chunk.size_bytes != min(chunk_bytes, sizes[chunk.name] - chunk.position * chunk_bytes):
+            raise _shrank(chunk.name)
+        digests[chunk.name].append(chunk.digest)
+        read.add(chunk.size_bytes)
+    return digests
 
 
-def _pieces(headers: dict[str, Header], chunk_bytes: int) -> Iterator[tuple[str, int, int]]:
-    """Every chunk's file, begin and length."""
-    for name, header in headers.items():
-        for begin in range(0, header.file_bytes, chunk_bytes):
-            yield name, begin, min(chunk_bytes, header.file_bytes - begin)
+def _asset(source: Source, name: str, buffer: memoryview) -> Asset | None:
+    """Return None for a file that is too large to be an asset."""
+    size_bytes = source.size(name)
+    if size_bytes > MAX_ASSET_BYTES:
+        return None
+    digest, count = file_digest(source, name, size_bytes, buffer)
+    if count != size_bytes:
+        raise _shrank(name)
+    return Asset(name=name, size_bytes=size_bytes, digest=digest)
 
 
-def _chunk_job(source: Source, name: str, begin: int, length: int) -> Callable[[memoryview], str]:
-    def digest(buffer: memoryview) -> str:
-        if source.read_into(name, begin, buffer[:length]) != length:
-            raise SnapshotError(f"{name} shrank while it was read.", remedy="Wait until it is written.")
-        return xxhash.xxh3_128_hexdigest(buffer[:length])
-
-    return digest
-
-
-def _asset_job(source: Source, name: str) -> Callable[[memoryview], Asset | None]:
-    def describe(buffer: memoryview) -> Asset | None:
-        """None of what is too large to be one."""
-        size_bytes = source.size(name)
-        if size_bytes > MAX_ASSET_BYTES:
-            return None
-        digest, count = file_digest(source, name, size_bytes, buffer)
-        if count != size_bytes:
-            raise SnapshotError(f"{name} shrank while it was read.", remedy="Wait until it is written.")
-        return Asset(name=name, size_bytes=size_bytes, digest=digest)
-
-    return describe
-
-
-def _entry(header: Header, shard: int, position: int) -> TensorEntry:
-    tensor = header.tensors[position]
-    return TensorEntry(
-        name=tensor.name,
-        dtype=tensor.dtype,
-        shape=tensor.shape,
-        shard=shard,
-        offset_bytes=header.data_offset_bytes + tensor.offset_bytes,
-        size_bytes=tensor.size_bytes,
-    )
+def _shrank(name: str) -> SnapshotError:
+    return SnapshotError(f"{name} shrank while it was read.", remedy="Wait until it is written.")

@@ -1,6 +1,6 @@
-"""A safetensors file's header, read and distrusted: what tensors the file holds, and where.
+"""The header of a safetensors file, read and validated: which tensors the file holds, and where.
 
-The file is: 8 bytes, little-endian length N of the header; N bytes of JSON, `{name: {dtype, shape,
+A file is: 8 bytes, the little-endian length N of the header; N bytes of JSON, `{name: {dtype, shape,
 data_offsets}}` and optionally `__metadata__` (strings to strings), padded with spaces; then the data, which
 the tensors cover without gap or overlap. Only the header is read. Every defect is a HeaderError.
 """
@@ -8,22 +8,24 @@ the tensors cover without gap or overlap. Only the header is read. Every defect 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Never
+from typing import Any, NamedTuple, Never
 
 from ...errors import HeaderError
 from ..sources.source import Source
-from .dtype import DTYPES
 
 LENGTH_BYTES = 8
-MAX_HEADER_BYTES = 100_000_000  # as the safetensors library has it
+# The limit of the safetensors library.
+MAX_HEADER_BYTES = 100_000_000
 MAX_TENSORS = 1 << 18
-MAX_RANK = 64  # torch's own
+# The limit of torch.
+MAX_RANK = 64
 MAX_TENSOR_NAME_CHARS = 1024
 MAX_FILE_BYTES = 1 << 53
-# What a parser makes of text takes up to 350 bytes for a bracket and 120 for a comma.
+# A JSON parser allocates up to 350 bytes for a bracket and 120 for a comma.
 MAX_BRACKETS = 1 << 20
 MAX_COMMAS = 1 << 22
 
@@ -32,9 +34,40 @@ _FIELDS = {"dtype", "shape", "data_offsets"}
 _REMEDY = "Save the file again with the safetensors library, or fetch it again."
 
 
+class Dtype(NamedTuple):
+    """An element type: the bytes of an element, and its name in torch."""
+
+    itemsize_bytes: int
+    torch_name: str
+
+
+# Without F4, F6_E2M3 and F6_E3M2: their elements are not whole bytes, and torch has no type for them.
+DTYPES: dict[str, Dtype] = {
+    "BOOL": Dtype(1, "bool"),
+    "U8": Dtype(1, "uint8"),
+    "I8": Dtype(1, "int8"),
+    "F8_E4M3": Dtype(1, "float8_e4m3fn"),
+    "F8_E4M3FNUZ": Dtype(1, "float8_e4m3fnuz"),
+    "F8_E5M2": Dtype(1, "float8_e5m2"),
+    "F8_E5M2FNUZ": Dtype(1, "float8_e5m2fnuz"),
+    "F8_E8M0": Dtype(1, "float8_e8m0fnu"),
+    "I16": Dtype(2, "int16"),
+    "U16": Dtype(2, "uint16"),
+    "F16": Dtype(2, "float16"),
+    "BF16": Dtype(2, "bfloat16"),
+    "I32": Dtype(4, "int32"),
+    "U32": Dtype(4, "uint32"),
+    "F32": Dtype(4, "float32"),
+    "I64": Dtype(8, "int64"),
+    "U64": Dtype(8, "uint64"),
+    "F64": Dtype(8, "float64"),
+    "C64": Dtype(8, "complex64"),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """One tensor; `offset_bytes` counts from the start of the data."""
+    """One tensor. `offset_bytes` counts from the start of the data."""
 
     name: str
     dtype: str
@@ -45,7 +78,7 @@ class TensorHeader:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A whole header; tensors in the order of their bytes."""
+    """A whole header, with the tensors in the order of their bytes."""
 
     data_offset_bytes: int
     file_bytes: int
@@ -54,24 +87,21 @@ class Header:
 
 
 def read_header(source: Source, name: str) -> Header:
-    """The header of file `name`; reads nothing but the header."""
+    """Read the header of file `name`, and nothing else."""
     file_bytes = source.size(name)
     if file_bytes < LENGTH_BYTES:
         _refuse(name, f"it has {file_bytes} bytes, fewer than the {LENGTH_BYTES} of a header's length")
-    prefix = bytearray(LENGTH_BYTES)
-    _fill(source, name, 0, prefix)
-    header_bytes = int.from_bytes(prefix, "little")
+    header_bytes = int.from_bytes(_read(source, name, 0, LENGTH_BYTES), "little")
     if header_bytes > MAX_HEADER_BYTES:
         _refuse(name, f"its header claims {header_bytes} bytes, over the limit of {MAX_HEADER_BYTES}")
     if LENGTH_BYTES + header_bytes > file_bytes:
         _refuse(name, f"its header claims {header_bytes} bytes, but the file has {file_bytes} in all")
-    text = bytearray(header_bytes)
-    _fill(source, name, LENGTH_BYTES, text)
-    return parse_header(bytes(text), file=name, file_bytes=file_bytes)
+    text = _read(source, name, LENGTH_BYTES, header_bytes)
+    return parse_header(text, file=name, file_bytes=file_bytes)
 
 
 def parse_header(text: bytes, *, file: str, file_bytes: int) -> Header:
-    """The header from its JSON text; `file` is for the messages."""
+    """Parse a header's JSON text. `file` is the name for messages."""
     if file_bytes > MAX_FILE_BYTES:
         _refuse(file, f"it has {file_bytes} bytes, over the limit of {MAX_FILE_BYTES}")
     entries = _entries(text, file)
@@ -79,23 +109,25 @@ def parse_header(text: bytes, *, file: str, file_bytes: int) -> Header:
     if len(entries) > MAX_TENSORS:
         _refuse(file, f"it holds {len(entries)} tensors, over the limit of {MAX_TENSORS}")
     tensors = [_tensor(file, name, entry) for name, entry in entries.items()]
-    # By end too: a zero-sized tensor at the offset where another starts comes before it.
+    # Sort by size too: an empty tensor precedes the tensor that starts at the same offset.
     tensors.sort(key=lambda tensor: (tensor.offset_bytes, tensor.size_bytes))
     data_offset_bytes = LENGTH_BYTES + len(text)
     _check_cover(file, tensors, file_bytes - data_offset_bytes)
     return Header(data_offset_bytes, file_bytes, tuple(tensors), metadata)
 
 
-def _fill(source: Source, name: str, offset: int, buffer: bytearray) -> None:
+def _read(source: Source, name: str, offset: int, size_bytes: int) -> bytes:
+    buffer = bytearray(size_bytes)
     count = source.read_into(name, offset, memoryview(buffer))
-    if count != len(buffer):
+    if count != size_bytes:
         _refuse(name, f"it ends at byte {offset + count}, inside its header")
+    return bytes(buffer)
 
 
 def bulk_fault(text: bytes) -> str | None:
-    """Why JSON would take far more memory to parse than any honest one does, in words; None if it would not.
+    """Return why JSON would take far more memory to parse than legitimate JSON does, or None if it would not.
 
-    Counts characters, those within strings too: 1 ms a megabyte, before a parser sees anything.
+    Counting characters, also those inside strings, takes 1 ms a megabyte and happens before parsing.
     """
     brackets = text.count(b"[") + text.count(b"{")
     if brackets > MAX_BRACKETS:
@@ -109,25 +141,23 @@ def _entries(text: bytes, file: str) -> dict[str, Any]:
         _refuse(file, "its header does not start with '{'")
     fault = bulk_fault(text)
     if fault is not None:
-        _refuse(file, f"its header is no tensor file's: {fault}")
+        _refuse(file, f"its header is not that of a tensor file: {fault}")
     try:
-        # Decoded here: json.loads on bytes would guess UTF-16 and UTF-32 as well.
+        # Decode explicitly: json.loads on bytes would also guess UTF-16 and UTF-32.
         entries = json.loads(
             text.decode(), object_pairs_hook=lambda pairs: _unique(file, pairs), parse_constant=_no_constant
         )
     except (ValueError, RecursionError) as error:
         fault = f"{file}: its header is not JSON ({_short(str(error))})."
         raise HeaderError(fault, remedy=_REMEDY) from error
-    if not isinstance(entries, dict):  # pragma: no cover - JSON that starts with '{' is an object
-        _refuse(file, "its header is not a JSON object")
-    return entries
+    # JSON that starts with '{' is an object.
+    return entries  # type: ignore[no-any-return]
 
 
 def _unique(file: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         _refuse(file, f"its header holds the key {_short(twice)!r} twice")
     return found
 
@@ -166,7 +196,7 @@ def _naturals(file: str, name: str, field: str, values: Any, limit: int) -> tupl
     if not isinstance(values, list) or len(values) > limit:
         _refuse(file, f"its {field} is not a list of at most {limit} numbers", name)
     for value in values:
-        # bool is an int to Python, not to the format. The bound keeps every later product and sum small.
+        # In Python, bool is an int. The bound keeps all later products and sums small.
         if type(value) is not int or not 0 <= value <= MAX_FILE_BYTES:
             _refuse(file, f"its {field} holds {_short(str(value))}, not a whole number in range", name)
     return tuple(values)
@@ -188,7 +218,7 @@ def _check_cover(file: str, tensors: list[TensorHeader], data_bytes: int) -> Non
 
 
 def aliases_of(headers: Iterable[Header], stored: Set[str]) -> dict[str, str]:
-    """The names that safetensors.torch.save_model dropped of shared tensors, and noted in the metadata: to the kept ones."""
+    """Return the aliases that safetensors.torch.save_model wrote into the metadata, mapped to stored tensors."""
     return {
         alias: target
         for header in headers
@@ -198,8 +228,8 @@ def aliases_of(headers: Iterable[Header], stored: Set[str]) -> dict[str, str]:
 
 
 def name_is_sound(name: str) -> bool:
-    """Whether a tensor's name is one that can be printed, stored and matched."""
-    # json.loads lets half a surrogate pair through, which no file and no message can hold.
+    """Return True if a tensor's name can be printed and stored."""
+    # json.loads accepts half a surrogate pair, which cannot be encoded.
     return 0 < len(name) <= MAX_TENSOR_NAME_CHARS and not any("\ud800" <= char <= "\udfff" for char in name)
 
 
@@ -209,6 +239,6 @@ def _refuse(file: str, fault: str, tensor: str | None = None, remedy: str = _REM
 
 
 def _short(text: str) -> str:
-    """At most 80 characters of what a file says, fit for a message and a log."""
+    """Return at most 80 characters of untrusted text, safe for a message."""
     clean = text.encode(errors="backslashreplace").decode()
     return clean if len(clean) <= 80 else f"{clean[:77]}..."

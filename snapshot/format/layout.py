@@ -1,4 +1,4 @@
-"""Which of a prefix's files make the snapshot: the shards, what their index says, and the assets beside them."""
+"""The layout of a prefix: which files are shards, what their index lists, and which are assets."""
 
 from __future__ import annotations
 
@@ -16,39 +16,41 @@ from .manifest import MANIFEST_NAME, MAX_ASSET_DEPTH, MAX_ASSETS
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 
-# Weights that are not safetensors; never assets.
+# Weights in other formats, which are never assets.
 FOREIGN = frozenset(
     {".bin", ".pt", ".pth", ".ckpt", ".h5", ".hdf5", ".keras", ".msgpack", ".gguf", ".ggml", ".onnx", ".onnx_data"}
     | {".tensors", ".tflite", ".pb", ".npz", ".npy", ".ot", ".pkl", ".pickle", ".engine", ".mlmodel", ".pte"}
 )  # fmt: skip
-# What is in the way of being downloaded, compiled or packed away: no handler reads it.
-_PASSING = frozenset(
-    # Code is a function's, not a snapshot's: editing it must not make another snapshot.
+# Partial downloads, caches and archives, which no handler reads; and code, which belongs to the function: editing it
+# must not change the snapshot.
+_IGNORED = frozenset(
     {".py", ".pyc", ".lock", ".incomplete", ".part", ".tmp", ".log", ".zip", ".tar", ".gz", ".tgz", ".zst"}
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Which files make the snapshot, and where the index, if any, says the tensors are."""
+    """The files of a snapshot. `places` maps tensors to files as the index does, and is empty without an `index`.
+
+    `assets` are chosen by name; some may turn out to be too large.
+    """
 
     shards: tuple[str, ...]
     places: dict[str, str]
     assets: tuple[str, ...] = ()
-    """By their names; which of them are too large only their sizes tell."""
     index: str = ""
 
 
 def lay_out(source: Source, names: Sequence[str], file: str | None = None) -> Layout:
-    """The layout of `names`, all that is under `source`; with `file`, of that one and what lies beside it.
+    """Return the layout of `names`, everything in `source`. With `file`, that file is the only shard.
 
-    Among the names is one `*.safetensors`, or there are several and the `*.safetensors.index.json` that lists them.
+    Otherwise the names hold one `*.safetensors`, or several and the `*.safetensors.index.json` that lists them.
     """
     assets = tuple(sorted(name for name in names if is_asset(name)))
     if len(assets) > MAX_ASSETS:
         raise SnapshotError(
             f"{source.url} holds {len(assets)} files beside the weights, over the limit of {MAX_ASSETS}.",
-            remedy="Put the weights and what belongs to them into a folder of their own.",
+            remedy="Put the weights and the files that belong to them into a separate folder.",
         )
     if file is not None:
         return Layout((file,), {}, tuple(name for name in assets if not name.endswith(INDEX_SUFFIX)))
@@ -62,30 +64,28 @@ def lay_out(source: Source, names: Sequence[str], file: str | None = None) -> La
     if len(files) > 1:
         raise _ambiguous(source, files)
     if not files:
-        raise _nothing(source, top)
+        raise _no_safetensors(source, top)
     return Layout((files[0],), {}, assets)
 
 
 def is_asset(name: str) -> bool:
-    """Whether a file of this name beside weights belongs to them without being weights."""
+    """Return True if a file of this name, beside weights, is an asset of theirs."""
     path = PurePosixPath(name)
     if path.name == MANIFEST_NAME or len(path.parts) > MAX_ASSET_DEPTH + 1 or name_fault(name) is not None:
         return False
     if any(part.startswith(".") or part == "__pycache__" for part in path.parts):
         return False
-    return path.suffix.lower() not in FOREIGN | _PASSING | {SUFFIX}
+    return path.suffix.lower() not in FOREIGN | _IGNORED | {SUFFIX}
 
 
 def read_index(source: Source, name: str) -> dict[str, str]:
-    """The weight_map of index file `name`: tensor to file, every file's name a plain one."""
+    """Return the weight_map of index file `name`: tensor to file. Raises HeaderError."""
     where = f"{source.url}/{name}"
     try:
-        size_bytes = source.size(name)
-        buffer = bytearray(min(size_bytes, MAX_HEADER_BYTES))
+        # An index over the limit is cut, and then no valid JSON.
+        buffer = bytearray(min(source.size(name), MAX_HEADER_BYTES))
         text = bytes(buffer[: source.read_into(name, 0, memoryview(buffer))])
-        index: Any = (
-            None if bulk_fault(text) else json.loads(text)
-        )  # cut at the limit, it is no JSON any more
+        index: Any = None if bulk_fault(text) else json.loads(text)
     except (ValueError, RecursionError) as error:
         raise HeaderError(f"{where} is not a readable JSON index.", remedy="Fetch it again.") from error
     places = index.get("weight_map") if isinstance(index, dict) else None
@@ -106,9 +106,8 @@ def _indexed(
 ) -> Layout:
     places = read_index(source, index)
     shards = tuple(sorted(set(places.values())))
-    # Files that the index does not list (consolidated.safetensors, an adapter) belong to somebody else. A
-    # whole model.safetensors beside its own index is another matter: nobody can say which of the two is
-    # meant.
+    # Files that the index does not list (consolidated.safetensors, an adapter) are ignored. A whole
+    # model.safetensors beside its own index is ambiguous.
     whole = index.removesuffix(".index.json")
     if whole in files and whole not in shards:
         raise _ambiguous(source, [whole, index])
@@ -123,12 +122,12 @@ def _indexed(
 
 def _ambiguous(source: Source, names: list[str]) -> SnapshotError:
     return SnapshotError(
-        f"{source.url} holds {some(names)}, and nothing says which of them is meant.",
+        f"{source.url} holds {some(names)}, and nothing says which of them to use.",
         remedy="Give the path of the one file, or put the shards' model.safetensors.index.json beside them.",
     )
 
 
-def _nothing(source: Source, names: list[str]) -> SnapshotError:
+def _no_safetensors(source: Source, names: list[str]) -> SnapshotError:
     foreign = [name for name in names if PurePosixPath(name).suffix.lower() in FOREIGN]
     if foreign:
         return SnapshotError(
@@ -140,6 +139,5 @@ def _nothing(source: Source, names: list[str]) -> SnapshotError:
 
 
 def some(names: Sequence[str]) -> str:
-    """The first few names, for a message."""
     shown = ", ".join(name[:120] for name in names[:5])
     return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

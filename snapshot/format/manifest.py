@@ -1,8 +1,8 @@
-"""The manifest: one small JSON file beside safetensors files that makes them a snapshot.
+"""The manifest, a small JSON file that makes the safetensors files beside it a snapshot.
 
-It says where every tensor lies, so that restoring parses no headers, and what every chunk's digest is, so
-that fetching may verify as bytes land. It comes from strangers: every size and count has a limit, every
-statement is checked against the others, and whatever is wrong is a ManifestError.
+It holds the place of each tensor, so that restoring parses no headers, and the digest of each chunk, so that fetching
+verifies bytes as they arrive. It is untrusted input: sizes and counts have limits, fields are checked against each
+other, and each fault is a ManifestError.
 """
 
 from __future__ import annotations
@@ -21,8 +21,15 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, Val
 from ...errors import ManifestError, SourceMissing
 from ..publish import publish
 from ..sources.source import Source, Writable, name_fault
-from .dtype import DTYPES
-from .header import MAX_FILE_BYTES, MAX_RANK, MAX_TENSOR_NAME_CHARS, MAX_TENSORS, bulk_fault, name_is_sound
+from .header import (
+    DTYPES,
+    MAX_FILE_BYTES,
+    MAX_RANK,
+    MAX_TENSOR_NAME_CHARS,
+    MAX_TENSORS,
+    bulk_fault,
+    name_is_sound,
+)
 
 MANIFEST_NAME = "pilotflame.manifest.json"
 MAX_MANIFEST_BYTES = 128 << 20
@@ -34,48 +41,47 @@ DEFAULT_CHUNK_BYTES = 4 << 20
 MAX_ASSETS = 1024
 MAX_ASSET_BYTES = 64 << 20
 MAX_ASSETS_BYTES = 512 << 20
-MAX_ASSET_DEPTH = 4  # folders around an asset
+# Folders around an asset.
+MAX_ASSET_DEPTH = 4
 
-# Only hostile input has more: lists end at their first fault.
+# Lists fail at their first fault, so only hostile input has more.
 _FAULTS_LISTED = 100
 _LARGE_BYTES = 1 << 20
 _REMEDY = "Make the manifest anew: pilotflame snapshot create."
 
 
-def _plain(name: str) -> str:
+def _file_name(name: str) -> str:
     fault = name_fault(name)
+    # Readers keep their own notes in hidden files.
     if fault is None and any(part.startswith(".") for part in name.split("/")):
-        fault = "it is hidden"  # readers keep their own notes in hidden files
+        fault = "it is hidden"
     if fault is not None:
         raise ValueError(f"not a file inside the snapshot: {fault}")
     return name
 
 
-def _small(name: str) -> str:
-    # A reader keeps its own notes in hidden files.
-    if any(part.startswith(".") for part in name.split("/")):
-        raise ValueError("an asset is not hidden")
+def _asset_name(name: str) -> str:
     if name.count("/") > MAX_ASSET_DEPTH:
-        raise ValueError(f"an asset lies at most {MAX_ASSET_DEPTH} folders deep")
+        raise ValueError(f"an asset is at most {MAX_ASSET_DEPTH} folders deep")
     return name
 
 
-def _sound(name: str) -> str:
+def _tensor_name(name: str) -> str:
     if not name_is_sound(name):
         raise ValueError("not a tensor's name")
     return name
 
 
-def _known(dtype: str) -> str:
+def _known_dtype(dtype: str) -> str:
     if dtype not in DTYPES:
         raise ValueError("unknown dtype")
     return dtype
 
 
 Bytes = Annotated[int, Field(ge=0, le=MAX_FILE_BYTES)]
-FileName = Annotated[str, AfterValidator(_plain)]
-TensorName = Annotated[str, Field(max_length=MAX_TENSOR_NAME_CHARS), AfterValidator(_sound)]
-# xxh3-128: 30 GB/s a core, where sha256 does 1.8. It finds corruption; against tampering, sign the manifest.
+FileName = Annotated[str, AfterValidator(_file_name)]
+TensorName = Annotated[str, Field(max_length=MAX_TENSOR_NAME_CHARS), AfterValidator(_tensor_name)]
+# xxh3-128 does 30 GB/s a core, sha256 1.8. It detects corruption; against tampering, sign the manifest.
 ChunkDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
 
@@ -84,7 +90,7 @@ class _Frozen(BaseModel):
 
 
 class Shard(_Frozen):
-    """One safetensors file; its chunks count from its first byte, header included."""
+    """A safetensors file. Its chunks begin at its first byte, header included."""
 
     name: FileName
     size_bytes: Bytes
@@ -93,10 +99,10 @@ class Shard(_Frozen):
 
 
 class TensorEntry(_Frozen):
-    """One tensor; `offset_bytes` counts from its shard's first byte."""
+    """A tensor. `offset_bytes` counts from its shard's first byte."""
 
     name: TensorName
-    dtype: Annotated[str, AfterValidator(_known)]
+    dtype: Annotated[str, AfterValidator(_known_dtype)]
     shape: Annotated[tuple[Bytes, ...], FailFast(), Field(max_length=MAX_RANK)]
     shard: Annotated[int, Field(ge=0, lt=MAX_SHARDS)]
     offset_bytes: Bytes
@@ -104,41 +110,41 @@ class TensorEntry(_Frozen):
 
 
 class Asset(_Frozen):
-    """A small file beside the weights that a handler needs: config.json, a tokenizer's. Digested as a whole."""
+    """A small file beside the weights, such as config.json or a tokenizer. It has one digest."""
 
-    name: Annotated[FileName, AfterValidator(_small)]
+    name: Annotated[FileName, AfterValidator(_asset_name)]
     size_bytes: Annotated[int, Field(ge=0, le=MAX_ASSET_BYTES)]
     digest: ChunkDigest
 
 
 class Provenance(_Frozen):
-    """What the snapshot was made by and from; no part of its digest."""
+    """What created the snapshot, and from what. Not part of its digest."""
 
     created_by: Annotated[str, Field(max_length=200)] = ""
     source: Annotated[str, Field(max_length=4096)] = ""
 
 
 class Manifest(_Frozen):
-    """A whole snapshot, described. Immutable; two snapshots of the same files have the same `digest`."""
+    """The description of a whole snapshot. Snapshots of the same files have the same `digest`."""
 
     version: Literal[1] = 1
     algorithm: Literal["xxh3-128"] = "xxh3-128"
-    # Whole pages: a private write to the end of one chunk must not copy the beginning of the next before it is there.
+    # Whole pages: a private write at the end of a chunk must not copy the start of the next before that has arrived.
     chunk_bytes: Annotated[
         int, Field(ge=MIN_CHUNK_BYTES, le=MAX_CHUNK_BYTES, multiple_of=MIN_CHUNK_BYTES)
     ] = DEFAULT_CHUNK_BYTES
     shards: Annotated[tuple[Shard, ...], FailFast(), Field(max_length=MAX_SHARDS)]
     tensors: Annotated[tuple[TensorEntry, ...], FailFast(), Field(max_length=MAX_TENSORS)]
     aliases: Annotated[dict[TensorName, TensorName], Field(max_length=MAX_TENSORS)] = {}
-    """Further names of tensors (tied weights): alias to the tensor that is stored."""
+    """Further names of stored tensors (tied weights), by alias."""
     first_touch: Annotated[tuple[TensorName, ...], FailFast(), Field(max_length=MAX_TENSORS)] = ()
-    """Tensors in the order in which a forward pass first needs them; empty until recorded. A hint, as provenance is."""
+    """Tensors in the order in which a forward pass first reads them; empty until recorded. A hint, like provenance."""
     assets: Annotated[tuple[Asset, ...], FailFast(), Field(max_length=MAX_ASSETS)] = ()
     provenance: Provenance = Provenance()
 
     @staticmethod
     def parse(text: bytes) -> Manifest:
-        """The manifest from its JSON form."""
+        """Parse the JSON form. Raises ManifestError."""
         if len(text) > MAX_MANIFEST_BYTES:
             raise ManifestError(
                 f"The manifest has {len(text)} bytes, over the limit of {MAX_MANIFEST_BYTES}.", remedy=_REMEDY
@@ -153,7 +159,7 @@ class Manifest(_Frozen):
 
     @staticmethod
     def build(**fields: Any) -> Manifest:
-        """The manifest of these fields; ManifestError where the constructor would raise pydantic's."""
+        """Create a manifest of these fields. Raises ManifestError where the constructor raises ValidationError."""
         try:
             return Manifest(**fields)
         except ValidationError as error:
@@ -161,7 +167,7 @@ class Manifest(_Frozen):
 
     @staticmethod
     def read(path: Path) -> Manifest:
-        """The manifest in file `path`, or in folder `path` under its usual name."""
+        """Read the manifest at `path`, a file or its folder."""
         file = path / MANIFEST_NAME if path.is_dir() else path
         try:
             with file.open("rb") as stream:
@@ -170,40 +176,37 @@ class Manifest(_Frozen):
             raise ManifestError(f"{file} cannot be read: {error.strerror}.", remedy=_REMEDY) from error
 
     def to_json(self) -> bytes:
-        """The JSON form; `parse` gives back an equal manifest."""
+        """Return the JSON form, which `parse` turns into an equal manifest."""
         return self.model_dump_json().encode() + b"\n"
 
     def write(self, path: Path) -> None:
-        """Publish as file `path`, whole or not at all, even if the machine dies meanwhile."""
+        """Publish as file `path`; see `publish`."""
         with publish(path) as stream:
             stream.write(self.to_json())
 
     @property
     def digest(self) -> str:
-        """sha256 (hex) of the canonical JSON without the hints, provenance and first touch: equal bytes, equal digest."""
+        """The sha256 (hex) of the canonical JSON without the hints, which are provenance and first touch."""
         plain = self.model_dump(mode="json", exclude={"provenance", "first_touch"})
         text = json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return hashlib.sha256(text.encode()).hexdigest()
 
     @property
     def total_bytes(self) -> int:
-        """All shards' bytes together."""
         return sum(shard.size_bytes for shard in self.shards)
 
     @property
     def files(self) -> tuple[Shard | Asset, ...]:
-        """All files of the snapshot but the manifest: shards, then assets."""
+        """All files except the manifest: shards, then assets."""
         return (*self.shards, *self.assets)
 
     @property
     def assets_bytes(self) -> int:
-        """All assets' bytes together."""
         return sum(asset.size_bytes for asset in self.assets)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        # pydantic turns a ValueError into a ValidationError, and `parse` turns that into ours.
-        _check_unique("shard", (shard.name for shard in self.shards))
+        # pydantic turns a ValueError into a ValidationError, and `parse` turns that into a ManifestError.
         _check_files(self.files)
         _check_totals(self)
         _check_unique("tensor", (tensor.name for tensor in self.tensors))
@@ -216,31 +219,50 @@ class Manifest(_Frozen):
         return self
 
 
+def read_manifest(source: Source) -> Manifest:
+    """Read the manifest beside a source's shards. Raises SourceMissing, ManifestError."""
+    try:
+        size_bytes = source.size(MANIFEST_NAME)
+    except SourceMissing as error:
+        if error.details.get("code") == "NoSuchBucket":
+            raise
+        place = source.url if isinstance(source, Writable) else "FOLDER (the one that is served)"
+        raise SourceMissing(
+            f"There is no manifest at {source.url}: {error.message}",
+            remedy=f"Check the URL. To create a manifest of existing weights: pilotflame snapshot create {place}",
+            details=error.details,
+        ) from error
+    if size_bytes > MAX_MANIFEST_BYTES:
+        raise ManifestError(
+            f"The manifest at {source.url} has {size_bytes} bytes, over the limit of {MAX_MANIFEST_BYTES}."
+        )
+    text = bytearray(size_bytes)
+    count = source.read_into(MANIFEST_NAME, 0, memoryview(text))
+    return Manifest.parse(bytes(text[:count]))
+
+
 def _crowd_fault(text: bytes) -> str | None:
-    """Why a large text would be millions of faults to pydantic, a kilobyte each; None if it would not."""
+    """Return why pydantic would collect millions of faults, a kilobyte each, in a large text; None if it would not."""
     if len(text) <= _LARGE_BYTES:
         return None
     try:
         document = orjson.loads(text)
     except ValueError:
         return "it is not JSON"
-    if not isinstance(document, dict) or len(document) > len(Manifest.model_fields):
+    if not _is_object(document, len(Manifest.model_fields)):
         return "it is not an object of a manifest's fields"
-    kinds: tuple[tuple[str, type[_Frozen]], ...] = (
-        ("shards", Shard),
-        ("tensors", TensorEntry),
-        ("assets", Asset),
-    )
-    for field, kind in kinds:
+    for field, kind in (("shards", Shard), ("tensors", TensorEntry), ("assets", Asset)):
         entries, most = document.get(field, []), len(kind.model_fields)
-        if not isinstance(entries, list) or any(
-            not isinstance(entry, dict) or len(entry) > most for entry in entries
-        ):
+        if not isinstance(entries, list) or not all(_is_object(entry, most) for entry in entries):
             return f"{field} is not a list of objects of {most} fields"
     for field, most in (("aliases", MAX_TENSORS), ("provenance", len(Provenance.model_fields))):
-        if not isinstance(document.get(field, {}), dict) or len(document.get(field, {})) > most:
+        if not _is_object(document.get(field, {}), most):
             return f"{field} is not an object of at most {most} fields"
     return None
+
+
+def _is_object(value: object, most: int) -> bool:
+    return isinstance(value, dict) and len(value) <= most
 
 
 def _check_unique(kind: str, names: Iterable[str]) -> None:
@@ -255,7 +277,7 @@ def _check_files(files: Sequence[Shard | Asset]) -> None:
     _check_unique("file", (file.name for file in files))
     if any(file.name == MANIFEST_NAME for file in files):
         raise ValueError(f"{MANIFEST_NAME!r} is the manifest's own name")
-    # In this order a folder's name is followed by what lies in it.
+    # In this order a folder is followed by its contents.
     paths = sorted(name.split("/") for name in (MANIFEST_NAME, *(file.name for file in files)))
     for one, two in pairwise(paths):
         if two[: len(one)] == one:
@@ -291,11 +313,11 @@ def _check_tensor(tensor: TensorEntry, shards: tuple[Shard, ...]) -> None:
     shard = shards[tensor.shard]
     end_bytes = tensor.offset_bytes + tensor.size_bytes
     if tensor.offset_bytes < shard.data_offset_bytes or end_bytes > shard.size_bytes:
-        raise ValueError(f"tensor {tensor.name!r} lies outside the data of shard {shard.name!r}")
+        raise ValueError(f"tensor {tensor.name!r} is outside the data of shard {shard.name!r}")
 
 
 def _check_overlap(tensors: tuple[TensorEntry, ...], shards: tuple[Shard, ...]) -> None:
-    # Two tensors over the same bytes would see each other's writes; who means that writes an alias.
+    # Two tensors over the same bytes would see each other's writes. Intended sharing is written as an alias.
     placed = sorted(
         (tensor.shard, tensor.offset_bytes, tensor.size_bytes, tensor.name)
         for tensor in tensors
@@ -312,7 +334,7 @@ def _check_names(manifest: Manifest) -> None:
         if alias in stored:
             raise ValueError(f"alias {alias!r} shadows a tensor")
         if target not in stored:
-            raise ValueError(f"alias {alias!r} stands for {target!r}, which is not a tensor")
+            raise ValueError(f"alias {alias!r} points to {target!r}, which is not a tensor")
     _check_unique("first touch of", manifest.first_touch)
     for name in manifest.first_touch:
         if name not in stored:
@@ -320,37 +342,10 @@ def _check_names(manifest: Manifest) -> None:
 
 
 def _first_fault(error: ValidationError) -> str:
-    # errors() makes a dict of each, a kilobyte a fault.
+    # errors() makes a dict of a kilobyte for each fault.
     if error.error_count() > _FAULTS_LISTED:
         return f"The manifest is not valid: it has {error.error_count()} faults."
     fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
     where = ".".join(str(step)[:80] for step in fault["loc"])
     what = fault["msg"].removeprefix("Value error, ")[:300]
     return f"The manifest is not valid{f' at {where}' if where else ''}: {what}."
-
-
-def read_manifest(source: Source) -> Manifest:
-    """The manifest that lies beside a source's shards; SourceMissing if there is none, ManifestError if it is wrong."""
-    try:
-        size_bytes = source.size(MANIFEST_NAME)
-    except SourceMissing as error:
-        if error.details.get("code") == "NoSuchBucket":
-            raise
-        raise _without_manifest(source, error) from error
-    if size_bytes > MAX_MANIFEST_BYTES:
-        raise ManifestError(
-            f"The manifest at {source.url} has {size_bytes} bytes, over the limit of {MAX_MANIFEST_BYTES}."
-        )
-    text = bytearray(size_bytes)
-    count = source.read_into(MANIFEST_NAME, 0, memoryview(text))
-    return Manifest.parse(bytes(text[:count]))
-
-
-def _without_manifest(source: Source, error: SourceMissing) -> SourceMissing:
-    """Where there is no manifest there may well be weights: say how theirs is made."""
-    place = source.url if isinstance(source, Writable) else "FOLDER (the one that is served)"
-    return SourceMissing(
-        f"There is no manifest at {source.url}: {error.message}",
-        remedy=f"Check the URL. If weights are there, make their manifest: pilotflame snapshot create {place}",
-        details=error.details,
-    )

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ...errors import SnapshotMismatch
-from ..format.dtype import DTYPES
+from ..format.header import DTYPES
 from ..format.manifest import Manifest, TensorEntry
 from .mapping import Mapping
 from .mismatch import Mismatches, describe

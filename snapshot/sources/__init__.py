@@ -1,1 +1,4 @@
-"""Where bytes come from: a folder, HTTP, S3. A backend a file, behind one small interface."""
+"""Sources: where the bytes of snapshots are read from, a folder, a web server or S3.
+
+Enter at `locate.open_source`; `source` has the interface. Nothing here knows what the bytes mean.
+"""

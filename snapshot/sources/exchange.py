@@ -1,4 +1,4 @@
-"""HTTP/1.1 on a wire: one GET after another. h11 writes requests and reads heads; bodies go straight into memory."""
+"""GET requests over one HTTP/1.1 connection. h11 writes requests and parses heads; bodies go straight into memory."""
 
 from __future__ import annotations
 
@@ -9,44 +9,45 @@ import h11
 
 from .wire import Wire
 
-_BUFFER_BYTES = (
-    16 << 10
-)  # a head with some of its body; what is left of the body is received where it belongs
+# Holds a head and the body bytes received with it. The rest of a body is received into the caller's memory.
+_BUFFER_BYTES = 16 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A response's status and headers; their names in lower case, repeated ones joined by commas."""
+    """A response's status and headers. Names are in lower case; repeated headers are joined by commas."""
 
     status: int
     headers: Mapping[str, str]
 
 
 class StaleError(ConnectionError):
-    """The peer ended the connection before a byte of the response."""
+    """The server closed the connection before the first byte of the response."""
 
 
 class Exchange:
-    """The requests on one wire. OSError and h11.RemoteProtocolError are the caller's to translate."""
+    """Requests and responses over one wire. Methods raise OSError and h11.RemoteProtocolError."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
-        self._received = 0  # bytes in the buffer, by the last receive
-        self._held = self._buffer[
-            :0
-        ]  # body bytes that came with the head, or in a piece of a body without length
-        self._left = 0  # of a body of known length, with those that are held
-        self._parser: h11.Connection | None = None  # of a body without length
+        # Bytes that the last receive put into the buffer.
+        self._received = 0
+        # Body bytes to return before receiving more: received with the head, or decoded from a chunked body.
+        self._held = self._buffer[:0]
+        # Bytes left of a body of known length, including those held.
+        self._left = 0
+        # The parser of a body of unknown length.
+        self._parser: h11.Connection | None = None
         self._kept = False
 
     @property
     def clean(self) -> bool:
-        """Whether the last body was read to its end and the peer keeps the connection."""
+        """Whether the last body was read to its end and the server keeps the connection open."""
         return self._kept and self._parser is None and self._left == 0 and not len(self._held)
 
-    def ask(self, target: str, headers: Sequence[tuple[str, str]]) -> Head:
-        """GET `target` (path and query); waits for the response's head."""
+    def get(self, target: str, headers: Sequence[tuple[str, str]]) -> Head:
+        """Send a GET of `target` (path and query), and wait for the response's head."""
         self._kept, self._held, self._left, self._parser = False, self._buffer[:0], 0, None
         parser = h11.Connection(h11.CLIENT)
         request = parser.send(h11.Request(method="GET", target=target, headers=list(headers))) or b""
@@ -68,7 +69,7 @@ class Exchange:
         return self._start(parser, event)
 
     def read_into(self, view: memoryview, limit: int) -> int:
-        """The body's next bytes, at most `limit` (> 0); 0 at its end. ConnectionError if it is cut short."""
+        """Read at most `limit` (> 0) bytes of the body; 0 is its end. Raises ConnectionError if it ends early."""
         if self._parser is not None and not len(self._held):
             self._next_piece(self._parser)
         if held := min(len(self._held), limit):
@@ -85,7 +86,7 @@ class Exchange:
         return count
 
     def read_rest(self, limit: int) -> bytes:
-        """The rest of the body, or its first `limit` bytes."""
+        """Return the rest of the body, at most `limit` bytes."""
         rest, done = memoryview(bytearray(limit)), 0
         while done < limit and (count := self.read_into(rest[done:], limit - done)):
             done += count
@@ -100,10 +101,11 @@ class Exchange:
         if "content-length" in headers and "transfer-encoding" not in headers:
             self._left = int(headers["content-length"])
             ahead = len(parser.trailing_data[0])
-            # All that is ahead came with the last receive: the head was not complete before it.
+            # All bytes ahead came with the last receive, since the head was incomplete before it.
             self._held = self._buffer[self._received - ahead : self._received]
+            # More bytes than the body has: the connection cannot be trusted further.
             if ahead > self._left:
-                self._held, self._kept = self._held[: self._left], False  # bytes that nobody asked for
+                self._held, self._kept = self._held[: self._left], False
         else:
             self._parser = parser
         return Head(response.status_code, headers)
@@ -115,12 +117,13 @@ class Exchange:
         if isinstance(event, h11.Data):
             self._held = memoryview(event.data)
         else:
-            self._parser = None  # EndOfMessage
+            # EndOfMessage.
+            self._parser = None
             self._kept = self._kept and not parser.trailing_data[0] and not parser.trailing_data[1]
 
     def _receive(self) -> None:
         self._received = self._wire.receive(self._buffer)
 
     def _feed(self, parser: h11.Connection) -> None:
-        # Nothing received is the peer's end, which h11 refuses in the middle of a head or of a chunked body.
+        # No bytes mean that the server closed, which h11 refuses inside a head or a chunked body.
         parser.receive_data(bytes(self._buffer[: self._received]))

@@ -1,4 +1,4 @@
-"""A folder on this machine as a source."""
+"""A folder of this machine as a source."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from ...errors import CacheError, SnapshotChanged, SourceMissing, SourceUnavailable
-from ..publish import publish
+from ...errors import SnapshotChanged, SourceMissing, SourceUnavailable
+from ..publish import cannot_write, publish
 from .source import ObjectInfo, name_fault
 
 _COPY_BYTES = 16 << 20
 
 
 class FolderSource:
-    """A folder on this machine. Stateless: a read opens, preads and closes (10 µs, next to 8 MiB).
+    """A folder. Each read opens, preads and closes (10 µs), so there is no state.
 
-    The last component of a name may be a symlink, wherever it points: the Hugging Face cache keeps its blobs
-    outside the snapshot folder, and whoever can place a link here can place weights here. What a hostile
-    *manifest* controls is names alone, so names are held to the folder: no `..`, nothing absolute, and a
-    directory inside a name must resolve to one inside the folder.
+    The last component of a name may be a symlink to anywhere: the Hugging Face cache keeps its blobs outside the
+    snapshot folder, and whoever can place a link here can place weights here. A hostile manifest controls only names,
+    which must stay inside: no `..`, not absolute, and each directory in a name must resolve to one inside.
     """
 
     def __init__(self, root: Path) -> None:
@@ -43,7 +42,7 @@ class FolderSource:
         return self.stat(name).size_bytes
 
     def names(self) -> list[str]:
-        """Every regular file below, sorted; hidden ones and what hidden and linked folders hold are left out."""
+        """Return all regular files below, sorted, without hidden files and those in hidden or linked folders."""
         found = []
         for folder, folders, files in os.walk(self._root):
             folders[:] = [name for name in folders if not name.startswith(".")]
@@ -54,10 +53,8 @@ class FolderSource:
     def connect(self) -> FolderConnection:
         return FolderConnection(self)
 
-    def put(
-        self, name: str, content: Path | bytes, progress: Callable[[int, int], None] | None = None
-    ) -> None:
-        """Copy a file, or write these bytes, as `name`: whole or not at all. CacheError if there is no writing."""
+    def put(self, name: str, content: Path | bytes, sent: Callable[[int], None] | None = None) -> None:
+        """See Writable. Raises CacheError if the file cannot be written."""
         path = self._path(name)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,12 +62,9 @@ class FolderSource:
                 if isinstance(content, bytes):
                     stream.write(content)
                 else:
-                    _copy(content, stream, progress)
+                    _copy(content, stream, sent)
         except OSError as error:
-            raise CacheError(
-                f"{path} cannot be written: {error.strerror or error}.",
-                remedy="Make room, or name another place.",
-            ) from error
+            raise cannot_write(path, error) from error
 
     def read_into(self, name: str, offset: int, view: memoryview) -> int:
         descriptor = self.open(name)
@@ -88,15 +82,15 @@ class FolderSource:
         return done
 
     def open(self, name: str) -> int:
-        """A descriptor of the regular file behind `name`, for reading; the caller closes it."""
+        """Open the regular file `name` for reading and return its descriptor."""
         path = self._path(name)
         try:
-            # O_NONBLOCK: a FIFO in the folder must not hang us; it has no meaning for regular files.
+            # O_NONBLOCK prevents a hang on a FIFO, and has no effect on regular files.
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise SourceMissing(
                 f"{path} cannot be opened: {error.strerror}.",
-                remedy="Put the file back, or make the manifest anew.",
+                remedy="Restore the file, or create the manifest again.",
             ) from error
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
@@ -120,7 +114,7 @@ class FolderSource:
 
 
 class FolderConnection:
-    """One open file at a time. What was opened stays the same file, whatever its name means by then."""
+    """One open file at a time. It stays the same file even if its name is replaced."""
 
     def __init__(self, source: FolderSource) -> None:
         self._source = source
@@ -128,10 +122,10 @@ class FolderConnection:
         self._descriptor = -1
         self._at = self._end = 0
         self._owner = threading.get_ident()
-        self._broken_off = False
+        self._interrupted = False
 
     def begin(self, name: str, begin: int, end: int, version: str = "") -> ObjectInfo:
-        self._owner, self._broken_off = threading.get_ident(), False
+        self._owner, self._interrupted = threading.get_ident(), False
         if name != self._name or self._descriptor < 0:
             self.close()
             self._descriptor, self._name = self._source.open(name), name
@@ -140,15 +134,15 @@ class FolderConnection:
             self.close()
             raise SnapshotChanged(
                 f"{name} in {self._source.url} was replaced or written to while it was read.",
-                remedy="Publish new weights under a new name, and make their manifest anew.",
+                remedy="Publish new weights under a new name, with a new manifest.",
                 details={"object": name},
             )
         self._at, self._end = begin, end
         return info
 
     def read_into(self, view: memoryview) -> int:
-        if self._broken_off:
-            raise SourceUnavailable(f"Reading {self._name} was broken off.")
+        if self._interrupted:
+            raise SourceUnavailable(f"Reading {self._name} was interrupted.")
         wanted = min(len(view), self._end - self._at)
         if wanted == 0:
             return 0
@@ -163,22 +157,21 @@ class FolderConnection:
 
     def close(self) -> None:
         if threading.get_ident() != self._owner:
-            # Not the descriptor: a read in progress would go on with whatever gets its number next.
-            self._broken_off = True
+            # Leave the descriptor open: a read in progress would continue with the next file of that number.
+            self._interrupted = True
             return
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
 
 
-def _copy(file: Path, stream: IO[bytes], progress: Callable[[int, int], None] | None) -> None:
+def _copy(file: Path, stream: IO[bytes], sent: Callable[[int], None] | None) -> None:
     with file.open("rb") as content:
-        total_bytes = os.fstat(content.fileno()).st_size
-        buffer = memoryview(bytearray(min(_COPY_BYTES, max(1, total_bytes))))
+        buffer = memoryview(bytearray(min(_COPY_BYTES, max(1, os.fstat(content.fileno()).st_size))))
         while count := content.readinto(buffer):
             stream.write(buffer[:count])
-            if progress is not None:
-                progress(stream.tell(), total_bytes)
+            if sent is not None:
+                sent(count)
 
 
 def _info(descriptor: int) -> ObjectInfo:

@@ -1,4 +1,4 @@
-"""A web server as a source: ranges over kept-alive HTTP/1.1, by raw sockets, straight into the caller's memory."""
+"""Web servers as sources: range requests over kept-alive HTTP/1.1, received straight into the caller's memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import ssl
 import threading
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
@@ -14,32 +15,33 @@ import h11
 
 from ..._version import __version__
 from ...errors import PilotflameError, SnapshotChanged, SourceError, SourceMissing, SourceUnavailable
-from .answer import OK, PARTIAL, REDIRECTS, Asked, check, described, is_strong, refusal, unavailable
 from .exchange import Exchange, Head, StaleError
-from .location import PATH, QUERY, Location, redirected, shown
-from .ranged import Patience, Ranged
+from .location import PATH, QUERY, Location, ServerAddress, redirected, shown
+from .ranged import Ranged, Retries
+from .response import OK, PARTIAL, REDIRECTS, RangeRequest, check, object_info, refusal, unavailable
 from .source import ObjectInfo, name_fault
-from .wire import ServerAddress, Wire
+from .wire import Wire
 
 TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 10.0
 MAX_REDIRECTS = 5
 MAX_ERROR_BYTES = 64 << 10
 
-_NONE: Mapping[str, str] = {}
 
-
-class Site(Ranged):
-    """A source whose objects are GET by HTTP: says where they are, and remembers what it learned of them."""
+class WebSource(Ranged):
+    """A source whose objects are read with HTTP GET. It locates objects and remembers their size and version."""
 
     def __init__(
-        self, *, timeout_s: float, connect_timeout_s: float, ssl_context: ssl.SSLContext | None
+        self,
+        timeout_s: float = TIMEOUT_S,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        ssl_context: ssl.SSLContext | None = None,
     ) -> None:
         self._timeout_s = timeout_s
         self._connect_timeout_s = connect_timeout_s
-        self._given_context = ssl_context
+        self._ssl_context = ssl_context
         self._lock = threading.Lock()
-        self._found: dict[str, ObjectInfo] = {}
+        self._infos: dict[str, ObjectInfo] = {}
 
     @property
     @abstractmethod
@@ -47,57 +49,61 @@ class Site(Ranged):
 
     @abstractmethod
     def locate(self, name: str, *, fresh: bool) -> Location:
-        """Where `name` is; `fresh`: by new resolving or signing, since the last location was refused."""
+        """Return where `name` is. With `fresh`, resolve or sign again, because the last location was refused."""
 
-    def settle(self, name: str, location: Location) -> None:
-        """A redirect led to `location`, which answers."""
+    def note_redirect(self, name: str, location: Location) -> None:
+        """Note that the object was found at `location` after redirects."""
 
-    def explain(self, asked: Asked, head: Head, body: bytes) -> PilotflameError:
-        """What a refusal means; `body` is its first 64 KiB."""
+    def explain(self, request: RangeRequest, head: Head, body: bytes) -> PilotflameError:
+        """Return the error for a refusal. `body` holds its first 64 KiB."""
         del body
-        return refusal(head, asked)
+        return refusal(head, request)
 
-    def learn(self, name: str, info: ObjectInfo, head: Head) -> None:
-        """What a good answer said of `name`. The first one counts until `forget`."""
-        del head
+    def learn(self, name: str, info: ObjectInfo) -> None:
+        """Remember the first `info` of an object, until `forget`."""
         with self._lock:
-            self._found.setdefault(name, info)
+            self._infos.setdefault(name, info)
+
+    def known(self, name: str) -> ObjectInfo | None:
+        with self._lock:
+            return self._infos.get(name)
+
+    def forget(self, name: str) -> None:
+        """Drop what is remembered of an object, because it changed."""
+        with self._lock:
+            self._infos.pop(name, None)
 
     def stat(self, name: str) -> ObjectInfo:
-        """See Source; tries again what may pass. Remembered until the object turns out to have changed."""
-        with self._lock:
-            found = self._found.get(name)
-        if found is not None:
-            return found
-        connection = self.connect()
+        """See Source. Retries what may pass, and asks the server once until the object changes."""
+        if (info := self.known(name)) is not None:
+            return info
+        retries, connection = Retries(), self.connect()
         try:
-            return _describe(connection, name)
+            while True:
+                try:
+                    return connection.stat(name)
+                except SourceUnavailable as error:
+                    retries.wait(error)
         finally:
             connection.close()
 
-    def size_known(self, name: str) -> int | None:
-        """The size that `stat` found."""
-        with self._lock:
-            found = self._found.get(name)
-        return found.size_bytes if found is not None else None
-
-    def forget(self, name: str) -> None:
-        """`name` is not what it was; `stat` is to ask again."""
-        with self._lock:
-            self._found.pop(name, None)
-
     def connect(self) -> HttpConnection:
-        wire = Wire(self._timeout_s, self._connect_timeout_s, lambda: self._context)
-        return HttpConnection(self, wire)
+        return HttpConnection(self, Wire(self._timeout_s, self._connect_timeout_s, lambda: self._tls))
 
     @cached_property
-    def _context(self) -> ssl.SSLContext:
-        return self._given_context or ssl.create_default_context()
+    def _tls(self) -> ssl.SSLContext:
+        return self._ssl_context or ssl.create_default_context(cafile=self._ca_bundle())
+
+    def _ca_bundle(self) -> str | None:
+        return None
 
 
-class HttpSource(Site):
-    """`http(s)://host/prefix`; objects are below it. `headers` go to that host alone, as do user and password
-    of the URL; a query in the URL is sent with every request. ValueErrors of the URL are SourceErrors."""
+class HttpSource(WebSource):
+    """Objects below `http(s)://host/prefix`.
+
+    Only that host receives `headers`, and the URL's user and password. A query in the URL is sent with every request.
+    Raises SourceError for a URL that is not one of a web server.
+    """
 
     def __init__(
         self,
@@ -108,7 +114,7 @@ class HttpSource(Site):
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         ssl_context: ssl.SSLContext | None = None,
     ) -> None:
-        super().__init__(timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, ssl_context=ssl_context)
+        super().__init__(timeout_s, connect_timeout_s, ssl_context)
         try:
             origin, parts = ServerAddress.of(url), urlsplit(url)
         except ValueError as error:
@@ -117,11 +123,11 @@ class HttpSource(Site):
             ) from None
         self._base = f"{origin}{quote(parts.path.rstrip('/'), safe=PATH)}"
         self._query = f"?{quote(parts.query, safe=QUERY)}" if parts.query else ""
-        self._headers = dict(headers or _NONE)
+        self._headers = dict(headers or {})
         if parts.username is not None:
             pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
             self._headers["Authorization"] = f"Basic {base64.b64encode(pair.encode()).decode()}"
-        self._settled: dict[str, Location] = {}
+        self._locations: dict[str, Location] = {}
 
     @property
     def url(self) -> str:
@@ -130,52 +136,53 @@ class HttpSource(Site):
     def locate(self, name: str, *, fresh: bool) -> Location:
         with self._lock:
             if fresh:
-                self._settled.pop(name, None)
-            elif name in self._settled:
-                return self._settled[name]
+                self._locations.pop(name, None)
+            elif name in self._locations:
+                return self._locations[name]
         return Location(f"{self._base}/{quote(name, safe='/')}{self._query}", self._headers)
 
-    def settle(self, name: str, location: Location) -> None:
+    def note_redirect(self, name: str, location: Location) -> None:
         with self._lock:
-            self._settled[name] = location
+            self._locations[name] = location
 
 
 class HttpConnection:
-    """One kept-alive connection; see Connection. Redirects are followed, and remembered by the site."""
+    """One kept-alive connection; see Connection. It follows redirects."""
 
-    def __init__(self, site: Site, wire: Wire) -> None:
-        self._site = site
+    def __init__(self, source: WebSource, wire: Wire) -> None:
+        self._source = source
         self._wire = wire
         self._exchange = Exchange(wire)
-        self._asked = Asked("", "", 0, 0)
+        self._request = RangeRequest("", "", 0, 0)
         self._left = 0
 
     def begin(self, name: str, begin: int, end: int, version: str = "") -> ObjectInfo:
         self._left = 0
-        head, asked = self._ask(name, begin, end, version)
+        head, request = self._get(name, begin, end, version)
+        known = self._source.known(name)
         try:
             if head.status not in {OK, PARTIAL}:
-                raise self._refused(head, asked)
-            check(head, asked, self._site.size_known(name))
+                raise self._refused(head, request)
+            check(head, request, known.size_bytes if known is not None else None)
         except SnapshotChanged:
-            self._site.forget(name)
+            self._source.forget(name)
             raise
-        info = described(head, asked)
-        self._site.learn(name, info, head)
-        self._asked, self._left = asked, end - begin
+        info = object_info(head, request)
+        self._source.learn(name, info)
+        self._request, self._left = request, end - begin
         return info
 
-    def describe(self, name: str) -> ObjectInfo:
-        """Size and version, by a GET of the first byte: a URL signed for GET refuses HEAD."""
-        head, asked = self._ask(name, 0, 1, "")
+    def stat(self, name: str) -> ObjectInfo:
+        """Return size and version. Gets the first byte, because a URL signed for GET refuses HEAD."""
+        head, request = self._get(name, 0, 1, "")
         if head.status == 416 and head.headers.get("content-range") == "bytes */0":
-            return described(head, asked)
+            return object_info(head, request)
         if head.status not in {OK, PARTIAL}:
-            raise self._refused(head, asked)
-        info = described(head, asked)
+            raise self._refused(head, request)
+        info = object_info(head, request)
         if head.status == PARTIAL:
-            check(head, asked, None)
-        self._site.learn(name, info, head)
+            check(head, request, None)
+        self._source.learn(name, info)
         return info
 
     def read_into(self, view: memoryview) -> int:
@@ -184,104 +191,98 @@ class HttpConnection:
         try:
             count = self._exchange.read_into(view, min(len(view), self._left))
         except (OSError, h11.RemoteProtocolError) as error:
-            raise self._broken(self._asked, error) from error
+            raise self._failed(self._request, error) from error
         if count == 0:
-            raise unavailable(self._asked, f"the answer ended {self._left} bytes early")
+            raise unavailable(self._request, f"the response ended {self._left} bytes early")
         self._left -= count
         return count
 
     def close(self) -> None:
         self._wire.close()
 
-    def _ask(self, name: str, begin: int, end: int, version: str) -> tuple[Head, Asked]:
-        """The head that is not a redirect; where a location is refused, a fresh one is tried once."""
+    def _get(self, name: str, begin: int, end: int, version: str) -> tuple[Head, RangeRequest]:
+        """Return the first head that is not a redirect. If a location is refused, try a fresh one once."""
         if (fault := name_fault(name)) is not None:
-            raise SourceMissing(f"{name[:80]!r} is not a name below {self._site.url}: {fault}.")
-        location = self._site.locate(name, fresh=False)
-        head, asked = self._follow(location, Asked(name, location.shown, begin, end, version))
+            raise SourceMissing(f"{name[:80]!r} is not a name below {self._source.url}: {fault}.")
+        location = self._source.locate(name, fresh=False)
+        head, request = self._follow(location, RangeRequest(name, location.shown, begin, end, version))
         if head.status in {OK, PARTIAL, 412, 416}:
-            return head, asked
-        refused = self._refused(head, asked)
-        if (
-            isinstance(refused, SourceUnavailable)
-            or (fresh := self._site.locate(name, fresh=True)) == location
-        ):
+            return head, request
+        refused = self._refused(head, request)
+        if isinstance(refused, SourceUnavailable):
             raise refused
-        return self._follow(fresh, Asked(name, fresh.shown, begin, end, version))
+        fresh = self._source.locate(name, fresh=True)
+        if fresh == location:
+            raise refused
+        return self._follow(fresh, RangeRequest(name, fresh.shown, begin, end, version))
 
-    def _follow(self, location: Location, asked: Asked) -> tuple[Head, Asked]:
+    def _follow(self, location: Location, request: RangeRequest) -> tuple[Head, RangeRequest]:
         for count in range(MAX_REDIRECTS + 1):
-            head = self._get(location, asked)
+            head = self._get_once(location, request)
             if head.status not in REDIRECTS or "location" not in head.headers:
                 if count and head.status in {OK, PARTIAL}:
-                    self._site.settle(asked.name, location)
-                return head, asked
+                    self._source.note_redirect(request.name, location)
+                return head, request
             self._rest()
             location = redirected(location, head.headers["location"])
-            asked = Asked(asked.name, location.shown, asked.begin, asked.end, asked.version)
+            request = replace(request, url=location.shown)
         raise SourceError(
-            f"{asked.where} is redirected more than {MAX_REDIRECTS} times.", remedy="Check the URL."
+            f"{request.url} redirects more than {MAX_REDIRECTS} times.", remedy="Check the URL."
         )
 
-    def _get(self, location: Location, asked: Asked) -> Head:
+    def _get_once(self, location: Location, request: RangeRequest) -> Head:
         parts = urlsplit(location.url)
         origin = ServerAddress.of(location.url)
         target = urlunsplit(("", "", parts.path or "/", parts.query, ""))
-        headers = [("Host", origin.authority), *_headers(location, asked)]
+        headers = _headers(origin, location, request)
         try:
-            kept = self._wire.origin == origin and self._exchange.clean and self._wire.quiet()
-            if kept:
+            if self._wire.origin == origin and self._exchange.clean and self._wire.quiet():
                 try:
-                    return self._exchange.ask(target, headers)
+                    return self._exchange.get(target, headers)
                 except StaleError:
-                    pass  # the server had closed a connection that it had kept; that is no failure
+                    # The server closed a kept connection, which is no failure.
+                    pass
             self._wire.connect(origin)
-            return self._exchange.ask(target, headers)
+            return self._exchange.get(target, headers)
         except (OSError, h11.RemoteProtocolError) as error:
-            raise self._broken(asked, error) from error
+            raise self._failed(request, error) from error
         except h11.LocalProtocolError:
-            # None of its words: they quote the header, which may be a secret.
+            # Drop h11's message: it quotes the header, which may be a secret.
             raise SourceError(
-                f"{asked.where} cannot be asked for: the URL or a header holds what HTTP does not allow.",
-                remedy="Look for line ends and control characters in them.",
+                f"The URL or a header of the request for {request.url} holds what HTTP does not allow.",
+                remedy="Remove line ends and control characters.",
             ) from None
 
-    def _refused(self, head: Head, asked: Asked) -> PilotflameError:
-        return self._site.explain(asked, head, self._rest())
+    def _refused(self, head: Head, request: RangeRequest) -> PilotflameError:
+        return self._source.explain(request, head, self._rest())
 
     def _rest(self) -> bytes:
         try:
             return self._exchange.read_rest(MAX_ERROR_BYTES)
         except (OSError, h11.RemoteProtocolError):
-            return b""  # the status says enough
+            # The status is enough for an error.
+            return b""
 
-    def _broken(self, asked: Asked, error: Exception) -> PilotflameError:
+    def _failed(self, request: RangeRequest, error: Exception) -> PilotflameError:
         self._wire.drop()
         if isinstance(error, ssl.SSLCertVerificationError):
             return SourceError(
-                f"{asked.where}: the server's certificate is not trusted: {error.verify_message}.",
-                remedy="Name its authority in SSL_CERT_FILE, or give an ssl_context that trusts it.",
+                f"{request.url}: the server's certificate is not trusted: {error.verify_message}.",
+                remedy="Name its authority in SSL_CERT_FILE, or pass an ssl_context that trusts it.",
             )
         if isinstance(error, TimeoutError):
-            return unavailable(asked, "nothing came in time")
-        return unavailable(asked, str(getattr(error, "strerror", None) or error).rstrip("."))
+            return unavailable(request, "timed out")
+        return unavailable(request, str(getattr(error, "strerror", None) or error).rstrip("."))
 
 
-def _describe(connection: HttpConnection, name: str) -> ObjectInfo:
-    patience = Patience()
-    while True:
-        try:
-            return connection.describe(name)
-        except SourceUnavailable as error:
-            patience.failed(error)
-
-
-def _headers(location: Location, asked: Asked) -> list[tuple[str, str]]:
+def _headers(origin: ServerAddress, location: Location, request: RangeRequest) -> list[tuple[str, str]]:
     headers = [
+        ("Host", origin.authority),
         ("User-Agent", f"pilotflame/{__version__}"),
         ("Accept-Encoding", "identity"),
-        ("Range", f"bytes={asked.begin}-{asked.end - 1}"),
+        ("Range", f"bytes={request.begin}-{request.end - 1}"),
     ]
-    if is_strong(asked.version):
-        headers.append(("If-Match", asked.version))
+    # If-Match does not accept weak ETags and dates.
+    if request.version.startswith('"'):
+        headers.append(("If-Match", request.version))
     return [*headers, *location.headers.items()]

@@ -1,4 +1,4 @@
-"""From a URL, or a path, to its source."""
+"""Opening a source by its URL or path."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from .source import Source
 
 
 def is_remote(url: str) -> bool:
-    """Whether `url` is somewhere else than in a folder of this machine."""
+    """Return True if `url` is not a folder of this machine."""
     return url.startswith(("s3://", "http://", "https://"))
 
 
 def open_source(url: str) -> Source:
-    """The source behind `s3://bucket/prefix`, `http(s)://host/prefix` or a folder's path."""
+    """Return the source at `s3://bucket/prefix`, `http(s)://host/prefix` or a folder's path."""
     if url.startswith("s3://"):
-        from .s3 import S3Source  # noqa: PLC0415  boto3 takes a quarter of a second to import
+        from .s3 import S3Source  # noqa: PLC0415  ssl and h11 take time to import
 
         return S3Source(url)
-    if url.startswith(("http://", "https://")):
-        from .http import HttpSource  # noqa: PLC0415  ssl and h11, for those who use them
+    if is_remote(url):
+        from .http import HttpSource  # noqa: PLC0415  ssl and h11 take time to import
 
         return HttpSource(url)
     return FolderSource(Path(url))

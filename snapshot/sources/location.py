@@ -1,48 +1,75 @@
-"""Where an object is to be had: a URL that may hold secrets, and what of it may be shown."""
+"""URLs of objects, which may hold secrets: the server's address, redirects, and the part that messages may show."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from urllib.parse import quote, urljoin
+from urllib.parse import quote, urljoin, urlsplit
 
 from ...errors import SourceError
-from .wire import ServerAddress
 
-PATH = "/%:@!$&'()*+,;=~"  # left as they are: the path is encoded already, but for what no URL may hold
+# Characters that quoting leaves as they are: the path is encoded already, except for what no URL may hold.
+PATH = "/%:@!$&'()*+,;=~"
 QUERY = PATH + "?[]"
+_PORTS = {"http": 80, "https": 443}
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAddress:
+    """The origin of a URL: scheme, host and port."""
+
+    scheme: str
+    host: str
+    port: int
+
+    @staticmethod
+    def of(url: str) -> ServerAddress:
+        """Return the origin of an http(s) URL. Raises ValueError for any other."""
+        parts = urlsplit(url)
+        if parts.scheme not in _PORTS or not parts.hostname:
+            raise ValueError("not an http(s) URL")
+        host = parts.hostname.encode("idna").decode()
+        return ServerAddress(parts.scheme, host, parts.port or _PORTS[parts.scheme])
+
+    @property
+    def authority(self) -> str:
+        """The value of the Host header."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port == _PORTS[self.scheme] else f"{host}:{self.port}"
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.authority}"
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where an object is to be had now: a URL, which may hold a signature, and headers for its host alone."""
+    """The current place of an object: a URL, possibly signed, and headers that only its host may receive."""
 
     url: str
     headers: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def shown(self) -> str:
-        """The URL as it may be shown: no credentials, no query."""
         return shown(self.url)
 
 
 def shown(url: str) -> str:
-    """A URL without credentials, query and fragment."""
+    """Return a URL without credentials, query and fragment."""
     base = url.partition("?")[0].partition("#")[0]
     scheme, mark, rest = base.partition("://")
     authority, slash, path = rest.partition("/")
     return f"{scheme}{mark}{authority.rpartition('@')[2]}{slash}{path}"
 
 
-def redirected(location: Location, text: str) -> Location:
-    """Where a redirect from `location` leads, by its Location header `text`. Headers stay with their host."""
+def redirected(location: Location, target: str) -> Location:
+    """Return where a redirect from `location` leads, by its Location header `target`. Headers stay with their host."""
     try:
-        url = urljoin(location.url, quote(text, safe=QUERY + "#"))
-        came, goes = ServerAddress.of(location.url), ServerAddress.of(url)
+        url = urljoin(location.url, quote(target, safe=QUERY + "#"))
+        before, after = ServerAddress.of(location.url), ServerAddress.of(url)
     except ValueError:
-        raise SourceError(f"{location.shown} is redirected to what is no http(s) URL.") from None
-    if came.scheme == "https" and goes.scheme == "http":
+        raise SourceError(f"{location.shown} redirects to a target that is not an http(s) URL.") from None
+    if before.scheme == "https" and after.scheme == "http":
         raise SourceError(
-            f"{location.shown} is redirected to {goes}, away from TLS.", remedy="Have it redirect to https."
+            f"{location.shown} redirects to {after}, away from TLS.", remedy="Redirect to https instead."
         )
-    return Location(url, location.headers if goes == came else {})
+    return Location(url, location.headers if after == before else {})

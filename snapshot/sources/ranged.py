@@ -1,4 +1,4 @@
-"""The plain reading methods of a source, made from its connections, with retries."""
+"""Reading a source by ranges, with retries: `size` and `read_into` built from `stat` and `connect`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LONGEST_DELAY_S = 10.0
 
 
 class Ranged(ABC):
-    """`size` and `read_into` of a source, which has to bring `stat` and `connect`."""
+    """A source whose subclasses implement `stat` and `connect`; see Source."""
 
     @abstractmethod
     def stat(self, name: str) -> ObjectInfo: ...
@@ -27,10 +27,10 @@ class Ranged(ABC):
         return self.stat(name).size_bytes
 
     def read_into(self, name: str, offset: int, view: memoryview) -> int:
-        """See Source; tries again what may pass, up to six times in a row."""
+        """See Source. Retries what may pass, giving up after six failures in a row."""
         info = self.stat(name)
         end = min(info.size_bytes, offset + len(view))
-        at, patience = offset, Patience()
+        at, retries = offset, Retries()
         connection = self.connect()
         try:
             while at < end:
@@ -38,37 +38,37 @@ class Ranged(ABC):
                     connection.begin(name, at, end, info.version)
                     while at < end and (count := connection.read_into(view[at - offset : end - offset])):
                         at += count
-                        patience.progressed()
+                        retries.reset()
                 except SourceUnavailable as error:
-                    patience.failed(error)
+                    retries.wait(error)
         finally:
             connection.close()
         return max(0, at - offset)
 
 
-class Patience:
-    """How often one operation failed in a row, and how long to wait before the next try."""
+class Retries:
+    """Counts the consecutive failures of one operation, and waits before each retry."""
 
     def __init__(self) -> None:
         self._failures = 0
 
-    def progressed(self) -> None:
-        """It got somewhere: count from the start."""
+    def reset(self) -> None:
+        """Count from zero again, because the operation made progress."""
         self._failures = 0
 
-    def failed(self, error: SourceUnavailable) -> None:
-        """Wait until it is time to try again; raises `error` if it was the last try."""
+    def wait(self, error: SourceUnavailable) -> None:
+        """Count a failure and wait until the next attempt is due. Raises `error` after the last attempt."""
         self._failures += 1
         if self._failures >= ATTEMPTS:
             raise error
-        # Nobody sets this event: a delay between tries is all there is to wait for.
+        # Never set: only the timeout ends the wait.
         threading.Event().wait(delay_s(self._failures, error.retry_after_s))
 
 
 def delay_s(attempt: int, retry_after_s: float | None = None) -> float:
-    """How long to wait before try `attempt` + 1: doubling, with full jitter, at least what the source asked for.
+    """Return the delay before attempt `attempt` + 1: exponential with full jitter, at least the source's Retry-After.
 
     Source: M. Brooker, "Exponential backoff and jitter" (AWS architecture blog, 2015).
     """
-    drawn_s = random.uniform(0, min(LONGEST_DELAY_S, FIRST_DELAY_S * 2**attempt))  # noqa: S311  jitter, no secret
+    drawn_s = random.uniform(0, min(LONGEST_DELAY_S, FIRST_DELAY_S * 2**attempt))  # noqa: S311  not a secret
     return max(drawn_s, min(retry_after_s or 0.0, 2 * LONGEST_DELAY_S))

@@ -1,12 +1,13 @@
-"""Where shards' bytes come from: named, immutable byte strings behind one URL, read in ranges.
+"""The interface of a source: named, immutable byte strings below one URL, read in ranges.
 
-A backend is a file: `folder`, `http`, `s3`. It gives sizes and versions, and connections that stream one range after
-another into the caller's memory; who reads in parallel opens several. Retrying is the caller's: a source says what
-kind of failure it was, in the words of the error tree.
+The backends are `folder`, `http` and `s3`. A source knows sizes and versions, and opens connections that stream one
+range after another into the caller's memory; parallel reading takes several connections. Retrying is left to the
+caller: the class of an error says whether it may help.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,40 +16,38 @@ from typing import Protocol, runtime_checkable
 MAX_NAME_CHARS = 1024
 _FIRST_PRINTABLE = 0x20
 Progress = Callable[[int, int], None]
-"""Called with the bytes done and the bytes in all."""
+"""Called with the bytes done and the bytes in total."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """What a source knows of one object. `version` (an ETag, a version id) changes when its bytes may have."""
+    """The size of an object, and its version (such as an ETag), which changes when its bytes do."""
 
     size_bytes: int
     version: str = ""
 
 
 class Connection(Protocol):
-    """One stream of ranges. Used by one thread; `close` alone may be called from another."""
+    """One stream of ranges. Not thread-safe, except that any thread may call `close`."""
 
     def begin(self, name: str, begin: int, end: int, version: str = "") -> ObjectInfo:
-        """Ask for bytes [begin, end) of object `name`, 0 <= begin < end <= size; waits until they start to come.
+        """Request bytes [begin, end) of object `name`, 0 <= begin < end <= size, and wait for the response.
 
-        Returns what the answer says of the object.
-
-        With a `version`, only that one will do: SnapshotChanged if the object is another by now. SourceMissing,
-        SourceDenied, and SourceUnavailable for what may pass when tried again. A range that was begun before and not
-        read to its end is dropped.
+        Returns what the response says of the object. An earlier range that was not read to its end is dropped.
+        Raises SnapshotChanged if the object is no longer of `version`, SourceMissing, SourceDenied, and
+        SourceUnavailable if a retry may help.
         """
         ...
 
     def read_into(self, view: memoryview) -> int:
-        """The next bytes of the range, in order, as many as are there and `view` takes; 0 only at its end.
+        """Read the next bytes of the range into `view` and return their count, which is 0 only at the range's end.
 
-        SourceUnavailable if the range breaks off, or nothing comes for the source's timeout.
+        Raises SourceUnavailable if the range ends early, or nothing arrives before the source's timeout.
         """
         ...
 
     def close(self) -> None:
-        """Let go. A read that waits in another thread ends at once with SourceUnavailable. May be called twice."""
+        """Close. A read that waits in another thread raises SourceUnavailable at once. May be called twice."""
         ...
 
 
@@ -57,32 +56,32 @@ class Source(Protocol):
 
     @property
     def url(self) -> str:
-        """Where this is, for messages and for remembering; no credentials in it."""
+        """The URL for messages and for keys; without credentials."""
         ...
 
     def stat(self, name: str) -> ObjectInfo:
-        """Size and version of `name`; SourceMissing if there is no such thing."""
+        """Return the size and version of `name`. Raises SourceMissing."""
         ...
 
     def size(self, name: str) -> int:
-        """How many bytes `name` has; SourceMissing if there is no such thing."""
+        """Return the size of `name` in bytes. Raises SourceMissing."""
         ...
 
     def read_into(self, name: str, offset: int, view: memoryview) -> int:
-        """Fill `view` from `offset` on; returns the bytes written, fewer than asked only at the end."""
+        """Fill `view` from `offset` on. Return the count of bytes, smaller than `view` only at the object's end."""
         ...
 
     def connect(self) -> Connection:
-        """A connection of its own; it may be opened lazily, by the first `begin`."""
+        """Return a new connection. It may be established lazily, by the first `begin`."""
         ...
 
 
 @runtime_checkable
 class Listing(Protocol):
-    """What sources that can be listed (a folder, S3) have besides."""
+    """A source that can be listed: a folder, S3."""
 
     def names(self) -> list[str]:
-        """Every object under the URL, sorted, relative to it."""
+        """Return the names of all objects below the URL, sorted and relative to it."""
         ...
 
 
@@ -90,21 +89,34 @@ class Listing(Protocol):
 class Writable(Source, Listing, Protocol):
     """A source that can be written to: a folder, S3."""
 
-    def put(
-        self, name: str, content: Path | bytes, progress: Callable[[int, int], None] | None = None
-    ) -> None:
-        """Store a file's bytes, or these, as `name`, whole or not at all; progress is (bytes done, bytes in all)."""
+    def put(self, name: str, content: Path | bytes, sent: Callable[[int], None] | None = None) -> None:
+        """Store the bytes, or those of a file, as `name`, completely or not at all. `sent` receives counts of bytes."""
         ...
 
 
+class ByteCounter:
+    """Adds up bytes that are done and reports them. Thread-safe."""
+
+    def __init__(self, total_bytes: int, progress: Progress | None) -> None:
+        self._total_bytes = total_bytes
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._done_bytes = 0
+
+    def add(self, count: int) -> None:
+        with self._lock:
+            self._done_bytes += count
+            if self._progress is not None:
+                self._progress(min(self._done_bytes, self._total_bytes), self._total_bytes)
+
+
 def same_version(one: str, other: str) -> bool:
-    """Whether two versions name the same bytes. What lies between may weaken a tag on its way (W/"..."); the opaque
-    part is still the same."""
+    """Return True if two versions name the same bytes. Proxies may weaken an ETag (W/"..."), keeping its opaque part."""
     return one.removeprefix("W/") == other.removeprefix("W/")
 
 
 def name_fault(name: str) -> str | None:
-    """What is wrong with a file's name as a plain relative one, in words; None if nothing is."""
+    """Return why a file's name is not a plain relative one, or None if it is."""
     if not name:
         return "it is empty"
     if len(name) > MAX_NAME_CHARS:

@@ -1,4 +1,4 @@
-"""A socket to a web server that its one user may replace, and that anybody may shut."""
+"""A socket to a web server, which one thread uses and reconnects, and which any thread may close."""
 
 from __future__ import annotations
 
@@ -8,44 +8,16 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from urllib.parse import urlsplit
+from contextlib import suppress
 
-_PORTS = {"http": 80, "https": 443}
-
-
-@dataclass(frozen=True, slots=True)
-class ServerAddress:
-    """Whom a connection is to."""
-
-    scheme: str
-    host: str
-    port: int
-
-    @staticmethod
-    def of(url: str) -> ServerAddress:
-        """The origin of an http(s) URL; ValueError if it is none."""
-        parts = urlsplit(url)
-        if parts.scheme not in _PORTS or not parts.hostname:
-            raise ValueError("not an http(s) URL")
-        host = parts.hostname.encode("idna").decode()
-        return ServerAddress(parts.scheme, host, parts.port or _PORTS[parts.scheme])
-
-    @property
-    def authority(self) -> str:
-        """As the Host header has it."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return host if self.port == _PORTS[self.scheme] else f"{host}:{self.port}"
-
-    def __str__(self) -> str:
-        return f"{self.scheme}://{self.authority}"
+from .location import ServerAddress
 
 
 class Wire:
-    """At most one socket at a time. Used by one thread; `close` alone may be called from another.
+    """At most one socket at a time. Not thread-safe, except that any thread may call `close`.
 
-    Everything but `close` raises OSError. A descriptor is closed by the user's thread if that is inside a call,
-    since its number would be somebody else's the moment it is closed; who closes meanwhile only shuts it down.
+    All other methods raise OSError. While a call is in progress, `close` only shuts the socket down, and the calling
+    thread closes the descriptor: a closed descriptor's number may be reused at once.
     """
 
     def __init__(self, timeout_s: float, connect_timeout_s: float, tls: Callable[[], ssl.SSLContext]) -> None:
@@ -58,12 +30,8 @@ class Wire:
         self._busy = False
         self._closed = False
 
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
     def connect(self, origin: ServerAddress) -> None:
-        """Connect to `origin`, whatever this was connected to before; TLS included."""
+        """Connect to `origin`, with TLS for https, after dropping the current connection."""
         self.drop()
         deadline_s = time.monotonic() + self._connect_timeout_s
         failure: OSError = OSError(f"{origin.host} has no address")
@@ -83,7 +51,6 @@ class Wire:
         raise failure
 
     def send(self, data: bytes) -> None:
-        """Send all of `data`."""
         connected = self._enter()
         try:
             connected.sendall(data)
@@ -91,7 +58,7 @@ class Wire:
             self._leave()
 
     def receive(self, view: memoryview, limit: int = 0) -> int:
-        """Receive what is there into `view`, at most `limit` bytes (0: all of it); 0 is the peer's end."""
+        """Receive available bytes into `view`, at most `limit` (0: no limit); 0 means that the server closed."""
         connected = self._enter()
         try:
             return connected.recv_into(view, limit)
@@ -99,7 +66,7 @@ class Wire:
             self._leave()
 
     def quiet(self) -> bool:
-        """Whether the socket is open and nothing waits to be read: no end of the peer's, no leftovers."""
+        """Return True if the socket is open and has nothing to read, neither bytes nor an end."""
         poll = select.poll()
         with self._lock:
             if self._socket is None:
@@ -108,29 +75,29 @@ class Wire:
             return not poll.poll(0)
 
     def drop(self) -> None:
-        """The user's own way to let go of the socket; another may be connected."""
+        """Close the socket. `connect` may open another."""
         with self._lock:
-            self.origin, found, self._socket = None, self._socket, None
-            if found is not None:
-                found.close()
+            self.origin = None
+            self._discard()
 
     def close(self) -> None:
-        """For good. A call in another thread ends at once with ConnectionAbortedError."""
+        """Close for good. A call in another thread raises ConnectionAbortedError at once."""
         with self._lock:
             self._closed = True
             if self._socket is None:
                 return
-            if self._busy:
-                _shut_down(self._socket)
-            else:
-                self._socket.close()
-                self._socket = None
+            if not self._busy:
+                self._discard()
+                return
+            # OSError: it is not connected.
+            with suppress(OSError):
+                # Not SSLSocket.shutdown, which removes TLS first: a reader might receive ciphertext.
+                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def _open(
         self, origin: ServerAddress, raw: socket.socket, address: tuple[object, ...], left_s: float
     ) -> None:
-        # TLS is put around the socket before it connects, so that it is one object that `close` can shut,
-        # all through the handshake.
+        # Wrap the socket in TLS before it connects, so that `close` can shut down the handshake too.
         try:
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if origin.scheme == "https":
@@ -170,11 +137,3 @@ class Wire:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-
-
-def _shut_down(found: socket.socket) -> None:
-    try:
-        # Not SSLSocket's own: that takes TLS away first, and a reader might get what is encrypted as it is.
-        socket.socket.shutdown(found, socket.SHUT_RDWR)
-    except OSError:
-        return  # not connected (any more): whoever waits on it has been told

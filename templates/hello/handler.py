@@ -1,10 +1,10 @@
-"""Greets whom it is told to greet: the smallest function with a checked input."""
+"""A greeting: a small function with a validated input."""
 
 from pydantic import BaseModel, Field
 
 
 class Greeting(BaseModel):
-    """What a caller sends. Anything else is answered with 422 and the path of what does not fit."""
+    """The input. Any other input is refused with status 422 and the path of the invalid field."""
 
     name: str = Field("world", max_length=100)
     excited: bool = False

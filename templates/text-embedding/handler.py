@@ -1,7 +1,7 @@
-"""Sentence embeddings of any Hugging Face encoder: mean of the token vectors, scaled to length 1.
+"""Sentence embeddings of any Hugging Face encoder: the mean of the token vectors, scaled to length 1.
 
-The snapshot is the encoder's folder: config.json, tokenizer files, safetensors. What sentence-transformers does
-with such a folder (all-MiniLM-L6-v2, e5, gte, ...) is done here in the open, so that it can be changed.
+The snapshot is the encoder's folder: config.json, tokenizer files, safetensors. This is what sentence-transformers does
+with such a folder (all-MiniLM-L6-v2, e5, gte, ...), written out so that you can change it.
 """
 
 import json
@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any
 
-# The tokenizer's threads would not survive the fork, and texts of one batch do not need them.
+# The tokenizer's threads would not survive the fork, and a batch does not need them.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pilotflame
@@ -19,10 +19,10 @@ from torch.nn.functional import normalize
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 Text = Annotated[str, Field(max_length=100_000)]
-# Texts in one forward pass; more in one request only take more memory, not less time.
+# Texts in one forward pass. More would take more memory, and no less time.
 PASS_TEXTS = 64
 SAMPLE = "A sentence of about the length that is usual."
-# What encoder folders may hold beside the encoder: indexes that are computed, heads for other tasks.
+# Tensors in encoder folders that are not the encoder's weights: computed indexes, heads for other tasks.
 NOT_NEEDED = (r"position_ids$", r"^pooler\.", r"^cls\.", r"^lm_head\.", r"^classifier\.")
 
 
@@ -31,7 +31,7 @@ class Event(BaseModel):
 
 
 class Encoder:
-    """A tokenizer and its model, which has no weights yet when it is built."""
+    """A tokenizer and its model. The model has no weights until `restore`."""
 
     def __init__(self, folder: Path) -> None:
         config = AutoConfig.from_pretrained(folder)
@@ -42,7 +42,8 @@ class Encoder:
             getattr(config, "max_position_embeddings", 512),
         )
         self.model = AutoModel.from_config(config).eval()
-        self.model.pooler = None  # a head that the mean of the token vectors does not use
+        # The mean of the token vectors does not use this head.
+        self.model.pooler = None
 
     def tokenize(self, texts: list[str]) -> Any:
         return self.tokenizer(
@@ -59,36 +60,38 @@ class Encoder:
 
 
 def build(context: pilotflame.Context) -> Encoder:
-    """Once per revision: everything but the weights, which each worker maps when it starts."""
+    """Runs once per revision: make everything but the weights, which each worker maps when it starts."""
     with context.snapshot.skeleton():
         encoder = Encoder(context.snapshot.path)
     names = [tensor.name for tensor in context.snapshot.manifest.tensors]
-    prefix = f"{encoder.model.base_model_prefix}."  # in the names if it was saved with a head on top
+    # The names have this prefix if the encoder was saved with a head on top.
+    prefix = f"{encoder.model.base_model_prefix}."
     prefix = prefix if any(name.startswith(prefix) for name in names) else ""
     context.snapshot.restore(encoder.model, prefix=prefix, ignore=NOT_NEEDED)
-    encoder.tokenize([SAMPLE])  # what its first call would load is loaded here
+    # The first call loads files, so it is made here.
+    encoder.tokenize([SAMPLE])
     return encoder
 
 
 def rehearse(context: pilotflame.Context) -> None:
-    """Ahead of need, in a worker that waits without weights: the first real pass then finds its kernels warm."""
+    """Runs before the first request, in a worker that is still without weights: warm up the kernels."""
     context.state.embed([SAMPLE])
 
 
 @pilotflame.batch(max_size=32, example={"text": SAMPLE})
 def handler(events: list[Event], context: pilotflame.Context) -> list[dict[str, Any]]:
-    """One embedding for a text, a list of them for a list."""
+    """Return one embedding for a text, and a list of embeddings for a list of texts."""
     texts = [text for event in events for text in _texts(event)]
-    # Texts of about the same length go together: the less padding, the less work.
+    # Texts of about the same length are computed together, because padding is wasted work.
     order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
     vectors: list[list[float]] = [[]] * len(texts)
     for start in range(0, len(order), PASS_TEXTS):
         part = order[start : start + PASS_TEXTS]
         for index, vector in zip(part, context.state.embed([texts[i] for i in part]), strict=True):
             vectors[index] = vector
-    given = iter(vectors)
+    rest = iter(vectors)
     return [
-        {"embedding": next(given) if isinstance(event.text, str) else [next(given) for _ in event.text]}
+        {"embedding": next(rest) if isinstance(event.text, str) else [next(rest) for _ in event.text]}
         for event in events
     ]
 
@@ -98,7 +101,7 @@ def _texts(event: Event) -> list[str]:
 
 
 def _max_seq_length(folder: Path) -> int:
-    """The length that sentence-transformers cuts at, where the folder says one."""
+    """Return the number of tokens at which sentence-transformers truncates, if the folder sets one."""
     file = folder / "sentence_bert_config.json"
-    said = json.loads(file.read_text()).get("max_seq_length") if file.is_file() else None
-    return said or 1_000_000
+    length = json.loads(file.read_text()).get("max_seq_length") if file.is_file() else None
+    return length or 1_000_000

@@ -1,6 +1,6 @@
-"""A torch module of your own: made without weights, restored from a snapshot, called in batches.
+"""A torch module that is built without weights, restored from a snapshot, and called in batches.
 
-Replace `Wave` by your module and `make_weights.py` by your training; the rest stays as it is.
+Replace `Wave` with your module and `make_weights.py` with your training. The rest can stay.
 """
 
 from typing import Annotated
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class Wave(nn.Module):
-    """A small network that has learned one wave: sin(x) for x from -3.14 to 3.14."""
+    """A small network that has learned sin(x) for x from -3.14 to 3.14."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Event(BaseModel):
 
 
 def build(context: pilotflame.Context) -> nn.Module:
-    """Once per revision: the module's structure. Each worker maps the weights into it when it starts."""
+    """Runs once per revision: make the module's structure. Each worker maps the weights into it when it starts."""
     with context.snapshot.skeleton():
         model = Wave().eval()
     context.snapshot.restore(model)
@@ -38,7 +38,7 @@ def build(context: pilotflame.Context) -> nn.Module:
 
 @torch.inference_mode()
 def rehearse(context: pilotflame.Context) -> None:
-    """Ahead of need, in a worker that waits without weights: the first real pass then finds its kernels warm."""
+    """Runs before the first request, in a worker that is still without weights: warm up the kernels."""
     context.state(torch.zeros(1, 1))
 
 

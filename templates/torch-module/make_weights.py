@@ -1,4 +1,4 @@
-"""Trains the module and writes weights/model.safetensors. Run it once: python make_weights.py"""
+"""Train the module and write weights/model.safetensors. Run it once: python make_weights.py"""
 
 import math
 from pathlib import Path
@@ -13,7 +13,8 @@ STEPS = 1000
 
 def train() -> Wave:
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # a module this small is slower with more
+    # More threads would slow down a module this small.
+    torch.set_num_threads(1)
     model = Wave()
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)

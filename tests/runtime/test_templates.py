@@ -1,4 +1,4 @@
-"""The templates, deployed on a real gateway: each answers its own test_input.json, and answers rightly."""
+"""The templates on a real gateway: each returns the right result for its test_input.json."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEXTS = ["A pilot flame.", "", "The same sentence, over and over. " * 60, "Über
 
 @pytest.fixture
 def deployed(served: str, tmp_path: Path):
-    """`deployed(template)`: (client, function's name, its folder); gone after the test."""
+    """`deployed(template)`: (client, function's name, its folder). Deleted after the test."""
     with Client(served) as client:
         names: list[str] = []
 

@@ -1,4 +1,4 @@
-"""What the snapshot's tests share: the real model, and small files written by the safetensors library."""
+"""Fixtures of the snapshot tests: a real model, and small files written by the safetensors library."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def minilm() -> Path:
 
 @pytest.fixture
 def save(tmp_path: Path) -> Callable[..., tuple[Path, Manifest]]:
-    """Write tensors as model.safetensors into a fresh folder; gives the folder and its manifest."""
+    """Write tensors as model.safetensors into a new folder. Return the folder and its manifest."""
 
     def write(tensors: dict[str, Any], **options: Any) -> tuple[Path, Manifest]:
         metadata = options.pop("metadata", None)

@@ -1,4 +1,4 @@
-"""Ten thousand random corruptions of a snapshot on disk, found ten thousand times, each in its file and chunk."""
+"""Ten thousand random corruptions of a snapshot on disk are each found, in the right file and chunk."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SEED = 20250
 
 @pytest.fixture
 def root() -> Iterator[Path]:
-    """A folder in memory where there is one."""
+    """A folder in memory if there is one."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as folder:
         yield Path(folder)
@@ -45,7 +45,7 @@ def make(root: Path) -> Manifest:
 
 
 def damaged(content: bytes, draw: random.Random) -> tuple[str, bytes]:
-    """What kind of damage, and the file after it; it may leave the bytes as they were."""
+    """Return the kind of damage, and the damaged content, which may equal the old one."""
     kind = draw.choice(["flip", "run", "swap", "cut", "longer", "zeros"])
     size = len(content)
     begin = draw.randrange(size)
@@ -71,7 +71,7 @@ def damaged(content: bytes, draw: random.Random) -> tuple[str, bytes]:
 
 
 def first_difference(one: bytes, two: bytes) -> int:
-    """The first byte that is not the same in two files of one length."""
+    """Return the offset of the first byte that differs in two files of the same length."""
     begin, end = 0, len(one)
     while end - begin > 1:
         middle = (begin + end) // 2
@@ -80,7 +80,7 @@ def first_difference(one: bytes, two: bytes) -> int:
 
 
 def place(name: str, before: bytes, after: bytes, is_shard: bool) -> dict[str, object]:
-    """What the error must say of where it is."""
+    """Return the details that the error must have."""
     if not is_shard:
         return {"asset": name}
     if len(after) > len(before):
@@ -95,7 +95,7 @@ def test_ten_thousand_corruptions_are_found_ten_thousand_times(root: Path) -> No
     contents = {file.name: (root / file.name).read_bytes() for file in manifest.files}
     shards = {shard.name for shard in manifest.shards}
     draw = random.Random(SEED)
-    # A byte as likely as any other; the assets, being small, a little likelier.
+    # All bytes are equally likely, those of the small assets a little more.
     names = draw.choices(list(contents), [len(text) + 20_000 for text in contents.values()], k=2 * COUNT)
     kinds: Counter[str] = Counter()
     found = named = 0
@@ -104,7 +104,8 @@ def test_ten_thousand_corruptions_are_found_ten_thousand_times(root: Path) -> No
             break
         kind, text = damaged(contents[name], draw)
         if text == contents[name]:
-            continue  # zeros over zeros: no damage
+            # Zeros over zeros are no damage.
+            continue
         path = root / name
         path.write_bytes(text)
         with pytest.raises(SnapshotCorrupt) as caught:

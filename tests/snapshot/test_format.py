@@ -1,4 +1,4 @@
-"""docs/snapshot-format.md and the code say the same: limits, fields, types, the example and its digest."""
+"""docs/snapshot-format.md and the code agree: limits, fields, types, the example and its digest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from pilotflame.snapshot.format import header, manifest
-from pilotflame.snapshot.format.dtype import DTYPES
+from pilotflame.snapshot.format.header import DTYPES
 from pilotflame.snapshot.format.manifest import Asset, Manifest, Shard, TensorEntry
 from pilotflame.snapshot.sources import source
 
@@ -17,7 +17,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "snapshot-format.md").read_text()
 
 
 def rows(heading: str) -> list[list[str]]:
-    """The cells of the first table after a line that starts so; without its head."""
+    """Return the cells of the first table after a line that starts with `heading`, without the table's head."""
     table = re.search(rf"^{re.escape(heading)}.*?\n(\|.*?)\n\n", PAGE, re.MULTILINE | re.DOTALL)
     assert table, heading
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[1].splitlines()[2:]]

@@ -1,4 +1,4 @@
-"""Manifests and headers from an enemy: they parse to something that holds, or are refused. Nothing else, and quickly."""
+"""Hostile manifests and headers either parse to something valid or are refused, quickly and in bounded memory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pilotflame.errors import HeaderError, ManifestError, SnapshotError
-from pilotflame.snapshot.format.dtype import DTYPES
-from pilotflame.snapshot.format.header import MAX_HEADER_BYTES, Header, parse_header, read_header
+from pilotflame.snapshot.format.header import DTYPES, MAX_HEADER_BYTES, Header, parse_header, read_header
 from pilotflame.snapshot.format.layout import read_index
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME, MAX_ASSET_BYTES, Manifest
 from pilotflame.snapshot.sources.folder import FolderSource
@@ -31,7 +30,7 @@ hostile = settings(
 
 
 def sound() -> dict[str, Any]:
-    """A manifest of two shards, with everything in it that there can be."""
+    """A manifest of two shards that uses every field."""
     return {
         "version": 1,
         "algorithm": "xxh3-128",
@@ -110,7 +109,7 @@ anything = st.recursive(
 
 
 def places(document: Any) -> Iterator[tuple[Any, Any]]:
-    """Every (container, key) below."""
+    """Yield every (container, key) below."""
     keys = list(document) if isinstance(document, dict) else range(len(document))
     for key in keys:
         yield document, key
@@ -120,7 +119,7 @@ def places(document: Any) -> Iterator[tuple[Any, Any]]:
 
 @st.composite
 def mutated(draw: st.DrawFn, documents: st.SearchStrategy[Any]) -> bytes:  # noqa: C901
-    """JSON in which a few things are swapped, gone, doubled, or something else."""
+    """Draw JSON in which a few values are swapped, removed, repeated or replaced."""
     document = draw(documents)
     for _ in range(draw(st.integers(1, 4))):
         found = list(places(document))
@@ -137,7 +136,7 @@ def mutated(draw: st.DrawFn, documents: st.SearchStrategy[Any]) -> bytes:  # noq
             del container[key]
         elif action == "swap":
             other, at = draw(st.sampled_from(found))
-            # A copy: what holds itself is no JSON.
+            # Copy: a container that holds itself is not JSON.
             container[key], other[at] = json.loads(json.dumps([other[at], container[key]]))
         elif action == "double" and isinstance(container, list):
             container.append(container[key])
@@ -147,14 +146,14 @@ def mutated(draw: st.DrawFn, documents: st.SearchStrategy[Any]) -> bytes:  # noq
             container[key] = [container[key]]
     text = json.dumps(document)
     if draw(st.booleans()):
-        # A key that is there twice, which no dict can hold.
+        # A repeated key, which no dict can hold.
         key = draw(st.sampled_from(["version", "shards", "name", "w", "dtype"]))
         text = text.replace("{", "{" + json.dumps(key) + ": " + json.dumps(draw(anything)) + ", ", 1)
     return text.encode()
 
 
 def check_manifest(manifest: Manifest) -> None:
-    """Every statement of a manifest holds, said again without its own checks."""
+    """Check a manifest again, independently of its own validation."""
     names = [file.name for file in (*manifest.shards, *manifest.assets)]
     assert len(set(names)) == len(names)
     assert MANIFEST_NAME not in names
@@ -189,7 +188,7 @@ def check_manifest(manifest: Manifest) -> None:
 
 
 def refused(error: SnapshotError) -> None:
-    """It can be printed, and is no page long."""
+    """The message can be printed and is short."""
     assert len(str(error).encode()) < 3000
 
 
@@ -215,7 +214,7 @@ def test_a_mutated_manifest_holds_or_is_refused(text: bytes) -> None:
 
 
 def test_the_sound_manifest_holds() -> None:
-    """Else the mutations would be of something that is refused anyway."""
+    """Otherwise every mutation would be refused."""
     check_manifest(Manifest.parse(json.dumps(sound()).encode()))
 
 
@@ -340,5 +339,6 @@ def test_bulk_is_refused_in_time_and_memory(kind: str) -> None:
         parse_header(text, file="x", file_bytes=8 + len(text))
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak_bytes < 200 << 20  # orjson reserves twelve times the text, and touches what it needs
+    # orjson reserves twelve times the size of the text, and touches only what it needs.
+    assert peak_bytes < 200 << 20
     assert len(text) < MAX_HEADER_BYTES

@@ -1,8 +1,7 @@
-"""A model of 6 GB is fetched and restored in a few megabytes of memory of one's own.
+"""A model of 6 GB is fetched and restored in a few megabytes of anonymous memory.
 
-The model is a sparse file: here and there content, else holes. All of it goes through the engine, which reads, hashes and
-verifies 6 GB; only the test's target leaves out writing what is all zeros, as a fresh file reads as zeros anyway. So it
-takes seconds, and next to no disk.
+The model is a sparse file with little content between holes. The engine reads, hashes and verifies all 6 GB. Only the
+test's target skips writing zeros, because a new file reads as zeros. So the test takes seconds and little disk.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from torch import nn
 
 NAME = "model.safetensors"
 BLOCKS, ROWS, COLUMNS = 6, 16384, 32768
-"""1 GiB a block, as float16."""
+"""Each block has 1 GiB as float16."""
 MOST_BYTES = 256 << 20
 DISK_BYTES = 1 << 30
 
@@ -52,7 +51,7 @@ class Net(nn.Module):
 
 
 class Sparse(ShardTarget):
-    """A fresh file in which holes stay holes."""
+    """Create a file that keeps its holes."""
 
     def write(self, offset: int, view: memoryview) -> None:
         if numpy.frombuffer(view, numpy.uint8).any():
@@ -60,7 +59,7 @@ class Sparse(ShardTarget):
 
 
 def row(block: int, at: int) -> torch.Tensor:
-    """What stands in the rows of a block that are no holes."""
+    """Return the content of the rows of a block that are not holes."""
     return torch.full((COLUMNS,), float(10 * block + (at > 0) + 1), dtype=torch.float16)
 
 
@@ -69,7 +68,7 @@ def norm() -> torch.Tensor:
 
 
 def sparse_model(folder: Path) -> Manifest:
-    """The file, and its manifest: chunks of holes all have the same digest."""
+    """Return the file and its manifest. All chunks of holes have the same digest."""
     shapes = {f"blocks.{block}": ("F16", [ROWS, COLUMNS], 2 * ROWS * COLUMNS) for block in range(BLOCKS)}
     shapes["norm"] = ("F32", [COLUMNS], 4 * COLUMNS)
     entries, end = {}, 0
@@ -121,7 +120,7 @@ def _described(folder: Path, header: Any, pieces: dict[int, torch.Tensor]) -> Ma
 
 @pytest.fixture
 def room() -> Iterator[Path]:
-    """A folder in memory: there, unlike on a disk, reading a hole takes no page."""
+    """A folder in memory, where reading a hole takes no page, unlike on a disk."""
     if not Path("/dev/shm").is_dir() or shutil.disk_usage("/dev/shm").free < DISK_BYTES:
         pytest.skip("no room in /dev/shm")
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="pilotflame-test-") as folder:
@@ -152,17 +151,16 @@ def test_six_gigabytes_in_little_memory(room: Path) -> None:
 
 
 def memory_bytes(field: str) -> int:
-    """VmRSS: what the process has now; VmHWM: the most it ever had."""
+    """Return VmRSS (the current size of the process) or VmHWM (its peak)."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition(f"{field}:")[2].split()[0]) << 10
 
 
 def main(there: Path, here: Path) -> None:
-    """Fetch, restore, look at some rows; then take too much on purpose, to see that it is seen.
+    """Fetch, restore and read some rows; then allocate too much, to check that the test notices.
 
-    The peak of the resident memory counts mapped files too, so it is an upper bound of the anonymous peak. It is one that
-    holds: nothing maps the weights while they are fetched, and later no more of them is touched than a few rows. It is the
-    kernel's own peak, which no sampling could miss.
+    The kernel's peak of resident memory counts mapped files too, so it is an upper bound of the anonymous peak. The bound
+    is close: nothing maps the weights while they are fetched, and later only a few rows are read.
     """
     manifest = Manifest.read(there)
     before_bytes = memory_bytes("VmRSS")

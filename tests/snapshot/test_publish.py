@@ -1,4 +1,4 @@
-"""Published whole or not at all: files and folders."""
+"""Files and folders are published completely or not at all."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def test_a_file_that_fails_leaves_what_was(tmp_path: Path) -> None:
 
 
 def test_a_folder_appears_when_it_is_whole(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()  # an empty one is nothing
+    # An empty folder may be replaced.
+    (tmp_path / "out").mkdir()
     with publish_folder(tmp_path / "out") as folder:
         (folder / "sub").mkdir()
         (folder / "sub" / "f").write_bytes(b"1")

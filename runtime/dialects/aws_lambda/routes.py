@@ -20,7 +20,7 @@ from ...api.parameters import Parameter, header
 from ...api.requests import caller_of, check_json, priority_of, request_id_of, timeout_of, traceparent_of
 from ...api.responses import ErrorBody, json_response, retry_headers
 from ...api.routes import Route
-from ...functions.registry import Live
+from ...functions.live import Live
 from ...serving.invocation import Invocation, Output
 
 VERSION = "$LATEST"

@@ -16,7 +16,7 @@ from ...api.parameters import header
 from ...api.requests import traceparent_of
 from ...api.responses import json_response
 from ...api.routes import Route
-from ...functions.registry import Live
+from ...functions.live import Live
 from ...jobs.job import Job, JobState, NewJob
 from .parsing import BATCHED, STRUCTURED, CloudEvent, ReceivedEvent, is_event, parse
 

@@ -24,10 +24,9 @@ from ...api.parameters import Parameter, header
 from ...api.requests import caller_of, dump_json, idempotency_of, read_body, too_large
 from ...api.responses import json_response
 from ...api.routes import Route
-from ...functions.registry import Live
+from ...functions.live import Live
 from ...jobs import queries
-from ...jobs.identity import GENERATED
-from ...jobs.job import Job, JobState, Webhook
+from ...jobs.job import ID_PREFIX, Job, JobState, Webhook
 from .prediction import ID, Prediction, PredictionRequest, Preference, chosen_id, parse, shown, stored_id
 
 MAX_CHOICES = 50
@@ -212,7 +211,7 @@ class PredictionsApi:
         except UnknownJob:
             job = await self._jobs.find(job_id, caller.allows, names)
         # A chosen id can be guessed, so its job is shown only to its owner.
-        foreign = job.owner not in ("", caller.owner) and not job.id.startswith(GENERATED)
+        foreign = job.owner not in ("", caller.owner) and not job.id.startswith(ID_PREFIX)
         if foreign and Scope.ADMIN not in caller.scopes:
             raise queries.unknown(job_id)
         return job

@@ -17,7 +17,7 @@ from ...api.parameters import Choices, Number, Parameter, header
 from ...api.requests import dump_json
 from ...api.responses import Handler, json_response
 from ...api.routes import Route
-from ...functions.registry import Live
+from ...functions.live import Live
 from ...jobs.job import Job, JobState
 from .bodies import HEALTH, JOBS, MAX_LISTED, PIECES, PURGED, JobRequest, JobStatus, parse, shown
 

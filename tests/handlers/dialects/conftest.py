@@ -1,4 +1,4 @@
-"""Foreign handlers: deployed from the folders of `tests/examples`, unchanged, or resolved here and called by hand."""
+"""Foreign handlers, unchanged: deployed from the folders of `tests/examples`, or resolved and called in the test."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PLATFORMS = ("runpod", "cog")
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def deploy_folder(gateway: Gateway) -> AsyncIterator[Callable[..., Any]]:
-    """`await deploy_folder("runpod-plain", **overrides)`: a function that goes when the test ends."""
+    """`await deploy_folder("runpod-plain", **overrides)` deploys a function until the test ends."""
     functions: list[Function] = []
 
     async def deployed(folder: str, **overrides: Any) -> Function:
@@ -39,15 +39,15 @@ async def deploy_folder(gateway: Gateway) -> AsyncIterator[Callable[..., Any]]:
 
 
 class Host:
-    """A worker that writes down what it is asked for."""
+    """A worker that records the calls of its handler."""
 
     def __init__(self) -> None:
-        self.said: list[Any] = []
+        self.progressed: list[Any] = []
         self.retired = 0
         self.sizes: list[int] = []
 
     def progress(self, channel: int, value: Any) -> None:
-        self.said.append(value)
+        self.progressed.append(value)
 
     def retire(self) -> None:
         self.retired += 1
@@ -57,7 +57,7 @@ class Host:
 
 
 class Resolved:
-    """A handler that was resolved here, and a worker for it."""
+    """A resolved handler, and a worker for it."""
 
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
@@ -72,7 +72,7 @@ class Resolved:
         return self.state
 
     def __call__(self, event: Any = None, *, about: dict[str, Any] | None = None, bare: bool = False) -> Any:
-        """The answer, or the list of what was streamed."""
+        """Return the output, or the list of streamed pieces."""
         extra = {"job": about, "bare": bare}
         context = Context("tone", "r1", invocation_id="i1", state=self.state, host=self.host, extra=extra)
         given = self.handler.call(event, context)
@@ -87,7 +87,7 @@ async def _all(given: Any) -> Any:
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Imports of foreign files are undone, and the platforms' own packages are not here, whether installed or not."""
+    """Undo imports of foreign files, and hide the platforms' packages even if they are installed."""
     cwd, before, environ = Path.cwd(), dict(sys.modules), dict(os.environ)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", list(sys.argv))
@@ -100,8 +100,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         hidden = found is None or "site-packages" in str(found.origin)
         return None if hidden else found
 
-    for platform in PLATFORMS:
-        monkeypatch.setattr(f"pilotflame.handlers.dialects.{platform}.find_spec", absent)
+    monkeypatch.setattr("pilotflame.handlers.dialects.stand_in.find_spec", absent)
     yield
     os.chdir(cwd)
     os.environ.clear()

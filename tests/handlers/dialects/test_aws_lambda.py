@@ -30,7 +30,7 @@ async def test_the_example(deploy_folder: Callable[..., Any]) -> None:
         "nobody": [None, None],
         "counts": {"1": "one"},
     }
-    # No body is an empty event.
+    # Without a body, the event is empty.
     assert (await function.client.post(function.path)).json()["statusCode"] == 200
 
 

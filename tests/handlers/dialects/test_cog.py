@@ -27,11 +27,11 @@ def pieces(text: str) -> list[Any]:
 
 
 HERE = {"env.PILOTFLAME_INPUT_NETWORKS": "127.0.0.0/8"}
-"""This machine may be fetched from."""
+"""Allows files from this machine."""
 
 
 async def problems(function: Any, event: Any) -> dict[str, str]:
-    """What is wrong with an input, by the path of each field."""
+    """Return the problems of an input, by the path of each field."""
     error = await function.error(event)
     assert (error["status"], error["type"]) == (422, "input_invalid"), error
     return {problem["path"]: problem["problem"] for problem in error["details"]["problems"]}
@@ -39,7 +39,7 @@ async def problems(function: Any, event: Any) -> dict[str, str]:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def file_server() -> AsyncIterator[str]:
-    """Answers /cat.png with five bytes, all else with 404."""
+    """Serve five bytes as /cat.png, and 404 for all other paths."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         path = (await reader.readuntil(b"\r\n\r\n")).split()[1]
@@ -121,7 +121,7 @@ async def test_an_iterator_streams(deploy_folder: Callable[..., Any]) -> None:
     function = await deploy_folder("cog-iterator")
     assert function.described["streaming"]
     assert function.described["output_schema"] == {"type": "string"}
-    # The model has an `input` itself: bare or in the envelope, it is found.
+    # The predictor has an input named `input`, which works bare and in the envelope.
     for event in ({"input": "hi", "count": 1}, {"input": {"input": "hi", "count": 1}}):
         assert pieces((await function.call(event)).text) == ["hi", " once", {}]
     assert pieces((await function.call({"input": "so"})).text) == ["so", " once", " upon", " a", " time", {}]
@@ -258,7 +258,7 @@ async def test_a_function_can_be_the_predictor(deploy: Callable[..., Any], gatew
     assert await function.answer({"input": {"n": 1}}) == 2
     assert set(await problems(function, {"n": 0})) == {"input.n"}
     assert set(await problems(function, [1])) == {"input"}
-    # Who has taken the input out of its envelope says so.
+    # The gateway removed the envelope and marked the input as bare.
     assert gateway.server is not None
     now_s = time.monotonic()
     given = Invocation(

@@ -1,4 +1,4 @@
-"""Files of inputs: what is fetched, what is refused, and that nothing is left behind."""
+"""Input files: what is downloaded, what is refused, and that all are deleted."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 from pilotflame.addresses import INPUT_NETWORKS
 from pilotflame.handlers.dialects import files
-from pilotflame.handlers.dialects.files import Fetched
+from pilotflame.handlers.dialects.files import InputFiles
 
 
 @pytest.fixture(autouse=True)
 def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This machine may be fetched from."""
+    """Allow files from this machine."""
     monkeypatch.setenv(INPUT_NETWORKS, "127.0.0.0/8")
 
 
 @pytest.fixture
 def endless() -> Iterator[str]:
-    """A server that says it will send a thousand bytes and sends three."""
+    """A server that announces a thousand bytes and sends three."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         ended = threading.Event()
 
@@ -40,19 +40,20 @@ def endless() -> Iterator[str]:
 
 
 def test_a_source_that_falls_silent_is_given_up_within_the_invocations_time(endless: str) -> None:
-    with Fetched(lambda: 50) as fetched, pytest.raises(ValueError, match="cannot be fetched: timed out"):
-        fetched.fetch(endless)
-    with Fetched(lambda: 0) as fetched, pytest.raises(ValueError, match="cannot be fetched"):
-        fetched.fetch("data:,x")
+    with InputFiles(lambda: 50) as found, pytest.raises(ValueError, match="cannot be fetched: timed out"):
+        found.fetch(endless)
+    with InputFiles(lambda: 0) as found, pytest.raises(ValueError, match="cannot be fetched"):
+        found.fetch("data:,x")
 
 
 def test_too_large_is_refused_and_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(files, "MAX_BYTES", 6)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with Fetched() as fetched:
-        assert fetched.fetch("data:,abc").read_bytes() == b"abc"
-        with pytest.raises(ValueError, match="larger than"):  # all together
-            fetched.fetch("data:,abcd")
+    with InputFiles() as found:
+        assert found.fetch("data:,abc").read_bytes() == b"abc"
+        # The limit is for all files together.
+        with pytest.raises(ValueError, match="larger than"):
+            found.fetch("data:,abcd")
         assert len(list(tmp_path.iterdir())) == 2
     assert list(tmp_path.iterdir()) == []
 
@@ -70,8 +71,8 @@ def test_too_large_is_refused_and_removed(monkeypatch: pytest.MonkeyPatch, tmp_p
     ],
 )
 def test_what_is_no_address(url: str, why: str) -> None:
-    with Fetched() as fetched, pytest.raises(ValueError, match=why):
-        fetched.fetch(url)
+    with InputFiles() as found, pytest.raises(ValueError, match=why):
+        found.fetch(url)
 
 
 @pytest.mark.parametrize(

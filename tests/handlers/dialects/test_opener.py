@@ -1,4 +1,4 @@
-"""Opening what strangers name: only addresses that may be called, whatever their names and redirects say."""
+"""Opening callers' URLs connects only to allowed addresses, whatever names and redirects resolve to."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from urllib.error import URLError
 
 import pytest
 from pilotflame.addresses import INPUT_NETWORKS, Addresses
-from pilotflame.handlers.dialects.files import Fetched
+from pilotflame.handlers.dialects.files import InputFiles
 from pilotflame.handlers.dialects.opener import connected, opener
 
 HERE = {INPUT_NETWORKS: "127.0.0.1, ::1"}
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Redirects to what the path says; without that, a body; /short promises more than it sends."""
+    """Redirects to the path's `to`, else sends a body. /short announces more than it sends."""
 
     def do_GET(self) -> None:
         target = self.path.partition("?to=")[2]
@@ -30,7 +30,7 @@ class Answers(BaseHTTPRequestHandler):
             self.wfile.write(b"body")
 
     def log_message(self, *_: object) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -84,13 +84,13 @@ def test_no_proxy_is_asked(server: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_networks_that_are_none_are_said() -> None:
-    with pytest.raises(ValueError, match=f"{INPUT_NETWORKS} cannot be taken: 'here'"):
+    with pytest.raises(ValueError, match=f"{INPUT_NETWORKS} is malformed: 'here'"):
         opener({INPUT_NETWORKS: "here"})
 
 
 def test_what_ends_early_is_refused(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(INPUT_NETWORKS, "127.0.0.1")
-    with Fetched() as fetched:
-        assert fetched.fetch(server).read_bytes() == b"body"
+    with InputFiles() as found:
+        assert found.fetch(server).read_bytes() == b"body"
         with pytest.raises(ValueError, match="ended 5 bytes early"):
-            fetched.fetch(f"{server}/short")
+            found.fetch(f"{server}/short")

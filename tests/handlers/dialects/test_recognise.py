@@ -1,4 +1,4 @@
-"""Recognising: what a folder's files say of their handler, in many shapes; none of them is ever run."""
+"""Recognising handlers in folders of many shapes, without running any file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RunPod's handlers, unchanged: the examples on a real gateway, all else as a worker would call it."""
+"""RunPod's handlers, unchanged: the examples on a real gateway, the others called as a worker calls them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHOW = "def handler(job): return job" + START
 
 
 async def invoke(gateway: Gateway, name: str, event: Any, **how: Any) -> Output:
-    """As the dispatcher of jobs does it."""
+    """Invoke as the dispatcher of jobs does."""
     assert gateway.server is not None
     now_s = time.monotonic()
     invocation = Invocation(
@@ -49,7 +49,7 @@ def pieces(text: str) -> list[Any]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def examples(gateway: Gateway) -> AsyncIterator[dict[str, Function]]:
-    """All at once: where the real package is installed its import takes seconds."""
+    """Deploy all at once, because importing the real package takes seconds."""
     folder = Path(__file__).parents[2] / "examples"
 
     async def deployed(name: str) -> Function:
@@ -105,7 +105,7 @@ async def test_error_and_refresh(examples: dict[str, Function]) -> None:
     assert "number is a required input." in (await function.error({"input": {}}))["message"]
     raised = await function.error({"input": {"number": 42}})
     assert (raised["details"]["exception"], raised["details"]["file"]) == ("ValueError", "handler.py")
-    # Of the answer that asks for a fresh worker nothing is seen but that the next one comes from another.
+    # The output that requests a new worker shows only in that the next one runs in another.
     last = await function.answer({"input": {"number": 9, "fresh": True}})
     assert last == {"root": 3.0, "pid": first["pid"]}
     assert (await function.answer({"input": {"number": 9}}))["pid"] != first["pid"]
@@ -164,7 +164,8 @@ runpod.serverless.start({"handler": handler, "concurrency_modifier": modifier})
             return bool(status["queued"] + status["in_flight"] == 4)
 
         await until(all_there, "the fourth")
-        assert len(gate.arrived) == 3  # three at a time, in one worker
+        # Three at once, in one worker.
+        assert len(gate.arrived) == 3
         assert len({arrival.pid for arrival in inside}) == 1
         gate.open()
     assert asked[0].result()[:2] == [1, 3]
@@ -178,7 +179,7 @@ def test_what_a_job_is(made: Callable[..., Any]) -> None:
     assert show({"input": 0, "webhook": "w"}) == {"id": "i1", "input": 0, "webhook": "w"}
     assert show([1]) == {"id": "i1", "input": [1]}
     assert show(None) == {"id": "i1", "input": None}
-    # Who has unwrapped it already says so: what is below is the input whatever its keys.
+    # The gateway removed the envelope, so this is the input, whatever its keys are.
     assert show({"input": 5}, bare=True) == {"id": "i1", "input": {"input": 5}}
     assert show({"input": 5}, about={"id": "job-7", "webhook": "w"}) == {
         "id": "job-7",
@@ -203,7 +204,8 @@ def test_what_a_job_is(made: Callable[..., Any]) -> None:
 )
 def test_what_a_handler_returns(made: Callable[..., Any], returned: str, answer: Any) -> None:
     resolved = made("handler.py", SHOW.replace("return job", f"return {returned}"))
-    if "(1, 2)" in returned:  # a key that JSON has no form of, for anybody
+    # JSON cannot express this key.
+    if "(1, 2)" in returned:
         with pytest.raises(Exception, match=r"answer\.deep is a dict with the key"):
             resolved.handler.output.encode(resolved())
         return
@@ -272,7 +274,7 @@ def test_the_modifier_is_asked_at_the_start_and_after_each_job(made: Callable[..
     resolved.set_up()
     resolved()
     assert resolved.host.sizes == [2, 3]
-    # A plain handler was not written for company.
+    # A plain handler does not run concurrently.
     plain = made("handler.py", "def handler(job): return 1" + start)
     assert plain.handler.setup is None
     plain()
@@ -298,7 +300,7 @@ def handler(job):
 """
     resolved = made("handler.py", source + START)
     assert resolved() is None
-    assert resolved.host.said == [{"step": 1}, 2]
+    assert resolved.host.progressed == [{"step": 1}, 2]
 
 
 def test_the_file_runs_as_the_main_program_up_to_start(made: Callable[..., Any]) -> None:
@@ -318,7 +320,7 @@ if __name__ == "__main__":
         runpod.serverless.start({"handler": handler})
     except Exception:
         pass
-    os._exit(3)  # at RunPod nobody comes here
+    os._exit(3)  # never reached at RunPod
 """
     assert made("handler.py", source)() == ["__main__", 1, True, str(Path.cwd())]
 
@@ -328,7 +330,8 @@ def test_start_in_a_module_that_the_file_imports(made: Callable[..., Any]) -> No
         "runpod:handler.py", "import inner\n", **{"inner.py": "def handler(job): return __name__" + START}
     )
     assert resolved() == "inner"
-    assert "inner" in sys.modules  # its import never ended, but it is what the handler is of
+    # Its import never ended, but it holds the handler.
+    assert "inner" in sys.modules
 
 
 def test_start_in_a_coroutine(made: Callable[..., Any]) -> None:
@@ -368,7 +371,7 @@ def handler(job):
 """
     resolved = made("handler.py", source + START, **REAL)
     assert resolved() is True
-    assert resolved.host.said == [1]
+    assert resolved.host.progressed == [1]
 
 
 def test_a_folder_of_that_name_is_no_package(made: Callable[..., Any]) -> None:

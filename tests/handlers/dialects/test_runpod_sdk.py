@@ -1,4 +1,4 @@
-"""The stand-in for `runpod`: what handlers import of it does what the real one does."""
+"""The stand-in for `runpod` behaves like the real package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The keyring: what is created outlives the process, what is revoked is gone, and no file that is broken opens the gateway."""
+"""Keys outlive the process, revoked keys are gone, and no damaged file opens the gateway."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_revoked_key_is_gone_and_the_gateway_stays_closed(tmp_path: Path):
 
 
 @pytest.mark.parametrize("token", ["", "pf_", "Bearer", "pf_000000000000_" + "0" * 64, "ä" * 80])
-def test_what_is_no_key_finds_none(tmp_path: Path, token: str):
+def test_an_unknown_token_finds_no_key(tmp_path: Path, token: str):
     keyring = loaded(tmp_path)
     keyring.create(NewKey(name="a"), 0.0)
     assert keyring.find(token, 1.0) is None
@@ -71,7 +71,7 @@ def test_uses_are_noted_coarsely_and_saved(tmp_path: Path):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"keys": [{}]}', '{"version": 1, "keys": [], "more": 1}'])
-def test_a_broken_file_is_told_and_opens_nothing(tmp_path: Path, text: str):
+def test_a_damaged_file_stops_the_gateway(tmp_path: Path, text: str):
     keyring = loaded(tmp_path)
     keyring.create(NewKey(name="a"), 0.0)
     keyring.path.write_text(text)
@@ -79,7 +79,7 @@ def test_a_broken_file_is_told_and_opens_nothing(tmp_path: Path, text: str):
         Keyring(tmp_path).load()
 
 
-def test_what_cannot_be_written_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_failed_write_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     keyring = loaded(tmp_path)
     key, token = keyring.create(NewKey(name="a"), 0.0)
 
@@ -97,15 +97,15 @@ def test_what_cannot_be_written_does_not_count(tmp_path: Path, monkeypatch: pyte
         assert one.find(token, 1.0) is not None
 
 
-def test_what_a_crash_left_half_written_is_removed(tmp_path: Path):
+def test_half_written_files_are_removed(tmp_path: Path):
     keyring = loaded(tmp_path)
     keyring.create(NewKey(name="a"), 0.0)
     (keyring.path.parent / ".keys.json.x1y2").write_text('{"ver')
-    assert len(loaded(tmp_path)) == 1
+    assert len(loaded(tmp_path).all()) == 1
     assert [path.name for path in keyring.path.parent.iterdir()] == ["keys.json"]
 
 
-def test_many_may_change_it_at_once(tmp_path: Path):
+def test_threads_may_change_it_at_once(tmp_path: Path):
     keyring = loaded(tmp_path)
 
     def change(number: int) -> None:

@@ -1,4 +1,4 @@
-"""The API key: what is stored opens nothing, what is sent is compared in constant time, and nonsense is no key."""
+"""The stored key admits nobody, tokens are compared in constant time, and malformed tokens are no keys."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ def test_an_expired_key_opens_nothing():
     assert not key.opens(token, 110.0)
 
 
-def test_comparing_takes_equally_long():
+def test_comparing_takes_constant_time():
     assert "hmac.compare_digest(" in inspect.getsource(ApiKey.opens)
-    assert "hmac.compare_digest(" in inspect.getsource(keys.spend_the_time)
+    assert "hmac.compare_digest(" in inspect.getsource(keys.compare_with_nobody)
     assert "==" not in inspect.getsource(ApiKey.opens)
 
 
 @given(st.text())
-def test_nonsense_is_no_token(text: str):
+def test_other_text_is_no_token(text: str):
     assert key_id_of(text) is None
     assert key_id_of(f"pf_{text}") is None
 
 
-def test_a_wish_is_read():
+def test_a_request_is_parsed():
     new = parse_new_key(
         b'{"name": "shop", "scopes": ["invoke", "deploy"], "functions": ["a"], "rate_per_s": 2}'
     )
@@ -77,6 +77,6 @@ def test_a_wish_is_read():
         (b'{"name": "a", "expires_in_s": -1}', "expires_in_s"),
     ],
 )
-def test_a_wish_that_cannot_be_is_named(body: bytes, named: str):
+def test_an_invalid_request_is_refused_by_field(body: bytes, named: str):
     with pytest.raises(BadInput, match=named):
         parse_new_key(body)

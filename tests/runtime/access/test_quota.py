@@ -1,4 +1,4 @@
-"""The quota: never more than was granted, and whoever waits as long as he was told gets through."""
+"""The quota never grants more than its limits, and a caller who waits as told is admitted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotflame.runtime.access.quota import Bucket, Meter
+from pilotflame.runtime.access.quota import Meter
 
 RATES = st.floats(min_value=1e-3, max_value=1e4)
 GAPS = st.lists(st.floats(min_value=0.0, max_value=1e4), max_size=60)
@@ -15,10 +15,10 @@ GAPS = st.lists(st.floats(min_value=0.0, max_value=1e4), max_size=60)
 
 @given(RATES, st.integers(1, 100), GAPS, st.floats(min_value=0.0, max_value=1e9))
 def test_never_more_than_burst_and_rate_grant(rate: float, burst: int, gaps: list[float], start_s: float):
-    bucket, now_s, taken = Bucket(rate, burst, start_s), start_s, list[float]()
+    meter, now_s, taken = Meter(rate, burst, None, start_s), start_s, list[float]()
     for gap_s in gaps:
         now_s += gap_s
-        if bucket.take(now_s) == 0.0:
+        if meter.enter(now_s) == 0.0:
             taken.append(now_s)
     for first, since_s in enumerate(taken):
         granted = burst + (now_s - since_s) * rate
@@ -26,31 +26,32 @@ def test_never_more_than_burst_and_rate_grant(rate: float, burst: int, gaps: lis
 
 
 @given(RATES, st.integers(1, 100), GAPS, st.floats(min_value=0.0, max_value=1e9))
-def test_who_waits_as_told_gets_through(rate: float, burst: int, gaps: list[float], start_s: float):
-    bucket, now_s = Bucket(rate, burst, start_s), start_s
+def test_a_caller_who_waits_as_told_is_admitted(rate: float, burst: int, gaps: list[float], start_s: float):
+    meter, now_s = Meter(rate, burst, None, start_s), start_s
     for gap_s in gaps:
         now_s += gap_s
-        if wait_s := bucket.take(now_s):
+        if wait_s := meter.enter(now_s):
             assert wait_s > 0
-            now_s += max(1, math.ceil(wait_s))  # Retry-After has whole seconds
-            assert bucket.take(now_s) == 0.0
+            # Retry-After has whole seconds.
+            now_s += max(1, math.ceil(wait_s))
+            assert meter.enter(now_s) == 0.0
 
 
 @given(RATES, st.integers(1, 100), st.integers(1, 50))
-def test_asking_in_vain_costs_nothing(rate: float, burst: int, asked: int):
-    patient, impatient = Bucket(rate, burst, 0.0), Bucket(rate, burst, 0.0)
-    for bucket in (patient, impatient):
-        assert [bucket.take(0.0) for _ in range(burst)] == [0.0] * burst
-    waits = {impatient.take(0.0) for _ in range(asked)}
-    assert waits == {patient.take(0.0)}
-    assert patient.take(waits.pop()) == 0.0
+def test_a_refused_request_costs_nothing(rate: float, burst: int, asked: int):
+    patient, impatient = Meter(rate, burst, None, 0.0), Meter(rate, burst, None, 0.0)
+    for meter in (patient, impatient):
+        assert [meter.enter(0.0) for _ in range(burst)] == [0.0] * burst
+    waits = {impatient.enter(0.0) for _ in range(asked)}
+    assert waits == {patient.enter(0.0)}
+    assert patient.enter(waits.pop()) == 0.0
 
 
-def test_a_clock_that_goes_back_gives_nothing():
-    bucket = Bucket(1.0, 1, 100.0)
-    assert bucket.take(100.0) == 0.0
-    assert bucket.take(50.0) == 1.0
-    assert bucket.take(101.0) == 0.0
+def test_a_clock_that_goes_back_refills_nothing():
+    meter = Meter(1.0, 1, None, 100.0)
+    assert meter.enter(100.0) == 0.0
+    assert meter.enter(50.0) == 1.0
+    assert meter.enter(101.0) == 0.0
 
 
 def test_concurrency_counts_those_that_run():
@@ -62,10 +63,11 @@ def test_concurrency_counts_those_that_run():
     assert meter.running == 2
 
 
-def test_who_is_refused_for_one_quota_does_not_pay_with_the_other():
+def test_a_request_refused_for_one_quota_does_not_use_the_other():
     meter = Meter(1.0, 2, 1, 0.0)
     assert meter.enter(0.0) == 0.0
-    assert meter.enter(0.0) > 0  # one runs: no token is taken
+    # One is running, so no token is taken.
+    assert meter.enter(0.0) > 0
     meter.leave()
     assert meter.enter(0.0) == 0.0
     meter.leave()
@@ -73,13 +75,13 @@ def test_who_is_refused_for_one_quota_does_not_pay_with_the_other():
     assert meter.running == 0
 
 
-def test_without_a_quota_there_is_no_end():
+def test_without_a_quota_all_requests_are_admitted():
     meter = Meter(None, None, None, 0.0)
     assert all(meter.enter(0.0) == 0.0 for _ in range(10_000))
 
 
 @pytest.mark.parametrize(("rate", "burst"), [(0.1, 1), (1.0, 1), (2.5, 3), (20.0, 20)])
-def test_without_a_burst_a_second_of_the_rate_may_come_at_once(rate: float, burst: int):
+def test_without_a_burst_one_second_of_the_rate_is_admitted_at_once(rate: float, burst: int):
     meter = Meter(rate, None, None, 0.0)
     assert [meter.enter(0.0) for _ in range(burst)] == [0.0] * burst
     assert meter.enter(0.0) > 0

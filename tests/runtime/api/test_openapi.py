@@ -9,7 +9,7 @@ import pytest
 from live import Gateway
 from pilotflame._version import __version__
 from pilotflame.handlers.codec import InputCodec, OutputCodec
-from pilotflame.runtime.functions.registry import FunctionStatus, Workers
+from pilotflame.runtime.functions.live import FunctionStatus, Workers
 from pilotflame.runtime.settings.function_settings import FunctionSettings
 from pydantic import BaseModel
 from route_table import describe

@@ -1,4 +1,4 @@
-"""Fixtures of the event sources' tests: moto over HTTP, in whose queues a test may look, and credentials for it."""
+"""Fixtures for tests of event sources: moto over HTTP, access to its queues, and credentials."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _numbers = itertools.count(1)
 
 @pytest.fixture(scope="module")
 def moto() -> Iterator[str]:
-    """The endpoint of moto's server; the environment has credentials for it, and nothing else of AWS."""
+    """Yield the endpoint of moto. The environment holds credentials for it and no other AWS settings."""
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.upper().startswith(("AWS_", "BOTO_"))]:
             patch.delenv(name)
@@ -38,7 +38,7 @@ def moto() -> Iterator[str]:
 
 
 class Queue:
-    """A queue in moto, as its sender sees it; and what only moto knows."""
+    """A queue in moto, as its sender sees it, with moto's internal state."""
 
     def __init__(self, client: Any, name: str, **attributes: str) -> None:
         self._client = client
@@ -55,7 +55,7 @@ class Queue:
         return str(sent["MessageId"])
 
     async def take(self) -> list[dict[str, Any]]:
-        """Receives what is there now."""
+        """Receive the visible messages."""
         got = await asyncio.to_thread(
             self._client.receive_message, QueueUrl=self.url, MaxNumberOfMessages=10,
             MessageAttributeNames=["All"], WaitTimeSeconds=0,
@@ -64,7 +64,7 @@ class Queue:
 
     @property
     def messages(self) -> list[Any]:
-        """All that is in it, kept from others or not."""
+        """All messages, visible or not."""
         return list(sqs_backends["123456789012"]["us-east-1"].queues[self.name]._messages)
 
     @property

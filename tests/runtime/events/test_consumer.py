@@ -1,4 +1,4 @@
-"""Messages of SQS (moto, over HTTP) run by gateways: deleted after success alone, and never lost."""
+"""Messages of SQS (moto, over HTTP) run by gateways: deleted only after success, and never lost."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 from live import Gate, Gateway, gateway_here, gateway_process, short_folder, until
-from pilotflame.runtime.events.bus import Message
 from pilotflame.runtime.events.consumer import Consumer
+from pilotflame.runtime.events.sqs import Message
 from pilotflame.runtime.settings.event_source import EventSource
 from pilotflame.runtime.settings.function_settings import FunctionSettings
 
@@ -63,10 +63,12 @@ async def taken(queue: Any) -> bool:
 async def test_a_message_is_run_once_and_deleted_after_that(deploy, gate: Gate, queue) -> None:
     mine = queue()
     function = await deploy(HANDLER, source(mine), gate=gate, check=False)
-    await function.settled(ready=0, starting=0)  # a poller keeps no worker
+    # Polling needs no worker.
+    await function.settled(ready=0, starting=0)
     await mine.send('"hello"')
     arrival = await gate.next("hello")
-    assert mine.bodies == ['"hello"']  # while it runs it is there, and kept from others
+    # While the job runs, the message is hidden from others.
+    assert mine.bodies == ['"hello"']
     assert await mine.take() == []
     arrival.go()
     await until(mine.empty, "the message is deleted")
@@ -74,7 +76,7 @@ async def test_a_message_is_run_once_and_deleted_after_that(deploy, gate: Gate, 
     await function.settled(ready=0, starting=0)
 
 
-async def test_what_is_no_json_is_text(deploy, gate: Gate, queue) -> None:
+async def test_a_body_that_is_not_json_is_text(deploy, gate: Gate, queue) -> None:
     mine = queue()
     await deploy(HANDLER, source(mine), gate=gate, check=False)
     gate.open()
@@ -83,7 +85,7 @@ async def test_what_is_no_json_is_text(deploy, gate: Gate, queue) -> None:
     await until(mine.empty, "the message is deleted")
 
 
-async def test_never_more_at_work_than_there_is_room(deploy, gate: Gate, queue) -> None:
+async def test_messages_in_flight_are_limited(deploy, gate: Gate, queue) -> None:
     mine = queue()
     await deploy(
         HANDLER, {**source(mine, concurrency=3), "concurrency": 8, "scale.max": 1}, gate=gate, check=False
@@ -98,7 +100,7 @@ async def test_never_more_at_work_than_there_is_room(deploy, gate: Gate, queue) 
     assert sorted(int(found.word) for found in gate.arrived) == list(range(12))
 
 
-async def test_a_message_is_kept_from_others_as_long_as_its_job_runs(deploy, gate: Gate, queue) -> None:
+async def test_a_message_stays_hidden_while_its_job_runs(deploy, gate: Gate, queue) -> None:
     mine = queue()
     await deploy(HANDLER, source(mine, visibility_s=1), gate=gate, check=False)
     await mine.send('"long"')
@@ -107,7 +109,8 @@ async def test_a_message_is_kept_from_others_as_long_as_its_job_runs(deploy, gat
     began = message.visible_at
 
     async def renewed() -> bool:
-        return bool(message.visible_at > began + 1000)  # longer than it was taken for
+        # Later than the first visibility timeout.
+        return bool(message.visible_at > began + 1000)
 
     await until(renewed, "the message is renewed")
     assert message.approximate_receive_count == 1
@@ -116,7 +119,7 @@ async def test_a_message_is_kept_from_others_as_long_as_its_job_runs(deploy, gat
     assert len(gate.arrived) == 1
 
 
-async def test_a_message_whose_worker_was_killed_comes_again(deploy, gate: Gate, queue) -> None:
+async def test_a_message_whose_worker_was_killed_is_delivered_again(deploy, gate: Gate, queue) -> None:
     mine = queue()
     function = await deploy(HANDLER, source(mine), gate=gate, check=False)
     await mine.send('"again"')
@@ -130,7 +133,7 @@ async def test_a_message_whose_worker_was_killed_comes_again(deploy, gate: Gate,
     await function.logged("left to the queue")
 
 
-async def test_a_message_that_fails_too_often_is_put_aside_by_its_queue(deploy, gate: Gate, queue) -> None:
+async def test_a_message_that_fails_too_often_is_dead_lettered(deploy, gate: Gate, queue) -> None:
     dead = queue()
     mine = queue(RedrivePolicy=json.dumps({"deadLetterTargetArn": dead.arn, "maxReceiveCount": 2}))
     await deploy(HANDLER, source(mine), gate=gate, check=False)
@@ -145,7 +148,7 @@ async def test_a_message_that_fails_too_often_is_put_aside_by_its_queue(deploy, 
     assert sorted(found.word for found in gate.arrived) == ["boom", "boom", "fine"]
 
 
-async def test_answers_go_to_a_queue(deploy, gate: Gate, queue) -> None:
+async def test_outputs_go_to_a_queue(deploy, gate: Gate, queue) -> None:
     mine, answers = queue(), queue()
     function = await deploy(PLAIN, source(mine, result=f"sqs://{answers.name}"), check=False)
     message_id = await mine.send('{"a": 1}')
@@ -158,7 +161,7 @@ async def test_answers_go_to_a_queue(deploy, gate: Gate, queue) -> None:
     assert facts["job-id"].startswith("job-")
 
 
-async def test_answers_that_are_bytes_go_as_base64(deploy, queue) -> None:
+async def test_outputs_that_are_bytes_go_as_base64(deploy, queue) -> None:
     mine, answers = queue(), queue()
     await deploy(BYTES, source(mine, result=answers.url), check=False)
     await mine.send("1")
@@ -168,7 +171,7 @@ async def test_answers_that_are_bytes_go_as_base64(deploy, queue) -> None:
     assert answer["MessageAttributes"]["encoding"]["StringValue"] == "base64"
 
 
-async def test_answers_go_to_s3(deploy, queue, moto: str) -> None:
+async def test_outputs_go_to_s3(deploy, queue, moto: str) -> None:
     mine = queue()
     store = boto3.client("s3", endpoint_url=moto)
     await asyncio.to_thread(store.create_bucket, Bucket="answers")
@@ -183,7 +186,7 @@ async def test_answers_go_to_s3(deploy, queue, moto: str) -> None:
     store.close()
 
 
-async def test_a_message_whose_answer_cannot_be_kept_is_not_deleted(deploy, queue) -> None:
+async def test_a_message_whose_output_cannot_be_stored_is_not_deleted(deploy, queue) -> None:
     dead = queue()
     mine = queue(RedrivePolicy=json.dumps({"deadLetterTargetArn": dead.arn, "maxReceiveCount": 2}))
     function = await deploy(PLAIN, source(mine, result="sqs://nowhere"), check=False)
@@ -196,10 +199,11 @@ async def test_a_message_whose_answer_cannot_be_kept_is_not_deleted(deploy, queu
     line = await function.logged("sqs://nowhere")
     assert "left to the queue" in line["text"]
     health = (await function.client.get(f"/v2/{function.name}/health")).json()
-    assert health["jobs"]["completed"] == 1  # it was not run again for that
+    # The job did not run again.
+    assert health["jobs"]["completed"] == 1
 
 
-async def test_a_job_that_was_cancelled_is_not_its_messages_end(deploy, gate: Gate, queue) -> None:
+async def test_a_message_whose_job_was_cancelled_is_delivered_again(deploy, gate: Gate, queue) -> None:
     mine = queue()
     function = await deploy(HANDLER, source(mine), gate=gate, check=False)
     await mine.send('"cancelled"')
@@ -210,7 +214,7 @@ async def test_a_job_that_was_cancelled_is_not_its_messages_end(deploy, gate: Ga
     await until(mine.empty, "the message is deleted")
 
 
-async def test_a_deleted_functions_messages_are_given_back(deploy, gate: Gate, queue) -> None:
+async def test_messages_of_a_deleted_function_are_released(deploy, gate: Gate, queue) -> None:
     mine = queue()
     settings = {**source(mine, visibility_s=600, concurrency=2), "scale.max": 1}
     function = await deploy(HANDLER, settings, gate=gate, check=False)
@@ -223,17 +227,17 @@ async def test_a_deleted_functions_messages_are_given_back(deploy, gate: Gate, q
     async def back() -> bool:
         return all(message.visible for message in mine.messages)
 
-    await until(back, "both are given back")
+    await until(back, "both are released")
     assert mine.bodies == ['"one"', '"two"']
     running.go()
     assert (await deleting).status_code < 300
-    # Whoever deploys it again gets what was left.
+    # A new function with the name gets the messages.
     await deploy(HANDLER, settings, gate=gate, name=function.name, check=False)
     gate.open()
     await until(mine.empty, "both messages are deleted")
 
 
-async def test_another_revision_goes_on_with_the_same_source(deploy, gate: Gate, queue) -> None:
+async def test_a_new_revision_keeps_the_source(deploy, gate: Gate, queue) -> None:
     mine = queue()
     function = await deploy(HANDLER, source(mine), gate=gate, check=False)
     await mine.send('"old"')
@@ -246,7 +250,7 @@ async def test_another_revision_goes_on_with_the_same_source(deploy, gate: Gate,
     assert len(gate.arrived) == 2
 
 
-async def test_a_queue_that_is_not_there_is_said(deploy, queue) -> None:
+async def test_a_missing_queue_is_logged(deploy, queue) -> None:
     mine = queue()
     mine.url = mine.url.replace(mine.name, "nowhere")
     function = await deploy(PLAIN, source(mine), check=False)
@@ -255,15 +259,16 @@ async def test_a_queue_that_is_not_there_is_said(deploy, queue) -> None:
     assert "hush" not in json.dumps(await function.lines())
 
 
-async def test_an_endpoint_that_answers_nonsense_is_said_and_ends_nothing(deploy, queue) -> None:
+async def test_malformed_responses_are_logged_and_end_nothing(deploy, queue) -> None:
     answers = [b'{"Messages":[{}]}', b'{"Messages":7}', b'{"Messages":[{"MessageId":"a","ReceiptHandle":"b","Body":"1",'
                b'"Attributes":{"ApproximateReceiveCount":"many"}}]}', b"[]", b"nonsense"]  # fmt: skip
     async with nonsense(answers) as url:
         function = await deploy(PLAIN, source(queue(), endpoint_url=url), check=False)
         line = await function.logged("a message without MessageId, ReceiptHandle, Body")
         assert "Check that the queue's URL" in line["text"]
-        await function.logged("is no number")
-    mine = queue()  # the gateway goes on, and so do other sources
+        await function.logged("is not a number")
+    # Other sources still work.
+    mine = queue()
     await deploy(PLAIN, source(mine), check=False)
     await mine.send("1")
     await until(mine.empty, "the message is deleted")
@@ -271,7 +276,7 @@ async def test_an_endpoint_that_answers_nonsense_is_said_and_ends_nothing(deploy
 
 @asynccontextmanager
 async def nonsense(answers: list[bytes]) -> AsyncIterator[str]:
-    """A server that speaks no SQS: it gives these answers in turn, then the last for ever."""
+    """A server that is not SQS: it sends these responses in order, then the last one forever."""
 
     async def answer(request: web.Request) -> web.Response:
         await request.read()
@@ -290,7 +295,7 @@ async def nonsense(answers: list[bytes]) -> AsyncIterator[str]:
 
 
 class Broken:
-    """A bus, and a sink, of which everything fails as nobody expected."""
+    """A queue and sink whose methods raise unexpected errors."""
 
     name = "broken"
 
@@ -307,31 +312,30 @@ class Broken:
     async def fail(self, *_: Any) -> Any:
         raise ZeroDivisionError("secret")
 
-    hold = delete = give_back = close = put = fail
+    extend = delete = release = close = put = fail
 
 
-async def test_an_error_that_nobody_expected_ends_no_gateway() -> None:
-    said: list[str] = []
+async def test_an_unexpected_error_does_not_end_the_gateway() -> None:
+    logged: list[str] = []
     broken: Any = Broken()
     settings = FunctionSettings(name="broken")
     source = EventSource(type="sqs", queue="https://sqs.us-east-1.amazonaws.com/1/broken")
     async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
-        # Its store of jobs fails too: it is none.
-        pump = Consumer(settings, source, cast("Any", None), broken, broken, said.append)
-        pump.start(tasks)
+        # Jobs are missing, so submitting fails too.
+        consumer = Consumer(settings, source, cast("Any", None), broken, broken, logged.append)
+        consumer.start(tasks)
         await broken.asked.wait()
-        while pump.in_flight or len(said) < 3:  # each is told by another task of this group
+        # Each line is logged by another task of this group.
+        while consumer.in_flight or len(logged) < 3:
             await asyncio.sleep(0)
-        await pump.close(1.0)
-    assert any(
-        text.startswith("message one: An error that nobody expected (AttributeError)") for text in said
-    )
-    assert any(text.startswith("messages could not be given back") for text in said)
-    assert "An error that nobody expected (ZeroDivisionError), to be reported as Pilotflame's." in said
-    assert not any("secret" in text for text in said)
+        await consumer.close(1.0)
+    assert any(text.startswith("message one: Unexpected error (AttributeError)") for text in logged)
+    assert any(text.startswith("messages could not be released") for text in logged)
+    assert "Unexpected error (ZeroDivisionError); please report it as a bug of Pilotflame." in logged
+    assert not any("secret" in text for text in logged)
 
 
-async def test_a_gateway_that_ends_finishes_what_runs(moto: str, state, gate: Gate, queue) -> None:
+async def test_a_gateway_that_stops_finishes_running_jobs(moto: str, state, gate: Gate, queue) -> None:
     mine = queue()
     async with gateway_process(state, drain_s=20.0) as gateway:
         settings = {**source(mine, visibility_s=600, concurrency=2), "scale.max": 1}
@@ -352,14 +356,15 @@ async def test_a_gateway_that_ends_finishes_what_runs(moto: str, state, gate: Ga
         async def back() -> bool:
             return any(message.visible for message in mine.messages)
 
-        await until(back, "the one that waited is given back")
+        await until(back, "the one that waited is released")
         running.go()
-        async with asyncio.timeout(10):  # no long poll is waited for
+        # The exit does not wait for the long poll of 20 s.
+        async with asyncio.timeout(10):
             assert await gateway.process.wait() == 0
     assert len(mine.messages) == 1
 
 
-async def test_a_message_is_run_again_after_its_gateway_was_killed(
+async def test_a_message_runs_again_after_its_gateway_was_killed(
     moto: str, state, gate: Gate, queue: Callable[..., Any]
 ) -> None:
     mine = queue()

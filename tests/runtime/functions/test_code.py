@@ -1,4 +1,4 @@
-"""Code: what of a folder is a function's code, and that packing, copying and digesting agree on it."""
+"""Which files of a folder are a function's code; packing, copying and digesting agree on them."""
 
 import os
 import stat
@@ -69,12 +69,13 @@ def test_the_digest_is_of_path_bit_and_content(folder: Path) -> None:
     seen.add(code_digest(folder))
     (folder / "handler.py").rename(folder / "other.py")
     seen.add(code_digest(folder))
+    # An empty folder is not code.
     (folder / "empty").mkdir()
-    seen.add(code_digest(folder))  # an empty folder is not code
+    seen.add(code_digest(folder))
     assert len(seen) == 4
 
 
-def test_what_is_not_code_is_left_out(folder: Path) -> None:
+def test_files_that_are_not_code_are_left_out(folder: Path) -> None:
     make(
         folder,
         dict.fromkeys(
@@ -109,22 +110,27 @@ def test_what_is_not_code_is_left_out(folder: Path) -> None:
         ("**/a.py", ["handler.py", "lib/data.bin"]),
         ("# lib\n\n*.py\n!handler.py\n", ["handler.py", "lib/data.bin"]),
         ("handler.py/", ["handler.py", "lib/a.py", "lib/data.bin"]),
+        ("lib/*\n!lib/a.py", ["handler.py", "lib/a.py"]),
+        ("[hl]*/**", ["handler.py"]),
+        ("!__pycache__/\n*.bin", ["handler.py", "lib/a.py"]),
     ],
 )
 def test_the_ignore_file(folder: Path, ignore: str, kept: list[str]) -> None:
+    make(folder, {"__pycache__/a.pyc": b""})
     (folder / ".pilotflameignore").write_text(ignore)
     assert names(folder) == [".pilotflameignore", *kept]
 
 
-def test_an_ignore_file_that_is_no_text_is_refused(folder: Path) -> None:
-    (folder / ".pilotflameignore").write_bytes(b"\xff")
-    with pytest.raises(CodeError, match=r"\.pilotflameignore cannot be read"):
-        select(folder)
+def test_an_ignore_file_that_cannot_be_read_is_refused(folder: Path) -> None:
+    for content in (b"\xff", b"!\n"):
+        (folder / ".pilotflameignore").write_bytes(content)
+        with pytest.raises(CodeError, match=r"\.pilotflameignore cannot be read"):
+            select(folder)
 
 
 def test_the_snapshot_is_left_out(folder: Path, tmp_path: Path) -> None:
     make(folder, {"weights/model.safetensors": b"w", "weights2/x": b"x"})
-    # A link that leaves, as in the cache of Hugging Face: in a snapshot it is nobody's concern here.
+    # A link that leaves, as in the cache of Hugging Face: no check looks into a snapshot here.
     (folder / "weights/link").symlink_to("/etc/hostname")
     kept = ["handler.py", "lib/a.py", "lib/data.bin", "weights2/x"]
     assert names(folder, exclude=Path("weights")) == names(folder, exclude=folder / "weights") == kept
@@ -156,7 +162,7 @@ def test_links_inside_are_followed(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "said"),
+    ("target", "expected"),
     [
         ("../secret", "lib/link is a link that leaves the folder"),
         ("../../secret", "lib/link is a link that leaves the folder"),
@@ -166,7 +172,7 @@ def test_links_inside_are_followed(folder: Path, tmp_path: Path) -> None:
         ("..", "lib/link is a link to a folder that holds it"),
     ],
 )
-def test_other_links_are_refused(folder: Path, tmp_path: Path, target: str, said: str) -> None:
+def test_other_links_are_refused(folder: Path, tmp_path: Path, target: str, expected: str) -> None:
     (tmp_path / "secret").write_text("s")
     if target == "../secret":
         (folder / "secret").symlink_to(tmp_path / "secret")
@@ -174,7 +180,7 @@ def test_other_links_are_refused(folder: Path, tmp_path: Path, target: str, said
     (folder / "lib/link").symlink_to(target)
     with pytest.raises(CodeError) as caught:
         pack(folder)
-    assert said in caught.value.message
+    assert expected in caught.value.message
     assert caught.value.remedy
 
 
@@ -184,7 +190,7 @@ def test_links_of_links_end(folder: Path) -> None:
         for fan in range(10):
             (folder / f"d{depth}/l{fan}").symlink_to(f"../d{depth + 1}")
     (folder / "d20").mkdir()
-    with pytest.raises(CodeError, match="more than 20000 files and folders"):
+    with pytest.raises(CodeError, match="over 20000 files and folders"):
         select(folder)
 
 
@@ -200,10 +206,11 @@ def test_a_name_that_is_not_utf8_is_refused(folder: Path) -> None:
         pack(folder)
 
 
-def test_too_much_is_refused_with_the_biggest_named(folder: Path) -> None:
+def test_too_many_bytes_are_refused_and_the_biggest_files_named(folder: Path) -> None:
     for name, size in (("lib/model.bin", code.MAX_CODE_BYTES), ("small.bin", 2**20)):
         with (folder / name).open("wb") as file:
-            file.truncate(size)  # a hole: no disk is used
+            # A hole, which takes no space on the disk.
+            file.truncate(size)
     with pytest.raises(CodeError) as caught:
         pack(folder)
     assert (
@@ -214,13 +221,13 @@ def test_too_much_is_refused_with_the_biggest_named(folder: Path) -> None:
     assert len(names(folder, exclude=Path("lib/model.bin"))) == 4
 
 
-def test_too_many_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_files_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code, "MAX_FILES", 3)
-    with pytest.raises(CodeError, match="more than 3 files"):
+    with pytest.raises(CodeError, match="over 3 files"):
         pack(folder)
 
 
-def test_what_cannot_be_read_or_written_is_named(folder: Path, tmp_path: Path) -> None:
+def test_folders_that_cannot_be_read_or_written_are_named(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(CodeError, match="nowhere is not a folder"):
         pack(tmp_path / "nowhere")
     with pytest.raises(CodeError, match="is not empty"):

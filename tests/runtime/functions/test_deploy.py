@@ -1,4 +1,4 @@
-"""A deploy up to where processes start: a real store, real folders, and what is left when it fails."""
+"""Preparing a deploy with a real store and real folders; a failed one leaves nothing."""
 
 import io
 import sys
@@ -41,13 +41,14 @@ def folder(tmp_path: Path) -> Path:
     return root
 
 
-def prepared(store: Store, folder: Path | None = None, **order: Any) -> Prepared:
-    return prepare(store, (folder and folder.parent / "env") or Path("/nowhere"), Deployment(path=folder, **order), lambda _text: None)  # fmt: skip
+def prepared(store: Store, folder: Path | None = None, **request: Any) -> Prepared:
+    return prepare(store, (folder and folder.parent / "env") or Path("/nowhere"), Deployment(path=folder, **request), lambda _text: None)  # fmt: skip
 
 
 def published(store: Store, made: Prepared) -> RevisionRecord:
-    with made.staging:
-        return store.publish(made.staging, made.fields)
+    record = store.place(made.staged, made.fields)
+    store.promote(record)
+    return record
 
 
 def archive(files: dict[str, str | bytes]) -> bytes:
@@ -61,7 +62,7 @@ def archive(files: dict[str, str | bytes]) -> bytes:
     return out.getvalue()
 
 
-def left(store: Store, tmp_path: Path) -> list[Path]:
+def staged(tmp_path: Path) -> list[Path]:
     return list((tmp_path / "state" / "staging").iterdir())
 
 
@@ -69,7 +70,7 @@ def test_a_folder_is_copied_and_described(store: Store, folder: Path) -> None:
     (folder / "pilotflame.toml").write_text('name = "chime"\nconcurrency = 3\nthreads = 2\n[env]\nA = "1"\n')
     made = prepared(store, folder)
     (folder / "handler.py").write_text("changed after")
-    assert (made.staging.code / "handler.py").read_text() == HANDLER
+    assert (made.staged / "code/handler.py").read_text() == HANDLER
     assert (made.fields.settings.name, made.fields.python) == ("chime", Path(sys.executable))
     record = published(store, made)
     spec = worker_spec(store, record, Path("cache"))
@@ -97,7 +98,7 @@ def test_overrides_win_over_the_file(store: Store, folder: Path) -> None:
     assert (settings.scale.max, settings.concurrency) == (7, 3)
 
 
-def test_threads_are_shared_out_unless_the_owner_says(store: Store, folder: Path) -> None:
+def test_processors_are_shared_out_unless_the_settings_name_threads(store: Store, folder: Path) -> None:
     spec = worker_spec(
         store, published(store, prepared(store, folder, overrides={"scale.max": 1000})), Path("cache")
     )
@@ -115,20 +116,20 @@ BROKEN: dict[str, tuple[Callable[[Path], object], type[PilotflameError], str]] =
 
 
 @pytest.mark.parametrize("name", list(BROKEN))
-def test_what_cannot_be_deployed_is_refused_and_leaves_nothing(
+def test_an_invalid_folder_is_refused_and_leaves_nothing(
     store: Store, folder: Path, tmp_path: Path, name: str
 ) -> None:
-    breaks, kind, said = BROKEN[name]
+    breaks, kind, message = BROKEN[name]
     breaks(folder)
-    with pytest.raises(kind, match=said) as caught:
+    with pytest.raises(kind, match=message) as caught:
         prepared(store, folder)
     assert caught.value.remedy
-    assert left(store, tmp_path) == []
+    assert staged(tmp_path) == []
     assert store.functions() == {}
 
 
 @pytest.mark.parametrize(
-    ("order", "kind"),
+    ("request_fields", "kind"),
     [
         ({}, SettingsError),
         ({"path": Path("relative")}, SettingsError),
@@ -138,13 +139,13 @@ def test_what_cannot_be_deployed_is_refused_and_leaves_nothing(
         ({"overrides": {"scale.mx": 1}, "archive": archive({"handler.py": HANDLER})}, SettingsError),
     ],
 )
-def test_an_order_that_cannot_be_is_refused_and_leaves_nothing(
-    store: Store, tmp_path: Path, order: dict[str, Any], kind: type[PilotflameError]
+def test_a_request_that_cannot_be_met_is_refused_and_leaves_nothing(
+    store: Store, tmp_path: Path, request_fields: dict[str, Any], kind: type[PilotflameError]
 ) -> None:
     with pytest.raises(kind) as caught:
-        prepare(store, tmp_path / "env", Deployment(**order), lambda _text: None)
+        prepare(store, tmp_path / "env", Deployment(**request_fields), lambda _text: None)
     assert caught.value.remedy
-    assert left(store, tmp_path) == []
+    assert staged(tmp_path) == []
 
 
 # -- weights
@@ -161,23 +162,24 @@ def weights(tmp_path: Path) -> Path:
 def test_weights_elsewhere_stay_there_and_get_a_manifest_of_the_revision(
     store: Store, folder: Path, weights: Path
 ) -> None:
-    said: list[str] = []
-    order = Deployment(path=folder, overrides={"snapshot": str(weights)})
-    made = prepare(store, folder / "env", order, said.append)
+    lines: list[str] = []
+    request = Deployment(path=folder, overrides={"snapshot": str(weights)})
+    made = prepare(store, folder / "env", request, lines.append)
     record = published(store, made)
     spec = worker_spec(store, record, Path("cache"))
     assert spec.snapshot == weights
     assert spec.manifest is not None
     assert spec.manifest.name == MANIFEST_FILE
     assert [entry.name for entry in Manifest.read(spec.manifest).tensors] == ["w"]
-    assert not (weights / MANIFEST_NAME).exists()  # their folder is not ours to write in
-    assert any(str(weights) in line for line in said)
+    # Nothing is written into the folder of the weights.
+    assert not (weights / MANIFEST_NAME).exists()
+    assert any(str(weights) in line for line in lines)
 
 
 def test_weights_inside_the_folder_are_not_copied(store: Store, folder: Path, weights: Path) -> None:
     weights.rename(folder / "weights")
     made = prepared(store, folder, overrides={"snapshot": "weights"})
-    assert not (made.staging.code / "weights").exists()
+    assert not (made.staged / "code/weights").exists()
     assert worker_spec(store, published(store, made), Path("cache")).snapshot == folder / "weights"
 
 
@@ -199,7 +201,7 @@ def test_a_manifest_beside_the_weights_is_taken(store: Store, folder: Path, weig
         prepared(store, folder, overrides={"snapshot": str(weights)})
 
 
-# -- what is worth sharing
+# -- imports shared in a base zygote
 
 
 @pytest.mark.parametrize(

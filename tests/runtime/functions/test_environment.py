@@ -1,7 +1,8 @@
-"""Environments: real virtual environments with real wheels, no network."""
+"""Real virtual environments with real wheels, without a network."""
 
 import base64
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -13,14 +14,15 @@ import pytest
 from pilotflame.errors import RequirementsError
 from pilotflame.runtime.functions import environment
 from pilotflame.runtime.functions.environment import ensure_environment
-from pilotflame.runtime.functions.requirements import check_requirements, requirements_digest
+from pilotflame.runtime.functions.requirements import check_requirements, installed_versions
 
 
-def wheel(folder: Path, name: str, version: str, code: str) -> None:
+def wheel(folder: Path, name: str, version: str, code: str, needs: tuple[str, ...] = ()) -> None:
     info = f"{name}-{version}.dist-info"
     files = {
         f"{name}.py": code,
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        + "".join(f"Requires-Dist: {need}\n" for need in needs),
         f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
         f"{info}/entry_points.txt": f"[console_scripts]\n{name}={name}:main\n",
     }
@@ -39,7 +41,8 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "index"
     folder.mkdir()
     wheel(folder, "tinything", "1.0", "def main():\n    print('tiny')\n")
-    # Older than the one that the current environment has: its own must win all the same.
+    wheel(folder, "needy", "1.0", "", ("packaging<1", "pydantic"))
+    # Older than the current environment's, and yet first on the path of an environment that has it.
     wheel(folder, "packaging", "0.1", "def main(): ...\n")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
@@ -53,67 +56,111 @@ def run(python: Path, code: str) -> str:
     ).stdout.strip()
 
 
-def test_no_requirements_are_the_current_interpreter(tmp_path: Path) -> None:
-    made = ensure_environment(tmp_path / "envs", "# nothing\n", print)
-    assert made.python == Path(sys.executable)
-    assert made.digest == requirements_digest("")
-    assert "pydantic" in made.installed
-    assert not (tmp_path / "envs").exists()
+def installed(python: Path) -> dict[str, str]:
+    """What a worker with this Python finds, by name."""
+    code = "import importlib.metadata as m, json; print(json.dumps([(d.name, d.version) for d in m.distributions()]))"
+    found: dict[str, str] = {}
+    for name, version in json.loads(run(python, code)):
+        found.setdefault(name, version)
+    return found
+
+
+def own_packages(python: Path) -> set[str]:
+    return set(installed_versions([str(environment._site_packages(python.parent.parent))]))
 
 
 def test_an_environment_lies_on_top_of_the_current_one(tmp_path: Path) -> None:
-    said: list[str] = []
-    made = ensure_environment(tmp_path / "envs", "tinything\npackaging==0.1\npydantic", said.append)
-    assert made.digest == requirements_digest("pydantic\npackaging==0.1\ntinything")
-    assert run(made.python, "import tinything; tinything.main()") == "tiny"
-    assert run(made.python, "import pydantic; print(pydantic.VERSION)") == made.installed["pydantic"]
-    assert run(made.python, "import importlib.metadata as m; print(m.version('packaging'))") == "0.1"
-    assert str(tmp_path) in run(made.python, "import packaging; print(packaging.__file__)")
-    assert run(made.python, "import sys; print(sys.prefix)") == str(made.python.parent.parent)
-    assert made.installed["packaging"] == "0.1"
-    check_requirements("tinything==1.0\npackaging==0.1\npydantic>=2", made.installed)
-    assert any("Successfully installed" in line for line in said)
+    lines: list[str] = []
+    python = ensure_environment(tmp_path / "envs", "tinything\npackaging==0.1\npydantic", lines.append)
+    assert run(python, "import tinything; tinything.main()") == "tiny"
+    assert str(tmp_path) in run(python, "import packaging; print(packaging.__file__)")
+    assert run(python, "import sys; print(sys.prefix)") == str(python.parent.parent)
+    assert installed(python)["packaging"] == "0.1"
+    assert installed(python)["pydantic"] == installed_versions()["pydantic"]
+    assert own_packages(python) == {"tinything", "packaging"}
+    check_requirements("tinything==1.0\npackaging==0.1\npydantic>=2", installed(python))
+    assert " + tinything==1.0" in lines
     # Scripts hold the environment's path: they work because it was built where it stays.
-    assert subprocess.check_output([made.python.parent / "tinything"], text=True) == "tiny\n"
+    assert subprocess.check_output([python.parent / "tinything"], text=True) == "tiny\n"
     # The current environment was not touched.
     check_requirements("packaging>=24")
 
-    said.clear()
-    assert (
-        ensure_environment(tmp_path / "envs", "pydantic # again\ntinything\npackaging==0.1", said.append)
-        == made
-    )
-    assert said == []
+    lines.clear()
+    again = "pydantic # again\ntinything\npackaging==0.1"
+    assert ensure_environment(tmp_path / "envs", again, lines.append) == python
+    assert lines == []
 
 
-def test_what_pip_says_is_in_the_error(tmp_path: Path) -> None:
+def test_dependencies_are_installed_only_where_the_current_environment_does_not_meet_them(
+    tmp_path: Path,
+) -> None:
+    python = ensure_environment(tmp_path / "envs", "needy", lambda _: None)
+    assert own_packages(python) == {"needy", "packaging"}
+
+
+def test_hashes_are_enforced(tmp_path: Path, index: Path) -> None:
+    [file] = index.glob("tinything-*")
+    right = hashlib.sha256(file.read_bytes()).hexdigest()
+    line = f"tinything==1.0 --hash=sha256:{right}"
+    assert own_packages(ensure_environment(tmp_path / "envs", line, lambda _: None)) == {"tinything"}
+    for wrong in (
+        line.replace(right, "0" * 64),
+        f"{line}\nneedy==1.0",
+        f"--require-hashes\n{line}\nneedy==1.0",
+    ):
+        with pytest.raises(RequirementsError, match=r"(?i)hash"):
+            ensure_environment(tmp_path / "envs", wrong, lambda _: None)
+
+
+def test_the_index_is_read_from_pips_configuration_file(
+    tmp_path: Path, index: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    simple = tmp_path / "simple" / "tinything"
+    simple.mkdir(parents=True)
+    [file] = index.glob("tinything-*")
+    (simple / "index.html").write_text(f'<a href="{file.as_uri()}">{file.name}</a>')
+    for text in (f"find-links = {index}\nno-index = true", f"index-url = {simple.parent.as_uri()}"):
+        (tmp_path / "pip.conf").write_text(f"[global]\nindex-url = file:///nowhere\n[install]\n{text}\n")
+        monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
+        root = tmp_path / hashlib.sha256(text.encode()).hexdigest()
+        assert own_packages(ensure_environment(root, "tinything", lambda _: None)) == {"tinything"}
+
+
+def test_the_output_of_uv_is_in_the_error(tmp_path: Path) -> None:
     with pytest.raises(RequirementsError) as caught:
         ensure_environment(tmp_path / "envs", "surely-not-there==1", lambda _: None)
-    assert "No matching distribution found for surely-not-there==1" in caught.value.message
+    assert "surely-not-there was not found" in caught.value.message
     assert caught.value.remedy
 
 
 def test_an_unfinished_environment_is_built_again(tmp_path: Path) -> None:
-    made = ensure_environment(tmp_path / "envs", "tinything", lambda _: None)
-    folder = made.python.parent.parent
+    python = ensure_environment(tmp_path / "envs", "tinything", lambda _: None)
+    folder = python.parent.parent
     (folder / "pilotflame-complete").unlink()
     (folder / "leftover").touch()
-    said: list[str] = []
-    assert ensure_environment(tmp_path / "envs", "tinything", said.append) == made
-    assert said[0] == "removing an environment that was left unfinished"
+    lines: list[str] = []
+    assert ensure_environment(tmp_path / "envs", "tinything", lines.append) == python
+    assert lines[0] == "removing an unfinished environment"
     assert not (folder / "leftover").exists()
 
 
-def test_an_environment_that_lost_something_beneath_gets_it_back(tmp_path: Path) -> None:
-    made = ensure_environment(tmp_path / "envs", "tinything", lambda _: None)
-    site_packages = environment._site_packages(made.python.parent.parent)
+def test_a_package_that_the_current_environment_lost_is_installed(tmp_path: Path) -> None:
+    python = ensure_environment(tmp_path / "envs", "tinything", lambda _: None)
+    site_packages = environment._site_packages(python.parent.parent)
     for path in (site_packages / "tinything.py", *(site_packages / "tinything-1.0.dist-info").iterdir()):
         path.unlink()
     (site_packages / "tinything-1.0.dist-info").rmdir()
-    said: list[str] = []
-    assert ensure_environment(tmp_path / "envs", "tinything", said.append) == made
-    assert said[0].startswith("the environment beneath has changed")
-    assert run(made.python, "import tinything; tinything.main()") == "tiny"
+    # As a killed deploy leaves it.
+    leftover = site_packages / "tinything-1.0.dist-info"
+    leftover.mkdir()
+    (leftover / "METADATA").write_text("Metadata-Version: 2.1\nName: tinything\nVersion: 1.0\n")
+    (leftover / "INSTALLER").write_text("pilotflame-placeholder\n")
+    lines: list[str] = []
+    assert ensure_environment(tmp_path / "envs", "tinything", lines.append) == python
+    assert lines[0].startswith("the gateway's environment has changed")
+    assert run(python, "import tinything; tinything.main()") == "tiny"
 
 
 def test_two_deploys_build_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,21 +188,16 @@ def test_two_deploys_build_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(built) == 1
 
 
-def slow_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
-    script = tmp_path / "python"
+def slow_uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    script = tmp_path / "uv"
     script.write_text(f"#!{sys.executable}\n{code}")
     script.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(script))
-    monkeypatch.setattr(environment.venv.EnvBuilder, "create", lambda _, folder: _fake_venv(Path(folder)))
+    monkeypatch.setattr("uv.find_uv_bin", lambda: str(script))
 
 
-def _fake_venv(folder: Path) -> None:
-    environment._site_packages(folder).mkdir(parents=True)
-
-
-def test_pip_has_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The child holds the pipe open too: both must end for the lines to end.
-    slow_pip(
+def test_uv_has_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The child holds the pipe open too, so both must be killed.
+    slow_uv(
         tmp_path,
         monkeypatch,
         "import subprocess, sys, time\nprint('begun', flush=True)\n"
@@ -166,8 +208,8 @@ def test_pip_has_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert caught.value.remedy
 
 
-def test_pip_ends_when_progress_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow_pip(tmp_path, monkeypatch, "import time\nprint('begun', flush=True)\ntime.sleep(600)\n")
+def test_uv_ends_when_progress_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_uv(tmp_path, monkeypatch, "import time\nprint('begun', flush=True)\ntime.sleep(600)\n")
 
     def progress(line: str) -> None:
         if line == "begun":

@@ -1,8 +1,10 @@
-"""The functions: deployed, replaced under load, deleted under load, brought back after a restart."""
+"""Functions are deployed, replaced and deleted under load, and restored after a restart."""
 
 from __future__ import annotations
 
 import asyncio
+import zipfile
+from pathlib import Path
 
 import pytest
 from live import Gate, failure, gateway_here, gone
@@ -12,7 +14,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 WAITS = "import gate\ndef handler(event):\n    gate.wait(str(event))\n    return event"
 
 
-async def test_a_redeploy_under_load_fails_nobody(gateway, deploy):
+async def test_a_redeploy_under_load_fails_no_request(gateway, deploy):
     def version(number: int) -> str:
         return f"def handler(event):\n    return {number}"
 
@@ -35,7 +37,7 @@ async def test_a_redeploy_under_load_fails_nobody(gateway, deploy):
     assert (await function.status())["revision"].startswith("r4-")
 
 
-async def test_what_runs_on_an_old_revision_is_finished_there(gateway, deploy, gate: Gate):
+async def test_invocations_on_an_old_revision_finish_there(gateway, deploy, gate: Gate):
     function = await deploy(WAITS, {"scale.max": 1}, name="old", gate=gate)
     running = asyncio.create_task(function.answer("runs"))
     worker = (await gate.next("runs")).pid
@@ -65,16 +67,18 @@ async def test_a_deploy_that_fails_leaves_the_old_revision(gateway, deploy, sour
     assert await function.answer() == "good"
 
 
-async def test_a_delete_finishes_what_was_accepted(gateway, deploy, gate: Gate):
+async def test_a_delete_finishes_accepted_invocations(gateway, deploy, gate: Gate):
     function = await deploy(WAITS, {"scale.max": 1}, gate=gate)
     running = asyncio.create_task(function.answer("runs"))
     worker = (await gate.next("runs")).pid
     waiting = asyncio.create_task(function.answer("waits"))
     await function.settled(ready=1, queued=1)
-    deleting = asyncio.create_task(gateway.client.delete(f"/v1/functions/{function.name}"))
     zygotes = await function.pids("zygote")
-    while (late := await function.call("late")).status_code != 404:
-        assert late.status_code == 200
+    path = f"/v1/functions/{function.name}"
+    deleting = asyncio.create_task(gateway.client.delete(path))
+    while (await gateway.client.get(path)).status_code != 404:
+        pass
+    assert (await function.call("late")).status_code == 404
     gate.open()
     assert await asyncio.gather(running, waiting) == ["runs", "waits"]
     assert (await deleting).status_code == 200
@@ -158,8 +162,9 @@ def handler(event, context):
         for answer in await asyncio.gather(*(function.answer() for _ in range(4))):
             assert answer["answer"] == right
             seen[answer["pid"]] = answer["smaps"]
-    again = (await function.answer())["smaps"]  # by now both have touched all of it
-    assert again["Shared"] >= 4096  # KiB; clean once the kernel has written the new file to its disk
+    # By now both workers have touched all of it. In KiB; clean once the kernel has written the file to the disk.
+    again = (await function.answer())["smaps"]
+    assert again["Shared"] >= 4096
     assert again["Anonymous"] == 0
     writer = await function.answer("write")
     assert writer["smaps"]["Anonymous"] >= 4096
@@ -172,8 +177,8 @@ def handler(event, context):
     assert all(answer == right for answer in others.values())
 
 
-async def test_a_deploy_whose_caller_leaves_leaves_nothing(gateway, deploy, gate: Gate):
-    """The caller of a deploy hangs up while the handler is still being built."""
+async def test_a_deploy_whose_caller_disconnects_leaves_nothing(gateway, deploy, gate: Gate):
+    """The caller disconnects while the handler is still being built."""
     source = "import gate\ndef build(context):\n    gate.wait('build')\ndef handler(event):\n    return event"
     deploying = asyncio.create_task(gateway.send(source, name="left", gate=gate))
     zygote = (await gate.next("build")).pid
@@ -182,3 +187,31 @@ async def test_a_deploy_whose_caller_leaves_leaves_nothing(gateway, deploy, gate
     await gone(zygote)
     response = await gateway.client.get("/v1/functions/left")
     assert response.status_code == 404
+
+
+async def test_a_function_runs_in_the_environment_of_its_requirements(
+    state, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "index").mkdir()
+    with zipfile.ZipFile(tmp_path / "index" / "tinything-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("tinything.py", "SIZE = 'tiny'\n")
+        info = "tinything-1.0.dist-info"
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tinything\nVersion: 1.0\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(
+            f"{info}/RECORD", f"tinything.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n"
+        )
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+    folder = tmp_path / "small"
+    folder.mkdir()
+    source = "import sys, tinything, pydantic\ndef handler(event):\n    return [tinything.SIZE, sys.prefix]\n"
+    (folder / "handler.py").write_text(source)
+    (folder / "requirements.txt").write_text("tinything\npydantic\n")
+    async with gateway_here(state) as gateway:
+        body = {"path": str(folder), "install": True}
+        response = await gateway.client.post("/v1/functions", json=body)
+        assert response.status_code == 201, response.text
+        size, prefix = await gateway.function("small").answer()
+        assert size == "tiny"
+        assert prefix.startswith(str(gateway.state / "environments"))

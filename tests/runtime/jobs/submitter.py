@@ -1,4 +1,4 @@
-"""A process that submits jobs until it is killed, and says the id of each that was accepted: `submitter.py FILE`."""
+"""A process that submits jobs until it is killed and prints the id of each accepted job: `submitter.py FILE`."""
 
 import asyncio
 import os
@@ -21,10 +21,10 @@ async def submit(store: JobStore, caller: int) -> None:
         job, _ = await store.submit(new)
         os.write(1, f"{job.id} {JobState.IN_QUEUE} {new.input.decode()}\n".encode())
         if number % 2:
-            taken = await store.take(job.id)
-            if taken is None:
+            fence = await store.take(job.id)
+            if fence is None:
                 raise SystemExit("the job was not queued")
-            await store.finish(job.id, taken.attempts, JobOutcome(JobState.COMPLETED, output=new.input))
+            await store.finish(job.id, fence, JobOutcome(JobState.COMPLETED, output=new.input))
             os.write(1, f"{job.id} {JobState.COMPLETED} {new.input.decode()}\n".encode())
 
 

@@ -1,4 +1,4 @@
-"""Attempts under faults: a disk that refuses, a job that is another's by now, a worker that cannot start, a shutdown."""
+"""Attempts under faults: a full disk, a job that was lost to another attempt, a worker that cannot start, a shutdown."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def handler(event):
 
 @pytest.fixture
 def store(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> JobStore:
-    """The gateway's, which is asked again without delay when it refuses."""
+    """The gateway's store, with short delays between repeated calls."""
     monkeypatch.setattr(attempt, "STORE_RETRY_S", 0.001)
     monkeypatch.setattr(attempt, "BACKOFF_S", 0.001)
     assert gateway.server is not None
@@ -87,7 +87,7 @@ def refusing(
 
 
 @pytest.mark.parametrize("what", ["take", "finish"])
-async def test_what_the_disk_refuses_is_written_later_and_nothing_runs_twice(
+async def test_a_write_that_the_disk_refuses_is_repeated_and_nothing_runs_twice(
     deploy, gate: Gate, store: JobStore, monkeypatch: pytest.MonkeyPatch, what: str
 ):
     function = await deploy(WAITS, gate=gate)
@@ -98,7 +98,7 @@ async def test_what_the_disk_refuses_is_written_later_and_nothing_runs_twice(
     assert len(gate.arrived) == 1
 
 
-async def test_what_breaks_in_our_own_hands_ends_the_job_and_not_the_gateway(
+async def test_an_internal_error_ends_the_job_and_not_the_gateway(
     deploy, store: JobStore, monkeypatch: pytest.MonkeyPatch
 ):
     function = await deploy("def handler(event):\n    return event\n")
@@ -108,7 +108,7 @@ async def test_what_breaks_in_our_own_hands_ends_the_job_and_not_the_gateway(
     assert (await ended(function, await run(function, 2)))["output"] == 2
 
 
-async def test_what_cannot_even_be_given_up_is_said_and_ends_nothing_else(
+async def test_a_job_that_cannot_be_given_up_is_logged_and_ends_nothing_else(
     deploy, gateway: Gateway, store: JobStore, monkeypatch: pytest.MonkeyPatch
 ):
     source = "def handler(event, context):\n    context.progress(event)\n    return event\n"
@@ -120,15 +120,15 @@ async def test_what_cannot_even_be_given_up_is_said_and_ends_nothing_else(
         patched.setattr(store, "finish", refusing(store.finish, TypeError("no text"), 2))
         job = await run(function, 1)
 
-        async def said() -> bool:
+        async def logged() -> bool:
             return any(f"job {job} could not be given up" in line.text for line in logs.tail(100))
 
-        await until(said, "a word of the job that could not be given up")
+        await until(logged, "the log line of the job that could not be given up")
     assert (await ended(function, await run(function, 2)))["output"] == 2
     assert (await store.get(function.name, job)).state is JobState.IN_PROGRESS
 
 
-async def test_a_failure_whose_words_are_no_text_is_stored(deploy):
+async def test_a_failure_with_surrogates_in_its_text_is_stored(deploy):
     function = await deploy("def handler(event):\n    print('\\udcff')\n    raise ValueError('\\udcff')\n")
     hook = {"webhook": "https://example.invalid/", "webhook_events": ["completed"]}
     found = await ended(function, await run(function, 1, **hook))
@@ -148,7 +148,7 @@ async def test_a_stream_that_is_too_large_fails_and_is_stopped(
     await gate.next("stopped")
 
 
-async def test_of_a_stream_that_is_too_large_for_a_list_nothing_is_read(
+async def test_a_stream_that_is_too_large_for_a_list_is_not_read(
     deploy, store: JobStore, monkeypatch: pytest.MonkeyPatch
 ):
     function = await deploy("def handler(event):\n    for number in range(event):\n        yield number\n")
@@ -159,31 +159,32 @@ async def test_of_a_stream_that_is_too_large_for_a_list_nothing_is_read(
     assert (found["status"], found["output"], found["pieces"]) == ("COMPLETED", [], 6)
 
 
-async def test_a_stream_of_a_job_that_is_no_longer_its_own_is_stopped(deploy, gate: Gate, store: JobStore):
+async def test_the_stream_of_a_lost_job_is_stopped(deploy, gate: Gate, store: JobStore):
     function = await deploy(STREAMS, gate=gate)
     job = await run(function)
     await gate.next("at work")
     await seen(function, job, lambda found: found.get("pieces"))
-    assert await store.finish(job, 1, JobOutcome(JobState.CANCELLED)) is not None  # past the dispatcher
+    # The dispatcher does not know.
+    assert await store.finish(job, 1, JobOutcome(JobState.CANCELLED))
     await gate.next("stopped")
     assert (await ended(function, job))["status"] == "CANCELLED"
 
 
-async def test_progress_said_before_the_job_is_taken_is_shown(
+async def test_progress_from_before_the_job_is_taken_is_shown(
     deploy, gate: Gate, store: JobStore, monkeypatch: pytest.MonkeyPatch
 ):
     source = "import gate\ndef handler(event, context):\n    context.progress(5)\n    gate.wait('at work')\n"
     function = await deploy(source, gate=gate)
-    real, said = store.take, asyncio.Event()
+    real, reported = store.take, asyncio.Event()
 
     async def late(*args: Any) -> Any:
-        await said.wait()
+        await reported.wait()
         return await real(*args)
 
     monkeypatch.setattr(store, "take", late)
     job = await run(function)
     await gate.next("at work")
-    said.set()
+    reported.set()
     await seen(function, job, lambda found: found.get("output") == 5)
     gate.open()
     await ended(function, job)
@@ -202,7 +203,7 @@ async def test_a_worker_that_cannot_start_costs_an_attempt(
         assert found["errorDetails"]["type"] == "handler_setup_failed"
 
 
-async def test_who_waits_for_a_job_is_told_whoever_ends_it(deploy, gate: Gate):
+async def test_a_caller_that_waits_for_a_job_is_notified_of_a_purge(deploy, gate: Gate):
     function = await deploy(WAITS, {"scale.max": 1}, gate=gate)
     await run(function)
     await gate.next("at work")
@@ -216,11 +217,11 @@ async def test_who_waits_for_a_job_is_told_whoever_ends_it(deploy, gate: Gate):
         while (await function.client.get(f"/v2/{function.name}/health")).json()["jobs"]["inQueue"] < 14:
             await asyncio.sleep(0.005)
         await function.client.post(f"/v2/{function.name}/purge-queue")
-        answers = await asyncio.gather(*waiting)
-    assert {answer.json()["status"] for answer in answers} == {"CANCELLED"}
+        responses = await asyncio.gather(*waiting)
+    assert {response.json()["status"] for response in responses} == {"CANCELLED"}
 
 
-async def test_a_revision_that_is_over_holds_nothing_back(deploy, gateway: Gateway):
+async def test_a_retired_revision_refuses_and_fails_what_it_gets(deploy, gateway: Gateway):
     function = await deploy("def handler(event):\n    return event\n")
     assert gateway.server is not None
     revision = gateway.server.functions.live(function.name)
@@ -229,12 +230,13 @@ async def test_a_revision_that_is_over_holds_nothing_back(deploy, gateway: Gatew
     late = Invocation("late", b"1", now_s=moment_s, deadline_s=moment_s + 60, hold_until_s=moment_s + 60)
     with pytest.raises(RevisionRetired):
         revision.submit(late)
-    revision.on_returned(late)  # a worker that ended gave it back
+    # A worker that ended returns it.
+    revision.on_returned(late)
     with pytest.raises(RevisionRetired):
         await late.output
 
 
-async def test_what_comes_back_from_a_worker_waits_again_as_long_as_it_may(deploy, gateway: Gateway):
+async def test_an_invocation_that_returns_from_a_worker_waits_until_hold_until(deploy, gateway: Gateway):
     function = await deploy("def handler(event):\n    return event\n")
     assert gateway.server is not None
     moment_s = time.monotonic()
@@ -242,11 +244,12 @@ async def test_what_comes_back_from_a_worker_waits_again_as_long_as_it_may(deplo
         "back", b"1", now_s=moment_s, deadline_s=moment_s, hold_until_s=moment_s + 60, execution_s=30.0
     )
     gateway.server.functions.live(function.name).on_returned(back)
-    assert back.deadline_s == back.hold_until_s  # none is ready yet
+    # No worker is ready yet.
+    assert back.deadline_s == back.hold_until_s
     assert (await back.output).payload == b"1"
 
 
-async def test_a_shutdown_that_cuts_a_job_off_costs_no_attempt(state, gate: Gate):
+async def test_a_shutdown_during_a_job_costs_no_attempt(state, gate: Gate):
     async with gateway_here(state, drain_s=0.0) as gateway:
         function = await gateway.deploy(WAITS, {"attempts": 1}, gate=gate)
         job = await run(function, 4)

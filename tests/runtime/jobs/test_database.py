@@ -1,4 +1,4 @@
-"""The database: what it says is on the disk is there; refusals harm nobody else and do not last."""
+"""The database: acknowledged writes are on the disk; a failed one harms no other and no later one."""
 
 import asyncio
 import os
@@ -39,7 +39,7 @@ def opened(path: Path) -> Database:
 
 
 class Held:
-    """Keeps the writer busy until it is let go, so that what comes meanwhile becomes one group."""
+    """Keeps the writer busy, so that changes that are queued meanwhile become one group."""
 
     def __init__(self) -> None:
         self.reached = threading.Event()
@@ -51,12 +51,13 @@ class Held:
 
 
 async def together(database: Database, *changes: object) -> list[object]:
-    """Asks for all while the writer is held: they are one group."""
+    """Write all changes as one group."""
     held = Held()
     holding = asyncio.ensure_future(database.write(held))
     await asyncio.to_thread(held.reached.wait, 20)
     asked = [asyncio.ensure_future(database.write(change)) for change in changes]  # type: ignore[arg-type]
-    await asyncio.sleep(0)  # so that each has asked
+    # Each task queues its change.
+    await asyncio.sleep(0)
     held.go.set()
     await holding
     return list(await asyncio.gather(*asked, return_exceptions=True))
@@ -69,7 +70,7 @@ async def database(tmp_path: Path) -> AsyncIterator[Database]:
     await asyncio.to_thread(found.close)
 
 
-async def test_what_is_written_can_be_read_and_is_there_after_opening_again(tmp_path: Path) -> None:
+async def test_a_write_can_be_read_and_survives_reopening(tmp_path: Path) -> None:
     database = opened(tmp_path / "jobs.db")
     assert await database.write(put(b"a")) == 1
     assert await database.read(bodies) == [b"a"]
@@ -80,7 +81,7 @@ async def test_what_is_written_can_be_read_and_is_there_after_opening_again(tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["jobs.db"], "the log was not brought into the file"
 
 
-async def test_the_file_is_set_up_as_it_must_be(database: Database) -> None:
+async def test_the_file_has_its_settings(database: Database) -> None:
     def settings(connection: sqlite3.Connection) -> list[object]:
         names = ("auto_vacuum", "journal_mode", "synchronous")
         return [connection.execute(f"PRAGMA {name}").fetchone()[0] for name in names]
@@ -89,13 +90,13 @@ async def test_the_file_is_set_up_as_it_must_be(database: Database) -> None:
     assert await database.write(settings) == [2, "wal", 2]
 
 
-async def test_a_look_cannot_change_anything(database: Database) -> None:
+async def test_a_read_cannot_change_anything(database: Database) -> None:
     with pytest.raises(JobStoreFailed, match="readonly"):
         await database.read(put(b"a"))
     assert await database.read(bodies) == []
 
 
-async def test_of_a_group_each_stands_or_falls_alone(database: Database) -> None:
+async def test_each_change_of_a_group_succeeds_or_fails_alone(database: Database) -> None:
     def conflict(connection: sqlite3.Connection) -> None:
         put(b"undone")(connection)
         raise JobConflict("no")
@@ -105,46 +106,46 @@ async def test_of_a_group_each_stands_or_falls_alone(database: Database) -> None
         connection.execute("SELECT nonsense")
 
     done = await together(database, put(b"a"), conflict, put(b"b"), put(b"a"), wrong, put(b"c"))
-    assert [type(answer) for answer in done] == [
+    assert [type(result) for result in done] == [
         int, JobConflict, int, sqlite3.IntegrityError, JobStoreFailed, int,
     ]  # fmt: skip
     assert await database.read(bodies) == [b"a", b"b", b"c"]
 
 
-async def test_more_than_a_group_at_once(database: Database) -> None:
+async def test_more_changes_than_fit_a_group(database: Database) -> None:
     count = 2 * MAX_GROUP + 3
     await asyncio.gather(*(database.write(put(b"%d" % number)) for number in range(count)))
     assert len(await database.read(bodies)) == count
 
 
-async def test_a_caller_that_is_cancelled_has_written_and_who_must_know_is_told(database: Database) -> None:
-    told = asyncio.Event()
+async def test_the_change_of_a_cancelled_caller_is_committed_and_reported(database: Database) -> None:
+    committed = asyncio.Event()
     held = Held()
     holding = asyncio.ensure_future(database.write(held))
     await asyncio.to_thread(held.reached.wait, 20)
-    asked = asyncio.ensure_future(database.write(put(b"a"), told.set))
+    asked = asyncio.ensure_future(database.write(put(b"a"), committed.set))
     await asyncio.sleep(0)
     asked.cancel()
     held.go.set()
     await holding
-    await asyncio.wait_for(told.wait(), 20)
+    await asyncio.wait_for(committed.wait(), 20)
     assert asked.cancelled()
     assert await database.read(bodies) == [b"a"]
 
 
-async def test_nobody_is_told_of_what_failed(database: Database) -> None:
-    told = asyncio.Event()
+async def test_a_failed_change_is_not_reported_as_committed(database: Database) -> None:
+    committed = asyncio.Event()
 
     def conflict(_: sqlite3.Connection) -> None:
         raise JobConflict("no")
 
     with pytest.raises(JobConflict):
-        await database.write(conflict, told.set)
+        await database.write(conflict, committed.set)
     await database.write(put(b"a"))
-    assert not told.is_set()
+    assert not committed.is_set()
 
 
-async def test_closing_finishes_what_was_asked_and_refuses_the_rest(tmp_path: Path) -> None:
+async def test_close_finishes_queued_calls_and_refuses_later_ones(tmp_path: Path) -> None:
     database = opened(tmp_path / "jobs.db")
     asked = [asyncio.ensure_future(database.write(put(b"%d" % number))) for number in range(50)]
     await asyncio.sleep(0)
@@ -157,7 +158,7 @@ async def test_closing_finishes_what_was_asked_and_refuses_the_rest(tmp_path: Pa
     database.close()
 
 
-def test_a_loop_that_has_ended_does_not_end_the_writer(tmp_path: Path) -> None:
+def test_a_closed_event_loop_does_not_end_the_writer(tmp_path: Path) -> None:
     database = opened(tmp_path / "jobs.db")
     held = Held()
 
@@ -176,7 +177,7 @@ def test_a_loop_that_has_ended_does_not_end_the_writer(tmp_path: Path) -> None:
 # -- versions
 
 
-async def test_an_older_file_is_brought_up_to_date(tmp_path: Path) -> None:
+async def test_an_older_file_is_upgraded_and_a_newer_one_refused(tmp_path: Path) -> None:
     database = opened(tmp_path / "jobs.db")
     await database.write(put(b"a"))
     await asyncio.to_thread(database.close)
@@ -186,7 +187,7 @@ async def test_an_older_file_is_brought_up_to_date(tmp_path: Path) -> None:
         await newer.read(lambda connection: connection.execute("SELECT more FROM rows").fetchone()[0]) == "m"
     )
     await asyncio.to_thread(newer.close)
-    with pytest.raises(JobStoreFailed, match="version 2, this pilotflame knows 1"):
+    with pytest.raises(JobStoreFailed, match="has version 2; this pilotflame knows versions up to 1"):
         opened(tmp_path / "jobs.db")
 
 
@@ -200,19 +201,19 @@ def test_a_script_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
 # -- damage and full disks
 
 
-def test_a_file_that_is_none_of_ours_is_refused_with_its_name(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_database_is_refused_with_its_name(tmp_path: Path) -> None:
     path = tmp_path / "jobs.db"
     path.write_bytes(b"no database" * 1000)
     with pytest.raises(JobStoreFailed, match=r"jobs\.db.*not a database.*moved away"):
         opened(path)
 
 
-def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(JobStoreFailed, match="unable to open"):
         opened(tmp_path / "nowhere" / "jobs.db")
 
 
-async def test_damage_is_reported_and_the_rest_goes_on(tmp_path: Path) -> None:
+async def test_damage_is_reported_and_other_calls_succeed(tmp_path: Path) -> None:
     path = tmp_path / "jobs.db"
     database = opened(path)
     await asyncio.gather(*(database.write(put(os.urandom(500))) for _ in range(500)))
@@ -229,13 +230,13 @@ async def test_damage_is_reported_and_the_rest_goes_on(tmp_path: Path) -> None:
     await asyncio.to_thread(database.close)
 
 
-async def test_what_does_not_fit_is_refused_alone_and_later_it_fits(database: Database) -> None:
+async def test_a_change_that_does_not_fit_is_refused_alone_and_fits_later(database: Database) -> None:
     def limit(pages: int) -> object:
         return lambda connection: connection.execute(f"PRAGMA max_page_count={pages}").fetchone()
 
     await database.write(limit(50))  # type: ignore[arg-type]
     done = await together(database, put(b"a"), put(b"large" * 100_000), put(b"b"))
-    assert [type(answer) for answer in done] == [int, JobStoreFailed, int]
+    assert [type(result) for result in done] == [int, JobStoreFailed, int]
     assert "full" in str(done[1])
     assert await database.read(bodies) == [b"a", b"b"]
     await database.write(limit(5000))  # type: ignore[arg-type]
@@ -261,16 +262,16 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
-async def test_a_full_disk_is_reported_and_once_there_is_room_it_works_again(small_disk: Path) -> None:
+async def test_a_full_disk_is_reported_and_writes_succeed_once_there_is_room(small_disk: Path) -> None:
     ballast = small_disk / "ballast"
     database = opened(small_disk / "jobs.db")
     await database.write(put(b"first"))
     ballast.write_bytes(b"x" * 700_000)
     asked = [b"%4d" % number + os.urandom(9_000) for number in range(200)]
-    answers = [await refused_or(database.write(put(body))) for body in asked]
-    kept = [body for body, answer in zip(asked, answers, strict=True) if answer is None]
+    results = [await refused_or(database.write(put(body))) for body in asked]
+    kept = [body for body, result in zip(asked, results, strict=True) if result is None]
     assert 0 < len(kept) < 200
-    assert all(answer is None or "full" in str(answer) for answer in answers)
+    assert all(result is None or "full" in str(result) for result in results)
     assert await database.read(bodies) == [b"first", *kept]
     ballast.unlink()
     await database.write(put(b"last"))

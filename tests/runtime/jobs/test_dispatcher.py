@@ -1,4 +1,4 @@
-"""The dispatcher's looks at the store: nothing that becomes due between two of them is missed, nothing is run twice."""
+"""The dispatcher's reads of the store: no job that becomes due between two reads is missed, and none runs twice."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ JOB = NewJob("tone", b"1", execution_timeout_s=60.0, ttl_s=600.0)
 
 
 class Echo:
-    """A revision that answers at once, and remembers whom."""
+    """A revision that completes each invocation at once and records its id."""
 
     streaming = False
     retiring = False
@@ -43,13 +43,13 @@ class Echo:
         invocation.abandon()
 
 
-class Looked(JobStore):
-    """What `meanwhile` does happens after the store has been looked at, before the dispatcher hears what was seen."""
+class SlowStore(JobStore):
+    """Awaits `meanwhile` after a read of the due jobs, before it returns them."""
 
     meanwhile: Any = None
 
-    async def next(self, function: str, limit: int, *, now_s: float | None = None) -> list[Job]:
-        found = await super().next(function, limit, now_s=now_s)
+    async def due(self, function: str, limit: int, now_s: float) -> list[Job]:
+        found = await super().due(function, limit, now_s)
         if self.meanwhile is not None:
             await self.meanwhile(found)
         return found
@@ -70,8 +70,8 @@ async def final(store: JobStore, job: Job) -> Job:
     return found
 
 
-async def test_what_becomes_due_while_it_looks_is_seen(database: Database):
-    store, echo = Looked(database, keep_s=600.0), Echo()
+async def test_a_job_that_becomes_due_during_a_read_is_run(database: Database):
+    store, echo = SlowStore(database, keep_s=600.0), Echo()
     job, _ = await store.submit(JOB)
     assert await store.take(job.id)
     due_s = time.time() + 0.05
@@ -88,21 +88,23 @@ async def test_what_becomes_due_while_it_looks_is_seen(database: Database):
         dispatcher.stop()
 
 
-async def test_what_ends_while_it_looks_is_not_run_once_more(database: Database):
-    store, echo = Looked(database, keep_s=600.0), Echo()
+async def test_a_job_that_ends_during_a_read_does_not_run_again(database: Database):
+    store, echo = SlowStore(database, keep_s=600.0), Echo()
     first, _ = await store.submit(JOB)
-    looks = 0
+    reads = 0
 
-    async def second_look_is_slow(found: list[Job]) -> None:
-        nonlocal looks
-        looks += 1
-        if looks == 1:
-            dispatcher.wake("tone")  # so that it looks again at once, while the first is on its way
+    async def second_read_is_slow(found: list[Job]) -> None:
+        nonlocal reads
+        reads += 1
+        if reads == 1:
+            # Read again at once, while the first job runs.
+            dispatcher.wake("tone")
         elif [job.id for job in found] == [first.id]:
             await final(store, first)
-            await asyncio.sleep(0.01)  # and the dispatcher has seen its end
+            # The dispatcher sees its end meanwhile.
+            await asyncio.sleep(0.01)
 
-    store.meanwhile = second_look_is_slow
+    store.meanwhile = second_read_is_slow
     async with asyncio.TaskGroup() as tasks:
         dispatcher = JobDispatcher(store, lambda _: SimpleNamespace(revision=echo, logs=LogBook()), tasks)
         dispatcher.wake("tone")

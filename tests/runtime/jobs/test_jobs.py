@@ -1,4 +1,4 @@
-"""What callers ask of jobs is done to its end, even if they hang up meanwhile."""
+"""Jobs: a cancel or purge runs to its end even if the caller disconnects; errors reach the caller."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ async def run(function: Function, event: Any = None) -> str:
 
 
 class Held:
-    """A call of the store that answers only when it may."""
+    """A call of the store that returns only after `go`."""
 
     def __init__(self, real: Callable[..., Awaitable[Any]]) -> None:
         self._real = real
-        self.asked = asyncio.Event()
+        self.called = asyncio.Event()
         self.go = asyncio.Event()
 
     async def __call__(self, *args: Any, **more: Any) -> Any:
-        self.asked.set()
+        self.called.set()
         found = await self._real(*args, **more)
         await self.go.wait()
         return found
 
 
-async def leave(asking: asyncio.Task[Any]) -> None:
-    asking.cancel()
-    await asyncio.wait([asking])
-    assert asking.cancelled()
+async def leave(calling: asyncio.Task[Any]) -> None:
+    calling.cancel()
+    await asyncio.wait([calling])
+    assert calling.cancelled()
 
 
-async def test_a_job_whose_canceller_hangs_up_is_stopped(
+async def test_a_job_is_stopped_though_the_canceller_disconnects(
     deploy, gate: Gate, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ):
     function = await deploy(SLEEPS, gate=gate)
@@ -66,14 +66,14 @@ async def test_a_job_whose_canceller_hangs_up_is_stopped(
     await gate.next("at work")
     held = Held(jobs.store.cancel)
     monkeypatch.setattr(jobs.store, "cancel", held)
-    asking = asyncio.create_task(jobs.cancel(function.name, job))
-    await held.asked.wait()
-    await leave(asking)
+    calling = asyncio.create_task(jobs.cancel(function.name, job))
+    await held.called.wait()
+    await leave(calling)
     held.go.set()
     await gate.next("stopped")
 
 
-async def test_a_purge_whose_caller_hangs_up_is_finished(
+async def test_a_purge_is_finished_though_its_caller_disconnects(
     deploy, gate: Gate, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("pilotflame.runtime.jobs.transitions.PURGE_SLICE", 2)
@@ -84,9 +84,9 @@ async def test_a_purge_whose_caller_hangs_up_is_finished(
     held = Held(jobs.store._database.read)
     with monkeypatch.context() as patched:
         patched.setattr(jobs.store._database, "read", held)
-        asking = asyncio.create_task(jobs.purge(function.name))
-        await held.asked.wait()
-        await leave(asking)
+        calling = asyncio.create_task(jobs.purge(function.name))
+        await held.called.wait()
+        await leave(calling)
     held.go.set()
 
     async def all_cancelled() -> bool:
@@ -98,7 +98,7 @@ async def test_a_purge_whose_caller_hangs_up_is_finished(
     assert (await jobs.wait(function.name, first, 20.0)).state is JobState.COMPLETED
 
 
-async def test_what_is_refused_reaches_the_caller_and_not_the_gateway(
+async def test_an_error_reaches_the_caller_and_not_the_gateway(
     deploy, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ):
     function = await deploy("def handler(event):\n    return event\n")
@@ -109,7 +109,7 @@ async def test_what_is_refused_reaches_the_caller_and_not_the_gateway(
         raise error
 
     monkeypatch.setattr(jobs.store, "purge", broken)
-    for error in (JobStoreFailed("The disk is full."), TypeError("ours")):
+    for error in (JobStoreFailed("The disk is full."), TypeError("internal")):
         with pytest.raises(type(error)):
             await jobs.purge(function.name)
     job = await run(function, 3)

@@ -1,4 +1,4 @@
-"""What a webhook says, at each event, for receivers of Standard Webhooks and for those of RunPod."""
+"""Webhook messages of each event, for receivers of Standard Webhooks and of RunPod."""
 
 import base64
 import json
@@ -11,7 +11,7 @@ from pilotflame.runtime.jobs.message import body
 from receiver import job
 
 
-def told(event: str, now_s: float = 104.5, **fields: Any) -> dict[str, Any]:
+def message(event: str, now_s: float = 104.5, **fields: Any) -> dict[str, Any]:
     found = json.loads(body(job(**fields), event, now_s))
     assert found["type"] == f"job.{event}"
     assert found["timestamp"] == "1970-01-01T00:01:44.500Z"
@@ -21,27 +21,29 @@ def told(event: str, now_s: float = 104.5, **fields: Any) -> dict[str, Any]:
 
 
 def test_the_start() -> None:
-    found = told("start", started_s=102.0, worker="w-1")
+    found = message("start", started_s=102.0, worker="w-1")
     assert found["data"] == {
         "id": "job-1", "status": "IN_PROGRESS", "function": "f", "delayTime": 2000, "executionTime": 2500, "workerId": "w-1",
     }  # fmt: skip
 
 
 def test_the_end_of_a_job_that_succeeded() -> None:
-    found = told("completed", state=JobState.COMPLETED, started_s=101.0, ended_s=103.5, output=b'{"a": [1]}')
+    found = message(
+        "completed", state=JobState.COMPLETED, started_s=101.0, ended_s=103.5, output=b'{"a": [1]}'
+    )
     assert found["output"] == {"a": [1]}
     assert (found["status"], found["delayTime"], found["executionTime"]) == ("COMPLETED", 1000, 2500)
 
 
-def test_an_answer_that_is_not_json() -> None:
-    found = told("completed", state=JobState.COMPLETED, output=b"\xff\x00", output_type="image/png")
+def test_an_output_that_is_not_json() -> None:
+    found = message("completed", state=JobState.COMPLETED, output=b"\xff\x00", output_type="image/png")
     assert base64.b64decode(found["output"]) == b"\xff\x00"
     assert found["output_type"] == "image/png"
 
 
 def test_the_end_of_a_job_that_failed() -> None:
     error = {"type": "handler_failed", "message": "It broke."}
-    found = told("completed", state=JobState.FAILED, error=error, logs="Traceback", ended_s=103.0)
+    found = message("completed", state=JobState.FAILED, error=error, logs="Traceback", ended_s=103.0)
     assert found["error"] == "It broke."
     assert found["data"]["error"] == error
     assert found["data"]["logs"] == "Traceback"
@@ -49,14 +51,14 @@ def test_the_end_of_a_job_that_failed() -> None:
     assert (found["delayTime"], found["executionTime"]) == (3000, 0)
 
 
-def test_how_far_it_is() -> None:
-    found = told("output", progress=b'"half"', pieces=3)
+def test_the_progress() -> None:
+    found = message("output", progress=b'"half"', pieces=3)
     assert found["output"] == "half"
     assert found["pieces"] == 3
 
 
 @given(st.sampled_from(JobState), st.floats(0, 1e9), st.floats(0, 1e9), st.floats(0, 1e9), st.text())
-def test_every_job_can_be_told(
+def test_every_job_has_a_message(
     state: JobState, started: float, ended: float, now: float, worker: str
 ) -> None:
     worker = worker.encode("utf-8", "ignore").decode()

@@ -1,4 +1,4 @@
-"""The outbox: rows of deliveries, in order, bounded, and whole with what they tell of."""
+"""The outbox: deliveries are in order, bounded, and part of the transaction of their event."""
 
 import sqlite3
 from collections.abc import Iterator
@@ -10,12 +10,16 @@ from pilotflame.errors import UnknownDelivery
 from pilotflame.runtime.jobs import outbox
 from pilotflame.runtime.jobs.job import Webhook
 from pilotflame.runtime.jobs.schema import SCRIPTS
-from pilotflame.runtime.jobs.webhook_backoff import Schedule
-from pilotflame.runtime.jobs.webhook_delivery import MAX_LOG, Delivery, DeliveryAttempt, DeliveryState
+from pilotflame.runtime.jobs.webhook_delivery import (
+    Delivery,
+    DeliveryAttempt,
+    DeliveryState,
+    RetrySchedule,
+)
 from receiver import job
 
-TWICE = Schedule(tries=5, first_s=10.0)
-TAKEN = DeliveryAttempt(0.0, 204, "", 1)
+FIVE_TRIES = RetrySchedule(tries=5, first_s=10.0)
+ACCEPTED = DeliveryAttempt(0.0, 204, "", 1)
 FAILED = DeliveryAttempt(0.0, 500, "", 1)
 
 
@@ -43,12 +47,12 @@ def events(found: list[Delivery]) -> list[str]:
 
 
 def record(
-    connection: sqlite3.Connection, name: str, attempt: DeliveryAttempt, now_s: float, keep_s: float = 1e9
+    connection: sqlite3.Connection, delivery_id: str, attempt: DeliveryAttempt, now_s: float
 ) -> Delivery | None:
-    return outbox.record(connection, name, attempt, TWICE, now_s=now_s, chance=1.0, keep_s=keep_s)
+    return outbox.record(connection, delivery_id, attempt, FIVE_TRIES, now_s=now_s, draw=1.0)
 
 
-def test_only_what_was_asked_for_is_added(connection: sqlite3.Connection) -> None:
+def test_only_subscribed_events_are_added(connection: sqlite3.Connection) -> None:
     asked = job(webhook=Webhook("http://a/", ("completed",)))
     assert not outbox.add(connection, asked, "start", 1.0)
     assert not outbox.add(connection, job(webhook=None), "completed", 1.0)
@@ -56,14 +60,14 @@ def test_only_what_was_asked_for_is_added(connection: sqlite3.Connection) -> Non
     assert events(outbox.newest(connection, "f")) == ["job-1 completed"]
 
 
-def test_it_is_gone_with_the_transaction_it_belongs_to(connection: sqlite3.Connection) -> None:
+def test_a_rollback_removes_it(connection: sqlite3.Connection) -> None:
     connection.execute("BEGIN")
     outbox.add(connection, job(), "start", 1.0)
     connection.execute("ROLLBACK")
     assert outbox.newest(connection, "f") == []
 
 
-def test_events_of_one_job_go_one_by_one_in_order(connection: sqlite3.Connection) -> None:
+def test_the_events_of_a_job_are_sent_one_by_one_in_order(connection: sqlite3.Connection) -> None:
     for event in ("start", "logs", "completed"):
         outbox.add(connection, job(), event, 1.0)
     order = []
@@ -71,11 +75,11 @@ def test_events_of_one_job_go_one_by_one_in_order(connection: sqlite3.Connection
         (delivery,) = found
         assert due(connection, 1.0, busy=[(delivery.host, delivery.job_id)]) == []
         order.append(delivery.event)
-        record(connection, delivery.id, TAKEN, 1.0)
+        record(connection, delivery.id, ACCEPTED, 1.0)
     assert order == ["start", "logs", "completed"]
 
 
-def test_what_failed_holds_up_the_later_ones_of_its_job_but_not_for_ever(
+def test_a_failed_event_holds_up_later_ones_of_its_job_for_three_tries(
     connection: sqlite3.Connection,
 ) -> None:
     outbox.add(connection, job(), "start", 0.0)
@@ -87,19 +91,20 @@ def test_what_failed_holds_up_the_later_ones_of_its_job_but_not_for_ever(
     assert events(due(connection, 9.9)) == ["job-2 start"]
     outbox.add(connection, job(), "completed", 5.0)
     assert events(due(connection, 9.9)) == ["job-2 start"]
-    record(connection, other.id, TAKEN, 9.9)
+    record(connection, other.id, ACCEPTED, 9.9)
     assert events(due(connection, 10.0)) == ["job-1 start"]
     record(connection, start.id, FAILED, 10.0)
     assert events(due(connection, 39.9)) == []
     assert events(due(connection, 40.0)) == ["job-1 start"]
-    record(connection, start.id, FAILED, 40.0)  # the third time
+    # After three failures it no longer holds up the others.
+    record(connection, start.id, FAILED, 40.0)
     (logs,) = due(connection, 40.0)
     assert logs.event == "logs"
-    record(connection, logs.id, TAKEN, 40.0)
+    record(connection, logs.id, ACCEPTED, 40.0)
     assert events(due(connection, 40.0)) == ["job-1 completed"]
 
 
-def test_when_more_is_due_is_known(connection: sqlite3.Connection) -> None:
+def test_the_time_of_the_next_delivery_is_returned(connection: sqlite3.Connection) -> None:
     assert outbox.due(connection, 0.0, room=1, room_per_host=1) == ([], None)
     outbox.add(connection, job("http://a/"), "start", 7.0)
     outbox.add(connection, job("http://b/", id="job-2"), "start", 5.0)
@@ -110,7 +115,7 @@ def test_when_more_is_due_is_known(connection: sqlite3.Connection) -> None:
     assert outbox.due(connection, 4.0, room=1, room_per_host=1, busy=busy) == ([], 5.0)
 
 
-def test_a_host_with_much_to_send_leaves_room_to_others(connection: sqlite3.Connection) -> None:
+def test_a_host_with_many_deliveries_leaves_room_for_others(connection: sqlite3.Connection) -> None:
     for number in range(50):
         outbox.add(connection, job("http://A:80/x", id=f"job-{number}"), "start", 0.0)
     outbox.add(connection, job("http://b/", id="job-b"), "start", 1.0)
@@ -121,17 +126,18 @@ def test_a_host_with_much_to_send_leaves_room_to_others(connection: sqlite3.Conn
     assert events(due(connection, 2.0, room=1, room_per_host=3)) == ["job-0 start"]
 
 
-def test_hosts_are_stepped_over_by_the_index(connection: sqlite3.Connection) -> None:
+def test_hosts_are_found_through_the_index(connection: sqlite3.Connection) -> None:
     for query, values in ((outbox._HOSTS, (9,)), (outbox._DUE, ("h", 1.0)), (outbox._NEXT, ("h", 1.0))):
         plan = [row["detail"] for row in connection.execute(f"EXPLAIN QUERY PLAN {query}", values)]
         looked = [line for line in plan if " deliveries" in line]
         assert looked
         assert all("deliveries_due" in line for line in looked), plan
         sorts = [line for line in plan if "TEMP B-TREE" in line]
-        assert not sorts or query == outbox._HOSTS, plan  # a row a host is sorted, not a row a delivery
+        # Sorting hosts is allowed, sorting deliveries is not.
+        assert not sorts or query == outbox._HOSTS, plan
 
 
-def test_only_bodies_that_are_to_be_sent_are_read(connection: sqlite3.Connection) -> None:
+def test_only_bodies_to_send_are_read(connection: sqlite3.Connection) -> None:
     for number in range(60):
         outbox.add(connection, job(f"http://h{number % 12}/", id=f"job-{number}"), "start", float(number))
     asked: list[str] = []
@@ -143,7 +149,7 @@ def test_only_bodies_that_are_to_be_sent_are_read(connection: sqlite3.Connection
     assert len([query for query in asked if "body" in query]) == 3
 
 
-def test_a_round_looks_at_the_hosts_that_are_due_first(
+def test_the_hosts_with_the_earliest_deliveries_go_first(
     connection: sqlite3.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outbox, "MAX_HOSTS", 2)
@@ -158,7 +164,7 @@ def test_a_round_looks_at_the_hosts_that_are_due_first(
     assert outbox.due(connection, 1.0, room=9, room_per_host=1, busy=busy) == ([], 2.0)
 
 
-def test_a_receiver_that_is_gone_is_left_alone(connection: sqlite3.Connection) -> None:
+def test_a_receiver_that_is_gone_gets_no_retry(connection: sqlite3.Connection) -> None:
     outbox.add(connection, job(), "completed", 0.0)
     (delivery,) = due(connection, 0.0)
     after = record(connection, delivery.id, DeliveryAttempt(0.0, 410, "", 1), 1.0)
@@ -167,11 +173,12 @@ def test_a_receiver_that_is_gone_is_left_alone(connection: sqlite3.Connection) -
     assert due(connection, 1e9) == []
 
 
-def test_it_is_given_up_after_its_tries_and_can_be_sent_again(connection: sqlite3.Connection) -> None:
+def test_it_is_given_up_after_its_tries_and_can_be_redelivered(connection: sqlite3.Connection) -> None:
     outbox.add(connection, job(), "completed", 0.0)
     (delivery,) = due(connection, 0.0)
     states = [
-        record(connection, delivery.id, DeliveryAttempt(0.0, 0, "reset", 1), 0.0) for _ in range(TWICE.tries)
+        record(connection, delivery.id, DeliveryAttempt(0.0, 0, "reset", 1), 0.0)
+        for _ in range(FIVE_TRIES.tries)
     ]
     assert [found and found.state for found in states] == ["PENDING"] * 4 + ["DEAD"]
     again = outbox.redeliver(connection, "f", delivery.id, 50.0)
@@ -180,16 +187,13 @@ def test_it_is_given_up_after_its_tries_and_can_be_sent_again(connection: sqlite
     assert [found.id for found in due(connection, 50.0)] == [delivery.id]
 
 
-def test_nobody_sees_or_sends_what_is_another_functions(connection: sqlite3.Connection) -> None:
+def test_a_delivery_of_another_function_is_unknown(connection: sqlite3.Connection) -> None:
     outbox.add(connection, job(), "completed", 0.0)
     (delivery,) = outbox.newest(connection, "f")
     assert outbox.newest(connection, "g") == []
-    for ask in (
-        lambda: outbox.redeliver(connection, "g", delivery.id, 0.0),
-        lambda: outbox.get(connection, "f", "msg_x"),
-    ):
+    for function, delivery_id in (("g", delivery.id), ("f", "msg_x")):
         with pytest.raises(UnknownDelivery):
-            ask()
+            outbox.redeliver(connection, function, delivery_id, 0.0)
 
 
 def test_retry_after_is_honoured(connection: sqlite3.Connection) -> None:
@@ -203,13 +207,14 @@ def test_retry_after_is_honoured(connection: sqlite3.Connection) -> None:
 def test_the_log_is_bounded(connection: sqlite3.Connection) -> None:
     outbox.add(connection, job(), "completed", 0.0)
     (delivery,) = due(connection, 0.0)
-    for number in range(MAX_LOG + 5):
+    for number in range(outbox.MAX_LOG + 5):
         record(connection, delivery.id, DeliveryAttempt(float(number), 500, "", 1), 0.0)
-    log = outbox.get(connection, "f", delivery.id).log
-    assert [attempt.at_s for attempt in log] == [float(number) for number in range(5, MAX_LOG + 5)]
+    (delivery,) = outbox.newest(connection, "f")
+    log = delivery.log
+    assert [attempt.at_s for attempt in log] == [float(number) for number in range(5, outbox.MAX_LOG + 5)]
 
 
-def test_only_the_last_output_waits_where_the_former_stood(connection: sqlite3.Connection) -> None:
+def test_a_new_output_replaces_the_pending_one(connection: sqlite3.Connection) -> None:
     outbox.add(connection, job(progress=b"1"), "output", 0.0)
     (first,) = due(connection, 0.0)
     record(connection, first.id, FAILED, 0.0)
@@ -220,34 +225,34 @@ def test_only_the_last_output_waits_where_the_former_stood(connection: sqlite3.C
     assert b'"output":3' in last.body
     assert last.id != first.id
     assert (last.attempts, len(last.log)) == (1, 1)
-    assert record(connection, first.id, TAKEN, 10.0) is None  # it was on its way meanwhile
-    record(connection, last.id, TAKEN, 10.0)
+    # The first was on its way when the second replaced it.
+    assert record(connection, first.id, ACCEPTED, 10.0) is None
+    record(connection, last.id, ACCEPTED, 10.0)
     outbox.add(connection, job(progress=b"4"), "output", 11.0)
     assert len(outbox.newest(connection, "f")) == 2
 
 
-def test_old_ones_go_as_new_ones_end(connection: sqlite3.Connection) -> None:
+def test_old_deliveries_are_deleted_as_new_ones_end(
+    connection: sqlite3.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outbox, "KEEP_ENDED_S", 95.0)
     for number in range(20):
         outbox.add(connection, job(id=f"job-{number}"), "completed", float(number))
     for delivery in due(connection, 100.0, room_per_host=100):
-        record(connection, delivery.id, TAKEN, 100.0, keep_s=95.0)
+        record(connection, delivery.id, ACCEPTED, 100.0)
     left = outbox.newest(connection, "f")
     assert [delivery.created_s for delivery in left] == [float(number) for number in range(19, 4, -1)]
-    assert outbox.forget(connection, 10.0, 2) == 2
+    assert outbox.delete_ended(connection, 10.0, 2) == 2
 
 
-def test_lists_go_on_where_they_ended(connection: sqlite3.Connection) -> None:
+def test_lists_are_filtered_and_newest_first(connection: sqlite3.Connection) -> None:
     for number in range(7):
         outbox.add(connection, job(id=f"job-{number // 2}"), "logs", float(number // 3))
     every = outbox.newest(connection, "f")
     assert all(delivery.body == b"" for delivery in every)
-    pages, last = [], ""
-    while page := outbox.newest(connection, "f", limit=2, before_id=last):
-        pages += page
-        last = page[-1].id
-    assert pages == every
+    assert outbox.newest(connection, "f", limit=2) == every[:2]
     assert len(outbox.newest(connection, "f", job_id="job-1")) == 2
-    record(connection, every[0].id, TAKEN, 9.0)
+    record(connection, every[0].id, ACCEPTED, 9.0)
     assert len(outbox.newest(connection, "f", states=[DeliveryState.PENDING])) == 6
 
 
@@ -260,13 +265,12 @@ STEPS = st.lists(
 
 @given(STEPS)
 @settings(max_examples=60, deadline=None)
-def test_in_any_history_a_job_hears_things_in_order_unless_they_failed_often(
+def test_events_of_a_job_are_delivered_in_order_unless_one_failed_often(
     steps: list[tuple[object, object]],
 ) -> None:
-    """A model beside it: per job the ids in the order they were added."""
     connection = opened()
     now_s = 0.0
-    told: list[str] = []
+    delivered: list[str] = []
     for what, detail in steps:
         now_s += 4.0
         if what == "send":
@@ -274,7 +278,7 @@ def test_in_any_history_a_job_hears_things_in_order_unless_they_failed_often(
                 attempt = DeliveryAttempt(now_s, int(str(detail)), "", 1)
                 after = record(connection, delivery.id, attempt, now_s)
                 if after and after.state == "DELIVERED":
-                    told.append(after.id)
+                    delivered.append(after.id)
         else:
             outbox.add(connection, job(f"http://h{what}/", id=f"job-{what}"), str(detail), now_s)
     rows = connection.execute("SELECT rowid, * FROM deliveries ORDER BY rowid").fetchall()
@@ -286,7 +290,7 @@ def test_in_any_history_a_job_hears_things_in_order_unless_they_failed_often(
                 and row["event"] != "output" != later["event"]
             ):
                 assert row["state"] != "PENDING" or row["attempts"] >= outbox.HELD_TRIES
-    assert len(set(told)) == len(told)
+    assert len(set(delivered)) == len(delivered)
     outputs = [row["job_id"] for row in rows if row["event"] == "output" and row["state"] == "PENDING"]
     assert len(set(outputs)) == len(outputs)
     connection.close()

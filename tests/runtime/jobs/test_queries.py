@@ -1,4 +1,4 @@
-"""Looking for a job by its id alone: what the caller is not to know of is as if it were not there."""
+"""Queries: a job that the caller may not see is unknown; pieces are read by size."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from jobs_model import Clock
 from pilotflame.errors import JobExpired, UnknownJob
 from pilotflame.runtime.jobs import queries
 from pilotflame.runtime.jobs.database import Database
@@ -18,11 +19,16 @@ from pilotflame.runtime.jobs.store import JobStore
 BOTH = ("tone", "echo")
 
 
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
 @pytest_asyncio.fixture
-async def store(tmp_path: Path) -> AsyncIterator[JobStore]:
+async def store(tmp_path: Path, clock: Clock) -> AsyncIterator[JobStore]:
     database = Database(tmp_path / "jobs.db", SCRIPTS)
     database.open()
-    yield JobStore(database, keep_s=10.0)
+    yield JobStore(database, keep_s=10.0, clock=clock)
     database.close()
 
 
@@ -30,19 +36,24 @@ def new(**more: Any) -> NewJob:
     return NewJob("tone", b"{}", execution_timeout_s=1.0, **{"ttl_s": 1000.0, **more})
 
 
-async def test_a_job_is_found_by_who_may_know_its_function(store: JobStore) -> None:
+async def test_a_job_is_found_by_callers_of_its_function(store: JobStore) -> None:
     job, _ = await store.submit(new(wanted_id="mine"))
     assert await store.find("mine", BOTH.__contains__, BOTH) == job
-    assert await store.find("mine", BOTH.__contains__, ()) == job  # of a function that is gone
+    # A job of a deleted function.
+    assert await store.find("mine", BOTH.__contains__, ()) == job
     for job_id, allowed in (("mine", ("echo",)), ("other", BOTH), ("\udcff", BOTH), ("x" * 10_000, BOTH)):
         with pytest.raises(UnknownJob):
             await store.find(job_id, allowed.__contains__, allowed)
 
 
-async def test_a_forgotten_job_is_told_of_to_who_might_have_known_it(store: JobStore) -> None:
-    await store.submit(new(wanted_id="mine", ttl_s=1.0), now_s=1000.0)
-    await store.expire(now_s=1002.0)
-    await store.expire(now_s=1020.0)
+async def test_an_expired_job_is_reported_to_callers_who_might_have_seen_it(
+    store: JobStore, clock: Clock
+) -> None:
+    await store.submit(new(wanted_id="mine", ttl_s=1.0))
+    clock.now_s += 2.0
+    await store.expire()
+    clock.now_s += 18.0
+    await store.expire()
     with pytest.raises(JobExpired):
         await store.find("mine", BOTH.__contains__, BOTH)
     with pytest.raises(UnknownJob):
@@ -63,12 +74,12 @@ async def test_pieces_are_read_by_their_size_too(store: JobStore, monkeypatch: p
     assert len(await store.pieces(job.id, 0, 2)) == 2
 
 
-async def test_what_the_handler_is_to_find_is_kept(store: JobStore) -> None:
+async def test_extra_is_stored(store: JobStore, clock: Clock) -> None:
     extra = {"event": {"id": "1", "source": "straße", "n": 2, "yes": True}}
     job, _ = await store.submit(new(extra=extra))
     assert job.extra == extra
     assert (await store.get("tone", job.id)).extra == extra
-    (queued,) = await store.next("tone", 10)
+    (queued,) = await store.due("tone", 10, clock.now_s)
     assert queued.extra == extra
     plain, _ = await store.submit(new(extra={}))
     assert (await store.get("tone", plain.id)).extra is None is plain.extra

@@ -1,4 +1,4 @@
-"""The store of jobs beside a simple model of it, through restarts, kills and full disks."""
+"""The store of jobs against a simple model of it, through restarts, kills and full disks."""
 
 import asyncio
 import dataclasses
@@ -8,7 +8,6 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import closing
 from functools import partial
@@ -20,7 +19,7 @@ import pytest_asyncio
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
-from jobs_model import KEEP_S, QUEUED, Kept, Model
+from jobs_model import KEEP_S, QUEUED, Clock, Model, ModelJob
 from pilotflame.errors import (
     IdempotencyConflict,
     JobConflict,
@@ -30,7 +29,7 @@ from pilotflame.errors import (
     QueueFull,
     UnknownJob,
 )
-from pilotflame.runtime.jobs import counters, expiry, rows
+from pilotflame.runtime.jobs import outbox, queries, schema, transitions
 from pilotflame.runtime.jobs.database import Database
 from pilotflame.runtime.jobs.job import Job, JobCounts, JobOutcome, JobState, NewJob, Webhook
 from pilotflame.runtime.jobs.schema import SCRIPTS
@@ -41,27 +40,17 @@ HOOK = Webhook("http://127.0.0.1/hook", ("start", "output", "completed"))
 DONE = JobOutcome(JobState.COMPLETED, output=b'"done"')
 
 
-def new(function: str = "tone", given: bytes = b"{}", **more: Any) -> NewJob:
-    return NewJob(function, given, execution_timeout_s=60.0, **{"ttl_s": 1000.0, **more})
+def new(function: str = "tone", body: bytes = b"{}", **more: Any) -> NewJob:
+    return NewJob(function, body, execution_timeout_s=60.0, **{"ttl_s": 1000.0, **more})
 
 
-def write_down(connection: sqlite3.Connection, job: Job, event: str, now_s: float) -> None:
-    """Stands for the outbox: one row in the same transaction."""
-    connection.execute(
-        "INSERT INTO deliveries (id, job_id, function, event, url, host, body, state, attempts, next_s, created_s, "
-        "last_status, last_error, log) "
-        "VALUES (lower(hex(randomblob(9))), ?, ?, ?, ?, '', x'', 'PENDING', 0, ?, ?, 0, '', '[]')",
-        (job.id, job.function, event, job.webhook.url if job.webhook else "", now_s, now_s),
-    )
-
-
-def written_down(connection: sqlite3.Connection) -> list[tuple[str, str]]:
+def deliveries(connection: sqlite3.Connection) -> list[tuple[str, str]]:
     rows = connection.execute("SELECT job_id, event FROM deliveries ORDER BY rowid")
     return [(job_id, event) for job_id, event in rows]
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """All that may be asked, in any order; after each step all that can be seen is as the model has it."""
+    """Runs any sequence of calls; after each, all that can be read equals the model."""
 
     ids = Bundle("ids")
 
@@ -70,19 +59,18 @@ class StoreMachine(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp(prefix="pf-jobs-"))
         self.runner = asyncio.Runner()
         self.model = Model()
-        self.wakes: list[str] = []
-        self.told = 0
+        self.queued: list[str] = []
         self.open()
 
     def open(self) -> None:
         self.database = Database(self.folder / "jobs.db", SCRIPTS)
         self.database.open()
         self.store = JobStore(
-            self.database, keep_s=KEEP_S, tell=write_down, wake=self.wakes.append, told=self.was_told
+            self.database,
+            keep_s=KEEP_S,
+            on_commit=lambda transaction: self.queued.extend(sorted(transaction.queued)),
+            clock=lambda: self.model.now_s,
         )
-
-    def was_told(self) -> None:
-        self.told += 1
 
     def teardown(self) -> None:
         self.database.close()
@@ -103,7 +91,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(
         target=ids,
         function=st.sampled_from(FUNCTIONS),
-        given=st.sampled_from([b"a", b"bb"]),
+        body=st.sampled_from([b"a", b"bb"]),
         key=st.sampled_from(["", "", "k1", "k2"]),
         wanted=st.sampled_from(["", "", "mine"]),
         priority=st.integers(0, 2),
@@ -111,29 +99,31 @@ class StoreMachine(RuleBasedStateMachine):
         ttl_s=st.sampled_from([30.0, 5000.0]),
         webhook=st.sampled_from([None, HOOK]),
     )
-    def submit(self, function: str, given: bytes, key: str, wanted: str, **more: Any) -> str:
-        asked = new(function, given, idempotency=key, wanted_id=wanted, **more)
+    def submit(self, function: str, body: bytes, key: str, wanted: str, **more: Any) -> str:
+        asked = new(function, body, idempotency=key, wanted_id=wanted, **more)
         expected = self.model.replayed(asked)
-        self.wakes.clear()
+        self.queued.clear()
         if isinstance(expected, PilotflameError):
-            self.refused(type(expected), self.store.submit(asked, now_s=self.model.now_s))
-            assert not self.wakes
+            self.refused(type(expected), self.store.submit(asked))
+            assert not self.queued
             return wanted or "job-unknown"
-        job, replayed = self.run(self.store.submit(asked, now_s=self.model.now_s))
+        job, replayed = self.run(self.store.submit(asked))
         assert (job.id if replayed else None) == expected
         if not replayed:
             assert job.id == wanted or (not wanted and job.id not in self.model.jobs)
             self.model.submit(job.id, asked)
             assert job == self.run(self.store.get(function, job.id))
-        assert self.wakes == [function] * (not replayed)
+        assert self.queued == [function] * (not replayed)
         return str(job.id)
 
     @rule(job_id=ids)
     def take(self, job_id: str) -> None:
-        job = self.run(self.store.take(job_id, "w", now_s=self.model.now_s))
-        assert (job is not None) == self.model.take(job_id)
-        if job is not None:
-            assert (job.worker, job.started_s, job.state) == ("w", self.model.now_s, JobState.IN_PROGRESS)
+        fence = self.run(self.store.take(job_id, "w"))
+        assert (fence is not None) == self.model.take(job_id)
+        if fence is not None:
+            kept = self.model.jobs[job_id]
+            job = self.run(self.store.get(kept.new.function, job_id))
+            assert (job.worker, job.started_s, job.attempts) == ("w", self.model.now_s, fence)
 
     def fence(self, job_id: str, off: int) -> int:
         return self.model.jobs[job_id].attempts - off if job_id in self.model.jobs else 1
@@ -146,9 +136,9 @@ class StoreMachine(RuleBasedStateMachine):
     def finish(self, job_id: str, off: int, state: JobState) -> None:
         fence = self.fence(job_id, off)
         outcome = JobOutcome(state, output=b"o" if state is JobState.COMPLETED else None, logs="l")
-        job = self.run(self.store.finish(job_id, fence, outcome, now_s=self.model.now_s))
-        assert (job is not None) == self.model.held(job_id, fence)
-        if job is not None:
+        finished = self.run(self.store.finish(job_id, fence, outcome))
+        assert finished == self.model.held(job_id, fence)
+        if finished:
             self.model.end(job_id, outcome)
 
     @rule(
@@ -159,15 +149,14 @@ class StoreMachine(RuleBasedStateMachine):
     )
     def requeue(self, job_id: str, off: int, delay_s: float, counted: bool) -> None:
         fence, error = self.fence(job_id, off), {"type": "worker_died"}
-        job = self.run(
-            self.store.requeue(
-                job_id, fence, error=error, delay_s=delay_s, counted=counted, logs="l", now_s=self.model.now_s
-            )
+        requeued = self.run(
+            self.store.requeue(job_id, fence, error=error, delay_s=delay_s, counted=counted, logs="l")
         )
-        assert (job is not None) == self.model.held(job_id, fence)
-        if job is not None:
+        assert requeued == self.model.held(job_id, fence)
+        if requeued:
             self.model.requeue(job_id, delay_s, counted=counted, logs="l")
-            assert job.error == error
+            function = self.model.jobs[job_id].new.function
+            assert self.run(self.store.get(function, job_id)).error == error
 
     @rule(job_id=ids, off=st.sampled_from([0, 0, 1]), again=st.integers(0, 2), count=st.integers(0, 3))
     def add_pieces(self, job_id: str, off: int, again: int, count: int) -> None:
@@ -181,7 +170,7 @@ class StoreMachine(RuleBasedStateMachine):
             fresh = more[len(job.pieces) + 1 - first :]
             job.pieces += fresh
             if fresh:
-                self.model.tell(job_id, "output")
+                self.model.notify(job_id, "output")
             self.refused(JobConflict, self.store.add_pieces(job_id, fence, len(job.pieces) + 2, [b"gap"]))
 
     @rule(job_id=ids, off=st.sampled_from([0, 0, 1]))
@@ -191,7 +180,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert stored == self.model.held(job_id, fence)
         if stored:
             self.model.jobs[job_id].progress = b"50"
-            self.model.tell(job_id, "output")
+            self.model.notify(job_id, "output")
 
     @rule(job_id=ids, function=st.sampled_from(FUNCTIONS))
     def cancel(self, job_id: str, function: str) -> None:
@@ -199,7 +188,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.refused(error, self.store.cancel(function, job_id))
             return
         was = self.model.jobs[job_id].state
-        job, was_running = self.run(self.store.cancel(function, job_id, now_s=self.model.now_s))
+        job, was_running = self.run(self.store.cancel(function, job_id))
         assert was_running == (was is JobState.IN_PROGRESS)
         if not was.final:
             self.model.end(job_id, JobOutcome(JobState.CANCELLED))
@@ -210,9 +199,9 @@ class StoreMachine(RuleBasedStateMachine):
         if error := self.model.absent(function, job_id):
             self.refused(error, self.store.retry(function, job_id))
         elif self.model.retry(job_id):
-            self.wakes.clear()
-            job = self.run(self.store.retry(function, job_id, now_s=self.model.now_s))
-            assert (job.id, job.state, self.wakes) == (job_id, QUEUED, [function])
+            self.queued.clear()
+            job = self.run(self.store.retry(function, job_id))
+            assert (job.id, job.state, self.queued) == (job_id, QUEUED, [function])
         else:
             self.refused(JobConflict, self.store.retry(function, job_id))
 
@@ -222,9 +211,9 @@ class StoreMachine(RuleBasedStateMachine):
         queued = [job_id for job_id, job in jobs.items() if job.state is QUEUED]
         if delete:
             running = [job_id for job_id, job in jobs.items() if job.state is JobState.IN_PROGRESS]
-            assert self.run(self.store.forget(function, now_s=self.model.now_s)) == running
+            assert self.run(self.store.purge_deleted(function)) == running
         else:
-            assert self.run(self.store.purge(function, now_s=self.model.now_s)) == len(queued)
+            assert self.run(self.store.purge(function)) == len(queued)
         for job_id in queued:
             self.model.end(job_id, JobOutcome(JobState.CANCELLED))
 
@@ -232,11 +221,8 @@ class StoreMachine(RuleBasedStateMachine):
     def expire(self, passes_s: float, limit: int) -> None:
         self.model.now_s += passes_s
         self.model.expire()
-        while self.due_by_now(self.run(self.store.next_expiry())):
-            assert self.run(self.store.expire(limit, now_s=self.model.now_s))
-        self.run(
-            self.database.write(lambda connection: connection.execute("UPDATE deliveries SET rowid = rowid"))
-        )
+        while self.due_by_now(self.run(self.store.next_expiry(self.model.now_s))):
+            assert self.run(self.store.expire(limit))
 
     def due_by_now(self, at_s: float | None) -> bool:
         return at_s is not None and at_s <= self.model.now_s
@@ -246,18 +232,18 @@ class StoreMachine(RuleBasedStateMachine):
         self.database.close()
         self.open()
         running = [job_id for job_id, job in self.model.jobs.items() if job.state is JobState.IN_PROGRESS]
-        assert self.run(self.store.recover(now_s=self.model.now_s)) == len(running)
+        assert self.run(self.store.recover()) == len(running)
         for job_id in running:
             self.model.requeue(job_id, 0.0, counted=True)
 
     @invariant()
-    def all_is_as_it_should(self) -> None:
+    def everything_equals_the_model(self) -> None:
         self.run(self.check())
 
     async def check(self) -> None:
         for job_id, kept in self.model.jobs.items():
             await self.check_job(job_id, kept)
-        for job_id, (function, _) in self.model.forgotten.items():
+        for job_id, (function, _) in self.model.deleted.items():
             if job_id not in self.model.jobs:
                 with pytest.raises(JobExpired):
                     await self.store.get(function, job_id)
@@ -270,15 +256,15 @@ class StoreMachine(RuleBasedStateMachine):
                 for job in self.model.jobs.values()
                 if job.new.function == function and job.state is QUEUED
             ]
-            assert await self.database.read(partial(counters.queued, function=function)) == (
+            assert await self.database.read(partial(queries.queue_size, function=function)) == (
                 len(inputs), sum(inputs),
             )  # fmt: skip
         waiting = [function for function in sorted(FUNCTIONS) if self.model.counts(function).in_queue]
         assert await self.store.functions_waiting() == waiting
-        assert await self.store.next_expiry() == self.model.next_expiry()
-        assert await self.database.read(written_down) == self.model.events
+        assert await self.store.next_expiry(self.model.now_s) == self.model.next_expiry()
+        assert await self.database.read(deliveries) == self.model.events
 
-    async def check_job(self, job_id: str, kept: Kept) -> None:
+    async def check_job(self, job_id: str, kept: ModelJob) -> None:
         job = await self.store.get(kept.new.function, job_id)
         assert (job.state, job.attempts, job.max_attempts, job.retries, job.due_s, job.expires_s) == (
             kept.state, kept.attempts, kept.max_attempts, kept.retries, kept.due_s, kept.expires_s,
@@ -292,12 +278,12 @@ class StoreMachine(RuleBasedStateMachine):
 
     async def check_function(self, function: str) -> None:
         assert await self.store.counts(function) == self.model.counts(function)
-        due = await self.store.next(function, 100, now_s=self.model.now_s)
+        due = await self.store.due(function, 100, self.model.now_s)
         assert [job.id for job in due] == self.model.due(function)
         assert await self.store.next_due(function) == self.model.next_due(function)
         ours = [item for item in self.model.jobs.items() if item[1].new.function == function]
         ours.sort(key=lambda item: -item[1].number)
-        assert [job.id for job in await self.store.list(function)] == [job_id for job_id, _ in ours]
+        assert [job.id for job in await self.store.newest(function)] == [job_id for job_id, _ in ours]
 
 
 StoreMachine.TestCase.settings = settings(
@@ -306,22 +292,22 @@ StoreMachine.TestCase.settings = settings(
 TestStore = StoreMachine.TestCase
 
 
-# -- what the model does not show
+# -- what the model does not cover
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path
+def clock() -> Clock:
+    return Clock()
 
 
 @pytest_asyncio.fixture
-async def open_store(tmp_path: Path) -> AsyncIterator[Callable[..., tuple[JobStore, Database]]]:
+async def open_store(tmp_path: Path, clock: Clock) -> AsyncIterator[Callable[..., tuple[JobStore, Database]]]:
     databases: list[Database] = []
 
     def open_one(**more: Any) -> tuple[JobStore, Database]:
         databases.append(Database(tmp_path / "jobs.db", SCRIPTS))
         databases[-1].open()
-        return JobStore(databases[-1], **{"keep_s": KEEP_S, **more}), databases[-1]
+        return JobStore(databases[-1], keep_s=KEEP_S, clock=clock, **more), databases[-1]
 
     yield open_one
     for database in databases:
@@ -334,28 +320,27 @@ def store(open_store: Callable[..., tuple[JobStore, Database]]) -> JobStore:
 
 
 async def run_once(store: JobStore, job: Job) -> Job:
-    taken = await store.take(job.id)
-    assert taken is not None
-    done = await store.finish(job.id, taken.attempts, DONE)
-    assert done is not None
-    return done
+    fence = await store.take(job.id)
+    assert fence is not None
+    assert await store.finish(job.id, fence, DONE)
+    return await store.get(job.function, job.id)
 
 
 async def test_concurrent_duplicates_give_one_job(store: JobStore) -> None:
-    answers = await asyncio.gather(*(store.submit(new(idempotency="k")) for _ in range(200)))
-    assert len({job.id for job, _ in answers}) == 1
-    assert sorted(replayed for _, replayed in answers) == [False] + [True] * 199
+    results = await asyncio.gather(*(store.submit(new(idempotency="k")) for _ in range(200)))
+    assert len({job.id for job, _ in results}) == 1
+    assert sorted(replayed for _, replayed in results) == [False] + [True] * 199
     assert (await store.counts("tone")).in_queue == 1
 
 
-async def test_a_key_is_of_its_owner_and_function(store: JobStore) -> None:
+async def test_an_idempotency_key_belongs_to_owner_and_function(store: JobStore) -> None:
     asked = [new(idempotency="k"), new(idempotency="k", owner="o"), new("echo", idempotency="k")]
     assert len({(await store.submit(each))[0].id for each in asked}) == 3
     with pytest.raises(IdempotencyConflict):
         await store.submit(new(idempotency="k", content_type="text/plain"))
 
 
-async def test_a_full_queue_takes_nothing_new_and_gives_what_it_has(store: JobStore) -> None:
+async def test_a_full_queue_refuses_new_jobs_and_returns_repeated_ones(store: JobStore) -> None:
     jobs = [(await store.submit(new(idempotency=key, max_queued=2)))[0] for key in ("a", "b")]
     with pytest.raises(QueueFull, match="max_jobs "):
         await store.submit(new(max_queued=2))
@@ -366,69 +351,76 @@ async def test_a_full_queue_takes_nothing_new_and_gives_what_it_has(store: JobSt
     assert (await store.counts("tone")) == JobCounts(in_queue=2, in_progress=1)
 
 
-async def test_a_queue_is_full_by_its_bytes_too(store: JobStore) -> None:
-    first, _ = await store.submit(new(given=b"x" * 200, max_queued_bytes=100))
+async def test_a_queue_is_limited_in_bytes_too(store: JobStore) -> None:
+    first, _ = await store.submit(new(body=b"x" * 200, max_queued_bytes=100))
     with pytest.raises(QueueFull, match="max_jobs_bytes "):
-        await store.submit(new(given=b"x", max_queued_bytes=200))
+        await store.submit(new(body=b"x", max_queued_bytes=200))
     await store.take(first.id)
-    second, _ = await store.submit(new(given=b"x" * 100, max_queued_bytes=200))
+    second, _ = await store.submit(new(body=b"x" * 100, max_queued_bytes=200))
     await store.requeue(first.id, 1, error=None)
     with pytest.raises(QueueFull):
-        await store.submit(new(given=b"x", max_queued_bytes=300))
+        await store.submit(new(body=b"x", max_queued_bytes=300))
     await store.cancel("tone", second.id)
-    await store.submit(new(given=b"x" * 100, max_queued_bytes=300))
+    await store.submit(new(body=b"x" * 100, max_queued_bytes=300))
     with pytest.raises(QueueFull):
-        await store.submit(new(given=b"x", max_queued_bytes=300))
+        await store.submit(new(body=b"x", max_queued_bytes=300))
 
 
-async def test_what_an_older_file_has_in_its_queue_is_counted(
+async def test_the_queue_of_an_older_file_is_counted(
     open_store: Callable[..., tuple[JobStore, Database]], tmp_path: Path
 ) -> None:
     with closing(sqlite3.connect(tmp_path / "jobs.db")) as older:
         older.executescript(f"{SCRIPTS[0]}; PRAGMA user_version=1;")
         older.row_factory = sqlite3.Row
-        for number, given in enumerate((b"x" * 200, b"x" * 50)):
-            rows.insert(older, new(given=given), f"job-{number}", time.time())
+        for number, body in enumerate((b"x" * 200, b"x" * 50)):
+            schema.insert_job(older, new(body=body), f"job-{number}", 1_000_000.0)
         older.execute("INSERT INTO counters (function, in_queue) VALUES ('tone', 2), ('echo', 0)")
         older.commit()
     store, database = open_store()
     assert await store.take("job-1") is not None
-    found = await database.read(lambda c: [counters.queued(c, function) for function in ("tone", "echo")])
+    found = await database.read(lambda c: [queries.queue_size(c, function) for function in ("tone", "echo")])
     assert found == [(1, 200), (0, 0)]
 
 
-async def test_all_that_was_submitted_and_all_that_came_of_it_comes_back(store: JobStore) -> None:
+async def test_all_fields_of_a_job_and_its_outcome_are_stored(store: JobStore, clock: Clock) -> None:
+    clock.now_s = 5.0
     asked = new(
-        given=b"\x00\xff", content_type="application/octet-stream", owner="key-1", priority=1, max_attempts=2,
+        body=b"\x00\xff", content_type="application/octet-stream", owner="key-1", priority=1, max_attempts=2,
         webhook=HOOK, traceparent="00-1", idempotency="\udcff",
     )  # fmt: skip
-    job, _ = await store.submit(asked, now_s=5.0)
+    job, _ = await store.submit(asked)
     assert {field.name: getattr(asked, field.name) for field in dataclasses.fields(asked)} == {
         **{field.name: getattr(job, field.name, None) for field in dataclasses.fields(asked)},
         "idempotency": "\udcff",
         "wanted_id": "",
     }
-    taken = await store.take(job.id, "w1", now_s=6.0)
-    assert taken == dataclasses.replace(
-        job, input=b"", state=JobState.IN_PROGRESS, attempts=1, worker="w1", started_s=6.0
-    )
+    clock.now_s = 6.0
+    assert await store.take(job.id, "w1") == 1
+    taken = dataclasses.replace(job, state=JobState.IN_PROGRESS, attempts=1, worker="w1", started_s=6.0)
+    assert await store.get("tone", job.id) == taken
     outcome = JobOutcome(JobState.FAILED, b"\x01", "image/png", {"type": "handler_failed"}, "a line\n")
-    done = await store.finish(job.id, 1, outcome, now_s=7.0)
-    assert done == dataclasses.replace(
+    clock.now_s = 7.0
+    assert await store.finish(job.id, 1, outcome)
+    done = dataclasses.replace(
         taken, state=JobState.FAILED, error={"type": "handler_failed"}, ended_s=7.0, expires_s=7.0 + KEEP_S
     )
     assert await store.get("tone", job.id) == dataclasses.replace(
-        done, input=b"\x00\xff", output=b"\x01", output_type="image/png", logs="a line\n"
+        done, output=b"\x01", output_type="image/png", logs="a line\n"
     )
-    assert await store.list("tone") == [done]
+    assert await store.newest("tone") == [dataclasses.replace(done, input=b"")]
 
 
 @pytest.mark.parametrize("webhook", [None, HOOK, Webhook(HOOK.url, ("logs",))])
-async def test_the_writer_reads_no_bodies_that_nobody_needs(
-    open_store: Callable[..., tuple[JobStore, Database]], webhook: Webhook | None
+async def test_the_writer_reads_no_needless_bodies(
+    open_store: Callable[..., tuple[JobStore, Database]],
+    webhook: Webhook | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told: list[tuple[str, bytes | None]] = []
-    store, database = open_store(tell=lambda _c, job, event, _s: told.append((event, job.output)))
+    notified: list[tuple[str, bytes | None]] = []
+    monkeypatch.setattr(
+        outbox, "add", lambda _connection, job, event, _now_s: notified.append((event, job.output))
+    )
+    store, database = open_store()
     job, _ = await store.submit(new(webhook=webhook))
     asked: list[str] = []
     await database.write(lambda connection: connection.set_trace_callback(asked.append))
@@ -441,22 +433,22 @@ async def test_the_writer_reads_no_bodies_that_nobody_needs(
     await database.write(lambda connection: connection.set_trace_callback(None))
     assert not [query for query in asked if query.startswith("SELECT") and "inputs.body" in query]
     events = ["start", "output", "output", "completed", "completed"] if webhook is HOOK else []
-    assert [event for event, _ in told] == events
-    assert [output for _, output in told if output] == [b'"done"'] * (webhook is HOOK)
+    assert [event for event, _ in notified] == events
+    assert [output for _, output in notified if output] == [b'"done"'] * (webhook is HOOK)
     assert len([query for query in asked if "results.body" in query]) == len(events)
     assert (await store.get("tone", other.id)).state is JobState.CANCELLED
 
 
-async def test_lists_are_cut_into_pages_by_state(store: JobStore) -> None:
+async def test_lists_have_pages_and_states(store: JobStore) -> None:
     jobs = [(await store.submit(new()))[0] for _ in range(6)]
     for job in jobs[:3]:
         await run_once(store, job)
     ids = [job.id for job in reversed(jobs)]
-    assert [job.id for job in await store.list("tone", limit=4)] == ids[:4]
-    assert [job.id for job in await store.list("tone", before_id=ids[3])] == ids[4:]
-    assert [job.id for job in await store.list("tone", [JobState.COMPLETED], 2)] == ids[3:5]
+    assert [job.id for job in await store.newest("tone", limit=4)] == ids[:4]
+    assert [job.id for job in await store.newest("tone", before_id=ids[3])] == ids[4:]
+    assert [job.id for job in await store.newest("tone", [JobState.COMPLETED], 2)] == ids[3:5]
     with pytest.raises(UnknownJob):
-        await store.list("echo", before_id=ids[0])
+        await store.newest("echo", before_id=ids[0])
 
 
 async def test_only_a_final_state_ends_a_job(store: JobStore) -> None:
@@ -466,39 +458,39 @@ async def test_only_a_final_state_ends_a_job(store: JobStore) -> None:
         await store.finish(job.id, 1, JobOutcome(JobState.IN_QUEUE))
 
 
-async def test_an_id_that_is_no_text_is_unknown(store: JobStore) -> None:
+async def test_an_id_with_surrogates_is_unknown(store: JobStore) -> None:
     with pytest.raises(UnknownJob):
         await store.get("tone", "job-\udcff")
     with pytest.raises(UnknownJob):
         await store.cancel("tone", "job-\udcff")
 
 
-async def test_of_two_who_take_a_job_one_has_it(store: JobStore) -> None:
+async def test_only_one_of_many_takers_gets_a_job(store: JobStore) -> None:
     job, _ = await store.submit(new())
-    taken = await asyncio.gather(*(store.take(job.id, str(number)) for number in range(20)))
-    assert [bool(each) for each in taken].count(True) == 1
+    fences = await asyncio.gather(*(store.take(job.id, str(number)) for number in range(20)))
+    assert sorted(fences, key=bool) == [None] * 19 + [1]
 
 
-async def test_a_worker_back_from_the_dead_changes_nothing(store: JobStore) -> None:
+async def test_a_report_with_an_old_fence_changes_nothing(store: JobStore) -> None:
     job, _ = await store.submit(new())
     await store.take(job.id)
     await store.requeue(job.id, 1, error=None)
     await store.take(job.id)
-    assert await store.finish(job.id, 1, DONE) is None
+    assert not await store.finish(job.id, 1, DONE)
     assert not await store.set_progress(job.id, 1, b"1")
     assert not await store.add_pieces(job.id, 1, 1, [b"1"])
-    assert await store.requeue(job.id, 1, error=None) is None
+    assert not await store.requeue(job.id, 1, error=None)
     assert (await store.get("tone", job.id)).state is JobState.IN_PROGRESS
-    assert await store.finish(job.id, 2, DONE) is not None
-    assert await store.finish(job.id, 2, JobOutcome(JobState.FAILED)) is None
+    assert await store.finish(job.id, 2, DONE)
+    assert not await store.finish(job.id, 2, JobOutcome(JobState.FAILED))
     assert (await store.get("tone", job.id)).output == b'"done"'
 
 
-async def test_a_cancelled_submit_still_wakes_who_takes_its_job(
+async def test_a_cancelled_submit_still_wakes_the_dispatcher(
     open_store: Callable[..., tuple[JobStore, Database]],
 ) -> None:
     woken = asyncio.Event()
-    store, _ = open_store(wake=lambda _: woken.set())
+    store, _ = open_store(on_commit=lambda _: woken.set())
     asked = asyncio.ensure_future(store.submit(new()))
     await asyncio.sleep(0)
     asked.cancel()
@@ -506,24 +498,25 @@ async def test_a_cancelled_submit_still_wakes_who_takes_its_job(
     assert (await store.counts("tone")).in_queue == 1
 
 
-async def test_if_the_outbox_fails_nothing_has_happened(
-    open_store: Callable[..., tuple[JobStore, Database]],
+async def test_a_failure_of_the_outbox_undoes_the_transition(
+    open_store: Callable[..., tuple[JobStore, Database]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
         raise JobConflict("no")
 
-    told: list[None] = []
-    store, _ = open_store(tell=fail, told=lambda: told.append(None))
+    monkeypatch.setattr(outbox, "add", fail)
+    notified: list[bool] = []
+    store, _ = open_store(on_commit=lambda transaction: notified.append(transaction.notified))
     job, _ = await store.submit(new(webhook=Webhook(HOOK.url, ("completed",))))
     await store.take(job.id)
     with pytest.raises(JobConflict):
         await store.finish(job.id, 1, DONE)
     assert (await store.get("tone", job.id)).state is JobState.IN_PROGRESS
     assert (await store.counts("tone")) == JobCounts(in_progress=1)
-    assert told == []
+    assert not any(notified)
 
 
-async def test_a_purge_takes_its_turns_and_leaves_what_comes_later(
+async def test_a_purge_runs_in_slices_and_leaves_later_jobs(
     open_store: Callable[..., tuple[JobStore, Database]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pilotflame.runtime.jobs.transitions.PURGE_SLICE", 10)
@@ -535,7 +528,7 @@ async def test_a_purge_takes_its_turns_and_leaves_what_comes_later(
     assert (await store.counts("echo")).in_queue == len(later)
 
 
-async def test_what_a_new_function_of_the_name_runs_is_not_the_old_ones(
+async def test_jobs_of_a_new_function_with_the_same_name_are_not_purged(
     store: JobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, _ = await store.submit(new())
@@ -548,31 +541,36 @@ async def test_what_a_new_function_of_the_name_runs_is_not_the_old_ones(
         return removed
 
     monkeypatch.setattr(store, "_purge", meanwhile)
-    assert await store.forget("tone") == [old.id]
+    assert await store.purge_deleted("tone") == [old.id]
     assert (await store.counts("tone")).in_progress == 2
 
 
-# -- forgetting
+# -- expiry
 
 
-async def expire_all(store: JobStore, now_s: float) -> None:
-    while (at_s := await store.next_expiry(now_s=now_s)) is not None and at_s <= now_s:
-        await store.expire(now_s=now_s)
+async def expire_all(store: JobStore, clock: Clock) -> None:
+    """Let two retention times pass and expire what is due."""
+    clock.now_s += 2 * KEEP_S
+    while (at_s := await store.next_expiry(clock.now_s)) is not None and at_s <= clock.now_s:
+        await store.expire()
 
 
-async def test_what_is_forgotten_leaves_nothing_and_the_file_shrinks(
-    open_store: Callable[..., tuple[JobStore, Database]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_expired_jobs_leave_nothing_and_the_file_shrinks(
+    open_store: Callable[..., tuple[JobStore, Database]],
+    clock: Clock,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(expiry, "SPARE_PAGES", 10)
-    store, database = open_store(tell=write_down)
-    jobs = await asyncio.gather(*(store.submit(new(given=b"x" * 20_000, webhook=HOOK)) for _ in range(200)))
+    monkeypatch.setattr(transitions, "SPARE_PAGES", 10)
+    store, database = open_store()
+    jobs = await asyncio.gather(*(store.submit(new(body=b"x" * 20_000, webhook=HOOK)) for _ in range(200)))
     for job, _ in jobs:
         await store.take(job.id)
         await store.add_pieces(job.id, 1, 1, [b"piece"])
         await store.finish(job.id, 1, DONE)
     await database.write(lambda connection: connection.execute("UPDATE deliveries SET state = 'DELIVERED'"))
-    await expire_all(store, time.time() + 2 * KEEP_S)
-    await expire_all(store, time.time() + 4 * KEEP_S)
+    await expire_all(store, clock)
+    await expire_all(store, clock)
 
     def left(connection: sqlite3.Connection) -> dict[str, int]:
         tables = ("jobs", "inputs", "results", "pieces", "tombstones", "deliveries")
@@ -584,45 +582,49 @@ async def test_what_is_forgotten_leaves_nothing_and_the_file_shrinks(
     assert (tmp_path / "jobs.db").stat().st_size < 400_000
 
 
-async def test_a_delivery_that_is_still_to_be_made_outlives_its_job(
-    open_store: Callable[..., tuple[JobStore, Database]],
+async def test_a_pending_delivery_outlives_its_job(
+    open_store: Callable[..., tuple[JobStore, Database]], clock: Clock
 ) -> None:
-    store, database = open_store(tell=write_down)
+    store, database = open_store()
     job, _ = await store.submit(new(webhook=Webhook(HOOK.url)))
     await run_once(store, job)
-    await expire_all(store, time.time() + 2 * KEEP_S)
-    assert await database.read(written_down) == [(job.id, "completed")]
+    await expire_all(store, clock)
+    assert await database.read(deliveries) == [(job.id, "completed")]
     await database.write(lambda connection: connection.execute("UPDATE deliveries SET state = 'DEAD'"))
-    await store.expire(now_s=time.time() + 2 * KEEP_S)
-    assert await database.read(written_down) == []
+    await store.expire()
+    assert await database.read(deliveries) == []
 
 
-async def test_tombstones_are_bounded(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expiry, "MAX_TOMBSTONES", 5)
+async def test_tombstones_are_bounded(store: JobStore, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transitions, "MAX_TOMBSTONES", 5)
     ids = [(await run_once(store, (await store.submit(new()))[0])).id for _ in range(8)]
-    await store.expire(now_s=time.time() + KEEP_S + 1)
-    await store.expire(now_s=time.time() + KEEP_S + 1)
+    clock.now_s += KEEP_S + 1
+    await store.expire()
+    await store.expire()
     errors = await asyncio.gather(*(store.get("tone", job_id) for job_id in ids), return_exceptions=True)
     assert [type(error) for error in errors].count(JobExpired) == 5
 
 
-async def test_a_slice_ends_when_it_took_long(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_expiry_slice_ends_when_it_took_long(
+    store: JobStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await asyncio.gather(*(store.submit(new()) for _ in range(3)))
-    monkeypatch.setattr(expiry, "SLICE_S", -1.0)
-    assert await store.expire(now_s=time.time() + 2000.0) == 1
+    monkeypatch.setattr(transitions, "EXPIRY_SLICE_S", -1.0)
+    clock.now_s += 2000.0
+    assert await store.expire() == 1
 
 
-# -- by an index
+# -- query plans
 
 
 @pytest.mark.parametrize(
-    "call", ["get", "next", "next_due", "list", "counts", "next_expiry", "take", "recover"]
+    "call", ["get", "due", "next_due", "newest", "counts", "next_expiry", "take", "recover"]
 )
 async def test_nothing_scans_a_table(store: JobStore, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What SQLite says it will do for each statement of a call."""
+    """Checks SQLite's query plan of each statement of a call."""
     plans: list[str] = []
 
-    class Told:
+    class Explained:
         def __init__(self, connection: sqlite3.Connection) -> None:
             self.connection = connection
 
@@ -633,16 +635,18 @@ async def test_nothing_scans_a_table(store: JobStore, call: str, monkeypatch: py
             return self.connection.execute(query, values)
 
     read, write = store._database.read, store._database.write
-    monkeypatch.setattr(store._database, "read", lambda look: read(lambda c: look(Told(c))))
-    monkeypatch.setattr(store._database, "write", lambda change, told: write(lambda c: change(Told(c)), told))
+    monkeypatch.setattr(store._database, "read", lambda query: read(lambda c: query(Explained(c))))
+    monkeypatch.setattr(
+        store._database, "write", lambda change, committed: write(lambda c: change(Explained(c)), committed)
+    )
     job, _ = await store.submit(new(idempotency="k"))
     calls = {
         "get": lambda: store.get("tone", job.id),
-        "next": lambda: store.next("tone", 5),
+        "due": lambda: store.due("tone", 5, 1.0),
         "next_due": lambda: store.next_due("tone"),
-        "list": lambda: store.list("tone", [JobState.FAILED, JobState.COMPLETED], 5, job.id),
+        "newest": lambda: store.newest("tone", [JobState.FAILED, JobState.COMPLETED], 5, job.id),
         "counts": lambda: store.counts("tone"),
-        "next_expiry": store.next_expiry,
+        "next_expiry": lambda: store.next_expiry(1.0),
         "take": lambda: store.take(job.id),
         "recover": store.recover,
     }
@@ -655,25 +659,25 @@ async def test_nothing_scans_a_table(store: JobStore, call: str, monkeypatch: py
 # -- the disk
 
 
-async def test_a_full_disk_refuses_what_is_new_and_later_takes_it(
+async def test_a_full_disk_refuses_a_job_and_accepts_it_later(
     open_store: Callable[..., tuple[JobStore, Database]],
 ) -> None:
     store, database = open_store()
     job, _ = await store.submit(new())
     await database.write(lambda connection: connection.execute("PRAGMA max_page_count=60").fetchall())
     with pytest.raises(JobStoreFailed, match="full"):
-        await store.submit(new(given=b"x" * 1_000_000, idempotency="k"))
+        await store.submit(new(body=b"x" * 1_000_000, idempotency="k"))
     assert (await store.counts("tone")).in_queue == 1
     assert (await run_once(store, job)).state is JobState.COMPLETED
     await database.write(lambda connection: connection.execute("PRAGMA max_page_count=6000").fetchall())
-    _, replayed = await store.submit(new(given=b"x" * 1_000_000, idempotency="k"))
+    _, replayed = await store.submit(new(body=b"x" * 1_000_000, idempotency="k"))
     assert not replayed
 
 
-def test_what_was_acknowledged_is_there_after_a_kill(tmp_path: Path) -> None:
-    """20 processes that submit and finish, each killed at another moment."""
+def test_acknowledged_jobs_survive_a_kill(tmp_path: Path) -> None:
+    """20 processes submit and finish jobs; each is killed at another moment."""
     path = tmp_path / "jobs.db"
-    said: dict[str, list[str]] = {}
+    acknowledged: dict[str, list[str]] = {}
     for kill in range(20):
         command = [sys.executable, str(Path(__file__).with_name("submitter.py")), str(path)]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
@@ -683,20 +687,20 @@ def test_what_was_acknowledged_is_there_after_a_kill(tmp_path: Path) -> None:
             lines += process.stdout.readlines()
         assert all(lines)
         for line in lines:
-            job_id, state, given = line.decode().split()
-            said[job_id] = [state, given]
-    asyncio.run(check_acknowledged(path, said))
+            job_id, state, body = line.decode().split()
+            acknowledged[job_id] = [state, body]
+    asyncio.run(check_acknowledged(path, acknowledged))
 
 
-async def check_acknowledged(path: Path, said: dict[str, list[str]]) -> None:
+async def check_acknowledged(path: Path, acknowledged: dict[str, list[str]]) -> None:
     database = Database(path, SCRIPTS)
     database.open()
     store = JobStore(database, keep_s=3600.0)
     await store.recover()
-    assert said
-    for job_id, (state, given) in said.items():
+    assert acknowledged
+    for job_id, (state, body) in acknowledged.items():
         job = await store.get("tone", job_id)
-        assert job.input.decode() == given
+        assert job.input.decode() == body
         if state == JobState.COMPLETED:
             assert (job.state, job.output) == (JobState.COMPLETED, job.input)
     counts = await store.counts("tone")

@@ -1,4 +1,4 @@
-"""The state folder: private, and one gateway's at a time."""
+"""The state folder is private, and used by one gateway at a time."""
 
 import os
 import signal
@@ -7,30 +7,30 @@ from pathlib import Path
 
 import pytest
 from pilotflame.errors import GatewayError
-from pilotflame.runtime.settings.state_dir import StateDir
+from pilotflame.runtime.settings.state_dir import locked_state_dir
 
 
 def test_it_is_made_and_private(tmp_path: Path) -> None:
-    with StateDir(tmp_path / "a" / "state") as state:
-        assert stat.S_IMODE(state.path.stat().st_mode) == 0o700
-        assert (state.path / "lock").read_text() == f"{os.getpid()}\n"
+    with locked_state_dir(tmp_path / "a" / "state") as state:
+        assert stat.S_IMODE(state.stat().st_mode) == 0o700
+        assert (state / "lock").read_text() == f"{os.getpid()}\n"
 
 
-def test_a_second_gateway_is_told_who_has_it(tmp_path: Path) -> None:
-    with StateDir(tmp_path):
-        with pytest.raises(GatewayError) as caught, StateDir(tmp_path):
+def test_a_second_gateway_is_told_which_process_has_it(tmp_path: Path) -> None:
+    with locked_state_dir(tmp_path):
+        with pytest.raises(GatewayError) as caught, locked_state_dir(tmp_path):
             pass
         assert f"process {os.getpid()}" in caught.value.message
         assert caught.value.details == {"pid": os.getpid()}
         assert caught.value.remedy
-    with StateDir(tmp_path):
+    with locked_state_dir(tmp_path):
         pass
 
 
 def test_a_holder_that_wrote_no_pid_is_still_refused(tmp_path: Path) -> None:
-    with StateDir(tmp_path):
+    with locked_state_dir(tmp_path):
         (tmp_path / "lock").write_bytes(b"\xff")
-        with pytest.raises(GatewayError, match="Another gateway"), StateDir(tmp_path):
+        with pytest.raises(GatewayError, match="Another gateway"), locked_state_dir(tmp_path):
             pass
 
 
@@ -38,24 +38,24 @@ def test_a_killed_gateway_leaves_no_lock(tmp_path: Path) -> None:
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        StateDir(tmp_path).__enter__()
-        os.write(write, b"x")
-        signal.pause()
+        with locked_state_dir(tmp_path):
+            os.write(write, b"x")
+            signal.pause()
     assert os.read(read, 1) == b"x"
     os.close(read)
     os.close(write)
-    with pytest.raises(GatewayError, match=f"process {child}"), StateDir(tmp_path):
+    with pytest.raises(GatewayError, match=f"process {child}"), locked_state_dir(tmp_path):
         pass
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    with StateDir(tmp_path):
+    with locked_state_dir(tmp_path):
         pass
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (
         pytest.raises(GatewayError, match="cannot be used: Not a directory"),
-        StateDir(tmp_path / "file" / "state"),
+        locked_state_dir(tmp_path / "file" / "state"),
     ):
         pass

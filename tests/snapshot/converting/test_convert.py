@@ -1,4 +1,4 @@
-"""Every kind of weights becomes the same snapshot; whole or not at all, one tensor at a time."""
+"""All formats convert to the same snapshot, completely or not at all, with one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_what_is_ambiguous_or_unknown_is_refused(given: Path, tmp_path: Path) ->
     torch.save(STATE, given / "two.pt")
     with pytest.raises(SnapshotError, match=r"one\.pt, two\.pt, and nothing says"):
         convert(given, out)
-    with pytest.raises(SnapshotError, match=r"no kind of weights we read\. We read .*\.tensors"):
+    with pytest.raises(SnapshotError, match=r"has no supported format\. Supported are .*\.tensors"):
         convert(given / "config.json", out)
     with pytest.raises(SnapshotError, match="neither a folder nor a file"):
         convert(given / "absent", out)
@@ -198,7 +198,7 @@ def test_a_full_disk_leaves_nothing(given: Path, tmp_path: Path, monkeypatch: py
 
 
 def anonymous_bytes() -> int:
-    """What this process holds that is no file's."""
+    """Return the anonymous memory of this process."""
     text = Path("/proc/self/status").read_text()
     return int(next(line for line in text.splitlines() if line.startswith("RssAnon")).split()[1]) << 10
 
@@ -218,7 +218,8 @@ def test_memory_is_a_tensors_not_the_models(
         convert_to_tensorizer(tmp_path / "m.safetensors", path)
     del state
     monkeypatch.setattr(tensorizer_file, "BATCH_BYTES", 2 * each_bytes)
-    ctypes.CDLL(None).malloc_trim(0)  # or what is free here already would hide what is taken
+    # Memory that is already free would hide new allocations.
+    ctypes.CDLL(None).malloc_trim(0)
     before_bytes, peak_bytes = anonymous_bytes(), 0
 
     def look(_: int, __: int) -> None:

@@ -1,7 +1,8 @@
-"""Pushing: the manifest comes last, what is there is kept, and another snapshot is not overwritten."""
+"""Pushing: the manifest is sent last, existing files are kept, and another snapshot is not overwritten."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,18 +17,18 @@ from safetensors.torch import save_file
 
 
 class Noting(FolderSource):
-    """A folder that notes what it is given, and fails when it is told to."""
+    """A folder that records the names put into it, and fails at `fail_at`."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
         self.given: list[str] = []
         self.fail_at = ""
 
-    def put(self, name: str, content: Path | bytes, progress: object = None) -> None:
+    def put(self, name: str, content: Path | bytes, sent: Callable[[int], None] | None = None) -> None:
         if name == self.fail_at:
             raise CacheError("full")
         self.given.append(name)
-        super().put(name, content, progress)  # type: ignore[arg-type]
+        super().put(name, content, sent)
 
 
 def weights(folder: Path, value: float = 1.0) -> tuple[Path, Manifest]:
@@ -137,7 +138,7 @@ def test_damage_is_not_pushed(tmp_path: Path, there: Noting) -> None:
 
 def test_a_destination_that_takes_other_bytes_gets_no_manifest(tmp_path: Path) -> None:
     class Short(FolderSource):
-        def put(self, name: str, content: Path | bytes, progress: object = None) -> None:
+        def put(self, name: str, content: Path | bytes, sent: Callable[[int], None] | None = None) -> None:
             super().put(name, b"short")
 
     folder, manifest = weights(tmp_path / "here")

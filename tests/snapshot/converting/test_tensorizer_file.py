@@ -1,4 +1,4 @@
-"""Files of tensorizer, there and back: every bit the same."""
+"""Tensorizer files are imported and exported bit for bit."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pilotflame.errors import CacheError, SnapshotError
 from pilotflame.snapshot.converting import tensorizer_file
 from pilotflame.snapshot.converting.origin import DTYPE_NAMES, TORCH_DTYPES, TensorSpec
 from pilotflame.snapshot.converting.tensorizer_file import TensorizerOrigin, export
-from pilotflame.snapshot.format.dtype import DTYPES
+from pilotflame.snapshot.format.header import DTYPES
 from tensorizer import TensorDeserializer, TensorSerializer
 
 
 class Given:
-    """An origin of what a test has in its hands."""
+    """An origin of tensors in memory."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], aliases: dict[str, str] | None = None) -> None:
         self._tensors, self.aliases = tensors, aliases or {}
@@ -104,7 +104,7 @@ def test_damage_is_a_snapshot_error(tmp_path: Path) -> None:
     flipped = bytearray(content)
     flipped[-40] ^= 1
     path.write_bytes(flipped)
-    with pytest.raises(SnapshotError, match=r"m\.tensors is no sound file"):
+    with pytest.raises(SnapshotError, match=r"m\.tensors is not a valid tensorizer file"):
         read(TensorizerOrigin(path), ["a", "b"])
     with pytest.raises(SnapshotError, match="No such file"):
         TensorizerOrigin(tmp_path / "absent.tensors")

@@ -1,4 +1,4 @@
-"""Files of torch.save: tensors are taken, tied ones once, and code never runs."""
+"""Files of torch.save: tensors are read, tied ones once, and code never runs."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ def test_a_name_of_the_metadata_is_no_alias(tmp_path: Path) -> None:
         ({"s": torch.eye(3).to_sparse()}, "'s': it is a sparse"),
         ({"c": torch.ones(1, dtype=torch.complex128)}, "'c': safetensors does not hold torch.complex128"),
         ({"m": torch.ones(1, device="meta")}, "'m': it is on meta"),
-        ({"": torch.ones(1)}, "name no file may hold"),
-        ({"__metadata__": torch.ones(1)}, "name no file may hold"),
+        ({"": torch.ones(1)}, "name that no file may hold"),
+        ({"__metadata__": torch.ones(1)}, "name that no file may hold"),
         ({"wide": torch.ones(1).expand(1 << 40)}, "holds 4 bytes that its tensors repeat to"),
     ],
 )
@@ -137,7 +137,7 @@ def test_a_whole_module_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"\x80\x02", b"x" * 5000, b"\x80\x04K\x01."])
 def test_what_is_no_such_file_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "m.pt").write_bytes(content)
-    with pytest.raises(SnapshotError, match=r"m\.pt (is no file of torch\.save|holds)"):
+    with pytest.raises(SnapshotError, match=r"m\.pt (is not a file of torch\.save|holds)"):
         TorchOrigin([tmp_path / "m.pt"])
 
 

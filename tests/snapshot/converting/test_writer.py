@@ -1,4 +1,4 @@
-"""Files written by us are read by the safetensors library, bit for bit; sharded, cast and in bounded memory."""
+"""Written files are read by the safetensors library bit for bit; sharded, cast, in bounded memory."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from pilotflame.errors import SnapshotError
 from pilotflame.snapshot.converting.origin import DTYPE_NAMES, TORCH_DTYPES, TensorSpec
 from pilotflame.snapshot.converting.writer import write_safetensors, write_shards
 from pilotflame.snapshot.format.create import create
-from pilotflame.snapshot.format.dtype import DTYPES
-from pilotflame.snapshot.format.header import parse_header
+from pilotflame.snapshot.format.header import DTYPES, parse_header
 from safetensors.torch import load_file
 
 
 class Given:
-    """An origin of what a test has in its hands."""
+    """An origin of tensors in memory."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], aliases: dict[str, str] | None = None) -> None:
         self._tensors, self.aliases = tensors, aliases or {}
@@ -35,7 +34,7 @@ class Given:
 
 
 def random(dtype: str, shape: Sequence[int]) -> torch.Tensor:
-    """Random bits, seen as a tensor."""
+    """Return a tensor of random bits."""
     count = torch.Size(shape).numel() * DTYPES[dtype].itemsize_bytes
     bits = torch.randint(0, 2 if dtype == "BOOL" else 256, (count,), dtype=torch.uint8)
     return bits.view(TORCH_DTYPES[dtype]).reshape(tuple(shape))
@@ -43,6 +42,11 @@ def random(dtype: str, shape: Sequence[int]) -> torch.Tensor:
 
 def bits(tensor: torch.Tensor) -> bytes:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def ignore(count: int) -> None:
+    """A progress callback that does nothing."""
+    del count
 
 
 layouts = st.dictionaries(
@@ -62,7 +66,7 @@ def test_what_is_written_is_read_back_bit_for_bit(
 ) -> None:
     tensors = {name: random(*what) for name, what in layout.items()}
     origin, stream = Given(tensors), io.BytesIO()
-    write_safetensors(stream, origin.specs, tensors.values(), {"format": "pt"})
+    write_safetensors(stream, origin.specs, tensors.values(), {"format": "pt"}, ignore)
     path = tmp_path_factory.getbasetemp() / "written.safetensors"
     path.write_bytes(stream.getvalue())
     found = load_file(path)
@@ -79,7 +83,7 @@ def test_what_is_written_is_read_back_bit_for_bit(
 
 def test_every_tensor_is_aligned_to_its_elements(tmp_path: Path) -> None:
     tensors = {dtype: random(dtype, (3,)) for dtype in sorted(TORCH_DTYPES)}
-    write_shards(tmp_path, Given(tensors), shard_bytes=1 << 30)
+    write_shards(tmp_path, Given(tensors), shard_bytes=1 << 30, wrote=ignore)
     manifest = create(tmp_path)
     assert len(manifest.tensors) == len(TORCH_DTYPES)
     assert all(tensor.offset_bytes % DTYPES[tensor.dtype].itemsize_bytes == 0 for tensor in manifest.tensors)
@@ -111,7 +115,7 @@ def test_a_cast_is_torchs_and_leaves_what_does_not_float(tmp_path: Path) -> None
         "i": torch.arange(3),
         "q": torch.rand(4).to(torch.float8_e4m3fn),
     }
-    write_shards(tmp_path, Given(tensors), shard_bytes=1 << 30, cast="BF16")
+    write_shards(tmp_path, Given(tensors), shard_bytes=1 << 30, cast="BF16", wrote=ignore)
     found = load_file(tmp_path / "model.safetensors")
     assert {name: tensor.dtype for name, tensor in found.items()} == {
         "f": torch.bfloat16,
@@ -126,5 +130,5 @@ def test_a_cast_is_torchs_and_leaves_what_does_not_float(tmp_path: Path) -> None
 def test_a_cast_that_overflows_is_refused_by_name(tmp_path: Path) -> None:
     origin = Given({"fine": torch.ones(2), "large": torch.tensor([1.0, 70_000.0])})
     with pytest.raises(SnapshotError, match="'large' holds numbers too large for F16"):
-        write_shards(tmp_path, origin, shard_bytes=1 << 30, cast="F16")
+        write_shards(tmp_path, origin, shard_bytes=1 << 30, cast="F16", wrote=ignore)
     assert not list(tmp_path.iterdir())

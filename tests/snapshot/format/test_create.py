@@ -1,4 +1,4 @@
-"""Manifests made from folders: one file, shards with an index, and what is refused."""
+"""Creating manifests of folders: one file, shards with an index, and refusals."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_too_many_files_are_no_assets(tmp_path: Path) -> None:
 
 
 class Elsewhere:
-    """A folder that is read as a remote source is: through its methods, by several threads."""
+    """A folder that is read like a remote source, by several threads."""
 
     def __init__(self, root: Path) -> None:
         self._folder = FolderSource(root)
@@ -266,7 +266,8 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path, how: st
 
     def change(name: str) -> None:
         reads.append(name)
-        if len(reads) == 4:  # after the header's two
+        # The first two reads are of the header.
+        if len(reads) == 4:
             if how == "cut":
                 os.truncate(path, 5000)
             else:

@@ -1,4 +1,4 @@
-"""Headers: read back when sound, refused by name when not, and never a crash."""
+"""Headers: valid ones are read back, invalid ones refused with the tensor's name, and none crashes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pilotflame.errors import HeaderError
-from pilotflame.snapshot.format.dtype import DTYPES
-from pilotflame.snapshot.format.header import MAX_HEADER_BYTES, Header, parse_header, read_header
+from pilotflame.snapshot.format.header import DTYPES, MAX_HEADER_BYTES, Header, parse_header, read_header
 from pilotflame.snapshot.sources.folder import FolderSource
 
 
@@ -64,7 +63,8 @@ def test_corrupted_bytes_never_crash(layout: dict[str, Any], changes: list[tuple
     try:
         parse_header(bytes(text), file="x", file_bytes=8 + len(text) + data_bytes)
     except HeaderError as error:
-        str(error).encode()  # it can be printed
+        # The message can be printed.
+        str(error).encode()
 
 
 @given(st.binary(max_size=200))

@@ -1,4 +1,4 @@
-"""The manifest's form: round trips, cross-checks, hostile input, atomic writing."""
+"""The manifest: round trips, cross-checks, hostile input, atomic writing."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pilotflame.errors import ManifestError
-from pilotflame.snapshot.format.dtype import DTYPES
+from pilotflame.snapshot.format.header import DTYPES
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest, Provenance
 
 CHUNK = 4096
 
 
 def plain(**changes: Any) -> dict[str, Any]:
-    """A small sound manifest's JSON: one shard of two chunks, two tensors, one alias."""
+    """The JSON of a small valid manifest: one shard of two chunks, two tensors, one alias."""
     return {
         "version": 1,
         "algorithm": "xxh3-128",
@@ -56,7 +56,7 @@ def assets(count: int, size_bytes: int) -> list[dict[str, Any]]:
 
 
 def many_chunks() -> list[dict[str, Any]]:
-    """Two shards that hold no more than the limit each, and more together."""
+    """Two shards that are each within the limit, and together over it."""
     count = (1 << 19) + 1
     shard = {"size_bytes": count * CHUNK, "data_offset_bytes": 100, "chunks": ["0" * 32] * count}
     return [{"name": name, **shard} for name in "ab"]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from pilotflame.errors import SnapshotMismatch
 from pilotflame.snapshot.format.create import create
-from pilotflame.snapshot.format.dtype import DTYPES
+from pilotflame.snapshot.format.header import DTYPES
 from pilotflame.snapshot.format.manifest import Manifest
 from pilotflame.snapshot.restoring.mapping import Mapping
 from pilotflame.snapshot.restoring.plan import make_plan, restore

@@ -1,4 +1,4 @@
-"""HTTP as a source: ranges into memory, every wrong answer found, redirects, TLS, credentials kept to themselves."""
+"""HTTP as a source: ranges into memory, wrong responses, redirects, TLS, credentials that are never shown."""
 
 from __future__ import annotations
 
@@ -154,13 +154,13 @@ def test_an_object_of_another_size_has_changed(server: FaultServer) -> None:
         connection.begin(NAME, len(DATA) + 5, len(DATA) + 10)
 
 
-# -- answers that are wrong
+# -- wrong responses
 
 
 @pytest.mark.parametrize(
     ("faults", "words"),
     [
-        (Faults(wrong_range_share=1), "bytes 1000 to 700000: the answer is another range, bytes 999 to 699999"),
+        (Faults(wrong_range_share=1), "bytes 1000 to 700000: the response is another range, bytes 999 to 699999"),
         (Faults(short_share=1), "bytes 1000 to 700000: the connection was closed"),
         (Faults(reset_share=1), "bytes 1000 to 700000: Connection reset"),
         (Faults(chunked=True, short_share=1), "bytes 1000 to 700000: peer"),
@@ -184,7 +184,7 @@ def test_what_may_pass_is_unavailable_and_heals_on_the_same_connection(
         assert read(connection, 1000, 700_000) == DATA[1000:700_000]
 
 
-def test_an_answer_that_comes_twice_is_not_taken_for_the_next_one(server: FaultServer) -> None:
+def test_a_response_sent_twice_is_not_taken_for_the_next_one(server: FaultServer) -> None:
     server.faults = Faults(duplicate_share=1)
     refused = []
     with connected(HttpSource(server.url)) as connection:
@@ -195,19 +195,20 @@ def test_an_answer_that_comes_twice_is_not_taken_for_the_next_one(server: FaultS
         ]:
             try:
                 data = read(connection, begin, begin + size)
-            except SourceUnavailable as error:  # the second copy came after the next request had been sent
+            except SourceUnavailable as error:
+                # The second copy arrived after the next request was sent.
                 refused.append(error.message)
                 data = read(connection, begin, begin + size)
             assert data == DATA[begin : begin + size]
     assert all("another range" in message for message in refused)
 
 
-def test_chunked_answers_are_decoded(server: FaultServer) -> None:
+def test_chunked_responses_are_decoded(server: FaultServer) -> None:
     server.faults = Faults(chunked=True)
     assert read_once(server) == DATA[1000:700_000]
 
 
-def test_closing_after_each_answer_is_no_failure(server: FaultServer) -> None:
+def test_closing_after_each_response_is_no_failure(server: FaultServer) -> None:
     for said in (True, False):
         server.faults = Faults(close_each=True, close_said=said)
         with connected(HttpSource(server.url)) as connection:
@@ -216,7 +217,7 @@ def test_closing_after_each_answer_is_no_failure(server: FaultServer) -> None:
     assert server.connections == 10
 
 
-def test_retry_after_is_told_in_seconds_or_as_a_date(server: FaultServer) -> None:
+def test_retry_after_is_seconds_or_a_date(server: FaultServer) -> None:
     for text, wanted in (("7", 7.0), ("Thu, 01 Jan 2015 00:00:00 GMT", 0.0), ("soon", None), ("-3", None)):
         server.faults = Faults(busy_share=1, retry_after=text)
         with pytest.raises(SourceUnavailable) as caught:
@@ -234,19 +235,19 @@ def test_retry_after_is_told_in_seconds_or_as_a_date(server: FaultServer) -> Non
         (412, SnapshotChanged),
     ],
 )
-def test_statuses_mean_what_they_say(server: FaultServer, status: int, error: type[PilotflameError]) -> None:
+def test_statuses_become_errors(server: FaultServer, status: int, error: type[PilotflameError]) -> None:
     server.faults = Faults(status=status, body="no")
     with pytest.raises(error, match=NAME):
         read_once(server)
     assert len(server.requests) == 1
 
 
-def test_what_no_file_server_answers_is_an_error(server: FaultServer) -> None:
+def test_an_unexpected_response_is_an_error(server: FaultServer) -> None:
     server.faults = Faults(status=418)
     with pytest.raises(SourceError, match="HTTP 418"):
         read_once(server)
     server.faults = Faults(headers={"Content-Encoding": "gzip"})
-    with pytest.raises(SourceError, match="encoded as gzip"):
+    with pytest.raises(SourceError, match="Content-Encoding gzip"):
         read_once(server)
 
 
@@ -271,7 +272,7 @@ def test_a_server_without_ranges_serves_whole_objects_only(server: FaultServer) 
         b"",
     ],
 )
-def test_whatever_is_answered_is_an_error_of_ours(answer: bytes) -> None:
+def test_a_malformed_response_is_unavailable(answer: bytes) -> None:
     with (
         scripted(lambda peer: peer.sendall(answer)) as url,
         connected(HttpSource(url)) as connection,
@@ -283,23 +284,24 @@ def test_whatever_is_answered_is_an_error_of_ours(answer: bytes) -> None:
 def test_early_hints_are_passed_over() -> None:
     answer = b"HTTP/1.1 103 -\r\nLink: x\r\n\r\nHTTP/1.1 206 -\r\nContent-Range: bytes 0-8/9\r\n\r\n123456789"
     with scripted(lambda peer: peer.sendall(answer)) as url, connected(HttpSource(url)) as connection:
-        assert read(connection, 0, 9) == b"123456789"  # without a length: to the connection's end
+        # Without a length, the body ends with the connection.
+        assert read(connection, 0, 9) == b"123456789"
 
 
 # -- waiting and closing
 
 
-def test_nothing_in_time_is_unavailable(server: FaultServer) -> None:
+def test_a_timeout_is_unavailable(server: FaultServer) -> None:
     for stall_at in (None, 5000):
         server.faults = Faults(stall_share=1, stall_s=60, stall_at=stall_at)
         with (
             connected(HttpSource(server.url, timeout_s=0.2)) as connection,
-            pytest.raises(SourceUnavailable, match="nothing came in time"),
+            pytest.raises(SourceUnavailable, match="timed out"),
         ):
             read(connection, 0, 20_000)
 
 
-def test_nobody_listening_is_unavailable() -> None:
+def test_a_refused_connection_is_unavailable() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
     with connected(HttpSource(url)) as connection, pytest.raises(SourceUnavailable, match="refused"):
@@ -362,7 +364,8 @@ def test_close_at_any_moment_leaks_no_descriptor(plain: FaultServer) -> None:
         reader.join(10)
         assert not reader.is_alive()
     deadline = threading.Event()
-    for _ in range(200):  # the server's ends, which are in this process, go a moment later
+    # The server's descriptors are in this process too, and close a moment later.
+    for _ in range(200):
         if descriptors() <= before:
             break
         deadline.wait(0.01)
@@ -405,7 +408,7 @@ def test_redirects_end(server: FaultServer) -> None:
         read_once(server)
     assert len(server.requests) == 6
     server.faults = Faults(redirect="ftp://elsewhere/x")
-    with pytest.raises(SourceError, match="no http"):
+    with pytest.raises(SourceError, match="not an http"):
         read_once(server)
 
 
@@ -424,7 +427,7 @@ def trusting(authority: trustme.CA) -> ssl.SSLContext:
     return context
 
 
-def test_tls_reads_the_same_and_trusts_nobody_unasked(plain: FaultServer) -> None:
+def test_tls_reads_the_same_and_checks_certificates(plain: FaultServer) -> None:
     authority = trustme.CA()
     with FaultServer(FILES, ssl_context=serving(authority)) as server:
         source = HttpSource(server.url, ssl_context=trusting(authority))
@@ -465,7 +468,7 @@ def test_credentials_are_sent_and_never_shown(server: FaultServer) -> None:
 @pytest.mark.parametrize(
     "url", ["http://", "http://me:hush@/x", "http://h:99999/", "ftp://h/x", "http://[::1/x"]
 )
-def test_what_is_no_url_is_refused_without_its_secrets(url: str) -> None:
+def test_an_invalid_url_is_refused_without_its_secrets(url: str) -> None:
     with pytest.raises(SourceError, match="not a URL of a web server") as caught:
         HttpSource(url)
     assert "hush" not in str(caught.value)
@@ -499,7 +502,7 @@ def test_a_range_allocates_next_to_nothing() -> None:
 
 @contextmanager
 def scripted(answer: Callable[[socket.socket], None]) -> Iterator[str]:
-    """A server that reads one request, gives `answer` and closes."""
+    """Run a server that reads one request, calls `answer` with the socket and closes."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:

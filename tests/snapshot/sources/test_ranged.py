@@ -1,4 +1,4 @@
-"""Reading methods made from connections: what may pass is tried again from where it broke off."""
+"""Reading by ranges: transient failures are retried from where the last attempt ended."""
 
 from __future__ import annotations
 
@@ -38,15 +38,16 @@ def test_it_goes_on_where_it_broke_off(server: FaultServer) -> None:
     assert sum(request.sent for request in server.requests[1:]) == len(DATA), "a byte came twice"
 
 
-def test_a_start_that_fails_is_tried_again(server: FaultServer) -> None:
+def test_a_failed_start_is_retried(server: FaultServer) -> None:
     server.faults = Faults(busy_share=1, times=3)
     buffer = bytearray(10)
     assert HttpSource(server.url).read_into("f", 5, memoryview(buffer)) == 10
     assert buffer == DATA[5:15]
-    assert len(server.requests) == 8  # stat's and the range's, three failures each
+    # The requests of stat and of the range, with three failures each.
+    assert len(server.requests) == 8
 
 
-def test_it_is_given_up_after_six_tries(server: FaultServer) -> None:
+def test_it_gives_up_after_six_attempts(server: FaultServer) -> None:
     source = HttpSource(server.url)
     source.stat("f")
     server.faults = Faults(reset_share=1, status=503)
@@ -55,7 +56,7 @@ def test_it_is_given_up_after_six_tries(server: FaultServer) -> None:
     assert len(server.requests) == 1 + ranged.ATTEMPTS
 
 
-def test_what_does_not_pass_is_not_tried_again(server: FaultServer) -> None:
+def test_a_permanent_failure_is_not_retried(server: FaultServer) -> None:
     with pytest.raises(SourceMissing):
         HttpSource(server.url).read_into("g", 0, memoryview(bytearray(10)))
     assert len(server.requests) == 1

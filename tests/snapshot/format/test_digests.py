@@ -1,12 +1,30 @@
-"""Readers: results in order, one buffer each, the first failure ends it."""
+"""Digests: chunk boundaries, files that end early, and reading in order with few buffers."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from pilotflame.snapshot.format.readers import in_order
+import xxhash
+from pilotflame.snapshot.format.digests import chunk_digests, in_order
+from pilotflame.snapshot.sources.folder import FolderSource
+
+
+@pytest.mark.parametrize("readers", [1, 3])
+def test_chunks_cover_the_files_in_order(tmp_path: Path, readers: int) -> None:
+    (tmp_path / "f").write_bytes(b"aaaabbbbcc")
+    (tmp_path / "g").write_bytes(b"dd")
+    found = list(chunk_digests(FolderSource(tmp_path), {"f": 10, "g": 2}, 4, readers))
+    parts = [("f", 0, b"aaaa"), ("f", 1, b"bbbb"), ("f", 2, b"cc"), ("g", 0, b"dd")]
+    assert found == [(name, index, len(part), xxhash.xxh3_128_hexdigest(part)) for name, index, part in parts]
+
+
+def test_a_file_that_ends_early_has_a_short_chunk(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"aaaabb")
+    found = list(chunk_digests(FolderSource(tmp_path), {"f": 12}, 4))
+    assert [chunk.size_bytes for chunk in found] == [4, 2, 0]
 
 
 @pytest.mark.parametrize("readers", [1, 3])
@@ -19,7 +37,8 @@ def test_results_come_in_the_jobs_order_whoever_is_first(readers: int) -> None:
             if index == 2:
                 last.set()
             elif index == 0 and readers > 1:
-                assert last.wait(10)  # finished after others that were begun later
+                # Ends after jobs that began later.
+                assert last.wait(10)
             return index
 
         return run

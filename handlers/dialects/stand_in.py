@@ -1,0 +1,41 @@
+"""Stand-ins for foreign packages that are not installed: modules with the names that handlers import."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+
+def is_installed(package: str) -> bool:
+    """Return True if the real package can be imported. A plain folder of that name does not count."""
+    spec = find_spec(package) if package not in sys.modules else sys.modules[package].__spec__
+    return spec is not None and spec.origin is not None
+
+
+def stand_in_modules(contents: Mapping[str, Mapping[str, Any]]) -> dict[str, ModuleType]:
+    """Return a module for each dotted name, with these attributes. Parents come before their submodules."""
+    modules: dict[str, ModuleType] = {}
+    for name, attributes in contents.items():
+        modules[name] = module = _module(name)
+        vars(module).update(attributes)
+        parent, _, last = name.rpartition(".")
+        if parent:
+            setattr(modules[parent], last, module)
+    return modules
+
+
+def _module(name: str) -> ModuleType:
+    def missing(attribute: str) -> Any:
+        package = name.partition(".")[0]
+        raise AttributeError(
+            f"pilotflame's stand-in for {name} has no {attribute!r}: add {package} to requirements.txt"
+        )
+
+    module = ModuleType(name, "Pilotflame's stand-in.")
+    # A package with an empty path, so that importing its submodules searches nowhere else.
+    module.__path__ = []
+    vars(module)["__getattr__"] = missing
+    return module

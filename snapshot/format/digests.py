@@ -1,0 +1,94 @@
+"""Digests of a source's files, read through a few reused buffers: of each chunk of a shard, of each asset as a whole."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from queue import SimpleQueue
+from typing import NamedTuple, TypeVar
+
+import xxhash
+
+from ..sources.source import Source
+
+T = TypeVar("T")
+ASSET_BUFFER_BYTES = 1 << 20
+
+
+class DigestedChunk(NamedTuple):
+    """The digest of chunk number `position` of file `name`. `size_bytes` is less than expected if the file ended early."""
+
+    name: str
+    position: int
+    size_bytes: int
+    digest: str
+
+
+def chunk_digests(
+    source: Source, sizes: Mapping[str, int], chunk_bytes: int, readers: int = 1
+) -> Iterator[DigestedChunk]:
+    """Digest every chunk of the files in `sizes` (name to bytes), in order, with `readers` threads."""
+    # A buffer is never larger than the largest file: page faults of fresh memory cost more than reading into it.
+    buffer_bytes = min(chunk_bytes, max(sizes.values(), default=0))
+    jobs = (
+        partial(_digest_chunk, source, name, index, min(chunk_bytes, size_bytes - begin), begin)
+        for name, size_bytes in sizes.items()
+        for index, begin in enumerate(range(0, size_bytes, chunk_bytes))
+    )
+    return in_order(jobs, readers, buffer_bytes)
+
+
+def file_digest(source: Source, name: str, size_bytes: int, buffer: memoryview) -> tuple[str, int]:
+    """Return the digest and the length of file `name`, of which at most `size_bytes` are read, through `buffer`."""
+    state, done_bytes = xxhash.xxh3_128(), 0
+    while done_bytes < size_bytes:
+        view = buffer[: size_bytes - done_bytes]
+        count = source.read_into(name, done_bytes, view)
+        state.update(view[:count])
+        done_bytes += count
+        if count < len(view):
+            break
+    return state.hexdigest(), done_bytes
+
+
+def in_order(jobs: Iterable[Callable[[memoryview], T]], readers: int, buffer_bytes: int) -> Iterator[T]:
+    """Yield the jobs' results in order. Each is called with a buffer of `buffer_bytes`, at most `readers` at once.
+
+    One reader needs no thread. The first job to fail, in the jobs' order, ends the iteration with its error.
+    """
+    if readers == 1:
+        buffer = memoryview(bytearray(buffer_bytes))
+        yield from (job(buffer) for job in jobs)
+        return
+    buffers: SimpleQueue[memoryview] = SimpleQueue()
+    for _ in range(readers):
+        buffers.put(memoryview(bytearray(buffer_bytes)))
+
+    def run(job: Callable[[memoryview], T]) -> T:
+        # Never empty: there are as many buffers as threads.
+        buffer = buffers.get_nowait()
+        try:
+            return job(buffer)
+        finally:
+            buffers.put(buffer)
+
+    pool = ThreadPoolExecutor(readers, thread_name_prefix="snapshot-reader")
+    pending: deque[Future[T]] = deque()
+    try:
+        for job in jobs:
+            pending.append(pool.submit(run, job))
+            if len(pending) > 2 * readers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _digest_chunk(
+    source: Source, name: str, position: int, size_bytes: int, begin: int, buffer: memoryview
+) -> DigestedChunk:
+    count = source.read_into(name, begin, buffer[:size_bytes])
+    return DigestedChunk(name, position, count, xxhash.xxh3_128_hexdigest(buffer[:count]))
