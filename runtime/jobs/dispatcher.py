@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ...errors import GatewayError, JobStoreFailed, QueueFull, RevisionRetired, UnknownFunction
-from ..functions.registry import Live
+from ..functions.live import Live
 from ..telemetry.logs import LogBook
 from .attempt import LOG_LINES, STORE_RETRY_S, JobAttempt
 from .job import Job
