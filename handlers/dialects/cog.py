@@ -82,7 +82,7 @@ class Predictor:
 
     def _run(self, event: Any, context: Context) -> Any:
         with InputFiles(context.remaining_ms) as files:
-            output = self._predict(context.state)(**self._arguments(event, context, files))
+            output = self._predict(context.state)(**self.inputs.arguments(event, context.extra, files))
             return with_data_urls(awaited(output))
 
     async def _run_async(self, event: Any, context: Context) -> Any:
@@ -92,7 +92,7 @@ class Predictor:
 
     def _stream(self, event: Any, context: Context) -> Iterator[Any]:
         with InputFiles(context.remaining_ms) as files:
-            pieces = self._predict(context.state)(**self._arguments(event, context, files))
+            pieces = self._predict(context.state)(**self.inputs.arguments(event, context.extra, files))
             # A plain function may return an iterator that cannot be closed.
             with closing(pieces) if hasattr(pieces, "close") else nullcontext():
                 for piece in pieces:
@@ -105,13 +105,10 @@ class Predictor:
                 async for piece in pieces:
                     yield await _with_data_urls_async(piece)
 
-    def _arguments(self, event: Any, context: Context, files: InputFiles) -> dict[str, Any]:
-        return self.inputs.arguments(self.inputs.unwrap(event, context.extra), files)
-
     async def _arguments_async(self, event: Any, context: Context, files: InputFiles) -> dict[str, Any]:
         if self.inputs.has_files:
-            return await asyncio.to_thread(self._arguments, event, context, files)
-        return self._arguments(event, context, files)
+            return await asyncio.to_thread(self.inputs.arguments, event, context.extra, files)
+        return self.inputs.arguments(event, context.extra, files)
 
 
 def _method_name(target: Any, label: str) -> str:

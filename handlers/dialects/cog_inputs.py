@@ -65,7 +65,7 @@ class CogInputs:
             remedy = "Annotate with types that Cog supports: str, int, float, bool, cog.Path, list[…], Optional[…]."
             raise HandlerSignatureError(fault, remedy=remedy) from None
 
-    def unwrap(self, event: Any, extra: Mapping[str, Any]) -> Any:
+    def _unwrap(self, event: Any, extra: Mapping[str, Any]) -> Any:
         """Return the inputs in `{"input": {…}}` or in a bare body. A predictor may have an input named `input`."""
         if not isinstance(event, dict) or set(event) & set(self.names) - {"input"} or extra.get("bare"):
             return {} if event is None else event
@@ -74,10 +74,10 @@ class CogInputs:
             return {} if inner is None else inner
         return event
 
-    def arguments(self, inputs: Any, files: InputFiles) -> dict[str, Any]:
+    def arguments(self, event: Any, extra: Mapping[str, Any], files: InputFiles) -> dict[str, Any]:
         """Return the arguments of `predict`, with files downloaded. Blocks. Raises InputInvalid, which names fields."""
         try:
-            model = self._model.model_validate(inputs, context=files)
+            model = self._model.model_validate(self._unwrap(event, extra), context=files)
         except ValidationError as error:
             raise input_error(error) from None
         return {name: getattr(model, own) for name, own in self._fields.items()}

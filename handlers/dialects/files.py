@@ -96,18 +96,13 @@ def with_data_urls(output: Any, path: str = "answer") -> Any:
         return output.value
     if isinstance(output, (list, tuple)):
         return [with_data_urls(value, f"{path}[{number}]") for number, value in enumerate(output)]
-    fields = _fields(output)
-    if fields is None:
-        return output
-    return {name: with_data_urls(value, f"{path}.{name}") for name, value in fields.items()}
-
-
-def _fields(output: Any) -> dict[Any, Any] | None:
     if isinstance(output, BaseModel):
-        return dict(output)
-    if dataclasses.is_dataclass(output) and not isinstance(output, type):
-        return {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
-    return output if isinstance(output, dict) else None
+        output = dict(output)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        output = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
+    if not isinstance(output, dict):
+        return output
+    return {name: with_data_urls(value, f"{path}.{name}") for name, value in output.items()}
 
 
 def _data_url(file: PurePath | io.IOBase, path: str) -> str:

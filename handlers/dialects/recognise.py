@@ -198,9 +198,8 @@ def _top_level(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
         if isinstance(node, (ast.If, ast.Try, ast.With)):
             for part in ("body", "orelse", "finalbody"):
                 yield from _top_level(getattr(node, part, ()))
-        if isinstance(node, ast.Try):
-            for caught in node.handlers:
-                yield from _top_level(caught.body)
+        for caught in getattr(node, "handlers", ()):
+            yield from _top_level(caught.body)
 
 
 def _note_definition(node: ast.stmt, source: _Source) -> None:
@@ -208,9 +207,8 @@ def _note_definition(node: ast.stmt, source: _Source) -> None:
         source.classes.append(node)
         source.arity[node.name] = None
     elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        parameters = node.args
-        any_number = parameters.vararg is not None
-        source.arity[node.name] = None if any_number else len(parameters.posonlyargs) + len(parameters.args)
+        count = len(node.args.posonlyargs) + len(node.args.args)
+        source.arity[node.name] = None if node.args.vararg else count
     elif isinstance(node, (ast.Import, ast.ImportFrom)):
         source.arity.update({alias.asname or alias.name: None for alias in node.names})
     elif isinstance(node, (ast.Assign, ast.AnnAssign)):

@@ -46,7 +46,7 @@ def resolve_runpod(root: Path, entry: Entry) -> Handler:
         entry._replace(name=getattr(call, "__name__", type(call).__name__)),
         jobs.kind,
         jobs.caller,
-        setup=jobs.adapt_concurrency if jobs.adapts else None,
+        setup=jobs.adapt_concurrency if jobs.modifier else None,
         aggregate=bool(sdk.config.get("return_aggregate_stream")),
     )
 
@@ -96,18 +96,17 @@ class RunPodJobs:
         self._call = call
         self._running = running
         self._refresh = bool(config.get("refresh_worker"))
-        self._modifier: Callable[[int], int] | None = config.get("concurrency_modifier")
         self._concurrency = 1
         self.kind = kind_of(call)
-        self.adapts = self._modifier is not None and self.kind.on_loop
+        self.modifier = config.get("concurrency_modifier") if self.kind.on_loop else None
         self.caller = of_kind(self.kind, self._run, self._run_async, self._stream, self._stream_async)
 
     def adapt_concurrency(self, context: Context) -> None:
         """Set how many jobs run at once to what `concurrency_modifier` returns."""
-        if not self.adapts or self._modifier is None:
+        if self.modifier is None:
             return
         try:
-            self._concurrency = max(1, int(self._modifier(self._concurrency)))
+            self._concurrency = max(1, int(self.modifier(self._concurrency)))
         except Exception as error:  # noqa: BLE001  a finished job must not fail because of it
             sys.stderr.write(f"concurrency_modifier failed: {type(error).__name__}: {error}\n")
             return

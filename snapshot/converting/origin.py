@@ -43,11 +43,9 @@ class TensorOrigin(Protocol):
     @property
     def aliases(self) -> Mapping[str, str]:
         """Further names of tensors: alias to a spec's name."""
-        ...
 
     def tensors(self, names: Sequence[str]) -> Iterator[torch.Tensor]:
         """Yield these tensors in order, contiguous and on the CPU. Each is valid until the next is requested."""
-        ...
 
 
 class SafetensorsOrigin:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import math
 import ssl
-import threading
 import time
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -45,7 +44,7 @@ class WebSource(Ranged):
         self._timeout_s = timeout_s
         self._connect_timeout_s = connect_timeout_s
         self._ssl_context = ssl_context
-        self._lock = threading.Lock()
+        # Shared with the connections. Single operations of a dict are atomic.
         self._infos: dict[str, ObjectInfo] = {}
         self._locations: dict[str, tuple[Location, float]] = {}
 
@@ -59,8 +58,7 @@ class WebSource(Ranged):
 
     def locate(self, name: str, *, fresh: bool) -> Location:
         """Return where `name` is. With `fresh`, resolve it again, because the last location was refused."""
-        with self._lock:
-            location, until_s = self._locations.get(name, (None, 0.0))
+        location, until_s = self._locations.get(name, (None, 0.0))
         if location is None or fresh or time.monotonic() >= until_s:
             location = self.resolve(name)
             self.note(name, location)
@@ -68,31 +66,16 @@ class WebSource(Ranged):
 
     def note(self, name: str, location: Location) -> None:
         """Keep a location, which may be where redirects lead, for `kept_for_s`."""
-        with self._lock:
-            self._locations[name] = location, time.monotonic() + self.kept_for_s
+        self._locations[name] = location, time.monotonic() + self.kept_for_s
 
     def explain(self, request: RangeRequest, head: Head, body: bytes) -> PilotflameError:
         """Return the error for a refusal. `body` holds its first 64 KiB."""
         del body
         return refusal(head, request)
 
-    def learn(self, name: str, info: ObjectInfo) -> None:
-        """Remember the first `info` of an object, until `forget`."""
-        with self._lock:
-            self._infos.setdefault(name, info)
-
-    def known(self, name: str) -> ObjectInfo | None:
-        with self._lock:
-            return self._infos.get(name)
-
-    def forget(self, name: str) -> None:
-        """Drop what is remembered of an object, because it changed."""
-        with self._lock:
-            self._infos.pop(name, None)
-
     def stat(self, name: str) -> ObjectInfo:
         """See Source. Retries what may pass, and asks the server once until the object changes."""
-        if (info := self.known(name)) is not None:
+        if (info := self._infos.get(name)) is not None:
             return info
         retries = Retries()
         with closing(self.connect()) as connection:
@@ -103,7 +86,8 @@ class WebSource(Ranged):
                     retries.wait(error)
 
     def connect(self) -> HttpConnection:
-        return HttpConnection(self, Wire(self._timeout_s, self._connect_timeout_s, lambda: self._tls))
+        wire = Wire(self._timeout_s, self._connect_timeout_s, lambda: self._tls)
+        return HttpConnection(self, wire, self._infos)
 
     @cached_property
     def _tls(self) -> ssl.SSLContext:
@@ -153,40 +137,36 @@ class HttpSource(WebSource):
 class HttpConnection:
     """One kept-alive connection; see Connection. It follows redirects."""
 
-    def __init__(self, source: WebSource, wire: Wire) -> None:
+    def __init__(self, source: WebSource, wire: Wire, infos: dict[str, ObjectInfo]) -> None:
+        """`infos` has the first info of each object, until it changes."""
         self._source = source
         self._wire = wire
+        self._infos = infos
         self._exchange = Exchange(wire)
         self._request = RangeRequest("", "", 0, 0)
         self._left = 0
 
     def begin(self, name: str, begin: int, end: int, version: str = "") -> ObjectInfo:
         self._left = 0
-        head, request = self._get(name, begin, end, version)
-        known = self._source.known(name)
+        known = self._infos.get(name)
         try:
-            if head.status not in {OK, PARTIAL}:
-                raise self._refused(head, request)
+            head, request = self._get(name, begin, end, version)
             check(head, request, known.size_bytes if known else None)
         except SnapshotChanged:
-            self._source.forget(name)
+            self._infos.pop(name, None)
             raise
         info = object_info(head, request)
-        self._source.learn(name, info)
+        self._infos.setdefault(name, info)
         self._request, self._left = request, end - begin
         return info
 
     def stat(self, name: str) -> ObjectInfo:
         """Return size and version. Gets the first byte, because a URL signed for GET refuses HEAD."""
-        head, request = self._get(name, 0, 1, "")
-        if head.status == 416 and head.headers.get("content-range") == "bytes */0":
-            return object_info(head, request)
-        if head.status not in {OK, PARTIAL}:
-            raise self._refused(head, request)
+        head, request = self._get(name, 0, 1, empty=True)
         info = object_info(head, request)
         if head.status == PARTIAL:
             check(head, request, None)
-        self._source.learn(name, info)
+        self._infos.setdefault(name, info)
         return info
 
     def read_into(self, view: memoryview) -> int:
@@ -204,21 +184,29 @@ class HttpConnection:
     def close(self) -> None:
         self._wire.close()
 
-    def _get(self, name: str, begin: int, end: int, version: str) -> tuple[Head, RangeRequest]:
-        """Return the first head that is not a redirect. If a location is refused, try a fresh one once."""
-        if (fault := name_fault(name)) is not None:
+    def _get(
+        self, name: str, begin: int, end: int, version: str = "", *, empty: bool = False
+    ) -> tuple[Head, RangeRequest]:
+        """Return the head of a success, or with `empty` of a refusal because the object is empty. Raises the error.
+
+        If a location is refused, try a fresh one once.
+        """
+        if fault := name_fault(name):
             raise SourceMissing(f"{name[:80]!r} is not a name below {self._source.url}: {fault}.")
-        location = self._source.locate(name, fresh=False)
-        head, request = self._follow(location, RangeRequest(name, location.shown, begin, end, version))
-        if head.status in {OK, PARTIAL, 412, 416}:
-            return head, request
-        refused = self._refused(head, request)
-        if isinstance(refused, SourceUnavailable):
-            raise refused
-        fresh = self._source.locate(name, fresh=True)
-        if fresh == location:
-            raise refused
-        return self._follow(fresh, RangeRequest(name, fresh.shown, begin, end, version))
+        tried: Location | None = None
+        for fresh in (False, True):
+            location = self._source.locate(name, fresh=fresh)
+            if location == tried:
+                break
+            head, request = self._follow(location, RangeRequest(name, location.shown, begin, end, version))
+            is_empty = head.status == 416 and head.headers.get("content-range") == "bytes */0"
+            if head.status in {OK, PARTIAL} or (empty and is_empty):
+                return head, request
+            refused = self._source.explain(request, head, self._rest())
+            if isinstance(refused, (SourceUnavailable, SnapshotChanged)):
+                break
+            tried = location
+        raise refused
 
     def _follow(self, location: Location, request: RangeRequest) -> tuple[Head, RangeRequest]:
         for count in range(MAX_REDIRECTS + 1):
@@ -250,9 +238,6 @@ class HttpConnection:
             # Drop h11's message: it quotes the header, which may be a secret.
             fault = f"The URL or a header of the request for {request.url} holds what HTTP does not allow."
             raise SourceError(fault, remedy="Remove line ends and control characters.") from None
-
-    def _refused(self, head: Head, request: RangeRequest) -> PilotflameError:
-        return self._source.explain(request, head, self._rest())
 
     def _rest(self) -> bytes:
         try:

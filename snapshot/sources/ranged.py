@@ -38,7 +38,7 @@ class Ranged(ABC):
                     connection.begin(name, at, end, info.version)
                     while at < end and (count := connection.read_into(view[at - offset : end - offset])):
                         at += count
-                        retries.reset()
+                        retries = Retries()
                 except SourceUnavailable as error:
                     retries.wait(error)
         return max(0, at - offset)
@@ -48,9 +48,6 @@ class Retries:
     """Counts the consecutive failures of one operation, and waits before each retry."""
 
     def __init__(self) -> None:
-        self._failures = 0
-
-    def reset(self) -> None:
         self._failures = 0
 
     def wait(self, error: SourceUnavailable) -> None:

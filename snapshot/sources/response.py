@@ -57,7 +57,11 @@ def check(head: Head, request: RangeRequest, size_bytes: int | None) -> None:
     total = _check_whole(head, request, size_bytes) if head.status == OK else _check_range(head, request)
     if size_bytes is not None and total is not None and total != size_bytes:
         raise changed(request, f"it has {total} bytes, and had {size_bytes}")
-    _check_version(head, request)
+    received = _version(head.headers)
+    if request.version and not received:
+        raise unavailable(request, "the response has no ETag and no Last-Modified")
+    if request.version and not same_version(received, request.version):
+        raise changed(request, "its version is another")
 
 
 def refusal(head: Head, request: RangeRequest) -> PilotflameError:
@@ -147,13 +151,3 @@ def _check_range(head: Head, request: RangeRequest) -> int | None:
     if length is not None and length != end - begin:
         raise unavailable(request, f"the response has {length} bytes")
     return total
-
-
-def _check_version(head: Head, request: RangeRequest) -> None:
-    if not request.version:
-        return
-    received = _version(head.headers)
-    if not received:
-        raise unavailable(request, "the response has no ETag and no Last-Modified")
-    if not same_version(received, request.version):
-        raise changed(request, "its version is another")

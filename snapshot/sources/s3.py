@@ -91,7 +91,7 @@ class S3Source(WebSource):
             self._boto(name) as boto,
         ):
             boto.upload_fileobj(stream, self._bucket, self._key(name), Callback=sent)
-        self.forget(name)
+        self._infos.pop(name, None)
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}" if self._prefix and name else self._prefix or name

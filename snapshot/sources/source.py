@@ -38,18 +38,15 @@ class Connection(Protocol):
         Raises SnapshotChanged if the object is no longer of `version`, SourceMissing, SourceDenied, and
         SourceUnavailable if a retry may help.
         """
-        ...
 
     def read_into(self, view: memoryview) -> int:
         """Read the next bytes of the range into `view` and return their count, which is 0 only at the range's end.
 
         Raises SourceUnavailable if the range ends early, or nothing arrives before the source's timeout.
         """
-        ...
 
     def close(self) -> None:
         """Close. A read that waits in another thread raises SourceUnavailable at once. May be called twice."""
-        ...
 
 
 class Source(Protocol):
@@ -58,23 +55,18 @@ class Source(Protocol):
     @property
     def url(self) -> str:
         """The URL for messages and for keys; without credentials."""
-        ...
 
     def stat(self, name: str) -> ObjectInfo:
         """Return the size and version of `name`. Raises SourceMissing."""
-        ...
 
     def size(self, name: str) -> int:
         """Return the size of `name` in bytes. Raises SourceMissing."""
-        ...
 
     def read_into(self, name: str, offset: int, view: memoryview) -> int:
         """Fill `view` from `offset` on. Return the count of bytes, smaller than `view` only at the object's end."""
-        ...
 
     def connect(self) -> Connection:
         """Return a new connection. It may be established lazily, by the first `begin`."""
-        ...
 
 
 @runtime_checkable
@@ -83,7 +75,6 @@ class Listing(Protocol):
 
     def names(self) -> list[str]:
         """Return the names of all objects below the URL, sorted and relative to it."""
-        ...
 
 
 @runtime_checkable
@@ -92,7 +83,6 @@ class Writable(Source, Listing, Protocol):
 
     def put(self, name: str, content: Path | bytes, sent: Callable[[int], None] | None = None) -> None:
         """Store the bytes, or those of a file, as `name`, completely or not at all. `sent` receives counts of bytes."""
-        ...
 
 
 class ByteCounter:
