@@ -30,9 +30,7 @@ def resolve_lambda(root: Path, entry: Entry, function: str) -> Handler:
     module = import_file(root, root / entry.file, prepare=lambda: _set_environment(root, entry, function))
     call = getattr(module, entry.name, None)
     if not callable(call):
-        remedy = (
-            f'Define `def {entry.name}(event, context): …`, or set `handler = "lambda:{entry.file}:NAME"`.'
-        )
+        remedy = f'Define `{entry.name}(event, context)`, or set `handler = "lambda:{entry.file}:NAME"`.'
         raise HandlerSignatureError(f"{entry.file} defines no function {entry.name!r}.", remedy=remedy)
     kind = kind_of(call)
     if kind.streaming:

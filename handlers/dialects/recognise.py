@@ -22,9 +22,7 @@ COG_METHODS = {"Predictor": "predict", "Runner": "run"}
 RUNPOD_START = "runpod.serverless.start"
 MAX_SOURCE_BYTES = 1 << 20
 MAX_SOURCES = 200
-_COG_ENTRY = re.compile(
-    r"""^(?:predict|run):\s*["']?([\w./-]+\.py)(?::(\w+))?["']?\s*(?:#.*)?$""", re.MULTILINE
-)
+_COG_ENTRY = re.compile(r"""(?m)^(?:predict|run):\s*["']?([\w./-]+\.py)(?::(\w+))?["']?\s*(?:#.*)?$""")
 
 
 class Entry(NamedTuple):
@@ -83,13 +81,6 @@ class _Source:
         return any(name.partition(".")[0] == package for name in self.names.values())
 
     @property
-    def lambda_name(self) -> str:
-        """The function that Lambda would call, or ""."""
-        if LAMBDA_NAME in self.arity:
-            return LAMBDA_NAME
-        return "handler" if self.arity.get("handler") == 2 else ""
-
-    @property
     def predictor(self) -> str:
         """The class that Cog would use, or ""."""
         if not self.imports("cog"):
@@ -114,8 +105,9 @@ def _entry_in(file: str, name: str, source: _Source | None) -> Entry | None:
     if source.starts_runpod and not (has_handler and is_ours):
         return Entry("runpod", file, "")
     if has_handler:
-        lambda_name = source.lambda_name if Path(file).name in LAMBDA_FILES and not is_ours else ""
-        return Entry("lambda", file, lambda_name) if lambda_name else Entry("pilotflame", file, "handler")
+        fits = LAMBDA_NAME in source.arity or source.arity["handler"] == 2
+        dialect = "lambda" if fits and not is_ours and Path(file).name in LAMBDA_FILES else "pilotflame"
+        return Entry(dialect, file, _default_name(dialect, source))
     if source.predictor:
         return Entry("cog", file, source.predictor)
     return Entry("lambda", file, LAMBDA_NAME) if LAMBDA_NAME in source.arity else None

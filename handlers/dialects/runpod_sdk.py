@@ -145,12 +145,8 @@ def upload_in_memory_object(
 def _put(creds: Mapping[str, str], bucket: str, key: str, data: bytes) -> str:
     import boto3  # noqa: PLC0415  needed only for uploads
 
-    client = boto3.client(
-        "s3",
-        endpoint_url=creds["endpointUrl"],
-        aws_access_key_id=creds["accessId"],
-        aws_secret_access_key=creds["accessSecret"],
-    )
+    keys = {"aws_access_key_id": creds["accessId"], "aws_secret_access_key": creds["accessSecret"]}
+    client = boto3.client("s3", endpoint_url=creds["endpointUrl"], **keys)
     kind = mimetypes.guess_type(key)[0] or "application/octet-stream"
     client.put_object(Bucket=bucket, Key=key, Body=data, ContentType=kind)
     where = {"Bucket": bucket, "Key": key}

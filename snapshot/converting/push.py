@@ -49,9 +49,8 @@ def push(
     sizes = {name: destination.size(name) for name in destination.names() if name in wanted}
     existing = _existing_manifest(destination, force=force) if MANIFEST_NAME in sizes else None
     if existing is not None and existing.digest != manifest.digest and not force:
-        raise SnapshotError(
-            f"{destination.url} holds another snapshot, {existing.digest[:12]}.", remedy=_FORCE
-        )
+        fault = f"{destination.url} holds another snapshot, {existing.digest[:12]}."
+        raise SnapshotError(fault, remedy=_FORCE)
     known: set[Shard | Asset] = set(existing.assets if existing else ())
     # With another chunk size, equal digests are of other bytes.
     if existing is not None and existing.chunk_bytes == manifest.chunk_bytes:

@@ -54,9 +54,7 @@ class TensorizerOrigin:
         spec = TensorSpec(name, _dtype(self._path, name, entry.dtype), shape)
         inside = 0 <= entry.data_offset <= size_bytes - entry.data_length
         if spec.size_bytes != entry.data_length or not inside or min(shape, default=0) < 0:
-            fault = (
-                f"{self._path}, tensor {name[:80]!r}: its shape and type do not fit its place in the file."
-            )
+            fault = f"{self._path}, tensor {name[:80]!r}: its shape and type do not fit its place."
             raise SnapshotError(fault, remedy="Fetch the file again.")
         self._keys[name] = path[0] if len(path) == 1 else path
         self.specs.append(spec)
@@ -80,9 +78,7 @@ def export(origin: TensorOrigin, path: Path, progress: Progress | None = None) -
     sizes = {spec.name: spec.size_bytes for spec in origin.specs}
     for spec in origin.specs:
         if not spec.size_bytes and spec.dtype.startswith(("BF16", "F8_")):
-            fault = (
-                f"Tensor {spec.name!r} is empty and {spec.dtype}: tensorizer writes that, but cannot read it."
-            )
+            fault = f"Tensor {spec.name!r} is empty and {spec.dtype}, which tensorizer cannot read."
             raise SnapshotError(fault, remedy="Leave the tensor out.")
     names = list(chain(sizes, origin.aliases))
     stored = [origin.aliases.get(name, name) for name in names]

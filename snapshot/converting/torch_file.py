@@ -105,9 +105,8 @@ def _state_dict(path: Path, loaded: Any) -> dict[str, torch.Tensor]:
 
 
 def _is_state(value: Any) -> bool:
-    return isinstance(value, Mapping) and any(
-        isinstance(inner, (torch.Tensor, Mapping)) for inner in value.values()
-    )
+    kinds = (torch.Tensor, Mapping)
+    return isinstance(value, Mapping) and any(isinstance(inner, kinds) for inner in value.values())
 
 
 def _fault(value: Any) -> str | None:

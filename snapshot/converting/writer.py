@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
@@ -32,7 +33,10 @@ def write_shards(
 
     `cast` is the safetensors dtype to cast floating-point tensors to. `wrote` is called with each count of bytes.
     """
-    plan = _plan([_cast_spec(spec, cast) for spec in origin.specs], shard_bytes)
+    written = [
+        replace(spec, dtype=cast) if cast and spec.dtype in _CAST_FROM else spec for spec in origin.specs
+    ]
+    plan = _plan(written, shard_bytes)
     names = [
         "model.safetensors" if len(plan) == 1 else f"model-{number:05d}-of-{len(plan):05d}.safetensors"
         for number in range(1, len(plan) + 1)
@@ -87,10 +91,6 @@ def _plan(specs: Sequence[TensorSpec], shard_bytes: int) -> list[list[TensorSpec
         filled_bytes += spec.size_bytes
     # Largest elements first, which aligns every tensor to its element size.
     return [sorted(part, key=lambda spec: -DTYPES[spec.dtype].itemsize_bytes) for part in plan]
-
-
-def _cast_spec(spec: TensorSpec, cast: str | None) -> TensorSpec:
-    return spec if cast is None or spec.dtype not in _CAST_FROM else TensorSpec(spec.name, cast, spec.shape)
 
 
 def _cast(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 from ..._version import __version__
 from ...errors import HeaderError, ManifestError, SnapshotError
 from ..sources.folder import FolderSource
-from ..sources.source import ByteCounter, Listing, Progress, Source, replaced
+from ..sources.source import ByteCounter, Listing, Progress, Source, changed
 from .digests import ASSET_BUFFER_BYTES, chunk_digests, file_digest, in_order
 from .header import Header, aliases_of, read_header
 from .layout import SUFFIX, Layout, lay_out
@@ -58,7 +58,7 @@ def create(
     found = tuple(asset for asset in assets if asset is not None)
     for name, info in infos.items():
         if source.stat(name) != info:
-            raise replaced(source, name)
+            raise changed(f"{source.url}/{name}", name, "it was replaced or written to")
     tensors = tuple(
         TensorEntry(shard=index, **tensor._asdict())
         for index, header in enumerate(headers.values())

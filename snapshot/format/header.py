@@ -91,7 +91,9 @@ def parse_header(text: bytes, *, file: str, file_bytes: int) -> Header:
     if file_bytes > MAX_FILE_BYTES:
         _refuse(file, f"it has {file_bytes} bytes, over the limit of {MAX_FILE_BYTES}")
     entries = _entries(text, file)
-    metadata = _metadata(entries.pop(_METADATA, {}), file)
+    metadata = entries.pop(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        _refuse(file, f"its {_METADATA} is not an object of strings")
     if len(entries) > MAX_TENSORS:
         _refuse(file, f"it holds {len(entries)} tensors, over the limit of {MAX_TENSORS}")
     data_offset_bytes = LENGTH_BYTES + len(text)
@@ -145,12 +147,6 @@ def _unique(file: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(constant: str) -> Never:
     raise ValueError(f"{constant} is not JSON")
-
-
-def _metadata(metadata: Any, file: str) -> dict[str, str]:
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        _refuse(file, f"its {_METADATA} is not an object of strings")
-    return metadata
 
 
 def _tensor(file: str, name: str, entry: Any, data_offset_bytes: int) -> TensorHeader:

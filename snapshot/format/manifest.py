@@ -131,9 +131,8 @@ class Manifest(_Frozen):
     def parse(text: bytes) -> Manifest:
         """Parse the JSON form. Raises ManifestError."""
         if len(text) > MAX_MANIFEST_BYTES:
-            raise ManifestError(
-                f"The manifest is over the limit of {MAX_MANIFEST_BYTES} bytes.", remedy=_REMEDY
-            )
+            fault = f"The manifest is over the limit of {MAX_MANIFEST_BYTES} bytes."
+            raise ManifestError(fault, remedy=_REMEDY)
         if fault := bulk_fault(text) or _crowd_fault(text):
             raise ManifestError(f"The manifest is not valid: {fault}.", remedy=_REMEDY)
         try:
@@ -296,9 +295,8 @@ def _check_overlap(tensors: tuple[TensorEntry, ...], shards: tuple[Shard, ...]) 
     placed.sort(key=lambda tensor: (tensor.shard, tensor.offset_bytes))
     for one, two in pairwise(placed):
         if one.shard == two.shard and one.offset_bytes + one.size_bytes > two.offset_bytes:
-            raise ValueError(
-                f"tensors {one.name!r} and {two.name!r} overlap in shard {shards[one.shard].name!r}"
-            )
+            shard = shards[one.shard].name
+            raise ValueError(f"tensors {one.name!r} and {two.name!r} overlap in shard {shard!r}")
 
 
 def _check_names(manifest: Manifest) -> None:

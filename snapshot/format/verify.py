@@ -37,14 +37,9 @@ def chunk_tensors(manifest: Manifest, shard: int, chunk: int) -> list[str]:
     """Return the names of the tensors that have bytes in a chunk, in the order of their bytes."""
     begin_bytes = chunk * manifest.chunk_bytes
     end_bytes = begin_bytes + manifest.chunk_bytes
-    hit = [
-        (tensor.offset_bytes, tensor.name)
-        for tensor in manifest.tensors
-        if tensor.shard == shard
-        and tensor.offset_bytes < end_bytes
-        and tensor.offset_bytes + tensor.size_bytes > begin_bytes
-    ]
-    return [name for _, name in sorted(hit)]
+    before = [one for one in manifest.tensors if one.shard == shard and one.offset_bytes < end_bytes]
+    hit = [tensor for tensor in before if tensor.offset_bytes + tensor.size_bytes > begin_bytes]
+    return [tensor.name for tensor in sorted(hit, key=lambda tensor: tensor.offset_bytes)]
 
 
 def corrupt_chunk(manifest: Manifest, index: int, chunk: int) -> SnapshotCorrupt:

@@ -11,7 +11,7 @@ from typing import IO
 
 from ...errors import SourceMissing, SourceUnavailable
 from ..publish import cannot_write, publish
-from .source import ObjectInfo, name_fault, replaced
+from .source import ObjectInfo, changed, name_fault
 
 _COPY_BYTES = 16 << 20
 
@@ -122,7 +122,7 @@ class FolderConnection:
         info = _info(self._descriptor)
         if version and info.version != version:
             self.close()
-            raise replaced(self._source, name)
+            raise changed(f"{self._source.url}/{name}", name, "it was replaced or written to")
         self._at, self._end = begin, end
         return info
 

@@ -10,14 +10,13 @@ from email.utils import parsedate_to_datetime
 
 from ...errors import (
     PilotflameError,
-    SnapshotChanged,
     SourceDenied,
     SourceError,
     SourceMissing,
     SourceUnavailable,
 )
 from .exchange import Head
-from .source import ObjectInfo, same_version
+from .source import ObjectInfo, changed, same_version
 
 OK, PARTIAL = 200, 206
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -56,12 +55,12 @@ def check(head: Head, request: RangeRequest, size_bytes: int | None) -> None:
         raise SourceError(fault, remedy="Serve safetensors files without compression.")
     total = _check_whole(head, request, size_bytes) if head.status == OK else _check_range(head, request)
     if size_bytes is not None and total is not None and total != size_bytes:
-        raise changed(request, f"it has {total} bytes, and had {size_bytes}")
+        raise changed(request.url, request.name, f"it has {total} bytes, and had {size_bytes}")
     received = _version(head.headers)
     if request.version and not received:
         raise unavailable(request, "the response has no ETag and no Last-Modified")
     if request.version and not same_version(received, request.version):
-        raise changed(request, "its version is another")
+        raise changed(request.url, request.name, "its version is another")
 
 
 def refusal(head: Head, request: RangeRequest) -> PilotflameError:
@@ -69,9 +68,9 @@ def refusal(head: Head, request: RangeRequest) -> PilotflameError:
     status, url = head.status, request.url
     cls: type[SourceError]
     if status == 412:
-        return changed(request, "it is another version than requested")
+        return changed(request.url, request.name, "it is another version than requested")
     if status == 416:
-        return changed(request, "it is shorter now")
+        return changed(request.url, request.name, "it is shorter now")
     if status in _TRANSIENT or status >= 500:
         return unavailable(request, f"the server responds with HTTP {status}", head)
     if status in {404, 410}:
@@ -95,14 +94,6 @@ def unavailable(request: RangeRequest, fault: str, head: Head | None = None) -> 
             details["retry_after_s"] = wanted_s
     where = f"{request.url}, bytes {request.begin} to {request.end}"
     return SourceUnavailable(f"{where}: {fault}.", remedy="Try again, or check the server.", details=details)
-
-
-def changed(request: RangeRequest, how: str) -> SnapshotChanged:
-    return SnapshotChanged(
-        f"{request.url} changed while it was read: {how}.",
-        remedy="Publish new weights under a new name, with a new manifest.",
-        details={"object": request.name},
-    )
 
 
 def _content_length(head: Head) -> int | None:

@@ -42,12 +42,7 @@ _LATER = "Try again. If it persists, use less concurrency."
 # Numbers are the codes of HEAD responses, which have no body.
 _ERRORS: tuple[tuple[str, type[PilotflameError], str, str], ...] = (
     ("NoSuchBucket", SourceMissing, "there is no such bucket", _BUCKET),
-    (
-        "NoSuchKey",
-        SourceMissing,
-        "there is no such key",
-        "Check the prefix; the manifest names keys below it.",
-    ),
+    ("NoSuchKey", SourceMissing, "there is no such key", "Check the prefix; the manifest names keys below it."),
     ("404", SourceMissing, "there is no such key, or no such bucket", _BUCKET),
     ("AccessDenied 403", SourceDenied, "access is denied", _GRANT),
     ("AllAccessDisabled", SourceDenied, "access is denied to everybody", _GRANT),
@@ -55,12 +50,7 @@ _ERRORS: tuple[tuple[str, type[PilotflameError], str, str], ...] = (
     ("InvalidToken", SourceDenied, "the session token is not valid", _RENEW),
     ("InvalidAccessKeyId", SourceDenied, "the access key is unknown", "Check the access key's id."),
     ("SignatureDoesNotMatch", SourceDenied, "the signature does not match", _SIGNING),
-    (
-        "RequestTimeTooSkewed",
-        SourceDenied,
-        "this machine's clock is too far off",
-        "Set this machine's clock.",
-    ),
+    ("RequestTimeTooSkewed", SourceDenied, "this machine's clock is too far off", "Set this machine's clock."),
     ("InvalidObjectState", SourceDenied, "the object is archived", "Restore it from the archive first."),
     ("PreconditionFailed 412", SnapshotChanged, "the object changed while it was read", _REPUBLISH),
     ("InvalidRange", SnapshotChanged, "the object is shorter now", _REPUBLISH),
@@ -71,18 +61,14 @@ _ERRORS: tuple[tuple[str, type[PilotflameError], str, str], ...] = (
     ("ServiceUnavailable", SourceUnavailable, "the store is busy", _LATER),
     ("InternalError", SourceUnavailable, "the store failed", _LATER),
     ("RequestTimeout", SourceUnavailable, "the store waited too long for the request", _LATER),
-)
+)  # fmt: skip
 
 # Credentials are missing, or expired and cannot be renewed.
 _CREDENTIAL_ERRORS = (
-    exceptions.NoCredentialsError,
-    exceptions.PartialCredentialsError,
-    exceptions.CredentialRetrievalError,
-    exceptions.ProfileNotFound,
-    exceptions.SSOError,
-    exceptions.TokenRetrievalError,
+    exceptions.NoCredentialsError, exceptions.PartialCredentialsError, exceptions.CredentialRetrievalError,
+    exceptions.ProfileNotFound, exceptions.SSOError, exceptions.TokenRetrievalError,
     exceptions.RefreshWithMFAUnsupportedError,
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

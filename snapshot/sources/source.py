@@ -107,11 +107,10 @@ def read_all(source: Source, name: str, most_bytes: int) -> bytes:
     return bytes(text[: source.read_into(name, 0, memoryview(text))])
 
 
-def replaced(source: Source, name: str) -> SnapshotChanged:
+def changed(url: str, name: str, how: str) -> SnapshotChanged:
+    remedy = "Publish new weights under a new name, with a new manifest."
     return SnapshotChanged(
-        f"{name} in {source.url} was replaced or written to while it was read.",
-        remedy="Wait until it is written, and create a new manifest.",
-        details={"object": name},
+        f"{url} changed while it was read: {how}.", remedy=remedy, details={"object": name}
     )
 
 
