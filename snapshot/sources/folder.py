@@ -7,13 +7,12 @@ import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
 
 from ...errors import SourceMissing, SourceUnavailable
 from ..publish import cannot_write, publish
-from .source import ObjectInfo, changed, name_fault
+from .source import ObjectInfo, changed, name_fault, opened
 
-_COPY_BYTES = 16 << 20
+_COPY_BYTES = 1 << 20
 
 
 class FolderSource:
@@ -58,11 +57,11 @@ class FolderSource:
         path = self._path(name)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with publish(path) as stream:
-                if isinstance(content, bytes):
-                    stream.write(content)
-                else:
-                    _copy(content, stream, sent)
+            with opened(content) as given, publish(path) as stream:
+                while block := given.read(_COPY_BYTES):
+                    stream.write(block)
+                    if sent is not None:
+                        sent(len(block))
         except OSError as error:
             raise cannot_write(path, error) from error
 
@@ -149,15 +148,6 @@ class FolderConnection:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
-
-
-def _copy(file: Path, stream: IO[bytes], sent: Callable[[int], None] | None) -> None:
-    with file.open("rb") as content:
-        buffer = memoryview(bytearray(min(_COPY_BYTES, max(1, os.fstat(content.fileno()).st_size))))
-        while count := content.readinto(buffer):
-            stream.write(buffer[:count])
-            if sent is not None:
-                sent(count)
 
 
 def _info(descriptor: int) -> ObjectInfo:

@@ -6,7 +6,6 @@ a third of the speed, because its bodies pass through several layers of `bytes`.
 
 from __future__ import annotations
 
-import io
 import re
 import threading
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from .exchange import Head
 from .http import WebSource
 from .location import Location
 from .response import RangeRequest, refusal, unavailable
-from .source import name_fault
+from .source import name_fault, opened
 
 if TYPE_CHECKING:
     from .s3_client import S3Client
@@ -86,10 +85,7 @@ class S3Source(WebSource):
 
     def put(self, name: str, content: Path | bytes, sent: Callable[[int], None] | None = None) -> None:
         """See Writable. Large objects are sent in parts. Raises OSError if reading `content` fails."""
-        with (
-            io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as stream,
-            self._boto(name) as boto,
-        ):
+        with opened(content) as stream, self._boto(name) as boto:
             boto.upload_fileobj(stream, self._bucket, self._key(name), Callback=sent)
         self._infos.pop(name, None)
 

@@ -7,11 +7,12 @@ caller: the class of an error says whether it may help.
 
 from __future__ import annotations
 
+import io
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import IO, Protocol, runtime_checkable
 
 from ...errors import SnapshotChanged
 
@@ -99,6 +100,10 @@ class ByteCounter:
             self._done_bytes += count
             if self._progress is not None:
                 self._progress(min(self._done_bytes, self._total_bytes), self._total_bytes)
+
+
+def opened(content: Path | bytes) -> IO[bytes]:
+    return io.BytesIO(content) if isinstance(content, bytes) else content.open("rb")
 
 
 def read_all(source: Source, name: str, most_bytes: int) -> bytes:
