@@ -65,7 +65,7 @@ def convert(
             write_shards(folder, origin, shard_bytes=shard_bytes, cast=cast, wrote=written.add)
             # The writer wrote another index.
             assets = tuple(name for name in assets if "/" in name or not name.endswith(".index.json"))
-        _copy(found.source, assets, folder)
+        _copy(found.source, assets, folder, None)
         provenance = Provenance(created_by=f"pilotflame {__version__}", source=str(path_in)[:4096])
         manifest = create(folder).model_copy(update={"provenance": provenance})
         manifest.write(folder / MANIFEST_NAME)
@@ -137,9 +137,7 @@ def _sharded(path: Path, source: FolderSource) -> TensorOrigin:
     return origin
 
 
-def _copy(
-    source: FolderSource, names: tuple[str, ...], folder: Path, progress: Progress | None = None
-) -> None:
+def _copy(source: FolderSource, names: tuple[str, ...], folder: Path, progress: Progress | None) -> None:
     written = ByteCounter(sum(source.size(name) for name in names), progress)
     for name in names:
         FolderSource(folder).put(name, Path(source.url, name), written.add)

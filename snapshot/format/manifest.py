@@ -130,11 +130,11 @@ class Manifest(_Frozen):
     @staticmethod
     def parse(text: bytes) -> Manifest:
         """Parse the JSON form. Raises ManifestError."""
-        too_large = (
-            f"it is over the limit of {MAX_MANIFEST_BYTES} bytes" if len(text) > MAX_MANIFEST_BYTES else None
-        )
-        if fault := too_large or bulk_fault(text) or _crowd_fault(text):
-            raise ManifestError(f"The manifest is not valid: {fault}.", remedy=_REMEDY)
+        if len(text) > MAX_MANIFEST_BYTES:
+            fault = f"The manifest is over the limit of {MAX_MANIFEST_BYTES} bytes."
+            raise ManifestError(fault, remedy=_REMEDY)
+        if found := bulk_fault(text) or _crowd_fault(text):
+            raise ManifestError(f"The manifest is not valid: {found}.", remedy=_REMEDY)
         try:
             return Manifest.model_validate_json(text)
         except ValidationError as error:

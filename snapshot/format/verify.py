@@ -57,10 +57,8 @@ def holding(names: list[str]) -> str:
     return f"holds {shown}" if len(names) <= 3 else f"holds {shown} and {len(names) - 3} more tensors"
 
 
-def _shard_fault(
-    shard: Shard, fault: str, names: list[str] | None = None, chunk: int | None = None
-) -> SnapshotCorrupt:
-    details = {"shard": shard.name, "chunk": chunk, "tensors": (names or [])[:100]}
+def _shard_fault(shard: Shard, fault: str, names: list[str], chunk: int | None) -> SnapshotCorrupt:
+    details = {"shard": shard.name, "chunk": chunk, "tensors": names[:100]}
     return SnapshotCorrupt(f"Shard {shard.name}: {fault.rstrip('.')}.", remedy=_REMEDY, details=details)
 
 
@@ -69,14 +67,14 @@ def _check_size(source: Source, manifest: Manifest, index: int) -> None:
     try:
         size_bytes = source.size(shard.name)
     except SnapshotError as error:
-        raise _shard_fault(shard, error.message) from error
+        raise _shard_fault(shard, error.message, [], None) from error
     if size_bytes < shard.size_bytes:
         chunk = size_bytes // manifest.chunk_bytes
         names = chunk_tensors(manifest, index, chunk)
         fault = f"it has {size_bytes} of {shard.size_bytes} bytes: truncated in chunk {chunk}"
         raise _shard_fault(shard, f"{fault}, which {holding(names)}", names, chunk)
     if size_bytes > shard.size_bytes:
-        raise _shard_fault(shard, f"it has {size_bytes} bytes, {shard.size_bytes} expected")
+        raise _shard_fault(shard, f"it has {size_bytes} bytes, {shard.size_bytes} expected", [], None)
 
 
 def _check_asset(source: Source, asset: Asset) -> None:
