@@ -7,8 +7,8 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from .location import ServerAddress
 
@@ -51,19 +51,13 @@ class Wire:
         raise failure
 
     def send(self, data: bytes) -> None:
-        connected = self._enter()
-        try:
+        with self._in_use() as connected:
             connected.sendall(data)
-        finally:
-            self._leave()
 
     def receive(self, view: memoryview, limit: int = 0) -> int:
         """Receive available bytes into `view`, at most `limit` (0: no limit); 0 means that the server closed."""
-        connected = self._enter()
-        try:
+        with self._in_use() as connected:
             return connected.recv_into(view, limit)
-        finally:
-            self._leave()
 
     def quiet(self) -> bool:
         """Return True if the socket is open and has nothing to read, neither bytes nor an end."""
@@ -108,30 +102,29 @@ class Wire:
             raise
         with self._lock:
             self._socket = raw
-        connected = self._enter()
-        try:
+        with self._in_use() as connected:
             connected.connect(address)
             connected.settimeout(self._timeout_s)
-        finally:
-            self._leave()
         self.origin = origin
 
-    def _enter(self) -> socket.socket:
+    @contextmanager
+    def _in_use(self) -> Iterator[socket.socket]:
         with self._lock:
-            if self._closed:
-                self._discard()
-                raise ConnectionAbortedError("closed")
+            self._check_open()
             if self._socket is None:
                 raise ConnectionError("not connected")
-            self._busy = True
-            return self._socket
+            self._busy, connected = True, self._socket
+        try:
+            yield connected
+        finally:
+            with self._lock:
+                self._busy = False
+                self._check_open()
 
-    def _leave(self) -> None:
-        with self._lock:
-            self._busy = False
-            if self._closed:
-                self._discard()
-                raise ConnectionAbortedError("closed")
+    def _check_open(self) -> None:
+        if self._closed:
+            self._discard()
+            raise ConnectionAbortedError("closed")
 
     def _discard(self) -> None:
         if self._socket is not None:
