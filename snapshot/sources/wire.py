@@ -7,8 +7,8 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 
 from .location import ServerAddress
 
@@ -51,13 +51,19 @@ class Wire:
         raise failure
 
     def send(self, data: bytes) -> None:
-        with self._in_use() as connected:
+        connected = self._begin_use()
+        try:
             connected.sendall(data)
+        finally:
+            self._end_use()
 
     def receive(self, view: memoryview, limit: int = 0) -> int:
         """Receive available bytes into `view`, at most `limit` (0: no limit); 0 means that the server closed."""
-        with self._in_use() as connected:
+        connected = self._begin_use()
+        try:
             return connected.recv_into(view, limit)
+        finally:
+            self._end_use()
 
     def quiet(self) -> bool:
         """Return True if the socket is open and has nothing to read, neither bytes nor an end."""
@@ -102,24 +108,27 @@ class Wire:
             raise
         with self._lock:
             self._socket = raw
-        with self._in_use() as connected:
+        connected = self._begin_use()
+        try:
             connected.connect(address)
             connected.settimeout(self._timeout_s)
+        finally:
+            self._end_use()
         self.origin = origin
 
-    @contextmanager
-    def _in_use(self) -> Iterator[socket.socket]:
+    # Not a context manager: `receive` runs for every piece that arrives, and a generator would cost each a microsecond.
+    def _begin_use(self) -> socket.socket:
         with self._lock:
             self._check_open()
             if self._socket is None:
                 raise ConnectionError("not connected")
-            self._busy, connected = True, self._socket
-        try:
-            yield connected
-        finally:
-            with self._lock:
-                self._busy = False
-                self._check_open()
+            self._busy = True
+            return self._socket
+
+    def _end_use(self) -> None:
+        with self._lock:
+            self._busy = False
+            self._check_open()
 
     def _check_open(self) -> None:
         if self._closed:
