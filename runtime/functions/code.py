@@ -147,7 +147,7 @@ class _Walk:
             raise _unreadable(folder, error) from error
         for entry in found:
             name = prefix + entry.name
-            _check_utf8(name)
+            utf8(name)
             real = Path(os.path.realpath(entry.path))
             if self._skips(entry, name, real):
                 continue
@@ -199,9 +199,10 @@ def _file(name: str, path: Path) -> CodeFile:
     return CodeFile(name, path, facts.st_size, bool(facts.st_mode & stat.S_IXUSR))
 
 
-def _check_utf8(name: str) -> None:
+def utf8(name: str) -> bytes:
+    """Return the encoded name. Raise CodeError if it is not UTF-8."""
     try:
-        name.encode()
+        return name.encode()
     except UnicodeEncodeError as error:
         raise CodeError(f"The name {name!r} is not UTF-8.", remedy="Rename the file.") from error
 
