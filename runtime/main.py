@@ -120,7 +120,7 @@ def settle_down() -> None:
 async def serve(settings: GatewaySettings) -> AsyncIterator[Server]:
     """A gateway that accepts requests inside the block and has drained after it."""
     with locked_state_dir(settings.state_dir) as state:
-        store = Store(state, report=_say)
+        store = Store(state, _say)
         await asyncio.to_thread(store.start)
         listener = Listener(state / "run" / "link.sock")
         listener.open()

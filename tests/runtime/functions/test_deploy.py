@@ -28,7 +28,7 @@ HANDLER = "def handler(event): return event\n"
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    store = Store(tmp_path / "state", report=lambda _text: None)
+    store = Store(tmp_path / "state", lambda _text: None)
     store.start()
     return store
 
