@@ -61,7 +61,11 @@ def select(folder: Path, *, exclude: Path | None = None) -> list[CodeFile]:
             raise CodeError(f"{folder} has over {MAX_FILES} files and folders.", remedy=_WEIGHTS_REMEDY)
         if file is not None:
             files.append(file)
-    _check_size(folder, files)
+    if (total := sum(file.size for file in files)) > MAX_CODE_BYTES:
+        biggest = sorted(files, key=lambda file: -file.size)[:5]
+        listed = ", ".join(f"{file.name} ({file.size / 2**20:.1f} MiB)" for file in biggest)
+        size = f"{total / 2**20:.1f} MiB of code, more than {MAX_CODE_BYTES / 2**20:.0f} MiB"
+        raise CodeError(f"{folder} holds {size}; biggest: {listed}.", remedy=_WEIGHTS_REMEDY)
     return sorted(files, key=lambda file: file.name.encode())
 
 
@@ -92,9 +96,8 @@ def copy_folder(source: Path, target: Path, *, exclude: Path | None = None) -> N
         try:
             shutil.copyfile(file.path, path)
         except OSError as error:
-            raise CodeError(
-                f"{file.name} cannot be copied: {error}.", remedy="Check its permissions and the disk."
-            ) from error
+            message = f"{file.name} cannot be copied: {error}."
+            raise CodeError(message, remedy="Check its permissions and the disk.") from error
         path.chmod(_mode(file))
 
 
@@ -160,24 +163,23 @@ class _Walk:
                 yield _file(name, real)
 
     def _skips(self, entry: os.DirEntry[str], name: str, real: Path) -> bool:
-        if entry.is_dir():
-            if Path(entry.path, "pyvenv.cfg").is_file():
-                return True
-            name += "/"
-        if self.ignored.match_file(name):
+        if entry.is_dir() and Path(entry.path, "pyvenv.cfg").is_file():
             return True
-        return self.excluded is not None and (real == self.excluded or self.excluded in real.parents)
+        if self.ignored.match_file(f"{name}/" if entry.is_dir() else name):
+            return True
+        return self.excluded is not None and real.is_relative_to(self.excluded)
 
     def _check_link(self, name: str, real: Path, above: tuple[Path, ...]) -> None:
-        if real != self.root and self.root not in real.parents:
-            raise CodeError(
-                f"{name} is a link that leaves the folder, to {real}.",
-                remedy=f"Copy its target into the folder, or list it in {IGNORE_FILE}.",
-            )
-        if not real.exists():
-            raise CodeError(f"{name} is a link to nothing.", remedy="Remove it.")
-        if real in above:
-            raise CodeError(f"{name} is a link to a folder that holds it.", remedy="Remove it.")
+        if not real.is_relative_to(self.root):
+            problem = f"that leaves the folder, to {real}"
+        elif not real.exists():
+            problem = "to nothing"
+        elif real in above:
+            problem = "to a folder that holds it"
+        else:
+            return
+        remedy = f"Remove it, copy its target into the folder, or list it in {IGNORE_FILE}."
+        raise CodeError(f"{name} is a link {problem}.", remedy=remedy)
 
 
 def _ignored(root: Path) -> GitIgnoreSpec:
@@ -205,15 +207,3 @@ def utf8(name: str) -> bytes:
         return name.encode()
     except UnicodeEncodeError as error:
         raise CodeError(f"The name {name!r} is not UTF-8.", remedy="Rename the file.") from error
-
-
-def _check_size(folder: Path, files: list[CodeFile]) -> None:
-    total = sum(file.size for file in files)
-    if total > MAX_CODE_BYTES:
-        biggest = sorted(files, key=lambda file: -file.size)[:5]
-        listed = ", ".join(f"{file.name} ({file.size / 2**20:.1f} MiB)" for file in biggest)
-        raise CodeError(
-            f"{folder} holds {total / 2**20:.1f} MiB of code, more than {MAX_CODE_BYTES / 2**20:.0f} MiB; "
-            f"biggest: {listed}.",
-            remedy=_WEIGHTS_REMEDY,
-        )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
@@ -104,14 +106,12 @@ class Live:
 
     def status(self, processes: list[Process] | None = None) -> FunctionStatus:
         """Return the status, with `processes` if they were measured."""
-        record, census, cold, facts = (
-            self.record,
-            self.revision.census(),
-            self._last_cold,
-            self.record.handler,
-        )
-        snapshot, settings = _shown_snapshot(record), record.settings
+        record, census, cold = self.record, self.revision.census(), self._last_cold
+        facts, settings = record.handler, record.settings
+        snapshot = str(record.snapshot_root) if record.snapshot_root else None
         if record.snapshot_url:
+            # Without the credentials that the URL may hold.
+            snapshot = shown(record.snapshot_url)
             settings = settings.model_copy(update={"snapshot": snapshot})
         return FunctionStatus(
             name=record.function,
@@ -146,18 +146,15 @@ class Live:
             rows.append((pool.standby.pid, "standby", pool.standby.name))
         if pool.source is not None and pool.source.forks:
             rows.append((pool.source.zygote.child.pid, "zygote", "zygote"))
-        measured = await asyncio.to_thread(lambda: [_measure(*row) for row in rows])
-        return [process for process in measured if process is not None]
+        return await asyncio.to_thread(lambda: [process for row in rows for process in _measure(*row)])
 
 
 def policy_of(record: RevisionRecord) -> Policy:
     """Return how the gateway treats a revision's invocations."""
     settings, batch = record.settings, record.handler.get("batch") or 1
-    scale = settings.scale
+    scale, in_flight = settings.scale, settings.concurrency * batch
     return Policy(
-        scale=ScaleSpec(
-            scale.min, scale.max, scale.buffer, settings.concurrency * batch, scale.idle_timeout_s
-        ),
+        scale=ScaleSpec(scale.min, scale.max, scale.buffer, in_flight, scale.idle_timeout_s),
         timeout_s=settings.timeout_s,
         execution_timeout_s=settings.execution_timeout_s,
         batch=batch,
@@ -171,17 +168,9 @@ def policy_of(record: RevisionRecord) -> Policy:
     )
 
 
-def _shown_snapshot(record: RevisionRecord) -> str | None:
-    """Return where a revision's weights are, without the credentials that a URL may hold."""
-    if record.snapshot_url:
-        return shown(record.snapshot_url)
-    return str(record.snapshot_root) if record.snapshot_root else None
-
-
-def _measure(pid: int, role: str, name: str) -> Process | None:
-    try:
+def _measure(pid: int, role: str, name: str) -> Iterator[Process]:
+    """Yield nothing if the process has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
         memory = psutil.Process(pid).memory_full_info()
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return None
-    sizes = {f"{kind}_mb": round(getattr(memory, kind) / (1 << 20), 1) for kind in ("rss", "uss", "pss")}
-    return Process(pid=pid, role=role, name=name, **sizes)
+        sizes = {f"{kind}_mb": round(getattr(memory, kind) / (1 << 20), 1) for kind in ("rss", "uss", "pss")}
+        yield Process(pid=pid, role=role, name=name, **sizes)

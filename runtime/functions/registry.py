@@ -71,8 +71,7 @@ class Functions:
 
     def get(self, name: str) -> Live:
         """Raise UnknownFunction, or GatewayError while the gateway shuts down."""
-        live = self._live.get(name)
-        if live is None:
+        if (live := self._live.get(name)) is None:
             raise UnknownFunction.named(name)
         if self._closing:
             raise GatewayError("The gateway is shutting down.", remedy="Send the request to another one.")
@@ -105,15 +104,18 @@ class Functions:
 
         If that fails, the error is raised and the old revision stays live.
         """
-        logs = LogBook()
-        log = _thread_safe(logs)
-        prepared = await asyncio.to_thread(prepare, self._store, self._environments, request, log)
-        name = prepared.fields.settings.name
+        logs, loop = LogBook(), asyncio.get_running_loop()
+
+        def log(text: str) -> None:
+            loop.call_soon_threadsafe(logs.write, "deploy", text)
+
+        staged, fields = await asyncio.to_thread(prepare, self._store, self._environments, request, log)
+        name = fields.settings.name
         async with self._locks.setdefault(name, asyncio.Lock()):
             if (old := self._live.get(name)) is not None:
                 logs = old.logs
             self._check_open()
-            record = await asyncio.to_thread(self._store.place, prepared.staged, prepared.fields)
+            record = await asyncio.to_thread(self._store.place, staged, fields)
             live = await self._create(record, logs)
             try:
                 await live.prove(check=request.check)
@@ -146,8 +148,7 @@ class Functions:
                 return error
             return None
 
-        error = await asyncio.shield(self._tasks.create_task(outcome()))
-        if error is not None:
+        if error := await asyncio.shield(self._tasks.create_task(outcome())):
             raise error
 
     def _check_open(self) -> None:
@@ -192,9 +193,10 @@ class Functions:
     async def _create(self, record: RevisionRecord, logs: LogBook) -> Live:
         # In threads: both read files.
         spec = await asyncio.to_thread(worker_spec, self._store, record, self._weights.cache)
-        curves = await asyncio.to_thread(
-            LatencyCurveStore.of, self._store.curves, _latency_key(record), spec.manifest
-        )
+        # All that the speed of workers depends on, besides the weights and the machine.
+        settings = f"{record.settings.concurrency} {record.settings.threads}"
+        key = f"{record.code_digest} {record.requirements_digest} {settings}"
+        curves = await asyncio.to_thread(LatencyCurveStore.of, self._store.curves, key, spec.manifest)
         if spec.source:
             self._tasks.create_task(self._weights.warm())
 
@@ -223,19 +225,3 @@ class Functions:
         # Old files do no harm.
         except (OSError, PilotflameError) as error:
             (old or self._live[name]).logs.write("gateway", f"old revisions were not removed: {error}")
-
-
-def _latency_key(record: RevisionRecord) -> str:
-    """Return all that the speed of a revision's workers depends on, besides its weights and the machine."""
-    settings = record.settings
-    return f"{record.code_digest} {record.requirements_digest} {settings.concurrency} {settings.threads}"
-
-
-def _thread_safe(logs: LogBook) -> Callable[[str], None]:
-    """Return a function that writes to the deploy's log from another thread."""
-    loop = asyncio.get_running_loop()
-
-    def write(text: str) -> None:
-        loop.call_soon_threadsafe(logs.write, "deploy", text)
-
-    return write
