@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from ...errors import UnknownKey
 from . import private_files
 from .caller import Caller
-from .keys import ApiKey, NewKey, compare_with_nobody, key_id_of, mint
+from .keys import NOBODY, TOKEN, ApiKey, NewKey, mint
 from .quota import Meter
 
 # The last use of a key is known to the hour: storing it needs an fsync, which must not happen for each request.
@@ -79,14 +79,9 @@ class Keyring:
 
     def find(self, token: str, now_s: float) -> Held | None:
         """Return the key of this token, or None if it is unknown or expired."""
-        key_id = key_id_of(token)
-        if key_id is None:
-            return None
-        held = self._held.get(key_id)
-        if held is None:
-            compare_with_nobody(token)
-            return None
-        return held if held.key.opens(token, now_s) else None
+        match = TOKEN.fullmatch(token)
+        held = self._held.get(match[1]) if match else None
+        return held if (held.key if held else NOBODY).opens(token, now_s) else None
 
     def create(self, new: NewKey, now_s: float) -> tuple[ApiKey, str]:
         """Store a new key. Return it with its token, which is not stored."""
@@ -98,11 +93,9 @@ class Keyring:
     def revoke(self, key_id: str) -> ApiKey:
         """Remove a key: its next request is refused. Raise UnknownKey."""
         with self._lock:
-            held = self._held.get(key_id)
-            if held is None:
-                raise UnknownKey(
-                    f"No API key has the id {key_id[:64]!r}.", remedy="See `pilotflame keys list`."
-                )
+            if (held := self._held.get(key_id)) is None:
+                message = f"No API key has the id {key_id[:64]!r}."
+                raise UnknownKey(message, remedy="See `pilotflame keys list`.")
             self._replace(other for other in self._held.values() if other is not held)
         return held.key
 

@@ -10,14 +10,14 @@ import secrets
 from datetime import UTC, datetime
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ...errors import BadInput
-from ..settings.function_settings import name_problem
+from ..settings.function_settings import FunctionName
 from ..settings.validation import YEAR_S
 
-_TOKEN = re.compile(r"pf_([0-9a-f]{12})_[0-9a-f]{64}")
-_NOBODY = hashlib.sha256(b"").hexdigest()
+TOKEN = re.compile(r"pf_([0-9a-f]{12})_[0-9a-f]{64}")
+"""The text of a token; the group is its key's id."""
 
 
 class Scope(enum.StrEnum):
@@ -35,7 +35,7 @@ class KeyFields(BaseModel):
 
     name: str = Field(pattern=r"^[\x20-\x7e]{1,64}$", description="For people: who uses the key.")
     scopes: tuple[Scope, ...] = Field((Scope.INVOKE,), min_length=1)
-    functions: tuple[str, ...] | None = Field(
+    functions: tuple[FunctionName, ...] | None = Field(
         None, max_length=1000, description="The only functions it covers; null: all."
     )
     rate_per_s: float | None = Field(None, gt=0, le=1e6, description="Requests a second, over time.")
@@ -49,14 +49,6 @@ class NewKey(KeyFields):
     model_config = ConfigDict(strict=True)
 
     expires_in_s: float | None = Field(None, gt=0, le=100 * YEAR_S)
-
-    @field_validator("functions")
-    @classmethod
-    def _names(cls, functions: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        for name in functions or ():
-            if problem := name_problem(name):
-                raise ValueError(problem)
-        return functions
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -90,6 +82,10 @@ class ApiKey(KeyFields):
         return fields | {name: _date(at_s) for name, at_s in times.items()}
 
 
+NOBODY = ApiKey(name="nobody", id="0" * 12, digest=hashlib.sha256(b"").hexdigest(), created_s=0.0)
+"""Compared with tokens of unknown ids, so that they take as long as those of known ones."""
+
+
 def mint(new: NewKey, now_s: float) -> tuple[ApiKey, str]:
     """Return a new key and its token, which its owner sends and which is shown only once."""
     key_id = secrets.token_hex(6)
@@ -97,17 +93,6 @@ def mint(new: NewKey, now_s: float) -> tuple[ApiKey, str]:
     expires_s = None if new.expires_in_s is None else now_s + new.expires_in_s
     fields = new.model_dump(exclude={"expires_in_s"})
     return ApiKey(id=key_id, digest=_digest(token), created_s=now_s, expires_s=expires_s, **fields), token
-
-
-def key_id_of(token: str) -> str | None:
-    """Return the id in a token, or None if the text is not a token."""
-    match = _TOKEN.fullmatch(token)
-    return match[1] if match is not None else None
-
-
-def compare_with_nobody(token: str) -> None:
-    """Take as long for a token with an unknown id as `ApiKey.opens` takes for a known one."""
-    hmac.compare_digest(_NOBODY, _digest(token))
 
 
 def parse_new_key(body: bytes) -> NewKey:

@@ -62,10 +62,7 @@ class _Unpacker:
         self._bytes = 0
 
     def run(self, archive: bytes) -> None:
-        with (
-            _Bounded(fileobj=io.BytesIO(archive)) as stream,
-            tarfile.open(fileobj=stream, mode="r|") as tar,
-        ):
+        with _Bounded(fileobj=io.BytesIO(archive)) as stream, tarfile.open(fileobj=stream, mode="r|") as tar:
             for count, member in enumerate(tar, 1):
                 if count > MAX_FILES:
                     raise _refused(member.name, f"exceeds the limit of {MAX_FILES} members")

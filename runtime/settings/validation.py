@@ -6,10 +6,10 @@ Works for frozen pydantic models with nested tables and lists of tables. Keys ar
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -25,6 +25,17 @@ PositiveSeconds = Annotated[float, Field(gt=0, le=YEAR_S, allow_inf_nan=False)]
 _ModelT = TypeVar("_ModelT", bound=BaseModel)
 # Where pydantic's message names a type of Python instead of one of TOML.
 _EXPECTED = {"dict_type": "a table", "model_type": "a table", "tuple_type": "a list of tables"}
+
+
+def checked(problem_of: Callable[[Any], str | None]) -> AfterValidator:
+    """Return a validator that raises the value's problem, if there is one."""
+
+    def check(value: Any) -> Any:
+        if problem := problem_of(value):
+            raise ValueError(problem)
+        return value
+
+    return AfterValidator(check)
 
 
 def validate(
