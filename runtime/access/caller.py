@@ -35,19 +35,15 @@ class Caller:
     def check_scope(self, scope: Scope) -> None:
         """Raise Forbidden."""
         if scope not in self.scopes and Scope.ADMIN not in self.scopes:
-            raise Forbidden(
-                f"This API key lacks the scope {scope.value!r}.",
-                remedy="Ask the key's creator for one that has it.",
-            )
+            message = f"This API key lacks the scope {scope.value!r}."
+            raise Forbidden(message, remedy="Ask the key's creator for one that has it.")
 
     def check_deploy(self, function: str) -> None:
         """Raise Forbidden, the same whether or not there is such a function."""
         self.check_scope(Scope.DEPLOY)
         if not self.allows(function):
-            raise Forbidden(
-                f"This API key does not cover a function named {function!r}.",
-                remedy="Deploy it under a name that the key covers (--name), or with another key.",
-            )
+            remedy = "Deploy it under a name that the key covers (--name), or with another key."
+            raise Forbidden(f"This API key does not cover a function named {function!r}.", remedy=remedy)
 
 
 ANYBODY = Caller()

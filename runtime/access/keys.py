@@ -102,10 +102,8 @@ def parse_new_key(body: bytes) -> NewKey:
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
         where = ".".join(map(str, problem["loc"])) or "body"
-        raise BadInput(
-            f"The key cannot be made: {where}: {problem['msg']}.",
-            remedy='Send for example {"name": "shop", "scopes": ["invoke"], "functions": ["greeter"]}.',
-        ) from None
+        remedy = 'Send for example {"name": "shop", "scopes": ["invoke"], "functions": ["greeter"]}.'
+        raise BadInput(f"The key cannot be made: {where}: {problem['msg']}.", remedy=remedy) from None
 
 
 def _digest(token: str) -> str:

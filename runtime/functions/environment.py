@@ -80,10 +80,9 @@ def ensure_environment(
 
 def _key(digest: str) -> str:
     """Return the folder's name: the same requirements on another interpreter are another environment."""
-    base = f"{digest}\n{sys.prefix}\n{sys.version}\n{os.pathsep.join(_base_paths())}"
-    return (
-        f"py{sys.version_info.major}{sys.version_info.minor}-{hashlib.sha256(base.encode()).hexdigest()[:16]}"
-    )
+    base = f"{digest}\n{sys.prefix}\n{sys.version}\n{os.pathsep.join(_base_paths())}".encode()
+    version = f"{sys.version_info.major}{sys.version_info.minor}"
+    return f"py{version}-{hashlib.sha256(base).hexdigest()[:16]}"
 
 
 def _base_paths() -> list[str]:

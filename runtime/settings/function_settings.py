@@ -191,9 +191,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise SettingsError(
-            f"{path} cannot be read: {error.strerror}.", remedy="Make it readable."
-        ) from error
+        message = f"{path} cannot be read: {error.strerror}."
+        raise SettingsError(message, remedy="Make it readable.") from error
     # TOMLDecodeError and UnicodeDecodeError are both ValueErrors.
     except ValueError as error:
         raise SettingsError(f"{path} is not TOML: {error}.", remedy="Correct that line.") from error

@@ -51,9 +51,8 @@ def validate(
         if not problems:
             return settings
     sentences = (text if text.endswith(("?", ".")) else f"{text}." for text in dict.fromkeys(problems))
-    raise SettingsError(
-        f"{subject} are invalid: {' '.join(sentences)}", remedy=remedy, details={"problems": problems}
-    )
+    message = f"{subject} are invalid: {' '.join(sentences)}"
+    raise SettingsError(message, remedy=remedy, details={"problems": problems})
 
 
 def keys(model: type[BaseModel], prefix: str = "", *, lists: bool = True) -> dict[str, FieldInfo]:
@@ -75,9 +74,8 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
     last = key.rpartition(".")[2]
     near = [by_last[last]] if last in by_last else difflib.get_close_matches(key, names, n=1)
     near = near or [by_last[match] for match in difflib.get_close_matches(last, by_last, n=1)]
-    if near:
-        return f"{key} is not a setting; did you mean {near[0]}?"
-    return f"{key} is not a setting; there are {', '.join(names)}."
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}."
+    return f"{key} is not a setting; {hint}"
 
 
 def _problem(details: ErrorDetails, known: dict[str, FieldInfo]) -> str:
