@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from ...errors import UnknownKey
 from . import private_files
@@ -27,10 +27,8 @@ _TOLERANCE = 1e-9
 CONCURRENCY_WAIT_S = 1.0
 
 
-class KeysFile(BaseModel):
+class KeysFile(BaseModel, frozen=True, extra="forbid"):
     """The content of `keys.json`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     version: int = 1
     keys: tuple[ApiKey, ...] = ()

@@ -10,7 +10,7 @@ import secrets
 from datetime import UTC, datetime
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from ...errors import BadInput
 from ..settings.function_settings import FunctionName
@@ -28,10 +28,8 @@ class Scope(enum.StrEnum):
     ADMIN = "admin"
 
 
-class KeyFields(BaseModel):
+class KeyFields(BaseModel, frozen=True, extra="forbid"):
     """What a key's creator chooses."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field(pattern=r"^[\x20-\x7e]{1,64}$", description="For people: who uses the key.")
     scopes: tuple[Scope, ...] = Field((Scope.INVOKE,), min_length=1)
@@ -43,10 +41,8 @@ class KeyFields(BaseModel):
     concurrency: int | None = Field(None, ge=1, le=1_000_000, description="Requests at the same time.")
 
 
-class NewKey(KeyFields):
+class NewKey(KeyFields, strict=True):
     """A request for a key."""
-
-    model_config = ConfigDict(strict=True)
 
     expires_in_s: float | None = Field(None, gt=0, le=100 * YEAR_S)
 

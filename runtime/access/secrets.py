@@ -12,7 +12,7 @@ import re
 import threading
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from ...errors import BadInput, UnknownSecret
 from ..settings.function_settings import check_name, name_problem
@@ -23,10 +23,8 @@ MAX_SECRETS = 100
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,254}")
 
 
-class SecretsFile(BaseModel):
+class SecretsFile(BaseModel, frozen=True, extra="forbid", strict=True):
     """The content of `<function>.json`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     version: int = 1
     secrets: dict[str, str] = Field(repr=False)

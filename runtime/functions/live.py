@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any
 
 import psutil
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from ...snapshot.sources.location import shown
 from ..scaling.autoscaler import ScaleSpec
@@ -21,20 +21,16 @@ from ..telemetry.timeline import Timeline
 from .store import RevisionRecord
 
 
-class Workers(BaseModel):
+class Workers(BaseModel, frozen=True):
     """How many workers there are, by state."""
-
-    model_config = ConfigDict(frozen=True)
 
     ready: int
     starting: int
     draining: int
 
 
-class Process(BaseModel):
+class Process(BaseModel, frozen=True):
     """One process of a function and the memory it holds."""
-
-    model_config = ConfigDict(frozen=True)
 
     pid: int
     role: str
@@ -44,10 +40,8 @@ class Process(BaseModel):
     pss_mb: float
 
 
-class FunctionStatus(BaseModel):
+class FunctionStatus(BaseModel, frozen=True):
     """The status of a function, as the control routes return it."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     revision: str
@@ -71,6 +65,11 @@ class FunctionStatus(BaseModel):
     input_schema: dict[str, Any]
     output_schema: dict[str, Any]
     processes: list[Process] = []
+
+
+# The facts of a handler that are in its status, and their values if it has none.
+_FACTS = {"dialect": "pilotflame", "entry": "", "kind": "plain", "streaming": False, "batch": None, "input_schema": {},
+          "output_schema": {}}  # fmt: skip
 
 
 class Live:
@@ -117,11 +116,6 @@ class Live:
             name=record.function,
             revision=record.revision,
             created_at=record.created_at,
-            dialect=facts.get("dialect", "pilotflame"),
-            entry=facts.get("entry", ""),
-            kind=facts.get("kind", "plain"),
-            streaming=facts.get("streaming", False),
-            batch=facts.get("batch"),
             snapshot=snapshot,
             workers=Workers(ready=census.ready, starting=census.starting, draining=census.draining),
             standby=census.standby,
@@ -133,9 +127,8 @@ class Live:
             last_cold_start_phases_ms={name: s * 1000 for name, s in cold.phases().items()} if cold else {},
             warnings=self.warnings,
             settings=settings,
-            input_schema=facts.get("input_schema", {}),
-            output_schema=facts.get("output_schema", {}),
             processes=processes or [],
+            **{key: facts.get(key, missing) for key, missing in _FACTS.items()},
         )
 
     async def processes(self) -> list[Process]:

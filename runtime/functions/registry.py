@@ -35,33 +35,22 @@ class FunctionEvents:
     """A delete of this function has begun, and it accepts no more requests."""
 
 
+@dataclass(eq=False)
 class Functions:
     """All functions of one gateway. Used only in the event loop's thread."""
 
-    def __init__(
-        self,
-        store: Store,
-        environments: Path,
-        launcher: Launcher,
-        tasks: asyncio.TaskGroup,
-        weights: FetcherClient,
-        secrets: Secrets,
-        events: FunctionEvents,
-        *,
-        drain_s: float,
-    ) -> None:
-        self._store = store
-        self._environments = environments
-        self._launcher = launcher
-        self._tasks = tasks
-        self._weights = weights
-        self._secrets = secrets
-        self._events = events
-        self._drain_s = drain_s
-        self._live: dict[str, Live] = {}
-        self._locks: dict[str, asyncio.Lock] = {}
-        self._closing = False
-        self._retirements: set[asyncio.Task[None]] = set()
+    store: Store
+    environments: Path
+    launcher: Launcher
+    tasks: asyncio.TaskGroup
+    weights: FetcherClient
+    secrets: Secrets
+    events: FunctionEvents
+    drain_s: float
+    _live: dict[str, Live] = field(default_factory=dict, init=False)
+    _locks: dict[str, asyncio.Lock] = field(default_factory=dict, init=False)
+    _closing: bool = field(default=False, init=False)
+    _retirements: set[asyncio.Task[None]] = field(default_factory=set, init=False)
 
     # -- reading
 
@@ -109,32 +98,32 @@ class Functions:
         def log(text: str) -> None:
             loop.call_soon_threadsafe(logs.write, "deploy", text)
 
-        staged, fields = await asyncio.to_thread(prepare, self._store, self._environments, request, log)
+        staged, fields = await asyncio.to_thread(prepare, self.store, self.environments, request, log)
         name = fields.settings.name
         async with self._locks.setdefault(name, asyncio.Lock()):
             if (old := self._live.get(name)) is not None:
                 logs = old.logs
             self._check_open()
-            record = await asyncio.to_thread(self._store.place, staged, fields)
+            record = await asyncio.to_thread(self.store.place, staged, fields)
             live = await self._create(record, logs)
             try:
                 await live.prove(check=request.check)
                 self._check_open()
             except BaseException:
                 await live.revision.retire(0.0)
-                await asyncio.to_thread(self._store.withdraw, record)
+                await asyncio.to_thread(self.store.withdraw, record)
                 raise
             await self._uninterrupted(self._go_live(name, live, old))
             return live
 
     async def _go_live(self, name: str, live: Live, old: Live | None) -> None:
-        await asyncio.to_thread(self._store.promote, live.record)
+        await asyncio.to_thread(self.store.promote, live.record)
         self._live[name] = live
         live.revision.refresh()
         live.logs.write("gateway", f"revision {live.record.revision} is live")
-        for callback in self._events.live:
+        for callback in self.events.live:
             callback(name)
-        retirement = self._tasks.create_task(self._retire(name, old))
+        retirement = self.tasks.create_task(self._retire(name, old))
         self._retirements.add(retirement)
         retirement.add_done_callback(self._retirements.discard)
 
@@ -148,7 +137,7 @@ class Functions:
                 return error
             return None
 
-        if error := await asyncio.shield(self._tasks.create_task(outcome())):
+        if error := await asyncio.shield(self.tasks.create_task(outcome())):
             raise error
 
     def _check_open(self) -> None:
@@ -165,19 +154,19 @@ class Functions:
 
     async def _take_away(self, name: str, live: Live) -> None:
         del self._live[name]
-        for callback in self._events.deleted:
+        for callback in self.events.deleted:
             callback(name)
-        await live.revision.retire(self._drain_s)
+        await live.revision.retire(self.drain_s)
         # Before its files: after a crash in between, a new function of this name must not get the old secrets.
-        await asyncio.to_thread(self._secrets.forget, name)
-        await asyncio.to_thread(self._store.delete, name)
+        await asyncio.to_thread(self.secrets.forget, name)
+        await asyncio.to_thread(self.store.delete, name)
 
     async def restore(self) -> None:
         """Load what the store holds, without starting a worker; zygotes start in the background."""
-        for name, record in (await asyncio.to_thread(self._store.functions)).items():
+        for name, record in (await asyncio.to_thread(self.store.functions)).items():
             self._live[name] = live = await self._create(record, LogBook())
             if record.settings.scale.rest == "zygote":
-                self._tasks.create_task(live.revision.pool.warm_zygote())
+                self.tasks.create_task(live.revision.pool.warm_zygote())
             live.revision.refresh()
 
     async def close(self) -> None:
@@ -185,43 +174,43 @@ class Functions:
         self._closing = True
         async with asyncio.TaskGroup() as tasks:
             for live in self._live.values():
-                tasks.create_task(live.revision.retire(self._drain_s))
+                tasks.create_task(live.revision.retire(self.drain_s))
         # Replaced revisions may still be draining.
         if self._retirements:
             await asyncio.wait(self._retirements)
 
     async def _create(self, record: RevisionRecord, logs: LogBook) -> Live:
         # In threads: both read files.
-        spec = await asyncio.to_thread(worker_spec, self._store, record, self._weights.cache)
+        spec = await asyncio.to_thread(worker_spec, self.store, record, self.weights.cache)
         # All that the speed of workers depends on, besides the weights and the machine.
         settings = f"{record.settings.concurrency} {record.settings.threads}"
         key = f"{record.code_digest} {record.requirements_digest} {settings}"
-        curves = await asyncio.to_thread(LatencyCurveStore.of, self._store.curves, key, spec.manifest)
+        curves = await asyncio.to_thread(LatencyCurveStore.of, self.store.curves, key, spec.manifest)
         if spec.source:
-            self._tasks.create_task(self._weights.warm())
+            self.tasks.create_task(self.weights.warm())
 
         def activated(outcome: str) -> None:
-            for callback in self._events.activated:
+            for callback in self.events.activated:
                 callback(record.function, outcome)
 
         revision = Revision(
             spec,
             policy_of(record),
-            self._launcher,
+            self.launcher,
             logs,
-            self._tasks,
+            self.tasks,
             activated,
-            self._weights,
-            lambda: self._secrets.of(record.function),
+            self.weights,
+            lambda: self.secrets.of(record.function),
             curves,
         )
         return Live(record, revision, logs)
 
     async def _retire(self, name: str, old: Live | None) -> None:
         if old is not None:
-            await old.revision.retire(self._drain_s)
+            await old.revision.retire(self.drain_s)
         try:
-            await asyncio.to_thread(self._store.prune, name, KEPT_REVISIONS)
+            await asyncio.to_thread(self.store.prune, name, KEPT_REVISIONS)
         # Old files do no harm.
         except (OSError, PilotflameError) as error:
             (old or self._live[name]).logs.write("gateway", f"old revisions were not removed: {error}")

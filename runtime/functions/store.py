@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
+from pydantic import AwareDatetime, BaseModel, Field
 
 from ...errors import CodeError, GatewayError, UnknownFunction
 from ...snapshot.publish import sync
@@ -36,10 +36,8 @@ _RECORD = "revision.json"
 _CURRENT = "current"
 
 
-class RevisionFields(BaseModel):
+class RevisionFields(BaseModel, frozen=True, extra="forbid"):
     """What a deploy knows of its revision before the store has a place for it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     code_digest: str
     settings: FunctionSettings

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from .validation import checked
 
@@ -53,10 +53,8 @@ def _result_problem(text: str | None) -> str | None:
     return "source.result is not a destination; allowed: sqs://queue-name, a queue's URL, s3://bucket/prefix"
 
 
-class EventSource(BaseModel):
+class EventSource(BaseModel, frozen=True, extra="forbid", strict=True):
     """A queue whose messages are run as jobs, and where the results go."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     type: Literal["sqs"] = Field(description="The kind of message bus.")
     queue: Annotated[str, checked(_queue_problem)] = Field(description="The queue's URL.")

@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from types import NoneType
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, TypeAdapter, model_validator
+from pydantic import BaseModel, Field, Strict, TypeAdapter, model_validator
 from pydantic.fields import FieldInfo
 
 from ...addresses import INPUT_NETWORKS
@@ -54,10 +54,8 @@ def check_name(name: str) -> str:
     return name
 
 
-class Scale(BaseModel):
+class Scale(BaseModel, frozen=True, extra="forbid", strict=True):
     """How many workers there are, and what is kept when there are none."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     min: int = Field(0, ge=0, le=1024, description="Workers kept even without requests.")
     max: int = Field(4, ge=1, le=1024, description="Workers at most.")
@@ -107,10 +105,8 @@ def _variable_problem(name: str, value: str) -> str | None:
     return f"env.{name} contains a NUL character" if "\0" in value else None
 
 
-class FunctionSettings(BaseModel):
+class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     """All settings of a function; part of its immutable revision."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     name: FunctionName = Field(
         description="The function's name in URLs; by default made from the folder's name."

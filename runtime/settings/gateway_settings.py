@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, Field, field_validator
 
 from .validation import ENV_PREFIX, PositiveSeconds, Seconds, unknown_key, validate
 
@@ -25,10 +25,8 @@ def _xdg(environ: Mapping[str, str], variable: str, below_home: str) -> Path:
     return base if base.is_absolute() else Path(environ.get("HOME") or Path.home()) / below_home
 
 
-class GatewaySettings(BaseModel):
+class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
     """The settings of one gateway process, each also PILOTFLAME_<KEY> in its environment."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
     port: int = Field(8600, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
