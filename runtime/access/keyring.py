@@ -16,8 +16,7 @@ from pydantic import BaseModel
 
 from ...errors import UnknownKey
 from . import private_files
-from .caller import Caller
-from .keys import NOBODY, TOKEN, ApiKey, NewKey, mint
+from .keys import NOBODY, TOKEN, ApiKey, Caller, NewKey, mint
 
 # The last use of a key is known to the hour: storing it needs an fsync, which must not happen for each request.
 USE_GRAIN_S = 3600.0

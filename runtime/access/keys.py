@@ -1,4 +1,4 @@
-"""The API key: what its owner may do, and how it is stored without its token."""
+"""The API key: what its owner, the caller, may do, and how it is stored without its token."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import hashlib
 import hmac
 import re
 import secrets
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Self
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from ...errors import BadInput
+from ...errors import BadInput, Forbidden, UnknownFunction
 from ..settings.function_settings import FunctionName
 from ..settings.validation import YEAR_S
 
@@ -26,6 +27,46 @@ class Scope(enum.StrEnum):
     INVOKE = "invoke"
     DEPLOY = "deploy"
     ADMIN = "admin"
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """`owner` is the id of the caller's API key; "" is an anonymous caller, or the gateway's own user."""
+
+    owner: str = ""
+    scopes: frozenset[Scope] = frozenset(Scope)
+    functions: frozenset[str] | None = None
+
+    @property
+    def urgent(self) -> bool:
+        """Whether the caller may choose a high priority: an ordinary key could starve all other tenants."""
+        return not self.owner or Scope.ADMIN in self.scopes
+
+    def allows(self, function: str) -> bool:
+        """Return True if the caller may know of this function."""
+        return self.functions is None or function in self.functions
+
+    def check(self, function: str) -> None:
+        """Raise UnknownFunction, as for a missing function, if the caller may not know of this one."""
+        if not self.allows(function):
+            raise UnknownFunction.named(function)
+
+    def check_scope(self, scope: Scope) -> None:
+        """Raise Forbidden."""
+        if scope not in self.scopes and Scope.ADMIN not in self.scopes:
+            message = f"This API key lacks the scope {scope.value!r}."
+            raise Forbidden(message, remedy="Ask the key's creator for one that has it.")
+
+    def check_deploy(self, function: str) -> None:
+        """Raise Forbidden, the same whether or not there is such a function."""
+        self.check_scope(Scope.DEPLOY)
+        if not self.allows(function):
+            remedy = "Deploy it under a name that the key covers (--name), or with another key."
+            raise Forbidden(f"This API key does not cover a function named {function!r}.", remedy=remedy)
+
+
+ANYBODY = Caller()
+"""The caller of a gateway that requires no key."""
 
 
 class KeyFields(BaseModel, frozen=True, extra="forbid"):

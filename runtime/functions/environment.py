@@ -164,10 +164,11 @@ class UvCommand:
         if status != 0:
             late = status < 0 and time.monotonic() >= end_s
             problem = f"did not finish within {self.deadline_s:g} s" if late else f"failed (status {status})"
-            raise RequirementsError(
-                f"uv {problem} on requirements.txt; its last lines: \n" + "\n".join(lines),
-                remedy="Correct requirements.txt, or check the package index and the network, then deploy again.",
+            message = f"uv {problem} on requirements.txt; its last lines: \n" + "\n".join(lines)
+            remedy = (
+                "Correct requirements.txt, or check the package index and the network, then deploy again."
             )
+            raise RequirementsError(message, remedy=remedy)
 
     def _wait(self, command: list[str], environ: Mapping[str, str], lines: deque[str]) -> int:
         """Return the exit status; `lines` gets the output's last lines."""
@@ -249,15 +250,14 @@ def _remove_placeholders(site_packages: Path) -> None:
 def _variables(pip_options: Mapping[str, str]) -> dict[str, str]:
     """Return uv's environment variables that mean the same as pip's options."""
     # pip separates values with blanks; so does uv, except for find-links.
-    variables = {
-        variable: ("," if option == "find-links" else " ").join(pip_options[option].split())
-        for option, variable in _UV_VARIABLES.items()
-        if pip_options.get(option)
-    }
-    # As with pip, the best version of all indexes is chosen, not the first index that has the package.
-    return variables | (
-        {"UV_INDEX_STRATEGY": "unsafe-best-match"} if "extra-index-url" in pip_options else {}
-    )
+    variables: dict[str, str] = {}
+    if "extra-index-url" in pip_options:
+        # As with pip, the best version of all indexes is chosen, not the first index that has the package.
+        variables["UV_INDEX_STRATEGY"] = "unsafe-best-match"
+    for option, variable in _UV_VARIABLES.items():
+        if value := pip_options.get(option):
+            variables[variable] = ("," if option == "find-links" else " ").join(value.split())
+    return variables
 
 
 def _pip_options() -> dict[str, str]:

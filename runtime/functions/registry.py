@@ -62,8 +62,7 @@ class Functions:
         """Raise UnknownFunction, or GatewayError while the gateway shuts down."""
         if (live := self._live.get(name)) is None:
             raise UnknownFunction.named(name)
-        if self._closing:
-            raise GatewayError("The gateway is shutting down.", remedy="Send the request to another one.")
+        self._check_open()
         return live
 
     def all(self) -> list[Live]:
@@ -142,7 +141,7 @@ class Functions:
 
     def _check_open(self) -> None:
         if self._closing:
-            raise GatewayError("The gateway is shutting down.", remedy="Deploy when it is up again.")
+            raise GatewayError("The gateway is shutting down.", remedy="Try again when it is up.")
 
     async def delete(self, name: str) -> None:
         """Delete a function: it accepts nothing new, finishes what it accepted, then its files are removed."""

@@ -24,7 +24,7 @@ from typing import Any
 
 from pydantic import AwareDatetime, BaseModel, Field
 
-from ...errors import CodeError, GatewayError, UnknownFunction
+from ...errors import GatewayError, UnknownFunction
 from ...snapshot.publish import sync
 from ..access import private_files
 from ..settings.function_settings import FunctionSettings, check_name, name_problem
@@ -78,7 +78,7 @@ class Store:
             shutil.rmtree(self._staging)
         self._staging.mkdir(mode=0o700)
         for folder in self._functions.glob("*/"):
-            for half_written in (*folder.glob(".*"), *folder.glob("*/.*")):
+            for half_written in (*folder.glob(f".{_CURRENT}.*"), *folder.glob(f"*/.{_RECORD}.*")):
                 half_written.unlink()
             # An empty folder is a first deploy that was cut off before its rename.
             if not any(folder.iterdir()):
@@ -92,8 +92,6 @@ class Store:
 
     def place(self, staged: Path, fields: RevisionFields) -> RevisionRecord:
         """Give a staged folder its revision's id and place. Call `promote` or `withdraw` next."""
-        if not (staged / CODE_FOLDER).is_dir():
-            raise CodeError("No code was staged.", remedy="Deploy a folder with handler.py.")
         with self._lock:
             record = self._new_record(fields)
             _write_record(staged, record)
@@ -136,13 +134,13 @@ class Store:
         """Return the live revision, or None if there is none that can be read."""
         folder = self._folder(name)
         try:
-            revision = private_files.read(folder / _CURRENT)
+            if (revision := private_files.read(folder / _CURRENT)) is not None:
+                return self._read(name, revision.decode(errors="replace").strip())
+            if folder.is_dir():
+                self._report(f"function {name} has no live revision: its first deploy was not finished")
         except GatewayError as error:
             self._report(f"function {name} is skipped: {error.message}")
-            return None
-        if revision is None and folder.is_dir():
-            self._report(f"function {name} has no live revision: its first deploy was not finished")
-        return None if revision is None else self._read(name, revision.decode(errors="replace").strip())
+        return None
 
     def code(self, record: RevisionRecord) -> Path:
         """Return the folder with the revision's code."""
@@ -195,25 +193,15 @@ class Store:
             created_at=datetime.now(UTC),
         )
 
-    def _read(self, name: str, revision: str) -> RevisionRecord | None:
-        """Return the record, or None after a report of why it cannot be used."""
-        shown = f"revision {revision!r} of function {name} is skipped"
+    def _read(self, name: str, revision: str) -> RevisionRecord:
+        """Raise GatewayError if the record cannot be used."""
         if not _REVISION.fullmatch(revision):
-            self._report(f"{shown}: that is not a revision's id")
-            return None
+            raise GatewayError(f"{revision!r}: that is not a revision's id.")
         folder = self._folder(name) / revision
-        try:
-            record = private_files.load(folder / _RECORD, RevisionRecord)
-        except GatewayError as error:
-            self._report(f"{shown}: {error.message}")
-            return None
-        if (
-            record is None
-            or (record.function, record.revision) != (name, revision)
-            or not self.code(record).is_dir()
-        ):
-            self._report(f"{shown}: {folder} is not that revision")
-            return None
+        record = private_files.load(folder / _RECORD, RevisionRecord)
+        found = record and (folder / CODE_FOLDER).is_dir() and (record.function, record.revision)
+        if record is None or found != (name, revision):
+            raise GatewayError(f"{folder} is not that revision.")
         return record
 
 
