@@ -36,8 +36,6 @@ class KeysFile(BaseModel, frozen=True, extra="forbid"):
 class Meter:
     """One key's use of its quota: running requests, and a token bucket of `burst` tokens refilled at `rate_per_s`."""
 
-    __slots__ = ("_at_s", "_burst", "_concurrency", "_rate_per_s", "_tokens", "running")
-
     def __init__(
         self, rate_per_s: float | None, burst: int | None, concurrency: int | None, now_s: float
     ) -> None:
@@ -68,8 +66,6 @@ class Meter:
 
 class Held:
     """A key in memory, with its caller and its use of the quota."""
-
-    __slots__ = ("caller", "key", "last_used_s", "meter")
 
     def __init__(self, key: ApiKey) -> None:
         self.key = key

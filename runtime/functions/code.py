@@ -156,11 +156,16 @@ class _Walk:
                 continue
             if entry.is_symlink():
                 self._check_link(name, real, above)
-            if real.is_dir():
+            facts = real.stat()
+            if stat.S_ISDIR(facts.st_mode):
                 yield None
                 yield from self.entries(real, f"{name}/", (*above, real))
+            elif stat.S_ISREG(facts.st_mode):
+                yield CodeFile(name, real, facts.st_size, bool(facts.st_mode & stat.S_IXUSR))
             else:
-                yield _file(name, real)
+                raise CodeError(
+                    f"{name} is neither a file nor a folder.", remedy=f"List it in {IGNORE_FILE}."
+                )
 
     def _skips(self, entry: os.DirEntry[str], name: str, real: Path) -> bool:
         if entry.is_dir() and Path(entry.path, "pyvenv.cfg").is_file():
@@ -192,13 +197,6 @@ def _ignored(root: Path) -> GitIgnoreSpec:
         return GitIgnoreSpec.from_lines([*text.splitlines(), *_NEVER_CODE])
     except (OSError, ValueError) as error:
         raise CodeError(f"{file} cannot be read: {error}.", remedy="Write it like a .gitignore.") from error
-
-
-def _file(name: str, path: Path) -> CodeFile:
-    facts = path.stat()
-    if not stat.S_ISREG(facts.st_mode):
-        raise CodeError(f"{name} is neither a file nor a folder.", remedy=f"List it in {IGNORE_FILE}.")
-    return CodeFile(name, path, facts.st_size, bool(facts.st_mode & stat.S_IXUSR))
 
 
 def utf8(name: str) -> bytes:

@@ -52,8 +52,6 @@ class Functions:
     _closing: bool = field(default=False, init=False)
     _retirements: set[asyncio.Task[None]] = field(default_factory=set, init=False)
 
-    # -- reading
-
     def live(self, name: str) -> Revision:
         """Return the live revision of `name`. Raise UnknownFunction."""
         return self.get(name).revision
@@ -73,10 +71,8 @@ class Functions:
         """Return the counts of each function."""
         return {name: live.revision.census() for name, live in self._live.items()}
 
-    # -- notes on a function, which may be deleted meanwhile
-
     def note_cold(self, name: str, timeline: Timeline) -> None:
-        """Keep the timeline of a cold start, for the function's status."""
+        """Keep the timeline of a cold start of a function, which may be deleted meanwhile."""
         if (live := self._live.get(name)) is not None:
             live.note_cold(timeline)
 
@@ -84,8 +80,6 @@ class Functions:
         """Write a line into a function's log, as the gateway."""
         if (live := self._live.get(name)) is not None:
             live.logs.write("gateway", text)
-
-    # -- changing
 
     async def deploy(self, request: Deployment) -> Live:
         """Create a revision, prove that it starts, and make it live; the old one drains.

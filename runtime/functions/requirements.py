@@ -30,7 +30,7 @@ _REFUSED = (
     (r"-(e|-editable\b)", "an editable install changes under a revision; name a released version"),
     (
         r"-|.*\s--?[a-zA-Z]",
-        "options would make the revision depend on where it is installed; set PIP_* or UV_* variables for the gateway",
+        "options make revisions differ by host; set the gateway's PIP_* or UV_* variables",
     ),
     (
         r"(?i)[a-z0-9+.-]+://|git\+|\.{0,2}/|file:|~/|[^;]*\.(whl|zip|tar\.gz)\s*(;|$)|.*@\s*\S",

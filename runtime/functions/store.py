@@ -179,11 +179,12 @@ class Store:
     def _revision_ids(self, name: str) -> list[str]:
         """Return the ids of the revisions, readable or not, by number."""
         found = [path.name for path in self._folder(name).glob("r*") if _REVISION.fullmatch(path.name)]
-        return sorted(found, key=_number)
+        # The shorter number is the smaller one.
+        return sorted(found, key=lambda revision: (len(revision), revision))
 
     def _new_record(self, fields: RevisionFields) -> RevisionRecord:
         ids = self._revision_ids(fields.settings.name)
-        number = _number(ids[-1]) + 1 if ids else 1
+        number = int(ids[-1][1:].partition("-")[0]) + 1 if ids else 1
         content = f"{fields.code_digest}\n{fields.settings.model_dump_json()}".encode()
         return RevisionRecord(
             **dict(fields),
@@ -203,10 +204,6 @@ class Store:
         if record is None or found != (name, revision):
             raise GatewayError(f"{folder} is not that revision.")
         return record
-
-
-def _number(revision: str) -> int:
-    return int(revision[1:].partition("-")[0])
 
 
 def _write_record(folder: Path, record: RevisionRecord) -> None:

@@ -137,9 +137,7 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     )
     max_queue: int = Field(1000, ge=1, le=1_000_000, description="Most waiting invocations.")
     max_jobs: int = Field(100_000, ge=1, le=100_000_000, description="Most jobs in the queue.")
-    max_jobs_bytes: int = Field(
-        4096 * _MIB, ge=1, description="Most bytes of input of the jobs in the queue."
-    )
+    max_jobs_bytes: int = Field(4096 * _MIB, ge=1, description="Most bytes of input of jobs in the queue.")
     max_body_bytes: int = Field(20 * _MIB, ge=1, description="Largest request body.")
     env: Annotated[dict[str, str], checked(_env_problem)] = Field(
         default_factory=dict, description="Environment variables of the workers."

@@ -36,10 +36,9 @@ def _lock(descriptor: int, path: Path) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
-        raise GatewayError(
-            f"Another gateway, process {holder}, uses the state folder {path}.",
-            remedy="Stop it, or set PILOTFLAME_STATE_DIR to another folder.",
-            details={"pid": int(holder) if holder.isdecimal() else None},
-        ) from error
+        message = f"Another gateway, process {holder}, uses the state folder {path}."
+        remedy = "Stop it, or set PILOTFLAME_STATE_DIR to another folder."
+        details = {"pid": int(holder) if holder.isdecimal() else None}
+        raise GatewayError(message, remedy=remedy, details=details) from error
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
