@@ -13,8 +13,9 @@ from ..access.secrets import Secrets
 from ..launching.fetcher_client import FetcherClient
 from ..launching.launcher import Launcher
 from ..serving.latency_curve_store import LatencyCurveStore
-from ..serving.revision import Census, Revision
+from ..serving.revision import Revision
 from ..telemetry.logs import LogBook
+from ..telemetry.metrics import Census
 from ..telemetry.timeline import Timeline
 from .deploy import Deployment, prepare, worker_spec
 from .live import Live, policy_of
@@ -112,7 +113,7 @@ class Functions:
     async def _go_live(self, name: str, live: Live, old: Live | None) -> None:
         await asyncio.to_thread(self.store.promote, live.record)
         self._live[name] = live
-        live.revision.refresh()
+        live.revision.scale()
         live.logs.write("gateway", f"revision {live.record.revision} is live")
         for callback in self.events.live:
             callback(name)
@@ -159,8 +160,8 @@ class Functions:
         for name, record in (await asyncio.to_thread(self.store.functions)).items():
             self._live[name] = live = await self._create(record, LogBook())
             if record.settings.scale.rest == "zygote":
-                self.tasks.create_task(live.revision.pool.warm_zygote())
-            live.revision.refresh()
+                self.tasks.create_task(live.revision.pool.zygote.warm())
+            live.revision.scale()
 
     async def close(self) -> None:
         """Refuse new requests, finish the accepted ones, end all processes."""
@@ -178,7 +179,7 @@ class Functions:
         # All that the speed of workers depends on, besides the weights and the machine.
         settings = f"{record.settings.concurrency} {record.settings.threads}"
         key = f"{record.code_digest} {record.requirements_digest} {settings}"
-        curves = await asyncio.to_thread(LatencyCurveStore.of, self.store.curves, key, spec.manifest)
+        curves = await asyncio.to_thread(LatencyCurveStore.open, self.store.curves, key, spec.manifest)
         if spec.source:
             self.tasks.create_task(self.weights.warm())
 
