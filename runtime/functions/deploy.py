@@ -46,10 +46,7 @@ class Deployment:
 def prepare(
     store: Store, environments: Path, request: Deployment, log: Callable[[str], None]
 ) -> tuple[Path, RevisionFields]:
-    """Copy and check the code. Return its staged folder, and the fields of its record.
-
-    Raise CodeError, SettingsError, RequirementsError or SnapshotError.
-    """
+    """Copy and check the code. Return its staged folder, and the fields of its record."""
     staged = store.stage()
     staged_code = staged / CODE_FOLDER
     with contextlib.ExitStack() as undo:

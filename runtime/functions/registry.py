@@ -21,8 +21,6 @@ from .deploy import Deployment, prepare, worker_spec
 from .live import Live, policy_of
 from .store import RevisionRecord, Store
 
-KEPT_REVISIONS = 5
-
 
 @dataclass(frozen=True, slots=True)
 class FunctionEvents:
@@ -204,7 +202,7 @@ class Functions:
         if old is not None:
             await old.revision.retire(self.drain_s)
         try:
-            await asyncio.to_thread(self.store.prune, name, KEPT_REVISIONS)
+            await asyncio.to_thread(self.store.prune, name)
         # Old files do no harm.
         except (OSError, PilotflameError) as error:
             (old or self._live[name]).logs.write("gateway", f"old revisions were not removed: {error}")

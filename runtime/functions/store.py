@@ -157,7 +157,7 @@ class Store:
             sync(self._functions)
         shutil.rmtree(aside)
 
-    def prune(self, name: str, keep: int) -> list[str]:
+    def prune(self, name: str, keep: int = 5) -> list[str]:
         """Remove all but the newest `keep` (at least one) revisions and the live one. Return the removed ids."""
         with self._lock:
             live = self.current(name)
