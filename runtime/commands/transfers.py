@@ -114,18 +114,18 @@ def cache(*, evict: str | None, as_json: bool) -> None:
     kinds = {tier.root / "snapshots": tier.kind for tier in found.tiers}
     rows = [_row(stored, kinds[stored.folder.parent]) for stored in reversed(found.list())]
     if as_json:
-        tiers = [{"tier": tier.kind, "root": str(tier.root), "budget_bytes": tier.budget_bytes, "used_bytes": used}
-                 for tier, used in found.usage()]  # fmt: skip
+        tiers = [{"tier": tier.kind, "root": str(tier.root), "budget_bytes": tier.budget_bytes, "used_bytes": tier.used_bytes()}
+                 for tier in found.tiers]  # fmt: skip
         return display.print_json({"snapshots": rows, "tiers": tiers})
     if rows:
         lines = [(row["digest"][:SHOWN_DIGEST_CHARS], display.size(row["bytes"]), row["tier"],
                   "ready" if row["ready"] else f"{row['percent']} %", _when(row["used_at"])) for row in rows]  # fmt: skip
         display.print_table(("digest", "size", "tier", "state", "last used"), lines)
-    for tier, used in found.usage():
+    for tier in found.tiers:
         spare = tier.spares.total_bytes()
         kept = f", {display.size(spare)} of it spare files, kept for their pages" if spare else ""
         click.echo(
-            f"{tier.kind} ({tier.root}): {display.size(used)} of {display.size(tier.budget_bytes)}{kept}"
+            f"{tier.kind} ({tier.root}): {display.size(tier.used_bytes())} of {display.size(tier.budget_bytes)}{kept}"
         )
     return None
 

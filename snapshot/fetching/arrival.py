@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
 from ...errors import PilotflameError, SourceUnavailable
@@ -42,13 +41,12 @@ class Arrival:
 
     def land(self, chunk: int) -> None:
         """Mark `chunk` as in place and verified."""
-        extent = self.chunks.extent(chunk)
         with self._changed:
             if self._landed[chunk]:
                 return
             self._landed[chunk] = 1
             self._missing -= 1
-            self.landed_bytes += extent.end - extent.begin
+            self.landed_bytes += self.chunks.extent(chunk).size_bytes
             listeners = list(self._on_land)
             self._changed.notify_all()
         for listener in listeners:
@@ -79,38 +77,25 @@ class Arrival:
         if self.has(first, last):
             return
         self.demand(first, last)
-        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
-            while not self.has(first, last):
-                if self.error is not None:
-                    raise self.error
-                left_s = None if deadline_s is None else deadline_s - time.monotonic()
-                if (left_s is not None and left_s <= 0) or not self._changed.wait(left_s):
-                    raise SourceUnavailable(f"The weights did not arrive within {timeout_s:.0f} s.")
-
-    def wait_bytes(self, shard: int, begin: int, end: int, timeout_s: float) -> None:
-        """Block until bytes [begin, end) of a shard have landed; as `wait`."""
-        if begin < end:
-            self.wait(*self.chunks.covering(shard, begin, end), timeout_s)
-
-    def wait_all(self, timeout_s: float | None = None) -> None:
-        """Block until every chunk has landed; as `wait`."""
-        if self.count:
-            self.wait(0, self.count - 1, timeout_s)
+            self._changed.wait_for(lambda: self.error is not None or self.has(first, last), timeout_s)
+            if self.has(first, last):
+                return
+            raise self.error or SourceUnavailable(f"The weights did not arrive within {timeout_s:.0f} s.")
 
     def on_land(self, listener: Callable[[int], None]) -> None:
         """Call `listener(chunk)` for every chunk that has landed, and for each that lands from now on."""
         with self._changed:
-            already = [chunk for chunk in range(self.count) if self._landed[chunk]]
+            already = [chunk for chunk, landed in enumerate(self._landed) if landed]
             self._on_land.append(listener)
         for chunk in already:
             listener(chunk)
 
     def demand(self, first: int, last: int) -> None:
         """Ask for chunks [first, last] to be fetched next."""
-        for demand in list(self._on_demand):
-            demand(first, last)
+        for listener in list(self._on_demand):
+            listener(first, last)
 
-    def on_demand(self, demand: Callable[[int, int], None]) -> None:
-        """Call `demand(first, last)` when a thread starts to wait for these chunks."""
-        self._on_demand.append(demand)
+    def on_demand(self, listener: Callable[[int, int], None]) -> None:
+        """Call `listener(first, last)` when a thread starts to wait for these chunks."""
+        self._on_demand.append(listener)

@@ -25,6 +25,10 @@ class Range:
     attempts: int = 0
     due_s: float = 0.0
 
+    @property
+    def size_bytes(self) -> int:
+        return self.end - self.begin
+
 
 @dataclass(slots=True, eq=False)
 class Part:
@@ -50,6 +54,7 @@ class Chunks:
     def __init__(self, manifest: Manifest) -> None:
         self._chunk_bytes = manifest.chunk_bytes
         self._sizes = [shard.size_bytes for shard in manifest.shards]
+        self.digests = [digest for shard in manifest.shards for digest in shard.chunks]
         self._first = (0, *accumulate(len(shard.chunks) for shard in manifest.shards))
         self.count = self._first[-1]
 
@@ -82,7 +87,7 @@ class Ranges:
 
     @property
     def waiting_bytes(self) -> int:
-        return sum(item.end - item.begin for item in self._waiting)
+        return sum(item.size_bytes for item in self._waiting)
 
     @property
     def idle(self) -> bool:

@@ -51,29 +51,26 @@ class Gate(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        self.wait_for(func, args, kwargs)
-        return func(*args, **kwargs)
+        self.wait_for(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
 
     def wait_for(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Block until the bytes that `func` is about to read or write have landed."""
         if not self._arrival.complete:
-            for shard, begin, end in self._touched.extents(func, args, kwargs):
-                self._wait(shard, begin, end)
+            for extent in self._touched.extents(func, args, kwargs):
+                self._wait(*self._arrival.chunks.covering(*extent))
 
     def wait_for_all(self) -> None:
         """Block until everything has landed, for threads that have no gate."""
-        self._arrival.wait_all(self._timeout_s)
+        self._wait(0, self._arrival.count - 1)
 
-    def _wait(self, shard: int, begin: int, end: int) -> None:
-        first, last = self._arrival.chunks.covering(shard, begin, end)
-        if self._arrival.has(first, last):
-            return
-        self.thread, thread = 0, self.thread
-        try:
-            self._arrival.wait(first, last, self._timeout_s)
-        finally:
-            self.thread = thread
+    def _wait(self, first: int, last: int) -> None:
+        if not self._arrival.has(first, last):
+            self.thread, thread = 0, self.thread
+            try:
+                self._arrival.wait(first, last, self._timeout_s)
+            finally:
+                self.thread = thread
 
 
 class _Exits:

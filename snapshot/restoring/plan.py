@@ -52,9 +52,7 @@ class RestoreStep:
     stride: tuple[int, ...]
     offset_bytes: int
     offset_elements: int
-    """From the shard's first byte; -1 if the bytes are not aligned for the dtype, and must be copied."""
-    cast_to: torch.dtype | None
-    """The module's dtype if it differs from the snapshot's: then the tensor is copied, not mapped."""
+    """From the shard's first byte; -1 if the tensor must be copied: cast, or not aligned for its dtype."""
     tensor: torch.Tensor
     """The parameter or buffer that the module gets; empty until `restore` points it at its bytes."""
     slots: tuple[Slot, ...]
@@ -84,12 +82,7 @@ class _Held:
 
 
 def make_plan(
-    module: nn.Module,
-    manifest: Manifest,
-    *,
-    prefix: str = "",
-    ignore: Sequence[str] = (),
-    cast: bool = False,
+    module: nn.Module, manifest: Manifest, *, prefix: str = "", ignore: Sequence[str] = (), cast: bool = False
 ) -> Plan:
     """Match `module` with `manifest`, or raise one SnapshotMismatch that names all misfits.
 
@@ -123,8 +116,7 @@ def make_plan(
 
 def _stored(manifest: Manifest) -> dict[str, TensorEntry]:
     stored = {tensor.name: tensor for tensor in manifest.tensors}
-    stored.update({alias: stored[target] for alias, target in manifest.aliases.items()})
-    return stored
+    return stored | {alias: stored[target] for alias, target in manifest.aliases.items()}
 
 
 def _unexpected(manifest: Manifest, used: set[str], ignore: Sequence[str]) -> list[str]:
@@ -178,22 +170,18 @@ def _check_fit(held: _Held, entry: TensorEntry, found: Mismatches, *, cast: bool
 
 
 def _step(held: _Held, entry: TensorEntry) -> RestoreStep:
-    itemsize_bytes = DTYPES[entry.dtype].itemsize_bytes
-    offset_elements, rest = divmod(entry.offset_bytes, itemsize_bytes)
-    if entry.size_bytes == 0:
-        # It may be at the end of the file, where a view would start outside.
-        offset_elements, rest = 0, 0
     dtype = _TORCH_DTYPES.get(entry.dtype, torch.uint8)
+    # An empty tensor may be at the end of the file, where a view would start outside.
+    offset_elements, rest = divmod(entry.offset_bytes if entry.size_bytes else 0, dtype.itemsize)
     return RestoreStep(
         name=entry.name,
         shard=entry.shard,
         dtype=dtype,
-        cast_to=held.tensor.dtype if held.tensor.dtype != dtype else None,
         shape=entry.shape,
         # The strides of a contiguous tensor; on meta it takes no memory.
         stride=torch.empty(entry.shape, device="meta").stride(),
         offset_bytes=entry.offset_bytes,
-        offset_elements=-1 if rest else offset_elements,
+        offset_elements=-1 if rest or dtype != held.tensor.dtype else offset_elements,
         tensor=_empty(held),
         slots=tuple(held.slots),
     )
@@ -219,8 +207,8 @@ def restore(plan: Plan, mapping: Mapping) -> None:
     with torch.no_grad():
         for step in plan.steps:
             if step.shard != shard:
-                storage, shard = mapping.storage(step.shard), step.shard
-            if step.offset_elements >= 0 and step.cast_to is None:
+                storage, shard = mapping.flats[step.shard].untyped_storage(), step.shard
+            if step.offset_elements >= 0:
                 # One operation a tensor; making a view and a parameter of it would be three
                 # (infra/bench/local.py).
                 step.tensor.set_(storage, step.offset_elements, step.shape, step.stride)
@@ -259,8 +247,7 @@ def _copied(step: RestoreStep, mapping: Mapping) -> torch.Tensor:
     # Either the module has another type, or the file does not align the tensor to its elements (a header
     # without padding), and torch's kernels read such addresses on some processors only. Saving the file again
     # aligns it.
-    raw = mapping.flat(step.shard, torch.uint8)
-    size_bytes = step.dtype.itemsize * math.prod(step.shape)
-    mapping.wait(step.shard, step.offset_bytes, step.offset_bytes + size_bytes)
-    piece = raw[step.offset_bytes : step.offset_bytes + size_bytes].clone()
-    return piece.view(step.dtype).reshape(step.shape).to(step.cast_to or step.dtype)
+    end_bytes = step.offset_bytes + step.dtype.itemsize * math.prod(step.shape)
+    mapping.wait(step.shard, step.offset_bytes, end_bytes)
+    piece = mapping.flats[step.shard][step.offset_bytes : end_bytes].clone()
+    return piece.view(step.dtype).reshape(step.shape).to(step.tensor.dtype)

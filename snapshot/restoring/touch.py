@@ -22,12 +22,9 @@ class Touched:
     """Finds the bytes of one mapping behind tensors that view it, whatever code made the views."""
 
     def __init__(self, mapping: Mapping) -> None:
-        shards = range(len(mapping.manifest.shards))
         # Every view keeps the storage of its shard, which begins where the shard is mapped.
-        flats = [mapping.flat(shard, torch.uint8) for shard in shards]
-        self._shards = {
-            flats[shard].untyped_storage().data_ptr(): shard for shard in shards if len(flats[shard])
-        }
+        flats = enumerate(mapping.flats)
+        self._shards = {flat.untyped_storage().data_ptr(): shard for shard, flat in flats if len(flat)}
 
     def extents(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Extent]:
         """The bytes of the mapping that operation `func` reads or writes."""
@@ -40,12 +37,9 @@ class Touched:
                 yield from rows
                 return
         for value in (*args, *kwargs.values()):
-            if isinstance(value, Tensor):
-                yield from self._extent(value)
-            elif isinstance(value, (list, tuple)):
-                for item in value:
-                    if isinstance(item, Tensor):
-                        yield from self._extent(item)
+            for item in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(item, Tensor):
+                    yield from self._extent(item)
 
     def _extent(self, tensor: Tensor) -> Iterator[Extent]:
         if tensor.device.type != "cpu" or tensor.layout != torch.strided:
@@ -54,14 +48,13 @@ class Touched:
         if shard is None or tensor.numel() == 0:
             return
         begin = int(tensor.storage_offset())
-        reach = 1 + sum(
-            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-        )
+        sizes = zip(tensor.shape, tensor.stride(), strict=True)
+        reach = 1 + sum((size - 1) * stride for size, stride in sizes)
         yield shard, begin * tensor.itemsize, (begin + reach) * tensor.itemsize
 
     def _rows(self, args: tuple[Any, ...]) -> list[Extent] | None:
         """The rows that an embedding looks up, not its table, often the largest tensor; None if unknown."""
-        table, indices = args[0], args[1]
+        table, indices = args[:2]
         if indices.device.type != "cpu" or table.dim() != 2 or not table.is_contiguous():
             return None
         whole = list(self._extent(table))
