@@ -65,10 +65,9 @@ class Lease:
 
         Raise what prevented it; SourceUnavailable if either of the two takes longer than `timeout_s`.
         """
-        if self._pull is None:
-            return
-        self._pull.wait(timeout_s)
-        if not copied:
+        if self._pull is not None:
+            self._pull.wait(timeout_s)
+        if self._pull is None or not copied:
             return
         if not self._copy_begun.wait(timeout_s):
             raise CacheError(f"The copy on the disk was not begun within {timeout_s:.0f} s.")

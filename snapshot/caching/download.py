@@ -45,10 +45,9 @@ def download(
 ) -> FetchStats:
     """Bring the snapshot into `folder`, and block until it is there. Files that fit its digests are kept.
 
-    CacheError, with nothing changed, if the folder holds another snapshot's manifest, or files with names of
-    the snapshot that are not its own: links, files of another size, or of its size with other bytes; `force`
-    removes those. Other errors as of `fetch`, and SnapshotCorrupt for an asset. A download that was broken
-    off, even by kill -9, is resumed by the next.
+    CacheError, with nothing changed, if the folder holds another snapshot's manifest, or links or other bytes
+    under names of the snapshot; `force` removes those. Other errors as of `fetch`, and SnapshotCorrupt for an
+    asset. A download that was broken off, even by kill -9, is resumed by the next.
     """
     stopped = cancelled or threading.Event()
     if isinstance(source, FolderSource) and Path(source.url).resolve() == folder.resolve():
@@ -95,9 +94,8 @@ class _Download:
     def accept(self, opened: ExitStack, cancelled: threading.Event) -> None:
         """Open the files at full size and land the chunks that fit. Nothing changes before the checks."""
         if self._other and not self._force:
-            raise CacheError(
-                f"{self._folder} holds the manifest of another snapshot ({self._other}).", remedy=_ELSEWHERE
-            )
+            fault = f"{self._folder} holds the manifest of another snapshot ({self._other})."
+            raise CacheError(fault, remedy=_ELSEWHERE)
         foreign = self._foreign_files()
         self._check_room(foreign)
         paths = [self._folder / shard.name for shard in self.manifest.shards]
@@ -156,10 +154,8 @@ class _Download:
             # A foreign file is removed, which frees its bytes.
             needed_bytes += missing_bytes if path in foreign else max(0, missing_bytes)
         if needed_bytes > (free_bytes := shutil.disk_usage(self._folder).free):
-            raise CacheError(
-                f"{self._folder} has {free_bytes} bytes free, and {needed_bytes} are still to come.",
-                remedy="Make room, or name a folder on another disk.",
-            )
+            fault = f"{self._folder} has {free_bytes} bytes free, and {needed_bytes} are still to come."
+            raise CacheError(fault, remedy="Make room, or name a folder on another disk.")
 
     def _open(self, shard: Shard, opened: ExitStack, undo: ExitStack) -> bool:
         """Open one shard's file at full size. Return True if it had bytes."""
@@ -181,13 +177,10 @@ class _Download:
         if cancelled.is_set():
             raise Cancelled("The download was cancelled.")
         for index, shard in enumerate(self.manifest.shards):
-            if not held[index] or not shard.size_bytes:
-                continue
-            if not self.arrival.has(*self.arrival.chunks.covering(index, 0, shard.size_bytes)):
-                raise CacheError(
-                    f"{self._folder / shard.name} is not the snapshot's: it has its size and other bytes.",
-                    remedy=_ELSEWHERE,
-                )
+            chunks = self.arrival.chunks.covering(index, 0, shard.size_bytes)
+            if held[index] and shard.size_bytes and not self.arrival.has(*chunks):
+                path = self._folder / shard.name
+                raise CacheError(f"{path} is not the snapshot's: it has other bytes.", remedy=_ELSEWHERE)
 
 
 @contextmanager

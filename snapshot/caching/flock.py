@@ -47,17 +47,14 @@ def _wait_for_lock(descriptor: int, path: Path, timeout_s: float) -> None:
     waiter.start()
     waiter.join(timeout_s)
     if waiter.is_alive():
-        raise CacheError(
-            f"{path} stayed locked for {timeout_s:.0f} s.",
-            remedy="See with `lslocks` which process holds it, and whether that is stopped.",
-        )
+        remedy = "See with `lslocks` which process holds it, and whether that is stopped."
+        raise CacheError(f"{path} stayed locked for {timeout_s:.0f} s.", remedy=remedy)
 
 
 class Hold:
     """A shared lock on a folder, which protects it from eviction. Released with the last reference.
 
-    Mapped memory keeps a reference, so tensors protect their files for as long as they live. A forked child
-    shares the lock until it exits or closes the descriptor.
+    Mapped memory keeps a reference, so tensors protect their files for as long as they live.
     """
 
     def __init__(self, descriptor: int) -> None:

@@ -51,9 +51,9 @@ class Feed:
         self._awake, self._waker = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         for end in (self._listener, self._awake):
-            self._selector.register(end, _READ)
-        for end in (self._listener, self._awake, self._waker):
             end.setblocking(False)
+            self._selector.register(end, _READ)
+        self._waker.setblocking(False)
         self._followers: dict[socket.socket, int] = {}
         """How many of the landed chunks each follower was told."""
         arrival.on_land(self._on_land)
@@ -213,8 +213,7 @@ def _unlink_socket(folder: int) -> None:
 
 def _wire(error: PilotflameError | None) -> bytes:
     wire = {} if error is None else error.to_wire()
-    text = json.dumps(wire).encode()
-    if len(text) < _MESSAGE_BYTES:
+    if len(text := json.dumps(wire).encode()) < _MESSAGE_BYTES:
         return text
     return json.dumps({**wire, "message": str(wire["message"])[:4096], "details": {}}).encode()
 

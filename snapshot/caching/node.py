@@ -90,10 +90,8 @@ class _NoSource(Ranged):
     url = "the node's fetcher"
 
     def stat(self, name: str) -> NoReturn:
-        raise SourceDenied(
-            f"{name} is not on this node, and the process that was to fetch it has gone.",
-            remedy="Try again: the next activation fetches what is missing.",
-        )
+        fault = f"{name} is not on this node, and the process that was to fetch it has gone."
+        raise SourceDenied(fault, remedy="Try again: the next activation fetches what is missing.")
 
     def connect(self) -> NoReturn:
         self.stat("The snapshot")

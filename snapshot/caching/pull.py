@@ -69,9 +69,9 @@ class Pull:
         except BaseException as error:
             self._drop_role(None, dropped=True)
             self.hold = None
-            if not isinstance(error, OSError):
-                raise
-            raise cannot_write(Path(error.filename or tier.root), error) from error
+            if isinstance(error, OSError):
+                raise cannot_write(Path(error.filename or tier.root), error) from error
+            raise
         self.arrival.on_demand(self._demand)
 
     def start(self, on_published: Callable[[], None]) -> None:
@@ -176,10 +176,8 @@ class Pull:
         role = self._role
         # Checked after the role was taken: `close` sets the event first, then cancels the role.
         if self._cancelled.is_set():
-            raise CacheError(
-                "The snapshot was closed before all of it had arrived.",
-                remedy="Open it again: what has arrived is kept.",
-            )
+            remedy = "Open it again: what has arrived is kept."
+            raise CacheError("The snapshot was closed before all of it had arrived.", remedy=remedy)
         if isinstance(role, Following):
             return role.run(self.arrival)
         if isinstance(role, _Fetching):
@@ -215,8 +213,8 @@ class Pull:
             rest.unlink()
         if self.tier.kind == "disk":
             sync_files(self.files, self._manifest)
-            for folder in (self.files.parent, self.files.parent.parent):
-                sync(folder)
+            sync(self.files.parent)
+            sync(self.files.parent.parent)
         self._manifest.write(self.files / MANIFEST_NAME)
 
 

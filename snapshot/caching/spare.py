@@ -23,7 +23,7 @@ class Spares:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._mapped: dict[tuple[int, int], mmap.mmap] = {}
+        self._mapped: dict[tuple[int, int], memoryview] = {}
 
     def files(self) -> list[tuple[int, Path]]:
         """Bytes and path of every spare, the largest first."""
@@ -62,7 +62,7 @@ class Spares:
         """Map the spares in this process now, so that the next fetch need not."""
         for _, path in self.files():
             with path.open("r+b") as stream:
-                if (memory := _map_whole(stream.fileno())) is not None:
+                if (memory := self.map_pages(stream.fileno())) is not None:
                     self._mapped[_key(os.fstat(stream.fileno()))] = memory
 
     def map_pages(self, descriptor: int) -> memoryview | None:
@@ -70,20 +70,12 @@ class Spares:
         # Writing through a hole of a full tmpfs would kill the process (SIGBUS); pwrite fails with ENOSPC.
         status = os.fstat(descriptor)
         memory = self._mapped.pop(_key(status), None)
-        if memory is None or len(memory) != status.st_size or not _has_all_pages(status):
-            memory = _map_whole(descriptor)
-        return None if memory is None else memoryview(memory)
-
-
-def _map_whole(descriptor: int) -> mmap.mmap | None:
-    status = os.fstat(descriptor)
-    if not _has_all_pages(status):
-        return None
-    return mmap.mmap(descriptor, status.st_size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-
-
-def _has_all_pages(status: os.stat_result) -> bool:
-    return 0 < status.st_size <= allocated_bytes(status)
+        if not 0 < status.st_size <= allocated_bytes(status):
+            return None
+        if memory is not None and len(memory) == status.st_size:
+            return memory
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        return memoryview(mmap.mmap(descriptor, status.st_size, flags=flags))
 
 
 def _key(status: os.stat_result) -> tuple[int, int]:

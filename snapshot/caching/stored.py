@@ -11,9 +11,6 @@ from pathlib import Path
 from ..format.manifest import MANIFEST_NAME, Manifest
 from ..publish import sync
 
-# The unit of st_blocks, whatever the file system's own blocks are.
-_BLOCK_BYTES = 512
-
 
 @dataclass(frozen=True, slots=True)
 class Stored:
@@ -34,7 +31,8 @@ class Stored:
 
 def allocated_bytes(status: os.stat_result) -> int:
     """What the file system has allocated for a file: without holes."""
-    return status.st_blocks * _BLOCK_BYTES
+    # The unit of st_blocks, whatever the file system's own blocks are.
+    return status.st_blocks * 512
 
 
 def read_stored(folder: Path) -> Stored:

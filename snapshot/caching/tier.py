@@ -19,6 +19,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 from uuid import uuid4
@@ -34,6 +35,7 @@ SWEEP_TIMEOUT_S = 1.0
 LEAST_SPARE_BYTES = 64 << 10
 
 
+@dataclass(eq=False)
 class Tier:
     """Snapshots under folder `root`, at most `budget_bytes` of shards and spare files.
 
@@ -41,14 +43,13 @@ class Tier:
     are kept for their pages. "disk": a snapshot is published only once it is on the disk.
     """
 
-    def __init__(
-        self, root: Path, budget_bytes: int, kind: Literal["tmpfs", "disk"] = "disk", *, spare_bytes: int = 0
-    ) -> None:
-        self.root = root
-        self.budget_bytes = budget_bytes
-        self.kind = kind
-        self.spare_bytes = spare_bytes if kind == "tmpfs" else 0
-        self.spares = Spares(root / "spare")
+    root: Path
+    budget_bytes: int
+    kind: Literal["tmpfs", "disk"] = "disk"
+    spare_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.spares = Spares(self.root / "spare")
 
     def folder(self, digest: str) -> Path:
         return self.root / "snapshots" / digest
@@ -113,10 +114,8 @@ class Tier:
         """
         size_bytes, folder = manifest.total_bytes + manifest.assets_bytes, self.folder(digest)
         if size_bytes > self.budget_bytes:
-            raise CacheError(
-                f"{self.root} takes {self.budget_bytes} bytes, the snapshot has {size_bytes}.",
-                remedy="Give the tier a larger budget.",
-            )
+            fault = f"{self.root} takes {self.budget_bytes} bytes, the snapshot has {size_bytes}."
+            raise CacheError(fault, remedy="Give the tier a larger budget.")
         new = not folder.is_dir()
         self._free(digest, size_bytes)
         try:
@@ -199,10 +198,8 @@ class Tier:
 
     def _full(self, size_bytes: int, over_bytes: int) -> CacheError:
         if over_bytes > 0:
-            return CacheError(
-                f"{self.root} is full: of {self.budget_bytes} bytes, {over_bytes} too many are in use.",
-                remedy="Give the tier a larger budget, or stop workers that have snapshots mapped.",
-            )
+            fault = f"{self.root} is full: of {self.budget_bytes} bytes, {over_bytes} too many are in use."
+            return CacheError(fault, remedy="Give it a larger budget, or stop workers that map snapshots.")
         fault = f"The file system of {self.root} has too few bytes free for a snapshot of {size_bytes}."
         return CacheError(fault, remedy="Make room on it, or put the cache elsewhere.")
 
@@ -211,25 +208,30 @@ class Tier:
 
         Renamed first, so that a kill in between leaves nothing half evicted that looks like a snapshot.
         """
-        trash = self.root / "trash"
         for folder, descriptor in folders:
-            trash.mkdir(exist_ok=True)
-            gone = trash / uuid4().hex
+            gone = self.root / "trash" / uuid4().hex
+            gone.parent.mkdir(exist_ok=True)
             try:
                 folder.rename(gone)
             finally:
                 os.close(descriptor)
             if self.kind == "tmpfs":
-                for file in _large_files(gone / "files"):
-                    self.spares.put(file)
+                for file in list((gone / "files").rglob("*")):
+                    # Smaller files are not worth keeping for their pages.
+                    if (
+                        file.is_file()
+                        and file.stat().st_size >= LEAST_SPARE_BYTES
+                        and file.name != MANIFEST_NAME
+                    ):
+                        self.spares.put(file)
             shutil.rmtree(gone, ignore_errors=True)
 
     def _trim(self, digest: str = "", size_bytes: int = 0) -> None:
         """Hold the spares to their limit, and to what the budget leaves beside all snapshots."""
         stored = self.list()
         used_bytes = sum(item.size_bytes for item in stored if item.digest != digest) + size_bytes
-        limits = (self.spare_bytes, self.budget_bytes - used_bytes, self._available_bytes(stored))
-        self.spares.trim(max(0, min(limits)))
+        left_bytes = min(self.budget_bytes - used_bytes, self._available_bytes(stored))
+        self.spares.trim(max(0, min(self.spare_bytes, left_bytes)))
 
     def _make_file(self, path: Path, size_bytes: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -244,9 +246,3 @@ class Tier:
                 os.posix_fallocate(descriptor, 0, size_bytes)
         finally:
             os.close(descriptor)
-
-
-def _large_files(files: Path) -> Sequence[Path]:
-    """The files that are worth keeping for their pages."""
-    found = [path for path in files.rglob("*") if path.is_file() and path.name != MANIFEST_NAME]
-    return [path for path in found if path.stat().st_size >= LEAST_SPARE_BYTES]

@@ -126,15 +126,15 @@ class _Fetch:
             self.control.update(time.monotonic(), 0, 0.0, processors)
             while self._error is None and not self._ranges.idle:
                 if self.cancelled is not None and self.cancelled.is_set():
-                    raise Cancelled(
-                        "The fetch was cancelled.", remedy="Fetch again: what has landed is kept."
-                    )
+                    raise Cancelled("The fetch was cancelled.", remedy="What has landed is kept.")
                 self._open_connections()
                 before_s = time.monotonic()
                 wait_s = self.control.next_update_s(before_s)
                 self._changed.wait(wait_s)
                 now_s = time.monotonic()
-                self.control.update(now_s, self._received_bytes, _idle_s(uptime.fileno()), processors)
+                # The second number is the idle time of all processors since the machine started.
+                idle_s = float(os.pread(uptime.fileno(), 64, 0).split()[1])
+                self.control.update(now_s, self._received_bytes, idle_s, processors)
                 self._give_up_silent(now_s, late_s=now_s - before_s - wait_s)
 
     def _open_connections(self) -> None:
@@ -272,8 +272,3 @@ class _Fetch:
             remedy="Check the source, and try again: what has landed is kept.",
             details={"shard": shard.name, "chunk": chunk, "tensors": names[:100]},
         )
-
-
-def _idle_s(uptime: int) -> float:
-    """The idle time of all processors since the machine started: the second number of /proc/uptime."""
-    return float(os.pread(uptime, 64, 0).split()[1])

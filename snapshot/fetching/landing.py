@@ -11,7 +11,6 @@ from pathlib import Path
 
 import xxhash
 
-from ...errors import CacheError
 from ..format.manifest import Manifest
 from ..format.verify import corrupt_chunk
 from ..publish import cannot_write
@@ -31,8 +30,7 @@ class ShardTarget:
 
     `memory`: the same bytes mapped shared, to receive into directly: pages that were used before, or huge
     ones. With `fresh`, its pages may still have to be allocated. Fresh small pages are faster to fill by
-    pwrite from a small buffer than through a mapping, which faults for every one (figures:
-    docs/snapshot-choices.md).
+    pwrite than through a mapping, which faults for every one (docs/snapshot-choices.md).
     """
 
     name: str
@@ -41,34 +39,24 @@ class ShardTarget:
     fresh: bool = False
 
     def reserve(self, begin: int, end: int) -> None:
-        """Allocate the pages of bytes [begin, end) before writing `memory`; CacheError if the disk is full.
+        """Allocate the pages of bytes [begin, end) before writing `memory`; OSError if the disk is full.
 
         Writing through a hole of a full tmpfs would kill the process (SIGBUS).
         """
         if self.fresh and begin < end:
-            try:
-                os.posix_fallocate(self.descriptor, begin, end - begin)
-            except OSError as error:
-                raise cannot_write(Path(self.name), error) from error
+            os.posix_fallocate(self.descriptor, begin, end - begin)
 
     def write(self, offset: int, view: memoryview) -> None:
-        """Write `view` at `offset`; CacheError when the disk is full or gone."""
-        try:
-            while view:
-                count = os.pwrite(self.descriptor, view, offset)
-                view, offset = view[count:], offset + count
-        except OSError as error:
-            raise cannot_write(Path(self.name), error) from error
+        while view:
+            count = os.pwrite(self.descriptor, view, offset)
+            view, offset = view[count:], offset + count
 
     def digest(self, begin: int, end: int, buffer: memoryview) -> str:
         """Return the digest of bytes [begin, end) as they are in the file, read through `buffer`."""
         hasher, at = xxhash.xxh3_128(), begin
-        try:
-            while at < end and (count := os.preadv(self.descriptor, [buffer[: end - at]], at)):
-                hasher.update(buffer[:count])
-                at += count
-        except OSError as error:
-            raise CacheError(f"{self.name} cannot be read back: {error.strerror}.") from error
+        while at < end and (count := os.preadv(self.descriptor, [buffer[: end - at]], at)):
+            hasher.update(buffer[:count])
+            at += count
         return hasher.hexdigest()
 
 
@@ -91,9 +79,12 @@ class Landing:
     _bad: set[int] = field(default_factory=set)
 
     def receive(self, connection: Connection, part: Part, buffer: memoryview) -> None:
-        """Read `part` to its end, which may be lowered meanwhile."""
-        while part.at < part.end:
-            self._receive_piece(connection, part, buffer)
+        """Read `part` to its end, which may be lowered meanwhile. CacheError if it cannot be written."""
+        try:
+            while part.at < part.end:
+                self._receive_piece(connection, part, buffer)
+        except OSError as error:
+            raise cannot_write(Path(self.targets[part.shard].name), error) from error
 
     def _receive_piece(self, connection: Connection, part: Part, buffer: memoryview) -> None:
         """Read to the end of the chunk that `part` is in, or to the end of the part."""

@@ -24,9 +24,7 @@ class Mapping:
     """Opened shards. Tensors made from it keep their shard mapped: there is nothing to close.
 
     Never MAP_POPULATE: on a private writable mapping it copies every page (55-80 ms for 90 MB). Nor
-    MADV_POPULATE_READ: the kernel maps 16 pages around each fault anyway. Restore and first forward of MiniLM
-    in a forked child took 27-35 ms with ordinary faults, 32-36 when populated first, 28-42 with a thread that
-    populates meanwhile.
+    MADV_POPULATE_READ, which gains nothing: the kernel maps 16 pages around each fault anyway.
     """
 
     def __init__(
@@ -46,10 +44,8 @@ class Mapping:
         self.manifest = manifest
         self.arrival = arrival
         if verified is not None and len(verified) != len(manifest.shards):
-            raise SnapshotChanged(
-                f"The fingerprint is of {len(verified)} files, the manifest of {len(manifest.shards)}.",
-                remedy="Take the fingerprint of the files of this manifest.",
-            )
+            fault = f"{len(verified)} files were verified, the manifest has {len(manifest.shards)}."
+            raise SnapshotChanged(fault, remedy="Verify the files of this manifest.")
         source = FolderSource(root)
         files: Sequence[ObjectInfo | None] = verified or [None] * len(manifest.shards)
         self.flats = [_map(source, *pair, keep) for pair in zip(manifest.shards, files, strict=True)]
@@ -75,15 +71,11 @@ def _map(source: FolderSource, shard: Shard, verified: ObjectInfo | None, keep: 
     try:
         found = object_info(descriptor)
         if found.size_bytes != shard.size_bytes:
-            raise SnapshotChanged(
-                f"Shard {shard.name} has {found.size_bytes} bytes, {shard.size_bytes} expected.",
-                remedy="Fetch it again, or make the manifest anew.",
-            )
+            fault = f"Shard {shard.name} has {found.size_bytes} bytes, {shard.size_bytes} expected."
+            raise SnapshotChanged(fault, remedy="Fetch it again, or make the manifest anew.")
         if verified not in {None, found}:
-            raise SnapshotChanged(
-                f"Shard {shard.name} was replaced or written to since it was verified.",
-                remedy="Verify the snapshot again, and publish new weights under a new name.",
-            )
+            remedy = "Verify the snapshot again, and publish new weights under a new name."
+            raise SnapshotChanged(f"Shard {shard.name} was replaced or written to.", remedy=remedy)
         if not found.size_bytes:
             # Neither mmap nor frombuffer makes something empty.
             return torch.empty(0, dtype=torch.uint8)

@@ -66,8 +66,7 @@ class Plan:
     manifest: Manifest
     steps: tuple[RestoreStep, ...]
     replaced: tuple[torch.Tensor, ...]
-    """The skeleton's tensors, kept so that a forked child does not free them: freeing writes to their pages,
-    which are then copied (0.3 of 1.6 ms for MiniLM)."""
+    """The skeleton's tensors, kept as freeing them in a forked child copies their pages (0.3 ms for MiniLM)."""
 
 
 @dataclass(slots=True)
@@ -88,11 +87,11 @@ def make_plan(
 
     `prefix` is what the snapshot's names start with and the module's do not. Tensors that the module does not
     use are refused unless a regex of `ignore` is found in their name (`re.search`, as in transformers). With
-    `cast`, floating-point tensors of another type than the module's are converted, which costs memory and
-    time; converting the snapshot once (`pilotflame snapshot convert --dtype`) avoids that. A tensor with
-    several names (tied weights) needs only one of them, or an alias, in the snapshot.
+    `cast`, floating-point tensors are converted to the module's type, which costs memory and time
+    (`pilotflame snapshot convert --dtype` does it once). A tensor with several names needs only one of them.
     """
-    stored = _stored(manifest)
+    stored = {tensor.name: tensor for tensor in manifest.tensors}
+    stored |= {alias: stored[target] for alias, target in manifest.aliases.items()}
     found = Mismatches()
     used: set[str] = set()
     steps = []
@@ -114,18 +113,10 @@ def make_plan(
     return Plan(module, manifest, tuple(steps), tuple(held.tensor for held in holdings))
 
 
-def _stored(manifest: Manifest) -> dict[str, TensorEntry]:
-    stored = {tensor.name: tensor for tensor in manifest.tensors}
-    return stored | {alias: stored[target] for alias, target in manifest.aliases.items()}
-
-
 def _unexpected(manifest: Manifest, used: set[str], ignore: Sequence[str]) -> list[str]:
     patterns = [re.compile(pattern) for pattern in ignore]
-    return [
-        tensor.name
-        for tensor in manifest.tensors
-        if tensor.name not in used and not any(pattern.search(tensor.name) for pattern in patterns)
-    ]
+    names = (tensor.name for tensor in manifest.tensors if tensor.name not in used)
+    return [name for name in names if not any(pattern.search(name) for pattern in patterns)]
 
 
 def _named(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, MutableMapping[str, Any]]]:
@@ -200,17 +191,14 @@ def _empty(held: _Held) -> torch.Tensor:
 def restore(plan: Plan, mapping: Mapping) -> None:
     """Give `plan.module` its weights. Writing to them changes no file and no other process."""
     if mapping.manifest is not plan.manifest and mapping.manifest.digest != plan.manifest.digest:
-        raise SnapshotMismatch(
-            "The plan was made for another manifest than the mapping.", remedy="Use one manifest for both."
-        )
+        raise SnapshotMismatch("The plan has another manifest than the mapping.", remedy="Use one for both.")
     shard, storage = -1, torch.empty(0).untyped_storage()
     with torch.no_grad():
         for step in plan.steps:
             if step.shard != shard:
                 storage, shard = mapping.flats[step.shard].untyped_storage(), step.shard
             if step.offset_elements >= 0:
-                # One operation a tensor; making a view and a parameter of it would be three
-                # (infra/bench/local.py).
+                # One operation; making a view and a parameter of it would be three (infra/bench/local.py).
                 step.tensor.set_(storage, step.offset_elements, step.shape, step.stride)
             else:
                 copied = _copied(step, mapping)
@@ -221,8 +209,7 @@ def restore(plan: Plan, mapping: Mapping) -> None:
 def blank(plan: Plan) -> None:
     """Give `plan.module` weights of zeros that take no memory, for a rehearsal.
 
-    All view one region as large as the largest of them, which is never written: reading it maps the kernel's
-    page of zeros. `restore` replaces them.
+    All view one region that is never written: reading it maps the kernel's page of zeros.
     """
     largest = max((step.tensor.itemsize * math.prod(step.shape) for step in plan.steps), default=0)
     if not largest:
@@ -244,9 +231,8 @@ def _place(step: RestoreStep) -> None:
 
 
 def _copied(step: RestoreStep, mapping: Mapping) -> torch.Tensor:
-    # Either the module has another type, or the file does not align the tensor to its elements (a header
-    # without padding), and torch's kernels read such addresses on some processors only. Saving the file again
-    # aligns it.
+    # The module has another type, or the file does not align the tensor to its elements (a header without
+    # padding), which torch's kernels read on some processors only. Saving the file again aligns it.
     end_bytes = step.offset_bytes + step.dtype.itemsize * math.prod(step.shape)
     mapping.wait(step.shard, step.offset_bytes, end_bytes)
     piece = mapping.flats[step.shard][step.offset_bytes : end_bytes].clone()

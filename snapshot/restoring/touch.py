@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -71,8 +72,7 @@ def record_first_touch(mapping: Mapping, run: Callable[[], Any]) -> Manifest:
 
     The digest of the manifest stays: the order is a hint. Tensors that `run` does not touch are not in it.
     """
-    recorder = _Recorder(mapping)
-    with recorder:
+    with _Recorder(mapping) as recorder:
         run()
     return mapping.manifest.model_copy(update={"first_touch": tuple(recorder.order)})
 
@@ -87,7 +87,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor in mapping.manifest.tensors
             if tensor.size_bytes
         )
-        self._begins = [(shard, begin) for shard, begin, _, _ in self._placed]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -98,7 +97,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _record(self, shard: int, begin: int, end: int) -> None:
-        index = max(0, bisect_right(self._begins, (shard, begin)) - 1)
+        index = max(0, bisect_right(self._placed, (shard, begin, math.inf)) - 1)
         for other, low, high, name in self._placed[index:]:
             if (other, low) >= (shard, end):
                 break
