@@ -74,8 +74,7 @@ class Spares:
             return None
         if memory is not None and len(memory) == status.st_size:
             return memory
-        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-        return memoryview(mmap.mmap(descriptor, status.st_size, flags=flags))
+        return memoryview(mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))
 
 
 def _key(status: os.stat_result) -> tuple[int, int]:

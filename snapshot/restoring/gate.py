@@ -98,8 +98,9 @@ def _leave(gate: Gate) -> None:
         _gates.remove(gate)
         if not _gates:
             for name, own in _READS.items():
-                delattr(Tensor, name)
-                if own is not None:
+                if own is None:
+                    delattr(Tensor, name)
+                else:
                     setattr(Tensor, name, own)
             threading.Thread.start = _START  # type: ignore[method-assign]
 
