@@ -31,9 +31,8 @@ from .tier import Tier
 class Lease:
     """A snapshot in use. Its files are there at full size; `arrival` says which of their chunks have landed.
 
-    `root` stays valid until the lease is closed and every Mapping that was given its `hold` is gone: it is
-    not evicted before. Closing a lease stops its fetch; others that wait for the snapshot, in any process,
-    continue it.
+    `root` is not evicted until the lease is closed and every Mapping that was given its `hold` is gone.
+    Closing a lease stops its fetch; others that wait for the snapshot, in any process, continue it.
     """
 
     root: Path

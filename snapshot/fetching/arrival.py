@@ -11,10 +11,7 @@ from .ranges import Chunks
 
 
 class Arrival:
-    """The chunks that are in place and verified, by their numbers in `chunks`. Thread-safe.
-
-    A landed chunk is never written again.
-    """
+    """The chunks that are in place and verified, never written again. Thread-safe."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.chunks = Chunks(manifest)
@@ -41,12 +38,13 @@ class Arrival:
 
     def land(self, chunk: int) -> None:
         """Mark `chunk` as in place and verified."""
+        extent = self.chunks.extent(chunk)
         with self._changed:
             if self._landed[chunk]:
                 return
             self._landed[chunk] = 1
             self._missing -= 1
-            self.landed_bytes += self.chunks.extent(chunk).size_bytes
+            self.landed_bytes += extent.end - extent.begin
             listeners = list(self._on_land)
             self._changed.notify_all()
         for listener in listeners:

@@ -114,9 +114,10 @@ class Landing:
 
     def _settle(self, chunk: int, count: int, digest: str | None, buffer: memoryview) -> None:
         """Count `count` more bytes of `chunk`, and land it if it is full and verified."""
+        extent = self.arrival.chunks.extent(chunk)
         with self.lock:
             filled = self._filled.pop(chunk, 0) + count
-            if filled < self.arrival.chunks.extent(chunk).size_bytes:
+            if filled < extent.end - extent.begin:
                 if filled:
                     self._filled[chunk] = filled
                 return

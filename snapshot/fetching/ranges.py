@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 
 from ..format.manifest import Manifest
@@ -24,10 +25,6 @@ class Range:
     end: int
     attempts: int = 0
     due_s: float = 0.0
-
-    @property
-    def size_bytes(self) -> int:
-        return self.end - self.begin
 
 
 @dataclass(slots=True, eq=False)
@@ -50,9 +47,13 @@ class Chunks:
     def __init__(self, manifest: Manifest) -> None:
         self._chunk_bytes = manifest.chunk_bytes
         self._sizes = [shard.size_bytes for shard in manifest.shards]
-        self.digests = [digest for shard in manifest.shards for digest in shard.chunks]
+        self._shards = manifest.shards
         self._first = (0, *accumulate(len(shard.chunks) for shard in manifest.shards))
         self.count = self._first[-1]
+
+    @cached_property
+    def digests(self) -> list[str]:
+        return [digest for shard in self._shards for digest in shard.chunks]
 
     def extent(self, chunk: int) -> Range:
         """The bytes of chunk number `chunk`."""
@@ -87,7 +88,7 @@ class Ranges:
 
     @property
     def waiting_bytes(self) -> int:
-        return sum(item.size_bytes for item in self._waiting)
+        return sum(item.end - item.begin for item in self._waiting)
 
     @property
     def idle(self) -> bool:
