@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
     from .fetching.arrival import Arrival
     from .format.manifest import Manifest
-    from .restoring.fingerprint import Fingerprint
     from .restoring.mapping import Mapping
     from .restoring.plan import Plan
+    from .sources.source import ObjectInfo
 
 
 class Snapshot:
@@ -30,13 +30,13 @@ class Snapshot:
         self,
         root: Path,
         manifest: Manifest,
-        verified: Fingerprint | None = None,
+        verified: Sequence[ObjectInfo] | None = None,
         *,
         cache: Path | None = None,
     ) -> None:
         """With `cache`, the shards are in the node's cache or arriving there, and `root` holds the assets.
 
-        Without it, `verified` is the fingerprint of the files that `open` accepts.
+        Without it, `verified` is what `FolderSource.stat` returned for the files that `open` accepts.
         """
         self.root = root
         self.manifest = manifest

@@ -15,19 +15,24 @@ from ..errors import CacheError, SnapshotError
 
 
 @contextmanager
-def publish(path: Path, mode: int = 0o644) -> Iterator[IO[bytes]]:
-    """Yield a stream whose bytes become file `path` when the block ends. If it raises, `path` does not change."""
+def publish(path: Path, mode: int = 0o644, *, durable: bool = True) -> Iterator[IO[bytes]]:
+    """Yield a stream whose bytes become file `path` when the block ends. If it raises, `path` does not change.
+
+    Without `durable`, a power loss may undo or tear it.
+    """
     with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name[:100]}.", delete=False) as stream:
         try:
             yield stream
             stream.flush()
             os.fchmod(stream.fileno(), mode)
-            os.fsync(stream.fileno())
+            if durable:
+                os.fsync(stream.fileno())
             Path(stream.name).replace(path)
         except BaseException:
             Path(stream.name).unlink(missing_ok=True)
             raise
-    sync(path.parent)
+    if durable:
+        sync(path.parent)
 
 
 @contextmanager

@@ -190,10 +190,8 @@ def all_tensors(folder: Path, manifest: Manifest) -> dict[str, Any]:
     mapping = Mapping(folder, manifest)
     found = {}
     for entry in manifest.tensors:
-        dtype = _TORCH_DTYPES[entry.dtype]
-        begin = entry.offset_bytes // dtype.itemsize
-        flat = mapping.flat(entry.shard, dtype)[begin : begin + entry.size_bytes // dtype.itemsize]
-        found[entry.name] = flat.view(entry.shape)
+        raw = mapping.flats[entry.shard][entry.offset_bytes : entry.offset_bytes + entry.size_bytes]
+        found[entry.name] = raw.view(_TORCH_DTYPES[entry.dtype]).view(entry.shape)
     return found
 
 

@@ -125,17 +125,18 @@ def cache(*, evict: str | None, as_json: bool) -> None:
         found.evict(digest)
         text = f"{digest[:SHOWN_DIGEST_CHARS]} is evicted"
         return display.print_result({"evicted": digest}, text, as_json=as_json)
+    usage = [(tier, tier.used_bytes()) for tier in found.tiers]
     kinds = {tier.root / "snapshots": tier.kind for tier in found.tiers}
     facts = [_cache_facts(stored, kinds[stored.folder.parent]) for stored in reversed(found.list())]
     if as_json:
         tiers = [
             {"tier": tier.kind, "root": str(tier.root), "budget_bytes": tier.budget_bytes, "used_bytes": used}
-            for tier, used in found.usage()
+            for tier, used in usage
         ]
         return display.print_json({"snapshots": facts, "tiers": tiers})
     if facts:
         display.print_table(("digest", "size", "tier", "state", "last used"), list(map(_cache_row, facts)))
-    for tier, used in found.usage():
+    for tier, used in usage:
         spare = tier.spares.total_bytes()
         kept = f", {display.size(spare)} of it spare files, kept for their pages" if spare else ""
         used_of = f"{display.size(used)} of {display.size(tier.budget_bytes)}"

@@ -57,12 +57,13 @@ def _snapshot(spec: WorkerSpec) -> Snapshot | None:
     if spec.snapshot is None or spec.manifest is None:
         return None
     from ...snapshot.format.manifest import Manifest  # noqa: PLC0415  only functions with weights need it
-    from ...snapshot.restoring.fingerprint import take_fingerprint  # noqa: PLC0415
+    from ...snapshot.sources.folder import FolderSource  # noqa: PLC0415
 
     manifest = Manifest.read(spec.manifest)
     if spec.cache is not None:
         return Snapshot(spec.snapshot, manifest, cache=spec.cache)
-    return Snapshot(spec.snapshot, manifest, take_fingerprint(spec.snapshot, manifest))
+    files = FolderSource(spec.snapshot)
+    return Snapshot(spec.snapshot, manifest, [files.stat(shard.name) for shard in manifest.shards])
 
 
 async def call_hook(handler: Handler, hook: Hook | None, context: Context) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -22,28 +23,27 @@ from ..sources.folder import FolderSource
 from ..sources.source import Progress, Source
 from .flock import Hold
 from .pull import Pull
-from .stored import Stored, needed_bytes
+from .stored import Stored
 from .tier import Tier
 
 
+@dataclass(eq=False)
 class Lease:
     """A snapshot in use. Its files are there at full size; `arrival` says which of their chunks have landed.
 
-    `root` stays valid until the lease is closed and every Mapping that was given its `hold` is gone: it is
-    not evicted before. Closing a lease stops its fetch; others that wait for the snapshot, in any process,
-    continue it.
+    `root` is not evicted until the lease is closed and every Mapping that was given its `hold` is gone.
+    Closing a lease stops its fetch; others that wait for the snapshot, in any process, continue it.
     """
 
-    def __init__(
-        self, root: Path, manifest: Manifest, arrival: Arrival, hold: Hold, pull: Pull | None = None
-    ) -> None:
-        self.root = root
-        self.manifest = manifest
-        self.arrival = arrival
-        self._hold: Hold | None = hold
-        self._pull = pull
+    root: Path
+    manifest: Manifest
+    arrival: Arrival
+    _hold: Hold | None
+    _pull: Pull | None = None
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        self._copy: Pull | None = None
+        self._copy: Lease | None = None
         self._copy_error: PilotflameError | None = None
         self._copy_begun = threading.Event()
 
@@ -64,10 +64,9 @@ class Lease:
 
         Raise what prevented it; SourceUnavailable if either of the two takes longer than `timeout_s`.
         """
-        if self._pull is None:
-            return
-        self._pull.wait(timeout_s)
-        if not copied:
+        if self._pull is not None:
+            self._pull.wait(timeout_s)
+        if self._pull is None or not copied:
             return
         if not self._copy_begun.wait(timeout_s):
             raise CacheError(f"The copy on the disk was not begun within {timeout_s:.0f} s.")
@@ -81,38 +80,24 @@ class Lease:
         with self._lock:
             self._hold = None
             copy = self._copy
-        for pull in (copy, self._pull):
-            if pull is not None:
-                pull.close()
+        for part in (copy, self._pull):
+            if part is not None:
+                part.close()
 
-    def start(self, copy_tiers: Sequence[Tier]) -> None:
-        """Start the pull; then copy the snapshot to the first of `copy_tiers` that takes it."""
-        if self._pull is not None:
-            self._pull.start(lambda: self._copy_to_first(copy_tiers))
-
-    def _copy_to_first(self, tiers: Sequence[Tier]) -> None:
-        digest = self.manifest.digest
+    def copy_to(self, tiers: Sequence[Tier]) -> None:
+        """Start a copy to the first of `tiers` that takes it. Called once the snapshot is published."""
         try:
-            for tier in tiers:
-                if tier.ready(digest, self.manifest) is not None or self._copy_to(tier, digest):
-                    return
-        finally:
-            self._copy_begun.set()
-
-    def _copy_to(self, tier: Tier, digest: str) -> bool:
-        """Start the copy to `tier`. Return True unless the tier refused it."""
-        try:
-            # Like a fetch: resumed, verified chunk by chunk, published last.
-            copy = Pull(tier, digest, self.manifest, FolderSource(self.root))
+            if tiers:
+                # Like a fetch: resumed, verified chunk by chunk, published last.
+                copy = Cache(tiers).open(self.manifest, FolderSource(self.root), tee=False)
+                with self._lock:
+                    self._copy, closed = copy, self._hold is None
+                if closed:
+                    copy.close()
         except PilotflameError as error:
             self._copy_error = error
-            return False
-        with self._lock:
-            self._copy, self._copy_error, closed = copy, None, self._hold is None
-        copy.start()
-        if closed:
-            copy.close()
-        return True
+        finally:
+            self._copy_begun.set()
 
     def __enter__(self) -> Self:
         return self
@@ -151,21 +136,18 @@ class Cache:
         if progress is not None:
             _report(manifest, pull.arrival, progress)
         copied = tee and tier.kind == "tmpfs"
-        lease.start([other for other in self.tiers if other.kind == "disk"] if copied else [])
+        disks = [other for other in self.tiers if other.kind == "disk"] if copied else []
+        pull.start(lambda: lease.copy_to(disks))
         return lease
 
     def list(self) -> Sequence[Stored]:
         """Every snapshot of every tier, published or being fetched."""
         return [stored for tier in self.tiers for stored in tier.list()]
 
-    def evict(self, digest: str) -> bool:
-        """Drop a snapshot from every tier. Return True if it was in any; CacheError if it is in use."""
-        evicted = [tier.evict(digest) for tier in self.tiers]
-        return any(evicted)
-
-    def usage(self) -> Sequence[tuple[Tier, int]]:
-        """Each tier, and the bytes of its budget that are taken, spare files included."""
-        return [(tier, tier.used_bytes()) for tier in self.tiers]
+    def evict(self, digest: str) -> None:
+        """Drop a snapshot from every tier; CacheError if it is in use."""
+        for tier in self.tiers:
+            tier.evict(digest)
 
     def _pull(self, digest: str, manifest: Manifest, source: Source) -> tuple[Tier, Pull]:
         # A tier that is fetching it already comes first: one fetch for all, and less left of it.
@@ -176,11 +158,12 @@ class Cache:
                 return tier, Pull(tier, digest, manifest, source)
             except CacheError as error:
                 refusals.append(error)
+        size_bytes = manifest.total_bytes + manifest.assets_bytes
+        reasons = " ".join(refusal.message for refusal in refusals)
         raise CacheError(
-            f"No tier of the cache takes the snapshot of {needed_bytes(manifest)} bytes. "
-            + " ".join(refusal.message for refusal in refusals),
+            f"No tier of the cache takes the snapshot of {size_bytes} bytes. {reasons}",
             remedy=refusals[0].remedy if refusals else "Give the cache a tier.",
-            details={"digest": digest, "size_bytes": needed_bytes(manifest)},
+            details={"digest": digest, "size_bytes": size_bytes},
         )
 
 
@@ -188,8 +171,7 @@ def _report(manifest: Manifest, arrival: Arrival, progress: Progress) -> None:
     """Call `progress` as chunks land. The bytes never decrease."""
     lock = threading.Lock()
 
-    def landed(chunk: int) -> None:
-        del chunk
+    def landed(_chunk: int) -> None:
         with lock:
             progress(arrival.landed_bytes, manifest.total_bytes)
 

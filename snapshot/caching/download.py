@@ -8,6 +8,7 @@ other weights. The manifest is written last.
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import threading
 from collections.abc import Iterator, Sequence
@@ -20,10 +21,11 @@ from ..fetching.assets import fetch_assets
 from ..fetching.fetch import FetchStats, fetch
 from ..fetching.landing import ShardTarget, land_existing
 from ..format.manifest import MANIFEST_NAME, Manifest, Shard
+from ..publish import cannot_write
 from ..sources.folder import FolderSource
 from ..sources.source import Progress, Source
 from .flock import is_at, try_lock
-from .stored import allocated_bytes, file_sizes, sync_files
+from .stored import allocated_bytes, sync_files
 
 MARK_NAME = ".pilotflame.pull"
 _MARK_BYTES = 64
@@ -43,10 +45,9 @@ def download(
 ) -> FetchStats:
     """Bring the snapshot into `folder`, and block until it is there. Files that fit its digests are kept.
 
-    CacheError, with nothing changed, if the folder holds another snapshot's manifest, or files with names of
-    the snapshot that are not its own: links, files of another size, or of its size with other bytes; `force`
-    removes those. Other errors as of `fetch`, and SnapshotCorrupt for an asset. A download that was broken
-    off, even by kill -9, is resumed by the next.
+    CacheError, with nothing changed, if the folder holds another snapshot's manifest, or links or other bytes
+    under names of the snapshot; `force` removes those. Other errors as of `fetch`, and SnapshotCorrupt for an
+    asset. A download that was broken off, even by kill -9, is resumed by the next.
     """
     stopped = cancelled or threading.Event()
     if isinstance(source, FolderSource) and Path(source.url).resolve() == folder.resolve():
@@ -57,7 +58,8 @@ def download(
             work = _Download(manifest, folder, mark, force=force)
             work.accept(opened, stopped)
             fetch_assets(manifest, source, folder)
-            work.unpublish()
+            if not work.arrival.complete:
+                (folder / MANIFEST_NAME).unlink(missing_ok=True)
             if progress is not None:
                 progress(work.arrival.landed_bytes, manifest.total_bytes)
             stats = fetch(
@@ -70,10 +72,7 @@ def download(
             (folder / MARK_NAME).unlink()
             return stats
     except OSError as error:
-        raise CacheError(
-            f"{error.filename or folder} cannot be written: {error.strerror or error}.",
-            remedy="Make room, mend the folder's permissions, or name another one.",
-        ) from error
+        raise cannot_write(Path(error.filename or folder), error) from error
 
 
 class _Download:
@@ -95,9 +94,8 @@ class _Download:
     def accept(self, opened: ExitStack, cancelled: threading.Event) -> None:
         """Open the files at full size and land the chunks that fit. Nothing changes before the checks."""
         if self._other and not self._force:
-            raise CacheError(
-                f"{self._folder} holds the manifest of another snapshot ({self._other}).", remedy=_ELSEWHERE
-            )
+            fault = f"{self._folder} holds the manifest of another snapshot ({self._other})."
+            raise CacheError(fault, remedy=_ELSEWHERE)
         foreign = self._foreign_files()
         self._check_room(foreign)
         paths = [self._folder / shard.name for shard in self.manifest.shards]
@@ -115,11 +113,6 @@ class _Download:
                 self._write_mark()
             undo.pop_all()
 
-    def unpublish(self) -> None:
-        """Remove the snapshot's own manifest if chunks are missing."""
-        if not self.arrival.complete and self._present is not None:
-            (self._folder / MANIFEST_NAME).unlink()
-
     def _write_mark(self) -> None:
         digest = self.manifest.digest.encode()
         if os.pread(self._mark, _MARK_BYTES, 0) != digest:
@@ -130,11 +123,11 @@ class _Download:
     def _foreign_files(self) -> Sequence[Path]:
         """The files that have a name of the snapshot's and cannot be a beginning of it."""
         found = []
-        for name, size_bytes in file_sizes(self.manifest).items():
-            path = self._folder / name
+        for file in self.manifest.files:
+            path = self._folder / file.name
             if not path.parent.resolve().is_relative_to(self._folder.resolve()):
                 raise CacheError(f"{path} leads out of the folder by a link.", remedy="Remove the link.")
-            if (fault := self._fault(path, size_bytes)) and not self._force:
+            if (fault := self._fault(path, file.size_bytes)) and not self._force:
                 raise CacheError(f"{path} is not the snapshot's: {fault}.", remedy=_ELSEWHERE)
             # Never write into an inode that may be mapped elsewhere: a finetune's file has the same size.
             if fault or (self._force and not self._known and path.is_file()):
@@ -155,17 +148,14 @@ class _Download:
 
     def _check_room(self, foreign: Sequence[Path]) -> None:
         needed_bytes = 0
-        for name, size_bytes in file_sizes(self.manifest).items():
-            path = self._folder / name
-            held_bytes = allocated_bytes(path.lstat()) if path.is_file() else 0
+        for file in self.manifest.files:
+            path = self._folder / file.name
+            missing_bytes = file.size_bytes - (allocated_bytes(path.lstat()) if path.is_file() else 0)
             # A foreign file is removed, which frees its bytes.
-            needed_bytes += size_bytes - held_bytes if path in foreign else max(0, size_bytes - held_bytes)
-        status = os.statvfs(self._folder)
-        if needed_bytes > (free_bytes := status.f_bavail * status.f_frsize):
-            raise CacheError(
-                f"{self._folder} has {free_bytes} bytes free, and {needed_bytes} are still to come.",
-                remedy="Make room, or name a folder on another disk.",
-            )
+            needed_bytes += missing_bytes if path in foreign else max(0, missing_bytes)
+        if needed_bytes > (free_bytes := shutil.disk_usage(self._folder).free):
+            fault = f"{self._folder} has {free_bytes} bytes free, and {needed_bytes} are still to come."
+            raise CacheError(fault, remedy="Make room, or name a folder on another disk.")
 
     def _open(self, shard: Shard, opened: ExitStack, undo: ExitStack) -> bool:
         """Open one shard's file at full size. Return True if it had bytes."""
@@ -187,13 +177,10 @@ class _Download:
         if cancelled.is_set():
             raise Cancelled("The download was cancelled.")
         for index, shard in enumerate(self.manifest.shards):
-            if not held[index] or not shard.size_bytes:
-                continue
-            if not self.arrival.has(*self.arrival.chunks.covering(index, 0, shard.size_bytes)):
-                raise CacheError(
-                    f"{self._folder / shard.name} is not the snapshot's: it has its size and other bytes.",
-                    remedy=_ELSEWHERE,
-                )
+            chunks = self.arrival.chunks.covering(index, 0, shard.size_bytes)
+            if held[index] and shard.size_bytes and not self.arrival.has(*chunks):
+                path = self._folder / shard.name
+                raise CacheError(f"{path} is not the snapshot's: it has other bytes.", remedy=_ELSEWHERE)
 
 
 @contextmanager
@@ -203,9 +190,8 @@ def _mark(folder: Path) -> Iterator[int]:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
         if not try_lock(descriptor, exclusive=True) or not is_at(descriptor, path):
-            raise CacheError(
-                f"Another pull into {folder} is running.", remedy="Wait for it, or name another folder."
-            )
+            fault = f"Another pull into {folder} is running."
+            raise CacheError(fault, remedy="Wait for it, or name another folder.")
         try:
             yield descriptor
         except BaseException:

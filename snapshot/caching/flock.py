@@ -10,6 +10,8 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ...errors import CacheError
@@ -26,28 +28,33 @@ def try_lock(descriptor: int, *, exclusive: bool) -> bool:
     return True
 
 
-def lock(descriptor: int, path: Path, *, timeout_s: float = LOCK_TIMEOUT_S) -> None:
-    """Lock the open file exclusively; CacheError naming `path` if its holder does not release it in time."""
-    if try_lock(descriptor, exclusive=True):
-        return
-    # flock has no timeout, so a thread waits for it. A thread that waits in vain ends with the holder: the
-    # kernel keeps the open file for it, and releases the lock at once, as nothing else has the file open by
-    # then.
+@contextmanager
+def locked_file(path: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[int]:
+    """Open, or make, file `path` and lock it exclusively. CacheError if its holder keeps it for too long."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        if not try_lock(descriptor, exclusive=True):
+            _wait_for_lock(descriptor, path, timeout_s)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _wait_for_lock(descriptor: int, path: Path, timeout_s: float) -> None:
+    # flock has no timeout, so a thread waits for it. One that waits in vain ends with the holder: the kernel
+    # keeps the open file for it, and releases the lock at once, as nothing else has the file open by then.
     waiter = threading.Thread(target=fcntl.flock, args=(descriptor, fcntl.LOCK_EX), daemon=True)
     waiter.start()
     waiter.join(timeout_s)
     if waiter.is_alive():
-        raise CacheError(
-            f"{path} stayed locked for {timeout_s:.0f} s.",
-            remedy="See with `lslocks` which process holds it, and whether that is stopped.",
-        )
+        remedy = "See with `lslocks` which process holds it, and whether that is stopped."
+        raise CacheError(f"{path} stayed locked for {timeout_s:.0f} s.", remedy=remedy)
 
 
 class Hold:
     """A shared lock on a folder, which protects it from eviction. Released with the last reference.
 
-    Mapped memory keeps a reference, so tensors protect their files for as long as they live. A forked child
-    shares the lock until it exits or closes the descriptor.
+    Mapped memory keeps a reference, so tensors protect their files for as long as they live.
     """
 
     def __init__(self, descriptor: int) -> None:

@@ -17,7 +17,6 @@ import struct
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 
 from ...errors import LinkError, PilotflameError
 from ..fetching.arrival import Arrival
@@ -31,14 +30,6 @@ _MESSAGE_BYTES = 64 << 10
 _DEMAND = struct.Struct("!II")
 _BACKLOG = 128
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
-
-
-@dataclass(slots=True, eq=False)
-class _Follower:
-    """A follower's connection. `sent`: how many of the landed chunks it was told."""
-
-    socket: socket.socket
-    sent: int = 0
 
 
 class Feed:
@@ -55,14 +46,16 @@ class Feed:
         except OSError:
             self._listener.close()
             raise
-        self._lock = threading.Lock()
         self._landed: list[int] = []
         self._end: bytes | None = None
         self._awake, self._waker = socket.socketpair()
-        for end in (self._listener, self._awake, self._waker):
-            end.setblocking(False)
         self._selector = selectors.DefaultSelector()
-        self._followers: list[_Follower] = []
+        for end in (self._listener, self._awake):
+            end.setblocking(False)
+            self._selector.register(end, _READ)
+        self._waker.setblocking(False)
+        self._followers: dict[socket.socket, int] = {}
+        """How many of the landed chunks each follower was told."""
         arrival.on_land(self._on_land)
         self._thread = threading.Thread(target=self._run, name="snapshot-feed", daemon=True)
         self._thread.start()
@@ -77,8 +70,8 @@ class Feed:
             end.close()
 
     def _on_land(self, chunk: int) -> None:
-        with self._lock:
-            self._landed.append(chunk)
+        # Appending to a list, and slicing it, are atomic.
+        self._landed.append(chunk)
         if self._end is None:
             self._wake()
 
@@ -89,12 +82,10 @@ class Feed:
 
     def _run(self) -> None:
         with self._selector as selector:
-            selector.register(self._listener, _READ)
-            selector.register(self._awake, _READ)
             while self._end is None:
                 for key, events in selector.select():
                     if key.fileobj is self._awake:
-                        self._drain()
+                        self._awake.recv(4096)
                     elif key.fileobj is self._listener:
                         self._accept()
                     elif events & _READ:
@@ -103,22 +94,17 @@ class Feed:
                     self._send_pending(follower)
         self._finish()
 
-    def _drain(self) -> None:
-        with suppress(BlockingIOError):
-            while self._awake.recv(4096):
-                pass
-
     def _accept(self) -> None:
         # Out of descriptors, a follower is not accepted; it learns the end from the closed connection.
         with suppress(OSError):
-            follower = _Follower(self._listener.accept()[0])
-            follower.socket.setblocking(False)
-            self._followers.append(follower)
-            self._selector.register(follower.socket, _READ, follower)
+            follower = self._listener.accept()[0]
+            follower.setblocking(False)
+            self._followers[follower] = 0
+            self._selector.register(follower, _READ, follower)
 
-    def _read_demand(self, follower: _Follower) -> None:
+    def _read_demand(self, follower: socket.socket) -> None:
         try:
-            demand = follower.socket.recv(_DEMAND.size)
+            demand = follower.recv(_DEMAND.size)
         except BlockingIOError:
             return
         except OSError:
@@ -130,45 +116,40 @@ class Feed:
         if first <= last < self._arrival.count:
             self._arrival.demand(first, last)
 
-    def _send_pending(self, follower: _Follower) -> None:
+    def _send_pending(self, follower: socket.socket) -> None:
         """Send what the follower's socket takes now, and the rest when it is writable."""
-        events = _READ
         try:
             self._send_landed(follower)
+            self._selector.modify(follower, _READ, follower)
         except BlockingIOError:
-            events = _READ | _WRITE
+            self._selector.modify(follower, _READ | _WRITE, follower)
         except OSError:
             self._drop(follower)
-            return
-        self._selector.modify(follower.socket, events, follower)
 
-    def _send_landed(self, follower: _Follower) -> None:
-        while True:
-            with self._lock:
-                chunks = self._landed[follower.sent : follower.sent + _NUMBERS_PER_MESSAGE]
-            if not chunks:
-                return
-            follower.socket.send(LANDED + struct.pack(f"!{len(chunks)}I", *chunks))
-            follower.sent += len(chunks)
+    def _send_landed(self, follower: socket.socket) -> None:
+        sent = self._followers[follower]
+        while chunks := self._landed[sent : sent + _NUMBERS_PER_MESSAGE]:
+            follower.send(LANDED + struct.pack(f"!{len(chunks)}I", *chunks))
+            self._followers[follower] = sent = sent + len(chunks)
 
-    def _drop(self, follower: _Follower) -> None:
-        self._selector.unregister(follower.socket)
-        follower.socket.close()
-        self._followers.remove(follower)
+    def _drop(self, follower: socket.socket) -> None:
+        self._selector.unregister(follower)
+        del self._followers[follower]
+        follower.close()
 
     def _finish(self) -> None:
         """Send the last chunks and the end, also to followers that are not accepted yet."""
         with suppress(OSError):
             while True:
-                self._followers.append(_Follower(self._listener.accept()[0]))
+                self._followers[self._listener.accept()[0]] = 0
         deadline_s = time.monotonic() + END_TIMEOUT_S
         for follower in self._followers:
-            follower.socket.settimeout(max(0.001, deadline_s - time.monotonic()))
+            follower.settimeout(max(0.001, deadline_s - time.monotonic()))
             with suppress(OSError):
                 if self._end:
                     self._send_landed(follower)
-                    follower.socket.send(self._end)
-            follower.socket.close()
+                    follower.send(self._end)
+            follower.close()
 
 
 class Following:
@@ -189,13 +170,16 @@ class Following:
         Raise the error that the fetch failed with.
         """
         try:
-            while message := self._receive():
+            while message := self._socket.recv(_MESSAGE_BYTES):
                 if message[:1] == ENDED:
-                    _raise_wire(message[1:])
+                    if wire := json.loads(message[1:]):
+                        raise PilotflameError.from_wire(wire)
                     arrival.land_all()
                     return True
                 for chunk in _numbers(message, arrival.count):
                     arrival.land(chunk)
+        except ConnectionError:
+            return False
         finally:
             self.close()
         return False
@@ -213,12 +197,6 @@ class Following:
     def close(self) -> None:
         self._socket.close()
 
-    def _receive(self) -> bytes:
-        try:
-            return self._socket.recv(_MESSAGE_BYTES)
-        except ConnectionError:
-            return b""
-
 
 def _socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -235,16 +213,9 @@ def _unlink_socket(folder: int) -> None:
 
 def _wire(error: PilotflameError | None) -> bytes:
     wire = {} if error is None else error.to_wire()
-    text = json.dumps(wire).encode()
-    if len(text) < _MESSAGE_BYTES:
+    if len(text := json.dumps(wire).encode()) < _MESSAGE_BYTES:
         return text
     return json.dumps({**wire, "message": str(wire["message"])[:4096], "details": {}}).encode()
-
-
-def _raise_wire(text: bytes) -> None:
-    wire = json.loads(text)
-    if wire:
-        raise PilotflameError.from_wire(wire)
 
 
 def _numbers(message: bytes, count: int) -> tuple[int, ...]:
@@ -254,7 +225,5 @@ def _numbers(message: bytes, count: int) -> tuple[int, ...]:
         raise LinkError("The process that fetches the snapshot sent a malformed message.")
     numbers = struct.unpack(f"!{len(body) // 4}I", body)
     if any(number >= count for number in numbers):
-        raise LinkError(
-            "The process that fetches the snapshot announced a chunk that the snapshot does not have."
-        )
+        raise LinkError("The process that fetches the snapshot announced a chunk that it does not have.")
     return numbers

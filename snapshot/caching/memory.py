@@ -43,11 +43,10 @@ def prepare(root: Path, size_bytes: int) -> bool:
 
 def is_ours(root: Path) -> bool:
     """Return True if only this user can write to folder `root`: in shared memory any user may make it."""
-    try:
+    with suppress(OSError):
         status = root.lstat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
+        return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
+    return False
 
 
 def mount(folder: Path, size_bytes: int) -> bool:
@@ -76,8 +75,7 @@ def give_back(root: Path) -> None:
 def sweep(roots: Iterable[Path], own: Path) -> None:
     """Give back the empty roots that killed processes left, except `own`.
 
-    A young root is kept: another process may have just made it. The kernel keeps a mount that is in use; a
-    process that finds its root gone makes it anew.
+    A young root is kept: another process may have just made it. The kernel keeps a mount that is in use.
     """
     before_s = time.time() - LEFT_AFTER_S
     for root in roots:

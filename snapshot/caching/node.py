@@ -7,11 +7,11 @@ import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 from ...errors import CacheError, SourceDenied
 from ..format.manifest import Manifest
 from ..sources.ranged import Ranged
-from ..sources.source import Connection, ObjectInfo
 from .cache import Cache, Lease
 from .memory import SHARED_MEMORY, give_back, is_ours, prepare, sweep
 from .tier import Tier
@@ -26,11 +26,10 @@ def node_cache(folder: Path) -> Cache:
 
     Budgets are taken from the machine: a quarter of its memory, four fifths of what the disk could give.
     """
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    own = _memory_root(folder)
+    disk, own = _disk_tier(folder), _memory_root(folder)
     sweep(SHARED_MEMORY.glob(f"{_MEMORY_PREFIX}{os.getuid()}-*"), own)
     # A disk that cannot be written to can still be read.
-    with suppress(OSError, CacheError), _disk_tier(folder).locked():
+    with suppress(OSError, CacheError), disk.locked():
         prepare(own, _memory_budget_bytes())
     tiers = node_tiers(folder)
     for tier in tiers:
@@ -67,14 +66,12 @@ def release_memory(cache: Cache) -> None:
     """Give back the memory of snapshots that are not in use and are on the disk too."""
     disks = [tier for tier in cache.tiers if tier.kind == "disk"]
     on_disk = {stored.digest for tier in disks for stored in tier.list() if stored.ready}
-    for tier in cache.tiers:
-        if tier.kind == "tmpfs":
-            for stored in tier.list():
-                if stored.digest in on_disk:
-                    # CacheError: it is in use.
-                    with suppress(CacheError):
-                        tier.evict(stored.digest)
-            tier.release()
+    for tier in (tier for tier in cache.tiers if tier.kind == "tmpfs"):
+        for digest in on_disk:
+            # CacheError: it is in use.
+            with suppress(CacheError):
+                tier.evict(digest)
+        tier.release()
     for tier in disks:
         # With the lock held, no other process prepares the root meanwhile.
         with suppress(OSError, CacheError), tier.locked():
@@ -92,14 +89,9 @@ class _NoSource(Ranged):
 
     url = "the node's fetcher"
 
-    def stat(self, name: str) -> ObjectInfo:
-        raise self._gone(name)
+    def stat(self, name: str) -> NoReturn:
+        fault = f"{name} is not on this node, and the process that was to fetch it has gone."
+        raise SourceDenied(fault, remedy="Try again: the next activation fetches what is missing.")
 
-    def connect(self) -> Connection:
-        raise self._gone("the snapshot")
-
-    def _gone(self, name: str) -> SourceDenied:
-        return SourceDenied(
-            f"{name} is not on this node, and the process that was to fetch it has gone.",
-            remedy="Try again: the next activation fetches what is missing.",
-        )
+    def connect(self) -> NoReturn:
+        self.stat("The snapshot")

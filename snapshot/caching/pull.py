@@ -22,9 +22,9 @@ from ..fetching.assets import fetch_assets
 from ..fetching.fetch import FetchStats, fetch
 from ..fetching.landing import ShardTarget, land_existing
 from ..format.manifest import MANIFEST_NAME, Manifest
-from ..publish import sync
+from ..publish import cannot_write, sync
 from ..sources.source import Source
-from .flock import Hold, hold, lock, try_lock
+from .flock import Hold, hold, locked_file, try_lock
 from .follow import Feed, Following
 from .memory import has_huge_pages
 from .stored import is_whole, sync_files
@@ -58,7 +58,8 @@ class Pull:
         """The figures of the fetch, if this pull fetched."""
         self._digest, self._manifest, self._source = digest, manifest, source
         self._error: PilotflameError | None = None
-        self._hold: Hold | None = None
+        self.hold: Hold | None = None
+        """Protects the files from eviction; None once this is closed."""
         self._cancelled = threading.Event()
         self._over = threading.Event()
         self._role: _Fetching | Following | None = None
@@ -67,28 +68,18 @@ class Pull:
             fetch_assets(manifest, source, self.files)
         except BaseException as error:
             self._drop_role(None, dropped=True)
-            self._hold = None
-            if not isinstance(error, OSError):
-                raise
-            raise CacheError(
-                f"{error.filename or tier.root} cannot be written: {error.strerror}.",
-                remedy=f"Make room or mend the permissions of {tier.root}, or put the cache elsewhere.",
-            ) from error
+            self.hold = None
+            if isinstance(error, OSError):
+                raise cannot_write(Path(error.filename or tier.root), error) from error
+            raise
         self.arrival.on_demand(self._demand)
-        self._on_published: Callable[[], None] | None = None
-        self._thread = threading.Thread(target=self._run, name="snapshot-pull", daemon=True)
 
-    def start(self, on_published: Callable[[], None] | None = None) -> None:
+    def start(self, on_published: Callable[[], None]) -> None:
         """Start the thread that brings the shards; it calls `on_published` once all is published."""
-        self._on_published = on_published
+        self._thread = threading.Thread(
+            target=self._run, args=(on_published,), name="snapshot-pull", daemon=True
+        )
         self._thread.start()
-
-    @property
-    def hold(self) -> Hold:
-        """A reference to this protects the files from eviction."""
-        if self._hold is None:
-            raise _closed()
-        return self._hold
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until all is published. Raise what prevented it, or SourceUnavailable in time."""
@@ -100,14 +91,13 @@ class Pull:
     def close(self) -> None:
         """Stop fetching or following. Landed chunks stay; a follower continues from there."""
         self._cancelled.set()
-        role = self._role
-        if isinstance(role, Following):
+        if isinstance(role := self._role, Following):
             role.cancel()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(CLOSE_TIMEOUT_S)
         if self._over.is_set():
             # Released here: listeners and arrival refer to each other, so garbage collection may be late.
-            self._hold = None
+            self.hold = None
 
     # -- the role
 
@@ -120,35 +110,25 @@ class Pull:
                 new = not folder.is_dir()
                 if new:
                     self.tier.make_room(self._digest, self._manifest)
-                self._hold = self._hold or hold(folder)
-                if self._hold is None:
+                self.hold = self.hold or hold(folder)
+                if self.hold is None:
                     raise CacheError(f"{folder} was removed while it was opened.", remedy="Try again.")
                 descriptor = os.open(folder / "fetching", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 undo.callback(os.close, descriptor)
                 if try_lock(descriptor, exclusive=True):
-                    role = self._start_fetching(descriptor, new=new)
-                    if role is not None:
-                        undo.pop_all()
+                    if is_whole(self.files, self._manifest):
+                        return None
+                    (self.files / MANIFEST_NAME).unlink(missing_ok=True)
+                    if not new:
+                        self.tier.make_room(self._digest, self._manifest)
+                    role = _Fetching(descriptor, Feed(self.hold.descriptor, self.arrival), new)
+                    undo.pop_all()
                     return role
                 with suppress(ConnectionError, FileNotFoundError):
-                    return Following(self._hold.descriptor)
-            self._wait_for_lock(folder / "fetching", deadline_s - time.monotonic())
-
-    def _start_fetching(self, descriptor: int, *, new: bool) -> _Fetching | None:
-        if is_whole(self.files, self._manifest):
-            return None
-        (self.files / MANIFEST_NAME).unlink(missing_ok=True)
-        if not new:
-            self.tier.make_room(self._digest, self._manifest)
-        return _Fetching(descriptor, Feed(self.hold.descriptor, self.arrival), new)
-
-    def _wait_for_lock(self, path: Path, timeout_s: float) -> None:
-        """There is no feed, but the lock is held: by a process that is just ending."""
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            lock(descriptor, path, timeout_s=max(0.0, timeout_s))
-        finally:
-            os.close(descriptor)
+                    return Following(self.hold.descriptor)
+            # There is no feed, but the lock is held: by a process that is just ending.
+            with locked_file(folder / "fetching", max(0.0, deadline_s - time.monotonic())):
+                pass
 
     def _drop_role(self, error: PilotflameError | None, *, dropped: bool = False) -> None:
         """End fetching or following. `error` and `dropped` are for the followers (see Feed.close)."""
@@ -160,40 +140,35 @@ class Pull:
             role.close()
 
     def _demand(self, first: int, last: int) -> None:
-        role = self._role
-        if isinstance(role, Following):
+        if isinstance(role := self._role, Following):
             role.demand(first, last)
 
     # -- the thread
 
-    def _run(self) -> None:
+    def _run(self, on_published: Callable[[], None]) -> None:
         try:
             while not self._play_role():
                 self._role = self._take_role()
         except PilotflameError as error:
             self._fail(error)
         except OSError as error:
-            self._fail(
-                CacheError(f"{self.files}: {error.strerror}.", remedy="Check the disk and its folder.")
-            )
+            self._fail(cannot_write(self.files, error))
         except BaseException as error:
             self._fail(CacheError(f"The pull of {self._digest} broke off: {error!r}.", remedy="Try again."))
             raise
         else:
             self._over.set()
-            if self._on_published is not None:
-                self._on_published()
+            on_published()
         finally:
             self._drop_role(None, dropped=True)
             self._over.set()
             if self._cancelled.is_set():
-                self._hold = None
+                self.hold = None
 
     def _fail(self, error: PilotflameError) -> None:
         self._error = error
         # A follower may have better credentials than this pull.
-        dropped = self._cancelled.is_set() or isinstance(error, SourceDenied)
-        self._drop_role(error, dropped=dropped)
+        self._drop_role(error, dropped=self._cancelled.is_set() or isinstance(error, SourceDenied))
         self.arrival.fail(error)
 
     def _play_role(self) -> bool:
@@ -201,7 +176,8 @@ class Pull:
         role = self._role
         # Checked after the role was taken: `close` sets the event first, then cancels the role.
         if self._cancelled.is_set():
-            raise _closed()
+            remedy = "Open it again: what has arrived is kept."
+            raise CacheError("The snapshot was closed before all of it had arrived.", remedy=remedy)
         if isinstance(role, Following):
             return role.run(self.arrival)
         if isinstance(role, _Fetching):
@@ -218,8 +194,6 @@ class Pull:
             if not new:
                 land_existing(self._manifest, targets, self.arrival, self._cancelled)
             self.stats = fetch(self._manifest, self._source, targets, self.arrival, cancelled=self._cancelled)
-        if not self.arrival.complete:
-            raise _closed()
 
     def _target(self, name: str, opened: ExitStack, *, huge: bool) -> ShardTarget:
         descriptor = os.open(self.files / name, os.O_RDWR | os.O_CLOEXEC)
@@ -239,16 +213,9 @@ class Pull:
             rest.unlink()
         if self.tier.kind == "disk":
             sync_files(self.files, self._manifest)
-            for folder in (self.files.parent, self.files.parent.parent):
-                sync(folder)
+            sync(self.files.parent)
+            sync(self.files.parent.parent)
         self._manifest.write(self.files / MANIFEST_NAME)
-
-
-def _closed() -> CacheError:
-    return CacheError(
-        "The snapshot was closed before all of it had arrived.",
-        remedy="Open it again: what has arrived is kept.",
-    )
 
 
 def _unmap(memory: memoryview) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import threading
 from pathlib import Path
 from uuid import uuid4
 
@@ -24,8 +23,7 @@ class Spares:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._mapped: dict[tuple[int, int], mmap.mmap] = {}
-        self._lock = threading.Lock()
+        self._mapped: dict[tuple[int, int], memoryview] = {}
 
     def files(self) -> list[tuple[int, Path]]:
         """Bytes and path of every spare, the largest first."""
@@ -57,42 +55,26 @@ class Spares:
         while files and left_bytes > limit_bytes:
             size_bytes, path = files.pop()
             left_bytes -= size_bytes
-            with self._lock:
-                self._mapped.pop(_key(path.stat()), None)
+            self._mapped.pop(_key(path.stat()), None)
             path.unlink()
 
     def map_ahead(self) -> None:
         """Map the spares in this process now, so that the next fetch need not."""
         for _, path in self.files():
             with path.open("r+b") as stream:
-                memory = _map_whole(stream.fileno())
-                if memory is not None:
-                    with self._lock:
-                        self._mapped[_key(os.fstat(stream.fileno()))] = memory
+                if (memory := self.map_pages(stream.fileno())) is not None:
+                    self._mapped[_key(os.fstat(stream.fileno()))] = memory
 
     def map_pages(self, descriptor: int) -> memoryview | None:
-        """Map the open file shared, with all pages present and in the page tables; None if it has holes.
-
-        Writing through a hole of a full tmpfs would kill the process (SIGBUS), where pwrite fails with
-        ENOSPC.
-        """
+        """Map the open file shared, with all pages present and in the page tables; None if it has holes."""
+        # Writing through a hole of a full tmpfs would kill the process (SIGBUS); pwrite fails with ENOSPC.
         status = os.fstat(descriptor)
-        with self._lock:
-            memory = self._mapped.pop(_key(status), None)
-        if memory is None or len(memory) != status.st_size or not _has_all_pages(status):
-            memory = _map_whole(descriptor)
-        return None if memory is None else memoryview(memory)
-
-
-def _map_whole(descriptor: int) -> mmap.mmap | None:
-    status = os.fstat(descriptor)
-    if not _has_all_pages(status):
-        return None
-    return mmap.mmap(descriptor, status.st_size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-
-
-def _has_all_pages(status: os.stat_result) -> bool:
-    return 0 < status.st_size <= allocated_bytes(status)
+        memory = self._mapped.pop(_key(status), None)
+        if not 0 < status.st_size <= allocated_bytes(status):
+            return None
+        if memory is not None and len(memory) == status.st_size:
+            return memory
+        return memoryview(mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))
 
 
 def _key(status: os.stat_result) -> tuple[int, int]:

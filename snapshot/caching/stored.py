@@ -11,9 +11,6 @@ from pathlib import Path
 from ..format.manifest import MANIFEST_NAME, Manifest
 from ..publish import sync
 
-# The unit of st_blocks, whatever the file system's own blocks are.
-_BLOCK_BYTES = 512
-
 
 @dataclass(frozen=True, slots=True)
 class Stored:
@@ -34,7 +31,8 @@ class Stored:
 
 def allocated_bytes(status: os.stat_result) -> int:
     """What the file system has allocated for a file: without holes."""
-    return status.st_blocks * _BLOCK_BYTES
+    # The unit of st_blocks, whatever the file system's own blocks are.
+    return status.st_blocks * 512
 
 
 def read_stored(folder: Path) -> Stored:
@@ -56,22 +54,11 @@ def read_stored(folder: Path) -> Stored:
     )
 
 
-def needed_bytes(manifest: Manifest) -> int:
-    """What a snapshot takes of a budget: shards and assets, not its manifest."""
-    return sum(file_sizes(manifest).values())
-
-
-def file_sizes(manifest: Manifest) -> dict[str, int]:
-    """Name and bytes of every shard and asset."""
-    sizes = {shard.name: shard.size_bytes for shard in manifest.shards}
-    return sizes | {asset.name: asset.size_bytes for asset in manifest.assets}
-
-
 def is_whole(files: Path, manifest: Manifest) -> bool:
     """Return True if a snapshot was published in folder `files`, and its files have their sizes."""
     try:
         return (files / MANIFEST_NAME).is_file() and all(
-            (files / name).stat().st_size == size_bytes for name, size_bytes in file_sizes(manifest).items()
+            (files / file.name).stat().st_size == file.size_bytes for file in manifest.files
         )
     except (FileNotFoundError, NotADirectoryError):
         return False
@@ -79,7 +66,7 @@ def is_whole(files: Path, manifest: Manifest) -> bool:
 
 def sync_files(files: Path, manifest: Manifest) -> None:
     """Sync the shards and assets in folder `files`, then `files` and the folders in it."""
-    paths = [files / name for name in file_sizes(manifest)]
+    paths = [files / file.name for file in manifest.files]
     folders = {folder for path in paths for folder in path.parents if folder.is_relative_to(files)}
     for path in (*paths, *folders):
         sync(path)

@@ -19,21 +19,23 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 from uuid import uuid4
 
 from ...errors import CacheError
 from ..format.manifest import MANIFEST_NAME, Manifest
-from .flock import LOCK_TIMEOUT_S, Hold, hold, is_at, lock, lock_folder
+from .flock import LOCK_TIMEOUT_S, Hold, hold, is_at, lock_folder, locked_file
 from .spare import Spares
-from .stored import Stored, is_whole, needed_bytes, read_stored
+from .stored import Stored, is_whole, read_stored
 
 STALE_AFTER_S = 86_400.0
 SWEEP_TIMEOUT_S = 1.0
 LEAST_SPARE_BYTES = 64 << 10
 
 
+@dataclass(eq=False)
 class Tier:
     """Snapshots under folder `root`, at most `budget_bytes` of shards and spare files.
 
@@ -41,14 +43,13 @@ class Tier:
     are kept for their pages. "disk": a snapshot is published only once it is on the disk.
     """
 
-    def __init__(
-        self, root: Path, budget_bytes: int, kind: Literal["tmpfs", "disk"] = "disk", *, spare_bytes: int = 0
-    ) -> None:
-        self.root = root
-        self.budget_bytes = budget_bytes
-        self.kind = kind
-        self.spare_bytes = spare_bytes if kind == "tmpfs" else 0
-        self.spares = Spares(root / "spare")
+    root: Path
+    budget_bytes: int
+    kind: Literal["tmpfs", "disk"] = "disk"
+    spare_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.spares = Spares(self.root / "spare")
 
     def folder(self, digest: str) -> Path:
         return self.root / "snapshots" / digest
@@ -68,15 +69,11 @@ class Tier:
         path = self.root / "lock"
         while True:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                lock(descriptor, path, timeout_s=timeout_s)
+            with locked_file(path, timeout_s) as descriptor:
                 # The file may have been removed while this waited for it.
                 if is_at(descriptor, path):
                     yield
                     return
-            finally:
-                os.close(descriptor)
 
     def ready(self, digest: str, manifest: Manifest) -> Hold | None:
         """Protect a published snapshot from eviction; None if it is not here, or not whole."""
@@ -84,8 +81,7 @@ class Tier:
         try:
             held = hold(folder)
             if held is None and folder.is_dir():
-                # Something checks whether it may be evicted. That happens with the tier locked: wait for the
-                # lock.
+                # It is being checked for eviction, with the tier locked: wait for the lock.
                 with self.locked():
                     held = hold(folder)
             if held is None or not is_whole(folder / "files", manifest):
@@ -93,11 +89,9 @@ class Tier:
         except OSError:
             # The error is raised when a snapshot is stored here.
             return None
-        # A cache that cannot be written to can be read. time_ns is finer than the kernel's own clock for
-        # files.
+        # A cache that cannot be written to can be read. time_ns is finer than the kernel's clock for files.
         with suppress(OSError):
-            now_ns = time.time_ns()
-            os.utime(held.descriptor, ns=(now_ns, now_ns))
+            os.utime(held.descriptor, ns=(time.time_ns(),) * 2)
         return held
 
     def list(self) -> Sequence[Stored]:
@@ -118,12 +112,10 @@ class Tier:
 
         CacheError or OSError if that fails; nothing was evicted in vain then, and no new folder stays behind.
         """
-        size_bytes, folder = needed_bytes(manifest), self.folder(digest)
+        size_bytes, folder = manifest.total_bytes + manifest.assets_bytes, self.folder(digest)
         if size_bytes > self.budget_bytes:
-            raise CacheError(
-                f"{self.root} takes {self.budget_bytes} bytes, the snapshot has {size_bytes}.",
-                remedy="Give the tier a larger budget.",
-            )
+            fault = f"{self.root} takes {self.budget_bytes} bytes, the snapshot has {size_bytes}."
+            raise CacheError(fault, remedy="Give the tier a larger budget.")
         new = not folder.is_dir()
         self._free(digest, size_bytes)
         try:
@@ -137,31 +129,27 @@ class Tier:
         finally:
             self._trim(digest, size_bytes)
 
-    def evict(self, digest: str) -> bool:
-        """Drop a snapshot. Return True if it was here; CacheError if it is in use."""
+    def evict(self, digest: str) -> None:
+        """Drop a snapshot if it is here; CacheError if it is in use."""
         folder = self.folder(digest)
         if not folder.is_dir():
-            return False
+            return
         with self.locked():
             descriptor = lock_folder(folder, exclusive=True)
-            if descriptor is None and folder.is_dir():
-                raise CacheError(
-                    f"Snapshot {digest} in {self.root} is in use.",
-                    remedy="Stop the workers that have it mapped, or the fetch of it.",
-                )
-            if descriptor is None:
-                return False
-            self._discard([(folder, descriptor)])
-            self._trim()
-            self.spares.map_ahead()
-        return True
+            if descriptor is not None:
+                self._discard([(folder, descriptor)])
+                self._trim()
+                self.spares.map_ahead()
+            elif folder.is_dir():
+                remedy = "Stop the workers that have it mapped, or the fetch of it."
+                raise CacheError(f"Snapshot {digest} in {self.root} is in use.", remedy=remedy)
 
     def release(self) -> None:
         """Delete the spare files, and the tier's folders if they hold no snapshots."""
         with suppress(OSError), self.locked():
             self.spares.trim(0)
             for name in ("snapshots", "trash", "spare"):
-                if (self.root / name).is_dir():
+                with suppress(FileNotFoundError):
                     (self.root / name).rmdir()
             (self.root / "lock").unlink()
             self.root.rmdir()
@@ -205,47 +193,45 @@ class Tier:
 
     def _available_bytes(self, stored: Sequence[Stored]) -> int:
         """What the file system can still give: free or in spare files, less what `stored` will still take."""
-        existing = next(path for path in (self.root, *self.root.parents) if path.exists())
-        status = os.statvfs(existing)
-        outstanding_bytes = sum(item.outstanding_bytes for item in stored)
-        return status.f_bavail * status.f_frsize + self.spares.total_bytes() - outstanding_bytes
+        free_bytes = shutil.disk_usage(self.root).free
+        return free_bytes + self.spares.total_bytes() - sum(item.outstanding_bytes for item in stored)
 
     def _full(self, size_bytes: int, over_bytes: int) -> CacheError:
         if over_bytes > 0:
-            return CacheError(
-                f"{self.root} is full: its budget is {self.budget_bytes} bytes, the snapshot has "
-                f"{size_bytes}, and {over_bytes} too many are in use.",
-                remedy="Give the tier a larger budget, or stop workers that have snapshots mapped.",
-            )
-        return CacheError(
-            f"The file system of {self.root} has too few bytes free for a snapshot of {size_bytes}.",
-            remedy="Make room on it, or put the cache elsewhere.",
-        )
+            fault = f"{self.root} is full: of {self.budget_bytes} bytes, {over_bytes} too many are in use."
+            return CacheError(fault, remedy="Give it a larger budget, or stop workers that map snapshots.")
+        fault = f"The file system of {self.root} has too few bytes free for a snapshot of {size_bytes}."
+        return CacheError(fault, remedy="Make room on it, or put the cache elsewhere.")
 
     def _discard(self, folders: Sequence[tuple[Path, int]]) -> None:
         """Remove snapshots that are locked exclusively by these descriptors, and close them.
 
         Renamed first, so that a kill in between leaves nothing half evicted that looks like a snapshot.
         """
-        trash = self.root / "trash"
         for folder, descriptor in folders:
-            trash.mkdir(exist_ok=True)
-            gone = trash / uuid4().hex
+            gone = self.root / "trash" / uuid4().hex
+            gone.parent.mkdir(exist_ok=True)
             try:
                 folder.rename(gone)
             finally:
                 os.close(descriptor)
             if self.kind == "tmpfs":
-                for file in _large_files(gone / "files"):
-                    self.spares.put(file)
+                for file in list((gone / "files").rglob("*")):
+                    # Smaller files are not worth keeping for their pages.
+                    if (
+                        file.is_file()
+                        and file.stat().st_size >= LEAST_SPARE_BYTES
+                        and file.name != MANIFEST_NAME
+                    ):
+                        self.spares.put(file)
             shutil.rmtree(gone, ignore_errors=True)
 
     def _trim(self, digest: str = "", size_bytes: int = 0) -> None:
         """Hold the spares to their limit, and to what the budget leaves beside all snapshots."""
         stored = self.list()
         used_bytes = sum(item.size_bytes for item in stored if item.digest != digest) + size_bytes
-        limits = (self.spare_bytes, self.budget_bytes - used_bytes, self._available_bytes(stored))
-        self.spares.trim(max(0, min(limits)))
+        left_bytes = min(self.budget_bytes - used_bytes, self._available_bytes(stored))
+        self.spares.trim(max(0, min(self.spare_bytes, left_bytes)))
 
     def _make_file(self, path: Path, size_bytes: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -256,14 +242,7 @@ class Tier:
             if os.fstat(descriptor).st_size != size_bytes:
                 os.ftruncate(descriptor, size_bytes)
             if size_bytes and self.kind == "disk":
-                # Fails with ENOSPC now rather than in the middle. Allocated, unwritten bytes still show as
-                # holes.
+                # Fails with ENOSPC now rather than later. Allocated, unwritten bytes still show as holes.
                 os.posix_fallocate(descriptor, 0, size_bytes)
         finally:
             os.close(descriptor)
-
-
-def _large_files(files: Path) -> Sequence[Path]:
-    """The files that are worth keeping for their pages."""
-    found = [path for path in files.rglob("*") if path.is_file() and path.name != MANIFEST_NAME]
-    return [path for path in found if path.stat().st_size >= LEAST_SPARE_BYTES]

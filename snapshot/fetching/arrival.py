@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
 from ...errors import PilotflameError, SourceUnavailable
@@ -12,10 +11,7 @@ from .ranges import Chunks
 
 
 class Arrival:
-    """The chunks that are in place and verified, by their numbers in `chunks`. Thread-safe.
-
-    A landed chunk is never written again.
-    """
+    """The chunks that are in place and verified, never written again. Thread-safe."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.chunks = Chunks(manifest)
@@ -79,38 +75,25 @@ class Arrival:
         if self.has(first, last):
             return
         self.demand(first, last)
-        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
-            while not self.has(first, last):
-                if self.error is not None:
-                    raise self.error
-                left_s = None if deadline_s is None else deadline_s - time.monotonic()
-                if (left_s is not None and left_s <= 0) or not self._changed.wait(left_s):
-                    raise SourceUnavailable(f"The weights did not arrive within {timeout_s:.0f} s.")
-
-    def wait_bytes(self, shard: int, begin: int, end: int, timeout_s: float) -> None:
-        """Block until bytes [begin, end) of a shard have landed; as `wait`."""
-        if begin < end:
-            self.wait(*self.chunks.covering(shard, begin, end), timeout_s)
-
-    def wait_all(self, timeout_s: float | None = None) -> None:
-        """Block until every chunk has landed; as `wait`."""
-        if self.count:
-            self.wait(0, self.count - 1, timeout_s)
+            self._changed.wait_for(lambda: self.error is not None or self.has(first, last), timeout_s)
+            if self.has(first, last):
+                return
+            raise self.error or SourceUnavailable(f"The weights did not arrive within {timeout_s:.0f} s.")
 
     def on_land(self, listener: Callable[[int], None]) -> None:
         """Call `listener(chunk)` for every chunk that has landed, and for each that lands from now on."""
         with self._changed:
-            already = [chunk for chunk in range(self.count) if self._landed[chunk]]
+            already = [chunk for chunk, landed in enumerate(self._landed) if landed]
             self._on_land.append(listener)
         for chunk in already:
             listener(chunk)
 
     def demand(self, first: int, last: int) -> None:
         """Ask for chunks [first, last] to be fetched next."""
-        for demand in list(self._on_demand):
-            demand(first, last)
+        for listener in list(self._on_demand):
+            listener(first, last)
 
-    def on_demand(self, demand: Callable[[int, int], None]) -> None:
-        """Call `demand(first, last)` when a thread starts to wait for these chunks."""
-        self._on_demand.append(demand)
+    def on_demand(self, listener: Callable[[int, int], None]) -> None:
+        """Call `listener(first, last)` when a thread starts to wait for these chunks."""
+        self._on_demand.append(listener)

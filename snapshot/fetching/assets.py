@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 
 import xxhash
 
-from ...errors import CacheError, SnapshotCorrupt
+from ...errors import SnapshotCorrupt
 from ..format.manifest import Asset, Manifest
+from ..publish import cannot_write, publish
 from ..sources.source import Source
 
 
@@ -18,7 +17,7 @@ def fetch_assets(manifest: Manifest, source: Source, files: Path) -> None:
     for asset in manifest.assets:
         path = files / asset.name
         if not _is_there(path, asset):
-            _fetch(asset, source, path)
+            _write(path, _read(asset, source))
 
 
 def _is_there(path: Path, asset: Asset) -> bool:
@@ -29,43 +28,25 @@ def _is_there(path: Path, asset: Asset) -> bool:
         return False
 
 
-def _fetch(asset: Asset, source: Source, path: Path) -> None:
-    # As with chunks, bytes that differ once may be an accident on the way.
-    content = _read(asset, source)
-    if content is None:
-        content = _read(asset, source)
-    if content is None:
-        raise SnapshotCorrupt(
-            f"Asset {asset.name} from {source.url} is not the file that the manifest describes.",
-            remedy="Make the manifest anew.",
-            details={"asset": asset.name},
-        )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _write(path, content)
-    except OSError as error:
-        raise CacheError(
-            f"{path} cannot be written: {error.strerror}.", remedy="Make room, or put the cache elsewhere."
-        ) from error
-
-
-def _read(asset: Asset, source: Source) -> bytearray | None:
-    """The asset's bytes; None if they differ from the manifest."""
+def _read(asset: Asset, source: Source) -> bytearray:
     content = bytearray(asset.size_bytes)
-    count = source.read_into(asset.name, 0, memoryview(content))
-    return (
-        content if count == asset.size_bytes and xxhash.xxh3_128_hexdigest(content) == asset.digest else None
+    # As with chunks, bytes that differ once may be an accident on the way.
+    for _ in range(2):
+        count = source.read_into(asset.name, 0, memoryview(content))
+        if count == asset.size_bytes and xxhash.xxh3_128_hexdigest(content) == asset.digest:
+            return content
+    raise SnapshotCorrupt(
+        f"Asset {asset.name} from {source.url} is not the file that the manifest describes.",
+        remedy="Make the manifest anew.",
+        details={"asset": asset.name},
     )
 
 
 def _write(path: Path, content: bytearray) -> None:
-    """Write the file whole or not at all."""
-    with NamedTemporaryFile(dir=path.parent, prefix=".asset.", delete=False) as stream:
-        try:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Not synced: a tier on a disk syncs all files before it publishes them, and a cold start waits here.
+        with publish(path, durable=False) as stream:
             stream.write(content)
-            stream.flush()
-            os.fchmod(stream.fileno(), 0o644)
-            Path(stream.name).replace(path)
-        except BaseException:
-            Path(stream.name).unlink(missing_ok=True)
-            raise
+    except OSError as error:
+        raise cannot_write(path, error) from error

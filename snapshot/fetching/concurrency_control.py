@@ -48,17 +48,15 @@ class ConcurrencyControl:
         """The connections and the rate before the growth that is being tried; none: (0, 0)."""
         self._settled_s: float | None = None
         self._began_s: float | None = None
-        self._window_s: float | None = None
+        self._window: tuple[float, int, float] | None = None
+        """When the window began, and the bytes received and the idle seconds until then."""
         self._from_s = 0.0
         self._length_s = FIRST_WINDOW_S
-        self._bytes = 0
-        self._idle_s = 0.0
 
     @property
     def settled_connections(self) -> int:
         """The connections, without a growth that is still being tried."""
-        tried, _ = self._before
-        return tried or self.connections
+        return self._before[0] or self.connections
 
     def add_latency(self, waited_s: float) -> None:
         """Count one answer whose first byte came after `waited_s`."""
@@ -66,26 +64,27 @@ class ConcurrencyControl:
 
     def next_update_s(self, now_s: float) -> float:
         """In how many seconds `update` is to be called next."""
-        if self._window_s is None:
+        if self._window is None:
             return FAR[0][0]
-        return min(UPDATE_S, max(0.005, self._window_s + self._length_s - now_s))
+        return min(UPDATE_S, max(0.005, self._window[0] + self._length_s - now_s))
 
     def update(self, now_s: float, received_bytes: int, idle_s: float, processors: int) -> None:
         """End the window if it is over, and decide. Both `received_bytes` and `idle_s` are totals."""
         if received_bytes == 0:
             self._grow_while_waiting(now_s)
             return
-        if self._window_s is None:
+        if self._window is None:
             if now_s >= self._from_s:
-                self._begin_window(now_s, received_bytes, idle_s)
+                self._window = (now_s, received_bytes, idle_s)
             return
-        elapsed_s = now_s - self._window_s
+        began_s, bytes_before, idle_before_s = self._window
+        elapsed_s = now_s - began_s
         if elapsed_s < self._length_s:
             return
         self._length_s = max(WINDOW_S, self.latency_s)
-        self.rate = (received_bytes - self._bytes) / elapsed_s
-        busy = 1 - (idle_s - self._idle_s) / elapsed_s / processors
-        self._begin_window(now_s, received_bytes, idle_s)
+        self.rate = (received_bytes - bytes_before) / elapsed_s
+        busy = 1 - (idle_s - idle_before_s) / elapsed_s / processors
+        self._window = (now_s, received_bytes, idle_s)
         if not self._fixed:
             self._decide(now_s, busy)
 
@@ -101,8 +100,7 @@ class ConcurrencyControl:
 
     def least_split_bytes(self, active: int) -> int:
         """The least half of a part that is worth requesting anew: its transfer must outlast the request."""
-        each = self.rate / max(1, active)
-        return max(LEAST_SPLIT_BYTES, int(each * (self.latency_s + 0.02)))
+        return max(LEAST_SPLIT_BYTES, int(self.rate / max(1, active) * (self.latency_s + 0.02)))
 
     def stall_s(self, *, started: bool, attempts: int) -> float:
         """How long a part may be silent before its connection is given up; doubles with each attempt."""
@@ -113,24 +111,16 @@ class ConcurrencyControl:
 
     def _grow_while_waiting(self, now_s: float) -> None:
         """Nothing has been received yet: the longer that lasts, the more connections."""
-        if self._began_s is None:
-            self._began_s = now_s
+        self._began_s = now_s if self._began_s is None else self._began_s
         if not self._fixed:
-            waited_s = now_s - self._began_s
-            wanted = [count for after_s, count in FAR if waited_s >= after_s]
+            wanted = [count for after_s, count in FAR if now_s - self._began_s >= after_s]
             self.connections = max(self.connections, *wanted, 1)
 
-    def _begin_window(self, now_s: float, received_bytes: int, idle_s: float) -> None:
-        self._window_s, self._bytes, self._idle_s = now_s, received_bytes, idle_s
-
     def _decide(self, now_s: float, busy: float) -> None:
-        before, rate_before = self._before
-        if before:
-            needed = rate_before * (1 + PAYS * (self.connections / before - 1))
-            self._before = (0, 0.0)
-            if self.rate < needed:
-                self.connections, self._settled_s = before, now_s
-                return
+        (before, rate_before), self._before = self._before, (0, 0.0)
+        if before and self.rate < rate_before * (1 + PAYS * (self.connections / before - 1)):
+            self.connections, self._settled_s = before, now_s
+            return
         settled = self._settled_s is not None and now_s - self._settled_s < AGAIN_S
         if settled or busy > BUSY or self.connections >= MAX_CONNECTIONS:
             return
@@ -138,4 +128,4 @@ class ConcurrencyControl:
         self._before = (self.connections, self.rate)
         self.connections = min(MAX_CONNECTIONS, self.connections * factor)
         # New connections must first open and be answered: the window that judges them begins after that.
-        self._window_s, self._from_s = None, now_s + 1.5 * self.latency_s
+        self._window, self._from_s = None, now_s + 1.5 * self.latency_s

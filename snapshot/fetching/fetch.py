@@ -63,9 +63,8 @@ def fetch(
     raised: SnapshotCorrupt, SnapshotChanged, SourceMissing, SourceDenied, FetchFailed, CacheError, Cancelled.
     """
     control = ConcurrencyControl(connections=connections, part_bytes=part_bytes)
-    work = _Fetch(manifest, source, targets, arrival, control, verify=verify, progress=progress)
     try:
-        return work.run(cancelled)
+        return _Fetch(manifest, source, targets, arrival, control, verify, progress, cancelled).run()
     except PilotflameError as error:
         arrival.fail(error)
         raise
@@ -74,29 +73,26 @@ def fetch(
         raise
 
 
+@dataclass(eq=False)
 class _Fetch:
-    def __init__(
-        self,
-        manifest: Manifest,
-        source: Source,
-        targets: Sequence[ShardTarget],
-        arrival: Arrival,
-        control: ConcurrencyControl,
-        *,
-        verify: bool,
-        progress: Progress | None,
-    ) -> None:
-        self._manifest = manifest
-        self._source = source
-        self._arrival = arrival
-        self._control = control
+    manifest: Manifest
+    source: Source
+    targets: Sequence[ShardTarget]
+    arrival: Arrival
+    control: ConcurrencyControl
+    verify: bool
+    progress: Progress | None
+    cancelled: threading.Event | None
+
+    def __post_init__(self) -> None:
         self._changed = threading.Condition()
         """Guards all below. Notified when a range comes back, when a thread ends, and at the end."""
-        missing = [chunk for chunk in wanted_order(manifest) if not arrival.landed(chunk)]
-        self._ranges = Ranges(manifest, missing)
+        missing = [chunk for chunk in wanted_order(self.manifest) if not self.arrival.landed(chunk)]
+        self._ranges = Ranges(self.manifest, missing)
         self._landing = Landing(
-            manifest, targets, arrival, self._ranges, self._changed, verify=verify, progress=progress
-        )
+            self.manifest, self.targets, self.arrival, self._ranges, self._changed, self._on_bytes,
+            self.verify, self.progress,
+        )  # fmt: skip
         self._fetched_bytes = self._ranges.waiting_bytes
         self._versions: dict[int, str] = {}
         self._connections: dict[Part, Connection] = {}
@@ -107,48 +103,44 @@ class _Fetch:
         self._received_bytes = 0
         self._requests = self._retries = self._stalls = 0
 
-    def run(self, cancelled: threading.Event | None) -> FetchStats:
+    def run(self) -> FetchStats:
         started_s = time.monotonic()
-        self._arrival.on_demand(self._demand)
+        self.arrival.on_demand(self._demand)
         try:
-            self._supervise(cancelled)
+            self._supervise()
         finally:
             self._stop()
         if self._error is not None:
             raise self._error
         return FetchStats(
-            fetched_bytes=self._fetched_bytes,
-            received_bytes=self._received_bytes,
-            connections=self._control.settled_connections,
-            requests=self._requests,
-            retries=self._retries,
-            stalls=self._stalls,
-            seconds=time.monotonic() - started_s,
-        )
+            fetched_bytes=self._fetched_bytes, received_bytes=self._received_bytes,
+            connections=self.control.settled_connections, requests=self._requests, retries=self._retries,
+            stalls=self._stalls, seconds=time.monotonic() - started_s,
+        )  # fmt: skip
 
     # -- the supervisor
 
-    def _supervise(self, cancelled: threading.Event | None) -> None:
+    def _supervise(self) -> None:
         processors = os.cpu_count() or 1
         with self._changed, Path("/proc/uptime").open("rb") as uptime:
-            self._control.update(time.monotonic(), 0, 0.0, processors)
+            self.control.update(time.monotonic(), 0, 0.0, processors)
             while self._error is None and not self._ranges.idle:
-                if cancelled is not None and cancelled.is_set():
-                    raise Cancelled(
-                        "The fetch was cancelled.", remedy="What has landed is kept for the next one."
-                    )
+                if self.cancelled is not None and self.cancelled.is_set():
+                    raise Cancelled("The fetch was cancelled.", remedy="What has landed is kept.")
                 self._open_connections()
                 before_s = time.monotonic()
-                wait_s = self._control.next_update_s(before_s)
+                wait_s = self.control.next_update_s(before_s)
                 self._changed.wait(wait_s)
                 now_s = time.monotonic()
-                self._control.update(now_s, self._received_bytes, _idle_s(uptime.fileno()), processors)
+                # The second number is the idle time of all processors since the machine started.
+                idle_s = float(os.pread(uptime.fileno(), 64, 0).split()[1])
+                self.control.update(now_s, self._received_bytes, idle_s, processors)
                 self._give_up_silent(now_s, late_s=now_s - before_s - wait_s)
 
     def _open_connections(self) -> None:
         """Start threads up to the wanted number, as long as there is a waiting chunk for each."""
-        chunks = -(-self._ranges.waiting_bytes // self._manifest.chunk_bytes)
-        wanted = min(self._control.connections, self._working + chunks)
+        chunks = -(-self._ranges.waiting_bytes // self.manifest.chunk_bytes)
+        wanted = min(self.control.connections, self._working + chunks)
         while self._working < wanted:
             self._working += 1
             thread = threading.Thread(target=self._work, args=(self._working,), name="fetch", daemon=True)
@@ -161,13 +153,11 @@ class _Fetch:
             if late_s > 0.01:
                 part.asked_s += late_s
             silent_s = now_s - part.asked_s
-            connection = self._connections.get(part)
-            if connection is None or part.broken_off:
-                continue
-            if silent_s > self._control.stall_s(started=part.started, attempts=part.attempts):
+            limit_s = self.control.stall_s(started=part.started, attempts=part.attempts)
+            if part in self._connections and not part.broken_off and silent_s > limit_s:
                 part.broken_off = True
                 self._stalls += 1
-                connection.close()
+                self._connections[part].close()
 
     def _stop(self) -> None:
         with self._changed:
@@ -189,13 +179,13 @@ class _Fetch:
         buffer = memoryview(bytearray(BOUNCE_BYTES))
         connection: Connection | None = None
         try:
-            connection = self._source.connect()
+            connection = self.source.connect()
             while (part := self._next(number)) is not None:
                 self._fetch_part(connection, part, buffer)
                 if part.broken_off:
                     # The supervisor closed this connection, for good.
                     connection.close()
-                    connection = self._source.connect()
+                    connection = self.source.connect()
         except BaseException as error:  # noqa: BLE001  raised again by the supervisor
             with self._changed:
                 self._error = self._error or error
@@ -208,7 +198,7 @@ class _Fetch:
 
     def _next(self, number: int) -> Part | None:
         """Wait for the next part to fetch, and return it; None if connection `number` is not needed."""
-        ranges, control = self._ranges, self._control
+        ranges, control = self._ranges, self.control
         with self._changed:
             while not (self._over or self._error or ranges.idle or number > control.connections):
                 now_s = time.monotonic()
@@ -228,13 +218,13 @@ class _Fetch:
         problem: SourceUnavailable | None = None
         begun = part.at
         try:
-            name, version = self._manifest.shards[part.shard].name, self._versions.get(part.shard, "")
+            name, version = self.manifest.shards[part.shard].name, self._versions.get(part.shard, "")
             self._check_version(part, connection.begin(name, part.at, part.end, version))
             now_s = time.monotonic()
             waited_s, part.asked_s, part.started = now_s - part.asked_s, now_s, True
             with self._changed:
-                self._control.add_latency(waited_s)
-            self._landing.receive(connection, part, buffer, self._on_bytes)
+                self.control.add_latency(waited_s)
+            self._landing.receive(connection, part, buffer)
         except SourceUnavailable as error:
             problem = error
         finally:
@@ -261,31 +251,24 @@ class _Fetch:
 
     def _check_version(self, part: Part, info: ObjectInfo) -> None:
         """Raise SnapshotChanged unless the object has its size, and the version that the first answer had."""
-        shard = self._manifest.shards[part.shard]
+        shard = self.manifest.shards[part.shard]
         with self._changed:
             version = self._versions.setdefault(part.shard, info.version)
         if info.size_bytes != shard.size_bytes or not same_version(info.version, version):
-            what = f"it has {info.size_bytes} bytes, {shard.size_bytes} expected"
-            if info.size_bytes == shard.size_bytes:
-                what = "it was replaced while it was fetched"
             raise SnapshotChanged(
-                f"{shard.name} at {self._source.url} is not the object that the manifest describes: {what}.",
+                f"{shard.name} at {self.source.url} was replaced: it has {info.size_bytes} bytes and version "
+                f"{info.version!r}, not {shard.size_bytes} and {version!r}.",
                 remedy="Publish new weights under a new name, and make their manifest anew.",
                 details={"object": shard.name},
             )
 
     def _failed(self, part: Part, problem: SourceUnavailable) -> FetchFailed:
-        shard = self._manifest.shards[part.shard]
-        chunk = part.at // self._manifest.chunk_bytes
-        names = chunk_tensors(self._manifest, part.shard, chunk)
+        shard = self.manifest.shards[part.shard]
+        chunk = part.at // self.manifest.chunk_bytes
+        names = chunk_tensors(self.manifest, part.shard, chunk)
         return FetchFailed(
             f"Shard {shard.name}: chunk {chunk} (from byte {part.at}), which {holding(names)}, "
             f"was given up after {ATTEMPTS} attempts: {problem.message}",
             remedy="Check the source, and try again: what has landed is kept.",
             details={"shard": shard.name, "chunk": chunk, "tensors": names[:100]},
         )
-
-
-def _idle_s(uptime: int) -> float:
-    """The idle time of all processors since the machine started: the second number of /proc/uptime."""
-    return float(os.pread(uptime, 64, 0).split()[1])

@@ -6,25 +6,22 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import xxhash
 
-from ...errors import CacheError
 from ..format.manifest import Manifest
 from ..format.verify import corrupt_chunk
+from ..publish import cannot_write
 from ..sources.source import Connection, Progress
 from .arrival import Arrival
 from .ranges import Part, Ranges
-
-Received = Callable[[Part, int], None]
-"""Called with the part and the number of bytes that were just received."""
 
 BOUNCE_BYTES = 512 << 10
 """Half of a core's second-level cache: received, hashed and written while still in it."""
 DIRECT_BYTES = 1 << 20
 _RESUME_BUFFER_BYTES = 1 << 20
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +30,7 @@ class ShardTarget:
 
     `memory`: the same bytes mapped shared, to receive into directly: pages that were used before, or huge
     ones. With `fresh`, its pages may still have to be allocated. Fresh small pages are faster to fill by
-    pwrite from a small buffer than through a mapping, which faults for every one (figures:
-    docs/snapshot-choices.md).
+    pwrite than through a mapping, which faults for every one (docs/snapshot-choices.md).
     """
 
     name: str
@@ -43,84 +39,59 @@ class ShardTarget:
     fresh: bool = False
 
     def reserve(self, begin: int, end: int) -> None:
-        """Allocate the pages of bytes [begin, end) before writing `memory`; CacheError if the disk is full.
+        """Allocate the pages of bytes [begin, end) before writing `memory`; OSError if the disk is full.
 
         Writing through a hole of a full tmpfs would kill the process (SIGBUS).
         """
         if self.fresh and begin < end:
-            try:
-                os.posix_fallocate(self.descriptor, begin, end - begin)
-            except OSError as error:
-                raise self._refused(error) from error
+            os.posix_fallocate(self.descriptor, begin, end - begin)
 
     def write(self, offset: int, view: memoryview) -> None:
-        """Write `view` at `offset`; CacheError when the disk is full or gone."""
-        try:
-            while view:
-                count = os.pwrite(self.descriptor, view, offset)
-                view, offset = view[count:], offset + count
-        except OSError as error:
-            raise self._refused(error) from error
+        while view:
+            count = os.pwrite(self.descriptor, view, offset)
+            view, offset = view[count:], offset + count
 
     def digest(self, begin: int, end: int, buffer: memoryview) -> str:
         """Return the digest of bytes [begin, end) as they are in the file, read through `buffer`."""
         hasher, at = xxhash.xxh3_128(), begin
-        try:
-            while at < end and (count := os.preadv(self.descriptor, [buffer[: end - at]], at)):
-                hasher.update(buffer[:count])
-                at += count
-        except OSError as error:
-            raise CacheError(f"{self.name} cannot be read back: {error.strerror}.") from error
+        while at < end and (count := os.preadv(self.descriptor, [buffer[: end - at]], at)):
+            hasher.update(buffer[:count])
+            at += count
         return hasher.hexdigest()
 
-    def _refused(self, error: OSError) -> CacheError:
-        remedy = "Make room, or give the cache another folder or a smaller budget."
-        if error.errno not in _FULL:
-            remedy = "Check the disk and the folder's permissions."
-        return CacheError(f"{self.name} cannot be written: {error.strerror}.", remedy=remedy)
 
-
+@dataclass(slots=True)
 class Landing:
     """What all threads of one fetch receive. Bytes are counted per chunk; a full chunk is verified."""
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        targets: Sequence[ShardTarget],
-        arrival: Arrival,
-        ranges: Ranges,
-        lock: threading.Condition,
-        *,
-        verify: bool,
-        progress: Progress | None,
-    ) -> None:
-        """`lock` guards `ranges`, and is notified when a range comes back."""
-        self._manifest = manifest
-        self._targets = targets
-        self._arrival = arrival
-        self._chunks = arrival.chunks
-        self._ranges = ranges
-        self._lock = lock
-        self._verify = verify
-        self._progress = progress
-        self._digests = [digest for shard in manifest.shards for digest in shard.chunks]
-        self._filled: dict[int, int] = {}
-        """Bytes received so far of chunks that come in pieces."""
-        self._bad: set[int] = set()
+    manifest: Manifest
+    targets: Sequence[ShardTarget]
+    arrival: Arrival
+    ranges: Ranges
+    lock: threading.Condition
+    """Guards `ranges`, and is notified when a range comes back."""
+    on_bytes: Callable[[Part, int], None]
+    """Called with the part and the number of bytes that were just received."""
+    verify: bool
+    progress: Progress | None
+    _filled: dict[int, int] = field(default_factory=dict)
+    """Bytes received so far of chunks that come in pieces."""
+    _bad: set[int] = field(default_factory=set)
 
-    def receive(self, connection: Connection, part: Part, buffer: memoryview, on_bytes: Received) -> None:
-        """Read `part` to its end, which may be lowered meanwhile."""
-        while part.at < part.end:
-            self._receive_piece(connection, part, buffer, on_bytes)
+    def receive(self, connection: Connection, part: Part, buffer: memoryview) -> None:
+        """Read `part` to its end, which may be lowered meanwhile. CacheError if it cannot be written."""
+        try:
+            while part.at < part.end:
+                self._receive_piece(connection, part, buffer)
+        except OSError as error:
+            raise cannot_write(Path(self.targets[part.shard].name), error) from error
 
-    def _receive_piece(
-        self, connection: Connection, part: Part, buffer: memoryview, on_bytes: Received
-    ) -> None:
+    def _receive_piece(self, connection: Connection, part: Part, buffer: memoryview) -> None:
         """Read to the end of the chunk that `part` is in, or to the end of the part."""
-        chunk = self._chunks.at(part.shard, part.at)
-        extent, target = self._chunks.extent(chunk), self._targets[part.shard]
+        chunk = self.arrival.chunks.at(part.shard, part.at)
+        extent, target = self.arrival.chunks.extent(chunk), self.targets[part.shard]
         begin, whole = part.at, part.at == extent.begin
-        hasher = xxhash.xxh3_128() if self._verify and whole else None
+        hasher = xxhash.xxh3_128() if self.verify and whole else None
         direct = target.memory
         if direct is not None:
             target.reserve(begin, min(part.end, extent.end))
@@ -136,44 +107,43 @@ class Landing:
                 if direct is None:
                     target.write(part.at, view[:count])
                 part.at += count
-                on_bytes(part, count)
+                self.on_bytes(part, count)
         finally:
             digest = hasher.hexdigest() if hasher is not None and part.at == extent.end else None
             self._settle(chunk, part.at - begin, digest, buffer)
 
     def _settle(self, chunk: int, count: int, digest: str | None, buffer: memoryview) -> None:
         """Count `count` more bytes of `chunk`, and land it if it is full and verified."""
-        extent = self._chunks.extent(chunk)
-        size = extent.end - extent.begin
-        with self._lock:
+        extent = self.arrival.chunks.extent(chunk)
+        with self.lock:
             filled = self._filled.pop(chunk, 0) + count
-            if filled < size:
+            if filled < extent.end - extent.begin:
                 if filled:
                     self._filled[chunk] = filled
                 return
-        if self._verify and digest is None:
+        if self.verify and digest is None:
             digest = self._reread(chunk, buffer)
-        if self._verify and digest != self._digests[chunk]:
+        if self.verify and digest != self.arrival.chunks.digests[chunk]:
             self._refuse(chunk)
             return
-        self._arrival.land(chunk)
-        if self._progress is not None:
-            self._progress(self._arrival.landed_bytes, self._manifest.total_bytes)
+        self.arrival.land(chunk)
+        if self.progress is not None:
+            self.progress(self.arrival.landed_bytes, self.manifest.total_bytes)
 
     def _refuse(self, chunk: int) -> None:
-        with self._lock:
+        with self.lock:
             if chunk not in self._bad:
                 self._bad.add(chunk)
-                self._ranges.again(chunk)
-                self._lock.notify_all()
+                self.ranges.again(chunk)
+                self.lock.notify_all()
                 return
-        extent = self._chunks.extent(chunk)
-        raise corrupt_chunk(self._manifest, extent.shard, extent.begin // self._manifest.chunk_bytes)
+        extent = self.arrival.chunks.extent(chunk)
+        raise corrupt_chunk(self.manifest, extent.shard, extent.begin // self.manifest.chunk_bytes)
 
     def _reread(self, chunk: int, buffer: memoryview) -> str:
         """The digest of a chunk that came in pieces, from where it was written to."""
-        extent = self._chunks.extent(chunk)
-        target = self._targets[extent.shard]
+        extent = self.arrival.chunks.extent(chunk)
+        target = self.targets[extent.shard]
         if target.memory is not None:
             return xxhash.xxh3_128_hexdigest(target.memory[extent.begin : extent.end])
         return target.digest(extent.begin, extent.end, buffer)
@@ -188,9 +158,8 @@ def land_existing(
     read and hashed (5 GB/s from memory), and lands only if its digest fits.
     """
     buffer = memoryview(bytearray(_RESUME_BUFFER_BYTES))
-    digests = [digest for shard in manifest.shards for digest in shard.chunks]
     shard = data_at = -1
-    for chunk, digest in enumerate(digests):
+    for chunk, digest in enumerate(arrival.chunks.digests):
         if cancelled.is_set():
             return
         extent = arrival.chunks.extent(chunk)

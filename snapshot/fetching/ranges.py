@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 
 from ..format.manifest import Manifest
@@ -31,17 +32,13 @@ class Part:
     """A range that one connection is reading. `at` is how far it got; `end` may be lowered meanwhile."""
 
     shard: int
-    begin: int
+    at: int
     end: int
-    attempts: int
-    at: int = field(init=False)
+    attempts: int = 0
     asked_s: float = 0.0
     """When it was requested; from the first byte on, when the last bytes came."""
     started: bool = False
     broken_off: bool = False
-
-    def __post_init__(self) -> None:
-        self.at = self.begin
 
 
 class Chunks:
@@ -50,8 +47,13 @@ class Chunks:
     def __init__(self, manifest: Manifest) -> None:
         self._chunk_bytes = manifest.chunk_bytes
         self._sizes = [shard.size_bytes for shard in manifest.shards]
+        self._shards = manifest.shards
         self._first = (0, *accumulate(len(shard.chunks) for shard in manifest.shards))
         self.count = self._first[-1]
+
+    @cached_property
+    def digests(self) -> list[str]:
+        return [digest for shard in self._shards for digest in shard.chunks]
 
     def extent(self, chunk: int) -> Range:
         """The bytes of chunk number `chunk`."""
@@ -77,8 +79,12 @@ class Ranges:
         self._chunk_bytes = manifest.chunk_bytes
         self._waiting: list[Range] = []
         self.active: list[Part] = []
-        for chunk in missing:
-            self._append(self._chunks.extent(chunk))
+        for extent in map(self._chunks.extent, missing):
+            last = self._waiting[-1] if self._waiting else None
+            if last is not None and (last.shard, last.end) == (extent.shard, extent.begin):
+                last.end = extent.end
+            else:
+                self._waiting.append(extent)
 
     @property
     def waiting_bytes(self) -> int:
@@ -125,13 +131,12 @@ class Ranges:
     def split(self, least_bytes: int, margin_bytes: int) -> Part | None:
         """Take over half of what is left of the longest part, if that is at least `least_bytes`.
 
-        The connection of that part may be in the middle of a read of up to `margin_bytes`, which stay with
-        it.
+        The `margin_bytes` that its connection may be in the middle of reading stay with it.
         """
         longest = max(self.active, key=lambda part: part.end - part.at, default=None)
         if longest is None or longest.broken_off or longest.end - longest.at < 2 * least_bytes + margin_bytes:
             return None
-        middle = longest.at + margin_bytes + (longest.end - longest.at - margin_bytes) // 2
+        middle = (longest.at + margin_bytes + longest.end) // 2
         aligned = middle // self._chunk_bytes * self._chunk_bytes
         cut = aligned if aligned >= longest.at + margin_bytes + least_bytes else middle
         # Cut first, check afterwards: the other thread keeps reading, and stops at the cut from here on.
@@ -139,7 +144,7 @@ class Ranges:
         if longest.at + margin_bytes > cut:
             longest.end = end
             return None
-        half = Part(longest.shard, cut, end, 0)
+        half = Part(longest.shard, cut, end)
         self.active.append(half)
         return half
 
@@ -159,13 +164,6 @@ class Ranges:
             rest = ((item.begin, begin[1]), (end[1], item.end))
             others += [replace(item, begin=left, end=right) for left, right in rest if left < right]
         self._waiting = wanted + others
-
-    def _append(self, item: Range) -> None:
-        last = self._waiting[-1] if self._waiting else None
-        if last is not None and last.shard == item.shard and last.end == item.begin:
-            last.end = item.end
-        else:
-            self._waiting.append(item)
 
 
 def wanted_order(manifest: Manifest) -> list[int]:

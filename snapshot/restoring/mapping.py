@@ -12,8 +12,8 @@ import torch
 from ...errors import SnapshotChanged, SnapshotError
 from ..fetching.arrival import Arrival
 from ..format.manifest import Manifest, Shard
-from ..sources.folder import FolderSource
-from .fingerprint import FileFingerprint, Fingerprint, check_fingerprint
+from ..sources.folder import FolderSource, object_info
+from ..sources.source import ObjectInfo
 
 # Not in Python's mmap module before 3.13. Without it the kernel's heuristic refuses a writable private
 # mapping larger than memory, though hardly a page of it is ever written.
@@ -24,21 +24,19 @@ class Mapping:
     """Opened shards. Tensors made from it keep their shard mapped: there is nothing to close.
 
     Never MAP_POPULATE: on a private writable mapping it copies every page (55-80 ms for 90 MB). Nor
-    MADV_POPULATE_READ: the kernel maps 16 pages around each fault anyway. Restore and first forward of MiniLM
-    in a forked child took 27-35 ms with ordinary faults, 32-36 when populated first, 28-42 with a thread that
-    populates meanwhile.
+    MADV_POPULATE_READ, which gains nothing: the kernel maps 16 pages around each fault anyway.
     """
 
     def __init__(
         self,
         root: Path,
         manifest: Manifest,
-        verified: Fingerprint | None = None,
+        verified: Sequence[ObjectInfo] | None = None,
         *,
         keep: object = None,
         arrival: Arrival | None = None,
     ) -> None:
-        """Map the shards in folder `root`; SnapshotChanged if they are not the `verified` files.
+        """Map the shards in folder `root`; SnapshotChanged if they are not the `verified` files (see `stat`).
 
         `keep`, a lease's hold, lives as long as anything that is mapped: what protects files outlives their
         lease. With an `arrival`, bytes may still be arriving: call `wait` before reading any.
@@ -46,40 +44,17 @@ class Mapping:
         self.manifest = manifest
         self.arrival = arrival
         if verified is not None and len(verified) != len(manifest.shards):
-            raise SnapshotChanged(
-                f"The fingerprint is of {len(verified)} files, the manifest of {len(manifest.shards)}.",
-                remedy="Take the fingerprint of the files of this manifest.",
-            )
+            fault = f"{len(verified)} files were verified, the manifest has {len(manifest.shards)}."
+            raise SnapshotChanged(fault, remedy="Verify the files of this manifest.")
         source = FolderSource(root)
-        files: Sequence[FileFingerprint | None] = verified or [None] * len(manifest.shards)
-        self._shards = [
-            _map(source, shard, file, keep) for shard, file in zip(manifest.shards, files, strict=True)
-        ]
-        self._flats: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        files: Sequence[ObjectInfo | None] = verified or [None] * len(manifest.shards)
+        self.flats = [_map(source, *pair, keep) for pair in zip(manifest.shards, files, strict=True)]
+        """Each whole shard from its first byte, as a flat tensor of uint8."""
 
-    def wait(self, shard: int, begin: int, end: int, timeout_s: float = 600.0) -> None:
+    def wait(self, shard: int, begin: int, end: int) -> None:
         """Block until bytes [begin, end) of a shard have landed. Raise what prevented it."""
-        if self.arrival is not None:
-            self.arrival.wait_bytes(shard, begin, end, timeout_s)
-
-    def storage(self, shard: int) -> torch.UntypedStorage:
-        """The whole shard from its first byte, as storage that tensors may be pointed at."""
-        return self.flat(shard, torch.uint8).untyped_storage()
-
-    def flat(self, shard: int, dtype: torch.dtype) -> torch.Tensor:
-        """The whole shard from its first byte, as one flat tensor of `dtype`."""
-        found = self._flats.get((shard, dtype))
-        if found is None:
-            memory = self._shards[shard]
-            # frombuffer refuses to make an empty tensor. A file shorter than one element holds no tensor of
-            # it either.
-            count = 0 if memory is None else len(memory) // dtype.itemsize
-            if memory is not None and count:
-                found = torch.frombuffer(memory, dtype=dtype, count=count)
-            else:
-                found = torch.empty(0, dtype=dtype)
-            self._flats[shard, dtype] = found
-        return found
+        if self.arrival is not None and begin < end:
+            self.arrival.wait(*self.arrival.chunks.covering(shard, begin, end), 600.0)
 
 
 class _Memory(mmap.mmap):
@@ -88,27 +63,25 @@ class _Memory(mmap.mmap):
     keep: object = None
 
 
-def _map(
-    source: FolderSource, shard: Shard, verified: FileFingerprint | None, keep: object
-) -> _Memory | None:
+def _map(source: FolderSource, shard: Shard, verified: ObjectInfo | None, keep: object) -> torch.Tensor:
     try:
         descriptor = source.open(shard.name)
     except SnapshotError as error:
         raise SnapshotChanged(error.message, remedy=error.remedy) from error
     try:
-        if verified is not None:
-            check_fingerprint(descriptor, shard.name, verified)
-        size_bytes = os.fstat(descriptor).st_size
-        if size_bytes != shard.size_bytes:
-            raise SnapshotChanged(
-                f"Shard {shard.name} has {size_bytes} bytes, {shard.size_bytes} expected.",
-                remedy="Fetch it again, or make the manifest anew.",
-            )
-        if size_bytes == 0:
-            return None
+        found = object_info(descriptor)
+        if found.size_bytes != shard.size_bytes:
+            fault = f"Shard {shard.name} has {found.size_bytes} bytes, {shard.size_bytes} expected."
+            raise SnapshotChanged(fault, remedy="Fetch it again, or make the manifest anew.")
+        if verified not in {None, found}:
+            remedy = "Verify the snapshot again, and publish new weights under a new name."
+            raise SnapshotChanged(f"Shard {shard.name} was replaced or written to.", remedy=remedy)
+        if not found.size_bytes:
+            # Neither mmap nor frombuffer makes something empty.
+            return torch.empty(0, dtype=torch.uint8)
         flags, prot = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
-        memory = _Memory(descriptor, size_bytes, flags=flags, prot=prot)
+        memory = _Memory(descriptor, found.size_bytes, flags=flags, prot=prot)
         memory.keep = keep
-        return memory
+        return torch.frombuffer(memory, dtype=torch.uint8)
     finally:
         os.close(descriptor)

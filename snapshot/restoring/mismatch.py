@@ -27,8 +27,7 @@ class Mismatches:
     lazy: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        kinds = (self.missing, self.unexpected, self.shapes, self.dtypes, self.unfilled, self.lazy)
-        return any(kinds)
+        return any((self.missing, self.unexpected, self.shapes, self.dtypes, self.unfilled, self.lazy))
 
 
 def describe(
@@ -56,9 +55,6 @@ def describe(
 def _kinds(found: Mismatches) -> list[tuple[str, list[str], str]]:
     """Each kind in words, its tensors, and its remedy."""
     dtypes = sorted({has for _, has, _ in found.dtypes})
-    dtype_remedy = f"Build the skeleton with the snapshot's dtypes ({', '.join(dtypes)}) per module."
-    if len(dtypes) == 1:
-        dtype_remedy = f"Build the skeleton with dtype={dtypes[0]}."
     return [
         ("missing from it", found.missing, "Make the snapshot from a checkpoint of this very class."),
         ("in it but not in the module", found.unexpected,
@@ -66,7 +62,7 @@ def _kinds(found: Mismatches) -> list[tuple[str, list[str], str]]:
         ("of another shape", [f"{name} {list(has)}, not {list(wants)}" for name, has, wants in found.shapes],
          "Build the module from the config that belongs to the snapshot."),
         ("of another dtype", [f"{name} {has}, not {wants}" for name, has, wants in found.dtypes],
-         dtype_remedy),
+         f"Build the skeleton with the snapshot's types: dtype={' or '.join(dtypes)}."),
         ("a non-persistent buffer on the meta device that it does not hold", found.unfilled,
          'Build the module within skeleton(), not torch.device("meta"), and make such buffers '
          "with torch.zeros or torch.arange, not torch.empty."),

@@ -52,9 +52,7 @@ class RestoreStep:
     stride: tuple[int, ...]
     offset_bytes: int
     offset_elements: int
-    """From the shard's first byte; -1 if the bytes are not aligned for the dtype, and must be copied."""
-    cast_to: torch.dtype | None
-    """The module's dtype if it differs from the snapshot's: then the tensor is copied, not mapped."""
+    """From the shard's first byte; -1 if the tensor must be copied: cast, or not aligned for its dtype."""
     tensor: torch.Tensor
     """The parameter or buffer that the module gets; empty until `restore` points it at its bytes."""
     slots: tuple[Slot, ...]
@@ -68,8 +66,7 @@ class Plan:
     manifest: Manifest
     steps: tuple[RestoreStep, ...]
     replaced: tuple[torch.Tensor, ...]
-    """The skeleton's tensors, kept so that a forked child does not free them: freeing writes to their pages,
-    which are then copied (0.3 of 1.6 ms for MiniLM)."""
+    """The skeleton's tensors, kept as freeing them in a forked child copies their pages (0.3 ms for MiniLM)."""
 
 
 @dataclass(slots=True)
@@ -84,22 +81,17 @@ class _Held:
 
 
 def make_plan(
-    module: nn.Module,
-    manifest: Manifest,
-    *,
-    prefix: str = "",
-    ignore: Sequence[str] = (),
-    cast: bool = False,
+    module: nn.Module, manifest: Manifest, *, prefix: str = "", ignore: Sequence[str] = (), cast: bool = False
 ) -> Plan:
     """Match `module` with `manifest`, or raise one SnapshotMismatch that names all misfits.
 
     `prefix` is what the snapshot's names start with and the module's do not. Tensors that the module does not
     use are refused unless a regex of `ignore` is found in their name (`re.search`, as in transformers). With
-    `cast`, floating-point tensors of another type than the module's are converted, which costs memory and
-    time; converting the snapshot once (`pilotflame snapshot convert --dtype`) avoids that. A tensor with
-    several names (tied weights) needs only one of them, or an alias, in the snapshot.
+    `cast`, floating-point tensors are converted to the module's type, which costs memory and time
+    (`pilotflame snapshot convert --dtype` does it once). A tensor with several names needs only one of them.
     """
-    stored = _stored(manifest)
+    stored = {tensor.name: tensor for tensor in manifest.tensors}
+    stored |= {alias: stored[target] for alias, target in manifest.aliases.items()}
     found = Mismatches()
     used: set[str] = set()
     steps = []
@@ -121,19 +113,10 @@ def make_plan(
     return Plan(module, manifest, tuple(steps), tuple(held.tensor for held in holdings))
 
 
-def _stored(manifest: Manifest) -> dict[str, TensorEntry]:
-    stored = {tensor.name: tensor for tensor in manifest.tensors}
-    stored.update({alias: stored[target] for alias, target in manifest.aliases.items()})
-    return stored
-
-
 def _unexpected(manifest: Manifest, used: set[str], ignore: Sequence[str]) -> list[str]:
     patterns = [re.compile(pattern) for pattern in ignore]
-    return [
-        tensor.name
-        for tensor in manifest.tensors
-        if tensor.name not in used and not any(pattern.search(tensor.name) for pattern in patterns)
-    ]
+    names = (tensor.name for tensor in manifest.tensors if tensor.name not in used)
+    return [name for name in names if not any(pattern.search(name) for pattern in patterns)]
 
 
 def _named(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, MutableMapping[str, Any]]]:
@@ -178,22 +161,18 @@ def _check_fit(held: _Held, entry: TensorEntry, found: Mismatches, *, cast: bool
 
 
 def _step(held: _Held, entry: TensorEntry) -> RestoreStep:
-    itemsize_bytes = DTYPES[entry.dtype].itemsize_bytes
-    offset_elements, rest = divmod(entry.offset_bytes, itemsize_bytes)
-    if entry.size_bytes == 0:
-        # It may be at the end of the file, where a view would start outside.
-        offset_elements, rest = 0, 0
     dtype = _TORCH_DTYPES.get(entry.dtype, torch.uint8)
+    # An empty tensor may be at the end of the file, where a view would start outside.
+    offset_elements, rest = divmod(entry.offset_bytes if entry.size_bytes else 0, dtype.itemsize)
     return RestoreStep(
         name=entry.name,
         shard=entry.shard,
         dtype=dtype,
-        cast_to=held.tensor.dtype if held.tensor.dtype != dtype else None,
         shape=entry.shape,
         # The strides of a contiguous tensor; on meta it takes no memory.
         stride=torch.empty(entry.shape, device="meta").stride(),
         offset_bytes=entry.offset_bytes,
-        offset_elements=-1 if rest else offset_elements,
+        offset_elements=-1 if rest or dtype != held.tensor.dtype else offset_elements,
         tensor=_empty(held),
         slots=tuple(held.slots),
     )
@@ -212,17 +191,14 @@ def _empty(held: _Held) -> torch.Tensor:
 def restore(plan: Plan, mapping: Mapping) -> None:
     """Give `plan.module` its weights. Writing to them changes no file and no other process."""
     if mapping.manifest is not plan.manifest and mapping.manifest.digest != plan.manifest.digest:
-        raise SnapshotMismatch(
-            "The plan was made for another manifest than the mapping.", remedy="Use one manifest for both."
-        )
+        raise SnapshotMismatch("The plan has another manifest than the mapping.", remedy="Use one for both.")
     shard, storage = -1, torch.empty(0).untyped_storage()
     with torch.no_grad():
         for step in plan.steps:
             if step.shard != shard:
-                storage, shard = mapping.storage(step.shard), step.shard
-            if step.offset_elements >= 0 and step.cast_to is None:
-                # One operation a tensor; making a view and a parameter of it would be three
-                # (infra/bench/local.py).
+                storage, shard = mapping.flats[step.shard].untyped_storage(), step.shard
+            if step.offset_elements >= 0:
+                # One operation; making a view and a parameter of it would be three (infra/bench/local.py).
                 step.tensor.set_(storage, step.offset_elements, step.shape, step.stride)
             else:
                 copied = _copied(step, mapping)
@@ -233,8 +209,7 @@ def restore(plan: Plan, mapping: Mapping) -> None:
 def blank(plan: Plan) -> None:
     """Give `plan.module` weights of zeros that take no memory, for a rehearsal.
 
-    All view one region as large as the largest of them, which is never written: reading it maps the kernel's
-    page of zeros. `restore` replaces them.
+    All view one region that is never written: reading it maps the kernel's page of zeros.
     """
     largest = max((step.tensor.itemsize * math.prod(step.shape) for step in plan.steps), default=0)
     if not largest:
@@ -256,11 +231,9 @@ def _place(step: RestoreStep) -> None:
 
 
 def _copied(step: RestoreStep, mapping: Mapping) -> torch.Tensor:
-    # Either the module has another type, or the file does not align the tensor to its elements (a header
-    # without padding), and torch's kernels read such addresses on some processors only. Saving the file again
-    # aligns it.
-    raw = mapping.flat(step.shard, torch.uint8)
-    size_bytes = step.dtype.itemsize * math.prod(step.shape)
-    mapping.wait(step.shard, step.offset_bytes, step.offset_bytes + size_bytes)
-    piece = raw[step.offset_bytes : step.offset_bytes + size_bytes].clone()
-    return piece.view(step.dtype).reshape(step.shape).to(step.cast_to or step.dtype)
+    # The module has another type, or the file does not align the tensor to its elements (a header without
+    # padding), which torch's kernels read on some processors only. Saving the file again aligns it.
+    end_bytes = step.offset_bytes + step.dtype.itemsize * math.prod(step.shape)
+    mapping.wait(step.shard, step.offset_bytes, end_bytes)
+    piece = mapping.flats[step.shard][step.offset_bytes : end_bytes].clone()
+    return piece.view(step.dtype).reshape(step.shape).to(step.tensor.dtype)

@@ -7,8 +7,8 @@ go to meta: those of the uninitialised and random factories that layers allocate
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -42,11 +42,7 @@ _FILLING: frozenset[Callable[..., Any]] = frozenset(
 
 class _SkeletonMode(TorchFunctionMode):
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         options = dict(kwargs or {})
         if func in _VALUELESS:
@@ -55,21 +51,17 @@ class _SkeletonMode(TorchFunctionMode):
                 options["device"] = "meta"
                 options.pop("pin_memory", None)
             return func(*args, **options)
-        if func in _FILLING:
-            target = args[0] if args else options.get("tensor")
-            if isinstance(target, torch.Tensor) and target.is_meta:
-                return None if func is torch.Tensor.__setitem__ else target
+        target = args[0] if args else options.get("tensor")
+        if func in _FILLING and isinstance(target, torch.Tensor) and target.is_meta:
+            return None if func is torch.Tensor.__setitem__ else target
         return func(*args, **options)
 
 
-@contextmanager
-def skeleton() -> Iterator[None]:
+def skeleton() -> AbstractContextManager[Any]:
     """Modules built inside have their parameters on the meta device and their computed tensors real.
 
-    `torch.empty`, `rand` and `randn` make meta tensors, unless called with a generator or `out`; `arange`,
-    `ones`, `zeros`, `full`, `tensor` make real ones, as values are computed from them; `empty_like` and its
-    kin follow the tensor that they are given. A parameter of real values (`nn.Parameter(torch.zeros(n))`) is
-    real until it is restored. Initialising a meta tensor does nothing.
+    `torch.empty`, `rand` and `randn` make meta tensors, unless called with a generator or `out`. A parameter
+    of real values (`nn.Parameter(torch.zeros(n))`) is real until it is restored. Initialising a meta tensor
+    does nothing.
     """
-    with _SkeletonMode():
-        yield
+    return _SkeletonMode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -22,12 +23,9 @@ class Touched:
     """Finds the bytes of one mapping behind tensors that view it, whatever code made the views."""
 
     def __init__(self, mapping: Mapping) -> None:
-        shards = range(len(mapping.manifest.shards))
         # Every view keeps the storage of its shard, which begins where the shard is mapped.
-        flats = [mapping.flat(shard, torch.uint8) for shard in shards]
-        self._shards = {
-            flats[shard].untyped_storage().data_ptr(): shard for shard in shards if len(flats[shard])
-        }
+        flats = enumerate(mapping.flats)
+        self._shards = {flat.untyped_storage().data_ptr(): shard for shard, flat in flats if len(flat)}
 
     def extents(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Extent]:
         """The bytes of the mapping that operation `func` reads or writes."""
@@ -40,12 +38,9 @@ class Touched:
                 yield from rows
                 return
         for value in (*args, *kwargs.values()):
-            if isinstance(value, Tensor):
-                yield from self._extent(value)
-            elif isinstance(value, (list, tuple)):
-                for item in value:
-                    if isinstance(item, Tensor):
-                        yield from self._extent(item)
+            for item in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(item, Tensor):
+                    yield from self._extent(item)
 
     def _extent(self, tensor: Tensor) -> Iterator[Extent]:
         if tensor.device.type != "cpu" or tensor.layout != torch.strided:
@@ -54,14 +49,13 @@ class Touched:
         if shard is None or tensor.numel() == 0:
             return
         begin = int(tensor.storage_offset())
-        reach = 1 + sum(
-            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-        )
+        sizes = zip(tensor.shape, tensor.stride(), strict=True)
+        reach = 1 + sum((size - 1) * stride for size, stride in sizes)
         yield shard, begin * tensor.itemsize, (begin + reach) * tensor.itemsize
 
     def _rows(self, args: tuple[Any, ...]) -> list[Extent] | None:
         """The rows that an embedding looks up, not its table, often the largest tensor; None if unknown."""
-        table, indices = args[0], args[1]
+        table, indices = args[:2]
         if indices.device.type != "cpu" or table.dim() != 2 or not table.is_contiguous():
             return None
         whole = list(self._extent(table))
@@ -78,8 +72,7 @@ def record_first_touch(mapping: Mapping, run: Callable[[], Any]) -> Manifest:
 
     The digest of the manifest stays: the order is a hint. Tensors that `run` does not touch are not in it.
     """
-    recorder = _Recorder(mapping)
-    with recorder:
+    with _Recorder(mapping) as recorder:
         run()
     return mapping.manifest.model_copy(update={"first_touch": tuple(recorder.order)})
 
@@ -94,7 +87,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor in mapping.manifest.tensors
             if tensor.size_bytes
         )
-        self._begins = [(shard, begin) for shard, begin, _, _ in self._placed]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -105,7 +97,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _record(self, shard: int, begin: int, end: int) -> None:
-        index = max(0, bisect_right(self._begins, (shard, begin)) - 1)
+        index = max(0, bisect_right(self._placed, (shard, begin, math.inf)) - 1)
         for other, low, high, name in self._placed[index:]:
             if (other, low) >= (shard, end):
                 break

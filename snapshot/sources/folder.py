@@ -33,7 +33,7 @@ class FolderSource:
     def stat(self, name: str) -> ObjectInfo:
         descriptor = self.open(name)
         try:
-            return _info(descriptor)
+            return object_info(descriptor)
         finally:
             os.close(descriptor)
 
@@ -118,7 +118,7 @@ class FolderConnection:
         if name != self._name or self._descriptor < 0:
             self.close()
             self._descriptor, self._name = self._source.open(name), name
-        info = _info(self._descriptor)
+        info = object_info(self._descriptor)
         if version and info.version != version:
             self.close()
             raise changed(f"{self._source.url}/{name}", name, "it was replaced or written to")
@@ -150,6 +150,7 @@ class FolderConnection:
             os.close(descriptor)
 
 
-def _info(descriptor: int) -> ObjectInfo:
+def object_info(descriptor: int) -> ObjectInfo:
+    """Return the size of an open file, and a version that changes when it is replaced or written to."""
     status = os.fstat(descriptor)
     return ObjectInfo(status.st_size, f"{status.st_ino}-{status.st_mtime_ns}-{status.st_size}")

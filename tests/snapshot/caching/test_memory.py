@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pilotflame.errors import CacheError
 from pilotflame.snapshot.caching import memory, node
 from pilotflame.snapshot.caching.memory import (
     give_back,
@@ -64,7 +63,7 @@ def test_a_full_one_says_so_before_anybody_is_killed(mounted: Path) -> None:
         file.truncate(64 * MIB)
         target = ShardTarget("model.safetensors", file.fileno(), memoryview(bytearray()), fresh=True)
         target.reserve(0, 4 * MIB)
-        with pytest.raises(CacheError, match=r"model\.safetensors cannot be written: No space left"):
+        with pytest.raises(OSError, match="No space left"):
             target.reserve(4 * MIB, 64 * MIB)
 
 

@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from pilotflame.errors import CacheError
 from pilotflame.snapshot.caching.cache import Cache
-from pilotflame.snapshot.caching.flock import lock
+from pilotflame.snapshot.caching.flock import locked_file
 from pilotflame.snapshot.caching.tier import Tier
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
 from pilotflame.snapshot.format.verify import verify
@@ -84,8 +83,8 @@ def test_what_a_lease_holds_is_not_evicted(tier: Tier, sources: list[tuple[Path,
         with pytest.raises(CacheError, match="in use"):
             tier.evict(one[1].digest)
         check(lease.root, one[0])
-    assert tier.evict(one[1].digest)
-    assert not tier.evict(one[1].digest)
+    tier.evict(one[1].digest)
+    tier.evict(one[1].digest)
     assert ready(tier) == digests(three)
 
 
@@ -96,14 +95,14 @@ def test_what_is_mapped_is_not_evicted_though_its_lease_is_closed(
     with Cache([tier]).open(one[1], FolderSource(one[0])) as lease:
         lease.wait(LIMIT_S)
         mapping = Mapping(lease.root, one[1], keep=lease.hold)
-    tensor = mapping.flat(0, torch.uint8)[100:]
+    tensor = mapping.flats[0][100:]
     del mapping, lease
     pull(tier, two)
     pull(tier, three)
     assert ready(tier) == digests(one, three)
     assert bytes(tensor.numpy()) == (one[0] / "model.safetensors").read_bytes()[100:]
     del tensor
-    assert tier.evict(one[1].digest)
+    tier.evict(one[1].digest)
 
 
 def test_what_another_process_has_mapped_is_not_evicted(
@@ -194,13 +193,9 @@ def test_published_is_what_has_a_manifest(tier: Tier, sources: list[tuple[Path, 
 
 
 def test_a_lock_that_nobody_lets_go_of_is_named(tier: Tier) -> None:
-    with tier.locked():
-        descriptor = os.open(tier.root / "lock", os.O_RDWR)
-        try:
-            with pytest.raises(CacheError, match="lock stayed locked"):
-                lock(descriptor, tier.root / "lock", timeout_s=0.01)
-        finally:
-            os.close(descriptor)
+    path = tier.root / "lock"
+    with tier.locked(), pytest.raises(CacheError, match="lock stayed locked"), locked_file(path, 0.01):
+        pass
 
 
 # -- spare files
@@ -225,7 +220,7 @@ def test_a_spare_of_another_size_does_too(
 ) -> None:
     tier = Tier(shm / "tier", 4 * MIB, "tmpfs", spare_bytes=2 * MIB)
     pull(tier, sources[0])
-    assert tier.evict(sources[0][1].digest)
+    tier.evict(sources[0][1].digest)
     assert tier.spares.total_bytes() == sources[0][1].total_bytes
     other = tmp_path / "other", make(tmp_path / "other", 7, tensors=tensors)
     pull(tier, other)
@@ -261,7 +256,7 @@ def test_a_spare_is_never_of_a_snapshot_that_is_mapped(
     with pytest.raises(CacheError, match="is full"):
         Cache([tier]).open(sources[1][1], FolderSource(sources[1][0]))
     assert tier.spares.files() == []
-    old = mapping.flat(0, torch.uint8)
+    old = mapping.flats[0]
     assert bytes(old.numpy()) == (sources[0][0] / "model.safetensors").read_bytes()
 
 
@@ -303,7 +298,7 @@ def test_memory_is_given_out_only_where_all_pages_are_there(shm: Path) -> None:
 def test_a_disk_keeps_no_spares(tmp_path: Path, sources: list[tuple[Path, Manifest]]) -> None:
     tier = Tier(tmp_path / "tier", 4 * MIB, "disk", spare_bytes=4 * MIB)
     pull(tier, sources[0])
-    assert tier.evict(sources[0][1].digest)
+    tier.evict(sources[0][1].digest)
     assert tier.used_bytes() == 0
     shutil.rmtree(tier.root)
     assert tier.list() == []

@@ -48,7 +48,7 @@ class RangesMachine(RuleBasedStateMachine):
     @rule(limit=st.sampled_from([1, 100, CHUNK, 3 * CHUNK]))
     def take(self, limit: int) -> None:
         part = self.ranges.take(limit, now_s=0.0)
-        assert part is None or 0 < part.end - part.begin <= max(limit, CHUNK)
+        assert part is None or 0 < part.end - part.at <= max(limit, CHUNK)
 
     @precondition(lambda self: self.ranges.active)
     @rule(which=st.integers(0, 9), count=st.integers(1, 2 * CHUNK))
@@ -68,7 +68,7 @@ class RangesMachine(RuleBasedStateMachine):
             assert longest is not None
             # What a read in progress may still receive stays with the part.
             assert longest.end >= longest.at + margin
-            assert half.end - half.begin >= least
+            assert half.end - half.at >= least
 
     @rule(data=st.data())
     def demand(self, data: st.DataObject) -> None:
@@ -82,7 +82,7 @@ class RangesMachine(RuleBasedStateMachine):
         wanted = [Chunks(self.manifest).extent(chunk) for chunk in range(first, last + 1)]
         if part is None:
             return
-        inside = any(item.shard == part.shard and item.begin <= part.begin < item.end for item in wanted)
+        inside = any(item.shard == part.shard and item.begin <= part.at < item.end for item in wanted)
         waiting = [
             offset
             for item in wanted
@@ -130,7 +130,7 @@ def test_what_is_not_due_is_left_alone() -> None:
     assert ranges.next_due_s() == 5.0
     again = ranges.take(CHUNK, 5.0)
     assert again is not None
-    assert (again.begin, again.attempts) == (100, 3)
+    assert (again.at, again.attempts) == (100, 3)
 
 
 def test_a_chunk_asked_for_again_comes_next() -> None:
@@ -142,7 +142,7 @@ def test_a_chunk_asked_for_again_comes_next() -> None:
     ranges.again(0)
     again = ranges.take(CHUNK, 0.0)
     assert again is not None
-    assert (again.begin, again.end) == (0, CHUNK)
+    assert (again.at, again.end) == (0, CHUNK)
 
 
 def test_chunks_are_found_across_shards_and_empty_ones() -> None:

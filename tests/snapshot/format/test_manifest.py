@@ -302,6 +302,6 @@ def test_a_missing_file_is_a_manifest_error(tmp_path: Path) -> None:
 
 
 def test_torch_is_not_loaded() -> None:
-    modules = "format.manifest, pilotflame.snapshot.format.create, pilotflame.snapshot.format.verify, pilotflame.snapshot.restoring.fingerprint"
+    modules = "format.manifest, pilotflame.snapshot.format.create, pilotflame.snapshot.format.verify, pilotflame.snapshot.sources.folder"
     code = f"import sys, pilotflame.snapshot.{modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -10,21 +10,26 @@ import pytest
 import torch
 from pilotflame.errors import SnapshotChanged
 from pilotflame.snapshot.format.manifest import Manifest
-from pilotflame.snapshot.restoring.fingerprint import take_fingerprint
 from pilotflame.snapshot.restoring.mapping import Mapping
+from pilotflame.snapshot.sources.folder import FolderSource
+from pilotflame.snapshot.sources.source import ObjectInfo
 
 Save = Callable[..., tuple[Path, Manifest]]
 
 
+def verified_files(root: Path, manifest: Manifest) -> list[ObjectInfo]:
+    return [FolderSource(root).stat(shard.name) for shard in manifest.shards]
+
+
 def test_an_unchanged_file_is_mapped(save: Save) -> None:
     root, manifest = save({"a": torch.arange(4)})
-    mapping = Mapping(root, manifest, take_fingerprint(root, manifest))
-    assert mapping.flat(0, torch.int64)[-4:].tolist() == [0, 1, 2, 3]
+    mapping = Mapping(root, manifest, verified_files(root, manifest))
+    assert mapping.flats[0].view(torch.int64)[-4:].tolist() == [0, 1, 2, 3]
 
 
 def test_a_file_written_to_is_noticed(save: Save) -> None:
     root, manifest = save({"a": torch.arange(4)})
-    verified = take_fingerprint(root, manifest)
+    verified = verified_files(root, manifest)
     os.utime(root / "model.safetensors", ns=(1, 1))
     with pytest.raises(SnapshotChanged, match="written to"):
         Mapping(root, manifest, verified)
@@ -33,7 +38,7 @@ def test_a_file_written_to_is_noticed(save: Save) -> None:
 def test_a_replaced_file_is_noticed(save: Save) -> None:
     root, manifest = save({"a": torch.arange(4)})
     path = root / "model.safetensors"
-    verified = take_fingerprint(root, manifest)
+    verified = verified_files(root, manifest)
     (root / "new").write_bytes(path.read_bytes())
     os.utime(root / "new", ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
     (root / "new").replace(path)
@@ -43,7 +48,7 @@ def test_a_replaced_file_is_noticed(save: Save) -> None:
 
 def test_another_size_is_noticed_with_and_without_a_fingerprint(save: Save) -> None:
     root, manifest = save({"a": torch.arange(4)})
-    verified = take_fingerprint(root, manifest)
+    verified = verified_files(root, manifest)
     os.truncate(root / "model.safetensors", 20)
     for expected in (verified, None):
         with pytest.raises(SnapshotChanged, match="20 bytes"):
