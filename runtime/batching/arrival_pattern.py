@@ -6,6 +6,8 @@ after their batch ended. A batch of only the first of them would make all others
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 # Arrivals are counted at steps of 1/32 of what merging two batches into one saves, up to 3/4 of it.
 STEPS = 24
 STEP = 1 / 32
@@ -38,12 +40,8 @@ class ArrivalPattern:
         return self._means.get(_octave(self._size), [])
 
     def _learn(self, saved_s: float) -> None:
-        counts, index = [0.0] * STEPS, 0
-        for step in range(STEPS):
-            until_s = (step + 1) * STEP * saved_s
-            while index < len(self._offsets) and self._offsets[index] <= until_s:
-                index += 1
-            counts[step] = float(index)
+        ends_s = ((step + 1) * STEP * saved_s for step in range(STEPS))
+        counts = [float(bisect_right(self._offsets, end_s)) for end_s in ends_s]
         means = self._means.setdefault(_octave(self._size), counts)
         means[:] = [mean + SMOOTHING * (count - mean) for mean, count in zip(means, counts, strict=True)]
 

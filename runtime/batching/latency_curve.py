@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -20,7 +20,6 @@ RECOMPUTED_EVERY = 16
 LOADED_WEIGHT = 32
 SMOOTHING = 0.1
 MIN_COST = 1e-6
-P50, P95 = 0.5, 0.95
 
 
 class Point(NamedTuple):
@@ -37,10 +36,9 @@ class LatencyCurve:
     def __init__(self, points: Iterable[Point] = ()) -> None:
         self.mean_cost = 1.0
         """The mean cost of an item, in tokens, say. A batch of three has the size 3 x mean_cost."""
-        self._buckets: dict[int, _Bucket] = {}
+        self._buckets: defaultdict[int, _Bucket] = defaultdict(_Bucket)
         self.points: tuple[Point, ...] = ()
         """By ascending size; no larger size is faster than a smaller one."""
-        self._sizes: list[float] = []
         self._fresh = 0
         self.load(points)
 
@@ -73,22 +71,18 @@ class LatencyCurve:
         return self._at(count * self.mean_cost, 2)
 
     def _bucket(self, size: float) -> _Bucket:
-        number = round(2 * math.log2(max(size, MIN_COST)))
-        found = self._buckets.get(number)
-        if found is None:
-            found = self._buckets[number] = _Bucket()
-        return found
+        return self._buckets[round(2 * math.log2(max(size, MIN_COST)))]
 
     def _compute(self) -> None:
         self._fresh = 0
         buckets = [self._buckets[number] for number in sorted(self._buckets)]
-        points, weights = [bucket.point() for bucket in buckets], [bucket.weight for bucket in buckets]
-        p50s = isotonic([(point.p50_s, weight) for point, weight in zip(points, weights, strict=True)])
-        p95s = isotonic([(point.p95_s, weight) for point, weight in zip(points, weights, strict=True)])
-        self.points = tuple(
-            Point(point.size, p50, max(p50, p95)) for point, p50, p95 in zip(points, p50s, p95s, strict=True)
+        points = [bucket.point() for bucket in buckets]
+        p50s, p95s = (
+            isotonic([(point[field], bucket.weight) for point, bucket in zip(points, buckets, strict=True)])
+            for field in (1, 2)
         )
-        self._sizes = [point.size for point in points]
+        rows = zip(points, p50s, p95s, strict=True)
+        self.points = tuple(Point(point.size, p50, max(p50, p95)) for point, p50, p95 in rows)
 
     def _at(self, size: float, field: int) -> float:
         points = self.points
@@ -98,7 +92,7 @@ class LatencyCurve:
         if size <= points[0].size or len(points) == 1:
             return points[0][field]
         if size <= points[-1].size:
-            right = bisect_left(self._sizes, size)
+            right = bisect_left(points, (size,))
             return _interpolate(points[right - 1], points[right], size, field)
         # Extrapolate along the chord of the whole curve: one odd point at the end does not tilt it. The chord
         # of the medians may be the steeper one; the bound is never below the median.
@@ -165,12 +159,12 @@ class _Bucket:
     def point(self) -> Point:
         latest, loaded = list(self._latest), self._loaded
         if loaded is None or len(latest) >= LOADED_WEIGHT:
-            return Point(self._size, _percentile(latest, P50), _percentile(latest, P95))
+            return Point(self._size, _percentile(latest, 0.5), _percentile(latest, 0.95))
         # The loaded point stands for the durations that are still missing.
         missing = LOADED_WEIGHT - len(latest)
         size = (self._size * len(latest) + loaded.size * missing) / LOADED_WEIGHT
-        p50_s = _percentile(latest + [loaded.p50_s] * missing, P50)
-        return Point(size, p50_s, max(p50_s, _percentile(latest + [loaded.p95_s] * missing, P95)))
+        p50_s = _percentile(latest + [loaded.p50_s] * missing, 0.5)
+        return Point(size, p50_s, max(p50_s, _percentile(latest + [loaded.p95_s] * missing, 0.95)))
 
 
 def _percentile(durations: list[float], share: float) -> float:

@@ -144,22 +144,13 @@ class Outstanding(Generic[T]):
         """Return for how many seconds anything was outstanding."""
         return self.busy_s + (now_s - self._busy_since_s if self.calls else 0.0)
 
-    def free_at(self, now_s: float, curve: LatencyCurve) -> float:
-        """Return when the curve predicts a free slot; `now_s` if one is free or overdue."""
-        return max(now_s, self.expected_at(now_s, curve))
-
     def expected_at(self, now_s: float, curve: LatencyCurve) -> float:
-        """Return when the curve predicts a free slot; a time in the past if it is overdue."""
-        if self.batching:
-            return self._batch_expected_at(now_s, curve)
-        if len(self.calls) < self.slots:
+        """Return when the curve predicts a free slot: `now_s` if one is free, in the past if it is overdue."""
+        if (self.batches if self.batching else len(self.calls)) < self.slots:
             return now_s
-        oldest = next(iter(self.calls.values()))
-        return oldest.sent_s + len(self.calls) // self.slots * curve.typical(1)
-
-    def _batch_expected_at(self, now_s: float, curve: LatencyCurve) -> float:
+        if not self.batching:
+            oldest = next(iter(self.calls.values()))
+            return oldest.sent_s + len(self.calls) // self.slots * curve.typical(1)
         running, behind = self._batches[: self.slots], self._batches[self.slots :]
-        if len(running) < self.slots:
-            return now_s
         behind_s = sum(curve.typical(batch.size) for batch in behind)
         return min(batch.started_s + curve.typical(batch.size) for batch in running) + behind_s

@@ -224,7 +224,7 @@ class Simulator:
             self._arrive_next(iter([call]))
 
     def _slots(self, now_s: float) -> Slots:
-        free_s = min(worker.outstanding.free_at(now_s, self.queue.curve) for worker in self._workers)
+        free_s = min(worker.outstanding.expected_at(now_s, self.queue.curve) for worker in self._workers)
         return Slots(self._run.slots, free_s)
 
     def _pick(self) -> SimulatedWorker | None:

@@ -115,7 +115,7 @@ class Dispatcher:
         count = sum(replica.outstanding.slots for replica in ready) + at_once * self._pool.starting
         if ready:
             curve = self.queue.curve
-            return Slots(count, min(replica.outstanding.free_at(now_s, curve) for replica in ready))
+            return Slots(count, min(replica.outstanding.expected_at(now_s, curve) for replica in ready))
         asked_s = min((replica.activation.asked_s for replica in self._pool.replicas), default=now_s)
         return Slots(max(count, at_once), max(now_s, asked_s + self._activation_s))
 

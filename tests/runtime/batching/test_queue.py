@@ -175,6 +175,14 @@ def test_late_items_make_room_for_those_that_can_be_on_time() -> None:
     assert found.batch == others[:4]
 
 
+@pytest.mark.parametrize(("others", "late"), [(0, False), (1, False), (3, True), (9, True)])
+def test_an_item_is_late_by_the_batch_that_it_would_run_in(others: int, late: bool) -> None:
+    queue, item = queue_of(), Item(deadline_s=10.023)
+    for one in (item, *(Item() for _ in range(others))):
+        queue.requeue(one)
+    assert queue.next_batch(10.0).refused == [item] * late
+
+
 def test_items_that_would_be_late_are_refused_before_their_turn() -> None:
     queue = queue_of()
     first = [Item(priority=1) for _ in range(4)]
