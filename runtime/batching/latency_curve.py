@@ -48,10 +48,6 @@ class LatencyCurve:
             self._bucket(point.size).load(point)
         self._compute()
 
-    @property
-    def known(self) -> bool:
-        return bool(self.points)
-
     def observe(self, count: int, cost: float, seconds: float) -> None:
         """Learn that a batch of `count` items, of `cost` together, took `seconds`."""
         self.mean_cost += SMOOTHING * (cost / count - self.mean_cost)
@@ -135,8 +131,6 @@ def _median(pool: list[tuple[float, float]]) -> float:
 
 class _Bucket:
     """The latest durations of batches of about one size."""
-
-    __slots__ = ("_latest", "_loaded", "_size", "count")
 
     def __init__(self) -> None:
         self._latest: deque[float] = deque(maxlen=KEPT)

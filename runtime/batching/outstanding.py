@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import islice
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -24,18 +25,15 @@ class BatchEnd(NamedTuple):
     seconds: float
 
 
+@dataclass(eq=False, slots=True)
 class _SentBatch:
-    """The channels of invocations that run together."""
+    """The channels of invocations that run together. `started_s` is 0 while another batch is before it."""
 
-    __slots__ = ("_cost", "_known", "channels", "size", "started_s")
-
-    def __init__(self, channels: set[int], started_s: float) -> None:
-        self.channels = channels
-        self.size = len(channels)
-        self.started_s = started_s
-        """When it started to run; 0 while another batch is before it."""
-        self._cost = 0.0
-        self._known = 0
+    channels: set[int]
+    size: int
+    started_s: float
+    _cost: float = 0.0
+    _known: int = 0
 
     def start(self, now_s: float) -> None:
         self.started_s = self.started_s or now_s
@@ -84,7 +82,7 @@ class Outstanding(Generic[T]):
     def add_batch(self, items: list[T], now_s: float) -> list[int]:
         """Add items that run together; return their channels, in order."""
         channels = [self.add(item, now_s) for item in items]
-        batch = _SentBatch(set(channels), now_s if len(self._batches) < self.slots else 0.0)
+        batch = _SentBatch(set(channels), len(channels), now_s if self.batches < self.slots else 0.0)
         self._batches.append(batch)
         self._batch_of.update(dict.fromkeys(channels, batch))
         return channels
@@ -126,8 +124,7 @@ class Outstanding(Generic[T]):
 
     def batch_of(self, channel: int) -> set[int]:
         """Return the channels that run together with this one and have not ended, this one included."""
-        batch = self._batch_of.get(channel)
-        return set(batch.channels) if batch is not None else {channel}
+        return set(self._batch_of[channel].channels) if channel in self._batch_of else {channel}
 
     def channel_of(self, item: T) -> int | None:
         return next((channel for channel, sent in self.calls.items() if sent is item), None)

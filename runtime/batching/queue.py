@@ -116,7 +116,7 @@ class Queue(Generic[T]):
         if self.max_batch > 1:
             self._arrivals.observe_arrival(now_s)
         busy = slots.free_at_s > now_s or len(self._waiting) > 0
-        first = busy and not item.patient and self.curve.known and self._check(item, now_s, slots)
+        first = busy and not item.patient and bool(self.curve.points) and self._check(item, now_s, slots)
         self._waiting.add(item, first=first)
 
     def _has_share(self, tenant: str) -> bool:

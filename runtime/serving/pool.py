@@ -54,11 +54,8 @@ class Pool:
 
     @property
     def in_flight(self) -> int:
-        count = 0
-        # A loop: this runs with every invocation, and a generator would cost as much again.
-        for replica in self.replicas:
-            count += len(replica.outstanding.calls)
-        return count
+        # A list: this runs with every invocation, and a generator would cost as much again.
+        return sum([len(replica.outstanding.calls) for replica in self.replicas])
 
     def worked_s(self, now_s: float) -> tuple[float, float]:
         """Return for how long workers had work, and for how long they were ready; of all workers so far."""
@@ -141,9 +138,8 @@ class Pool:
         activation.mark_forked(time.monotonic())
         # While weights are fetched, `setup` may wait for them.
         timeout_s = START_TIMEOUT_S + (WEIGHTS_TIMEOUT_S if self._weights is not None else 0.0)
-        self.replicas.append(
-            Replica(child, activation, self._events, self._secrets(), timeout_s, measure=self._measure)
-        )
+        env = self._secrets()
+        self.replicas.append(Replica(child, activation, self._events, env, timeout_s, measure=self._measure))
 
     def note_ready(self, replica: Replica) -> None:
         """A worker is ready; the next ones need not measure if it did."""

@@ -19,9 +19,8 @@ FIRST_RELAUNCH_DELAY_S = 0.5
 LAST_RELAUNCH_DELAY_S = 60.0
 STABLE_AFTER_S = 30.0
 MAX_LAUNCHES = 3
-# The next standby is forked in a quiet moment: forking takes the processor from the requests that follow the
-# first. (MiniLM, 2 cores: the request after a cold one took up to 69 ms instead of 23 when it forked at
-# once.)
+# The next standby is forked in a quiet moment: forking takes the processor from the requests that follow a
+# cold one. (MiniLM on 2 cores: up to 69 ms instead of 23.)
 QUIET_S = 0.2
 LATEST_STANDBY_S = 2.0
 
@@ -37,8 +36,7 @@ class ZygoteSupervisor:
         self.standby: Child | None = None
         self.standby_primed = False
         self._spec, self._launcher, self._logs, self._tasks, self._busy = spec, launcher, logs, tasks, busy
-        self._with_standby = with_standby
-        self._keep = keep
+        self._with_standby, self._keep = with_standby, keep
         self._source: WorkerSource | None = None
         self._launching = asyncio.Lock()
         self._names = itertools.count(1)

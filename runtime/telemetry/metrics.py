@@ -83,13 +83,13 @@ class _FunctionCounts:
     def count(self, code: int, timeline: Timeline) -> None:
         self.codes[code] += 1
         self.duration.observe(timeline.total_s)
-        seconds = timeline.warm_phases()
+        warm = timeline.warm_phases()
         if timeline.completed_s:
             self.batch.observe(timeline.batch)
-            for histogram, phase_s in zip(self.phases.values(), seconds, strict=True):
-                histogram.observe(phase_s)
+            for histogram, seconds in zip(self.phases.values(), warm, strict=True):
+                histogram.observe(seconds)
         else:
-            self.phases["queue"].observe(seconds[0])
+            self.phases["queue"].observe(warm[0])
         if timeline.activation is not None:
             for phase, seconds in timeline.phases().items():
                 self.cold_phases.setdefault(phase, _Histogram(SECONDS)).observe(seconds)
