@@ -37,15 +37,14 @@ class ArrivalPattern:
 
     def expected(self) -> list[float]:
         """Return the means for the last batch's size at each step of the grid; empty if not known."""
-        return self._means.get(_octave(self._size), [])
+        return self._means.get(self._octave(), [])
 
     def _learn(self, saved_s: float) -> None:
         ends_s = ((step + 1) * STEP * saved_s for step in range(STEPS))
         counts = [float(bisect_right(self._offsets, end_s)) for end_s in ends_s]
-        means = self._means.setdefault(_octave(self._size), counts)
+        means = self._means.setdefault(self._octave(), counts)
         means[:] = [mean + SMOOTHING * (count - mean) for mean, count in zip(means, counts, strict=True)]
 
-
-def _octave(size: int) -> int:
-    """Return the octave of a batch size: batches of similar size are followed by similar numbers."""
-    return max(0, size - 1).bit_length()
+    def _octave(self) -> int:
+        """Return the octave of the last batch's size: similar sizes are followed by similar numbers."""
+        return max(0, self._size - 1).bit_length()

@@ -12,6 +12,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 
@@ -124,16 +125,14 @@ class FairQueue(Generic[T]):
         return sum(len(queue.items) for queue in more_urgent) + own_count + fair
 
 
+@dataclass(eq=False, slots=True)
 class _TenantQueue(Generic[T]):
     """One tenant's items of one priority, each with a number in the order of arrival."""
 
-    __slots__ = ("_heap", "items", "served")
-
-    def __init__(self) -> None:
-        self.items: dict[int, T] = {}
-        # Deadlines and numbers; the entry of a removed item stays until it reaches the top.
-        self._heap: list[tuple[float, int]] = []
-        self.served = 0.0
+    items: dict[int, T] = field(default_factory=dict)
+    # Deadlines and numbers; the entry of a removed item stays until it reaches the top.
+    _heap: list[tuple[float, int]] = field(default_factory=list)
+    served: float = 0.0
 
     def restart(self, served: float) -> None:
         """Wait again after being idle."""

@@ -10,6 +10,7 @@ import math
 from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 # How many of the latest durations of each size count: the percentiles follow a machine that becomes slower.
@@ -74,39 +75,38 @@ class LatencyCurve:
         buckets = [self._buckets[number] for number in sorted(self._buckets)]
         points = [bucket.point() for bucket in buckets]
         p50s, p95s = (
-            isotonic([(point[field], bucket.weight) for point, bucket in zip(points, buckets, strict=True)])
-            for field in (1, 2)
+            isotonic([(point[column], bucket.weight) for point, bucket in zip(points, buckets, strict=True)])
+            for column in (1, 2)
         )
         rows = zip(points, p50s, p95s, strict=True)
         self.points = tuple(Point(point.size, p50, max(p50, p95)) for point, p50, p95 in rows)
 
-    def _at(self, size: float, field: int) -> float:
+    def _at(self, size: float, column: int) -> float:
         points = self.points
         if not points:
             return 0.0
         # A single point has no slope, so it predicts the same time for every size.
         if size <= points[0].size or len(points) == 1:
-            return points[0][field]
+            return points[0][column]
         if size <= points[-1].size:
             right = bisect_left(points, (size,))
-            return _interpolate(points[right - 1], points[right], size, field)
+            return _interpolate(points[right - 1], points[right], size, column)
         # Extrapolate along the chord of the whole curve: one odd point at the end does not tilt it. The chord
         # of the medians may be the steeper one; the bound is never below the median.
         first, last = points[0], points[-1]
-        found = max(last[field], _interpolate(first, last, size, field))
-        return found if field == 1 else max(found, _interpolate(first, last, size, 1))
+        found = max(last[column], _interpolate(first, last, size, column))
+        return found if column == 1 else max(found, _interpolate(first, last, size, 1))
 
 
-def _interpolate(left: Point, right: Point, size: float, field: int) -> float:
+def _interpolate(left: Point, right: Point, size: float, column: int) -> float:
     share = (size - left.size) / max(right.size - left.size, 1e-9)
-    return left[field] + share * (right[field] - left[field])
+    return left[column] + share * (right[column] - left[column])
 
 
 def isotonic(weighted: Sequence[tuple[float, float]]) -> list[float]:
     """Return the non-decreasing sequence nearest to (value, weight) pairs, by pooling adjacent violators.
 
-    It minimises absolute distances, not squares: a pool becomes its weighted median, so one outlier does not
-    tilt its neighbours.
+    A pool becomes its weighted median, not its mean, so one outlier does not tilt its neighbours.
     """
     pools: list[list[tuple[float, float]]] = []
     for pair in weighted:
@@ -129,14 +129,14 @@ def _median(pool: list[tuple[float, float]]) -> float:
     raise AssertionError("a pool has a weight")
 
 
+@dataclass(eq=False, slots=True)
 class _Bucket:
     """The latest durations of batches of about one size."""
 
-    def __init__(self) -> None:
-        self._latest: deque[float] = deque(maxlen=KEPT)
-        self._size = 0.0
-        self.count = 0
-        self._loaded: Point | None = None
+    _latest: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+    _size: float = 0.0
+    count: int = 0
+    _loaded: Point | None = None
 
     def load(self, point: Point) -> None:
         self._loaded = point

@@ -88,10 +88,7 @@ class Outstanding(Generic[T]):
         return channels
 
     def remove(self, channel: int, now_s: float, cost: float = 1.0) -> tuple[T | None, BatchEnd | None]:
-        """Remove an item that has ended, and return it; and its batch if that has ended with it.
-
-        `cost` is 0 if the item failed or was returned unstarted.
-        """
+        """Remove an ended item and return it, and its batch if that has ended; `cost` is 0 if it failed."""
         item = self.calls.pop(channel, None)
         self._removed_s = now_s
         if item is not None and not self.calls:

@@ -55,23 +55,6 @@ class Selection(Generic[T]):
     wait_until_s: float | None = None
 
 
-def finish_s(ahead: int, max_batch: int, slots: Slots, now_s: float, curve: LatencyCurve) -> float:
-    """Return when an item typically ends: after the rest of what runs, full batches ahead, and its own.
-
-    Typically, not surely: a strict bound would refuse items that the batch they join could still serve. What
-    turns out late is refused when its batch is formed.
-    """
-    rounds, own = divmod(ahead, max_batch * slots.count)
-    start_s = max(now_s, slots.free_at_s) + rounds * curve.typical(max_batch)
-    return start_s + curve.typical(min(max_batch, own + 1))
-
-
-def drained_s(waiting: int, max_batch: int, slots: Slots, now_s: float, curve: LatencyCurve) -> float:
-    """Return when `waiting` items will have been started."""
-    rounds = math.ceil(waiting / (max_batch * slots.count))
-    return max(now_s, slots.free_at_s) + rounds * curve.typical(max_batch)
-
-
 class Queue(Generic[T]):
     """The invocations that wait for a worker of one revision."""
 
@@ -102,11 +85,7 @@ class Queue(Generic[T]):
     # -- arrivals
 
     def admit(self, item: T, now_s: float, slots: Slots) -> None:
-        """Add an item that just arrived.
-
-        :raises QueueFull: if the queue is full and the item's tenant has its share of it.
-        :raises Overloaded: if the item would not end within its deadline.
-        """
+        """Add an item that just arrived. Raise QueueFull, or Overloaded if it would miss its deadline."""
         if len(self._waiting) >= self._max_queue and self._has_share(item.tenant):
             raise QueueFull(
                 f"Function {self._name!r} has {len(self)} invocations waiting, its limit.",
@@ -137,7 +116,18 @@ class Queue(Generic[T]):
         return False
 
     def _finish_s(self, ahead: int, now_s: float, slots: Slots) -> float:
-        return finish_s(ahead, self.max_batch, slots, now_s, self.curve)
+        """Return when an item typically ends: after the rest of what runs, full batches ahead, and its own.
+
+        A strict bound would refuse items that the batch they join could still serve.
+        """
+        rounds, own = divmod(ahead, self.max_batch * slots.count)
+        start_s = max(now_s, slots.free_at_s) + rounds * self.curve.typical(self.max_batch)
+        return start_s + self.curve.typical(min(self.max_batch, own + 1))
+
+    def _drained_s(self, waiting: int, now_s: float, slots: Slots) -> float:
+        """Return when `waiting` items will have been started."""
+        rounds = math.ceil(waiting / (self.max_batch * slots.count))
+        return max(now_s, slots.free_at_s) + rounds * self.curve.typical(self.max_batch)
 
     def refusal(self, item: T, now_s: float, slots: Slots) -> Overloaded:
         """Return the error for a caller whose deadline cannot be met, and reserve a place for their retry."""
@@ -151,8 +141,7 @@ class Queue(Generic[T]):
 
     def _retry_s(self, now_s: float, slots: Slots) -> float:
         waiting = len(self._waiting) + self._reservations.pending(now_s)
-        drained = drained_s(waiting, self.max_batch, slots, now_s, self.curve)
-        return min(MAX_RETRY_S, max(MIN_RETRY_S, drained - now_s))
+        return min(MAX_RETRY_S, max(MIN_RETRY_S, self._drained_s(waiting, now_s, slots) - now_s))
 
     def requeue(self, item: T) -> None:
         """Add an item that a worker was sent and did not run."""

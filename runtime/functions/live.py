@@ -80,17 +80,12 @@ class Live:
         self.logs = logs
         self.warnings: list[str] = []
         self._last_cold: Timeline | None = None
-        self._configure()
-
-    def _configure(self) -> None:
-        """Tell the revision what is known of its handler."""
-        self.revision.configure(policy_of(self.record))
 
     async def prove(self, *, check: bool) -> None:
         """Start the zygote, and with `check` a worker, to see that both succeed."""
         source = await self.revision.pool.zygote.open()
         self.record = self.record.model_copy(update={"handler": source.facts})
-        self._configure()
+        self.revision.configure(policy_of(self.record))
         if source.spawn_reason:
             self.warnings.append(f"Workers are spawned, not forked: {source.spawn_reason}.")
         if check:

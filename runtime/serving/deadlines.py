@@ -74,17 +74,13 @@ def limit_s(invocation: Invocation, now_s: float) -> float:
 
 
 def deadline_exceeded(waited_s: float) -> DeadlineExceeded:
-    return DeadlineExceeded(
-        f"The invocation did not end within its deadline ({waited_s:.1f} s).",
-        remedy="Raise timeout_s in pilotflame.toml, or ask for less.",
-    )
+    message = f"The invocation did not end within its deadline ({waited_s:.1f} s)."
+    return DeadlineExceeded(message, remedy="Raise timeout_s in pilotflame.toml, or ask for less.")
 
 
 def execution_timeout(limit_s: float) -> DeadlineExceeded:
-    return DeadlineExceeded(
-        f"One call of the handler took longer than execution_timeout_s, which is {limit_s:g} s.",
-        remedy="Raise execution_timeout_s in pilotflame.toml, or do less in one call.",
-    )
+    message = f"One call of the handler took longer than execution_timeout_s, which is {limit_s:g} s."
+    return DeadlineExceeded(message, remedy="Raise execution_timeout_s, or do less in one call.")
 
 
 def activation_timeout(function: str, waited_s: float) -> ActivationTimeout:

@@ -92,11 +92,7 @@ class Dispatcher:
     # -- arrivals
 
     def submit(self, invocation: Invocation) -> bool:
-        """Send the invocation to a free worker and return True, or queue it.
-
-        :raises QueueFull, Overloaded: if it cannot be queued.
-        :raises RevisionRetired: if the dispatcher is closed.
-        """
+        """Send it to a free worker and return True, or queue it. Raise QueueFull, Overloaded, RevisionRetired."""
         if self._closed:
             raise self._retired()
         now_s = time.monotonic()

@@ -176,10 +176,8 @@ class Revision(RevisionEvents):
             async with asyncio.timeout(FIRST_START_TIMEOUT_S):
                 error = await self._first_start
         except TimeoutError:
-            raise ActivationFailed(
-                f"The first worker was not ready within {FIRST_START_TIMEOUT_S:.0f} s.",
-                remedy="Make `setup` faster.",
-            ) from None
+            message = f"The first worker was not ready within {FIRST_START_TIMEOUT_S:.0f} s."
+            raise ActivationFailed(message, remedy="Make `setup` faster.") from None
         finally:
             self._first_start = None
         if error is not None:
@@ -284,10 +282,8 @@ class Revision(RevisionEvents):
     def _count_unexplained_death(self, cause: str) -> None:
         self._unexplained_deaths += 1
         self._count_failure()
-        error = ActivationFailed(
-            f"A worker died while starting, of {cause}; that is {self._unexplained_deaths} in a row.",
-            remedy="See `pilotflame logs` for their last words (out of memory?).",
-        )
+        message = f"A worker died while starting, of {cause}; that is {self._unexplained_deaths} in a row."
+        error = ActivationFailed(message, remedy="See `pilotflame logs` (out of memory?).")
         self._settle_first_start(error)
         if self._unexplained_deaths >= MAX_UNEXPLAINED_DEATHS and not self.pool.ready:
             self._unexplained_deaths = 0
