@@ -54,8 +54,11 @@ class Pool:
 
     @property
     def in_flight(self) -> int:
-        # A list: this runs with every invocation, and a generator would cost as much again.
-        return sum([len(replica.outstanding.calls) for replica in self.replicas])
+        count = 0
+        # A loop: this runs with every invocation, and a generator would cost as much again.
+        for replica in self.replicas:
+            count += len(replica.outstanding.calls)
+        return count
 
     def worked_s(self, now_s: float) -> tuple[float, float]:
         """Return for how long workers had work, and for how long they were ready; of all workers so far."""

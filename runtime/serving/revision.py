@@ -225,10 +225,11 @@ class Revision(RevisionEvents):
     def _on_room(self, replica: Replica) -> None:
         """A worker has room: dispatch, and scale unless the load clearly needs as many workers as before."""
         self.pool.zygote.schedule_standby()
-        if len(self.dispatcher.queue):
+        if waiting := len(self.dispatcher.queue):
             self.dispatcher.dispatch()
+            waiting = len(self.dispatcher.queue)
         idle = not replica.outstanding.calls
-        if len(self.dispatcher.queue) or self.retiring or (idle and self._scale_timer is None):
+        if waiting or self.retiring or (idle and self._scale_timer is None):
             self.scale()
 
     def on_returned(self, invocation: Invocation) -> None:
