@@ -1,16 +1,57 @@
 """Forming a batch: run what waits at once, unless waiting for more items was learned to pay.
 
-Dispatch is work-conserving by default, as in Clipper (NSDI '17). Where callers return together, the wait that
-gains the most is taken.
+Dispatch is work-conserving by default, as in Clipper (NSDI '17). Callers in a closed loop return
+together, a moment after their batch ended: there, the wait that gains the most is taken.
 """
 
 from __future__ import annotations
 
-from .arrival_pattern import STEP, ArrivalPattern
+from bisect import bisect_right
+
 from .latency_curve import LatencyCurve
 
 # A longer wait is considered only if it brings at least so many more items.
 MIN_MORE = 0.25
+# Arrivals are counted at steps of 1/32 of what merging two batches into one saves, up to 3/4 of it.
+STEPS = 24
+STEP = 1 / 32
+SMOOTHING = 0.2
+
+
+class ArrivalPattern:
+    """A(t): the mean number of arrivals within t after the end of a batch, by batch size, for t on a grid."""
+
+    def __init__(self) -> None:
+        self._means: dict[int, list[float]] = {}
+        self._offsets: list[float] = []
+        self._size = 0
+        self.ended_s: float | None = None
+        """When the last batch ended."""
+
+    def observe_end(self, now_s: float, size: int, saved_s: float) -> None:
+        """A batch of `size` ended. `saved_s`, what merging two single items saves, is the grid's unit."""
+        if self.ended_s is not None and saved_s > 0:
+            self._learn(saved_s)
+        self.ended_s, self._size = now_s, size
+        self._offsets.clear()
+
+    def observe_arrival(self, now_s: float) -> None:
+        if self.ended_s is not None and len(self._offsets) < 4 * self._size + 16:
+            self._offsets.append(now_s - self.ended_s)
+
+    def expected(self) -> list[float]:
+        """Return the means for the last batch's size at each step of the grid; empty if not known."""
+        return self._means.get(self._octave(), [])
+
+    def _learn(self, saved_s: float) -> None:
+        ends_s = ((step + 1) * STEP * saved_s for step in range(STEPS))
+        counts = [float(bisect_right(self._offsets, end_s)) for end_s in ends_s]
+        means = self._means.setdefault(self._octave(), counts)
+        means[:] = [mean + SMOOTHING * (count - mean) for mean, count in zip(means, counts, strict=True)]
+
+    def _octave(self) -> int:
+        """Return the octave of the last batch's size: similar sizes are followed by similar numbers."""
+        return max(0, self._size - 1).bit_length()
 
 
 def wait_until(
@@ -19,6 +60,7 @@ def wait_until(
     """Return until when to wait for more items; not after `now_s` means to run what waits now.
 
     `slack_s` is how long the most urgent item could still wait before it must start.
+
     Waiting t for k items to join the n that wait pays if it shortens the sum of all their times:
     n (L(n) - t - L(n+k)) + k (L(n) + L(k) - t - L(n+k)) > 0. The t with the largest sum is chosen.
     """

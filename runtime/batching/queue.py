@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from ...errors import Overloaded, QueueFull
-from .arrival_pattern import ArrivalPattern
-from .batch_forming import saving, wait_until
+from .batch_forming import ArrivalPattern, saving, wait_until
 from .fair_queue import FIRST, FairQueue, Waiting
 from .latency_curve import LatencyCurve
 from .reservations import Reservations
