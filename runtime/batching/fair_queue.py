@@ -12,6 +12,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 
@@ -53,8 +54,7 @@ class FairQueue(Generic[T]):
         """Add an item; those with equal deadlines keep their order. `first` goes before every priority."""
         priority = FIRST if first else item.priority
         tenants = self._classes.setdefault(priority, {})
-        queue = tenants.get(item.tenant)
-        if queue is None:
+        if (queue := tenants.get(item.tenant)) is None:
             queue = tenants[item.tenant] = _TenantQueue()
         if not queue.items:
             queue.restart(min((other.served for other in self._active(priority)), default=queue.served))
@@ -68,15 +68,11 @@ class FairQueue(Generic[T]):
     def _active(self, priority: int) -> Iterator[_TenantQueue[T]]:
         return (queue for queue in self._classes.get(priority, {}).values() if queue.items)
 
-    def _all_active(self) -> Iterator[_TenantQueue[T]]:
-        return (queue for priority in self._classes for queue in self._active(priority))
-
     def remove(self, item: T) -> bool:
         """Remove an item; return False if it does not wait here."""
-        place = self._places.pop(id(item), None)
-        if place is None:
+        queue, number = self._places.pop(id(item), (None, 0))
+        if queue is None:
             return False
-        queue, number = place
         queue.remove(number)
         self._counts[item.tenant] -= 1
         if not self._counts[item.tenant]:
@@ -98,7 +94,7 @@ class FairQueue(Generic[T]):
 
     def heads(self) -> list[T]:
         """Return the next item of each tenant of each priority."""
-        return [queue.head() for queue in self._all_active()]
+        return [queue.head() for priority in self._classes for queue in self._active(priority)]
 
     def count(self, tenant: str) -> int:
         """Return how many items of a tenant wait."""
@@ -116,32 +112,27 @@ class FairQueue(Generic[T]):
 
     def earliest_deadline_s(self) -> float:
         """Return the earliest deadline of all items; infinity if nothing waits."""
-        return min((queue.head().deadline_s for queue in self._all_active()), default=math.inf)
+        return min((item.deadline_s for item in self.heads()), default=math.inf)
 
     def ahead(self, tenant: str, priority: int) -> int:
         """Return how many items would be served before a new one with the latest deadline of its tenant."""
         own = self._classes.get(priority, {}).get(tenant)
         own_count = len(own.items) if own is not None else 0
-        before = sum(
-            len(queue.items) for other in self._classes if other < priority for queue in self._active(other)
-        )
-        # Before the new item, each other tenant of its priority is served as often as its tenant, plus once.
-        others = (
-            min(len(queue.items), own_count + 1) for queue in self._active(priority) if queue is not own
-        )
-        return before + own_count + sum(others)
+        more_urgent = (queue for other in self._classes if other < priority for queue in self._active(other))
+        rivals = (queue for queue in self._active(priority) if queue is not own)
+        # Before the new item, each rival is served as often as its own tenant, plus once.
+        fair = sum(min(len(queue.items), own_count + 1) for queue in rivals)
+        return sum(len(queue.items) for queue in more_urgent) + own_count + fair
 
 
+@dataclass(eq=False, slots=True)
 class _TenantQueue(Generic[T]):
     """One tenant's items of one priority, each with a number in the order of arrival."""
 
-    __slots__ = ("_heap", "items", "served")
-
-    def __init__(self) -> None:
-        self.items: dict[int, T] = {}
-        # Deadlines and numbers; the entry of a removed item stays until it reaches the top.
-        self._heap: list[tuple[float, int]] = []
-        self.served = 0.0
+    items: dict[int, T] = field(default_factory=dict)
+    # Deadlines and numbers; the entry of a removed item stays until it reaches the top.
+    _heap: list[tuple[float, int]] = field(default_factory=list)
+    served: float = 0.0
 
     def restart(self, served: float) -> None:
         """Wait again after being idle."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 # How many of the latest durations of each size count: the percentiles follow a machine that becomes slower.
@@ -20,7 +21,6 @@ RECOMPUTED_EVERY = 16
 LOADED_WEIGHT = 32
 SMOOTHING = 0.1
 MIN_COST = 1e-6
-P50, P95 = 0.5, 0.95
 
 
 class Point(NamedTuple):
@@ -37,10 +37,9 @@ class LatencyCurve:
     def __init__(self, points: Iterable[Point] = ()) -> None:
         self.mean_cost = 1.0
         """The mean cost of an item, in tokens, say. A batch of three has the size 3 x mean_cost."""
-        self._buckets: dict[int, _Bucket] = {}
+        self._buckets: defaultdict[int, _Bucket] = defaultdict(_Bucket)
         self.points: tuple[Point, ...] = ()
         """By ascending size; no larger size is faster than a smaller one."""
-        self._sizes: list[float] = []
         self._fresh = 0
         self.load(points)
 
@@ -49,10 +48,6 @@ class LatencyCurve:
         for point in points:
             self._bucket(point.size).load(point)
         self._compute()
-
-    @property
-    def known(self) -> bool:
-        return bool(self.points)
 
     def observe(self, count: int, cost: float, seconds: float) -> None:
         """Learn that a batch of `count` items, of `cost` together, took `seconds`."""
@@ -73,50 +68,45 @@ class LatencyCurve:
         return self._at(count * self.mean_cost, 2)
 
     def _bucket(self, size: float) -> _Bucket:
-        number = round(2 * math.log2(max(size, MIN_COST)))
-        found = self._buckets.get(number)
-        if found is None:
-            found = self._buckets[number] = _Bucket()
-        return found
+        return self._buckets[round(2 * math.log2(max(size, MIN_COST)))]
 
     def _compute(self) -> None:
         self._fresh = 0
         buckets = [self._buckets[number] for number in sorted(self._buckets)]
-        points, weights = [bucket.point() for bucket in buckets], [bucket.weight for bucket in buckets]
-        p50s = isotonic([(point.p50_s, weight) for point, weight in zip(points, weights, strict=True)])
-        p95s = isotonic([(point.p95_s, weight) for point, weight in zip(points, weights, strict=True)])
-        self.points = tuple(
-            Point(point.size, p50, max(p50, p95)) for point, p50, p95 in zip(points, p50s, p95s, strict=True)
+        points = [bucket.point() for bucket in buckets]
+        p50s, p95s = (
+            isotonic([(point[column], bucket.weight) for point, bucket in zip(points, buckets, strict=True)])
+            for column in (1, 2)
         )
-        self._sizes = [point.size for point in points]
+        rows = zip(points, p50s, p95s, strict=True)
+        self.points = tuple(Point(point.size, p50, max(p50, p95)) for point, p50, p95 in rows)
 
-    def _at(self, size: float, field: int) -> float:
+    def _at(self, size: float, column: int) -> float:
         points = self.points
         if not points:
             return 0.0
         # A single point has no slope, so it predicts the same time for every size.
         if size <= points[0].size or len(points) == 1:
-            return points[0][field]
+            return points[0][column]
         if size <= points[-1].size:
-            right = bisect_left(self._sizes, size)
-            return _interpolate(points[right - 1], points[right], size, field)
+            right = bisect_left(points, (size,))
+            return _interpolate(points[right - 1], points[right], size, column)
         # Extrapolate along the chord of the whole curve: one odd point at the end does not tilt it. The chord
         # of the medians may be the steeper one; the bound is never below the median.
         first, last = points[0], points[-1]
-        found = max(last[field], _interpolate(first, last, size, field))
-        return found if field == 1 else max(found, _interpolate(first, last, size, 1))
+        found = max(last[column], _interpolate(first, last, size, column))
+        return found if column == 1 else max(found, _interpolate(first, last, size, 1))
 
 
-def _interpolate(left: Point, right: Point, size: float, field: int) -> float:
+def _interpolate(left: Point, right: Point, size: float, column: int) -> float:
     share = (size - left.size) / max(right.size - left.size, 1e-9)
-    return left[field] + share * (right[field] - left[field])
+    return left[column] + share * (right[column] - left[column])
 
 
 def isotonic(weighted: Sequence[tuple[float, float]]) -> list[float]:
     """Return the non-decreasing sequence nearest to (value, weight) pairs, by pooling adjacent violators.
 
-    It minimises absolute distances, not squares: a pool becomes its weighted median, so one outlier does not
-    tilt its neighbours.
+    A pool becomes its weighted median, not its mean, so one outlier does not tilt its neighbours.
     """
     pools: list[list[tuple[float, float]]] = []
     for pair in weighted:
@@ -139,16 +129,14 @@ def _median(pool: list[tuple[float, float]]) -> float:
     raise AssertionError("a pool has a weight")
 
 
+@dataclass(eq=False, slots=True)
 class _Bucket:
     """The latest durations of batches of about one size."""
 
-    __slots__ = ("_latest", "_loaded", "_size", "count")
-
-    def __init__(self) -> None:
-        self._latest: deque[float] = deque(maxlen=KEPT)
-        self._size = 0.0
-        self.count = 0
-        self._loaded: Point | None = None
+    _latest: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+    _size: float = 0.0
+    count: int = 0
+    _loaded: Point | None = None
 
     def load(self, point: Point) -> None:
         self._loaded = point
@@ -165,12 +153,12 @@ class _Bucket:
     def point(self) -> Point:
         latest, loaded = list(self._latest), self._loaded
         if loaded is None or len(latest) >= LOADED_WEIGHT:
-            return Point(self._size, _percentile(latest, P50), _percentile(latest, P95))
+            return Point(self._size, _percentile(latest, 0.5), _percentile(latest, 0.95))
         # The loaded point stands for the durations that are still missing.
         missing = LOADED_WEIGHT - len(latest)
         size = (self._size * len(latest) + loaded.size * missing) / LOADED_WEIGHT
-        p50_s = _percentile(latest + [loaded.p50_s] * missing, P50)
-        return Point(size, p50_s, max(p50_s, _percentile(latest + [loaded.p95_s] * missing, P95)))
+        p50_s = _percentile(latest + [loaded.p50_s] * missing, 0.5)
+        return Point(size, p50_s, max(p50_s, _percentile(latest + [loaded.p95_s] * missing, 0.95)))
 
 
 def _percentile(durations: list[float], share: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import islice
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -24,18 +25,15 @@ class BatchEnd(NamedTuple):
     seconds: float
 
 
+@dataclass(eq=False, slots=True)
 class _SentBatch:
-    """The channels of invocations that run together."""
+    """The channels of invocations that run together. `started_s` is 0 while another batch is before it."""
 
-    __slots__ = ("_cost", "_known", "channels", "size", "started_s")
-
-    def __init__(self, channels: set[int], started_s: float) -> None:
-        self.channels = channels
-        self.size = len(channels)
-        self.started_s = started_s
-        """When it started to run; 0 while another batch is before it."""
-        self._cost = 0.0
-        self._known = 0
+    channels: set[int]
+    size: int
+    started_s: float
+    _cost: float = 0.0
+    _known: int = 0
 
     def start(self, now_s: float) -> None:
         self.started_s = self.started_s or now_s
@@ -84,16 +82,13 @@ class Outstanding(Generic[T]):
     def add_batch(self, items: list[T], now_s: float) -> list[int]:
         """Add items that run together; return their channels, in order."""
         channels = [self.add(item, now_s) for item in items]
-        batch = _SentBatch(set(channels), now_s if len(self._batches) < self.slots else 0.0)
+        batch = _SentBatch(set(channels), len(channels), now_s if self.batches < self.slots else 0.0)
         self._batches.append(batch)
         self._batch_of.update(dict.fromkeys(channels, batch))
         return channels
 
     def remove(self, channel: int, now_s: float, cost: float = 1.0) -> tuple[T | None, BatchEnd | None]:
-        """Remove an item that has ended, and return it; and its batch if that has ended with it.
-
-        `cost` is 0 if the item failed or was returned unstarted.
-        """
+        """Remove an ended item and return it, and its batch if that has ended; `cost` is 0 if it failed."""
         item = self.calls.pop(channel, None)
         self._removed_s = now_s
         if item is not None and not self.calls:
@@ -126,8 +121,7 @@ class Outstanding(Generic[T]):
 
     def batch_of(self, channel: int) -> set[int]:
         """Return the channels that run together with this one and have not ended, this one included."""
-        batch = self._batch_of.get(channel)
-        return set(batch.channels) if batch is not None else {channel}
+        return set(self._batch_of[channel].channels) if channel in self._batch_of else {channel}
 
     def channel_of(self, item: T) -> int | None:
         return next((channel for channel, sent in self.calls.items() if sent is item), None)
@@ -144,22 +138,13 @@ class Outstanding(Generic[T]):
         """Return for how many seconds anything was outstanding."""
         return self.busy_s + (now_s - self._busy_since_s if self.calls else 0.0)
 
-    def free_at(self, now_s: float, curve: LatencyCurve) -> float:
-        """Return when the curve predicts a free slot; `now_s` if one is free or overdue."""
-        return max(now_s, self.expected_at(now_s, curve))
-
     def expected_at(self, now_s: float, curve: LatencyCurve) -> float:
-        """Return when the curve predicts a free slot; a time in the past if it is overdue."""
-        if self.batching:
-            return self._batch_expected_at(now_s, curve)
-        if len(self.calls) < self.slots:
+        """Return when the curve predicts a free slot: `now_s` if one is free, in the past if it is overdue."""
+        if (self.batches if self.batching else len(self.calls)) < self.slots:
             return now_s
-        oldest = next(iter(self.calls.values()))
-        return oldest.sent_s + len(self.calls) // self.slots * curve.typical(1)
-
-    def _batch_expected_at(self, now_s: float, curve: LatencyCurve) -> float:
+        if not self.batching:
+            oldest = next(iter(self.calls.values()))
+            return oldest.sent_s + len(self.calls) // self.slots * curve.typical(1)
         running, behind = self._batches[: self.slots], self._batches[self.slots :]
-        if len(running) < self.slots:
-            return now_s
         behind_s = sum(curve.typical(batch.size) for batch in behind)
         return min(batch.started_s + curve.typical(batch.size) for batch in running) + behind_s

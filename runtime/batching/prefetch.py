@@ -10,10 +10,8 @@ MAX_PREFETCH = 32
 def window(slots: int, exec_s: float | None) -> int:
     """Return how many invocations a worker asks for: what it can run and, for short ones, some in advance.
 
-    `exec_s` is the recent duration of one invocation, None before the first. Prefetching pays only where the
-    round trip is a large part of it: a longer invocation would wait here while another worker is free. The
-    number prefetched is a power of two, so that jitter of the measurement does not cause a stream of window
-    changes.
+    `exec_s` is the recent duration of one invocation, None before the first. A longer invocation would wait
+    here while another worker is free. The number prefetched is a power of two, so that it changes seldom.
     """
     if exec_s is None or exec_s >= PREFETCH_S:
         return slots

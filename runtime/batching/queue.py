@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from ...errors import Overloaded, QueueFull
-from .arrival_pattern import ArrivalPattern
-from .batch_forming import Situation, saving, too_late, wait_until
+from .batch_forming import ArrivalPattern, saving, wait_until
 from .fair_queue import FIRST, FairQueue, Waiting
 from .latency_curve import LatencyCurve
 from .reservations import Reservations
@@ -55,23 +54,6 @@ class Selection(Generic[T]):
     wait_until_s: float | None = None
 
 
-def finish_s(ahead: int, max_batch: int, slots: Slots, now_s: float, curve: LatencyCurve) -> float:
-    """Return when an item typically ends: after the rest of what runs, full batches ahead, and its own.
-
-    Typically, not surely: a strict bound would refuse items that the batch they join could still serve. What
-    turns out late is refused when its batch is formed.
-    """
-    rounds, own = divmod(ahead, max_batch * slots.count)
-    start_s = max(now_s, slots.free_at_s) + rounds * curve.typical(max_batch)
-    return start_s + curve.typical(min(max_batch, own + 1))
-
-
-def drained_s(waiting: int, max_batch: int, slots: Slots, now_s: float, curve: LatencyCurve) -> float:
-    """Return when `waiting` items will have been started."""
-    rounds = math.ceil(waiting / (max_batch * slots.count))
-    return max(now_s, slots.free_at_s) + rounds * curve.typical(max_batch)
-
-
 class Queue(Generic[T]):
     """The invocations that wait for a worker of one revision."""
 
@@ -102,16 +84,17 @@ class Queue(Generic[T]):
     # -- arrivals
 
     def admit(self, item: T, now_s: float, slots: Slots) -> None:
-        """Add an item that just arrived.
-
-        :raises QueueFull: if the queue is full and the item's tenant has its share of it.
-        :raises Overloaded: if the item would not end within its deadline.
-        """
+        """Add an item that just arrived. Raise QueueFull, or Overloaded if it would miss its deadline."""
         if len(self._waiting) >= self._max_queue and self._has_share(item.tenant):
-            raise self._full(now_s, slots)
-        self.observe_arrival(now_s)
+            raise QueueFull(
+                f"Function {self._name!r} has {len(self)} invocations waiting, its limit.",
+                remedy="Try again later, or raise max_queue or scale.max in pilotflame.toml.",
+                details={"retry_after_s": round(self._retry_s(now_s, slots), 3)},
+            )
+        if self.max_batch > 1:
+            self._arrivals.observe_arrival(now_s)
         busy = slots.free_at_s > now_s or len(self._waiting) > 0
-        first = busy and not item.patient and self.curve.known and self._check(item, now_s, slots)
+        first = busy and not item.patient and bool(self.curve.points) and self._check(item, now_s, slots)
         self._waiting.add(item, first=first)
 
     def _has_share(self, tenant: str) -> bool:
@@ -119,10 +102,6 @@ class Queue(Generic[T]):
         own = self._waiting.count(tenant)
         tenants = self._waiting.tenants + (not own)
         return own * tenants >= self._max_queue or len(self._waiting) >= 2 * self._max_queue
-
-    def observe_arrival(self, now_s: float) -> None:
-        if self.max_batch > 1:
-            self._arrivals.observe_arrival(now_s)
 
     def _check(self, item: T, now_s: float, slots: Slots) -> bool:
         """Return True if the item has a reservation. Raise Overloaded if it would end too late."""
@@ -136,31 +115,32 @@ class Queue(Generic[T]):
         return False
 
     def _finish_s(self, ahead: int, now_s: float, slots: Slots) -> float:
-        return finish_s(ahead, self.max_batch, slots, now_s, self.curve)
+        """Return when an item typically ends: after the rest of what runs, full batches ahead, and its own.
+
+        A strict bound would refuse items that the batch they join could still serve.
+        """
+        rounds, own = divmod(ahead, self.max_batch * slots.count)
+        start_s = max(now_s, slots.free_at_s) + rounds * self.curve.typical(self.max_batch)
+        return start_s + self.curve.typical(min(self.max_batch, own + 1))
+
+    def _drained_s(self, waiting: int, now_s: float, slots: Slots) -> float:
+        """Return when `waiting` items will have been started."""
+        rounds = math.ceil(waiting / (self.max_batch * slots.count))
+        return max(now_s, slots.free_at_s) + rounds * self.curve.typical(self.max_batch)
 
     def refusal(self, item: T, now_s: float, slots: Slots) -> Overloaded:
         """Return the error for a caller whose deadline cannot be met, and reserve a place for their retry."""
         wait_s = self._retry_s(now_s, slots)
         self._reservations.make(item.tenant, item.body, now_s, wait_s, item.timeout_s)
         return Overloaded(
-            f"Function {self._name!r} has {len(self)} invocations waiting;"
-            " this one would not end within its deadline.",
-            remedy="Try again after the time in Retry-After, allow more time,"
-            " or raise scale.max in pilotflame.toml.",
+            f"Function {self._name!r} has {len(self)} invocations waiting; this one would miss its deadline.",
+            remedy="Try again as Retry-After says, allow more time, or raise scale.max in pilotflame.toml.",
             details={"retry_after_s": round(wait_s, 3)},
-        )
-
-    def _full(self, now_s: float, slots: Slots) -> QueueFull:
-        return QueueFull(
-            f"Function {self._name!r} has {len(self)} invocations waiting, its limit.",
-            remedy="Try again later, or raise max_queue or scale.max in pilotflame.toml.",
-            details={"retry_after_s": round(self._retry_s(now_s, slots), 3)},
         )
 
     def _retry_s(self, now_s: float, slots: Slots) -> float:
         waiting = len(self._waiting) + self._reservations.pending(now_s)
-        drained = drained_s(waiting, self.max_batch, slots, now_s, self.curve)
-        return min(MAX_RETRY_S, max(MIN_RETRY_S, drained - now_s))
+        return min(MAX_RETRY_S, max(MIN_RETRY_S, self._drained_s(waiting, now_s, slots) - now_s))
 
     def requeue(self, item: T) -> None:
         """Add an item that a worker was sent and did not run."""
@@ -177,18 +157,16 @@ class Queue(Generic[T]):
         """Return what to run in a slot that is free at `start_s`, or until when to wait for more."""
         if not len(self._waiting):
             return Selection()
-        if self.max_batch > 1:
-            until_s = wait_until(self._situation(start_s), self.curve, self._arrivals)
-            if until_s > start_s:
-                return Selection(wait_until_s=until_s)
+        if self.max_batch > 1 and (until_s := self._wait_until(start_s)) > start_s:
+            return Selection(wait_until_s=until_s)
         batch, refused = self._form(start_s)
         return Selection(batch, refused + self._remove_late(start_s))
 
-    def _situation(self, now_s: float) -> Situation:
+    def _wait_until(self, now_s: float) -> float:
         queued = len(self._waiting)
         run_s = self.curve.bound(min(self.max_batch, 2 * queued)) + self._response_s
         slack_s = self._waiting.earliest_deadline_s() - now_s - run_s
-        return Situation(now_s, queued, self.max_batch, slack_s)
+        return wait_until(now_s, queued, self.max_batch, slack_s, self.curve, self._arrivals)
 
     def _form(self, start_s: float) -> tuple[list[T], list[T]]:
         """Take the next batch from the queue; return it, and the items on the way that would be late."""
@@ -221,11 +199,14 @@ class Queue(Generic[T]):
         self._waiting.charge(item.tenant, priority, -self.curve.mean_cost)
 
     def _late(self, item: T, start_s: float, batch: int) -> bool:
-        if item.patient or id(item) in self._reserved:
+        """Return True if an item that starts now, in the largest possible batch, would miss its deadline.
+
+        This is the early drop of Nexus (SOSP '19). An item that is alone is never refused: it delays no other.
+        """
+        if batch == 1 or item.patient or id(item) in self._reserved:
             return False
-        # Refusing an item that is alone gains nothing: it delays no other, and may still be on time.
-        deadline_s = item.deadline_s - self._response_s
-        return batch > 1 and too_late(deadline_s, start_s, batch, self.max_batch, self.curve)
+        run_s = self.curve.bound(min(batch, self.max_batch)) + self._response_s
+        return start_s + run_s > item.deadline_s
 
     # -- results
 

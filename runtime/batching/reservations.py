@@ -8,8 +8,8 @@ gains nothing: a reservation covers only a call that is no more patient than the
 from __future__ import annotations
 
 import math
-from collections import deque
-from typing import NamedTuple
+from collections import OrderedDict, deque
+from dataclasses import dataclass
 
 import xxhash
 
@@ -19,7 +19,8 @@ LATE_S = 5.0
 MAX_RESERVATIONS = 10_000
 
 
-class _Reservation(NamedTuple):
+@dataclass(frozen=True, eq=False, slots=True)
+class _Reservation:
     key: bytes
     begins_s: float
     ends_s: float
@@ -30,10 +31,9 @@ class Reservations:
     """When each refused caller was told to retry."""
 
     def __init__(self) -> None:
-        # In the order in which they were made; each is open as long as it is also in the queue of its key.
-        self._made: deque[_Reservation] = deque()
-        self._open: dict[bytes, deque[_Reservation]] = {}
-        self._count = 0
+        # In the order in which they were made; those of one key are closed in this order too.
+        self._open: OrderedDict[_Reservation, None] = OrderedDict()
+        self._by_key: dict[bytes, deque[_Reservation]] = {}
 
     def make(
         self, tenant: str, body: bytes, now_s: float, wait_s: float, timeout_s: float = math.inf
@@ -41,23 +41,20 @@ class Reservations:
         """Reserve a place for a retry after `wait_s`; beyond the limit the oldest is dropped."""
         begins_s, ends_s = now_s + (1 - EARLY) * wait_s, now_s + wait_s + LATE_S
         made = _Reservation(_key(tenant, body), begins_s, ends_s, timeout_s * (1 + EARLY))
-        self._made.append(made)
-        self._open.setdefault(made.key, deque()).append(made)
-        self._count += 1
-        while self._count > MAX_RESERVATIONS:
-            self._drop_oldest()
+        self._open[made] = None
+        self._by_key.setdefault(made.key, deque()).append(made)
+        if len(self._open) > MAX_RESERVATIONS:
+            self._close(next(iter(self._open)))
 
     def use(self, tenant: str, body: bytes, now_s: float, timeout_s: float = 0.0) -> bool:
         """Return True if this caller holds a reservation for this moment. A reservation is used once."""
         self._expire(now_s)
-        if not self._open:
-            return False
-        key = _key(tenant, body)
-        while own := self._open.get(key):
+        key = _key(tenant, body) if self._open else b""
+        while own := self._by_key.get(key):
             first = own[0]
             if now_s < first.begins_s or (timeout_s > first.max_timeout_s and now_s <= first.ends_s):
                 return False
-            self._close_first(key)
+            self._close(first)
             if now_s <= first.ends_s:
                 return True
         return False
@@ -65,28 +62,19 @@ class Reservations:
     def pending(self, now_s: float) -> int:
         """Return how many reservations may still be used."""
         self._expire(now_s)
-        return self._count
+        return len(self._open)
 
     def _expire(self, now_s: float) -> None:
-        while self._made and (self._made[0].ends_s < now_s or not self._is_open(self._made[0])):
-            self._drop_oldest()
+        while self._open and (oldest := next(iter(self._open))).ends_s < now_s:
+            self._close(oldest)
 
-    def _drop_oldest(self) -> None:
-        oldest = self._made.popleft()
-        if self._is_open(oldest):
-            self._close_first(oldest.key)
-
-    def _is_open(self, oldest: _Reservation) -> bool:
-        """Reservations of a key are closed in order, so the oldest of all is open if it is first there."""
-        own = self._open.get(oldest.key)
-        return own is not None and own[0] is oldest
-
-    def _close_first(self, key: bytes) -> None:
-        self._count -= 1
-        own = self._open[key]
+    def _close(self, first: _Reservation) -> None:
+        """Forget the first reservation of its key."""
+        del self._open[first]
+        own = self._by_key[first.key]
         own.popleft()
         if not own:
-            del self._open[key]
+            del self._by_key[first.key]
 
 
 def _key(tenant: str, body: bytes) -> bytes:

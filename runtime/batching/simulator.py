@@ -158,12 +158,9 @@ class Simulator:
         next_call: Callable[[SimulatedAttempt], SimulatedCall | None] = lambda _attempt: None,
     ) -> None:  # fmt: skip
         """`next_call` returns what the caller of an ended attempt does next: a retry, or another call."""
-        self.queue = queue_type(
-            "simulated",
-            max_batch=function.max_batch,
-            max_queue=function.max_queue,
-            curve=curve or function.curve(),
-        )
+        curve = curve or function.curve()
+        limits = {"max_batch": function.max_batch, "max_queue": function.max_queue}
+        self.queue = queue_type("simulated", curve=curve, **limits)
         self._run = Run(slots=function.workers * function.slots)
         self._function = function
         self._workers = [SimulatedWorker(function.slots) for _ in range(function.workers)]
@@ -202,10 +199,9 @@ class Simulator:
         self._run.attempts.append(attempt)
         try:
             self.queue.admit(attempt, now_s, self._slots(now_s))
-        except Overloaded as error:
-            return self._end(attempt, now_s, CallOutcome.REFUSED, error)
-        except QueueFull as error:
-            return self._end(attempt, now_s, CallOutcome.FULL, error)
+        except (Overloaded, QueueFull) as error:
+            outcome = CallOutcome.FULL if isinstance(error, QueueFull) else CallOutcome.REFUSED
+            return self._end(attempt, now_s, outcome, error)
         if attempt.deadline_s < math.inf:
             self._at(attempt.deadline_s, lambda when_s: self._expire(attempt, when_s))
         return self._dispatch(now_s)
@@ -224,7 +220,7 @@ class Simulator:
             self._arrive_next(iter([call]))
 
     def _slots(self, now_s: float) -> Slots:
-        free_s = min(worker.outstanding.free_at(now_s, self.queue.curve) for worker in self._workers)
+        free_s = min(worker.outstanding.expected_at(now_s, self.queue.curve) for worker in self._workers)
         return Slots(self._run.slots, free_s)
 
     def _pick(self) -> SimulatedWorker | None:

@@ -38,8 +38,7 @@ class Deadlines:
             self._start(invocation, when_s - now_s)
             return
         second = int(when_s - SOON_S / 2)
-        slot = self._slots.get(second)
-        if slot is None:
+        if (slot := self._slots.get(second)) is None:
             slot = self._slots[second] = {}
             self._loop.call_later(max(0.0, second - now_s), self._open, second)
         slot[invocation] = when_s
@@ -47,11 +46,9 @@ class Deadlines:
 
     def cancel(self, invocation: Invocation) -> None:
         timer = self._timers.pop(invocation, None)
-        if timer is None:
-            return
         if isinstance(timer, dict):
             timer.pop(invocation, None)
-        else:
+        elif timer is not None:
             timer.cancel()
 
     def _start(self, invocation: Invocation, delay_s: float) -> None:
@@ -68,29 +65,26 @@ class Deadlines:
             self._start(invocation, when_s - now_s)
 
 
-def waiting_limit_s(invocation: Invocation, now_s: float) -> float:
-    """Return the end of a waiting invocation's hold time or, once that has passed, its deadline."""
+def limit_s(invocation: Invocation, now_s: float) -> float:
+    """Return when to look at an invocation next: when its hold time, its call or its own time is over."""
+    if invocation.worker:
+        return min(invocation.deadline_s, invocation.execution_deadline_s)
     holding = invocation.hold_until_s > now_s + EARLY_S
     return min(invocation.deadline_s, invocation.hold_until_s) if holding else invocation.deadline_s
 
 
 def deadline_exceeded(waited_s: float) -> DeadlineExceeded:
-    return DeadlineExceeded(
-        f"The invocation did not end within its deadline ({waited_s:.1f} s).",
-        remedy="Raise timeout_s in pilotflame.toml, or ask for less.",
-    )
+    message = f"The invocation did not end within its deadline ({waited_s:.1f} s)."
+    return DeadlineExceeded(message, remedy="Raise timeout_s in pilotflame.toml, or ask for less.")
 
 
 def execution_timeout(limit_s: float) -> DeadlineExceeded:
-    return DeadlineExceeded(
-        f"One call of the handler took longer than execution_timeout_s, which is {limit_s:g} s.",
-        remedy="Raise execution_timeout_s in pilotflame.toml, or do less in one call.",
-    )
+    message = f"One call of the handler took longer than execution_timeout_s, which is {limit_s:g} s."
+    return DeadlineExceeded(message, remedy="Raise execution_timeout_s, or do less in one call.")
 
 
 def activation_timeout(function: str, waited_s: float) -> ActivationTimeout:
     return ActivationTimeout(
         f"No worker of {function!r} was ready within the hold time ({waited_s:.1f} s).",
-        remedy="Try again: the activation goes on. hold_s in pilotflame.toml, or the header"
-        " X-Scale-Up-Timeout (seconds), lets callers wait longer.",
+        remedy="Try again: the activation goes on. To wait longer, raise hold_s or send X-Scale-Up-Timeout.",
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...errors import PilotflameError, RevisionRetired, WorkerDied
@@ -21,7 +22,7 @@ from .deadlines import EARLY_S, Deadlines
 from .invocation import Invocation, Output
 from .latency_curve_store import LatencyCurveStore
 from .pool import Pool
-from .replica import Replica, RevisionEvents
+from .replica import Replica
 
 MAX_ATTEMPTS = 3
 CANCEL_GRACE_S = 5.0
@@ -58,9 +59,10 @@ class Dispatcher:
     """Sends invocations to the workers of one revision and sees each to its end, on one event loop."""
 
     def __init__(
-        self, spec: WorkerSpec, policy: Policy, pool: Pool, curves: LatencyCurveStore, events: RevisionEvents
-    ) -> None:
-        """`curves` hold how fast earlier workers of the same code were."""
+        self, spec: WorkerSpec, policy: Policy, pool: Pool, curves: LatencyCurveStore,
+        on_left: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """`on_left` is called when an invocation leaves without a result: fewer workers may be needed."""
         self.queue: Queue[Invocation] = Queue(
             spec.function, max_batch=policy.max_batch, max_queue=policy.max_queue
         )
@@ -69,7 +71,7 @@ class Dispatcher:
         self._curves = curves
         self._spec = spec
         self._pool = pool
-        self._events = events
+        self._on_left = on_left
         self._loop = asyncio.get_running_loop()
         self._deadlines = Deadlines(self._loop, self._on_due)
         self._batch_timer: asyncio.TimerHandle | None = None
@@ -90,11 +92,7 @@ class Dispatcher:
     # -- arrivals
 
     def submit(self, invocation: Invocation) -> bool:
-        """Send the invocation to a free worker and return True, or queue it.
-
-        :raises QueueFull, Overloaded: if it cannot be queued.
-        :raises RevisionRetired: if the dispatcher is closed.
-        """
+        """Send it to a free worker and return True, or queue it. Raise QueueFull, Overloaded, RevisionRetired."""
         if self._closed:
             raise self._retired()
         now_s = time.monotonic()
@@ -115,7 +113,7 @@ class Dispatcher:
         count = sum(replica.outstanding.slots for replica in ready) + at_once * self._pool.starting
         if ready:
             curve = self.queue.curve
-            return Slots(count, min(replica.outstanding.free_at(now_s, curve) for replica in ready))
+            return Slots(count, min(replica.outstanding.expected_at(now_s, curve) for replica in ready))
         asked_s = min((replica.activation.asked_s for replica in self._pool.replicas), default=now_s)
         return Slots(max(count, at_once), max(now_s, asked_s + self._activation_s))
 
@@ -128,7 +126,7 @@ class Dispatcher:
             self._fail(invocation, self._retired())
             return
         now_s = time.monotonic()
-        self._deadlines.set(invocation, deadlines.waiting_limit_s(invocation, now_s), now_s)
+        self._deadlines.set(invocation, deadlines.limit_s(invocation, now_s), now_s)
         self.queue.requeue(invocation)
 
     # -- to the workers
@@ -142,13 +140,10 @@ class Dispatcher:
             if replica is not None and selection.batch:
                 self._send(replica, selection.batch, now_s)
             if selection.wait_until_s is not None:
-                self._dispatch_at(selection.wait_until_s, now_s)
-
-    def _dispatch_at(self, when_s: float, now_s: float) -> None:
-        """Dispatch again at `when_s`, if no event causes it before."""
-        if self._batch_timer is not None:
-            self._batch_timer.cancel()
-        self._batch_timer = self._loop.call_later(max(0.0, when_s - now_s), self.dispatch)
+                if self._batch_timer is not None:
+                    self._batch_timer.cancel()
+                delay_s = max(0.0, selection.wait_until_s - now_s)
+                self._batch_timer = self._loop.call_later(delay_s, self.dispatch)
 
     def _send(self, replica: Replica, batch: list[Invocation], now_s: float) -> None:
         limit_s = self._policy.execution_timeout_s
@@ -174,7 +169,7 @@ class Dispatcher:
             # A plain handler cannot be interrupted: it may finish, but not outlive the deadline it was given.
             left_s = max(0.0, invocation.deadline_s - time.monotonic())
             replica.cancel(invocation, left_s + CANCEL_GRACE_S)
-        self._events.on_left()
+        self._on_left()
 
     def _replica_of(self, invocation: Invocation) -> Replica | None:
         return next((one for one in self._pool.replicas if one.name == invocation.worker), None)
@@ -206,17 +201,13 @@ class Dispatcher:
         if now_s >= invocation.deadline_s - EARLY_S:
             self._fail(invocation, deadlines.deadline_exceeded(waited_s))
             self._remove(invocation)
-        elif invocation.worker:
-            if now_s >= invocation.execution_deadline_s - EARLY_S:
-                self._on_overrun(invocation, now_s)
-            else:
-                due_s = min(invocation.deadline_s, invocation.execution_deadline_s)
-                self._deadlines.set(invocation, due_s, now_s)
-        elif not self._pool.ready and now_s >= invocation.hold_until_s - EARLY_S:
+        elif now_s >= invocation.execution_deadline_s - EARLY_S:
+            self._on_overrun(invocation, now_s)
+        elif not (invocation.worker or self._pool.ready) and now_s >= invocation.hold_until_s - EARLY_S:
             self._fail(invocation, deadlines.activation_timeout(self._spec.function, waited_s))
             self._remove(invocation)
         else:
-            self._deadlines.set(invocation, deadlines.waiting_limit_s(invocation, now_s), now_s)
+            self._deadlines.set(invocation, deadlines.limit_s(invocation, now_s), now_s)
 
     def _on_overrun(self, invocation: Invocation, now_s: float) -> None:
         """A call took longer than execution_timeout_s, or the invocation waited behind another."""
@@ -235,7 +226,7 @@ class Dispatcher:
                 replica.cancel(invocation, INTERRUPT_S)
             else:
                 replica.replace(invocation)
-        self._events.on_left()
+        self._on_left()
 
     def restart_execution(self, invocations: list[Invocation]) -> None:
         """Their handler is called again, with fewer of them: each call has the full time."""
@@ -318,8 +309,7 @@ class Dispatcher:
             return True
         remedy = "See `pilotflame logs` for its last words."
         if not harmless:
-            remedy += " If running it twice is harmless, set idempotent = true in pilotflame.toml:"
-            remedy += " then it is repeated."
+            remedy += " To have it repeated, if that is harmless, set idempotent = true in pilotflame.toml."
         message = f"The worker that ran this invocation died of {cause} (attempt {invocation.attempt})."
         self._fail(invocation, WorkerDied(message, remedy=remedy))
         return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Any, NamedTuple
 
 from ...errors import PilotflameError
@@ -63,72 +64,63 @@ class Stream:
             self._grant(count)
 
 
+@dataclass(eq=False, slots=True)
 class Invocation:
     """A request, which never changes, and the state of its execution, which only the dispatcher changes.
 
-    It ends once: with an output, with an error, or abandoned by its caller. The first end counts.
+    It ends once: with an output, with an error, or abandoned by its caller. The first end counts. Times are
+    in monotonic seconds.
     """
 
-    __slots__ = (
-        "_cold", "accept", "attempt", "batch_size", "body", "content_type", "deadline_s", "ended",
-        "execution_deadline_s", "execution_s", "extra", "hold_until_s", "id", "max_batch", "on_end",
-        "on_progress", "on_sent", "output", "patient", "priority", "stream", "tenant", "timeline",
-        "timeout_s", "traceparent", "worker",
-    )  # fmt: skip
+    id: str
+    body: bytes
+    _: KW_ONLY
+    now_s: InitVar[float]
+    deadline_s: float
+    """When it must have ended; with `execution_s`, when it must have been sent."""
+    hold_until_s: float
+    """Until when it may wait while no worker is ready."""
+    content_type: str = ""
+    accept: str = ""
+    """The media types that the caller wants; "" for any."""
+    traceparent: str = ""
+    streaming: InitVar[bool] = False
+    extra: Mapping[str, Any] | None = None
+    """JSON that the handler finds in `context.extra`."""
+    execution_s: float | None = None
+    """The time it has once it is sent, as a stored job has. It is never refused for being late."""
+    tenant: str = ""
+    """It shares the workers fairly with other tenants."""
+    priority: int = NORMAL
+    on_sent: Callable[[], None] | None = None
+    """Called each time it is sent to a worker."""
+    on_progress: Callable[[bytes], None] | None = None
+    """Called with each progress report, as JSON."""
+    on_end: Callable[[], None] | None = None
+    """Called at once when it has an output or an error; not if it was abandoned."""
+    output: asyncio.Future[Output] = field(init=False)
+    stream: Stream | None = field(init=False)
+    timeline: Timeline = field(init=False)
+    timeout_s: float = field(init=False)
+    patient: bool = field(init=False)
+    ended: bool = field(init=False, default=False)
+    execution_deadline_s: float = field(init=False, default=math.inf)
+    """When the present call of the handler has taken too long; infinity while no worker has it."""
+    attempt: int = field(init=False, default=1)
+    max_batch: int = field(init=False, default=0)
+    """The size of the largest batch it may run in; 0 for no limit."""
+    batch_size: int = field(init=False, default=1)
+    """How many were sent to its worker together, itself included."""
+    worker: str = field(init=False, default="")
+    """The name of the worker that has it, or had it when it ended."""
+    _cold: bool = field(init=False, default=False)
 
-    def __init__(
-        self, invocation_id: str, body: bytes, *, now_s: float, deadline_s: float, hold_until_s: float,
-        content_type: str = "", accept: str = "", traceparent: str = "", streaming: bool = False,
-        extra: Mapping[str, Any] | None = None, execution_s: float | None = None, tenant: str = "",
-        priority: int = NORMAL, on_sent: Callable[[], None] | None = None,
-        on_progress: Callable[[bytes], None] | None = None, on_end: Callable[[], None] | None = None,
-    ) -> None:  # fmt: skip
-        """Times are in monotonic seconds.
-
-        :param deadline_s: when it must have ended; with `execution_s`, when it must have been sent.
-        :param hold_until_s: until when it may wait while no worker is ready.
-        :param execution_s: the time it has once it is sent, as a stored job has. Until then it is patient: it
-            is not refused for being late.
-        :param accept: the media types that the caller wants; "" for any.
-        :param extra: JSON that the handler finds in `context.extra`.
-        :param tenant: shares the workers fairly with other tenants.
-        :param priority: is served before others with a higher number; 1 is first.
-        :param on_sent: is called each time it is sent to a worker.
-        :param on_progress: is called with each progress report, as JSON.
-        :param on_end: is called at once when it has an output or an error; not if it was abandoned.
-        """
-        # The request.
-        self.id = invocation_id
-        self.body = body
-        self.content_type = content_type
-        self.accept = accept
-        self.traceparent = traceparent
-        self.extra = extra
-        self.hold_until_s = hold_until_s
-        self.timeout_s = deadline_s - now_s
-        self.execution_s = execution_s
-        self.patient = execution_s is not None
-        self.tenant = tenant
-        self.priority = priority
-        self.on_sent = on_sent
-        self.on_progress = on_progress
-        self.on_end = on_end
-        # The state.
-        self.output: asyncio.Future[Output] = asyncio.get_running_loop().create_future()
+    def __post_init__(self, now_s: float, streaming: bool) -> None:
+        self.output = asyncio.get_running_loop().create_future()
         self.stream = Stream() if streaming else None
         self.timeline = Timeline(now_s)
-        self.ended = False
-        self.deadline_s = deadline_s
-        self.execution_deadline_s = math.inf
-        """When the present call of the handler has taken too long; infinity while no worker has it."""
-        self.attempt = 1
-        self.max_batch = 0
-        """The size of the largest batch it may run in; 0 for no limit."""
-        self.batch_size = 1
-        """How many were sent to its worker together, itself included."""
-        self.worker = ""
-        """The name of the worker that has it, or had it when it ended."""
-        self._cold = False
+        self.timeout_s = self.deadline_s - now_s
+        self.patient = self.execution_s is not None
 
     @property
     def sent_s(self) -> float:

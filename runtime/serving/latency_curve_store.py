@@ -20,8 +20,6 @@ MAX_POINTS = 64
 MIN_CHANGE_S, MIN_CHANGE = 0.001, 0.2
 # The oldest files, which belong to revisions that are long gone, are removed.
 MAX_FILES = 500
-
-
 _FORMAT = TypeAdapter(dict[str, list[Point]])
 
 
@@ -34,8 +32,8 @@ class LatencyCurveStore:
         self._lock = threading.Lock()
         # A file that is missing or damaged holds nothing.
         with contextlib.suppress(OSError, ValidationError):
-            for device, points in _FORMAT.validate_json(path.read_bytes()).items():
-                self._curves[device] = points[:MAX_POINTS]
+            stored = _FORMAT.validate_json(path.read_bytes())
+            self._curves = {device: points[:MAX_POINTS] for device, points in stored.items()}
 
     @classmethod
     def open(cls, folder: Path, code: str, manifest: Path | None) -> LatencyCurveStore:
@@ -70,10 +68,6 @@ class LatencyCurveStore:
             stored = {name: [point._asdict() for point in curve] for name, curve in self._curves.items()}
             with publish(self._path) as stream:
                 stream.write(orjson.dumps(stored, option=orjson.OPT_INDENT_2))
-            _prune(self._path.parent)
-
-
-def _prune(folder: Path) -> None:
-    files = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
-    for old in files[:-MAX_FILES]:
-        old.unlink(missing_ok=True)
+            files = sorted(self._path.parent.glob("*.json"), key=lambda path: path.stat().st_mtime)
+            for old in files[:-MAX_FILES]:
+                old.unlink(missing_ok=True)

@@ -141,9 +141,8 @@ class Pool:
         activation.mark_forked(time.monotonic())
         # While weights are fetched, `setup` may wait for them.
         timeout_s = START_TIMEOUT_S + (WEIGHTS_TIMEOUT_S if self._weights is not None else 0.0)
-        self.replicas.append(
-            Replica(child, activation, self._events, self._secrets(), timeout_s, measure=self._measure)
-        )
+        env = self._secrets()
+        self.replicas.append(Replica(child, activation, self._events, env, timeout_s, measure=self._measure))
 
     def note_ready(self, replica: Replica) -> None:
         """A worker is ready; the next ones need not measure if it did."""

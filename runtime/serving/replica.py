@@ -31,7 +31,7 @@ class ReplicaState(enum.StrEnum):
 
 
 class RevisionEvents(Protocol):
-    """The facts that the parts of a revision report to it, on its event loop."""
+    """The facts that replicas and the pool report to their revision, on its event loop."""
 
     def on_ready(self, replica: Replica) -> None: ...
     def on_end(
@@ -46,17 +46,10 @@ class RevisionEvents(Protocol):
     def on_split(self, invocations: list[Invocation]) -> None:
         """A worker calls the handler again with these, a part of a batch that failed."""
 
-    def on_resized(self, replica: Replica) -> None:
-        """A worker changed how much it runs together."""
-
-    def on_start_failed(self, error: PilotflameError) -> None:
-        """A worker could not be started, or its setup failed."""
-
+    def on_start_failed(self, error: PilotflameError) -> None: ...
+    def on_resized(self, replica: Replica) -> None: ...
     def on_lost(self, replica: Replica, unstarted: list[Invocation], started: list[Invocation]) -> None:
         """A worker's link is closed; these were outstanding."""
-
-    def on_left(self) -> None:
-        """An invocation left without a result, so fewer workers may be needed."""
 
 
 class Replica:
@@ -74,7 +67,6 @@ class Replica:
         self.outstanding: Outstanding[Invocation] = Outstanding()
         self.idle_since_s = time.monotonic()
         self.completed = 0
-        """How many invocations it has completed."""
         self.window = 0
         """How many it may be sent at a time: invocations or, of a batch handler, batches."""
         self.batch_limit: int | None = None
@@ -89,9 +81,7 @@ class Replica:
         # Without this timer, a worker that hangs while it starts would count as starting for ever.
         self._start_timer = asyncio.get_running_loop().call_later(start_timeout_s, child.kill)
         child.link.bind(self._on_frame, self._on_lost)
-        child.link.send_json(
-            FrameKind.ACTIVATE, 0, {"env": env, "measure": True} if measure else {"env": env}
-        )
+        child.link.send_json(FrameKind.ACTIVATE, 0, {"env": env} | ({"measure": True} if measure else {}))
         # It may have died as a standby before the link was bound.
         if child.link.closed:
             asyncio.get_running_loop().call_soon(self._on_lost)
@@ -129,10 +119,9 @@ class Replica:
                 link.send_json(FrameKind.INVOKE, channel, invocation.head(now_s), invocation.body)
             return
         channels = self.outstanding.add_batch(invocations, now_s)
-        left = len(channels)
-        for channel, invocation in zip(channels, invocations, strict=True):
-            left -= 1
-            link.send_json(FrameKind.INVOKE, channel, invocation.head(now_s, left), invocation.body)
+        for place, (channel, invocation) in enumerate(zip(channels, invocations, strict=True), start=1):
+            head = invocation.head(now_s, len(channels) - place)
+            link.send_json(FrameKind.INVOKE, channel, head, invocation.body)
         # Do not wait for the end of this turn of the loop, which first sends the responses of the last batch.
         link.flush()
 
@@ -145,8 +134,7 @@ class Replica:
 
     def cancel(self, invocation: Invocation, kill_after_s: float) -> None:
         """Cancel an invocation; replace the worker if it does not yield within `kill_after_s`."""
-        channel = self.outstanding.channel_of(invocation)
-        if channel is not None:
+        if (channel := self.outstanding.channel_of(invocation)) is not None:
             self.child.link.send(FrameKind.CANCEL, channel)
             asyncio.get_running_loop().call_later(kill_after_s, self._replace, channel)
 

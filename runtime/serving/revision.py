@@ -51,7 +51,7 @@ class Revision(RevisionEvents):
             standby=policy.standby, keep_zygote=policy.keep_zygote, weights=weights, secrets=secrets,
             measure=not curves.known,
         )  # fmt: skip
-        self.dispatcher = Dispatcher(spec, policy, self.pool, curves, self)
+        self.dispatcher = Dispatcher(spec, policy, self.pool, curves, self.scale)
         self.failures = 0
         """How many starts of workers have failed in a row."""
         self.retiring = False
@@ -62,7 +62,6 @@ class Revision(RevisionEvents):
         self._on_activation = on_activation
         self._sufficient_load = 0.0
         self._scale_timer: asyncio.TimerHandle | None = None
-        self._scale_timer_s = 0.0
         self._prewarm = 0
         self._unexplained_deaths = 0
         self._backoff_until_s = 0.0
@@ -121,8 +120,7 @@ class Revision(RevisionEvents):
         spec, stats = self._scale_spec(now_s), self._stats()
         self._sufficient_load = autoscaler.sufficient_load(spec, stats)
         decision = autoscaler.decide(spec, stats, now_s)
-        if decision.start:
-            self.pool.start(decision.start)
+        self.pool.start(decision.start)
         if decision.stop:
             self.pool.stop(decision.stop)
         wake_at_s = decision.wake_at_s
@@ -136,10 +134,9 @@ class Revision(RevisionEvents):
     def _scale_at(self, when_s: float, now_s: float) -> None:
         """Scale again then. An earlier timer is kept: that costs less than moving it each time."""
         if self._scale_timer is not None:
-            if self._scale_timer_s <= when_s:
+            if self._scale_timer.when() <= when_s:
                 return
             self._scale_timer.cancel()
-        self._scale_timer_s = when_s
         self._scale_timer = self._loop.call_later(max(0.0, when_s - now_s), self._on_scale_timer)
 
     def _on_scale_timer(self) -> None:
@@ -163,14 +160,10 @@ class Revision(RevisionEvents):
         return spec
 
     def _stats(self) -> autoscaler.Stats:
-        pool = self.pool
+        pool, queued = self.pool, len(self.dispatcher.queue)
+        idle_since_s = tuple(replica.idle_since_s for replica in pool.idle())
         return autoscaler.Stats(
-            queued=len(self.dispatcher.queue),
-            in_flight=pool.in_flight,
-            starting=pool.starting,
-            ready=len(pool.ready),
-            idle_since_s=tuple(replica.idle_since_s for replica in pool.idle()),
-            prewarm=self._prewarm,
+            queued, pool.in_flight, pool.starting, len(pool.ready), idle_since_s, self._prewarm
         )
 
     # -- start and end
@@ -183,10 +176,8 @@ class Revision(RevisionEvents):
             async with asyncio.timeout(FIRST_START_TIMEOUT_S):
                 error = await self._first_start
         except TimeoutError:
-            raise ActivationFailed(
-                f"The first worker was not ready within {FIRST_START_TIMEOUT_S:.0f} s.",
-                remedy="Make `setup` faster.",
-            ) from None
+            message = f"The first worker was not ready within {FIRST_START_TIMEOUT_S:.0f} s."
+            raise ActivationFailed(message, remedy="Make `setup` faster.") from None
         finally:
             self._first_start = None
         if error is not None:
@@ -234,8 +225,7 @@ class Revision(RevisionEvents):
     def _on_room(self, replica: Replica) -> None:
         """A worker has room: dispatch, and scale unless the load clearly needs as many workers as before."""
         self.pool.zygote.schedule_standby()
-        waiting = len(self.dispatcher.queue)
-        if waiting:
+        if waiting := len(self.dispatcher.queue):
             self.dispatcher.dispatch()
             waiting = len(self.dispatcher.queue)
         idle = not replica.outstanding.calls
@@ -254,9 +244,6 @@ class Revision(RevisionEvents):
         self.dispatcher.limit_batch()
         if replica.state is ReplicaState.READY:
             self._on_room(replica)
-
-    def on_left(self) -> None:
-        self.scale()
 
     def on_start_failed(self, error: PilotflameError) -> None:
         """Fail what waits, unless a worker is ready: the next start would fail too."""
@@ -296,11 +283,8 @@ class Revision(RevisionEvents):
     def _count_unexplained_death(self, cause: str) -> None:
         self._unexplained_deaths += 1
         self._count_failure()
-        before = self._unexplained_deaths - 1
-        error = ActivationFailed(
-            f"A worker died while starting, of {cause}, as did {before} in a row before it.",
-            remedy="See `pilotflame logs` for their last words (out of memory?).",
-        )
+        message = f"A worker died while starting, of {cause}; that is {self._unexplained_deaths} in a row."
+        error = ActivationFailed(message, remedy="See `pilotflame logs` (out of memory?).")
         self._settle_first_start(error)
         if self._unexplained_deaths >= MAX_UNEXPLAINED_DEATHS and not self.pool.ready:
             self._unexplained_deaths = 0

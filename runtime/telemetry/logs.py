@@ -64,7 +64,7 @@ class LogStream:
         """`begun` are bytes that were already received."""
         sock.setblocking(False)
         self._sock, self._loop, self._book, self._source = sock, loop, book, source
-        self._rest = bytearray()
+        self._rest = b""
         loop.add_reader(sock, self._readable)
         self._take(begun)
 
@@ -73,13 +73,13 @@ class LogStream:
         return self._sock.fileno() >= 0
 
     def close(self) -> None:
-        if self._sock.fileno() < 0:
+        if not self.alive:
             return
         self._loop.remove_reader(self._sock)
         self._sock.close()
         if self._rest:
-            self._write(bytes(self._rest))
-            self._rest.clear()
+            self._write(self._rest)
+            self._rest = b""
 
     def _readable(self) -> None:
         try:
@@ -94,14 +94,13 @@ class LogStream:
             self.close()
 
     def _take(self, data: bytes) -> None:
-        *lines, rest = (bytes(self._rest) + data).split(b"\n")
-        self._rest = bytearray(rest)
+        *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             self._write(line)
         # A process that never ends its line must not fill the gateway's memory.
         if len(self._rest) > MAX_LINE_BYTES:
-            self._write(bytes(self._rest))
-            self._rest.clear()
+            self._write(self._rest)
+            self._rest = b""
 
     def _write(self, line: bytes) -> None:
         for start in range(0, len(line) or 1, MAX_LINE_BYTES):

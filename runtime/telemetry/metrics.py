@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -28,10 +29,6 @@ _PHASES_HELP = (
     " activation of a cold start included); link = to the worker and back; wait = in the worker until its"
     " batch starts; exec = in the handler; respond = from the worker's result to the response."
 )
-_BUSY_HELP = "Time in which workers had something to do, of all together."
-_READY_HELP = "Time for which workers were ready, of all together."
-_RATIO_HELP = "Busy worker-seconds of the ready ones, since the revision started."
-_REFUSALS_HELP = "Requests that were refused before they ran, by error code."
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +64,8 @@ class _Histogram:
 
     def buckets(self) -> list[tuple[str, float]]:
         """Return (bound, how many observations are at most that), as Prometheus has them."""
-        found, total = [], 0
-        for bound, count in zip((*map(str, map(float, self._bounds)), "+Inf"), self._counts, strict=True):
-            total += count
-            found.append((bound, float(total)))
-        return found
+        bounds = (*map(str, map(float, self._bounds)), "+Inf")
+        return list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
 
 
 class _FunctionCounts:
@@ -85,19 +79,17 @@ class _FunctionCounts:
         self.batch = _Histogram(SIZES)
         self.cold_phases: dict[str, _Histogram] = {}
         self.phases = {name: _Histogram(SECONDS) for name in WARM_PHASES}
-        self._queue, self._link, self._wait, self._exec, self._respond = self.phases.values()
 
     def count(self, code: int, timeline: Timeline) -> None:
         self.codes[code] += 1
         self.duration.observe(timeline.total_s)
-        sent_s, completed_s = timeline.sent_s, timeline.completed_s
-        self._queue.observe(max(0.0, (sent_s or timeline.responded_s) - timeline.received_s))
-        if completed_s:
+        warm = timeline.warm_phases()
+        if timeline.completed_s:
             self.batch.observe(timeline.batch)
-            self._link.observe(max(0.0, completed_s - sent_s - timeline.wait_s - timeline.exec_s))
-            self._wait.observe(timeline.wait_s)
-            self._exec.observe(timeline.exec_s)
-            self._respond.observe(max(0.0, timeline.responded_s - completed_s))
+            for histogram, seconds in zip(self.phases.values(), warm, strict=True):
+                histogram.observe(seconds)
+        else:
+            self.phases["queue"].observe(warm[0])
         if timeline.activation is not None:
             for phase, seconds in timeline.phases().items():
                 self.cold_phases.setdefault(phase, _Histogram(SECONDS)).observe(seconds)
@@ -116,10 +108,9 @@ class Metrics(Collector):
         self, function: str, code: int, timeline: Timeline, error: PilotflameError | None = None
     ) -> None:
         """Count an invocation that was responded to with an HTTP status; `error` is what it failed with."""
-        counts = self._functions[function]
-        counts.count(code, timeline)
+        self._functions[function].count(code, timeline)
         if error is not None and (not timeline.sent_s or isinstance(error, (Overloaded, QueueFull))):
-            counts.refusals[error.code] += 1
+            self.turned_away(function, error)
 
     def refused(self, function: str, error: PilotflameError) -> None:
         """Count a request that never became an invocation."""
@@ -142,7 +133,9 @@ class Metrics(Collector):
 
     def _counters(self) -> Iterator[Metric]:
         codes = _family(CounterMetricFamily, "invocations", "Invocations answered.", "code")
-        refusals = _family(CounterMetricFamily, "refusals", _REFUSALS_HELP, "reason")
+        refusals = _family(
+            CounterMetricFamily, "refusals", "Requests refused before they ran, by error code.", "reason"
+        )
         started = _family(CounterMetricFamily, "activations", "Workers started, by outcome.", "outcome")
         for function, of in self._functions.items():
             for family, counter in ((codes, of.codes), (refusals, of.refusals), (started, of.activations)):
@@ -154,9 +147,7 @@ class Metrics(Collector):
         took = _family(HistogramMetricFamily, "invocation_seconds", "From accepted to answered.")
         batch = _family(HistogramMetricFamily, "batch_size", "Invocations that ran together.")
         warm = _family(HistogramMetricFamily, "phase_seconds", _PHASES_HELP, "phase")
-        cold = _family(
-            HistogramMetricFamily, "cold_start_phase_seconds", "Phases of cold invocations.", "phase"
-        )
+        cold = _family(HistogramMetricFamily, "cold_start_phase_seconds", "Phases of cold starts.", "phase")
         for function, of in self._functions.items():
             took.add_metric([function], of.duration.buckets(), of.duration.sum)
             batch.add_metric([function], of.batch.buckets(), of.batch.sum)
@@ -169,9 +160,13 @@ class Metrics(Collector):
         workers = _family(GaugeMetricFamily, "workers", "Workers by state.", "state")
         waiting = _family(GaugeMetricFamily, "queued", "Invocations waiting.")
         running = _family(GaugeMetricFamily, "in_flight", "Invocations at workers.")
-        busy = _family(CounterMetricFamily, "worker_busy_seconds", _BUSY_HELP)
-        ready = _family(CounterMetricFamily, "worker_ready_seconds", _READY_HELP)
-        share = _family(GaugeMetricFamily, "worker_busy_ratio", _RATIO_HELP)
+        busy = _family(
+            CounterMetricFamily, "worker_busy_seconds", "Time in which workers had work, of all together."
+        )
+        ready = _family(
+            CounterMetricFamily, "worker_ready_seconds", "Time for which workers were ready, of all."
+        )
+        share = _family(GaugeMetricFamily, "worker_busy_ratio", "Busy share of worker_ready_seconds.")
         for function, census in self._census().items():
             for state in ("starting", "ready", "draining"):
                 workers.add_metric([function, state], getattr(census, state))

@@ -92,24 +92,30 @@ class Timeline:
         """Until the latest known time: the head of a stream is sent before the worker's result."""
         return max(self.received_s, self.sent_s, self.completed_s, self.responded_s) - self.received_s
 
-    def phases(self) -> dict[str, float]:
-        """Return seconds by phase, in order. An activation already under way counts from the arrival.
+    def warm_phases(self) -> tuple[float, float, float, float, float]:
+        """Return the seconds of each warm phase, with those of an activation in the first.
 
         Without a worker's result (it died, or the deadline passed) the last phase lasts until the response.
         """
-        start, phases = self.received_s, dict[str, float]()
-        completed_s = self.completed_s or self.responded_s
+        responded_s, wait_s, exec_s = self.responded_s, self.wait_s, self.exec_s
+        completed_s = self.completed_s or responded_s
         sent_s = self.sent_s or completed_s
-        if (activation := self.activation) is not None:
-            ends = (activation.asked_s, activation.forked_s, activation.ready_s)
-            for name, end in zip(("queue", "fork", "restore"), ends, strict=True):
-                phases[name] = max(0.0, end - start)
-                start = max(start, end)
-        phases["dispatch" if phases else "queue"] = max(0.0, sent_s - start)
-        phases["link"] = max(0.0, completed_s - sent_s - self.wait_s - self.exec_s)
-        phases["wait"], phases["exec"] = self.wait_s, self.exec_s
-        phases["respond"] = max(0.0, self.responded_s - completed_s) if self.responded_s else 0.0
-        return phases
+        queue_s, link_s = max(0.0, sent_s - self.received_s), max(0.0, completed_s - sent_s - wait_s - exec_s)
+        return queue_s, link_s, wait_s, exec_s, max(0.0, responded_s - completed_s) if responded_s else 0.0
+
+    def phases(self) -> dict[str, float]:
+        """Return seconds by phase, in order. An activation already under way counts from the arrival."""
+        phases = dict(zip(WARM_PHASES, self.warm_phases(), strict=True))
+        if (activation := self.activation) is None:
+            return phases
+        start = self.received_s
+        sent_s = start + phases.pop("queue")
+        marks = (activation.asked_s, activation.forked_s, activation.ready_s, sent_s)
+        cold = dict[str, float]()
+        for name, end in zip(PHASES, marks, strict=False):
+            cold[name] = max(0.0, end - start)
+            start = max(start, end)
+        return cold | phases
 
     def fetch_overlap(self) -> dict[str, float]:
         """Return the seconds for which weights were fetched beside each phase, where there are any."""
@@ -128,26 +134,17 @@ class Timeline:
     def server_timing(self) -> str:
         """Return the Server-Timing header: durations in milliseconds, and the total."""
         if self.activation is None:
-            return self._warm_timing()
+            # In one formatting step: every response carries it.
+            queue_s, link_s, wait_s, exec_s, respond_s = self.warm_phases()
+            return _WARM % (
+                queue_s * 1000, link_s * 1000, wait_s * 1000, exec_s * 1000, respond_s * 1000,
+                self.total_s * 1000,
+            )  # fmt: skip
         parts = [f"{name};dur={seconds * 1000:.3f}" for name, seconds in self.phases().items()]
         if beside := self.fetch_overlap():
             listed = " ".join(f"{name} {seconds * 1000:.3f}" for name, seconds in beside.items())
             parts.append(f'{FETCH};dur={sum(beside.values()) * 1000:.3f};desc="beside {listed}"')
         return ", ".join(parts) + f", total;dur={self.total_s * 1000:.3f}"
-
-    def _warm_timing(self) -> str:
-        """Return the header of a warm invocation in one formatting step: every response carries it."""
-        received_s, responded_s = self.received_s, self.responded_s
-        completed_s = self.completed_s or responded_s
-        sent_s = self.sent_s or completed_s
-        return _WARM % (
-            max(0.0, sent_s - received_s) * 1000,
-            max(0.0, completed_s - sent_s - self.wait_s - self.exec_s) * 1000,
-            self.wait_s * 1000,
-            self.exec_s * 1000,
-            max(0.0, responded_s - completed_s) * 1000 if responded_s else 0.0,
-            (max(received_s, sent_s, completed_s, responded_s) - received_s) * 1000,
-        )
 
 
 def parse_server_timing(header: str) -> dict[str, float]:

@@ -84,8 +84,8 @@ def test_sizes_are_costs_where_items_have_some() -> None:
 
 
 def test_an_empty_curve_predicts_no_time() -> None:
-    assert not LatencyCurve().known
+    assert not LatencyCurve().points
     assert LatencyCurve().bound(32) == 0.0
     one = LatencyCurve([Point(4, 0.1, 0.2)])
-    assert one.known
+    assert one.points
     assert (one.typical(1), one.bound(32)) == (0.1, 0.2)

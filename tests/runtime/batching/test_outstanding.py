@@ -81,10 +81,10 @@ def test_when_a_slot_will_be_free() -> None:
     outstanding, curve = Outstanding[Call](batching=True), LatencyCurve()
     for size in (1, 2, 4):
         curve.observe(size, size, 0.01 * size)
-    assert outstanding.free_at(5.0, curve) == 5.0
+    assert outstanding.expected_at(5.0, curve) == 5.0
     outstanding.add_batch([Call(), Call()], 5.0)
-    assert outstanding.free_at(5.005, curve) == pytest.approx(5.02)
+    assert outstanding.expected_at(5.005, curve) == pytest.approx(5.02)
     # Overdue.
-    assert outstanding.free_at(6.0, curve) == 6.0
+    assert outstanding.expected_at(6.0, curve) == pytest.approx(5.02)
     outstanding.add_batch([Call()] * 4, 5.0)
-    assert outstanding.free_at(5.005, curve) == pytest.approx(5.06)
+    assert outstanding.expected_at(5.005, curve) == pytest.approx(5.06)

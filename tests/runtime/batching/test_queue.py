@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from pilotflame.errors import Overloaded, QueueFull
 from pilotflame.runtime.batching.latency_curve import LatencyCurve, Point
-from pilotflame.runtime.batching.queue import MAX_RETRY_S, MIN_RETRY_S, Queue, Slots, drained_s, finish_s
+from pilotflame.runtime.batching.queue import MAX_RETRY_S, MIN_RETRY_S, Queue, Slots
 
 BUSY_S = 0.01
 
@@ -175,6 +175,14 @@ def test_late_items_make_room_for_those_that_can_be_on_time() -> None:
     assert found.batch == others[:4]
 
 
+@pytest.mark.parametrize(("others", "late"), [(0, False), (1, False), (3, True), (9, True)])
+def test_an_item_is_late_by_the_batch_that_it_would_run_in(others: int, late: bool) -> None:
+    queue, item = queue_of(), Item(deadline_s=10.023)
+    for one in (item, *(Item() for _ in range(others))):
+        queue.requeue(one)
+    assert queue.next_batch(10.0).refused == [item] * late
+
+
 def test_items_that_would_be_late_are_refused_before_their_turn() -> None:
     queue = queue_of()
     first = [Item(priority=1) for _ in range(4)]
@@ -230,6 +238,16 @@ def test_refused_items_are_not_charged() -> None:
 # -- admission
 
 CURVE = LatencyCurve(Point(n, 0.02 + n * 0.001, 0.03 + n * 0.001) for n in (1, 2, 4, 8))
+
+
+def finish_s(ahead: int, max_batch: int, slots: Slots, now_s: float, curve: LatencyCurve) -> float:
+    return Queue[Item]("f", max_batch=max_batch, max_queue=1, curve=curve)._finish_s(ahead, now_s, slots)
+
+
+def drained_s(waiting: int, max_batch: int, slots: Slots, now_s: float, curve: LatencyCurve) -> float:
+    return Queue[Item]("f", max_batch=max_batch, max_queue=1, curve=curve)._drained_s(waiting, now_s, slots)
+
+
 batches, slots_of = st.integers(1, 8), st.builds(Slots, st.integers(1, 8), st.floats(9, 11))
 
 

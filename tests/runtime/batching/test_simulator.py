@@ -49,7 +49,8 @@ CURVES = pytest.mark.parametrize("durations", [GPU, MID, CPU], ids=["gpu", "mid"
 class Greedy(Queue[SimulatedAttempt]):
     """A queue that runs what waits at once: it never learns that waiting could pay."""
 
-    def observe_arrival(self, now_s: float) -> None: ...
+    def _wait_until(self, now_s: float) -> float:
+        return now_s
 
 
 def capacity(durations: DurationModel) -> float:

@@ -7,7 +7,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from live import Gate, failure, gateway_here, gone
+from live import Gate, failure, gateway_here, gone, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -75,9 +75,14 @@ async def test_a_delete_finishes_accepted_invocations(gateway, deploy, gate: Gat
     await function.settled(ready=1, queued=1)
     zygotes = await function.pids("zygote")
     path = f"/v1/functions/{function.name}"
+    revision = gateway.server.functions.live(function.name)
     deleting = asyncio.create_task(gateway.client.delete(path))
-    while (await gateway.client.get(path)).status_code != 404:
-        pass
+
+    async def retiring() -> bool:
+        return revision.retiring
+
+    await until(retiring, "the start of the delete")
+    assert (await gateway.client.get(path)).status_code == 404
     assert (await function.call("late")).status_code == 404
     gate.open()
     assert await asyncio.gather(running, waiting) == ["runs", "waits"]
