@@ -64,12 +64,13 @@ class ThreadRunner(Runner):
         calls, events, frames = self.decode(group)
         if not calls:
             return frames
+        arguments = self.handler.arguments(calls[0].context, events[0])
         started_s = time.monotonic()
         try:
             with self._gate():
-                if self.handler.kind.streaming:
-                    return [*frames, self._stream(calls[0], events, started_s)]
-                answer = self.handler.call(*self.arguments(calls, events))
+                if self._streaming:
+                    return [*frames, self._stream(calls[0], arguments, started_s)]
+                answer = self.handler.call(*arguments)
                 return frames + self.result_frames(calls, answer, started_s)
         except BaseException as error:  # noqa: BLE001  the caller gets the error, and the thread goes on
             return frames + self.failure_frames(calls, error)
@@ -80,16 +81,16 @@ class ThreadRunner(Runner):
             started_s = time.monotonic()
             try:
                 with self._gate():
-                    answer = self.handler.call(*self.arguments(calls, [call.event for call in calls]))
+                    answer = self.handler.call(*run.arguments(calls))
             except BaseException as error:  # noqa: BLE001
                 run.fail(calls, error)
             else:
                 run.succeed(calls, answer, started_s)
         return run.frames
 
-    def _stream(self, call: Call, events: list[Any], started_s: float) -> bytes:
+    def _stream(self, call: Call, arguments: tuple[Any, ...], started_s: float) -> bytes:
         """Send the chunks, and return the last frame."""
-        chunks: Iterator[Any] = self.handler.call(*self.arguments([call], events))
+        chunks: Iterator[Any] = self.handler.call(*arguments)
         try:
             for chunk in chunks:
                 frame, size = self.chunk_frame(call, chunk)

@@ -55,6 +55,7 @@ class Worker:
         self._spec = spec
         self._handler = built.handler
         self._on_event_loop = built.handler.kind.on_loop
+        self._streaming = built.handler.kind.streaming
         self._snapshot = built.snapshot
         self._state = built.state
         self._threads = built.threads
@@ -258,7 +259,7 @@ class Worker:
             traceparent=head.get("traceparent", ""), extra=head.get("extra", NOTHING),
             host=self._host, channel=frame.channel,
         )  # fmt: skip
-        credit = Credit() if self._handler.kind.streaming else None
+        credit = Credit() if self._streaming else None
         call = Call(
             frame.channel, frame.payload, head.get("type", ""), context, cancellation,
             head.get("accept", ""), credit,
