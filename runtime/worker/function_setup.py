@@ -38,9 +38,8 @@ class Built:
 def build(spec: WorkerSpec) -> Built:
     """Import the handler and call its `build`. Raise HandlerError."""
     os.environ.update(spec.env)
-    threads = (
-        spec.threads or int(os.environ.get("PILOTFLAME_TORCH_THREADS", "0")) or fork_safety.torch_threads()
-    )
+    inherited = int(os.environ.get("PILOTFLAME_TORCH_THREADS", "0"))
+    threads = spec.threads or inherited or fork_safety.torch_threads()
     handler = resolve(spec.code, spec.handler, spec.function)
     fork_safety.make_torch_single_threaded()
     snapshot = _snapshot(spec)
@@ -60,9 +59,8 @@ def _snapshot(spec: WorkerSpec) -> Snapshot | None:
     from ...snapshot.restoring.fingerprint import take_fingerprint  # noqa: PLC0415
 
     manifest = Manifest.read(spec.manifest)
-    if spec.cache is not None:
-        return Snapshot(spec.snapshot, manifest, cache=spec.cache)
-    return Snapshot(spec.snapshot, manifest, take_fingerprint(spec.snapshot, manifest))
+    fingerprint = take_fingerprint(spec.snapshot, manifest) if spec.cache is None else None
+    return Snapshot(spec.snapshot, manifest, fingerprint, cache=spec.cache)
 
 
 async def call_hook(handler: Handler, hook: Hook | None, context: Context) -> Any:
@@ -104,17 +102,9 @@ def warm_up_torch() -> None:
         torch.zeros(1 << 17).add_(1)
 
 
-class _InvocationField(logging.Filter):
-    """Adds the field of the log format to records that do not belong to an invocation."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if not hasattr(record, "invocation"):
-            record.invocation = "-"
-        return True
-
-
 def configure_logging() -> None:
     """Let `context.log` and the logging module write to standard error, which is the function's log."""
     stream = logging.StreamHandler(sys.stderr)
-    stream.addFilter(_InvocationField())
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, handlers=[stream], force=True)
+    # Records that do not belong to an invocation have no such field.
+    stream.setFormatter(logging.Formatter(LOG_FORMAT, defaults={"invocation": "-"}))
+    logging.basicConfig(level=logging.INFO, handlers=[stream], force=True)

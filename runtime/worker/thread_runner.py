@@ -94,7 +94,10 @@ class ThreadRunner(Runner):
         try:
             for chunk in chunks:
                 frame, size = self.chunk_frame(call, chunk)
-                if not self._spend(call, size):
+                remaining_ms = call.context.remaining_ms()
+                timeout_s = None if remaining_ms is None else remaining_ms / 1000
+                granted = call.credit is None or call.credit.spend(size, timeout_s)
+                if call.cancellation.flag or not granted:
                     gone = Cancelled("The caller went away while the handler streamed.")
                     return self.error_frame(call, gone)
                 self._link.send_encoded(frame)
@@ -102,9 +105,3 @@ class ThreadRunner(Runner):
             if (close := getattr(chunks, "close", None)) is not None:
                 close()
         return self.end_frame(call, started_s)
-
-    def _spend(self, call: Call, size: int) -> bool:
-        remaining_ms = call.context.remaining_ms()
-        timeout_s = None if remaining_ms is None else remaining_ms / 1000
-        granted = call.credit is None or call.credit.spend(size, timeout_s)
-        return granted and not call.cancellation.flag
