@@ -15,8 +15,15 @@ from typing import Any
 import click
 
 from ...errors import CodeError
-from ..batching.simulator import Plant, Run, Simulator, Timed
-from ..batching.workload import CallOutcome, SimulatedCall, poisson
+from ..batching.simulator import (
+    CallOutcome,
+    DurationModel,
+    Run,
+    SimulatedCall,
+    SimulatedFunction,
+    Simulator,
+    poisson,
+)
 from . import display, options
 
 # The progress bar moves once for this many calls.
@@ -69,16 +76,16 @@ def simulate(
         ]
     else:
         calls = list(poisson(rate or 1.0, round((rate or 1.0) * duration_s), timeout_s=timeout_s, seed=seed))
-    timed, counts = Timed(read_curve(curve), noise), read_counts(workers)
+    timed, counts = DurationModel(read_curve(curve), noise), read_counts(workers)
     rows = []
     with display.count_progress("simulating") as update:
         for number, count in enumerate(counts):
-            plant = Plant(timed, limit=limit, workers=count, most=max_queue, seed=seed)
+            plant = SimulatedFunction(timed, max_batch=limit, workers=count, max_queue=max_queue, seed=seed)
 
             def progress(done: int, number: int = number, count: int = count) -> None:
                 update(number * len(calls) + done, len(counts) * len(calls), display.counted(count, "worker"))
 
-            rows.append({"workers": count, **figures(Simulator(plant).open(_reported(calls, progress)))})
+            rows.append({"workers": count, **figures(Simulator(plant).run(_reported(calls, progress)))})
     if as_json:
         return display.print_json({"runs": rows})
     click.echo(f"{rows[0]['calls']} calls")
@@ -110,7 +117,7 @@ def figures(run: Run) -> dict[str, Any]:
         "batch_mean": sum(run.sizes) / len(run.sizes) if run.sizes else 0.0,
         "batch_p95": percentile(run.sizes, 0.95),
         "per_second": len(answered) / span_s,
-        "busy_share": run.busy_s / (span_s * run.lanes),
+        "busy_share": run.busy_s / (span_s * run.slots),
     }
 
 
