@@ -124,8 +124,7 @@ def _header(form: Any, file: io.BytesIO) -> tuple[tuple[int, ...], bool, Any]:
     version = form.read_magic(file)
     if (reader := readers.get(version)) is None:
         raise ValueError(f"version {version[0]}.{version[1]} of the format is not known")
-    found: tuple[tuple[int, ...], bool, Any] = reader(file)
-    return found
+    return reader(file)  # type: ignore[no-any-return]
 
 
 def _on_cpu(value: Any) -> Any:

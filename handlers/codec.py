@@ -235,10 +235,9 @@ def _find_unwritable(value: Any, path: str, depth: int = 0) -> tuple[str, str]:
     """Return the first part of `value` that has no JSON form: (path, what it is), or ("", "")."""
     if depth > MAX_DEPTH:
         return "it", f"nested more than {MAX_DEPTH} levels deep"
-    if isinstance(value, dict):
-        for key in value:
-            if not isinstance(key, str):
-                return path, f"a dict with the key {key!r} of type {type(key).__name__}"
+    for key in value if isinstance(value, dict) else ():
+        if not isinstance(key, str):
+            return path, f"a dict with the key {key!r} of type {type(key).__name__}"
     try:
         orjson.dumps(value, default=_plain, option=orjson.OPT_SERIALIZE_NUMPY)
     except (TypeError, orjson.JSONEncodeError) as error:

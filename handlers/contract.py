@@ -185,15 +185,13 @@ class Context:
     @property
     def deadline(self) -> float | None:
         """The deadline as a Unix timestamp in seconds; None if there is none."""
-        if self._deadline_s is None:
-            return None
-        return time.time() + self._deadline_s - time.monotonic()
+        deadline_s = self._deadline_s
+        return None if deadline_s is None else time.time() + deadline_s - time.monotonic()
 
     def remaining_ms(self) -> int | None:
         """Milliseconds until the deadline, never below 0; None if there is no deadline."""
-        if self._deadline_s is None:
-            return None
-        return max(0, int((self._deadline_s - time.monotonic()) * 1000))
+        deadline_s = self._deadline_s
+        return None if deadline_s is None else max(0, int((deadline_s - time.monotonic()) * 1000))
 
     @property
     def cancelled(self) -> bool:

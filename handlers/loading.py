@@ -44,10 +44,7 @@ def import_file(
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        remedy = ""
-        if isinstance(error, ModuleNotFoundError):
-            remedy = (
-                f"Add the package that provides `{error.name}` to requirements.txt and deploy with --install."
-            )
+        advice = "Add the package that provides `{}` to requirements.txt and deploy with --install."
+        remedy = advice.format(error.name) if isinstance(error, ModuleNotFoundError) else ""
         raise explain(HandlerImportError, f"Importing {path.name}", error, root, remedy=remedy) from error
     return module

@@ -30,11 +30,8 @@ class Weight(NamedTuple):
 
 def weigh(header: str, name: str) -> Weight:
     """Return the weight of `name` (lower case): that of the most exact range that covers it."""
-    covering = [
-        weight._replace(exact=exact)
-        for pattern, weight in _ranges(header)
-        if (exact := _exactness(pattern, name)) is not None
-    ]
+    found = [(weight, _exactness(pattern, name)) for pattern, weight in _ranges(header)]
+    covering = [weight._replace(exact=exact) for weight, exact in found if exact is not None]
     return max(covering, key=lambda weight: weight.exact, default=Weight(0.0, 0, 0))
 
 

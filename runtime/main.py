@@ -115,7 +115,9 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     stack.callback(listener.close)
     sock = stack.enter_context(bind(settings.host, settings.port))
     local = is_loopback(sock.getsockname()[0])
-    keyring, secrets = await asyncio.to_thread(_load_access, state)
+    keyring, secrets = Keyring(state), Secrets(state)
+    await asyncio.to_thread(keyring.load)
+    await asyncio.to_thread(secrets.load)
     if not local and not keyring.exists:
         _write(NO_KEY_YET.format(url=url_of(sock), state=shlex.quote(str(state))))
 
@@ -166,13 +168,6 @@ async def shutdown(server: Server) -> None:
     async with asyncio.TaskGroup() as closing:
         closing.create_task(server.sources.close())
         closing.create_task(server.functions.close())
-
-
-def _load_access(state: Path) -> tuple[Keyring, Secrets]:
-    keyring, secrets = Keyring(state), Secrets(state)
-    keyring.load()
-    secrets.load()
-    return keyring, secrets
 
 
 def _connect(events: FunctionEvents, functions: Functions, jobs: Jobs, sources: Sources) -> None:

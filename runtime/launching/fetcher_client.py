@@ -164,10 +164,8 @@ class FetcherClient:
                     sys.stderr.write(f"fetcher: {line.decode(errors='replace')}")
         requests.close()
         await process.wait()
-        error = LauncherError(
-            f"The fetcher ended (exit code {process.returncode}).",
-            remedy="See the gateway's standard error for its output.",
-        )
+        ended = f"The fetcher ended (exit code {process.returncode})."
+        error = LauncherError(ended, remedy="See the gateway's standard error for its output.")
         for progress in held.values():
             progress.fail(error)
         held.clear()

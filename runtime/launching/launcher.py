@@ -49,7 +49,11 @@ class Child(ABC):
             code = None
         if code is None:
             return "an unknown cause"
-        return f"exit code {code}" if code >= 0 else f"signal {-code} ({_signal_name(-code)})"
+        if code >= 0:
+            return f"exit code {code}"
+        # Python has no names for real-time signals.
+        names = {number.value: number.name for number in signal.Signals}
+        return f"signal {-code} ({names.get(-code, 'real-time')})"
 
     def report_exit(self, code: int | None) -> None:
         """Set the exit code that the parent reports, or None if there is no parent left to report it."""
@@ -100,11 +104,3 @@ class Launcher(Protocol):
 
     async def close(self) -> None:
         """End everything that was launched, and wait for it. Later launches raise LauncherError."""
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        # Python has no names for real-time signals.
-        return "real-time"

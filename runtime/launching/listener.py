@@ -98,9 +98,11 @@ class Listener:
         """Take a connection that sent HELLO. Return False if it is to be closed."""
         name, _, secret = token.partition(".")
         expected = self._expected.get(name)
-        known = expected is not None and hmac.compare_digest(expected.secret.encode(), secret.encode())
-        pid, uid = _peer(sock)
-        if expected is None or not known or uid not in (os.getuid(), 0):
+        if expected is None or not hmac.compare_digest(expected.secret.encode(), secret.encode()):
+            return False
+        peer = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEERCRED.size)
+        pid, uid, _ = PEERCRED.unpack(peer)
+        if uid not in (os.getuid(), 0):
             return False
         if role == "log" and expected.log_stream is None:
             self._streams = {stream for stream in self._streams if stream.alive}
@@ -173,10 +175,3 @@ class _Greeting:
                 head = frames[0].json()
                 return self._listener.hello(self._sock, str(head["token"]), str(head["role"]))
         return False
-
-
-def _peer(sock: socket.socket) -> tuple[int, int]:
-    """Return (pid, uid) of the process at the other end, from the kernel."""
-    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEERCRED.size)
-    pid, uid, _ = PEERCRED.unpack(data)
-    return pid, uid

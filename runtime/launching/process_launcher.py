@@ -121,9 +121,8 @@ class ProcessLauncher:
             lambda link, pid: dialled.set_result(ChildProcess(link, pid, name, reaped=True)),
         )  # fmt: skip
         try:
-            process = await _spawn_base(
-                python, {"address": str(self._listener.path), "token": token, "preload": preload}
-            )
+            request = {"address": str(self._listener.path), "token": token, "preload": preload}
+            process = await _spawn_base(python, request)
             self._processes.add(process)
             ended = self._tasks.create_task(self._reap(process, dialled, name))
             try:
@@ -148,12 +147,9 @@ class ProcessLauncher:
         code = await process.wait()
         self._processes.discard(process)
         if not dialled.done():
-            dialled.set_exception(
-                LauncherError(
-                    f"The {name} process ended with code {code} before it was ready.",
-                    remedy="Run `pilotflame doctor`, and see the gateway's standard error for the output.",
-                )
-            )
+            remedy = "Run `pilotflame doctor`, and see the gateway's standard error for the output."
+            message = f"The {name} process ended with code {code} before it was ready."
+            dialled.set_exception(LauncherError(message, remedy=remedy))
 
 
 async def _spawn_base(python: str, request: dict[str, Any]) -> asyncio.subprocess.Process:

@@ -152,9 +152,8 @@ class ZygoteProcess:
         """Fail what waits for this zygote, which reports nothing any more."""
         for child in self._children.values():
             child.report_exit(None)
-        error = LauncherError(
-            f"{self.child.name} {how}.", remedy="See `pilotflame logs` for its last output."
-        )
+        remedy = "See `pilotflame logs` for its last output."
+        error = LauncherError(f"{self.child.name} {how}.", remedy=remedy)
         futures: list[asyncio.Future[Any]] = [*self._forking.values(), self._built]
         for future in futures:
             if not future.done():

@@ -133,9 +133,8 @@ class FrameReader:
         while size - position >= HEADER.size:
             length, head, kind, channel = HEADER.unpack_from(data, position)
             if length > self._max_bytes or head > length:
-                raise LinkError(
-                    f"A frame claims {length} bytes with a head of {head}; the limit is {self._max_bytes}."
-                )
+                claim = f"A frame claims {length} bytes with a head of {head}"
+                raise LinkError(f"{claim}; the limit is {self._max_bytes}.")
             start = position + HEADER.size
             if start + length > size:
                 self._needed = HEADER.size + length

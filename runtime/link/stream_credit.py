@@ -58,9 +58,8 @@ class Credit:
         self._changed.set()
 
     def _fits(self, size: int) -> bool:
-        return not self._sizes or (
-            len(self._sizes) < self._max_chunks and self._bytes + size <= self._max_bytes
-        )
+        full = len(self._sizes) >= self._max_chunks or self._bytes + size > self._max_bytes
+        return not self._sizes or not full
 
     def _take(self, size: int) -> bool:
         if self._closed or not self._fits(size):

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...errors import Cancelled, DeadlineExceeded, PilotflameError, SnapshotError
-from ...handlers.contract import BatchSpec
+from ...handlers.contract import BatchSpec, Context
 from ...handlers.failure import is_out_of_memory
 from .runner import Call, Runner
 
@@ -47,6 +47,11 @@ class BatchRun:
                 self._started, self.frames = True, []
                 return calls
         return []
+
+    def arguments(self, calls: list[Call]) -> tuple[Any, ...]:
+        """Return the arguments of the handler for one piece."""
+        context = Context.of_batch([call.context for call in calls])
+        return self._runner.handler.arguments(context, [call.event for call in calls])
 
     def succeed(self, calls: list[Call], answer: Any, started_s: float) -> None:
         """The handler returned."""
@@ -104,7 +109,7 @@ class BatchRun:
         self.frames += frames
         self._runner.forget(calls)
         for call in calls:
-            call.drop_event()
+            call.set_event(None, call.cost)
 
 
 def pack(costs: Sequence[float], max_size: int, max_cost: float | None = None) -> list[list[int]]:

@@ -38,9 +38,8 @@ class Built:
 def build(spec: WorkerSpec) -> Built:
     """Import the handler and call its `build`. Raise HandlerError."""
     os.environ.update(spec.env)
-    threads = (
-        spec.threads or int(os.environ.get("PILOTFLAME_TORCH_THREADS", "0")) or fork_safety.torch_threads()
-    )
+    inherited = int(os.environ.get("PILOTFLAME_TORCH_THREADS", "0"))
+    threads = spec.threads or inherited or fork_safety.torch_threads()
     handler = resolve(spec.code, spec.handler, spec.function)
     fork_safety.make_torch_single_threaded()
     snapshot = _snapshot(spec)
@@ -105,17 +104,9 @@ def warm_up_torch() -> None:
         torch.zeros(1 << 17).add_(1)
 
 
-class _InvocationField(logging.Filter):
-    """Adds the field of the log format to records that do not belong to an invocation."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if not hasattr(record, "invocation"):
-            record.invocation = "-"
-        return True
-
-
 def configure_logging() -> None:
     """Let `context.log` and the logging module write to standard error, which is the function's log."""
     stream = logging.StreamHandler(sys.stderr)
-    stream.addFilter(_InvocationField())
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, handlers=[stream], force=True)
+    # Records that do not belong to an invocation have no such field.
+    stream.setFormatter(logging.Formatter(LOG_FORMAT, defaults={"invocation": "-"}))
+    logging.basicConfig(level=logging.INFO, handlers=[stream], force=True)

@@ -81,13 +81,15 @@ class LoopRunner(Runner):
         calls, events, frames = self.decode(group)
         if not calls:
             return frames
-        calls[0].set_task(asyncio.current_task(), calls)
+        # Without peers: a call that refers to itself would wait for the garbage collector.
+        calls[0].set_task(asyncio.current_task())
+        arguments = self.handler.arguments(calls[0].context, events[0])
         started_s = time.monotonic()
         try:
-            if self.handler.kind.streaming:
-                await self._stream(calls[0], events)
+            if self._streaming:
+                await self._stream(calls[0], arguments)
                 return [*frames, self.end_frame(calls[0], started_s)]
-            answer = await self.handler.call(*self.arguments(calls, events))
+            answer = await self.handler.call(*arguments)
             return frames + self.result_frames(calls, answer, started_s)
         except asyncio.CancelledError as error:
             if not calls[0].cancellation.flag:
@@ -115,7 +117,7 @@ class LoopRunner(Runner):
     async def _run_piece(self, run: BatchRun, calls: list[Call]) -> None:
         started_s = time.monotonic()
         try:
-            answer = await self.handler.call(*self.arguments(calls, [call.event for call in calls]))
+            answer = await self.handler.call(*run.arguments(calls))
         except asyncio.CancelledError as error:
             if all(call.cancellation.flag for call in calls):
                 run.give_up(calls, Cancelled("The callers went away; the handler was cancelled."))
@@ -127,8 +129,8 @@ class LoopRunner(Runner):
         else:
             run.succeed(calls, answer, started_s)
 
-    async def _stream(self, call: Call, events: list[Any]) -> None:
-        chunks: AsyncIterator[Any] = self.handler.call(*self.arguments([call], events))
+    async def _stream(self, call: Call, arguments: tuple[Any, ...]) -> None:
+        chunks: AsyncIterator[Any] = self.handler.call(*arguments)
         try:
             async for chunk in chunks:
                 frame, size = self.chunk_frame(call, chunk)

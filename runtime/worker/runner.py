@@ -71,9 +71,6 @@ class Call:
     def set_event(self, event: Any, cost: float) -> None:
         self.event, self.cost = event, cost
 
-    def drop_event(self) -> None:
-        self.event = None
-
 
 class Runner(ABC):
     """Runs calls of one handler and sends their frames."""
@@ -83,6 +80,7 @@ class Runner(ABC):
     ) -> None:
         """`on_idle` is called once everything has ended after `close`."""
         self.handler = handler
+        self._streaming = handler.kind.streaming
         self._root = root
         self._link = link
         self._concurrency = concurrency
@@ -182,7 +180,7 @@ class Runner(ABC):
             self.window = wanted
             self._link.send(FrameKind.WINDOW, 0, orjson.dumps({"window": wanted}))
 
-    # -- in: from calls to arguments
+    # -- in: from calls to events
 
     def decode(self, group: list[Call]) -> tuple[list[Call], list[Any], list[bytes]]:
         """Return (calls to run, their events, frames for the others: cancelled or of bad input)."""
@@ -198,12 +196,6 @@ class Runner(ABC):
             except Exception as error:  # noqa: BLE001  the user's validators run here
                 frames.append(self.error_frame(call, self.describe(error)))
         return calls, events, frames
-
-    def arguments(self, calls: list[Call], events: list[Any]) -> tuple[Any, ...]:
-        """Return the arguments of the handler."""
-        if self.handler.batch is None:
-            return self.handler.arguments(calls[0].context, events[0])
-        return self.handler.arguments(Context.of_batch([call.context for call in calls]), events)
 
     # -- out: from answers to frames
 
@@ -252,11 +244,10 @@ class Runner(ABC):
             return encode_json(FrameKind.ERROR, call.channel, error.to_wire())
         except TypeError:
             # The text has half a surrogate pair, or the details are no JSON. Send what can be sent.
-            plain = {
-                "type": error.code,
-                "message": _encodable(error.message),
-                "remedy": _encodable(error.remedy),
-            }
+            message, remedy = (
+                str(text).encode("utf-8", "replace").decode() for text in (error.message, error.remedy)
+            )
+            plain = {"type": error.code, "message": message, "remedy": remedy}
             return encode_json(FrameKind.ERROR, call.channel, plain)
 
     def describe(self, error: BaseException, what: str = "The handler") -> PilotflameError:
@@ -265,14 +256,7 @@ class Runner(ABC):
             return error
         if isinstance(error, SnapshotError):
             # The handler was waiting for weights that do not arrive. It did not fail.
-            return ActivationFailed(
-                f"The weights are not whole: {error.message}",
-                remedy=error.remedy,
-                details={**error.details, "cause": error.code},
-            )
+            message, details = f"The weights are not whole: {error.message}", {"cause": error.code}
+            return ActivationFailed(message, remedy=error.remedy, details=error.details | details)
         remedy = OUT_OF_MEMORY_REMEDY if is_out_of_memory(error) else ""
         return explain(HandlerFailed, what, error, self._root, remedy=remedy)
-
-
-def _encodable(text: str) -> str:
-    return str(text).encode("utf-8", "replace").decode()

@@ -64,12 +64,13 @@ class ThreadRunner(Runner):
         calls, events, frames = self.decode(group)
         if not calls:
             return frames
+        arguments = self.handler.arguments(calls[0].context, events[0])
         started_s = time.monotonic()
         try:
             with self._gate():
-                if self.handler.kind.streaming:
-                    return [*frames, self._stream(calls[0], events, started_s)]
-                answer = self.handler.call(*self.arguments(calls, events))
+                if self._streaming:
+                    return [*frames, self._stream(calls[0], arguments, started_s)]
+                answer = self.handler.call(*arguments)
                 return frames + self.result_frames(calls, answer, started_s)
         except BaseException as error:  # noqa: BLE001  the caller gets the error, and the thread goes on
             return frames + self.failure_frames(calls, error)
@@ -80,20 +81,23 @@ class ThreadRunner(Runner):
             started_s = time.monotonic()
             try:
                 with self._gate():
-                    answer = self.handler.call(*self.arguments(calls, [call.event for call in calls]))
+                    answer = self.handler.call(*run.arguments(calls))
             except BaseException as error:  # noqa: BLE001
                 run.fail(calls, error)
             else:
                 run.succeed(calls, answer, started_s)
         return run.frames
 
-    def _stream(self, call: Call, events: list[Any], started_s: float) -> bytes:
+    def _stream(self, call: Call, arguments: tuple[Any, ...], started_s: float) -> bytes:
         """Send the chunks, and return the last frame."""
-        chunks: Iterator[Any] = self.handler.call(*self.arguments([call], events))
+        chunks: Iterator[Any] = self.handler.call(*arguments)
         try:
             for chunk in chunks:
                 frame, size = self.chunk_frame(call, chunk)
-                if not self._spend(call, size):
+                remaining_ms = call.context.remaining_ms()
+                timeout_s = None if remaining_ms is None else remaining_ms / 1000
+                granted = call.credit is None or call.credit.spend(size, timeout_s)
+                if call.cancellation.flag or not granted:
                     gone = Cancelled("The caller went away while the handler streamed.")
                     return self.error_frame(call, gone)
                 self._link.send_encoded(frame)
@@ -101,9 +105,3 @@ class ThreadRunner(Runner):
             if (close := getattr(chunks, "close", None)) is not None:
                 close()
         return self.end_frame(call, started_s)
-
-    def _spend(self, call: Call, size: int) -> bool:
-        remaining_ms = call.context.remaining_ms()
-        timeout_s = None if remaining_ms is None else remaining_ms / 1000
-        granted = call.credit is None or call.credit.spend(size, timeout_s)
-        return granted and not call.cancellation.flag

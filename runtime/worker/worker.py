@@ -55,6 +55,7 @@ class Worker:
         self._spec = spec
         self._handler = built.handler
         self._on_event_loop = built.handler.kind.on_loop
+        self._streaming = built.handler.kind.streaming
         self._snapshot = built.snapshot
         self._state = built.state
         self._threads = built.threads
@@ -139,7 +140,7 @@ class Worker:
         snapshot = self._snapshot
         try:
             self._restore()
-            if snapshot is not None and snapshot.arriving and self._on_event_loop:
+            if self._on_event_loop and snapshot is not None and snapshot.arriving:
                 # Tasks share their thread and pass work to others, so a gate on this thread is not enough.
                 await asyncio.to_thread(snapshot.wait, WEIGHTS_TIMEOUT_S)
             with self._gate():
@@ -192,15 +193,12 @@ class Worker:
                 await measure(self._runner, context, curve, lambda: self._draining)
             except (Exception, SystemExit) as error:  # noqa: BLE001  the gateway learns from real invocations
                 self._log_failure("Measuring the example of @batch", error)
+        runner = self._runner
         head = {
-            "window": self._runner.window,
-            "slots": self._runner.slots,
-            "batching": self._handler.batch is not None,
-            "limit": self._runner.limit,
-            "restore_s": self._restored_s,
-            "device": device_name(),
-            "dtype": most_common_dtype(self._snapshot),
-        }
+            "window": runner.window, "slots": runner.slots, "limit": runner.limit,
+            "batching": self._handler.batch is not None, "restore_s": self._restored_s,
+            "device": device_name(), "dtype": most_common_dtype(self._snapshot),
+        }  # fmt: skip
         if self._measuring:
             # orjson takes no named tuples.
             head["curve"] = [list(point) for point in curve]
@@ -258,7 +256,7 @@ class Worker:
             traceparent=head.get("traceparent", ""), extra=head.get("extra", NOTHING),
             host=self._host, channel=frame.channel,
         )  # fmt: skip
-        credit = Credit() if self._handler.kind.streaming else None
+        credit = Credit() if self._streaming else None
         call = Call(
             frame.channel, frame.payload, head.get("type", ""), context, cancellation,
             head.get("accept", ""), credit,

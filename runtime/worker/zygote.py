@@ -2,7 +2,7 @@
 
 There are two generations. A base holds the heavy imports of one Python environment (torch); the zygotes of
 revisions are forked from it and share its pages. Both wait for FORK frames on a blocking link, without event
-loop, thread pool or device. A child returns its role to `run_roles`, so that it starts on an almost empty
+loop, thread pool or device. A child returns its role to `main`, so that it starts on an almost empty
 stack.
 """
 
@@ -59,15 +59,14 @@ class Zygote:
     def __init__(self, ticket: Ticket) -> None:
         self._ticket = ticket
         self._wake_read, self._wake_write = socket.socketpair()
-        self._link: BlockingLink | None = None
 
     def run(self) -> Role | None:
         self._watch_children()
-        self._link = BlockingLink(self._ticket.dial("zygote"))
-        if not self.prepare(self._link):
+        link = BlockingLink(self._ticket.dial("zygote"))
+        if not self.prepare(link):
             return None
         fork_safety.freeze_objects()
-        return self._serve(self._link)
+        return self._serve(link)
 
     def prepare(self, link: BlockingLink) -> bool:
         """Get ready and send BUILT or FAILED. Return False to end the process."""
@@ -240,12 +239,6 @@ def redirect_output(ticket: Ticket) -> None:
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
-def run_roles(role: Role | None) -> None:
-    """Run a process: the first role and, in a forked child, the roles after it."""
-    while role is not None:
-        role = role()
-
-
 def main() -> None:
     """`python -m pilotflame.runtime.worker.zygote base|solo`, with the request as JSON on standard input."""
     kind, request = sys.argv[1], json.load(sys.stdin)
@@ -258,7 +251,10 @@ def main() -> None:
     else:
         gc.disable()
         fork_safety.detach(os.getppid())
-        run_roles(Base(Ticket(request["address"], request["token"]), request["preload"]).run)
+        role: Role | None = Base(Ticket(request["address"], request["token"]), request["preload"]).run
+        # In a forked child, its role follows.
+        while role is not None:
+            role = role()
     sys.stdout.flush()
     os._exit(0)
 
