@@ -98,9 +98,8 @@ def function_source(command: Callable[..., Any]) -> Callable[..., Any]:
         source = FunctionSource(*(values.pop(field) for field in FunctionSource._fields))
         return command(source=source, **values)
 
-    folder = click.argument(
-        "folder", type=click.Path(exists=True, file_okay=False, path_type=Path), default="."
-    )
+    existing = click.Path(exists=True, file_okay=False, path_type=Path)
+    folder = click.argument("folder", type=existing, default=".")
     return folder(settings(_name(snapshot(run))))
 
 
@@ -131,15 +130,14 @@ def event_body(event: str | None) -> bytes:
 
 
 def read_event(file: Path, *, remedy: str) -> bytes:
-    """Return the content of a file that holds an event. Raise CodeError if it cannot be read."""
+    """Return the content of a file. Raise CodeError if it cannot be read."""
     try:
         return file.read_bytes()
     except OSError as error:
         raise CodeError(f"{file} cannot be read: {error.strerror}.", remedy=remedy) from None
 
 
-def confirm(question: Callable[[], str]) -> None:
-    """Ask for confirmation; abort if the user declines. Raise UsageError if stdin is not a terminal."""
+def check_terminal() -> None:
+    """Raise UsageError if stdin is not a terminal, where the user can confirm."""
     if not sys.stdin.isatty():
         raise click.UsageError("Not a terminal, so cannot ask for confirmation. Pass --yes.")
-    click.confirm(question(), abort=True, err=True)

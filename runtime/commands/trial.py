@@ -60,13 +60,10 @@ def test(*, source: options.FunctionSource, install: bool, as_json: bool) -> Non
             raise
     display.warn(deployed["warnings"])
     if as_json:
-        facts = {
-            "answer": display.json_answer(answer), "cold": reply.cold, "timing_ms": reply.timing_ms,
-            "worker": reply.worker, "warnings": deployed["warnings"],
-        }  # fmt: skip
-        return display.print_json(facts)
+        facts = display.reply_facts(answer, reply)
+        return display.print_json(facts | {"warnings": deployed["warnings"]})
     display.print_answer(answer)
-    return display.print_timing(reply.timing_ms, cold=reply.cold, worker=reply.worker)
+    return display.print_timing(reply)
 
 
 @contextmanager

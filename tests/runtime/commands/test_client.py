@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import BadInput, GatewayError, GatewayUnreachable, SettingsError, UnknownFunction
-from pilotflame.runtime.commands.client import Client, StreamEvent, parse_events, split_lines
+from pilotflame.runtime.commands.client import Client, parse_events, split_lines
 
 
 @pytest.fixture
@@ -75,9 +75,9 @@ def test_events_of_every_shape():
         b"event: output\ndata: cut off"
     )
     assert list(parse_events([stream])) == [
-        StreamEvent("output", "{}"),
-        StreamEvent("message", "no space\ntwo lines"),
-        StreamEvent("output", '"a\u2028b"'),
+        ("output", "{}"),
+        ("message", "no space\ntwo lines"),
+        ("output", '"a\u2028b"'),
     ]
 
 
