@@ -126,9 +126,8 @@ def _check_absent(output: str) -> None:
         if error.details.get("code") == "NoSuchBucket":
             raise
         return
-    raise BatchFailed(
-        f"{output} already exists.", remedy="Name another output, or overwrite it with --restart."
-    )
+    remedy = "Name another output, or overwrite it with --restart."
+    raise BatchFailed(f"{output} already exists.", remedy=remedy)
 
 
 def _source_and_name(url: str) -> tuple[S3Source, str]:

@@ -91,11 +91,6 @@ class Client:
         with self._stream("POST", _path("invoke", name), content=body, headers=headers) as response:
             yield InvokeReply(response)
 
-    def invoke(self, name: str, event: Any = None) -> Any:
-        """Invoke a function with a JSON event and return its answer; of a stream, the list of its pieces."""
-        with self.call(name, json.dumps(event).encode()) as reply:
-            return reply.value()
-
     def submit(self, name: str, request: Mapping[str, Any], *, key: str = "") -> dict[str, Any]:
         """Submit `{"input": …, "webhook": …, "policy": …}` as a job. Return its id, its status, and
         `replayed`: True if the gateway already had a job with this idempotency key.
@@ -239,11 +234,9 @@ def _json_of(response: httpx.Response) -> dict[str, Any]:
 
 
 def _not_a_gateway(response: httpx.Response) -> GatewayError:
-    text = " ".join(response.text.split())[:200]
-    return GatewayError(
-        f"{response.request.url} answered {response.status_code}, and not as a gateway does: {text!r}.",
-        remedy="Check that --url (or PILOTFLAME_URL) names a pilotflame gateway.",
-    )
+    text, status = " ".join(response.text.split())[:200], response.status_code
+    wrong = f"{response.request.url} answered {status}, and not as a gateway does: {text!r}."
+    return GatewayError(wrong, remedy="Check that --url (or PILOTFLAME_URL) names a pilotflame gateway.")
 
 
 def _host(url: str) -> str:
@@ -260,10 +253,8 @@ def _authorization(api_key: str) -> dict[str, str]:
     if not api_key:
         return {}
     if not (api_key.isascii() and api_key.isprintable()) or " " in api_key:
-        raise Unauthorized(
-            "The API key is malformed: it contains spaces or characters outside ASCII.",
-            remedy="Check --api-key and PILOTFLAME_API_KEY; a key looks like pf_….",
-        )
+        remedy = "Check --api-key and PILOTFLAME_API_KEY; a key looks like pf_…."
+        raise Unauthorized("The API key contains spaces or characters outside ASCII.", remedy=remedy)
     return {"Authorization": f"Bearer {api_key}"}
 
 

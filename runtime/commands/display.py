@@ -148,8 +148,8 @@ def byte_progress(text: str) -> AbstractContextManager[Callable[[int, int], None
     return _progress(text, DownloadColumn(binary_units=True), TransferSpeedColumn())
 
 
-def count_progress(text: str) -> AbstractContextManager[Callable[[int, int, str], None]]:
-    """Show a progress bar with time left on a terminal. Yield a function of (done, total, note)."""
+def count_progress(text: str) -> AbstractContextManager[Callable[..., None]]:
+    """Show a progress bar with time left on a terminal. Yield a function of `done`, `total` and `note`."""
     from rich.progress import TaskProgressColumn, TextColumn  # noqa: PLC0415
 
     return _progress(text, TaskProgressColumn(), TextColumn("{task.fields[note]}"))

@@ -42,10 +42,9 @@ def init(*, folder: Path | None, template: str, listing: bool, as_json: bool) ->
     """
     if listing:
         found = [{"name": known.name, "summary": known.summary} for known in templates()]
-        rows = [tuple(known.values()) for known in found]
-        return display.print_list(
-            {"templates": found}, ("template", "what it is"), rows, empty="no templates", as_json=as_json
-        )
+        if as_json:
+            return display.print_json({"templates": found})
+        return display.print_table(("template", "what it is"), [tuple(known.values()) for known in found])
     target = folder or Path(template)
     name = copy_template(template, target)
     facts = {"name": name, "template": template, "folder": str(target.resolve())}
@@ -55,10 +54,8 @@ def init(*, folder: Path | None, template: str, listing: bool, as_json: bool) ->
 
 def templates() -> list[Template]:
     """Return all templates by name."""
-    return [
-        Template(path.parent.name, _summary(path), path.parent)
-        for path in sorted(TEMPLATES.glob("*/handler.py"))
-    ]
+    files = sorted(TEMPLATES.glob("*/handler.py"))
+    return [Template(file.parent.name, _summary(file), file.parent) for file in files]
 
 
 def copy_template(template: str, folder: Path) -> str:
@@ -69,16 +66,13 @@ def copy_template(template: str, folder: Path) -> str:
     name = check_name(slug(folder.resolve().name))
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise CodeError(
-                f"{folder} already exists and is not empty.",
-                remedy="Choose another name; nothing was changed.",
-            )
+            remedy = "Choose another name; nothing was changed."
+            raise CodeError(f"{folder} already exists and is not empty.", remedy=remedy)
         shutil.copytree(found[template].folder, folder, ignore=_NOT_COPIED, dirs_exist_ok=True)
         _rename(folder, template, name)
     except OSError as error:
-        raise CodeError(
-            f"{folder} cannot be made: {error.strerror or error}.", remedy="Choose another place."
-        ) from None
+        failed = f"{folder} cannot be made: {error.strerror or error}."
+        raise CodeError(failed, remedy="Choose another place.") from None
     return name
 
 

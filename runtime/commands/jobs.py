@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import click
@@ -62,7 +62,7 @@ def run_job(
         return display.print_result(submitted, submitted["id"], as_json=as_json)
     if not as_json:
         display.say(f"job {submitted['id']}")
-    with _interruptible(name, submitted["id"]), display.spinner(f"waiting for {submitted['id']}"):
+    with _goes_on(name, submitted["id"]), display.spinner(f"waiting for {submitted['id']}"):
         *_, (_event, job) = client.follow(name, submitted["id"], after=AFTER_ALL_PIECES)
     if as_json:
         display.print_json(job)
@@ -200,7 +200,7 @@ def follow_job(*, name: str, job_id: str, client: Client, as_json: bool) -> None
       pilotflame jobs follow hello job-…
     """
     printed, job = as_json, dict[str, Any]()
-    with _interruptible(name, job_id):
+    with _goes_on(name, job_id):
         for event, job in client.follow(name, job_id):
             if as_json:
                 display.print_json({"event": event, "data": job})
@@ -226,18 +226,12 @@ def _job_request(
     return request | ({"webhook": webhook} if webhook else {})
 
 
+def _goes_on(name: str, job_id: str) -> AbstractContextManager[None]:
+    return exit_codes.on_interrupt(f"\nthe job goes on: pilotflame jobs follow {name} {job_id}")
+
+
 def _refuse_constant(constant: str) -> Any:
     raise ValueError(f"{constant} is not a JSON number")
-
-
-@contextmanager
-def _interruptible(name: str, job_id: str) -> Iterator[None]:
-    """On Ctrl-C in the block, say how to follow the job again."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        display.say(f"\nthe job goes on: pilotflame jobs follow {name} {job_id}")
-        raise
 
 
 def _for_each(job_ids: tuple[str, ...], act: Callable[[str], dict[str, Any]], *, as_json: bool) -> None:
