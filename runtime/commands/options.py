@@ -81,7 +81,13 @@ class FunctionSource(NamedTuple):
 
     def overrides(self, *, local: bool = True) -> dict[str, str]:
         """Return the settings of the command line. `local`: the gateway resolves paths on this machine."""
-        found = dict(_key_and_value(text) for text in self.settings)
+        found: dict[str, str] = {}
+        for text in self.settings:
+            key, sign, value = text.partition("=")
+            if not sign or not key:
+                wrong = f"{text!r} is not KEY=VALUE, for example scale.max=8."
+                raise click.BadParameter(wrong, param_hint="'--set'")
+            found[key] = value
         if self.name is not None:
             found["name"] = self.name
         if self.snapshot is not None:
@@ -101,13 +107,6 @@ def function_source(command: Callable[..., Any]) -> Callable[..., Any]:
     existing = click.Path(exists=True, file_okay=False, path_type=Path)
     folder = click.argument("folder", type=existing, default=".")
     return folder(settings(_name(snapshot(run))))
-
-
-def _key_and_value(text: str) -> tuple[str, str]:
-    key, sign, value = text.partition("=")
-    if not sign or not key:
-        raise click.BadParameter(f"{text!r} is not KEY=VALUE, for example scale.max=8.", param_hint="'--set'")
-    return key, value
 
 
 def gateway_settings(**overrides: Any) -> GatewaySettings:

@@ -45,9 +45,8 @@ def test(*, source: options.FunctionSource, install: bool, as_json: bool) -> Non
     Example:
       pilotflame test hello
     """
-    event = options.read_event(
-        source.folder / options.INPUT_FILE, remedy="Write the event to send into it, as JSON."
-    )
+    file = source.folder / options.INPUT_FILE
+    event = options.read_event(file, remedy="Write the event to send into it, as JSON.")
     with display.spinner(f"testing {source.folder}"), private_gateway() as url, Client(url) as client:
         deployed = client.deploy(source.folder, overrides=source.overrides(), install=install)
         try:
