@@ -17,8 +17,15 @@ from typing import Any
 import click
 
 from ...errors import CodeError
-from ..batching.simulator import Plant, Run, Simulator, Timed
-from ..batching.workload import CallOutcome, SimulatedCall, poisson
+from ..batching.simulator import (
+    CallOutcome,
+    DurationModel,
+    Run,
+    SimulatedCall,
+    SimulatedFunction,
+    Simulator,
+    poisson,
+)
 from . import display, options
 
 # The progress bar moves once for this many calls.
@@ -67,13 +74,15 @@ def simulate(
     elif arrivals is not None:
         times = enumerate(read_arrivals(arrivals))
         calls = [SimulatedCall(at_s / speed, timeout_s, body=b"%d" % number) for number, at_s in times]
-    timed, counts = Timed(read_curve(curve), noise), read_counts(workers)
+    timed, counts = DurationModel(read_curve(curve), noise), read_counts(workers)
     rows = list[dict[str, Any]]()
     with display.count_progress("simulating") as update:
         for count in counts:
-            plant, done = Plant(timed, limit=limit, workers=count, most=max_queue, seed=seed), len(rows)
+            function = SimulatedFunction(
+                timed, max_batch=limit, workers=count, max_queue=max_queue, seed=seed
+            )
             report = partial(update, total=len(counts) * len(calls), note=display.counted(count, "worker"))
-            run = Simulator(plant).open(_reported(calls, done * len(calls), report))
+            run = Simulator(function).run(_reported(calls, len(rows) * len(calls), report))
             rows.append({"workers": count, **figures(run)})
     if as_json:
         return display.print_json({"runs": rows})
@@ -108,7 +117,7 @@ def figures(run: Run) -> dict[str, Any]:
         "batch_mean": sum(run.sizes) / len(run.sizes) if run.sizes else 0.0,
         "batch_p95": percentile(run.sizes, 0.95),
         "per_second": len(answered) / span_s,
-        "busy_share": run.busy_s / (span_s * run.lanes),
+        "busy_share": run.busy_s / (span_s * run.slots),
     }
 
 

@@ -149,7 +149,7 @@ class _FunctionJobs:
         )  # fmt: skip
         attempt.submit()
         self.attempts[job.id] = attempt
-        attempt.invocation.answer.add_done_callback(lambda _: self.news.set())
+        attempt.invocation.output.add_done_callback(lambda _: self.news.set())
         self.tasks.create_task(self._attend(attempt))
 
     async def _attend(self, attempt: JobAttempt) -> None:

@@ -168,7 +168,7 @@ import gate
     async with asyncio.timeout(LIMIT_S):
         assert json.loads(await heard.get()) == {"half": "me"}
     gate.open()
-    answer = (await invocation.answer).payload
+    answer = (await invocation.output).payload
     piece = await invocation.stream.take() if invocation.stream is not None else answer
     piece = piece[0] if isinstance(piece, list) else piece
     assert json.loads(piece) == {"who": "me"}
