@@ -24,9 +24,7 @@ from . import display, exit_codes, options
 @click.argument("function")
 @click.argument("source", metavar="INPUT")
 @click.argument("output", metavar="OUTPUT")
-@click.option(
-    "--max-in-flight", type=click.IntRange(1, 4096), default=64, help="How many lines run at a time."
-)
+@click.option("--max-in-flight", type=click.IntRange(1, 4096), default=64, help="Lines at the same time.")
 @click.option("--restart", is_flag=True, help="Begin again, and overwrite OUTPUT.")
 @options.gateway_address
 @options.as_json

@@ -21,7 +21,6 @@ import psutil
 
 from ..settings.gateway_settings import GatewaySettings
 from . import display, exit_codes, options
-from .display import size
 
 MIN_FREE_BYTES = 512 << 20
 MIN_OPEN_FILES = 256
@@ -117,7 +116,7 @@ def _state_dir(folder: Path) -> Check:
         return Check("state folder", "fail", f"{folder}: {error.strerror}", remedy)
     full = free_bytes < MIN_FREE_BYTES
     remedy = "Free space, or set PILOTFLAME_STATE_DIR to a larger disk." if full else ""
-    return _noted("state folder", f"{folder}, {size(free_bytes)} free", remedy)
+    return _noted("state folder", f"{folder}, {display.size(free_bytes)} free", remedy)
 
 
 def _unix_socket(folder: Path) -> Check:
@@ -171,7 +170,7 @@ def _memory() -> Check:
         )
         free_bytes = min(free_bytes, max(0, limit_bytes - held_bytes))
     remedy = "Stop another program." if free_bytes < MIN_FREE_BYTES else ""
-    return _noted("memory", f"{size(free_bytes)} free", remedy)
+    return _noted("memory", f"{display.size(free_bytes)} free", remedy)
 
 
 def _page_cache() -> Check:
@@ -186,7 +185,7 @@ def _page_cache() -> Check:
             rate = (count or 0) / (time.monotonic() - started_s)
     except OSError as error:
         return Check("page cache", "note", str(error), "Free space on the temporary disk (TMPDIR).")
-    return _noted("page cache", f"{size(rate)}/s", SLOW if rate < SLOW_READ_BYTES_S else "")
+    return _noted("page cache", f"{display.size(rate)}/s", SLOW if rate < SLOW_READ_BYTES_S else "")
 
 
 def _packages() -> Iterator[Check]:

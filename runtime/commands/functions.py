@@ -195,23 +195,19 @@ def _at_rest(status: dict[str, Any]) -> str:
 
 def _facts(status: dict[str, Any]) -> list[tuple[str, str]]:
     batch = f", batches of up to {status['batch']}" if status["batch"] else ""
+    platform = PLATFORMS.get(status.get("dialect", ""))
+    handler = f"{status['entry']} ({platform})" if platform else status["settings"]["handler"]
     last_ms = display.milliseconds(status["last_cold_start_ms"])
     return [
         ("function", status["name"]),
         ("revision", f"{status['revision']}, deployed {status['created_at']}"),
-        ("handler", f"{_handler(status)}, {status['kind'].replace('_', ' ')}{batch}"),
+        ("handler", f"{handler}, {status['kind'].replace('_', ' ')}{batch}"),
         ("snapshot", status["snapshot"] or "none"),
         ("workers", _workers(status)),
         ("at rest", _at_rest(status)),
         ("requests", f"{status['queued']} queued, {status['in_flight']} running"),
         ("activations", f"{status['activations']}, the last cold start {last_ms}"),
     ]
-
-
-def _handler(status: dict[str, Any]) -> str:
-    if (platform := PLATFORMS.get(status.get("dialect", ""))) is not None:
-        return f"{status['entry']} ({platform})"
-    return str(status["settings"]["handler"])
 
 
 def _process_row(process: dict[str, Any]) -> tuple[str, ...]:

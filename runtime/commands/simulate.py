@@ -78,11 +78,9 @@ def simulate(
     rows = list[dict[str, Any]]()
     with display.count_progress("simulating") as update:
         for count in counts:
-            function = SimulatedFunction(
-                timed, max_batch=limit, workers=count, max_queue=max_queue, seed=seed
-            )
+            model = SimulatedFunction(timed, max_batch=limit, workers=count, max_queue=max_queue, seed=seed)
             report = partial(update, total=len(counts) * len(calls), note=display.counted(count, "worker"))
-            run = Simulator(function).run(_reported(calls, len(rows) * len(calls), report))
+            run = Simulator(model).run(_reported(calls, len(rows) * len(calls), report))
             rows.append({"workers": count, **figures(run)})
     if as_json:
         return display.print_json({"runs": rows})
