@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-import tempfile
-from contextlib import ExitStack
+from contextlib import nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
@@ -17,10 +17,7 @@ from .commands.lazy_group import LazyGroup
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True}
 # For each command its module in `commands`, and the first sentence of its help.
 COMMANDS = {
-    "batch": (
-        "batch",
-        "Run FUNCTION with every line of INPUT, and write the answers to OUTPUT, line for line.",
-    ),
+    "batch": ("batch", "Run FUNCTION with every line of INPUT, and write the answers to OUTPUT."),
     "delete": ("functions", "Delete a function and all its revisions."),
     "deploy": ("functions", "Deploy FOLDER as a function, or as a new revision of it."),
     "doctor": ("doctor", "Check whether this machine has what functions need, and how fast it is."),
@@ -31,19 +28,13 @@ COMMANDS = {
     "list": ("functions", "List the functions, with the number of their workers and requests."),
     "logs": ("functions", "Print what a function's processes wrote."),
     "run": ("jobs", "Submit a job and print its id."),
-    "secrets": (
-        "secrets",
-        "Give a function secrets: environment variables of its workers that no command shows.",
-    ),
+    "secrets": ("secrets", "Give a function secrets: environment variables that no command shows."),
     "simulate": ("simulate", "Predict how many calls are answered in time, for each number of workers."),
     "snapshot": ("snapshot", "Create, inspect, verify, copy and convert snapshots of weights."),
     "status": ("functions", "Show one function: revision, workers, settings, processes."),
     "test": ("trial", "Deploy FOLDER in a temporary gateway, send it test_input.json, and print the answer."),
     "warmup": ("functions", "Start workers now, ahead of the requests that will need them."),
-    "webhooks": (
-        "webhooks",
-        "List deliveries of webhooks, send one again, and show the secret that signs them.",
-    ),
+    "webhooks": ("webhooks", "List deliveries of webhooks, send one again, show the secret that signs them."),
 }
 
 
@@ -67,20 +58,15 @@ def cli() -> None:
 
 
 def _gateway_options(command: Any) -> Any:
-    port = click.option(
-        "--port",
-        type=click.IntRange(0, 65535),
-        help="Port; 0 takes a free one.  [default: 8600]",
-    )
+    ports = click.IntRange(0, 65535)
+    port = click.option("--port", type=ports, help="Port; 0 takes a free one.  [default: 8600]")
     host = click.option("--host", help="Address to listen on.  [default: 127.0.0.1]")
     return host(port(options.state_dir(command)))
 
 
 @cli.command()
 @_gateway_options
-@click.option(
-    "--drain", "drain_s", type=float, metavar="SECONDS", help="How long calls may take at shutdown."
-)
+@click.option("--drain", "drain_s", type=float, metavar="SECONDS", help="Time for calls at shutdown.")
 @click.option("--auth", type=click.Choice(["auto", "always"]), help="When to ask for keys.  [default: auto]")
 @click.option("--json", "as_json", is_flag=True, help='Print {"url": ...} on stdout once it listens.')
 def serve(*, as_json: bool, **settings: Any) -> None:
@@ -104,11 +90,8 @@ def serve(*, as_json: bool, **settings: Any) -> None:
 
     def listening(url: str) -> None:
         if as_json:
-            display.print_json({"url": url})
-        else:
-            display.say(
-                f"pilotflame {__version__} listens on {url}, and keeps its state in {gateway.state_dir}"
-            )
+            return display.print_json({"url": url})
+        return display.say(f"pilotflame {__version__} listens on {url}; its state is in {gateway.state_dir}")
 
     run(gateway, on_listening=listening)
 
@@ -131,16 +114,13 @@ def dev(*, source: options.FunctionSource, state_dir: Path | None, **settings: A
     from .main import run  # noqa: PLC0415
 
     folder = source.folder.resolve()
-    with ExitStack() as stack:
-        state = state_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pilotflame-dev-")))
-        run(
-            options.gateway_settings(state_dir=state, **settings),
-            on_listening=lambda url: display.say(
-                f"pilotflame: {url} serves {folder} and deploys its changes"
-            ),
-            folder=folder,
-            overrides=source.overrides(),
-        )
+
+    def listening(url: str) -> None:
+        display.say(f"pilotflame: {url} serves {folder} and deploys its changes")
+
+    with nullcontext(state_dir) if state_dir else TemporaryDirectory(prefix="pilotflame-dev-") as state:
+        gateway = options.gateway_settings(state_dir=Path(state), **settings)
+        run(gateway, on_listening=listening, folder=folder, overrides=source.overrides())
 
 
 def main() -> None:

@@ -32,9 +32,8 @@ class Inputs:
 
     def __init__(self, source: Source, names: list[str]) -> None:
         self._source = source
-        self._names = names
-        self._infos = [source.stat(name) for name in names]
-        self.total_bytes = sum(info.size_bytes for info in self._infos)
+        self._infos = {name: source.stat(name) for name in names}
+        self.total_bytes = sum(info.size_bytes for info in self._infos.values())
 
     @classmethod
     def open(cls, place: str) -> Inputs:
@@ -55,14 +54,13 @@ class Inputs:
     @property
     def digest(self) -> str:
         """A digest of the files' names, sizes and versions: it differs if a file may have changed."""
-        infos = zip(self._names, self._infos, strict=True)
-        facts = [(name, info.size_bytes, info.version) for name, info in infos]
+        facts = [(name, info.size_bytes, info.version) for name, info in self._infos.items()]
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def lines(self, skip: int = 0) -> Iterator[InputLine]:
         """Yield all lines after the first `skip`. Blocks."""
         number = end = 0
-        for name, info in zip(self._names, self._infos, strict=True):
+        for name, info in self._infos.items():
             first = number
             for text, size_bytes in self._split(name, info.size_bytes):
                 number, end = number + 1, end + size_bytes
@@ -76,19 +74,14 @@ class Inputs:
             buffer = bytearray(min(PIECE_BYTES, total_bytes - offset))
             count = self._source.read_into(name, offset, memoryview(buffer))
             if count == 0:
-                raise BatchFailed(
-                    f"{name} became shorter during the batch.", remedy="Begin again with --restart."
-                )
+                raise BatchFailed(f"{name} became shorter during the batch.", remedy="Pass --restart.")
             data = rest + bytes(buffer[:count])
             if offset == 0:
                 data = data.removeprefix(_BYTE_ORDER_MARK)
             offset += count
             *texts, rest = data.split(b"\n")
             if len(rest) > MAX_LINE_BYTES:
-                raise BatchFailed(
-                    f"{name} has a line of more than {MAX_LINE_BYTES} bytes.",
-                    remedy="Check that it is JSONL.",
-                )
+                raise BatchFailed(f"{name} has a line over {MAX_LINE_BYTES} bytes.", remedy="Is it JSONL?")
             yield from ((text.removesuffix(b"\r"), len(text) + 1) for text in texts)
         if rest:
             yield rest, len(rest)

@@ -12,7 +12,6 @@ import mmap
 import os
 import secrets
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from ...errors import BatchFailed
@@ -46,7 +45,7 @@ class Journal:
         while left:
             left = left[os.write(self._output, left) :]
         self.done += len(lines)
-        self.failed += sum(map(is_failure, lines))
+        self.failed += sum(map(_is_failure, lines))
 
     def sync(self) -> None:
         os.fsync(self._output)
@@ -66,21 +65,17 @@ class Journal:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise BatchFailed(
-                f"{self.path} is being written by another batch.",
-                remedy="Wait for it, or name another output.",
-            ) from None
+            busy = f"{self.path} is being written by another batch."
+            raise BatchFailed(busy, remedy="Wait for it, or name another output.") from None
         note = os.pread(self._lock, 1 << 16, 0)
         if note and not restart:
             self.run = self._run_in(note, identity)
             return
-        if self.path.exists() and not restart and self.path.stat().st_size:
-            self._note.unlink()
-            raise BatchFailed(
-                f"{self.path} already exists, and is not an interrupted batch.",
-                remedy="Name another output, or overwrite it with --restart.",
-            )
         if self.path.exists():
+            if not restart and self.path.stat().st_size:
+                self._note.unlink()
+                remedy = "Name another output, or overwrite it with --restart."
+                raise BatchFailed(f"{self.path} already exists, and is not half done.", remedy=remedy)
             os.truncate(self.path, 0)
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, json.dumps({**identity, "run": self.run}).encode(), 0)
@@ -88,15 +83,11 @@ class Journal:
 
     def _run_in(self, text: bytes, identity: dict[str, str]) -> str:
         """Return the run that a note names. Raise BatchFailed if it is of another function or input."""
-        note: dict[str, str] = {}
-        with suppress(ValueError):
-            note = json.loads(text)
+        note: dict[str, str] = json.loads(text) if _is_json(text) else {}
         for key, value in identity.items():
             if note.get(key) != value:
-                raise BatchFailed(
-                    f"{self.path} is half done with another {key}, or its input has changed since.",
-                    remedy="Begin again with --restart, or name another output.",
-                )
+                differs = f"{self.path} is half done with another {key}, or its input has changed since."
+                raise BatchFailed(differs, remedy="Begin again with --restart, or name another output.")
         return note["run"]
 
     def _recover(self) -> None:
@@ -107,19 +98,15 @@ class Journal:
         with mmap.mmap(self._output, size, prot=mmap.PROT_READ) as written:
             end = written.rfind(b"\n") + 1
             # After a power loss the last pages may be empty.
-            while end and not _whole(written[written.rfind(b"\n", 0, end - 1) + 1 : end - 1]):
+            while end and not _is_json(written[written.rfind(b"\n", 0, end - 1) + 1 : end - 1]):
                 end = written.rfind(b"\n", 0, end - 1) + 1
-            begin = 0
-            while begin < end:
-                stop = written.find(b"\n", begin, end)
+            while written.tell() < end:
                 self.done += 1
-                if written[begin : begin + len(ERROR_START)] == ERROR_START:
-                    self.failed += is_failure(written[begin:stop])
-                begin = stop + 1
+                self.failed += _is_failure(written.readline())
         os.ftruncate(self._output, end)
 
 
-def is_failure(line: bytes) -> bool:
+def _is_failure(line: bytes) -> bool:
     """Return True if a line of output is the error of its input. An answer may have an `error` of its own."""
     if not line.startswith(ERROR_START):
         return False
@@ -127,7 +114,7 @@ def is_failure(line: bytes) -> bool:
     return isinstance(error, dict) and "line" in (error.get("details") or {})
 
 
-def _whole(line: bytes) -> bool:
+def _is_json(line: bytes) -> bool:
     try:
         json.loads(line)
     except ValueError:

@@ -58,7 +58,7 @@ class Submitter:
         try:
             json.loads(line.text)
         except ValueError as error:
-            return failure(line, BadInput(f"It is not JSON: {error}.").to_wire())
+            return _failure(line, BadInput(f"It is not JSON: {error}.").to_wire())
         body = b'{"input":%s,"policy":{"priority":"batch"}}' % line.text
         key, pause_s = f"batch:{self._run}:{line.number}", PAUSE_S
         while True:
@@ -74,9 +74,11 @@ class Submitter:
                     # The job is queued or still runs. The same key waits for the same job.
                     pause_s = PAUSE_S
                     continue
-                wire = _wire(reply, status)
+                wire = reply.get("error")
+                if not isinstance(wire, dict):
+                    wire = {"message": f"The gateway answered {status}."}
                 if status in _ERRORS_OF_LINE:
-                    return failure(line, wire)
+                    return _failure(line, wire)
                 if status not in _TEMPORARY:
                     raise PilotflameError.from_wire(wire)
                 self._check_patience(str(wire.get("message", "")))
@@ -119,7 +121,7 @@ async def open_submitter(
         yield Submitter(session, url, function, run, patience_s)
 
 
-def failure(line: InputLine, wire: Mapping[str, Any]) -> bytes:
+def _failure(line: InputLine, wire: Mapping[str, Any]) -> bytes:
     """Return the error object that replaces a line's answer; it names the line."""
     details = {**(wire.get("details") or {}), "line": line.number, "place": line.place}
     message = f"{line.place}: {wire.get('message', 'unknown error')}"
@@ -138,19 +140,13 @@ def dumped(value: Any) -> bytes:
 def _answer(line: InputLine, job: dict[str, Any]) -> bytes:
     state = str(job["status"])
     if state != "COMPLETED":
-        wire = job.get("errorDetails")
-        if not isinstance(wire, dict):
-            wire = {"type": state.lower(), "message": str(job.get("error") or f"The job is {state}.")}
+        default = {"type": state.lower(), "message": str(job.get("error") or f"The job is {state}.")}
+        wire: dict[str, Any] = job.get("errorDetails") or default
         details = {**(wire.get("details") or {}), "job": job.get("id", "")}
-        return failure(line, {**wire, "details": details})
+        return _failure(line, {**wire, "details": details})
     if kind := job.get("output_type"):
         return dumped({"content_type": kind, "base64": job.get("output", "")})
     return dumped(job.get("output"))
-
-
-def _wire(reply: dict[str, Any], status: int) -> dict[str, Any]:
-    wire = reply.get("error")
-    return wire if isinstance(wire, dict) else {"message": f"The gateway answered {status}."}
 
 
 # -- many lines
@@ -196,7 +192,7 @@ async def run_in_order(
 
 
 def _read(lines: Iterator[InputLine]) -> list[InputLine]:
-    """Return the next lines, as many as fit the limits. Blocks."""
+    """Return the next lines, up to READ_LINES of them and until they have READ_BYTES. Blocks."""
     found: list[InputLine] = []
     size_bytes = 0
     for line in itertools.islice(lines, READ_LINES):

@@ -24,9 +24,7 @@ from . import display, exit_codes, options
 @click.argument("function")
 @click.argument("source", metavar="INPUT")
 @click.argument("output", metavar="OUTPUT")
-@click.option(
-    "--max-in-flight", type=click.IntRange(1, 4096), default=64, help="How many lines run at a time."
-)
+@click.option("--max-in-flight", type=click.IntRange(1, 4096), default=64, help="Lines at the same time.")
 @click.option("--restart", is_flag=True, help="Begin again, and overwrite OUTPUT.")
 @options.gateway_address
 @options.as_json
@@ -126,9 +124,8 @@ def _check_absent(output: str) -> None:
         if error.details.get("code") == "NoSuchBucket":
             raise
         return
-    raise BatchFailed(
-        f"{output} already exists.", remedy="Name another output, or overwrite it with --restart."
-    )
+    remedy = "Name another output, or overwrite it with --restart."
+    raise BatchFailed(f"{output} already exists.", remedy=remedy)
 
 
 def _source_and_name(url: str) -> tuple[S3Source, str]:

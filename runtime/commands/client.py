@@ -6,8 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 from urllib.parse import quote
 
 import httpx
@@ -25,13 +24,6 @@ TIMEOUT = httpx.Timeout(30.0, connect=CONNECT_TIMEOUT_S)
 NO_TIMEOUT = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
 # A deploy imports the handler, and with `install` builds an environment.
 DEPLOY_TIMEOUT = httpx.Timeout(1800.0, connect=CONNECT_TIMEOUT_S)
-
-
-class StreamEvent(NamedTuple):
-    """One server-sent event."""
-
-    name: str
-    data: str
 
 
 class InvokeReply:
@@ -56,12 +48,12 @@ class InvokeReply:
 
     def pieces(self) -> Iterator[Any]:
         """Yield a stream's pieces as they arrive. Raise the error that ends the stream."""
-        for event in parse_events(self._response.iter_bytes()):
-            if event.name == "output":
-                yield json.loads(event.data)
-            elif event.name == "error":
-                raise PilotflameError.from_wire(json.loads(event.data))
-            elif event.name == "completed":
+        for event, data in parse_events(self._response.iter_bytes()):
+            if event == "output":
+                yield json.loads(data)
+            elif event == "error":
+                raise PilotflameError.from_wire(json.loads(data))
+            elif event == "completed":
                 return
         raise GatewayError("The stream broke off before its end.", remedy="Call again.")
 
@@ -73,28 +65,19 @@ class Client:
         self, url: str = DEFAULT_URL, *, api_key: str = "", control_socket: Path | None = None
     ) -> None:
         self.url = url.rstrip("/")
-        try:
-            parsed = httpx.URL(self.url)
-        except httpx.InvalidURL as error:
-            raise _bad_url(url, str(error)) from None
-        if parsed.scheme not in ("http", "https") or not parsed.host:
-            raise _bad_url(url, "it must begin with http:// or https:// and name a host")
-        self.on_loopback = is_loopback(parsed.host)
+        self.on_loopback = is_loopback(_host(self.url))
+        transport = None if control_socket is None else httpx.HTTPTransport(uds=str(control_socket))
+        # A proxy for outside addresses does not reach this machine.
+        trust_env = not self.on_loopback
+        headers = _authorization(api_key)
         self._http = httpx.Client(
-            base_url=self.url,
-            timeout=TIMEOUT,
-            # A proxy for outside addresses does not reach this machine.
-            trust_env=not self.on_loopback,
-            headers=_authorization(api_key),
-            transport=None if control_socket is None else httpx.HTTPTransport(uds=str(control_socket)),
+            base_url=self.url, timeout=TIMEOUT, trust_env=trust_env, headers=headers, transport=transport
         )
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._http.close()
 
     @contextmanager
@@ -107,11 +90,6 @@ class Client:
             headers["X-Request-Timeout"] = str(timeout_s)
         with self._stream("POST", _path("invoke", name), content=body, headers=headers) as response:
             yield InvokeReply(response)
-
-    def invoke(self, name: str, event: Any = None) -> Any:
-        """Invoke a function with a JSON event and return its answer; of a stream, the list of its pieces."""
-        with self.call(name, json.dumps(event).encode()) as reply:
-            return reply.value()
 
     def submit(self, name: str, request: Mapping[str, Any], *, key: str = "") -> dict[str, Any]:
         """Submit `{"input": …, "webhook": …, "policy": …}` as a job. Return its id, its status, and
@@ -129,43 +107,28 @@ class Client:
         """
         headers = {"Accept": EVENT_STREAM_TYPE, "Last-Event-ID": str(after)}
         with self._stream("GET", _path("v2", name, "stream", job_id), headers=headers) as response:
-            for event in parse_events(response.iter_bytes()):
-                yield event.name, json.loads(event.data)
-                if event.name in ("completed", "error"):
+            for event, data in parse_events(response.iter_bytes()):
+                yield event, json.loads(data)
+                if event in ("completed", "error"):
                     return
-        raise GatewayError(
-            "The stream broke off before its end; the job goes on.", remedy="Follow the job again, by its id."
-        )
+        raise GatewayError("The stream broke off; the job goes on.", remedy="Follow it again, by its id.")
 
     def deploy(
-        self,
-        folder: Path,
-        *,
-        overrides: Mapping[str, Any] | None = None,
-        install: bool = False,
-        check: bool = True,
-        upload: bool = False,
+        self, folder: Path, *, overrides: Mapping[str, Any], upload: bool = False, **flags: bool
     ) -> dict[str, Any]:
-        """Deploy a folder: with `upload` send its files, else its path, for a gateway on this machine."""
-        request: dict[str, Any]
+        """Deploy a folder: with `upload` send its files, else its path, for a gateway on this machine.
+
+        The flags are `install` and `check`, as in the gateway's route.
+        """
+        request: dict[str, Any] = {"json": {"path": str(folder.resolve()), "overrides": overrides, **flags}}
         if upload:
             # Only uploads need the code that packs folders.
             from ..functions.code import pack  # noqa: PLC0415
 
-            settings = [f"{key}={value}" for key, value in (overrides or {}).items()]
-            request = {
-                "content": pack(folder),
-                "headers": {"Content-Type": "application/gzip"},
-                "params": {"install": int(install), "check": int(check), "set": settings},
-            }
-        else:
-            body = {
-                "path": str(folder.resolve()),
-                "overrides": overrides or {},
-                "install": install,
-                "check": check,
-            }
-            request = {"json": body}
+            settings = [f"{key}={value}" for key, value in overrides.items()]
+            params = {name: int(flag) for name, flag in flags.items()} | {"set": settings}
+            headers = {"Content-Type": "application/gzip"}
+            request = {"content": pack(folder), "headers": headers, "params": params}
         return _json_of(self._request("POST", "/v1/functions", timeout=DEPLOY_TIMEOUT, **request))
 
     def logs(self, name: str, *, lines: int = 100, follow: bool = False) -> Iterator[dict[str, Any]]:
@@ -200,10 +163,8 @@ class Client:
     def _stream(
         self, method: str, path: str, *, timeout: httpx.Timeout = NO_TIMEOUT, **request: Any
     ) -> Iterator[httpx.Response]:
-        with (
-            self._translated_errors(),
-            self._http.stream(method, path, timeout=timeout, **request) as response,
-        ):
+        opened = self._http.stream(method, path, timeout=timeout, **request)
+        with self._translated_errors(), opened as response:
             _check(response)
             yield response
 
@@ -218,14 +179,11 @@ class Client:
                 remedy="Start one with `pilotflame serve`, or name another with --url or PILOTFLAME_URL.",
             ) from None
         except httpx.TimeoutException:
-            raise GatewayError(
-                f"The gateway at {self.url} did not answer in time.", remedy="See its log, or try again."
-            ) from None
+            slow = f"The gateway at {self.url} did not answer in time."
+            raise GatewayError(slow, remedy="See its log, or try again.") from None
         except httpx.TransportError as error:
-            raise GatewayError(
-                f"The connection to the gateway at {self.url} broke: {str(error).rstrip('.')}.",
-                remedy="Check that it still runs, and call again.",
-            ) from None
+            broke = f"The connection to the gateway at {self.url} broke: {str(error).rstrip('.')}."
+            raise GatewayError(broke, remedy="Check that it still runs, and call again.") from None
 
 
 def split_lines(chunks: Iterable[bytes]) -> Iterator[str]:
@@ -239,15 +197,15 @@ def split_lines(chunks: Iterable[bytes]) -> Iterator[str]:
         yield rest.decode()
 
 
-def parse_events(chunks: Iterable[bytes]) -> Iterator[StreamEvent]:
-    """Yield server-sent events without comments. An event without its closing empty line is dropped."""
+def parse_events(chunks: Iterable[bytes]) -> Iterator[tuple[str, str]]:
+    """Yield (name, data) of server-sent events. An event without its closing empty line is dropped."""
     name, data = "message", list[str]()
     for line in split_lines(chunks):
         field, _, value = line.partition(":")
         value = value.removeprefix(" ")
         if not line:
             if data:
-                yield StreamEvent(name, "\n".join(data))
+                yield name, "\n".join(data)
             name, data = "message", []
         elif field == "event":
             name = value
@@ -276,25 +234,27 @@ def _json_of(response: httpx.Response) -> dict[str, Any]:
 
 
 def _not_a_gateway(response: httpx.Response) -> GatewayError:
-    text = " ".join(response.text.split())[:200]
-    return GatewayError(
-        f"{response.request.url} answered {response.status_code}, and not as a gateway does: {text!r}.",
-        remedy="Check that --url (or PILOTFLAME_URL) names a pilotflame gateway.",
-    )
+    text, status = " ".join(response.text.split())[:200], response.status_code
+    wrong = f"{response.request.url} answered {status}, and not as a gateway does: {text!r}."
+    return GatewayError(wrong, remedy="Check that --url (or PILOTFLAME_URL) names a pilotflame gateway.")
 
 
-def _bad_url(url: str, why: str) -> GatewayError:
-    return GatewayError(f"{url!r} is not a gateway's address: {why}.", remedy=f"An example: {DEFAULT_URL}.")
+def _host(url: str) -> str:
+    try:
+        parsed, why = httpx.URL(url), "it must begin with http:// or https:// and name a host"
+    except httpx.InvalidURL as error:
+        parsed, why = httpx.URL(), str(error)
+    if parsed.scheme in ("http", "https") and parsed.host:
+        return parsed.host
+    raise GatewayError(f"{url!r} is not a gateway's address: {why}.", remedy=f"An example: {DEFAULT_URL}.")
 
 
 def _authorization(api_key: str) -> dict[str, str]:
     if not api_key:
         return {}
     if not (api_key.isascii() and api_key.isprintable()) or " " in api_key:
-        raise Unauthorized(
-            "The API key is malformed: it contains spaces or characters outside ASCII.",
-            remedy="Check --api-key and PILOTFLAME_API_KEY; a key looks like pf_….",
-        )
+        remedy = "Check --api-key and PILOTFLAME_API_KEY; a key looks like pf_…."
+        raise Unauthorized("The API key contains spaces or characters outside ASCII.", remedy=remedy)
     return {"Authorization": f"Bearer {api_key}"}
 
 

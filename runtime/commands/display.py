@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import ProgressColumn
 
+    from .client import InvokeReply
+
 BAR_COLUMNS = 40
 # Output that no terminal shows is not cut to a terminal's width.
 WIDTH_WITHOUT_TERMINAL = 200
 # A longer answer, for example an embedding, is unreadable with one number a line.
 INDENTED_CHARS = 4_000
-
-Progress = Callable[[int, int], None]
 
 
 def say(text: str) -> None:
@@ -59,21 +59,18 @@ def print_list(
         say(empty)
 
 
-def json_answer(answer: Any) -> Any:
-    """Return a function's answer as a JSON value: bytes become text."""
-    return answer.decode("utf-8", "replace") if isinstance(answer, bytes) else answer
+def reply_facts(answer: Any, reply: InvokeReply) -> dict[str, Any]:
+    """Return what --json prints about a call. Bytes of an answer become text."""
+    text = answer.decode("utf-8", "replace") if isinstance(answer, bytes) else answer
+    return {"answer": text, "cold": reply.cold, "timing_ms": reply.timing_ms, "worker": reply.worker}
 
 
 def print_answer(answer: Any) -> None:
     """Print a function's answer on stdout: bytes unchanged, JSON on one line, or indented on a terminal."""
     if isinstance(answer, bytes):
-        click.echo(answer, nl=False)
-        return
+        return click.echo(answer, nl=False)
     indented = json.dumps(answer, ensure_ascii=False, indent=2) if sys.stdout.isatty() else ""
-    if 0 < len(indented) < INDENTED_CHARS:
-        click.echo(indented)
-    else:
-        print_json(answer)
+    return click.echo(indented) if 0 < len(indented) < INDENTED_CHARS else print_json(answer)
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -90,11 +87,11 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     _console(err=False).print(table)
 
 
-def print_timing(timing_ms: Mapping[str, float], *, cold: bool, worker: str) -> None:
+def print_timing(reply: InvokeReply) -> None:
     """Print the phases of one invocation as bars on stderr."""
-    phases = {name: ms for name, ms in timing_ms.items() if name != "total"}
-    total_ms = timing_ms.get("total", sum(phases.values()))
-    say(f"{'cold start' if cold else 'warm'}, {milliseconds(total_ms)} in all, worker {worker or '-'}")
+    phases = {name: ms for name, ms in reply.timing_ms.items() if name != "total"}
+    total = milliseconds(reply.timing_ms.get("total", sum(phases.values())))
+    say(f"{'cold start' if reply.cold else 'warm'}, {total} in all, worker {reply.worker or '-'}")
     longest_ms = max(phases.values(), default=0.0) or 1.0
     for name, ms in phases.items():
         eighths = round(max(0.0, ms / longest_ms) * BAR_COLUMNS * 8)
@@ -116,12 +113,12 @@ def age(moment: str) -> str:
 def duration(seconds: float) -> str:
     """Return seconds in their largest units: 45 s, 3 min, 2 h 5 min, 4 d 3 h."""
     minutes = int(max(0.0, seconds)) // 60
-    hours, days = minutes // 60, minutes // 1440
     if not minutes:
         return f"{max(0.0, seconds):.0f} s"
-    if not hours:
-        return f"{minutes} min"
-    return f"{hours} h {minutes % 60} min" if not days else f"{days} d {hours % 24} h"
+    days, hours = divmod(minutes // 60, 24)
+    if days:
+        return f"{days} d {hours} h"
+    return f"{hours} h {minutes % 60} min" if hours else f"{minutes} min"
 
 
 def size(count: float) -> str:
@@ -138,33 +135,24 @@ def counted(count: int, one: str, many: str = "") -> str:
     return f"{count} {one if count == 1 else many or f'{one}s'}"
 
 
-@contextmanager
-def spinner(text: str) -> Iterator[None]:
+def spinner(text: str) -> AbstractContextManager[object]:
     """Show a spinner while the block runs, if stderr is a terminal."""
     console = _console(err=True)
-    if not console.is_terminal:
-        yield
-        return
-    with console.status(text):
-        yield
+    return console.status(text) if console.is_terminal else nullcontext()
 
 
-@contextmanager
-def byte_progress(text: str) -> Iterator[Progress]:
+def byte_progress(text: str) -> AbstractContextManager[Callable[[int, int], None]]:
     """Show a progress bar with rate and time left on a terminal. Yield a function of (done, total) bytes."""
     from rich.progress import DownloadColumn, TransferSpeedColumn  # noqa: PLC0415
 
-    with _progress(text, DownloadColumn(binary_units=True), TransferSpeedColumn()) as update:
-        yield lambda done, total: update(completed=done, total=total)
+    return _progress(text, DownloadColumn(binary_units=True), TransferSpeedColumn())
 
 
-@contextmanager
-def count_progress(text: str) -> Iterator[Callable[[int, int, str], None]]:
-    """Show a progress bar with time left on a terminal. Yield a function of (done, total, note)."""
+def count_progress(text: str) -> AbstractContextManager[Callable[..., None]]:
+    """Show a progress bar with time left on a terminal. Yield a function of `done`, `total` and `note`."""
     from rich.progress import TaskProgressColumn, TextColumn  # noqa: PLC0415
 
-    with _progress(text, TaskProgressColumn(), TextColumn("{task.fields[note]}")) as update:
-        yield lambda done, total, note: update(completed=done, total=total, note=note)
+    return _progress(text, TaskProgressColumn(), TextColumn("{task.fields[note]}"))
 
 
 @contextmanager
@@ -175,7 +163,7 @@ def _progress(text: str, *columns: ProgressColumn) -> Iterator[Callable[..., Non
     shown = (TextColumn("{task.description}"), BarColumn(), *columns, TimeRemainingColumn())
     with Progress(*shown, console=console, disable=not console.is_terminal, transient=True) as bar:
         task = bar.add_task(text, total=None, note="")
-        yield lambda **values: bar.update(task, **values)
+        yield lambda done, total, note="": bar.update(task, completed=done, total=total, note=note)
 
 
 def _console(*, err: bool) -> Console:

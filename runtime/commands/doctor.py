@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -20,7 +21,6 @@ import psutil
 
 from ..settings.gateway_settings import GatewaySettings
 from . import display, exit_codes, options
-from .display import size
 
 MIN_FREE_BYTES = 512 << 20
 MIN_OPEN_FILES = 256
@@ -60,19 +60,20 @@ def doctor(state_dir: Path | None, as_json: bool) -> None:
     settings = options.gateway_settings(state_dir=state_dir)
     with display.spinner("checking"):
         checks = list(examine(settings))
-    rows = [(check.verdict, check.name, check.found, check.remedy) for check in checks]
-    display.print_list(
-        {"checks": [check._asdict() for check in checks]}, ("", "what", "found", "what to do"), rows,
-        empty="no checks", as_json=as_json,
-    )  # fmt: skip
+    if as_json:
+        display.print_json({"checks": [check._asdict() for check in checks]})
+    else:
+        rows = [(check.verdict, check.name, check.found, check.remedy) for check in checks]
+        display.print_table(("", "what", "found", "what to do"), rows)
     if any(check.verdict == "fail" for check in checks):
         raise click.exceptions.Exit(exit_codes.ERROR)
 
 
 def examine(settings: GatewaySettings) -> Iterator[Check]:
     """Yield all checks, those that others depend on first."""
-    yield _python()
-    yield _linux()
+    yield Check("Python", "ok", f"{platform.python_version()} at {sys.executable}")
+    remedy = "" if sys.platform == "linux" else "Use a container or a virtual machine with Linux."
+    yield Check("Linux", "fail" if remedy else "ok", f"{platform.system()} {platform.release()}", remedy)
     # Before torch is imported: it starts threads, and a fork must not have any.
     yield _fork()
     yield _state_dir(settings.state_dir)
@@ -89,17 +90,6 @@ def examine(settings: GatewaySettings) -> Iterator[Check]:
 def _noted(name: str, found: str, remedy: str) -> Check:
     """Return a check that passes, or is a note if there is a remedy."""
     return Check(name, "note" if remedy else "ok", found, remedy)
-
-
-def _python() -> Check:
-    return Check("Python", "ok", f"{platform.python_version()} at {sys.executable}")
-
-
-def _linux() -> Check:
-    found = f"{platform.system()} {platform.release()}"
-    if sys.platform != "linux":
-        return Check("Linux", "fail", found, "Use a container or a virtual machine with Linux.")
-    return Check("Linux", "ok", found)
 
 
 def _fork() -> Check:
@@ -124,16 +114,15 @@ def _state_dir(folder: Path) -> Check:
     except OSError as error:
         remedy = "Set PILOTFLAME_STATE_DIR to a writable folder."
         return Check("state folder", "fail", f"{folder}: {error.strerror}", remedy)
-    remedy = (
-        "Free space, or set PILOTFLAME_STATE_DIR to a larger disk." if free_bytes < MIN_FREE_BYTES else ""
-    )
-    return _noted("state folder", f"{folder}, {size(free_bytes)} free", remedy)
+    full = free_bytes < MIN_FREE_BYTES
+    remedy = "Free space, or set PILOTFLAME_STATE_DIR to a larger disk." if full else ""
+    return _noted("state folder", f"{folder}, {display.size(free_bytes)} free", remedy)
 
 
 def _unix_socket(folder: Path) -> Check:
-    length = len(os.fsencode(folder / LINK_SOCKET)) + 1
-    if length > MAX_SOCKET_PATH_BYTES:
-        found = f"{folder / LINK_SOCKET} is {length - MAX_SOCKET_PATH_BYTES} bytes too long"
+    excess = len(os.fsencode(folder / LINK_SOCKET)) + 1 - MAX_SOCKET_PATH_BYTES
+    if excess > 0:
+        found = f"{folder / LINK_SOCKET} is {excess} bytes too long"
         return Check("unix sockets", "fail", found, "Set PILOTFLAME_STATE_DIR to a shorter path.")
     try:
         with tempfile.TemporaryDirectory() as place, socket.socket(socket.AF_UNIX) as probe:
@@ -155,31 +144,33 @@ def _port(settings: GatewaySettings) -> Check:
 
 def _open_files() -> Check:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found = f"{soft}, at most {hard}"
+    found, remedy = f"{soft}, at most {hard}", f"ulimit -n {GOOD_OPEN_FILES}"
     if soft < MIN_OPEN_FILES:
-        return Check("open files", "fail", found, f"ulimit -n {GOOD_OPEN_FILES}")
-    if soft < GOOD_OPEN_FILES:
-        return Check(
-            "open files", "note", found, f"For many simultaneous callers: ulimit -n {GOOD_OPEN_FILES}"
-        )
-    return Check("open files", "ok", found)
+        return Check("open files", "fail", found, remedy)
+    few = f"For many simultaneous callers: {remedy}" if soft < GOOD_OPEN_FILES else ""
+    return _noted("open files", found, few)
 
 
 def _processors() -> Check:
-    usable = len(os.sched_getaffinity(0))
-    quota = _cpu_quota()
-    limited = f", limited to {quota:.1f} by the container" if quota is not None and quota < usable else ""
+    usable, limited = len(os.sched_getaffinity(0)), ""
+    # "max" instead of the quota: there is no limit.
+    with suppress(OSError, ValueError):
+        quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split())
+        limited = f", limited to {quota / period:.1f} by the container" if quota < usable * period else ""
     return Check("processors", "ok", f"{usable} usable{limited}")
 
 
 def _memory() -> Check:
     free_bytes = psutil.virtual_memory().available
-    limit_bytes = _number(Path("/sys/fs/cgroup/memory.max"))
-    held_bytes = _number(Path("/sys/fs/cgroup/memory.current")) or 0
-    if limit_bytes is not None:
+    # "max": there is no limit.
+    with suppress(OSError, ValueError):
+        limit_bytes, held_bytes = (
+            int(Path("/sys/fs/cgroup", name).read_text(encoding="ascii"))
+            for name in ("memory.max", "memory.current")
+        )
         free_bytes = min(free_bytes, max(0, limit_bytes - held_bytes))
     remedy = "Stop another program." if free_bytes < MIN_FREE_BYTES else ""
-    return _noted("memory", f"{size(free_bytes)} free", remedy)
+    return _noted("memory", f"{display.size(free_bytes)} free", remedy)
 
 
 def _page_cache() -> Check:
@@ -194,7 +185,7 @@ def _page_cache() -> Check:
             rate = (count or 0) / (time.monotonic() - started_s)
     except OSError as error:
         return Check("page cache", "note", str(error), "Free space on the temporary disk (TMPDIR).")
-    return _noted("page cache", f"{size(rate)}/s", SLOW if rate < SLOW_READ_BYTES_S else "")
+    return _noted("page cache", f"{display.size(rate)}/s", SLOW if rate < SLOW_READ_BYTES_S else "")
 
 
 def _packages() -> Iterator[Check]:
@@ -202,8 +193,7 @@ def _packages() -> Iterator[Check]:
         try:
             yield Check(package, "ok", metadata.version(package))
         except metadata.PackageNotFoundError:
-            remedy = f"For {purpose}: pip install {package}"
-            yield Check(package, "note", "not installed", remedy)
+            yield Check(package, "note", "not installed", f"For {purpose}: pip install {package}")
 
 
 def _torch() -> Check:
@@ -217,19 +207,3 @@ def _torch() -> Check:
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     found = f"{torch.__version__}, {torch.get_num_threads()} threads, {devices} GPUs"
     return Check("torch", "ok", found)
-
-
-def _cpu_quota() -> float | None:
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
-        return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        return None
-
-
-def _number(file: Path) -> int | None:
-    try:
-        return int(file.read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        # There is no such limit, or it is "max".
-        return None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import click
@@ -18,6 +19,16 @@ UNREACHABLE = 3
 # The job that the command waited for, or a line of a batch, did not complete.
 NOT_COMPLETED = 4
 INTERRUPTED = 130
+
+
+@contextmanager
+def on_interrupt(text: str) -> Iterator[None]:
+    """On Ctrl-C in the block, print how to continue, and exit."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        say(text)
+        raise click.exceptions.Exit(INTERRUPTED) from None
 
 
 def exit_code_of(command: Callable[[], Any]) -> int:

@@ -34,13 +34,10 @@ def deploy(
       pilotflame deploy hello --set scale.max=8 --name greeter
     """
     local = client.on_loopback and not upload
+    overrides = source.overrides(local=local)
     with display.spinner(f"deploying {source.folder}"):
         status = client.deploy(
-            source.folder,
-            overrides=source.overrides(local=local),
-            install=install,
-            check=not no_check,
-            upload=not local,
+            source.folder, overrides=overrides, install=install, check=not no_check, upload=not local
         )
     if as_json:
         return display.print_json(status)
@@ -76,22 +73,15 @@ def invoke(
     body = options.event_body(event)
     with client.call(name, body, content_type=content_type, timeout_s=timeout_s) as reply:
         if as_json:
-            display.print_json(
-                {
-                    "answer": display.json_answer(reply.value()),
-                    "cold": reply.cold,
-                    "timing_ms": reply.timing_ms,
-                    "worker": reply.worker,
-                    "request_id": reply.request_id,
-                }
-            )
+            facts = display.reply_facts(reply.value(), reply)
+            display.print_json(facts | {"request_id": reply.request_id})
         elif reply.streaming:
             for piece in reply.pieces():
                 display.print_json(piece)
         else:
             display.print_answer(reply.value())
         if timing:
-            display.print_timing(reply.timing_ms, cold=reply.cold, worker=reply.worker)
+            display.print_timing(reply)
 
 
 @click.command("list")
@@ -104,20 +94,9 @@ def list_functions(*, client: Client, as_json: bool) -> None:
       pilotflame list
     """
     functions = client.get("v1", "functions")["functions"]
-    columns = (
-        "function",
-        "revision",
-        "workers",
-        "at rest",
-        "queued",
-        "running",
-        "activations",
-        "last cold start",
-    )
-    display.print_list(
-        {"functions": functions}, columns, map(_row, functions),
-        empty="no functions yet: pilotflame deploy FOLDER", as_json=as_json,
-    )  # fmt: skip
+    loads = ("workers", "at rest", "queued", "running", "activations", "last cold start")
+    columns, empty = ("function", "revision", *loads), "no functions yet: pilotflame deploy FOLDER"
+    display.print_list({"functions": functions}, columns, map(_row, functions), empty=empty, as_json=as_json)
 
 
 @click.command()
@@ -174,10 +153,10 @@ def delete(*, name: str, yes: bool, client: Client, as_json: bool) -> None:
       pilotflame delete hello --yes
     """
     if not yes:
+        options.check_terminal()
         # An unknown function is an error before the question.
-        options.confirm(
-            lambda: f"Delete {client.get('v1', 'functions', name)['name']} and all its revisions?"
-        )
+        known = client.get("v1", "functions", name)["name"]
+        click.confirm(f"Delete {known} and all its revisions?", abort=True, err=True)
     client.delete("v1", "functions", name)
     display.print_result({"deleted": name}, f"{name} is deleted", as_json=as_json)
 
@@ -216,23 +195,19 @@ def _at_rest(status: dict[str, Any]) -> str:
 
 def _facts(status: dict[str, Any]) -> list[tuple[str, str]]:
     batch = f", batches of up to {status['batch']}" if status["batch"] else ""
+    platform = PLATFORMS.get(status.get("dialect", ""))
+    handler = f"{status['entry']} ({platform})" if platform else status["settings"]["handler"]
     last_ms = display.milliseconds(status["last_cold_start_ms"])
     return [
         ("function", status["name"]),
         ("revision", f"{status['revision']}, deployed {status['created_at']}"),
-        ("handler", f"{_handler(status)}, {status['kind'].replace('_', ' ')}{batch}"),
+        ("handler", f"{handler}, {status['kind'].replace('_', ' ')}{batch}"),
         ("snapshot", status["snapshot"] or "none"),
         ("workers", _workers(status)),
         ("at rest", _at_rest(status)),
         ("requests", f"{status['queued']} queued, {status['in_flight']} running"),
         ("activations", f"{status['activations']}, the last cold start {last_ms}"),
     ]
-
-
-def _handler(status: dict[str, Any]) -> str:
-    if (platform := PLATFORMS.get(status.get("dialect", ""))) is not None:
-        return f"{status['entry']} ({platform})"
-    return str(status["settings"]["handler"])
 
 
 def _process_row(process: dict[str, Any]) -> tuple[str, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import shutil
 from pathlib import Path
-from typing import NamedTuple
 
 import click
 
@@ -16,14 +15,6 @@ from . import display, options
 TEMPLATES = Path(__file__).resolve().parents[2] / "templates"
 README_FILE = "README.md"
 _NOT_COPIED = shutil.ignore_patterns("__pycache__", "*.pyc")
-
-
-class Template(NamedTuple):
-    """A folder to start from, with one sentence about it."""
-
-    name: str
-    summary: str
-    folder: Path
 
 
 @click.command()
@@ -41,11 +32,11 @@ def init(*, folder: Path | None, template: str, listing: bool, as_json: bool) ->
       pilotflame init my-embeddings --template text-embedding
     """
     if listing:
-        found = [{"name": known.name, "summary": known.summary} for known in templates()]
-        rows = [tuple(known.values()) for known in found]
-        return display.print_list(
-            {"templates": found}, ("template", "what it is"), rows, empty="no templates", as_json=as_json
-        )
+        found = templates()
+        if as_json:
+            listed = [{"name": name, "summary": summary} for name, summary in found.items()]
+            return display.print_json({"templates": listed})
+        return display.print_table(("template", "what it is"), list(found.items()))
     target = folder or Path(template)
     name = copy_template(template, target)
     facts = {"name": name, "template": template, "folder": str(target.resolve())}
@@ -53,32 +44,27 @@ def init(*, folder: Path | None, template: str, listing: bool, as_json: bool) ->
     return display.print_result(facts, text, as_json=as_json)
 
 
-def templates() -> list[Template]:
-    """Return all templates by name."""
-    return [
-        Template(path.parent.name, _summary(path), path.parent)
-        for path in sorted(TEMPLATES.glob("*/handler.py"))
-    ]
+def templates() -> dict[str, str]:
+    """Return the templates' names, each with the first line of its handler's docstring."""
+    files = sorted(TEMPLATES.glob("*/handler.py"))
+    texts = {file.parent.name: ast.get_docstring(ast.parse(file.read_bytes())) or "" for file in files}
+    return {name: text.partition("\n")[0] for name, text in texts.items()}
 
 
 def copy_template(template: str, folder: Path) -> str:
     """Copy a template to a folder that is empty or does not exist. Return the function's name."""
-    found = {known.name: known for known in templates()}
-    if template not in found:
+    if template not in (found := templates()):
         raise CodeError(f"There is no template {template!r}.", remedy=f"Choose one of: {', '.join(found)}.")
     name = check_name(slug(folder.resolve().name))
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise CodeError(
-                f"{folder} already exists and is not empty.",
-                remedy="Choose another name; nothing was changed.",
-            )
-        shutil.copytree(found[template].folder, folder, ignore=_NOT_COPIED, dirs_exist_ok=True)
+            remedy = "Choose another name; nothing was changed."
+            raise CodeError(f"{folder} already exists and is not empty.", remedy=remedy)
+        shutil.copytree(TEMPLATES / template, folder, ignore=_NOT_COPIED, dirs_exist_ok=True)
         _rename(folder, template, name)
     except OSError as error:
-        raise CodeError(
-            f"{folder} cannot be made: {error.strerror or error}.", remedy="Choose another place."
-        ) from None
+        failed = f"{folder} cannot be made: {error.strerror or error}."
+        raise CodeError(failed, remedy="Choose another place.") from None
     return name
 
 
@@ -92,9 +78,3 @@ def _rename(folder: Path, template: str, name: str) -> None:
         for place in places:
             text = text.replace(place.format(template), place.format(name))
         (folder / file).write_text(text, encoding="utf-8")
-
-
-def _summary(handler: Path) -> str:
-    """Return the first line of a handler's docstring."""
-    text = ast.get_docstring(ast.parse(handler.read_bytes())) or ""
-    return text.partition("\n")[0]

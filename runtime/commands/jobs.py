@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import click
@@ -62,13 +62,11 @@ def run_job(
         return display.print_result(submitted, submitted["id"], as_json=as_json)
     if not as_json:
         display.say(f"job {submitted['id']}")
-    with _interruptible(name, submitted["id"]), display.spinner(f"waiting for {submitted['id']}"):
+    with _goes_on(name, submitted["id"]), display.spinner(f"waiting for {submitted['id']}"):
         *_, (_event, job) = client.follow(name, submitted["id"], after=AFTER_ALL_PIECES)
     if as_json:
         display.print_json(job)
-    elif job["status"] == JobState.COMPLETED:
-        display.print_answer(_output(job))
-    return _exit_as(job)
+    return _print_ended(job, output=not as_json)
 
 
 @click.group()
@@ -99,10 +97,8 @@ def list_jobs(*, name: str, states: tuple[str, ...], limit: int, client: Client,
     """
     found = client.get("v2", name, "requests", status=states, limit=limit)["requests"]
     columns = ("id", "status", "age", "attempts", "delay", "execution")
-    display.print_list(
-        {"jobs": found}, columns, map(_row, found),
-        empty=f"no such jobs: pilotflame run {name} EVENT", as_json=as_json,
-    )  # fmt: skip
+    empty = f"no such jobs: pilotflame run {name} EVENT"
+    display.print_list({"jobs": found}, columns, map(_row, found), empty=empty, as_json=as_json)
 
 
 @jobs.command("get")
@@ -181,11 +177,9 @@ def purge_jobs(*, name: str, yes: bool, client: Client, as_json: bool) -> None:
       pilotflame jobs purge hello --yes
     """
     if not yes:
-        options.confirm(
-            lambda: (
-                f"Cancel the {client.get('v2', name, 'health')['jobs']['inQueue']} jobs that wait for {name}?"
-            )
-        )
+        options.check_terminal()
+        waiting = client.get("v2", name, "health")["jobs"]["inQueue"]
+        click.confirm(f"Cancel the {waiting} jobs that wait for {name}?", abort=True, err=True)
     removed = client.post("v2", name, "purge-queue")["removed"]
     display.print_result({"removed": removed}, f"{removed} cancelled", as_json=as_json)
 
@@ -205,20 +199,17 @@ def follow_job(*, name: str, job_id: str, client: Client, as_json: bool) -> None
     Example:
       pilotflame jobs follow hello job-…
     """
-    printed, job = False, dict[str, Any]()
-    with _interruptible(name, job_id):
-        for event, data in client.follow(name, job_id):
+    printed, job = as_json, dict[str, Any]()
+    with _goes_on(name, job_id):
+        for event, job in client.follow(name, job_id):
             if as_json:
-                display.print_json({"event": event, "data": data})
+                display.print_json({"event": event, "data": job})
             elif event == "output":
                 printed = True
-                display.print_json(data)
+                display.print_json(job)
             elif event == "status":
-                display.say(data["status"])
-            job = data
-    if not (as_json or printed) and job["status"] == JobState.COMPLETED:
-        display.print_answer(_output(job))
-    _exit_as(job)
+                display.say(job["status"])
+    _print_ended(job, output=not printed)
 
 
 def _job_request(
@@ -227,28 +218,20 @@ def _job_request(
     try:
         event = json.loads(body, parse_constant=_refuse_constant) if body.strip() else None
     except ValueError as error:
-        raise BadInput(
-            f"The event is not JSON: {error}.", remedy="Text needs quotes of its own: '\"text\"'."
-        ) from None
-    policy: dict[str, Any] = {"lowPriority": True} if low_priority else {}
-    for key, seconds in (("executionTimeout", timeout_s), ("ttl", ttl_s)):
-        if seconds is not None:
-            policy[key] = max(1, round(seconds * 1000))
-    return {"input": event, "policy": policy} | ({"webhook": webhook} if webhook else {})
+        remedy = "Text needs quotes of its own: '\"text\"'."
+        raise BadInput(f"The event is not JSON: {error}.", remedy=remedy) from None
+    limits = {"executionTimeout": timeout_s, "ttl": ttl_s}
+    policy = {key: max(1, round(seconds * 1000)) for key, seconds in limits.items() if seconds is not None}
+    request = {"input": event, "policy": policy | ({"lowPriority": True} if low_priority else {})}
+    return request | ({"webhook": webhook} if webhook else {})
+
+
+def _goes_on(name: str, job_id: str) -> AbstractContextManager[None]:
+    return exit_codes.on_interrupt(f"\nthe job goes on: pilotflame jobs follow {name} {job_id}")
 
 
 def _refuse_constant(constant: str) -> Any:
     raise ValueError(f"{constant} is not a JSON number")
-
-
-@contextmanager
-def _interruptible(name: str, job_id: str) -> Iterator[None]:
-    """On Ctrl-C in the block, say how to follow the job again."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        display.say(f"\nthe job goes on: pilotflame jobs follow {name} {job_id}")
-        raise
 
 
 def _for_each(job_ids: tuple[str, ...], act: Callable[[str], dict[str, Any]], *, as_json: bool) -> None:
@@ -274,22 +257,19 @@ def _for_each(job_ids: tuple[str, ...], act: Callable[[str], dict[str, Any]], *,
 def _print_output(name: str, job: dict[str, Any]) -> None:
     state = JobState(job["status"])
     if not state.final:
-        raise JobConflict(
-            f"{job['id']} is {state}: it has no output yet.",
-            remedy=f"Wait for it: pilotflame jobs follow {name} {job['id']}.",
-        )
-    if state is JobState.COMPLETED:
+        remedy = f"Wait for it: pilotflame jobs follow {name} {job['id']}."
+        raise JobConflict(f"{job['id']} is {state}: it has no output yet.", remedy=remedy)
+    _print_ended(job)
+
+
+def _print_ended(job: dict[str, Any], *, output: bool = True) -> None:
+    """Print the output of a job that completed, if wanted. Of any other, print the error and exit with code 4."""
+    if job["status"] != JobState.COMPLETED:
+        why = PilotflameError.from_wire(job["errorDetails"]) if "errorDetails" in job else ""
+        display.say(" ".join(f"error: {job['id']} is {job['status']}. {why}".split()))
+        raise click.exceptions.Exit(exit_codes.NOT_COMPLETED)
+    if output:
         display.print_answer(_output(job))
-    _exit_as(job)
-
-
-def _exit_as(job: dict[str, Any]) -> None:
-    """Unless the job completed, print its error and exit with code 4."""
-    if job["status"] == JobState.COMPLETED:
-        return
-    why = PilotflameError.from_wire(job["errorDetails"]) if "errorDetails" in job else ""
-    display.say(" ".join(f"error: {job['id']} is {job['status']}. {why}".split()))
-    raise click.exceptions.Exit(exit_codes.NOT_COMPLETED)
 
 
 def _output(job: dict[str, Any]) -> Any:

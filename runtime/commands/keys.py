@@ -73,11 +73,11 @@ def _open_keys(url: str, api_key: str, state_dir: Path | None) -> Iterator[Keys]
     if (control_socket := find_control_socket(folder)) is not None:
         with Client(control_socket=control_socket) as client:
             yield GatewayKeys(client)
-        return
-    with locked_state_dir(folder) as state:
-        keyring = Keyring(state)
-        keyring.load()
-        yield KeyFiles(keyring)
+    else:
+        with locked_state_dir(folder) as state:
+            keyring = Keyring(state)
+            keyring.load()
+            yield KeyFiles(keyring)
 
 
 def _with_keys(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,10 +94,9 @@ def _with_keys(command: Callable[..., Any]) -> Callable[..., Any]:
 def _seconds(_context: click.Context, _option: click.Parameter, text: str | None) -> float | None:
     if text is None:
         return None
-    match = _DURATION.fullmatch(text)
-    if match is None:
-        raise click.BadParameter(f"{text!r} is not a duration such as 30d, 12h, 5m or 90s.")
-    return float(match[1]) * _UNITS_S[match[2]]
+    if match := _DURATION.fullmatch(text):
+        return float(match[1]) * _UNITS_S[match[2]]
+    raise click.BadParameter(f"{text!r} is not a duration such as 30d, 12h, 5m or 90s.")
 
 
 @click.group()
@@ -127,9 +126,8 @@ def keys() -> None:
 @click.option("--expires", "expires_in_s", callback=_seconds, metavar="TIME", help="Lifetime: 90d, 12h, 30m.")
 @_with_keys
 def create_key(
-    *, name: str, scopes: tuple[str, ...], functions: tuple[str, ...], opened: Keys, as_json: bool,
-    **limits: float | None,
-) -> None:  # fmt: skip
+    *, functions: tuple[str, ...], opened: Keys, as_json: bool, **fields: str | float | tuple[str, ...] | None
+) -> None:
     """Make an API key. NAME tells people whose it is. The key is printed this once.
 
     As soon as the first key exists, the gateway answers only health checks without one.
@@ -139,8 +137,7 @@ def create_key(
       pilotflame keys create laptop --scope admin
       pilotflame keys create shop --function greeter --rate 20 --concurrency 4 --expires 90d
     """
-    wanted = {"name": name, "scopes": scopes, "functions": functions or None, **limits}
-    key = opened.create(wanted)
+    key = opened.create({"functions": functions or None, **fields})
     if not as_json:
         display.say(f"key {key['id']} for {key['name']}: {_rights(key)}; it is not shown again:")
     display.print_result(key, key["key"], as_json=as_json)
@@ -155,15 +152,9 @@ def list_keys(*, opened: Keys, as_json: bool) -> None:
     Example:
       pilotflame keys list
     """
-    found = opened.all()
+    found, empty = opened.all(), "no keys: pilotflame keys create NAME"
     columns = ("id", "for", "may", "quota", "made", "last used", "ends")
-    display.print_list(
-        {"keys": found},
-        columns,
-        map(_row, found),
-        empty="no keys: pilotflame keys create NAME",
-        as_json=as_json,
-    )
+    display.print_list({"keys": found}, columns, map(_row, found), empty=empty, as_json=as_json)
 
 
 @keys.command("revoke")
@@ -186,14 +177,10 @@ def revoke_key(*, key_id: str, opened: Keys, as_json: bool) -> None:
 
 
 def _row(key: dict[str, Any]) -> tuple[str, ...]:
-    rate, burst, many = key["rate_per_s"], key["burst"], key["concurrency"]
-    quota = [
-        *([f"{rate:g} a second"] if rate is not None else []),
-        *([f"{burst} at once"] if burst is not None else []),
-        *([f"{many} running"] if many is not None else []),
-    ]
+    units = {"rate_per_s": "a second", "burst": "at once", "concurrency": "running"}
+    quota = ", ".join(f"{key[name]:.7g} {unit}" for name, unit in units.items() if key[name] is not None)
     times = (key[name] or "-" for name in ("created_at", "last_used_at", "expires_at"))
-    return (key["id"], key["name"], _rights(key), ", ".join(quota) or "none", *times)
+    return (key["id"], key["name"], _rights(key), quota or "none", *times)
 
 
 def _rights(key: dict[str, Any]) -> str:

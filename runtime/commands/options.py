@@ -81,7 +81,13 @@ class FunctionSource(NamedTuple):
 
     def overrides(self, *, local: bool = True) -> dict[str, str]:
         """Return the settings of the command line. `local`: the gateway resolves paths on this machine."""
-        found = dict(_key_and_value(text) for text in self.settings)
+        found: dict[str, str] = {}
+        for text in self.settings:
+            key, sign, value = text.partition("=")
+            if not sign or not key:
+                wrong = f"{text!r} is not KEY=VALUE, for example scale.max=8."
+                raise click.BadParameter(wrong, param_hint="'--set'")
+            found[key] = value
         if self.name is not None:
             found["name"] = self.name
         if self.snapshot is not None:
@@ -98,17 +104,9 @@ def function_source(command: Callable[..., Any]) -> Callable[..., Any]:
         source = FunctionSource(*(values.pop(field) for field in FunctionSource._fields))
         return command(source=source, **values)
 
-    folder = click.argument(
-        "folder", type=click.Path(exists=True, file_okay=False, path_type=Path), default="."
-    )
+    existing = click.Path(exists=True, file_okay=False, path_type=Path)
+    folder = click.argument("folder", type=existing, default=".")
     return folder(settings(_name(snapshot(run))))
-
-
-def _key_and_value(text: str) -> tuple[str, str]:
-    key, sign, value = text.partition("=")
-    if not sign or not key:
-        raise click.BadParameter(f"{text!r} is not KEY=VALUE, for example scale.max=8.", param_hint="'--set'")
-    return key, value
 
 
 def gateway_settings(**overrides: Any) -> GatewaySettings:
@@ -131,15 +129,14 @@ def event_body(event: str | None) -> bytes:
 
 
 def read_event(file: Path, *, remedy: str) -> bytes:
-    """Return the content of a file that holds an event. Raise CodeError if it cannot be read."""
+    """Return the content of a file. Raise CodeError if it cannot be read."""
     try:
         return file.read_bytes()
     except OSError as error:
         raise CodeError(f"{file} cannot be read: {error.strerror}.", remedy=remedy) from None
 
 
-def confirm(question: Callable[[], str]) -> None:
-    """Ask for confirmation; abort if the user declines. Raise UsageError if stdin is not a terminal."""
+def check_terminal() -> None:
+    """Raise UsageError if stdin is not a terminal, where the user can confirm."""
     if not sys.stdin.isatty():
         raise click.UsageError("Not a terminal, so cannot ask for confirmation. Pass --yes.")
-    click.confirm(question(), abort=True, err=True)

@@ -15,7 +15,7 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 @click.group()
 def secrets() -> None:
-    """Give a function secrets: environment variables of its workers that no command shows.
+    """Give a function secrets: environment variables that no command shows.
 
     \b
     Example:
@@ -88,6 +88,6 @@ def _value(key: str, from_file: Path | None) -> str:
         text = data.decode()
     except UnicodeDecodeError:
         raise click.UsageError(
-            f"The value of {key} is not UTF-8 text. Encode it, for example as base64."
+            f"The value of {key} is not UTF-8. Encode it, for example as base64."
         ) from None
     return text.removesuffix("\n").removesuffix("\r")

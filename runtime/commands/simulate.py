@@ -8,7 +8,9 @@ import math
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,27 +67,21 @@ def simulate(
     if (arrivals is None) == (rate is None):
         raise click.UsageError("Give either a file of ARRIVALS or a --rate.")
     timeout_s = deadline_s or math.inf
-    if rate is not None and rate * duration_s > MAX_CALLS:
-        raise click.UsageError(
-            f"--rate {rate:g} for --duration {duration_s:g} is more than {MAX_CALLS:,} calls."
-        )
-    if arrivals is not None:
-        times = read_arrivals(arrivals)
-        calls = [
-            SimulatedCall(at_s / speed, timeout_s, body=b"%d" % number) for number, at_s in enumerate(times)
-        ]
-    else:
-        calls = list(poisson(rate or 1.0, round((rate or 1.0) * duration_s), timeout_s=timeout_s, seed=seed))
+    if rate is not None:
+        if rate * duration_s > MAX_CALLS:
+            raise click.UsageError(f"--rate times --duration is more than {MAX_CALLS:,} calls.")
+        calls = list(poisson(rate, round(rate * duration_s), timeout_s=timeout_s, seed=seed))
+    elif arrivals is not None:
+        times = enumerate(read_arrivals(arrivals))
+        calls = [SimulatedCall(at_s / speed, timeout_s, body=b"%d" % number) for number, at_s in times]
     timed, counts = DurationModel(read_curve(curve), noise), read_counts(workers)
-    rows = []
+    rows = list[dict[str, Any]]()
     with display.count_progress("simulating") as update:
-        for number, count in enumerate(counts):
-            plant = SimulatedFunction(timed, max_batch=limit, workers=count, max_queue=max_queue, seed=seed)
-
-            def progress(done: int, number: int = number, count: int = count) -> None:
-                update(number * len(calls) + done, len(counts) * len(calls), display.counted(count, "worker"))
-
-            rows.append({"workers": count, **figures(Simulator(plant).run(_reported(calls, progress)))})
+        for count in counts:
+            model = SimulatedFunction(timed, max_batch=limit, workers=count, max_queue=max_queue, seed=seed)
+            report = partial(update, total=len(counts) * len(calls), note=display.counted(count, "worker"))
+            run = Simulator(model).run(_reported(calls, len(rows) * len(calls), report))
+            rows.append({"workers": count, **figures(run)})
     if as_json:
         return display.print_json({"runs": rows})
     click.echo(f"{rows[0]['calls']} calls")
@@ -93,10 +89,12 @@ def simulate(
     return display.print_table(columns, [_row(row) for row in rows])
 
 
-def _reported(calls: list[SimulatedCall], progress: Callable[[int], None]) -> Iterator[SimulatedCall]:
+def _reported(
+    calls: list[SimulatedCall], before: int, report: Callable[[int], None]
+) -> Iterator[SimulatedCall]:
     for number, call in enumerate(calls):
         if number % PROGRESS_CALLS == 0:
-            progress(number)
+            report(before + number)
         yield call
 
 
@@ -127,10 +125,8 @@ def percentile(values: Sequence[float], share: float) -> float | None:
 
 
 def _row(row: dict[str, Any]) -> tuple[str, ...]:
-    p50, p99 = (
-        "-" if seconds is None else display.milliseconds(seconds * 1e3)
-        for seconds in (row["latency_p50_s"], row["latency_p99_s"])
-    )
+    times = (row["latency_p50_s"], row["latency_p99_s"])
+    p50, p99 = (display.milliseconds(None if time_s is None else time_s * 1e3) for time_s in times)
     refused, late = row["refused"] + row["dropped"] + row["full"], row["late"] + row["expired"]
     return (
         str(row["workers"]), f"{row['on_time_share']:.1%}", str(refused), str(late), p50, p99,
@@ -148,10 +144,8 @@ def read_arrivals(path: Path) -> list[float]:
             rows = csv.reader(file)
             header = [name.strip().lower() for name in next(rows, [])]
             if "timestamp" not in header:
-                raise CodeError(
-                    f"{path} has no column named timestamp.",
-                    remedy="Its first line must name the columns, for example TIMESTAMP,ContextTokens.",
-                )
+                remedy = "Its first line must name the columns, for example TIMESTAMP,ContextTokens."
+                raise CodeError(f"{path} has no column named timestamp.", remedy=remedy)
             at = header.index("timestamp")
             times = sorted(_seconds(path, row[at]) for row in rows if len(row) > at)
     except (OSError, EOFError, zlib.error, csv.Error, UnicodeDecodeError) as error:
@@ -162,21 +156,17 @@ def read_arrivals(path: Path) -> list[float]:
 
 
 def _seconds(path: Path, text: str) -> float:
-    try:
+    seconds = math.nan
+    with suppress(ValueError):
+        moment = datetime.fromisoformat(text[:ISO_MICROSECOND_CHARS])
+        seconds = moment.replace(tzinfo=moment.tzinfo or UTC).timestamp()
+    # A number can be an ISO date too, such as 20231116.
+    with suppress(ValueError):
         seconds = float(text)
-    except ValueError:
-        try:
-            moment = datetime.fromisoformat(text[:ISO_MICROSECOND_CHARS])
-        except ValueError:
-            seconds = math.nan
-        else:
-            seconds = moment.replace(tzinfo=moment.tzinfo or UTC).timestamp()
     if math.isfinite(seconds):
         return seconds
-    raise CodeError(
-        f"{path} has the timestamp {text!r}, which is not a time.",
-        remedy="Write seconds, or a time such as 2023-11-16 18:15:46.68.",
-    )
+    remedy = "Write seconds, or a time such as 2023-11-16 18:15:46.68."
+    raise CodeError(f"{path} has the timestamp {text!r}, which is not a time.", remedy=remedy)
 
 
 def read_curve(text: str) -> tuple[tuple[float, float], ...]:
@@ -188,27 +178,18 @@ def read_curve(text: str) -> tuple[tuple[float, float], ...]:
         points = ()
     valid = all(0 < number < math.inf for point in points for number in point)
     if not valid or not points or len(dict(points)) < len(points):
-        raise CodeError(
-            f"{text!r} is not a curve.",
-            remedy="Write sizes and milliseconds such as 1:20.5,32:36, each size once.",
-        )
+        remedy = "Write sizes and milliseconds such as 1:20.5,32:36, each size once."
+        raise CodeError(f"{text!r} is not a curve.", remedy=remedy)
     return points
 
 
 def read_counts(text: str) -> list[int]:
     """Return the numbers in "1,2,4" or "1-4"."""
-    try:
-        counts = [count for part in text.split(",") for count in _range(part)]
-    except ValueError:
-        counts = []
+    counts: list[int] = []
+    with suppress(ValueError):
+        ranges = [part.partition("-") for part in text.split(",")]
+        counts = [count for first, _, last in ranges for count in range(int(first), int(last or first) + 1)]
     if not counts or min(counts) < 1 or max(counts) > MAX_WORKERS:
-        raise CodeError(
-            f"{text!r} is not a list of numbers of workers.",
-            remedy=f"Write 2, or 1,2,4, or 1-4; at most {MAX_WORKERS}.",
-        )
+        remedy = f"Write 2, or 1,2,4, or 1-4; at most {MAX_WORKERS}."
+        raise CodeError(f"{text!r} is not a list of numbers of workers.", remedy=remedy)
     return counts
-
-
-def _range(part: str) -> range:
-    first, _, last = part.partition("-")
-    return range(int(first), int(last or first) + 1)

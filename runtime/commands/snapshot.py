@@ -59,9 +59,8 @@ def read_manifest_of(path: str | Path) -> Manifest:
         return read_manifest(open_place(path)[0])
     file = path if path.suffix == MANIFEST_SUFFIX else folder_of(path) / MANIFEST_NAME
     if not file.is_file():
-        raise ManifestError(
-            f"{path} has no manifest ({file.name}).", remedy=f"Make one: pilotflame snapshot create {path}"
-        )
+        remedy = f"Make one: pilotflame snapshot create {path}"
+        raise ManifestError(f"{path} has no manifest ({file.name}).", remedy=remedy)
     return Manifest.read(file)
 
 
@@ -110,10 +109,7 @@ def print_timed(
     lazy={
         "cache": ("snapshot_transfer", "List the snapshots in this node's cache, or drop one of them."),
         "pull": ("snapshot_transfer", "Copy the snapshot at URL into FOLDER, verified."),
-        "push": (
-            "snapshot_transfer",
-            "Copy the snapshot in FOLDER to DESTINATION, an s3:// prefix or another folder.",
-        ),
+        "push": ("snapshot_transfer", "Copy the snapshot in FOLDER to DESTINATION, an s3:// prefix"),
         "record": (
             "snapshot_record",
             "Record in which order the function in FOLDER first touches its tensors.",
@@ -151,19 +147,16 @@ def create(path: str | Path, chunk_mib: int, output: Path | None, as_json: bool)
     source, file = open_place(path) if isinstance(path, str) else (path, None)
     with display.byte_progress(f"reading {path}") as progress:
         manifest = make_manifest(source, file=file, chunk_bytes=chunk_mib << 20, progress=progress)
-    written: Path | str
     if output is not None or isinstance(source, Path):
-        written = output or folder_of(Path(path)) / MANIFEST_NAME
-        manifest.write(written)
-    else:
-        written = f"{source.url}/{MANIFEST_NAME}"
-        if not isinstance(source, Writable):
-            raise SnapshotError(
-                f"{source.url} cannot be written to.",
-                remedy="Write the manifest to a file with --output, and upload it there.",
-            )
+        file = str(output or folder_of(Path(path)) / MANIFEST_NAME)
+        manifest.write(Path(file))
+    elif isinstance(source, Writable):
+        file = f"{source.url}/{MANIFEST_NAME}"
         source.put(MANIFEST_NAME, manifest.to_json())
-    found, text = {"manifest": str(written), **facts(manifest)}, f"wrote {written}: {contents(manifest)}"
+    else:
+        remedy = "Write the manifest to a file with --output, and upload it there."
+        raise SnapshotError(f"{source.url} cannot be written to.", remedy=remedy)
+    found, text = {"manifest": file, **facts(manifest)}, f"wrote {file}: {contents(manifest)}"
     print_timed(found, text, manifest.total_bytes, started_s, as_json=as_json)
 
 
@@ -187,10 +180,10 @@ def inspect(path: str | Path, tensors: bool, as_json: bool) -> None:
     chunk_size = display.size(manifest.chunk_bytes)
     click.echo(f"{path}: {contents(manifest)}")
     click.echo(f"digest {manifest.digest}, chunks of {chunk_size}, order of first touch {touched}\n")
+    chunks = {shard.name: str(len(shard.chunks)) for shard in manifest.shards}
     files = [
-        (shard.name, display.size(shard.size_bytes), str(len(shard.chunks))) for shard in manifest.shards
+        (file.name, display.size(file.size_bytes), chunks.get(file.name, "-")) for file in manifest.files
     ]
-    files += [(asset.name, display.size(asset.size_bytes), "-") for asset in manifest.assets]
     display.print_table(("file", "size", "chunks"), files)
     click.echo()
     largest = sorted(manifest.tensors, key=lambda tensor: -tensor.size_bytes)[:LARGEST_TENSORS]
@@ -251,15 +244,14 @@ def convert(
         raise click.UsageError("--dtype casts to safetensors only; convert twice.")
     started_s = time.monotonic()
     with display.byte_progress(f"converting {path_in}") as progress:
+        found: dict[str, Any] = {"path": str(path_out)}
         if kind == "tensorizer":
-            size_bytes = converter.convert_to_tensorizer(path_in, path_out, progress=progress)
-            found: dict[str, Any] = {"bytes": size_bytes}
-            text = display.size(size_bytes)
+            found["bytes"] = converter.convert_to_tensorizer(path_in, path_out, progress=progress)
+            text = display.size(found["bytes"])
         else:
             shard_bytes = shard_mb * 1_000_000
             manifest = converter.convert(
                 path_in, path_out, dtype=dtype, shard_bytes=shard_bytes, progress=progress
             )
-            size_bytes, found, text = manifest.total_bytes, facts(manifest), contents(manifest)
-    found = {"path": str(path_out), **found}
-    print_timed(found, f"wrote {path_out}: {text}", size_bytes, started_s, as_json=as_json)
+            found, text = found | facts(manifest), contents(manifest)
+    print_timed(found, f"wrote {path_out}: {text}", found["bytes"], started_s, as_json=as_json)

@@ -54,13 +54,9 @@ def record(
     manifest = read_manifest_of(weights)
     # Fail before the function runs, not after it.
     if not os.access(weights, os.W_OK):
-        raise CacheError(
-            f"{weights} is read-only: the order cannot be written.", remedy="Record in a copy of it."
-        )
-    event = options.read_event(
-        input_file or folder / options.INPUT_FILE,
-        remedy="Write the event to send into it, as JSON, or name another file with --input.",
-    )
+        raise CacheError(f"{weights} is read-only.", remedy="Record the order in a copy of it.")
+    remedy = "Write the event to send into it, as JSON, or name another file with --input."
+    event = options.read_event(input_file or folder / options.INPUT_FILE, remedy=remedy)
     requirements = folder / REQUIREMENTS_FILE
     check_requirements(requirements.read_text(encoding="utf-8") if requirements.is_file() else "")
     with display.spinner(f"calling {function.name}"):
@@ -69,15 +65,13 @@ def record(
     never = [tensor.name for tensor in touched.tensors if tensor.name not in set(order)]
     file, first = weights / MANIFEST_NAME, order[:SHOWN_TENSORS]
     facts = {
-        "manifest": str(file),
-        "digest": touched.digest,
-        "touched": len(order),
-        "first": first,
+        "manifest": str(file), "digest": touched.digest, "touched": len(order), "first": first,
         "never": len(never),
-    }
+    }  # fmt: skip
+    more = f" and {len(never) - SHOWN_TENSORS} more" if len(never) > SHOWN_TENSORS else ""
     text = (
         f"{len(order)} of {len(touched.tensors)} tensors were touched, first {', '.join(first)}\n"
-        f"{len(never)} were not{f': {_some(never)}' if never else ''}\n"
+        f"{len(never)} were not{': ' if never else ''}{', '.join(never[:SHOWN_TENSORS])}{more}\n"
         f"wrote {file}; its digest is still {touched.digest}"
     )
     display.print_result(facts, text, as_json=as_json)
@@ -86,44 +80,29 @@ def record(
 def _weights(settings: FunctionSettings, folder: Path) -> Path:
     """Return the folder of the function's weights on this machine."""
     if settings.snapshot is None:
-        raise SnapshotError(
-            f"{folder} has no snapshot, so there is nothing to record.",
-            remedy='Set `snapshot = "path/to/weights"` in pilotflame.toml, or pass --snapshot.',
-        )
-    path = settings.snapshot_path(folder)
+        remedy = 'Set `snapshot = "path/to/weights"` in pilotflame.toml, or pass --snapshot.'
+        raise SnapshotError(f"{folder} has no snapshot, so there is nothing to record.", remedy=remedy)
+    path, url = settings.snapshot_path(folder), settings.snapshot_url
     if path is None:
-        raise SnapshotError(
-            f"The snapshot of {folder} is remote ({settings.snapshot_url}).",
-            remedy=f"Pull it first: pilotflame snapshot pull {settings.snapshot_url} weights/ "
-            f"&& pilotflame snapshot record {folder} --snapshot weights/",
-        )
+        remedy = f"Pull it first: pilotflame snapshot pull {url} weights/, then pass --snapshot weights/."
+        raise SnapshotError(f"The snapshot of {folder} is remote ({url}).", remedy=remedy)
     if not path.exists():
-        raise SnapshotError(
-            f"snapshot is {settings.snapshot!r}, but {path} does not exist.", remedy="Put the weights there."
-        )
+        missing = f"snapshot is {settings.snapshot!r}, but {path} does not exist."
+        raise SnapshotError(missing, remedy="Put the weights there.")
     return folder_of(path)
 
 
 def _write(weights: Path, manifest: Manifest, order: list[str]) -> Manifest:
     if not order:
-        raise SnapshotError(
-            "The handler touched no tensor of the snapshot.",
-            remedy="Restore the module from context.snapshot, and use it on the handler's own thread.",
-        )
-    touched = manifest.model_copy(update={"first_touch": tuple(order)})
-    file = weights / MANIFEST_NAME
+        remedy = "Restore the module from context.snapshot, and use it on the handler's own thread."
+        raise SnapshotError("The handler touched no tensor of the snapshot.", remedy=remedy)
+    touched, file = manifest.model_copy(update={"first_touch": tuple(order)}), weights / MANIFEST_NAME
     try:
         touched.write(file)
     except OSError as error:
-        raise CacheError(
-            f"{file} cannot be written: {error.strerror}.", remedy="Record in a copy of the folder."
-        ) from error
+        failed = f"{file} cannot be written: {error.strerror}."
+        raise CacheError(failed, remedy="Record in a copy of the folder.") from error
     return touched
-
-
-def _some(names: list[str]) -> str:
-    more = len(names) - SHOWN_TENSORS
-    return ", ".join(names[:SHOWN_TENSORS]) + (f" and {more} more" if more > 0 else "")
 
 
 def _order(settings: FunctionSettings, folder: Path, weights: Path, event: bytes) -> list[str]:
@@ -135,9 +114,7 @@ def _order(settings: FunctionSettings, folder: Path, weights: Path, event: bytes
     request = {"spec": spec.model_dump(mode="json"), "event": event.decode("utf-8", "surrogateescape")}
     output = _run_recorder(request, START_TIMEOUT_S + settings.timeout_s)
     if not output:
-        raise HandlerError(
-            "The process that ran the function ended without a result.", remedy="Its output is above."
-        )
+        raise HandlerError("The function's process ended without a result.", remedy="Its output is above.")
     result = json.loads(output)
     if "error" in result:
         raise PilotflameError.from_wire(result["error"])
@@ -156,8 +133,7 @@ def _run_recorder(request: Mapping[str, Any], timeout_s: float) -> bytes:
         )  # fmt: skip
         return os.pread(result, os.fstat(result).st_size, 0)
     except subprocess.TimeoutExpired:
-        raise HandlerError(
-            f"The function did not answer within {timeout_s:.0f} s.", remedy="Give it a smaller input."
-        ) from None
+        slow = f"The function did not answer within {timeout_s:.0f} s."
+        raise HandlerError(slow, remedy="Give it a smaller input.") from None
     finally:
         os.close(result)

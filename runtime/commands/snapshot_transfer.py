@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -87,8 +86,9 @@ def pull(
     started_s = time.monotonic()
     source = open_place(url.rstrip("/"))[0] if is_remote(url) else open_source(url)
     manifest = read_manifest(source)
-    node = cache_folder()
-    with _interruptible(folder or node), display.byte_progress(f"pulling {source.url}") as progress:
+    node = options.gateway_settings().cache_dir
+    kept = f"interrupted: what has arrived is kept in {folder or node}; the same command continues there"
+    with exit_codes.on_interrupt(kept), display.byte_progress(f"pulling {source.url}") as progress:
         if folder is not None:
             where = str(folder)
             stats: FetchStats | None = download(
@@ -119,9 +119,9 @@ def cache(*, evict: str | None, as_json: bool) -> None:
       pilotflame snapshot cache
       pilotflame snapshot cache --evict 3f9c01
     """
-    found = Cache(node_tiers(cache_folder()))
+    found = Cache(node_tiers(options.gateway_settings().cache_dir))
     if evict is not None:
-        digest = _full_digest(evict, [stored.digest for stored in found.list()])
+        digest = _full_digest(evict, {stored.digest for stored in found.list()})
         found.evict(digest)
         text = f"{digest[:SHOWN_DIGEST_CHARS]} is evicted"
         return display.print_result({"evicted": digest}, text, as_json=as_json)
@@ -144,21 +144,13 @@ def cache(*, evict: str | None, as_json: bool) -> None:
     return None
 
 
-@contextmanager
-def _interruptible(where: Path) -> Iterator[None]:
-    """On Ctrl-C in the block, say that the same command continues, and exit."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        display.say(f"interrupted: what has arrived is kept in {where}; the same command continues there")
-        raise click.exceptions.Exit(exit_codes.INTERRUPTED) from None
-
-
 def _pull_facts(where: str, manifest: Manifest, stats: FetchStats | None, elapsed_s: float) -> dict[str, Any]:
-    facts = {"path": where, "digest": manifest.digest, "bytes": manifest.total_bytes}
     fetched = {"fetched_bytes": 0} if stats is None else asdict(stats)
     kept_bytes = manifest.total_bytes - fetched["fetched_bytes"]
-    return {**facts, **fetched, "kept_bytes": kept_bytes, "seconds": elapsed_s}
+    return {
+        "path": where, "digest": manifest.digest, "bytes": manifest.total_bytes, **fetched,
+        "kept_bytes": kept_bytes, "seconds": elapsed_s,
+    }  # fmt: skip
 
 
 def _fetched(manifest: Manifest, stats: FetchStats | None, elapsed_s: float) -> str:
@@ -166,36 +158,23 @@ def _fetched(manifest: Manifest, stats: FetchStats | None, elapsed_s: float) -> 
         return f"nothing to fetch: all of it was there, {elapsed_s:.2f} s"
     kept_bytes = manifest.total_bytes - stats.fetched_bytes
     kept = f", {display.size(kept_bytes)} were there" if kept_bytes else ""
-    counts = (
-        display.counted(stats.connections, "connection"),
-        display.counted(stats.retries, "retry", "retries"),
-        display.counted(stats.stalls, "stall"),
-    )
+    stalls = display.counted(stats.stalls, "stall")
+    retries = display.counted(stats.retries, "retry", "retries")
+    how = f"{display.counted(stats.connections, 'connection')}, {retries}, {stalls}"
     fetched = f"{display.size(stats.fetched_bytes)}{kept}"
-    return f"fetched {fetched}: {rate(stats.fetched_bytes, stats.seconds)}; {', '.join(counts)}"
+    return f"fetched {fetched}: {rate(stats.fetched_bytes, stats.seconds)}; {how}"
 
 
 # -- the cache
 
 
-def cache_folder() -> Path:
-    """Return the folder of this node's cache: PILOTFLAME_CACHE_DIR or its default."""
-    return options.gateway_settings().cache_dir
-
-
-def _full_digest(beginning: str, digests: list[str]) -> str:
-    found = sorted({digest for digest in digests if digest.startswith(beginning)})
-    if not beginning or not found:
-        raise CacheError(
-            f"No snapshot in the cache has a digest that begins with {beginning!r}.",
-            remedy="List them: pilotflame snapshot cache",
-        )
-    if len(found) > 1:
-        raise CacheError(
-            f"{len(found)} snapshots in the cache have a digest that begins with {beginning!r}.",
-            remedy="Give more of the digest.",
-        )
-    return found[0]
+def _full_digest(beginning: str, digests: set[str]) -> str:
+    found = [digest for digest in digests if beginning and digest.startswith(beginning)]
+    if len(found) == 1:
+        return found[0]
+    remedy = "Give more of the digest." if found else "List them: pilotflame snapshot cache"
+    matching = f"{len(found) or 'No'} snapshots in the cache have a digest that begins with {beginning!r}."
+    raise CacheError(matching, remedy=remedy)
 
 
 def _cache_facts(stored: Stored, tier: str) -> dict[str, Any]:
@@ -207,12 +186,9 @@ def _cache_facts(stored: Stored, tier: str) -> dict[str, Any]:
 
 
 def _cache_row(facts: dict[str, Any]) -> tuple[str, ...]:
-    state = "ready" if facts["ready"] else f"{facts['percent']} %"
-    used_at = datetime.fromtimestamp(facts["used_at"], UTC).astimezone()
-    return (
-        facts["digest"][:SHOWN_DIGEST_CHARS], display.size(facts["bytes"]), facts["tier"], state,
-        f"{used_at:%Y-%m-%d %H:%M:%S}",
-    )  # fmt: skip
+    digest, state = facts["digest"][:SHOWN_DIGEST_CHARS], f"{facts['percent']} %"
+    used_at = datetime.fromtimestamp(facts["used_at"], UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    return digest, display.size(facts["bytes"]), facts["tier"], "ready" if facts["ready"] else state, used_at
 
 
 def _written_bytes(folder: Path) -> int:
@@ -220,19 +196,11 @@ def _written_bytes(folder: Path) -> int:
     total = 0
     for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink():
-            with path.open("rb") as stream:
-                total += sum(end - begin for begin, end in _extents(stream.fileno()))
-    return total
-
-
-def _extents(descriptor: int) -> Iterator[tuple[int, int]]:
-    """Yield (begin, end) of each part of a file that was written."""
-    end, size = 0, os.fstat(descriptor).st_size
-    while end < size:
-        try:
-            begin = os.lseek(descriptor, end, os.SEEK_DATA)
-        except OSError:
             # ENXIO: the rest is a hole.
-            return
-        end = os.lseek(descriptor, begin, os.SEEK_HOLE)
-        yield begin, end
+            with path.open("rb", buffering=0) as file, suppress(OSError):
+                end, size = 0, path.stat().st_size
+                while end < size:
+                    begin = file.seek(end, os.SEEK_DATA)
+                    end = file.seek(begin, os.SEEK_HOLE)
+                    total += end - begin
+    return total

