@@ -200,11 +200,11 @@ class Consumer:
             flight.news = news
             async with asyncio.timeout(MAX_VISIBILITY_S):
                 while True:
-                    job = await self._jobs.get(job.function, job.id)
+                    job = await self._jobs.store.get(job.function, job.id)
                     if job.state.final:
                         return job
                     if self._stopping and job.state is JobState.IN_QUEUE:
-                        return await self._jobs.cancel(job.function, job.id)
+                        return await self._jobs.store.cancel(job.function, job.id)
                     await news.wait()
                     news.clear()
 
@@ -212,7 +212,7 @@ class Consumer:
         key = f"sqs:{self.source.queue}:{message.id}"
         job, replayed = await self._jobs.submit(self._new_job(message, key))
         if replayed and job.state in (JobState.FAILED, JobState.TIMED_OUT):
-            return await self._jobs.retry(job.function, job.id)
+            return await self._jobs.store.retry(job.function, job.id)
         if replayed and job.state is JobState.CANCELLED:
             # A cancelled job cannot be retried, so this delivery gets a job of its own.
             job, _ = await self._jobs.submit(self._new_job(message, f"{key}:{message.received}"))

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from functools import partial
+from typing import ParamSpec, TypeVar
 
 from ...errors import (
     Cancelled,
@@ -18,11 +19,12 @@ from ...errors import (
     RevisionRetired,
     WorkerDied,
 )
+from ..functions.live import Live
 from ..serving.invocation import LAST, NORMAL, Answer, Invocation, Stream
-from ..serving.revision import Revision
 from .job import Job, JobOutcome, JobState
 from .store import JobStore
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 MAX_AGGREGATE_BYTES = 20 << 20
@@ -43,22 +45,18 @@ class JobAttempt:
     def __init__(
         self,
         job: Job,
-        revision: Revision,
+        live: Live,
         store: JobStore,
         tasks: asyncio.TaskGroup,
         closing: asyncio.Event,
-        last_lines: Callable[[str], str],
     ) -> None:
-        """`last_lines` returns the last log lines of a worker.
-
-        Once `closing` is set, a write that the disk refuses is not repeated: the next start recovers the job.
-        """
+        """Once `closing` is set, a write that the disk refuses is not repeated: the next start recovers the job."""
         self._tasks = tasks
         self.job = job
-        self._revision = revision
+        self._revision = revision = live.revision
+        self._log_book = live.logs
         self._store = store
         self._closing = closing
-        self._last_lines = last_lines
         self._sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._fence = 0
         self._stored_bytes = 0
@@ -80,17 +78,28 @@ class JobAttempt:
         """Queue the invocation. QueueFull, RevisionRetired."""
         self._revision.submit(self.invocation)
 
-    @property
-    def sent(self) -> bool:
-        """Return True once a worker has received the job, or the invocation has ended."""
-        return self._sent.done()
-
     def cancel(self) -> None:
         """Cancel the invocation of a job that is CANCELLED in the store."""
         self._revision.cancel(self.invocation)
 
+    def log(self, text: str) -> None:
+        """Write to the function's log what becomes of the job."""
+        self._log_book.write("gateway", f"job {self.job.id} {text}")
+
     async def run(self) -> None:
         """Store the attempt until it ends. JobStoreFailed if the gateway closes while the disk refuses."""
+        try:
+            await self._run()
+        except JobStoreFailed:
+            raise
+        except Exception as error:  # noqa: BLE001
+            # Without an end, callers would wait for the job forever.
+            self.log(f"was given up: {type(error).__name__}: {error}")
+            self.cancel()
+            internal = GatewayError(f"The job's result could not be stored: {type(error).__name__}.")
+            await self._finish(JobOutcome(JobState.FAILED, error=internal.to_wire()))
+
+    async def _run(self) -> None:
         output = self.invocation.answer
         await self._sent
         reached_worker = bool(self.invocation.worker) or not output.done()
@@ -113,12 +122,6 @@ class JobAttempt:
             await self._fail(error)
         else:
             await self._complete(output.result())
-
-    async def give_up(self, error: Exception) -> None:
-        """End the job as FAILED after an internal error, so that no caller waits for it forever."""
-        self.cancel()
-        wire = GatewayError(f"The job's result could not be stored: {type(error).__name__}.").to_wire()
-        await self._finish(JobOutcome(JobState.FAILED, error=wire))
 
     # -- progress: only the latest report is stored, by one write at a time
 
@@ -143,12 +146,10 @@ class JobAttempt:
     async def _take(self) -> bool:
         """Record the attempt's start once. Return False if the job is no longer queued."""
         if not self._fence:
-            fence = await self._retried(lambda: self._store.take(self.job.id, self.invocation.worker))
-            if fence is None:
-                return False
-            self._fence = fence
+            fence = await self._retried(self._store.take, self.job.id, self.invocation.worker)
+            self._fence = fence or 0
             self._store_progress()
-        return True
+        return bool(self._fence)
 
     async def _store_pieces(self, stream: Stream | None) -> bool:
         """Store a streamed output. Return False if the job was lost; OutputInvalid if it is too large."""
@@ -160,14 +161,11 @@ class JobAttempt:
                     f"The streamed output is larger than {MAX_STREAM_BYTES >> 20} MiB.",
                     remedy="Yield less, or store large results elsewhere and yield their addresses.",
                 )
-            if not await self._add_pieces(number, pieces):
+            if not await self._retried(self._store.add_pieces, self.job.id, self._fence, number, pieces):
                 return False
             number += len(pieces)
             stream.passed(len(pieces))
         return True
-
-    async def _add_pieces(self, number: int, pieces: list[bytes]) -> bool:
-        return await self._retried(lambda: self._store.add_pieces(self.job.id, self._fence, number, pieces))
 
     async def _complete(self, output: Answer) -> None:
         if self.invocation.stream is None:
@@ -210,21 +208,20 @@ class JobAttempt:
             # The store still has it in the queue.
             return
         if await self._take():
-            await self._retried(
-                lambda: self._store.requeue(
-                    self.job.id, self._fence, error=error, delay_s=delay_s, counted=counted, logs=self._logs()
-                )
+            requeue = partial(
+                self._store.requeue, error=error, delay_s=delay_s, counted=counted, logs=self._logs()
             )
+            await self._retried(requeue, self.job.id, self._fence)
 
     async def _finish(self, outcome: JobOutcome) -> None:
         if await self._take():
-            await self._retried(lambda: self._store.finish(self.job.id, self._fence, outcome))
+            await self._retried(self._store.finish, self.job.id, self._fence, outcome)
 
-    async def _retried(self, call: Callable[[], Awaitable[T]]) -> T:
+    async def _retried(self, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
         """Repeat a call of the store while the disk refuses, so that finished work does not run again."""
         while True:
             try:
-                return await call()
+                return await call(*args, **kwargs)
             except JobStoreFailed:
                 if self._closing.is_set():
                     raise
@@ -233,7 +230,10 @@ class JobAttempt:
                     await self._closing.wait()
 
     def _logs(self) -> str:
-        return self._last_lines(self.invocation.worker)
+        """Return the last log lines of the worker."""
+        worker = self.invocation.worker
+        lines = [line.text for line in self._log_book.tail(10 * LOG_LINES) if line.source == worker]
+        return "\n".join(lines[-LOG_LINES:])
 
     def _on_sent(self, _answer: object = None) -> None:
         if not self._sent.done():

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 
 from ...errors import GatewayError, JobStoreFailed, QueueFull, RevisionRetired, UnknownFunction
 from ..functions.live import Live
-from ..telemetry.logs import LogBook
-from .attempt import LOG_LINES, STORE_RETRY_S, JobAttempt
+from .attempt import STORE_RETRY_S, JobAttempt
 from .job import Job
 from .store import JobStore
 
@@ -52,13 +51,6 @@ class JobDispatcher:
         """Stop the attempt of a job that was cancelled in the store."""
         if (jobs := self._functions.get(function)) is not None and job_id in jobs.attempts:
             jobs.attempts[job_id].cancel()
-
-    def withdraw(self, function: str) -> None:
-        """Take back jobs that no worker has, after a purge. Those that are still queued are read again."""
-        if (jobs := self._functions.get(function)) is not None:
-            for attempt in list(jobs.attempts.values()):
-                if not attempt.sent:
-                    attempt.cancel()
 
     def stop(self) -> None:
         """Take no more jobs from the store."""
@@ -142,11 +134,7 @@ class _FunctionJobs:
         if self.closing.is_set():
             return
         # The revision may have been replaced during the read of the store.
-        live = self.live(self.function)
-        attempt = JobAttempt(
-            job, live.revision, self.store, self.tasks, self.closing,
-            lambda worker: _last_lines(live.logs, worker),
-        )  # fmt: skip
+        attempt = JobAttempt(job, self.live(self.function), self.store, self.tasks, self.closing)
         attempt.submit()
         self.attempts[job.id] = attempt
         attempt.invocation.answer.add_done_callback(lambda _: self.news.set())
@@ -156,30 +144,12 @@ class _FunctionJobs:
         """Run an attempt to its end. No error of one job may end the gateway."""
         job_id = attempt.job.id
         try:
-            await self._run_or_give_up(attempt)
+            await attempt.run()
         except JobStoreFailed as error:
-            self._log(f"job {job_id} stays in progress until the gateway starts again: {error.message}")
+            attempt.log(f"stays in progress until the gateway starts again: {error.message}")
         except Exception as error:  # noqa: BLE001
-            self._log(f"job {job_id} could not be given up: {type(error).__name__}: {error}")
+            attempt.log(f"could not be given up: {type(error).__name__}: {error}")
         finally:
             del self.attempts[job_id]
             self.ended.add(job_id)
             self.news.set()
-
-    async def _run_or_give_up(self, attempt: JobAttempt) -> None:
-        try:
-            await attempt.run()
-        except JobStoreFailed:
-            raise
-        except Exception as error:  # noqa: BLE001
-            self._log(f"job {attempt.job.id} was given up: {type(error).__name__}: {error}")
-            await attempt.give_up(error)
-
-    def _log(self, text: str) -> None:
-        with contextlib.suppress(UnknownFunction, GatewayError):
-            self.live(self.function).logs.write("gateway", text)
-
-
-def _last_lines(logs: LogBook, worker: str) -> str:
-    lines = [line.text for line in logs.tail(10 * LOG_LINES) if line.source == worker]
-    return "\n".join(lines[-LOG_LINES:])

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from email.utils import mktime_tz, parsedate_tz
 from errno import EACCES
-from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
@@ -87,22 +86,19 @@ class AddressPolicy(Addresses):
 
 
 class HttpPoster:
-    """An HTTP client for webhooks. Enter it on the event loop that uses it."""
+    """An HTTP client for webhooks. Create it on the event loop that uses it."""
 
     def __init__(
         self, policy: AddressPolicy, *, timeout_s: float, resolver: AbstractResolver | None = None
     ) -> None:
         self._policy = policy
         self._timeout_s = timeout_s
-        self._resolver = resolver
-
-    async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
                 # The sender limits how many requests run at a time.
                 limit=0,
-                resolver=self._resolver,
-                socket_factory=self._policy.socket,
+                resolver=resolver,
+                socket_factory=policy.socket,
                 keepalive_timeout=KEEP_ALIVE_S,
             ),
             timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S),
@@ -112,11 +108,11 @@ class HttpPoster:
             # A proxy from the environment would make connections that the policy cannot check.
             trust_env=False,
         )
+
+    async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
     async def post(self, url: str, headers: Mapping[str, str], body: bytes, now_s: float) -> DeliveryAttempt:

@@ -22,9 +22,6 @@ EVENTS = ("start", "output", "logs", "completed")
 
 ID_PREFIX = "job-"
 """How generated ids begin."""
-_TIME_BYTES = 6
-_RANDOM_BYTES = 10
-_ID_CHARS = 26
 
 
 class JobState(enum.StrEnum):
@@ -44,12 +41,8 @@ class JobState(enum.StrEnum):
 
 
 TRANSITIONS: Mapping[JobState, frozenset[JobState]] = {
-    JobState.IN_QUEUE: frozenset(
-        {JobState.IN_PROGRESS, JobState.CANCELLED, JobState.TIMED_OUT, JobState.FAILED}
-    ),
-    JobState.IN_PROGRESS: frozenset(
-        {JobState.IN_QUEUE, JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED, JobState.TIMED_OUT}
-    ),
+    JobState.IN_QUEUE: frozenset(JobState) - {JobState.IN_QUEUE, JobState.COMPLETED},
+    JobState.IN_PROGRESS: frozenset(JobState) - {JobState.IN_PROGRESS},
     JobState.COMPLETED: frozenset(),
     JobState.FAILED: frozenset({JobState.IN_QUEUE}),
     JobState.CANCELLED: frozenset(),
@@ -174,9 +167,9 @@ class JobCounts:
 
 def new_job_id(now_s: float) -> str:
     """Return an id with 80 random bits that sorts by time, so that inserts append to the index of ids."""
-    time_ms = max(0, int(now_s * 1000)) % (1 << 8 * _TIME_BYTES)
-    number = time_ms.to_bytes(_TIME_BYTES, "big") + secrets.token_bytes(_RANDOM_BYTES)
-    return ID_PREFIX + base64.b32hexencode(number).decode().lower()[:_ID_CHARS]
+    time_ms = max(0, int(now_s * 1000)) % (1 << 48)
+    number = time_ms.to_bytes(6, "big") + secrets.token_bytes(10)
+    return ID_PREFIX + base64.b32hexencode(number).decode().lower().rstrip("=")
 
 
 def idempotency_digest(function: str, owner: str, key: str) -> bytes | None:
