@@ -20,7 +20,7 @@ from ...errors import (
     WorkerDied,
 )
 from ..functions.live import Live
-from ..serving.invocation import LAST, NORMAL, Answer, Invocation, Stream
+from ..serving.invocation import LAST, NORMAL, Answer, Invocation
 from .job import Job, JobOutcome, JobState
 from .store import JobStore
 
@@ -43,12 +43,7 @@ class JobAttempt:
     """Submits a job's invocation to a revision and stores what becomes of it."""
 
     def __init__(
-        self,
-        job: Job,
-        live: Live,
-        store: JobStore,
-        tasks: asyncio.TaskGroup,
-        closing: asyncio.Event,
+        self, job: Job, live: Live, store: JobStore, tasks: asyncio.TaskGroup, closing: asyncio.Event
     ) -> None:
         """Once `closing` is set, a write that the disk refuses is not repeated: the next start recovers the job."""
         self._tasks = tasks
@@ -70,13 +65,9 @@ class JobAttempt:
             content_type=job.content_type, traceparent=job.traceparent,
             streaming=revision.streaming, execution_s=job.execution_timeout_s, on_sent=self._on_sent,
             extra={**(job.extra or {}), "bare": True, "job": {"id": job.id, "attempt": job.attempts + 1}},
-            on_progress=self._on_progress, tenant=job.owner, priority=LAST if job.priority else NORMAL,
+            on_progress=self._store_progress, tenant=job.owner, priority=LAST if job.priority else NORMAL,
         )  # fmt: skip
         self.invocation.answer.add_done_callback(self._on_sent)
-
-    def submit(self) -> None:
-        """Queue the invocation. QueueFull, RevisionRetired."""
-        self._revision.submit(self.invocation)
 
     def cancel(self) -> None:
         """Cancel the invocation of a job that is CANCELLED in the store."""
@@ -102,11 +93,8 @@ class JobAttempt:
     async def _run(self) -> None:
         output = self.invocation.answer
         await self._sent
-        reached_worker = bool(self.invocation.worker) or not output.done()
         try:
-            if reached_worker and not (
-                await self._take() and await self._store_pieces(self.invocation.stream)
-            ):
+            if (self.invocation.worker or not output.done()) and not await self._store_pieces():
                 # Another attempt holds the job, or it has ended.
                 self.cancel()
                 return
@@ -125,11 +113,8 @@ class JobAttempt:
 
     # -- progress: only the latest report is stored, by one write at a time
 
-    def _on_progress(self, progress: bytes) -> None:
-        self._progress = progress
-        self._store_progress()
-
-    def _store_progress(self) -> None:
+    def _store_progress(self, progress: bytes | None = None) -> None:
+        self._progress = progress or self._progress
         idle = self._progress_writer is None or self._progress_writer.done()
         if self._fence and self._progress is not None and idle:
             self._progress_writer = self._tasks.create_task(self._write_progress())
@@ -151,9 +136,11 @@ class JobAttempt:
             self._store_progress()
         return bool(self._fence)
 
-    async def _store_pieces(self, stream: Stream | None) -> bool:
-        """Store a streamed output. Return False if the job was lost; OutputInvalid if it is too large."""
-        number = 1
+    async def _store_pieces(self) -> bool:
+        """Store start and streamed output. Return False if the job was lost; OutputInvalid if it is too large."""
+        if not await self._take():
+            return False
+        stream, number = self.invocation.stream, 1
         while stream is not None and (pieces := await stream.take()):
             self._stored_bytes += sum(len(piece) + ROW_BYTES for piece in pieces)
             if self._stored_bytes > MAX_STREAM_BYTES:
@@ -168,16 +155,16 @@ class JobAttempt:
         return True
 
     async def _complete(self, output: Answer) -> None:
-        if self.invocation.stream is None:
-            output_type = "" if output.content_type == "application/json" else output.content_type
-            await self._finish(JobOutcome(JobState.COMPLETED, output.payload, output_type))
-        else:
-            aggregate = await self._retried(self._aggregate) if self._revision.aggregates else b"[]"
-            await self._finish(JobOutcome(JobState.COMPLETED, aggregate))
+        payload, output_type = output.payload, output.content_type
+        if self.invocation.stream is not None:
+            payload, output_type = await self._retried(self._aggregate), ""
+        elif output_type == "application/json":
+            output_type = ""
+        await self._finish(JobOutcome(JobState.COMPLETED, payload, output_type))
 
     async def _aggregate(self) -> bytes:
-        """Return all pieces as one JSON list; an empty list if they exceed MAX_AGGREGATE_BYTES."""
-        if self._stored_bytes > MAX_AGGREGATE_BYTES:
+        """Return all pieces as one JSON list; an empty list if they are too large or not wanted."""
+        if not self._revision.aggregates or self._stored_bytes > MAX_AGGREGATE_BYTES:
             return b"[]"
         pieces: list[bytes] = []
         while more := await self._store.pieces(self.job.id, len(pieces)):
@@ -204,10 +191,8 @@ class JobAttempt:
             await self._finish(JobOutcome(JobState.FAILED, error=wire, logs=self._logs()))
 
     async def _requeue(self, error: dict[str, object], delay_s: float = 0.0, *, counted: bool = True) -> None:
-        if not self._fence and not counted:
-            # The store still has it in the queue.
-            return
-        if await self._take():
+        # The store still has a job without a fence in its queue.
+        if (self._fence or counted) and await self._take():
             requeue = partial(
                 self._store.requeue, error=error, delay_s=delay_s, counted=counted, logs=self._logs()
             )

@@ -9,7 +9,7 @@ import asyncio
 import queue
 import sqlite3
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from itertools import groupby
@@ -43,7 +43,7 @@ class _QueuedCall:
     """A change or query that waits for its thread, and its result."""
 
     run: Change[Any]
-    committed: Callable[[], None] | None
+    committed: Callable[[Any], object] | None
     future: asyncio.Future[Any]
     result: Any = None
     error: Exception | None = None
@@ -98,11 +98,11 @@ class Database:
             calls.put(None)
             thread.join()
 
-    async def write(self, change: Change[T], committed: Callable[[], None] | None = None) -> T:
+    async def write(self, change: Change[T], committed: Callable[[T], object] | None = None) -> T:
         """Run `change` in a transaction and return its result once it is on the disk.
 
         `change` runs in the writer thread, a second time if its group's commit failed. If it raises, its changes
-        are undone and those of other callers stay. `committed` runs on the event loop after the commit, even if the
+        are undone and those of other callers stay. `committed` gets the result on the event loop after the commit, even if the
         caller was cancelled. JobStoreFailed if the disk refuses.
         """
         return await self._call(self._writes, change, committed)
@@ -111,7 +111,7 @@ class Database:
         """Run a read-only `query` in the reader thread."""
         return await self._call(self._reads, query, None)
 
-    async def _call(self, calls: _Calls, run: Change[T], committed: Callable[[], None] | None) -> T:
+    async def _call(self, calls: _Calls, run: Change[T], committed: Callable[[T], object] | None) -> T:
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         # A call that was queued behind the None that ends the thread would never return.
         with self._lock:
@@ -146,25 +146,21 @@ _RunGroup = Callable[[sqlite3.Connection, list[_QueuedCall]], None]
 
 def _serve(connection: sqlite3.Connection, calls: _Calls, run_group: _RunGroup) -> None:
     """Run queued calls until None is queued."""
-    ended = False
-    while not ended:
-        group, ended = _next_group(calls)
-        if group:
-            run_group(connection, group)
-            _deliver(group)
+    for group in _groups(calls):
+        run_group(connection, group)
+        _deliver(group)
     connection.close()
 
 
-def _next_group(calls: _Calls) -> tuple[list[_QueuedCall], bool]:
-    """Wait for a call; return it with all others that are queued, and True if None was queued."""
+def _groups(calls: _Calls) -> Iterator[list[_QueuedCall]]:
+    """Wait for a call and yield it with all others that are queued, until None is queued."""
     call = calls.get()
-    group: list[_QueuedCall] = []
     while call is not None:
-        group.append(call)
-        if len(group) == MAX_GROUP or calls.empty():
-            return group, False
-        call = calls.get()
-    return group, True
+        group = [call]
+        while len(group) < MAX_GROUP and not calls.empty() and (call := calls.get()) is not None:
+            group.append(call)
+        yield group
+        call = call and calls.get()
 
 
 def _read(connection: sqlite3.Connection, group: list[_QueuedCall]) -> None:
@@ -235,7 +231,7 @@ def _settle(calls: list[_QueuedCall]) -> None:
     for call in calls:
         if call.error is None and call.committed is not None:
             # Scheduled, so that an exception in it reaches no other caller.
-            call.future.get_loop().call_soon(call.committed)
+            call.future.get_loop().call_soon(call.committed, call.result)
         if call.future.done():
             # The caller was cancelled. The change is committed.
             continue

@@ -33,8 +33,7 @@ class JobDispatcher:
         self._tasks = tasks
         self._functions: dict[str, _FunctionJobs] = {}
         self._closing = asyncio.Event()
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._runs: set[asyncio.Task[None]] = set()
 
     def wake(self, function: str) -> None:
         """Look for jobs of a function."""
@@ -43,8 +42,9 @@ class JobDispatcher:
         if function not in self._functions:
             jobs = _FunctionJobs(function, self._store, self._live, self._tasks, self._closing)
             self._functions[function] = jobs
-            self._idle.clear()
-            self._tasks.create_task(self._run(function, jobs))
+            run = self._tasks.create_task(self._run(function, jobs))
+            self._runs.add(run)
+            run.add_done_callback(self._runs.discard)
         self._functions[function].news.set()
 
     def cancel(self, function: str, job_id: str) -> None:
@@ -60,17 +60,14 @@ class JobDispatcher:
 
     async def join(self, timeout_s: float) -> None:
         """After `stop`, wait until all attempts have ended and are stored."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
+        if self._runs:
+            await asyncio.wait(self._runs, timeout=timeout_s)
 
     async def _run(self, function: str, jobs: _FunctionJobs) -> None:
         try:
             await jobs.run()
         finally:
             del self._functions[function]
-            if not self._functions:
-                self._idle.set()
 
 
 @dataclass(eq=False)
@@ -134,8 +131,9 @@ class _FunctionJobs:
         if self.closing.is_set():
             return
         # The revision may have been replaced during the read of the store.
-        attempt = JobAttempt(job, self.live(self.function), self.store, self.tasks, self.closing)
-        attempt.submit()
+        live = self.live(self.function)
+        attempt = JobAttempt(job, live, self.store, self.tasks, self.closing)
+        live.revision.submit(attempt.invocation)
         self.attempts[job.id] = attempt
         attempt.invocation.answer.add_done_callback(lambda _: self.news.set())
         self.tasks.create_task(self._attend(attempt))

@@ -7,7 +7,8 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from email.utils import mktime_tz, parsedate_tz
+from datetime import UTC
+from email.utils import parsedate_to_datetime
 from errno import EACCES
 from typing import Any, Self
 
@@ -28,8 +29,6 @@ MAX_REDIRECTS = 3
 CONNECT_TIMEOUT_S = 5.0
 KEEP_ALIVE_S = 4.0
 """Shorter than the keep-alive of servers, so that few requests meet a connection that is being closed."""
-
-_HEADERS = {"Content-Type": "application/json", "User-Agent": f"pilotflame/{__version__}"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +102,9 @@ class HttpPoster:
             ),
             timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S),
             cookie_jar=aiohttp.DummyCookieJar(),
-            headers=_HEADERS,
+            headers={"Content-Type": "application/json", "User-Agent": f"pilotflame/{__version__}"},
             auto_decompress=False,
-            # A proxy from the environment would make connections that the policy cannot check.
+            # The policy cannot check connections of a proxy from the environment.
             trust_env=False,
         )
 
@@ -161,15 +160,12 @@ def parse_retry_after(text: str, now_s: float) -> float:
     text = text.strip()
     if text.isascii() and text.isdecimal():
         return float(text[:9])
-    parts = parsedate_tz(text)
-    if parts is None:
-        return 0.0
     try:
-        # HTTP dates are in GMT, with or without the zone.
-        at_s = mktime_tz((*parts[:9], parts[9] or 0))
+        date = parsedate_to_datetime(text)
     except (ValueError, OverflowError):
         return 0.0
-    return max(0.0, at_s - now_s)
+    # HTTP dates are in GMT, with or without the zone.
+    return max(0.0, date.replace(tzinfo=date.tzinfo or UTC).timestamp() - now_s)
 
 
 def _text_fault(text: str, url: URL) -> str | None:

@@ -161,7 +161,6 @@ class Jobs:
             self._earlier_expiry.set()
 
     async def _expire(self) -> None:
-        """Expire jobs when they are due."""
         while True:
             self._earlier_expiry.clear()
             self._next_expiry_s = time.time() + MAX_SLEEP_S

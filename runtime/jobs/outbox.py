@@ -7,6 +7,7 @@ kept, so a slow receiver gets fewer of them, and none that is out of date.
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 import sqlite3
 from collections.abc import Collection, Iterator, Sequence
@@ -29,9 +30,7 @@ MAX_DELETED = 4
 MAX_HOSTS = 256
 """How many hosts a query for due deliveries covers: those with the earliest deliveries."""
 
-_COLUMNS = (
-    "id, job_id, function, event, url, host, state, attempts, next_s, created_s, last_status, last_error, log"
-)
+_COLUMNS = ", ".join(field.name for field in dataclasses.fields(Delivery) if field.name != "body")
 _INSERT = """
 INSERT INTO deliveries (id, job_id, function, event, url, host, body, state, attempts, next_s, created_s, last_status,
     last_error, log) VALUES (?, ?, ?, ?, ?, ?, ?, 'PENDING', ?, ?, ?, 0, '', ?)"""
@@ -94,8 +93,8 @@ def due(
         found += _due_at(connection, host, now_s, jobs, min(room, room_per_host - len(jobs)))
         later_s += [next_s for (next_s,) in connection.execute(_NEXT, (host, now_s)) if next_s is not None]
     found.sort()
-    rows = [_row(connection, "rowid = ?", rowid) for _, rowid in found[:room]]
-    return [_delivery(row) for row in rows if row is not None], min(later_s, default=None)
+    deliveries = [_read(connection, "rowid = ?", rowid) for _, rowid in found[:room]]
+    return [one for one in deliveries if one is not None], min(later_s, default=None)
 
 
 def record(
@@ -133,13 +132,13 @@ def redeliver(connection: sqlite3.Connection, function: str, delivery_id: str, n
         "UPDATE deliveries SET state = 'PENDING', attempts = 0, next_s = ? WHERE id = ? AND function = ?",
         (now_s, delivery_id, function),
     ).rowcount
-    row = _row(connection, "id = ?", delivery_id) if changed else None
-    if row is None:
+    delivery = _read(connection, "id = ?", delivery_id) if changed else None
+    if delivery is None:
         raise UnknownDelivery(
             f"There is no delivery {delivery_id} of {function}.",
             remedy="`pilotflame webhooks list` shows the ids of all deliveries.",
         )
-    return _delivery(row)
+    return delivery
 
 
 def newest(
@@ -203,11 +202,11 @@ def _due_at(
             yield row["next_s"], row["rowid"]
 
 
-def _row(connection: sqlite3.Connection, where: str, key: str | int) -> sqlite3.Row | None:
-    """Return a row with its body."""
+def _read(connection: sqlite3.Connection, where: str, key: str | int) -> Delivery | None:
+    """Return a delivery with its body."""
     select = f"SELECT {_COLUMNS}, body FROM deliveries WHERE {where}"  # noqa: S608
-    row: sqlite3.Row | None = connection.execute(select, (key,)).fetchone()
-    return row
+    row = connection.execute(select, (key,)).fetchone()
+    return _delivery(row) if row is not None else None
 
 
 def _delivery(row: sqlite3.Row) -> Delivery:

@@ -8,7 +8,7 @@ from contextlib import closing
 
 from ...errors import JobExpired, UnknownJob
 from .job import Job, JobCounts, JobState
-from .schema import SELECT_WHOLE, SELECT_WITHOUT_BODIES, find_row, job_of
+from .schema import SELECT_WHOLE, find_row, find_rows, job_of
 from .transaction import missing, row_of
 
 _READY = "WHERE function = ? AND state = 'IN_QUEUE' AND due_s = 0 AND until_s > ? ORDER BY priority, jobs.number LIMIT ?"
@@ -79,8 +79,7 @@ def newest(
     # The index is ordered by number within each state.
     rows: list[sqlite3.Row] = []
     for state in set(states) or set(JobState):
-        query = connection.execute(SELECT_WITHOUT_BODIES + _NEWEST, (function, state.value, before, limit))
-        rows += query.fetchall()
+        rows += find_rows(connection, _NEWEST, function, state.value, before, limit)
     rows.sort(key=lambda row: -int(row["number"]))
     return [job_of(row) for row in rows[:limit]]
 

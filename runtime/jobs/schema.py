@@ -55,18 +55,9 @@ CREATE INDEX jobs_until ON jobs (until_s) WHERE until_s IS NOT NULL;
 CREATE UNIQUE INDEX jobs_idempotency ON jobs (idempotency) WHERE idempotency IS NOT NULL;
 
 CREATE TABLE inputs (number INTEGER PRIMARY KEY, body BLOB NOT NULL);
-CREATE TABLE results (
-    number INTEGER PRIMARY KEY,
-    type TEXT NOT NULL,
-    logs TEXT NOT NULL,
-    body BLOB
-);
-CREATE TABLE pieces (
-    job INTEGER NOT NULL,            -- jobs.number
-    number INTEGER NOT NULL,
-    body BLOB NOT NULL,
-    UNIQUE (job, number)
-);
+CREATE TABLE results (number INTEGER PRIMARY KEY, type TEXT NOT NULL, logs TEXT NOT NULL, body BLOB);
+-- pieces.job is jobs.number.
+CREATE TABLE pieces (job INTEGER NOT NULL, number INTEGER NOT NULL, body BLOB NOT NULL, UNIQUE (job, number));
 
 CREATE TABLE counters (
     function TEXT PRIMARY KEY,
@@ -166,6 +157,11 @@ def find_row(
     with suppress(UnicodeEncodeError):
         row = connection.execute(select + "WHERE id = ?", (job_id,)).fetchone()
     return row
+
+
+def find_rows(connection: sqlite3.Connection, where: str, *values: object) -> list[sqlite3.Row]:
+    """Return the rows of jobs, without input, output and logs."""
+    return connection.execute(SELECT_WITHOUT_BODIES + where, values).fetchall()
 
 
 def read_job(connection: sqlite3.Connection, number: int, select: str) -> Job:

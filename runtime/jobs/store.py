@@ -52,7 +52,7 @@ class JobStore:
         database: Database,
         *,
         keep_s: float,
-        on_commit: Callable[[Transaction], object] | None = None,
+        on_commit: Callable[[Transaction], object] = lambda _: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._database = database
@@ -95,16 +95,10 @@ class JobStore:
         return cancelled
 
     async def _commit(self, change: Callable[[Transaction], T]) -> T:
-        transaction: Transaction | None = None
-
-        def run(connection: sqlite3.Connection) -> T:
+        def run(connection: sqlite3.Connection) -> tuple[Transaction, T]:
             # A second run, after a failed group commit, starts from an empty transaction.
-            nonlocal transaction
             transaction = Transaction(connection, self._clock(), self._keep_s)
-            return change(transaction)
+            return transaction, change(transaction)
 
-        def committed() -> None:
-            if transaction is not None and self._on_commit is not None:
-                self._on_commit(transaction)
-
-        return await self._database.write(run, committed)
+        _, result = await self._database.write(run, lambda done: self._on_commit(done[0]))
+        return result

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
@@ -38,25 +39,22 @@ COUNTERS = {
 """The column of `counters` for each state."""
 
 
+@dataclass(slots=True)
 class Transaction:
-    """One caller's changes within the writer's transaction.
+    """One caller's changes within the writer's transaction, and what to notify after the commit.
 
-    Four attributes say what to notify after the commit: `queued` holds the functions that have more to run,
-    `cancelled` (function, job id) of jobs whose attempts are to be stopped, `changed` the ids of jobs whose state,
-    progress or pieces changed; `notified` is True if deliveries may be due.
+    Jobs that end in it are kept for `keep_s`. `queued` holds the functions that have more to run, `cancelled`
+    (function, job id) of jobs whose attempts are to be stopped, `changed` the ids of jobs whose state, progress or
+    pieces changed; `notified` is True if deliveries may be due.
     """
 
-    __slots__ = ("cancelled", "changed", "connection", "keep_s", "notified", "now_s", "queued")
-
-    def __init__(self, connection: sqlite3.Connection, now_s: float, keep_s: float) -> None:
-        """Jobs that end in this transaction are kept for `keep_s`."""
-        self.connection = connection
-        self.now_s = now_s
-        self.keep_s = keep_s
-        self.queued: set[str] = set()
-        self.cancelled: list[tuple[str, str]] = []
-        self.changed: list[str] = []
-        self.notified = False
+    connection: sqlite3.Connection
+    now_s: float
+    keep_s: float
+    queued: set[str] = field(default_factory=set)
+    cancelled: list[tuple[str, str]] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
+    notified: bool = False
 
     def running_row(self, job_id: str, fence: int) -> sqlite3.Row | None:
         """Return the row of a job that runs in the attempt `fence`, else None."""

@@ -13,7 +13,7 @@ import orjson
 from ...errors import DeadlineExceeded, IdempotencyConflict, JobConflict, QueueFull, WorkerDied
 from . import outbox, queries
 from .job import Job, JobOutcome, JobState, NewJob, idempotency_digest, tombstone_key
-from .schema import SELECT_WHOLE, SELECT_WITHOUT_BODIES, find_row, job_of, read_job
+from .schema import SELECT_WHOLE, find_row, find_rows, job_of, read_job
 from .transaction import Transaction, row_of
 from .webhook_delivery import Delivery
 
@@ -127,7 +127,7 @@ def requeue(
 
 def recover(transaction: Transaction) -> int:
     """Requeue jobs that ran when the gateway died; FAILED after the last attempt. Return their number."""
-    running = transaction.connection.execute(SELECT_WITHOUT_BODIES + "WHERE state = 'IN_PROGRESS'").fetchall()
+    running = find_rows(transaction.connection, "WHERE state = 'IN_PROGRESS'")
     for row in running:
         if row["attempts"] < row["max_attempts"]:
             transaction.move(row, JobState.IN_QUEUE)
@@ -193,11 +193,9 @@ def retry(transaction: Transaction, function: str, job_id: str) -> Job:
 
 def purge(transaction: Transaction, function: str, last: int, *, running: bool) -> int:
     """Cancel up to PURGE_SLICE jobs with numbers up to `last`, running ones only on request. Return how many."""
-    rows = transaction.connection.execute(
-        SELECT_WITHOUT_BODIES
-        + "WHERE function = ? AND state IN ('IN_QUEUE', ?) AND jobs.number <= ? LIMIT ?",
-        (function, JobState.IN_PROGRESS if running else "", last, PURGE_SLICE),
-    ).fetchall()
+    where = "WHERE function = ? AND state IN ('IN_QUEUE', ?) AND jobs.number <= ? LIMIT ?"
+    also = JobState.IN_PROGRESS if running else ""
+    rows = find_rows(transaction.connection, where, function, also, last, PURGE_SLICE)
     for row in rows:
         transaction.end(row, JobOutcome(JobState.CANCELLED))
     return len(rows)
@@ -215,11 +213,8 @@ def expire(transaction: Transaction, limit: int = 200) -> int:
     Handles at most `limit` jobs and tombstones each and returns their number. Repeat while `next_expiry` is due.
     """
     until_s = time.monotonic() + EXPIRY_SLICE_S
-    rows = transaction.connection.execute(
-        SELECT_WITHOUT_BODIES + "WHERE until_s <= ? ORDER BY until_s LIMIT ?", (transaction.now_s, limit)
-    ).fetchall()
-    done = 0
-    for row in rows:
+    where, done = "WHERE until_s <= ? ORDER BY until_s LIMIT ?", 0
+    for row in find_rows(transaction.connection, where, transaction.now_s, limit):
         if row["state"] == JobState.IN_QUEUE:
             transaction.end(row, JobOutcome(JobState.TIMED_OUT, error=_ttl_passed(row)))
         else:

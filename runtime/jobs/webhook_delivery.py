@@ -35,10 +35,6 @@ class DeliveryAttempt:
     wish_s: float = 0.0
     """What the receiver's Retry-After header asks for."""
 
-    @property
-    def delivered(self) -> bool:
-        return 200 <= self.status < 300
-
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
@@ -83,7 +79,7 @@ class RetrySchedule:
 
         The pause is never shorter than the receiver's Retry-After, up to MAX_RETRY_AFTER_S.
         """
-        if attempt.delivered:
+        if 200 <= attempt.status < 300:
             return DeliveryState.DELIVERED, now_s
         if tried >= self.tries or attempt.status == GONE:
             return DeliveryState.DEAD, now_s
