@@ -215,7 +215,6 @@ class JobAttempt:
                     await self._closing.wait()
 
     def _logs(self) -> str:
-        """Return the last log lines of the worker."""
         worker = self.invocation.worker
         lines = [line.text for line in self._log_book.tail(10 * LOG_LINES) if line.source == worker]
         return "\n".join(lines[-LOG_LINES:])

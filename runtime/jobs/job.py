@@ -7,7 +7,7 @@ import enum
 import hashlib
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -87,16 +87,10 @@ class NewJob:
     @classmethod
     def for_function(cls, settings: FunctionSettings, body: bytes, **fields: Any) -> NewJob:
         """Return a job for a function with its configured limits. `fields` of NewJob override them."""
-        new = cls(
-            settings.name,
-            body,
-            execution_timeout_s=settings.timeout_s,
-            ttl_s=settings.ttl_s,
-            max_attempts=settings.attempts,
-            max_queued=settings.max_jobs,
-            max_queued_bytes=settings.max_jobs_bytes,
-        )
-        return replace(new, **fields)
+        limits = {"execution_timeout_s": settings.timeout_s, "ttl_s": settings.ttl_s}
+        queue = {"max_queued": settings.max_jobs, "max_queued_bytes": settings.max_jobs_bytes}
+        configured: dict[str, Any] = {**limits, **queue, "max_attempts": settings.attempts}
+        return cls(settings.name, body, **configured | fields)
 
 
 @dataclass(frozen=True, slots=True)

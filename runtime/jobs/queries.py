@@ -12,10 +12,7 @@ from .schema import SELECT_WHOLE, find_row, find_rows, job_of
 from .transaction import missing, row_of
 
 _READY = "WHERE function = ? AND state = 'IN_QUEUE' AND due_s = 0 AND until_s > ? ORDER BY priority, jobs.number LIMIT ?"
-_DELAYED = (
-    "WHERE function = ? AND state = 'IN_QUEUE' AND due_s > 0 AND due_s <= ? AND until_s > ? "
-    "ORDER BY priority, jobs.number LIMIT ?"
-)
+_DELAYED = _READY.replace("due_s = 0", "due_s > 0 AND due_s <= ?")
 _NEWEST = "WHERE function = ? AND state = ? AND jobs.number < ? ORDER BY jobs.number DESC LIMIT ?"
 _MAX_NUMBER = 1 << 62
 PIECES_BYTES = 4 << 20

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from functools import partial
 
 from ...errors import JobStoreFailed
 from . import outbox
@@ -90,9 +91,7 @@ class WebhookSender:
         now_s, busy = time.time(), list(self._requests.values())
         try:
             deliveries, next_s = await self._database.read(
-                lambda connection: outbox.due(
-                    connection, now_s, room=room, room_per_host=MAX_REQUESTS_PER_HOST, busy=busy
-                )
+                partial(outbox.due, now_s=now_s, room=room, room_per_host=MAX_REQUESTS_PER_HOST, busy=busy)
             )
         except JobStoreFailed as error:
             self._pause(error)
@@ -111,11 +110,8 @@ class WebhookSender:
         headers = self._key.of(delivery.function).headers(delivery.id, delivery.body, now_s)
         attempt = await poster.post(delivery.url, headers, delivery.body, now_s)
         try:
-            state = await self._database.write(
-                lambda connection: outbox.record(
-                    connection, delivery.id, attempt, self._schedule, time.time()
-                )
-            )
+            record = partial(outbox.record, delivery_id=delivery.id, attempt=attempt, schedule=self._schedule)
+            state = await self._database.write(partial(record, now_s=time.time()))
         except JobStoreFailed as error:
             self._pause(error)
             return

@@ -62,9 +62,10 @@ def load_key(state_dir: Path) -> SigningKey:
         key = SigningKey(secrets.token_bytes(SECRET_BYTES))
         private_files.write(path, key.secret.encode() + b"\n")
         return key
+    prefix, text = PREFIX.encode(), secret.strip()
     with contextlib.suppress(ValueError):
-        key_bytes = base64.b64decode(secret.strip().removeprefix(PREFIX.encode()), validate=True)
-        if secret.startswith(PREFIX.encode()) and MIN_BYTES <= len(key_bytes) <= MAX_BYTES:
+        key_bytes = base64.b64decode(text.removeprefix(prefix), validate=True)
+        if text.startswith(prefix) and MIN_BYTES <= len(key_bytes) <= MAX_BYTES:
             return SigningKey(key_bytes)
     raise GatewayError(
         f"{path} does not hold a webhook secret.",
