@@ -90,7 +90,7 @@ class EventStream:
             await self._write(
                 b"".join([event("output", piece, number) for number, piece in enumerate(pieces, first)])
             )
-            stream.passed(len(pieces))
+            stream.consumed(len(pieces))
 
     async def end(self, error: PilotflameError | None) -> web.StreamResponse:
         """Send the last event. It says how the stream ended, because the status was sent long before."""

@@ -133,13 +133,12 @@ class FastRequest:
         gateway = self._fast_path.gateway
         try:
             self._revision, invocation = gateway.begin(
-                self._name, headers, request_id, body, received_s, self._admitted.caller
+                self._name, headers, request_id, body, received_s, self._admitted.caller, self._on_answer
             )
         except PilotflameError as error:
             self._end(gateway.refused(self._name, error, request_id))
             return
         self._invocation = invocation
-        invocation.on_answer = self._on_answer
         if invocation.ended:
             self._on_answer()
 

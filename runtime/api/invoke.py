@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from aiohttp import web
@@ -99,7 +99,7 @@ class Gateway:
             if invocation.stream is not None:
                 return await self._stream(request, name, invocation, invocation.stream)
             with contextlib.suppress(PilotflameError):
-                await invocation.answer
+                await invocation.output
         # The caller has gone, which is noticed while reading or while writing.
         except (asyncio.CancelledError, ConnectionError):
             revision.cancel(invocation)
@@ -114,11 +114,12 @@ class Gateway:
         body: bytes,
         received_s: float,
         caller: Caller,
+        on_end: Callable[[], None] | None = None,
     ) -> tuple[Revision, Invocation]:
         """Submit an invocation. Raises PilotflameError, for which `refused` makes the response."""
         # Another revision may have become live while the body arrived.
         revision = self._functions.live(name)
-        invocation = _invocation(headers, revision, request_id, body, received_s, caller)
+        invocation = _invocation(headers, revision, request_id, body, received_s, caller, on_end)
         revision.submit(invocation)
         return revision, invocation
 
@@ -129,12 +130,12 @@ class Gateway:
 
     def answered(self, name: str, invocation: Invocation) -> Response:
         """Return the response to an invocation that has ended."""
-        error = invocation.answer.exception()
+        error = invocation.output.exception()
         if isinstance(error, PilotflameError):
             self._backend.record(name, error.status, invocation, error)
             return error_reply(error, invocation.id, _headers(invocation))
         self._backend.record(name, 200, invocation)
-        answer = invocation.answer.result()
+        answer = invocation.output.result()
         return Response(200, {**_headers(invocation), "Content-Type": answer.content_type}, answer.payload)
 
     async def _submit(self, request: web.Request) -> web.StreamResponse:
@@ -163,7 +164,7 @@ class Gateway:
         try:
             async with asyncio.timeout(left_s + LAST_EVENT_S):
                 await events.send_pieces(stream)
-                failure = invocation.answer.exception()
+                failure = invocation.output.exception()
                 error = failure if isinstance(failure, PilotflameError) else None
                 self._backend.record(name, error.status if error is not None else 200, invocation, error)
                 if error is not None and events.response is None:
@@ -183,6 +184,7 @@ def _invocation(
     body: bytes,
     received_s: float,
     caller: Caller,
+    on_end: Callable[[], None] | None,
 ) -> Invocation:
     policy = revision.policy
     timeout_s = timeout_of(headers, policy.timeout_s)
@@ -199,6 +201,7 @@ def _invocation(
         tenant=caller.owner,
         priority=priority_of(headers, urgent=caller.urgent),
         accept=accept_of(headers),
+        on_end=on_end,
     )
 
 

@@ -20,7 +20,7 @@ from ...errors import (
     WorkerDied,
 )
 from ..functions.live import Live
-from ..serving.invocation import LAST, NORMAL, Answer, Invocation
+from ..serving.invocation import LAST, NORMAL, Invocation, Output
 from .job import Job, JobOutcome, JobState
 from .store import JobStore
 
@@ -67,7 +67,7 @@ class JobAttempt:
             extra={**(job.extra or {}), "bare": True, "job": {"id": job.id, "attempt": job.attempts + 1}},
             on_progress=self._store_progress, tenant=job.owner, priority=LAST if job.priority else NORMAL,
         )  # fmt: skip
-        self.invocation.answer.add_done_callback(self._on_sent)
+        self.invocation.output.add_done_callback(self._on_sent)
 
     def cancel(self) -> None:
         """Cancel the invocation of a job that is CANCELLED in the store."""
@@ -91,7 +91,7 @@ class JobAttempt:
             await self._finish(JobOutcome(JobState.FAILED, error=internal.to_wire()))
 
     async def _run(self) -> None:
-        output = self.invocation.answer
+        output = self.invocation.output
         await self._sent
         try:
             if (self.invocation.worker or not output.done()) and not await self._store_pieces():
@@ -151,10 +151,10 @@ class JobAttempt:
             if not await self._retried(self._store.add_pieces, self.job.id, self._fence, number, pieces):
                 return False
             number += len(pieces)
-            stream.passed(len(pieces))
+            stream.consumed(len(pieces))
         return True
 
-    async def _complete(self, output: Answer) -> None:
+    async def _complete(self, output: Output) -> None:
         payload, output_type = output.payload, output.content_type
         if self.invocation.stream is not None:
             payload, output_type = await self._retried(self._aggregate), ""
@@ -164,7 +164,7 @@ class JobAttempt:
 
     async def _aggregate(self) -> bytes:
         """Return all pieces as one JSON list; an empty list if they are too large or not wanted."""
-        if not self._revision.aggregates or self._stored_bytes > MAX_AGGREGATE_BYTES:
+        if not self._revision.policy.aggregates or self._stored_bytes > MAX_AGGREGATE_BYTES:
             return b"[]"
         pieces: list[bytes] = []
         while more := await self._store.pieces(self.job.id, len(pieces)):

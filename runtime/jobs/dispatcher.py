@@ -135,7 +135,7 @@ class _FunctionJobs:
         attempt = JobAttempt(job, live, self.store, self.tasks, self.closing)
         live.revision.submit(attempt.invocation)
         self.attempts[job.id] = attempt
-        attempt.invocation.answer.add_done_callback(lambda _: self.news.set())
+        attempt.invocation.output.add_done_callback(lambda _: self.news.set())
         self.tasks.create_task(self._attend(attempt))
 
     async def _attend(self, attempt: JobAttempt) -> None:
