@@ -49,8 +49,11 @@ class JobDispatcher:
 
     def cancel(self, function: str, job_id: str) -> None:
         """Stop the attempt of a job that was cancelled in the store."""
-        if (jobs := self._functions.get(function)) is not None and job_id in jobs.attempts:
-            jobs.attempts[job_id].cancel()
+        if (jobs := self._functions.get(function)) is not None:
+            # A read of the store that is on its way may show the job as queued.
+            jobs.ended.add(job_id)
+            if job_id in jobs.attempts:
+                jobs.attempts[job_id].cancel()
 
     def stop(self) -> None:
         """Take no more jobs from the store."""
@@ -82,7 +85,7 @@ class _FunctionJobs:
     news: asyncio.Event = field(default_factory=asyncio.Event)
     attempts: dict[str, JobAttempt] = field(default_factory=dict)
     ended: set[str] = field(default_factory=set)
-    """Ids of the jobs that ended since the last read of the store."""
+    """Ids of the jobs that ended or were cancelled since the last read of the store."""
 
     async def run(self) -> None:
         """Submit jobs until there are none, and none is delayed."""

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import orjson
+
 if TYPE_CHECKING:
     from ..settings.function_settings import FunctionSettings
 
@@ -133,6 +135,28 @@ class Job:
     extra: Mapping[str, Any] | None = None
     expires_s: float = 0.0
     """When a final job and its result are deleted."""
+
+    def status(self, now_s: float) -> dict[str, Any]:
+        """Return the job's status for orjson. Times are in milliseconds."""
+        fields = {"id": self.id, "status": str(self.state), "function": self.function} | self._output()
+        if self.error is not None:
+            fields["error"] = dict(self.error)
+        if self.pieces:
+            fields["pieces"] = self.pieces
+        waited_s = (self.started_s or self.ended_s or now_s) - self.created_s
+        ran_s = (self.ended_s or now_s) - self.started_s if self.started_s else 0.0
+        times = {"delayTime": max(0, round(waited_s * 1000)), "executionTime": max(0, round(ran_s * 1000))}
+        return {**fields, **times, "workerId": self.worker}
+
+    def _output(self) -> dict[str, Any]:
+        """Return the output, or the progress of a running job. Output that is not JSON becomes base64."""
+        if self.state is JobState.IN_PROGRESS and self.progress:
+            return {"output": orjson.Fragment(self.progress)}
+        if not self.output:
+            return {}
+        if self.output_type:
+            return {"output": base64.b64encode(self.output).decode(), "output_type": self.output_type}
+        return {"output": orjson.Fragment(self.output)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,13 @@ import dataclasses
 import secrets
 import sqlite3
 from collections.abc import Collection, Iterator, Sequence
+from datetime import UTC, datetime
 from urllib.parse import urlsplit
 
 import orjson
 
 from ...errors import UnknownDelivery
 from .job import Job
-from .message import body
 from .webhook_delivery import Delivery, DeliveryAttempt, DeliveryState, RetrySchedule
 
 HELD_TRIES = 3
@@ -64,7 +64,20 @@ def add(connection: sqlite3.Connection, job: Job, event: str, now_s: float) -> N
     parts = urlsplit(webhook.url)
     host = f"{parts.scheme}://{parts.netloc}".lower()
     row = (f"msg_{secrets.token_hex(16)}", job.id, job.function, event, webhook.url, host)
-    connection.execute(_INSERT, (*row, body(job, event, now_s), attempts, next_s, now_s, log))
+    connection.execute(_INSERT, (*row, message(job, event, now_s), attempts, next_s, now_s, log))
+
+
+def message(job: Job, event: str, now_s: float) -> bytes:
+    """Return an event's message after Standard Webhooks: `type`, `timestamp`, and `data`, the job's status.
+
+    The fields of `data` are repeated at the top, with `error` as text, for receivers written for RunPod.
+    """
+    data = job.status(now_s)
+    if job.logs and event in ("logs", "completed"):
+        data["logs"] = job.logs
+    top = data | {"error": str(job.error.get("message", ""))} if job.error is not None else data
+    timestamp = datetime.fromtimestamp(now_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return orjson.dumps({"type": f"job.{event}", "timestamp": timestamp, "data": data} | top)
 
 
 def due(
