@@ -97,7 +97,7 @@ class AccessControl:
 
     async def list_secrets(self, request: web.Request) -> web.StreamResponse:
         function = request.match_info["function"]
-        return json_response({"function": function, "secrets": self._secrets.names(function)})
+        return json_response({"function": function, "secrets": sorted(self._secrets.of(function))})
 
     async def set_secret(self, request: web.Request) -> web.StreamResponse:
         function, key = request.match_info["function"], request.match_info["key"]
