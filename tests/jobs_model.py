@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from pilotflame.errors import IdempotencyConflict, JobConflict, JobExpired, PilotflameError, UnknownJob
@@ -151,11 +152,11 @@ class Model:
         queued = [job for job in self.jobs.values() if job.new.function == function and job.state is QUEUED]
         return min((job.due_s for job in queued if job.due_s), default=None)
 
-    def next_expiry(self) -> float | None:
+    def next_expiry(self) -> float:
         times = [job.stale_s for job in self.jobs.values() if job.state is QUEUED]
         times += [job.expires_s for job in self.jobs.values() if job.state.final]
         times += [until_s for _, until_s in self.deleted.values()]
-        return min(times, default=None)
+        return min(times, default=math.inf)
 
     def counts(self, function: str) -> JobCounts:
         def count(*states: JobState) -> int:

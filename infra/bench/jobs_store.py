@@ -206,7 +206,7 @@ async def retention(report: Report, folder: Path, amounts: Amounts) -> None:
                 for number in range(amounts.churn):
                     tasks.create_task(_life(store, number))
             now_s += KEEP_S + 1
-            while (next_s := await store.next_expiry(now_s)) is not None and next_s <= now_s:
+            while await store.next_expiry(now_s) <= now_s:
                 await store.expire()
             sizes.append(size_of(path))
     report.row(retention_sizes_mb=[size / 1e6 for size in sizes])

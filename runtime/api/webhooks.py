@@ -77,7 +77,7 @@ class WebhooksApi:
     async def list(self, request: web.Request) -> web.StreamResponse:
         function, job_id = request.match_info["function"], request.query.get("job", "")
         limit = min(LIMIT.read(request), MAX_LISTED)
-        found = await self._jobs.deliveries(function, job_id=job_id, states=STATE.read(request), limit=limit)
+        found = await self._jobs.store.deliveries(function, STATE.read(request), job_id, limit)
         # The deliveries of a deleted function can still be listed.
         if not found:
             self._functions.get(function)
@@ -92,7 +92,7 @@ class WebhooksApi:
 
     async def redeliver(self, request: web.Request) -> web.StreamResponse:
         function, delivery_id = request.match_info["function"], request.match_info["delivery"]
-        return json_response(shown(await self._jobs.redeliver(function, delivery_id)))
+        return json_response(shown(await self._jobs.store.redeliver(function, delivery_id)))
 
 
 def shown(delivery: Delivery) -> ShownDelivery:

@@ -20,6 +20,8 @@ CONNECTIONS = 32
 THREAD_NAME = "pilotflame-aws"
 
 _CHECK_QUEUE = "Check the queue's URL, and the region."
+_CHECK_ENDPOINT = "Check that the endpoint is AWS or compatible with it."
+_CHECK_SETTINGS = "Check the endpoint, the network, and the AWS settings in the gateway's environment."
 _REMEDIES = {
     "NonExistentQueue": _CHECK_QUEUE,
     "QueueDoesNotExist": _CHECK_QUEUE,
@@ -77,34 +79,24 @@ class AwsClient:
     @contextmanager
     def _translated_errors(self) -> Iterator[None]:
         """Raise boto3's errors as BusFailed, without their text, which may quote signed requests."""
-        try:
-            from botocore import exceptions as boto  # noqa: PLC0415
-        except ImportError as error:
-            raise BusFailed(
-                f"{self._purpose}: boto3 is not installed.", remedy="pip install boto3"
-            ) from error
+        from botocore import exceptions as boto  # noqa: PLC0415
+
         service = self._service.upper()
         try:
             yield
         except boto.ClientError as error:
             code = str(error.response.get("Error", {}).get("Code", "")).rpartition(".")[2]
-            raise BusFailed(
-                f"{self._purpose}: {service} refuses the request ({code}).",
-                remedy=next((text for part, text in _REMEDIES.items() if part in code), ""),
-                details={"code": code},
-            ) from error
+            remedy = next((text for part, text in _REMEDIES.items() if part in code), "")
+            raise self._failed(f"{service} refuses the request ({code})", remedy, code) from error
         except (LookupError, TypeError, AttributeError) as error:
-            raise BusFailed(
-                f"{self._purpose}: the response of {service} is malformed ({type(error).__name__}).",
-                remedy="Check that the endpoint is AWS or compatible with it.",
-                details={"code": "malformed"},
-            ) from error
+            problem = f"the response of {service} is malformed ({type(error).__name__})"
+            raise self._failed(problem, _CHECK_ENDPOINT, "malformed") from error
         except (boto.BotoCoreError, ValueError) as error:
-            raise BusFailed(
-                f"{self._purpose}: the request to {service} failed ({type(error).__name__}).",
-                remedy="Check the endpoint, the network, and the AWS settings in the gateway's environment.",
-                details={"code": type(error).__name__},
-            ) from error
+            problem, name = f"the request to {service} failed", type(error).__name__
+            raise self._failed(f"{problem} ({name})", _CHECK_SETTINGS, name) from error
+
+    def _failed(self, problem: str, remedy: str, code: str) -> BusFailed:
+        return BusFailed(f"{self._purpose}: {problem}.", remedy=remedy, details={"code": code})
 
 
 async def call_in_thread(call: Callable[[], T], on_abandoned: Callable[[T], object] | None = None) -> T:

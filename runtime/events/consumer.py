@@ -8,8 +8,8 @@ by its idempotency key: a COMPLETED job is not run again, a running one is await
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import orjson
 
@@ -30,17 +30,6 @@ MAX_RETRY_S = 60.0
 MAX_BACKOFF_S = 900
 
 
-@dataclass(eq=False)
-class _InFlight:
-    """A message whose job has not ended."""
-
-    message: Message
-    """Its latest delivery."""
-    news: asyncio.Event | None = None
-    """Set when the job changes or the consumer stops."""
-    task: asyncio.Task[None] | None = None
-
-
 class Consumer:
     """One source of one function. `log` writes to the function's log."""
 
@@ -59,16 +48,16 @@ class Consumer:
         self._queue = queue
         self._sink = sink
         self._log = log
-        self._messages: dict[str, _InFlight] = {}
+        self._messages: dict[str, Message] = {}
+        """The latest delivery of each message whose job has not ended."""
+        self._news: dict[str, asyncio.Event] = {}
+        """Per message: set when its job changes or the consumer stops."""
+        self._running: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._visibility = asyncio.Lock()
         self._stopping = False
-        self._polling: asyncio.Task[None] | None = None
-        self._extending: asyncio.Task[None] | None = None
-
-    @property
-    def in_flight(self) -> int:
-        return len(self._messages)
+        self._polling: asyncio.Task[None]
+        self._extending: asyncio.Task[None]
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         self._polling = tasks.create_task(self._poll(tasks))
@@ -81,20 +70,15 @@ class Consumer:
     async def close(self, deadline_s: float) -> None:
         """Stop polling, let running jobs end within the deadline, and release all other messages."""
         self._stopping = True
-        if self._polling is not None:
-            self._polling.cancel()
-        for flight in self._messages.values():
-            if flight.news is not None:
-                flight.news.set()
-        if running := [flight.task for flight in self._messages.values() if flight.task is not None]:
-            await asyncio.wait(running, timeout=deadline_s)
-        left = list(self._messages.values())
-        for flight in left:
-            if flight.task is not None:
-                flight.task.cancel()
-        if self._extending is not None:
-            self._extending.cancel()
-        await self._release([flight.message for flight in left], 0)
+        self._polling.cancel()
+        for news in self._news.values():
+            news.set()
+        if self._running:
+            await asyncio.wait(self._running, timeout=deadline_s)
+        for task in (*self._running, self._extending):
+            task.cancel()
+        if self._messages:
+            await self._release(list(self._messages.values()), 0)
         try:
             await self._queue.close()
             if self._sink is not None:
@@ -113,6 +97,7 @@ class Consumer:
             try:
                 for message in await self._queue.receive(room):
                     self._accept(message, tasks)
+                retry_s, logged = RETRY_S, ""
             except Exception as error:  # noqa: BLE001  one broken source must not end the gateway
                 # A lasting error is logged once.
                 if _text_of(error) != logged:
@@ -120,21 +105,20 @@ class Consumer:
                     self._log(logged)
                 await asyncio.sleep(retry_s)
                 retry_s = min(2 * retry_s, MAX_RETRY_S)
-                continue
-            retry_s, logged = RETRY_S, ""
 
     def _room(self) -> int:
         most = self.source.concurrency or self._settings.scale.max * self._settings.concurrency
         return most - len(self._messages)
 
     def _accept(self, message: Message, tasks: asyncio.TaskGroup) -> None:
-        if message.id in self._messages:
-            # It was not extended in time. Only its latest delivery can be extended and deleted.
-            self._messages[message.id].message = message
-            return
-        flight = self._messages[message.id] = _InFlight(message)
-        self._changed.set()
-        flight.task = tasks.create_task(self._run(flight))
+        running = message.id in self._messages
+        # Only the latest delivery of a message, which was not extended in time, can be extended and deleted.
+        self._messages[message.id] = message
+        if not running:
+            self._changed.set()
+            task = tasks.create_task(self._run(message))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
 
     async def _extend(self) -> None:
         """Keep the messages in flight hidden from others."""
@@ -145,7 +129,7 @@ class Consumer:
             await asyncio.sleep(self.source.visibility_s / EXTENSIONS)
             try:
                 async with self._visibility:
-                    failed = await self._queue.extend([flight.message for flight in self._messages.values()])
+                    failed = await self._queue.extend(list(self._messages.values()))
             except Exception as error:  # noqa: BLE001  one broken source must not end the gateway
                 self._log(f"messages in flight could not be extended: {_text_of(error)}")
             else:
@@ -153,58 +137,57 @@ class Consumer:
                     self._log(f"message {message_id} could not be extended: it may be delivered again")
 
     async def _release(self, messages: list[Message], delay_s: int) -> None:
-        if not messages:
-            return
         try:
-            # An extension that is on its way would hide the messages again.
+            # An extension that is on its way would hide the messages again. BusFailed: their timeout shows them.
             async with self._visibility:
-                await self._queue.release(messages, delay_s)
-        except BusFailed:
-            # The messages become visible when their timeout ends.
-            return
+                with contextlib.suppress(BusFailed):
+                    await self._queue.release(messages, delay_s)
         except Exception as error:  # noqa: BLE001  one broken source must not end the gateway
             self._log(f"messages could not be released: {_text_of(error)}")
 
     # -- one message
 
-    async def _run(self, flight: _InFlight) -> None:
-        message = flight.message
+    async def _run(self, message: Message) -> None:
         try:
-            job = await self._ended_job(flight)
+            job = await self._ended_job(message)
             if job.state is JobState.COMPLETED:
                 if self._sink is not None:
                     await self._sink.put(message, job)
-                await self._queue.delete(flight.message)
+                await self._queue.delete(self._messages[message.id])
             elif self._stopping and job.state is JobState.CANCELLED:
                 # It did not run, so others may have it at once.
-                await self._release([flight.message], 0)
+                await self._release([self._messages[message.id]], 0)
             else:
                 why = f" ({job.error.get('message', '')})" if job.error else ""
-                self._log(f"message {message.id}: job {job.id} is {job.state}{why}; left to the queue")
-                await self._release([flight.message], self._backoff_s(message))
+                await self._leave(message, f"job {job.id} is {job.state}{why}; left to the queue")
         except TimeoutError:
             self._log(
-                f"message {message.id}: its job did not end within {MAX_VISIBILITY_S} s; left to the queue"
+                f"message {message.id}: no end of its job within {MAX_VISIBILITY_S} s; left to the queue"
             )
         except Exception as error:  # noqa: BLE001  one broken source must not end the gateway
-            self._log(f"message {message.id}: {_text_of(error)} The message is left to the queue.")
-            await self._release([flight.message], self._backoff_s(message))
+            await self._leave(message, f"{_text_of(error)} The message is left to the queue.")
         finally:
-            self._messages.pop(message.id, None)
+            del self._messages[message.id]
+            self._news.pop(message.id, None)
             self._changed.set()
 
-    async def _ended_job(self, flight: _InFlight) -> Job:
+    async def _leave(self, message: Message, why: str) -> None:
+        self._log(f"message {message.id}: {why}")
+        backoff_s = min(MAX_BACKOFF_S, self.source.backoff_s << min(message.received - 1, 16))
+        await self._release([self._messages[message.id]], backoff_s)
+
+    async def _ended_job(self, message: Message) -> Job:
         """Return the message's job once it is final. If the consumer stops, cancel a job that is still queued."""
-        job = await self._submit(flight.message)
+        job = await self._submit(message)
         with self._jobs.watch(job.id) as news:
-            flight.news = news
+            self._news[message.id] = news
             async with asyncio.timeout(MAX_VISIBILITY_S):
                 while True:
-                    job = await self._jobs.get(job.function, job.id)
+                    job = await self._jobs.store.get(job.function, job.id)
                     if job.state.final:
                         return job
                     if self._stopping and job.state is JobState.IN_QUEUE:
-                        return await self._jobs.cancel(job.function, job.id)
+                        return await self._jobs.store.cancel(job.function, job.id)
                     await news.wait()
                     news.clear()
 
@@ -212,7 +195,7 @@ class Consumer:
         key = f"sqs:{self.source.queue}:{message.id}"
         job, replayed = await self._jobs.submit(self._new_job(message, key))
         if replayed and job.state in (JobState.FAILED, JobState.TIMED_OUT):
-            return await self._jobs.retry(job.function, job.id)
+            return await self._jobs.store.retry(job.function, job.id)
         if replayed and job.state is JobState.CANCELLED:
             # A cancelled job cannot be retried, so this delivery gets a job of its own.
             job, _ = await self._jobs.submit(self._new_job(message, f"{key}:{message.received}"))
@@ -228,9 +211,6 @@ class Consumer:
             idempotency=key,
             traceparent=traceparent if TRACEPARENT.fullmatch(traceparent) else "",
         )
-
-    def _backoff_s(self, message: Message) -> int:
-        return min(MAX_BACKOFF_S, self.source.backoff_s << min(message.received - 1, 16))
 
 
 def _job_input(body: bytes) -> bytes:

@@ -31,7 +31,7 @@ class QueueSink:
         if not self._url:
             name = self._result.removeprefix("sqs://")
             self._url = client.get_queue_url(QueueName=name)["QueueUrl"]
-        output, attributes = _output(job), _attributes(message, job)
+        output, attributes = job.output or b"null", _attributes(message, job)
         if not job.output_type or job.output_type.startswith("text/"):
             text = output.decode("utf-8", "replace")
         else:
@@ -61,7 +61,7 @@ class ObjectSink:
         request = {
             "Bucket": self._bucket,
             "Key": f"{self._prefix}/{name}" if self._prefix else name,
-            "Body": _output(job),
+            "Body": job.output or b"null",
             "ContentType": job.output_type or "application/json",
             "Metadata": _attributes(message, job),
         }
@@ -76,10 +76,6 @@ def _attributes(message: Message, job: Job) -> dict[str, str]:
     if job.output_type:
         attributes["content-type"] = job.output_type
     return attributes
-
-
-def _output(job: Job) -> bytes:
-    return job.output or b"null"
 
 
 Sink = QueueSink | ObjectSink

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from functools import partial
+from typing import ParamSpec, TypeVar
 
 from ...errors import (
     Cancelled,
@@ -18,11 +19,12 @@ from ...errors import (
     RevisionRetired,
     WorkerDied,
 )
-from ..serving.invocation import LAST, NORMAL, Invocation, Output, Stream
-from ..serving.revision import Revision
+from ..functions.live import Live
+from ..serving.invocation import LAST, NORMAL, Invocation, Output
 from .job import Job, JobOutcome, JobState
 from .store import JobStore
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 MAX_AGGREGATE_BYTES = 20 << 20
@@ -41,24 +43,15 @@ class JobAttempt:
     """Submits a job's invocation to a revision and stores what becomes of it."""
 
     def __init__(
-        self,
-        job: Job,
-        revision: Revision,
-        store: JobStore,
-        tasks: asyncio.TaskGroup,
-        closing: asyncio.Event,
-        last_lines: Callable[[str], str],
+        self, job: Job, live: Live, store: JobStore, tasks: asyncio.TaskGroup, closing: asyncio.Event
     ) -> None:
-        """`last_lines` returns the last log lines of a worker.
-
-        Once `closing` is set, a write that the disk refuses is not repeated: the next start recovers the job.
-        """
+        """Once `closing` is set, a write that the disk refuses is not repeated: the next start recovers the job."""
         self._tasks = tasks
         self.job = job
-        self._revision = revision
+        self._revision = revision = live.revision
+        self._log_book = live.logs
         self._store = store
         self._closing = closing
-        self._last_lines = last_lines
         self._sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._fence = 0
         self._stored_bytes = 0
@@ -72,32 +65,36 @@ class JobAttempt:
             content_type=job.content_type, traceparent=job.traceparent,
             streaming=revision.streaming, execution_s=job.execution_timeout_s, on_sent=self._on_sent,
             extra={**(job.extra or {}), "bare": True, "job": {"id": job.id, "attempt": job.attempts + 1}},
-            on_progress=self._on_progress, tenant=job.owner, priority=LAST if job.priority else NORMAL,
+            on_progress=self._store_progress, tenant=job.owner, priority=LAST if job.priority else NORMAL,
         )  # fmt: skip
         self.invocation.output.add_done_callback(self._on_sent)
-
-    def submit(self) -> None:
-        """Queue the invocation. QueueFull, RevisionRetired."""
-        self._revision.submit(self.invocation)
-
-    @property
-    def sent(self) -> bool:
-        """Return True once a worker has received the job, or the invocation has ended."""
-        return self._sent.done()
 
     def cancel(self) -> None:
         """Cancel the invocation of a job that is CANCELLED in the store."""
         self._revision.cancel(self.invocation)
 
+    def log(self, text: str) -> None:
+        """Write to the function's log what becomes of the job."""
+        self._log_book.write("gateway", f"job {self.job.id} {text}")
+
     async def run(self) -> None:
         """Store the attempt until it ends. JobStoreFailed if the gateway closes while the disk refuses."""
+        try:
+            await self._run()
+        except JobStoreFailed:
+            raise
+        except Exception as error:  # noqa: BLE001
+            # Without an end, callers would wait for the job forever.
+            self.log(f"was given up: {type(error).__name__}: {error}")
+            self.cancel()
+            internal = GatewayError(f"The job's result could not be stored: {type(error).__name__}.")
+            await self._finish(JobOutcome(JobState.FAILED, error=internal.to_wire()))
+
+    async def _run(self) -> None:
         output = self.invocation.output
         await self._sent
-        reached_worker = bool(self.invocation.worker) or not output.done()
         try:
-            if reached_worker and not (
-                await self._take() and await self._store_pieces(self.invocation.stream)
-            ):
+            if (self.invocation.worker or not output.done()) and not await self._store_pieces():
                 # Another attempt holds the job, or it has ended.
                 self.cancel()
                 return
@@ -114,19 +111,10 @@ class JobAttempt:
         else:
             await self._complete(output.result())
 
-    async def give_up(self, error: Exception) -> None:
-        """End the job as FAILED after an internal error, so that no caller waits for it forever."""
-        self.cancel()
-        wire = GatewayError(f"The job's result could not be stored: {type(error).__name__}.").to_wire()
-        await self._finish(JobOutcome(JobState.FAILED, error=wire))
-
     # -- progress: only the latest report is stored, by one write at a time
 
-    def _on_progress(self, progress: bytes) -> None:
-        self._progress = progress
-        self._store_progress()
-
-    def _store_progress(self) -> None:
+    def _store_progress(self, progress: bytes | None = None) -> None:
+        self._progress = progress or self._progress
         idle = self._progress_writer is None or self._progress_writer.done()
         if self._fence and self._progress is not None and idle:
             self._progress_writer = self._tasks.create_task(self._write_progress())
@@ -143,16 +131,16 @@ class JobAttempt:
     async def _take(self) -> bool:
         """Record the attempt's start once. Return False if the job is no longer queued."""
         if not self._fence:
-            fence = await self._retried(lambda: self._store.take(self.job.id, self.invocation.worker))
-            if fence is None:
-                return False
-            self._fence = fence
+            fence = await self._retried(self._store.take, self.job.id, self.invocation.worker)
+            self._fence = fence or 0
             self._store_progress()
-        return True
+        return bool(self._fence)
 
-    async def _store_pieces(self, stream: Stream | None) -> bool:
-        """Store a streamed output. Return False if the job was lost; OutputInvalid if it is too large."""
-        number = 1
+    async def _store_pieces(self) -> bool:
+        """Store start and streamed output. Return False if the job was lost; OutputInvalid if it is too large."""
+        if not await self._take():
+            return False
+        stream, number = self.invocation.stream, 1
         while stream is not None and (pieces := await stream.take()):
             self._stored_bytes += sum(len(piece) + ROW_BYTES for piece in pieces)
             if self._stored_bytes > MAX_STREAM_BYTES:
@@ -160,26 +148,23 @@ class JobAttempt:
                     f"The streamed output is larger than {MAX_STREAM_BYTES >> 20} MiB.",
                     remedy="Yield less, or store large results elsewhere and yield their addresses.",
                 )
-            if not await self._add_pieces(number, pieces):
+            if not await self._retried(self._store.add_pieces, self.job.id, self._fence, number, pieces):
                 return False
             number += len(pieces)
             stream.consumed(len(pieces))
         return True
 
-    async def _add_pieces(self, number: int, pieces: list[bytes]) -> bool:
-        return await self._retried(lambda: self._store.add_pieces(self.job.id, self._fence, number, pieces))
-
     async def _complete(self, output: Output) -> None:
-        if self.invocation.stream is None:
-            output_type = "" if output.content_type == "application/json" else output.content_type
-            await self._finish(JobOutcome(JobState.COMPLETED, output.payload, output_type))
-        else:
-            aggregate = await self._retried(self._aggregate) if self._revision.policy.aggregates else b"[]"
-            await self._finish(JobOutcome(JobState.COMPLETED, aggregate))
+        payload, output_type = output.payload, output.content_type
+        if self.invocation.stream is not None:
+            payload, output_type = await self._retried(self._aggregate), ""
+        elif output_type == "application/json":
+            output_type = ""
+        await self._finish(JobOutcome(JobState.COMPLETED, payload, output_type))
 
     async def _aggregate(self) -> bytes:
-        """Return all pieces as one JSON list; an empty list if they exceed MAX_AGGREGATE_BYTES."""
-        if self._stored_bytes > MAX_AGGREGATE_BYTES:
+        """Return all pieces as one JSON list; an empty list if they are too large or not wanted."""
+        if not self._revision.policy.aggregates or self._stored_bytes > MAX_AGGREGATE_BYTES:
             return b"[]"
         pieces: list[bytes] = []
         while more := await self._store.pieces(self.job.id, len(pieces)):
@@ -206,25 +191,22 @@ class JobAttempt:
             await self._finish(JobOutcome(JobState.FAILED, error=wire, logs=self._logs()))
 
     async def _requeue(self, error: dict[str, object], delay_s: float = 0.0, *, counted: bool = True) -> None:
-        if not self._fence and not counted:
-            # The store still has it in the queue.
-            return
-        if await self._take():
-            await self._retried(
-                lambda: self._store.requeue(
-                    self.job.id, self._fence, error=error, delay_s=delay_s, counted=counted, logs=self._logs()
-                )
+        # The store still has a job without a fence in its queue.
+        if (self._fence or counted) and await self._take():
+            requeue = partial(
+                self._store.requeue, error=error, delay_s=delay_s, counted=counted, logs=self._logs()
             )
+            await self._retried(requeue, self.job.id, self._fence)
 
     async def _finish(self, outcome: JobOutcome) -> None:
         if await self._take():
-            await self._retried(lambda: self._store.finish(self.job.id, self._fence, outcome))
+            await self._retried(self._store.finish, self.job.id, self._fence, outcome)
 
-    async def _retried(self, call: Callable[[], Awaitable[T]]) -> T:
+    async def _retried(self, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
         """Repeat a call of the store while the disk refuses, so that finished work does not run again."""
         while True:
             try:
-                return await call()
+                return await call(*args, **kwargs)
             except JobStoreFailed:
                 if self._closing.is_set():
                     raise
@@ -233,7 +215,9 @@ class JobAttempt:
                     await self._closing.wait()
 
     def _logs(self) -> str:
-        return self._last_lines(self.invocation.worker)
+        worker = self.invocation.worker
+        lines = [line.text for line in self._log_book.tail(10 * LOG_LINES) if line.source == worker]
+        return "\n".join(lines[-LOG_LINES:])
 
     def _on_sent(self, _answer: object = None) -> None:
         if not self._sent.done():

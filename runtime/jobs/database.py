@@ -9,9 +9,10 @@ import asyncio
 import queue
 import sqlite3
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +23,6 @@ Change = Callable[[sqlite3.Connection], T]
 
 MAX_GROUP = 512
 BUSY_TIMEOUT_S = 10.0
-PAGE_CACHE_KIB = 32 << 10
 WAL_PAGES = 4000
 """The size at which the log is copied into the file: 16 MB."""
 _SETTINGS = (
@@ -32,7 +32,7 @@ _SETTINGS = (
     # A commit that returned is on the disk.
     "synchronous=FULL",
     "temp_store=MEMORY",
-    f"cache_size=-{PAGE_CACHE_KIB}",
+    "cache_size=-32768",
     f"wal_autocheckpoint={WAL_PAGES}",
     f"journal_size_limit={2 * WAL_PAGES * 4096}",
 )
@@ -43,7 +43,7 @@ class _QueuedCall:
     """A change or query that waits for its thread, and its result."""
 
     run: Change[Any]
-    committed: Callable[[], None] | None
+    committed: Callable[[Any], object] | None
     future: asyncio.Future[Any]
     result: Any = None
     error: Exception | None = None
@@ -60,47 +60,49 @@ class Database:
         self._scripts = scripts
         self._writes: _Calls = queue.SimpleQueue()
         self._reads: _Calls = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
-        self._opening = threading.Lock()
-        self._opened = False
+        self._threads: list[tuple[_Calls, threading.Thread]] = []
+        """Empty while the file is closed."""
+        self._lock = threading.Lock()
 
     def open(self) -> None:
         """Open or create the file and upgrade it. Blocks. JobStoreFailed if the file cannot be used."""
         with ExitStack() as opened:
-            writer = opened.enter_context(closing(self._connect()))
-            self._upgrade(writer)
-            reader = opened.enter_context(closing(self._connect()))
-            reader.execute("PRAGMA query_only=ON")
+            try:
+                writer = self._connect(opened)
+                self._upgrade(writer)
+                reader = self._connect(opened)
+                reader.execute("PRAGMA query_only=ON")
+            except sqlite3.Error as error:
+                raise JobStoreFailed(
+                    f"The store of jobs, {self._path}, cannot be used: {error}.",
+                    remedy="Check the disk and the state folder's permissions; a damaged file can be moved away.",
+                ) from error
             # From here on each thread closes its connection.
             opened.pop_all()
+        # `close` ends the writer last: only a writable connection copies the log into the file.
         for name, connection, calls, run_group in (
-            ("jobs-writer", writer, self._writes, _commit),
             ("jobs-reader", reader, self._reads, _read),
+            ("jobs-writer", writer, self._writes, _commit),
         ):
             thread = threading.Thread(
                 target=_serve, args=(connection, calls, run_group), name=name, daemon=True
             )
             thread.start()
-            self._threads.append(thread)
-        self._opened = True
+            self._threads.append((calls, thread))
 
     def close(self) -> None:
         """Finish all queued calls and close the file; refuse later ones. Blocks."""
-        with self._opening:
-            if not self._opened:
-                return
-            self._opened = False
-        # The writer closes last: only a writable connection copies the log into the file.
-        for calls, thread in zip((self._reads, self._writes), reversed(self._threads), strict=True):
+        with self._lock:
+            threads, self._threads = self._threads, []
+        for calls, thread in threads:
             calls.put(None)
             thread.join()
-        self._threads = []
 
-    async def write(self, change: Change[T], committed: Callable[[], None] | None = None) -> T:
+    async def write(self, change: Change[T], committed: Callable[[T], object] | None = None) -> T:
         """Run `change` in a transaction and return its result once it is on the disk.
 
         `change` runs in the writer thread, a second time if its group's commit failed. If it raises, its changes
-        are undone and those of other callers stay. `committed` runs on the event loop after the commit, even if the
+        are undone and those of other callers stay. `committed` gets the result on the event loop after the commit, even if the
         caller was cancelled. JobStoreFailed if the disk refuses.
         """
         return await self._call(self._writes, change, committed)
@@ -109,51 +111,34 @@ class Database:
         """Run a read-only `query` in the reader thread."""
         return await self._call(self._reads, query, None)
 
-    async def _call(self, calls: _Calls, run: Change[T], committed: Callable[[], None] | None) -> T:
+    async def _call(self, calls: _Calls, run: Change[T], committed: Callable[[T], object] | None) -> T:
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         # A call that was queued behind the None that ends the thread would never return.
-        with self._opening:
-            if not self._opened:
+        with self._lock:
+            if not self._threads:
                 raise JobStoreFailed("The store of jobs is closed.")
             calls.put(_QueuedCall(run, committed, future))
         return await future
 
-    def _connect(self) -> sqlite3.Connection:
-        try:
-            connection = sqlite3.connect(
-                self._path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
-            )
-        except sqlite3.Error as error:
-            raise self._unusable(error) from error
-        try:
-            connection.row_factory = sqlite3.Row
-            for setting in _SETTINGS:
-                connection.execute(f"PRAGMA {setting}")
-        except sqlite3.Error as error:
-            connection.close()
-            raise self._unusable(error) from error
+    def _connect(self, opened: ExitStack) -> sqlite3.Connection:
+        connection = sqlite3.connect(
+            self._path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+        )
+        opened.enter_context(closing(connection))
+        connection.row_factory = sqlite3.Row
+        for setting in _SETTINGS:
+            connection.execute(f"PRAGMA {setting}")
         return connection
 
     def _upgrade(self, connection: sqlite3.Connection) -> None:
-        try:
-            (version,) = connection.execute("PRAGMA user_version").fetchone()
-            for number in range(version, len(self._scripts)):
-                connection.executescript(
-                    f"BEGIN IMMEDIATE; {self._scripts[number]}; PRAGMA user_version={number + 1}; COMMIT;"
-                )
-        except sqlite3.Error as error:
-            raise self._unusable(error) from error
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        for number, script in enumerate(self._scripts[version:], version + 1):
+            connection.executescript(f"BEGIN IMMEDIATE; {script}; PRAGMA user_version={number}; COMMIT;")
         if version > len(self._scripts):
             raise JobStoreFailed(
                 f"{self._path} has version {version}; this pilotflame knows versions up to {len(self._scripts)}.",
                 remedy="Use the pilotflame that wrote it, or a newer one.",
             )
-
-    def _unusable(self, error: sqlite3.Error) -> JobStoreFailed:
-        return JobStoreFailed(
-            f"The store of jobs, {self._path}, cannot be used: {error}.",
-            remedy="Check the disk and the permissions of the state folder; a damaged file can be moved away.",
-        )
 
 
 _RunGroup = Callable[[sqlite3.Connection, list[_QueuedCall]], None]
@@ -161,25 +146,21 @@ _RunGroup = Callable[[sqlite3.Connection, list[_QueuedCall]], None]
 
 def _serve(connection: sqlite3.Connection, calls: _Calls, run_group: _RunGroup) -> None:
     """Run queued calls until None is queued."""
-    ended = False
-    while not ended:
-        group, ended = _next_group(calls)
-        if group:
-            run_group(connection, group)
-            _deliver(group)
+    for group in _groups(calls):
+        run_group(connection, group)
+        _deliver(group)
     connection.close()
 
 
-def _next_group(calls: _Calls) -> tuple[list[_QueuedCall], bool]:
-    """Wait for a call; return it with all others that are queued, and True if None was queued."""
+def _groups(calls: _Calls) -> Iterator[list[_QueuedCall]]:
+    """Wait for a call and yield it with all others that are queued, until None is queued."""
     call = calls.get()
-    group: list[_QueuedCall] = []
     while call is not None:
-        group.append(call)
-        if len(group) == MAX_GROUP or calls.empty():
-            return group, False
-        call = calls.get()
-    return group, True
+        group = [call]
+        while len(group) < MAX_GROUP and not calls.empty() and (call := calls.get()) is not None:
+            group.append(call)
+        yield group
+        call = call and calls.get()
 
 
 def _read(connection: sqlite3.Connection, group: list[_QueuedCall]) -> None:
@@ -239,21 +220,18 @@ def _refused(error: sqlite3.Error) -> JobStoreFailed:
 
 
 def _deliver(group: list[_QueuedCall]) -> None:
-    """Resolve all futures of a group, with one wake-up per event loop."""
-    loops: dict[asyncio.AbstractEventLoop, list[_QueuedCall]] = {}
-    for call in group:
-        loops.setdefault(call.future.get_loop(), []).append(call)
-    for loop, calls in loops.items():
+    """Resolve all futures of a group, with one wake-up of their event loop."""
+    for loop, calls in groupby(group, lambda call: call.future.get_loop()):
         # RuntimeError: the loop is closed, so no caller is left on it.
         with suppress(RuntimeError):
-            loop.call_soon_threadsafe(_settle, calls)
+            loop.call_soon_threadsafe(_settle, list(calls))
 
 
 def _settle(calls: list[_QueuedCall]) -> None:
     for call in calls:
         if call.error is None and call.committed is not None:
             # Scheduled, so that an exception in it reaches no other caller.
-            call.future.get_loop().call_soon(call.committed)
+            call.future.get_loop().call_soon(call.committed, call.result)
         if call.future.done():
             # The caller was cancelled. The change is committed.
             continue

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 
 from ...errors import GatewayError, JobStoreFailed, QueueFull, RevisionRetired, UnknownFunction
 from ..functions.live import Live
-from ..telemetry.logs import LogBook
-from .attempt import LOG_LINES, STORE_RETRY_S, JobAttempt
+from .attempt import STORE_RETRY_S, JobAttempt
 from .job import Job
 from .store import JobStore
 
@@ -34,8 +33,7 @@ class JobDispatcher:
         self._tasks = tasks
         self._functions: dict[str, _FunctionJobs] = {}
         self._closing = asyncio.Event()
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._runs: set[asyncio.Task[None]] = set()
 
     def wake(self, function: str) -> None:
         """Look for jobs of a function."""
@@ -44,21 +42,18 @@ class JobDispatcher:
         if function not in self._functions:
             jobs = _FunctionJobs(function, self._store, self._live, self._tasks, self._closing)
             self._functions[function] = jobs
-            self._idle.clear()
-            self._tasks.create_task(self._run(function, jobs))
+            run = self._tasks.create_task(self._run(function, jobs))
+            self._runs.add(run)
+            run.add_done_callback(self._runs.discard)
         self._functions[function].news.set()
 
     def cancel(self, function: str, job_id: str) -> None:
         """Stop the attempt of a job that was cancelled in the store."""
-        if (jobs := self._functions.get(function)) is not None and job_id in jobs.attempts:
-            jobs.attempts[job_id].cancel()
-
-    def withdraw(self, function: str) -> None:
-        """Take back jobs that no worker has, after a purge. Those that are still queued are read again."""
         if (jobs := self._functions.get(function)) is not None:
-            for attempt in list(jobs.attempts.values()):
-                if not attempt.sent:
-                    attempt.cancel()
+            # A read of the store that is on its way may show the job as queued.
+            jobs.ended.add(job_id)
+            if job_id in jobs.attempts:
+                jobs.attempts[job_id].cancel()
 
     def stop(self) -> None:
         """Take no more jobs from the store."""
@@ -68,17 +63,14 @@ class JobDispatcher:
 
     async def join(self, timeout_s: float) -> None:
         """After `stop`, wait until all attempts have ended and are stored."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
+        if self._runs:
+            await asyncio.wait(self._runs, timeout=timeout_s)
 
     async def _run(self, function: str, jobs: _FunctionJobs) -> None:
         try:
             await jobs.run()
         finally:
             del self._functions[function]
-            if not self._functions:
-                self._idle.set()
 
 
 @dataclass(eq=False)
@@ -93,7 +85,7 @@ class _FunctionJobs:
     news: asyncio.Event = field(default_factory=asyncio.Event)
     attempts: dict[str, JobAttempt] = field(default_factory=dict)
     ended: set[str] = field(default_factory=set)
-    """Ids of the jobs that ended since the last read of the store."""
+    """Ids of the jobs that ended or were cancelled since the last read of the store."""
 
     async def run(self) -> None:
         """Submit jobs until there are none, and none is delayed."""
@@ -143,11 +135,8 @@ class _FunctionJobs:
             return
         # The revision may have been replaced during the read of the store.
         live = self.live(self.function)
-        attempt = JobAttempt(
-            job, live.revision, self.store, self.tasks, self.closing,
-            lambda worker: _last_lines(live.logs, worker),
-        )  # fmt: skip
-        attempt.submit()
+        attempt = JobAttempt(job, live, self.store, self.tasks, self.closing)
+        live.revision.submit(attempt.invocation)
         self.attempts[job.id] = attempt
         attempt.invocation.output.add_done_callback(lambda _: self.news.set())
         self.tasks.create_task(self._attend(attempt))
@@ -156,30 +145,12 @@ class _FunctionJobs:
         """Run an attempt to its end. No error of one job may end the gateway."""
         job_id = attempt.job.id
         try:
-            await self._run_or_give_up(attempt)
+            await attempt.run()
         except JobStoreFailed as error:
-            self._log(f"job {job_id} stays in progress until the gateway starts again: {error.message}")
+            attempt.log(f"stays in progress until the gateway starts again: {error.message}")
         except Exception as error:  # noqa: BLE001
-            self._log(f"job {job_id} could not be given up: {type(error).__name__}: {error}")
+            attempt.log(f"could not be given up: {type(error).__name__}: {error}")
         finally:
             del self.attempts[job_id]
             self.ended.add(job_id)
             self.news.set()
-
-    async def _run_or_give_up(self, attempt: JobAttempt) -> None:
-        try:
-            await attempt.run()
-        except JobStoreFailed:
-            raise
-        except Exception as error:  # noqa: BLE001
-            self._log(f"job {attempt.job.id} was given up: {type(error).__name__}: {error}")
-            await attempt.give_up(error)
-
-    def _log(self, text: str) -> None:
-        with contextlib.suppress(UnknownFunction, GatewayError):
-            self.live(self.function).logs.write("gateway", text)
-
-
-def _last_lines(logs: LogBook, worker: str) -> str:
-    lines = [line.text for line in logs.tail(10 * LOG_LINES) if line.source == worker]
-    return "\n".join(lines[-LOG_LINES:])

@@ -7,9 +7,9 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from email.utils import mktime_tz, parsedate_tz
+from datetime import UTC
+from email.utils import parsedate_to_datetime
 from errno import EACCES
-from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
@@ -29,8 +29,6 @@ MAX_REDIRECTS = 3
 CONNECT_TIMEOUT_S = 5.0
 KEEP_ALIVE_S = 4.0
 """Shorter than the keep-alive of servers, so that few requests meet a connection that is being closed."""
-
-_HEADERS = {"Content-Type": "application/json", "User-Agent": f"pilotflame/{__version__}"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,36 +85,33 @@ class AddressPolicy(Addresses):
 
 
 class HttpPoster:
-    """An HTTP client for webhooks. Enter it on the event loop that uses it."""
+    """An HTTP client for webhooks. Create it on the event loop that uses it."""
 
     def __init__(
         self, policy: AddressPolicy, *, timeout_s: float, resolver: AbstractResolver | None = None
     ) -> None:
         self._policy = policy
         self._timeout_s = timeout_s
-        self._resolver = resolver
-
-    async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
                 # The sender limits how many requests run at a time.
                 limit=0,
-                resolver=self._resolver,
-                socket_factory=self._policy.socket,
+                resolver=resolver,
+                socket_factory=policy.socket,
                 keepalive_timeout=KEEP_ALIVE_S,
             ),
             timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S),
             cookie_jar=aiohttp.DummyCookieJar(),
-            headers=_HEADERS,
+            headers={"Content-Type": "application/json", "User-Agent": f"pilotflame/{__version__}"},
             auto_decompress=False,
-            # A proxy from the environment would make connections that the policy cannot check.
+            # The policy cannot check connections of a proxy from the environment.
             trust_env=False,
         )
+
+    async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
     async def post(self, url: str, headers: Mapping[str, str], body: bytes, now_s: float) -> DeliveryAttempt:
@@ -165,15 +160,12 @@ def parse_retry_after(text: str, now_s: float) -> float:
     text = text.strip()
     if text.isascii() and text.isdecimal():
         return float(text[:9])
-    parts = parsedate_tz(text)
-    if parts is None:
-        return 0.0
     try:
-        # HTTP dates are in GMT, with or without the zone.
-        at_s = mktime_tz((*parts[:9], parts[9] or 0))
+        date = parsedate_to_datetime(text)
     except (ValueError, OverflowError):
         return 0.0
-    return max(0.0, at_s - now_s)
+    # HTTP dates are in GMT, with or without the zone.
+    return max(0.0, date.replace(tzinfo=date.tzinfo or UTC).timestamp() - now_s)
 
 
 def _text_fault(text: str, url: URL) -> str | None:

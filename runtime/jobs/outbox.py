@@ -11,13 +11,13 @@ import dataclasses
 import secrets
 import sqlite3
 from collections.abc import Collection, Iterator, Sequence
+from datetime import UTC, datetime
 from urllib.parse import urlsplit
 
 import orjson
 
 from ...errors import UnknownDelivery
 from .job import Job
-from .message import body
 from .webhook_delivery import Delivery, DeliveryAttempt, DeliveryState, RetrySchedule
 
 HELD_TRIES = 3
@@ -30,9 +30,7 @@ MAX_DELETED = 4
 MAX_HOSTS = 256
 """How many hosts a query for due deliveries covers: those with the earliest deliveries."""
 
-_COLUMNS = (
-    "id, job_id, function, event, url, host, state, attempts, next_s, created_s, last_status, last_error, log"
-)
+_COLUMNS = ", ".join(field.name for field in dataclasses.fields(Delivery) if field.name != "body")
 _INSERT = """
 INSERT INTO deliveries (id, job_id, function, event, url, host, body, state, attempts, next_s, created_s, last_status,
     last_error, log) VALUES (?, ?, ?, ?, ?, ?, ?, 'PENDING', ?, ?, ?, 0, '', ?)"""
@@ -48,23 +46,38 @@ FROM hosts WHERE host IS NOT NULL ORDER BY first_s LIMIT ?"""
 # Only columns before the body: SQLite reaches those behind it by reading the body.
 _DUE = """
 SELECT rowid, job_id, next_s FROM deliveries WHERE state = 'PENDING' AND host = ? AND next_s <= ? ORDER BY next_s, rowid"""
+_DELETE_OLDEST = """
+DELETE FROM deliveries WHERE rowid IN (
+    SELECT rowid FROM deliveries WHERE state <> 'PENDING' AND created_s < ? %s ORDER BY created_s LIMIT ?)"""
 _NEXT = "SELECT min(next_s) FROM deliveries WHERE state = 'PENDING' AND host = ? AND next_s > ?"
 
 
-def add(connection: sqlite3.Connection, job: Job, event: str, now_s: float) -> bool:
-    """Add a delivery if the job's webhook subscribes to the event. Return True if so."""
+def add(connection: sqlite3.Connection, job: Job, event: str, now_s: float) -> None:
+    """Add a delivery if the job's webhook subscribes to the event."""
     webhook = job.webhook
     if webhook is None or event not in webhook.events:
-        return False
+        return
     attempts, next_s, log = 0, max(now_s, _held_until(connection, job.id)), "[]"
     if event == "output" and (earlier := _take_superseded(connection, job.id)) is not None:
         # Continue its retries, so that a receiver that is down gets no more requests than for one event.
         attempts, next_s, log = earlier["attempts"], max(next_s, earlier["next_s"]), earlier["log"]
-    delivery_id = f"msg_{secrets.token_hex(16)}"
-    message = body(job, event, now_s)
-    row = (delivery_id, job.id, job.function, event, webhook.url, _host(webhook.url), message)
-    connection.execute(_INSERT, (*row, attempts, next_s, now_s, log))
-    return True
+    parts = urlsplit(webhook.url)
+    host = f"{parts.scheme}://{parts.netloc}".lower()
+    row = (f"msg_{secrets.token_hex(16)}", job.id, job.function, event, webhook.url, host)
+    connection.execute(_INSERT, (*row, message(job, event, now_s), attempts, next_s, now_s, log))
+
+
+def message(job: Job, event: str, now_s: float) -> bytes:
+    """Return an event's message after Standard Webhooks: `type`, `timestamp`, and `data`, the job's status.
+
+    The fields of `data` are repeated at the top, with `error` as text, for receivers written for RunPod.
+    """
+    data = job.status(now_s)
+    if job.logs and event in ("logs", "completed"):
+        data["logs"] = job.logs
+    top = data | {"error": str(job.error.get("message", ""))} if job.error is not None else data
+    timestamp = datetime.fromtimestamp(now_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return orjson.dumps({"type": f"job.{event}", "timestamp": timestamp, "data": data} | top)
 
 
 def due(
@@ -91,11 +104,10 @@ def due(
             later_s.append(first_s)
             continue
         found += _due_at(connection, host, now_s, jobs, min(room, room_per_host - len(jobs)))
-        (next_s,) = connection.execute(_NEXT, (host, now_s)).fetchone()
-        later_s += [] if next_s is None else [next_s]
+        later_s += [next_s for (next_s,) in connection.execute(_NEXT, (host, now_s)) if next_s is not None]
     found.sort()
-    rows = [_row(connection, "rowid = ?", rowid) for _, rowid in found[:room]]
-    return [_delivery(row) for row in rows if row is not None], min(later_s, default=None)
+    deliveries = [_read(connection, "rowid = ?", rowid) for _, rowid in found[:room]]
+    return [one for one in deliveries if one is not None], min(later_s, default=None)
 
 
 def record(
@@ -103,41 +115,28 @@ def record(
     delivery_id: str,
     attempt: DeliveryAttempt,
     schedule: RetrySchedule,
-    *,
     now_s: float,
-    draw: float,
-) -> Delivery | None:
-    """Record an attempt and the delivery's new state. None if the delivery was deleted."""
-    row = connection.execute(
-        f"SELECT {_COLUMNS}, rowid FROM deliveries WHERE id = ?",  # noqa: S608
-        (delivery_id,),
-    ).fetchone()
+) -> DeliveryState | None:
+    """Record an attempt and return the delivery's new state; None if the delivery was deleted."""
+    query = "SELECT rowid, job_id, attempts, log FROM deliveries WHERE id = ?"
+    row = connection.execute(query, (delivery_id,)).fetchone()
     if row is None:
         return None
-    before = _delivery(row)
-    tried = before.attempts + 1
-    state, next_s = schedule.next_state(attempt, tried, now_s=now_s, draw=draw)
-    after = dataclasses.replace(
-        before,
-        state=state,
-        attempts=tried,
-        next_s=next_s,
-        last_status=attempt.status,
-        last_error=attempt.error,
-        log=(*before.log, attempt)[-MAX_LOG:],
-    )
+    tried = row["attempts"] + 1
+    state, next_s = schedule.next_state(attempt, tried, now_s)
+    log = [*orjson.loads(row["log"]), attempt][-MAX_LOG:]
     connection.execute(
         "UPDATE deliveries SET state = ?, attempts = ?, next_s = ?, last_status = ?, last_error = ?, log = ? WHERE id = ?",
-        (state, tried, next_s, attempt.status, attempt.error, orjson.dumps(after.log).decode(), delivery_id),
+        (state, tried, next_s, attempt.status, attempt.error, orjson.dumps(log).decode(), delivery_id),
     )
     if state is not DeliveryState.PENDING:
-        delete_ended(connection, now_s - KEEP_ENDED_S, MAX_DELETED)
+        connection.execute(_DELETE_OLDEST % "", (now_s - KEEP_ENDED_S, MAX_DELETED))
     elif tried < HELD_TRIES:
         connection.execute(
             "UPDATE deliveries SET next_s = max(next_s, ?) WHERE job_id = ? AND state = 'PENDING' AND rowid > ?",
-            (next_s, before.job_id, row["rowid"]),
+            (next_s, row["job_id"], row["rowid"]),
         )
-    return after
+    return state
 
 
 def redeliver(connection: sqlite3.Connection, function: str, delivery_id: str, now_s: float) -> Delivery:
@@ -146,19 +145,18 @@ def redeliver(connection: sqlite3.Connection, function: str, delivery_id: str, n
         "UPDATE deliveries SET state = 'PENDING', attempts = 0, next_s = ? WHERE id = ? AND function = ?",
         (now_s, delivery_id, function),
     ).rowcount
-    row = _row(connection, "id = ?", delivery_id) if changed else None
-    if row is None:
+    delivery = _read(connection, "id = ?", delivery_id) if changed else None
+    if delivery is None:
         raise UnknownDelivery(
             f"There is no delivery {delivery_id} of {function}.",
             remedy="`pilotflame webhooks list` shows the ids of all deliveries.",
         )
-    return _delivery(row)
+    return delivery
 
 
 def newest(
     connection: sqlite3.Connection,
     function: str,
-    *,
     states: Sequence[DeliveryState] = (),
     job_id: str = "",
     limit: int = 100,
@@ -176,13 +174,11 @@ def newest(
     return [_delivery(row) for row in rows]
 
 
-def delete_ended(connection: sqlite3.Connection, before_s: float, limit: int) -> int:
-    """Delete deliveries that ended and were added before that time, oldest first. Return how many."""
-    return connection.execute(
-        "DELETE FROM deliveries WHERE rowid IN (SELECT rowid FROM deliveries WHERE state <> 'PENDING' AND created_s < ?"
-        " ORDER BY created_s LIMIT ?)",
-        (before_s, limit),
-    ).rowcount
+def delete_orphans(connection: sqlite3.Connection, before_s: float, limit: int) -> None:
+    """Delete deliveries added before that time that ended after their job was deleted."""
+    connection.execute(
+        _DELETE_OLDEST % "AND NOT EXISTS (SELECT 1 FROM jobs WHERE id = job_id)", (before_s, limit)
+    )
 
 
 def _held_until(connection: sqlite3.Connection, job_id: str) -> float:
@@ -219,19 +215,13 @@ def _due_at(
             yield row["next_s"], row["rowid"]
 
 
-def _row(connection: sqlite3.Connection, where: str, key: str | int) -> sqlite3.Row | None:
-    """Return a row with its body."""
+def _read(connection: sqlite3.Connection, where: str, key: str | int) -> Delivery | None:
+    """Return a delivery with its body."""
     select = f"SELECT {_COLUMNS}, body FROM deliveries WHERE {where}"  # noqa: S608
-    row: sqlite3.Row | None = connection.execute(select, (key,)).fetchone()
-    return row
+    row = connection.execute(select, (key,)).fetchone()
+    return _delivery(row) if row is not None else None
 
 
 def _delivery(row: sqlite3.Row) -> Delivery:
-    fields = {key: row[key] for key in row.keys() if key != "rowid"}  # noqa: SIM118
-    log = tuple(DeliveryAttempt(**attempt) for attempt in orjson.loads(fields.pop("log")))
-    return Delivery(**fields | {"state": DeliveryState(fields["state"]), "log": log})
-
-
-def _host(url: str) -> str:
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc}".lower()
+    log = tuple(DeliveryAttempt(**attempt) for attempt in orjson.loads(row["log"]))
+    return Delivery(**dict(row) | {"state": DeliveryState(row["state"]), "log": log})

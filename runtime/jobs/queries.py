@@ -8,14 +8,11 @@ from contextlib import closing
 
 from ...errors import JobExpired, UnknownJob
 from .job import Job, JobCounts, JobState
-from .schema import SELECT_WHOLE, SELECT_WITHOUT_BODIES, find_row, job_of
-from .transaction import missing
+from .schema import SELECT_WHOLE, find_row, find_rows, job_of
+from .transaction import missing, row_of
 
 _READY = "WHERE function = ? AND state = 'IN_QUEUE' AND due_s = 0 AND until_s > ? ORDER BY priority, jobs.number LIMIT ?"
-_DELAYED = (
-    "WHERE function = ? AND state = 'IN_QUEUE' AND due_s > 0 AND due_s <= ? AND until_s > ? "
-    "ORDER BY priority, jobs.number LIMIT ?"
-)
+_DELAYED = _READY.replace("due_s = 0", "due_s > 0 AND due_s <= ?")
 _NEWEST = "WHERE function = ? AND state = ? AND jobs.number < ? ORDER BY jobs.number DESC LIMIT ?"
 _MAX_NUMBER = 1 << 62
 PIECES_BYTES = 4 << 20
@@ -24,10 +21,7 @@ PIECES_BYTES = 4 << 20
 
 def get(connection: sqlite3.Connection, function: str, job_id: str) -> Job:
     """Return a function's job. UnknownJob, or JobExpired if it was deleted."""
-    row = find_row(connection, job_id, SELECT_WHOLE)
-    if row is None or row["function"] != function:
-        raise missing(connection, function, job_id)
-    return job_of(row)
+    return job_of(row_of(connection, function, job_id, SELECT_WHOLE))
 
 
 def find(
@@ -78,17 +72,11 @@ def newest(
     before_id: str = "",
 ) -> list[Job]:
     """Return jobs in these states (default: all), newest first, without input, output and logs."""
-    before = _MAX_NUMBER
-    if before_id:
-        row = find_row(connection, before_id)
-        if row is None or row["function"] != function:
-            raise missing(connection, function, before_id)
-        before = row["number"]
+    before = row_of(connection, function, before_id)["number"] if before_id else _MAX_NUMBER
     # The index is ordered by number within each state.
     rows: list[sqlite3.Row] = []
     for state in set(states) or set(JobState):
-        query = connection.execute(SELECT_WITHOUT_BODIES + _NEWEST, (function, state.value, before, limit))
-        rows += query.fetchall()
+        rows += find_rows(connection, _NEWEST, function, state.value, before, limit)
     rows.sort(key=lambda row: -int(row["number"]))
     return [job_of(row) for row in rows[:limit]]
 
@@ -113,10 +101,8 @@ def pieces(
 
 def counts(connection: sqlite3.Connection, function: str) -> JobCounts:
     """Return the function's jobs by state."""
-    query = (
-        "SELECT in_queue, in_progress, completed, failed, cancelled, retried FROM counters WHERE function = ?"
-    )
-    row = connection.execute(query, (function,)).fetchone()
+    columns = "in_queue, in_progress, completed, failed, cancelled, retried"
+    row = connection.execute(f"SELECT {columns} FROM counters WHERE function = ?", (function,)).fetchone()  # noqa: S608
     return JobCounts(*row) if row is not None else JobCounts()
 
 
@@ -131,12 +117,6 @@ def functions_waiting(connection: sqlite3.Connection) -> list[str]:
     """Return the functions that have jobs in the queue."""
     rows = connection.execute("SELECT function FROM counters WHERE in_queue > 0 ORDER BY function")
     return [function for (function,) in rows]
-
-
-def running(connection: sqlite3.Connection, function: str, last: int) -> list[str]:
-    """Return the ids of a function's running jobs with numbers up to `last`."""
-    query = "SELECT id FROM jobs WHERE function = ? AND state = 'IN_PROGRESS' AND number <= ? ORDER BY number"
-    return [job_id for (job_id,) in connection.execute(query, (function, last))]
 
 
 def last_number(connection: sqlite3.Connection) -> int:

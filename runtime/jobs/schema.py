@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import sqlite3
-from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
 
 import orjson
 
 from .job import Job, JobState, NewJob, Webhook, idempotency_digest
 
-_JOBS = """
+_TABLES = """
 CREATE TABLE jobs (
     number INTEGER PRIMARY KEY,
     id TEXT NOT NULL UNIQUE,
@@ -54,21 +55,10 @@ CREATE INDEX jobs_until ON jobs (until_s) WHERE until_s IS NOT NULL;
 CREATE UNIQUE INDEX jobs_idempotency ON jobs (idempotency) WHERE idempotency IS NOT NULL;
 
 CREATE TABLE inputs (number INTEGER PRIMARY KEY, body BLOB NOT NULL);
-CREATE TABLE results (
-    number INTEGER PRIMARY KEY,
-    type TEXT NOT NULL,
-    logs TEXT NOT NULL,
-    body BLOB
-);
-CREATE TABLE pieces (
-    job INTEGER NOT NULL,            -- jobs.number
-    number INTEGER NOT NULL,
-    body BLOB NOT NULL,
-    UNIQUE (job, number)
-);
-"""
+CREATE TABLE results (number INTEGER PRIMARY KEY, type TEXT NOT NULL, logs TEXT NOT NULL, body BLOB);
+-- pieces.job is jobs.number.
+CREATE TABLE pieces (job INTEGER NOT NULL, number INTEGER NOT NULL, body BLOB NOT NULL, UNIQUE (job, number));
 
-_COUNTERS = """
 CREATE TABLE counters (
     function TEXT PRIMARY KEY,
     in_queue INTEGER NOT NULL DEFAULT 0,
@@ -78,15 +68,11 @@ CREATE TABLE counters (
     cancelled INTEGER NOT NULL DEFAULT 0,
     retried INTEGER NOT NULL DEFAULT 0
 ) WITHOUT ROWID;
-"""
 
-# A digest stands for the id of a deleted job: callers may choose ids of 128 characters.
-_TOMBSTONES = """
+-- The key is a digest of the id of a deleted job: callers may choose ids of 128 characters.
 CREATE TABLE tombstones (number INTEGER PRIMARY KEY, key INTEGER NOT NULL, until_s REAL NOT NULL);
 CREATE INDEX tombstones_key ON tombstones (key);
-"""
 
-_DELIVERIES = """
 CREATE TABLE deliveries (
     id TEXT PRIMARY KEY,
     job_id TEXT NOT NULL,
@@ -118,7 +104,7 @@ UPDATE counters SET queued_bytes = (
 );
 """
 
-SCRIPTS = (_JOBS + _COUNTERS + _TOMBSTONES + _DELIVERIES, _QUEUED_BYTES)
+SCRIPTS = (_TABLES, _QUEUED_BYTES)
 """`SCRIPTS[n]` upgrades a file from version n to n + 1. A released script is never edited."""
 
 _COLUMNS = (
@@ -137,27 +123,21 @@ SELECT_WITHOUT_BODIES = (
     f"SELECT {_COLUMNS}, x'' AS input, NULL AS output, '' AS output_type, '' AS logs FROM jobs "  # noqa: S608
 )
 _JOB_FIELDS = tuple(field.name for field in dataclasses.fields(Job))
+_SHARED_FIELDS = (
+    "function", "owner", "priority", "content_type", "execution_timeout_s", "ttl_s", "max_attempts", "traceparent",
+)  # fmt: skip
 
 
 def insert_job(connection: sqlite3.Connection, new: NewJob, job_id: str, now_s: float) -> Job:
     """Insert a new job in state IN_QUEUE."""
+    shared: dict[str, Any] = {name: getattr(new, name) for name in _SHARED_FIELDS}
+    shared |= {"id": job_id, "state": JobState.IN_QUEUE, "created_s": now_s}
     stale_s = now_s + new.ttl_s
-    columns = {
-        "id": job_id,
-        "function": new.function,
-        "state": JobState.IN_QUEUE.value,
-        "owner": new.owner,
-        "priority": new.priority,
-        "content_type": new.content_type,
-        "execution_timeout_s": new.execution_timeout_s,
-        "ttl_s": new.ttl_s,
+    columns = shared | {
         "allowed": new.max_attempts,
-        "max_attempts": new.max_attempts,
-        "created_s": now_s,
         "stale_s": stale_s,
         "until_s": stale_s,
         "webhook": orjson.dumps(new.webhook).decode() if new.webhook is not None else None,
-        "traceparent": new.traceparent,
         "extra": orjson.dumps(new.extra).decode() if new.extra else None,
         "idempotency": idempotency_digest(new.function, new.owner, new.idempotency),
     }
@@ -165,23 +145,23 @@ def insert_job(connection: sqlite3.Connection, new: NewJob, job_id: str, now_s: 
     insert = f"INSERT INTO jobs ({', '.join(columns)}) VALUES ({marks})"  # noqa: S608
     number = connection.execute(insert, tuple(columns.values())).lastrowid
     connection.execute("INSERT INTO inputs VALUES (?, ?)", (number, new.input))
-    return Job(
-        job_id, new.function, JobState.IN_QUEUE, new.input, new.content_type, new.owner, new.priority,
-        new.execution_timeout_s, new.ttl_s, new.max_attempts, now_s,
-        webhook=new.webhook, traceparent=new.traceparent, extra=new.extra or None,
-    )  # fmt: skip
+    return Job(input=new.input, webhook=new.webhook, extra=new.extra or None, **shared)
 
 
 def find_row(
     connection: sqlite3.Connection, job_id: str, select: str = SELECT_WITHOUT_BODIES
 ) -> sqlite3.Row | None:
     """Return the row of a job, or None."""
-    try:
-        row: sqlite3.Row | None = connection.execute(select + "WHERE id = ?", (job_id,)).fetchone()
-    except UnicodeEncodeError:
-        # A URL may contain bytes that are not UTF-8. No id does.
-        return None
+    row: sqlite3.Row | None = None
+    # A URL may contain bytes that are not UTF-8. No id does.
+    with suppress(UnicodeEncodeError):
+        row = connection.execute(select + "WHERE id = ?", (job_id,)).fetchone()
     return row
+
+
+def find_rows(connection: sqlite3.Connection, where: str, *values: object) -> list[sqlite3.Row]:
+    """Return the rows of jobs, without input, output and logs."""
+    return connection.execute(SELECT_WITHOUT_BODIES + where, values).fetchall()
 
 
 def read_job(connection: sqlite3.Connection, number: int, select: str) -> Job:
@@ -195,19 +175,14 @@ def job_of(row: sqlite3.Row) -> Job:
     fields["state"] = JobState(fields["state"])
     fields["output_type"] = fields["output_type"] or ""
     fields["logs"] = fields["logs"] or ""
-    fields["webhook"] = _webhook_of(row)
+    fields["webhook"] = webhook_of(row)
     for name in ("error", "extra"):
         fields[name] = orjson.loads(fields[name]) if fields[name] is not None else None
     return Job(**fields)
 
 
-def webhook_events(row: sqlite3.Row) -> Sequence[str]:
-    """Return the events that the job's webhook subscribes to."""
-    webhook = _webhook_of(row)
-    return webhook.events if webhook is not None else ()
-
-
-def _webhook_of(row: sqlite3.Row) -> Webhook | None:
+def webhook_of(row: sqlite3.Row) -> Webhook | None:
+    """Return the webhook of the job in a row."""
     if row["webhook"] is None:
         return None
     fields = orjson.loads(row["webhook"])

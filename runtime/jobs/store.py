@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from . import queries, transitions
+from . import outbox, queries, transitions
 from .database import Database
 from .transaction import Transaction
 
@@ -52,7 +52,7 @@ class JobStore:
         database: Database,
         *,
         keep_s: float,
-        on_commit: Callable[[Transaction], object] | None = None,
+        on_commit: Callable[[Transaction], object] = lambda _: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._database = database
@@ -70,6 +70,7 @@ class JobStore:
     cancel = _transition(transitions.cancel)
     retry = _transition(transitions.retry)
     expire = _transition(transitions.expire)
+    redeliver = _transition(transitions.redeliver)
     _purge_slice = _transition(transitions.purge)
 
     get = _query(queries.get)
@@ -81,37 +82,23 @@ class JobStore:
     pieces = _query(queries.pieces)
     counts = _query(queries.counts)
     functions_waiting = _query(queries.functions_waiting)
+    deliveries = _query(outbox.newest)
 
-    async def purge(self, function: str) -> int:
-        """Cancel the jobs that are queued now and return how many. Other writers run between the slices."""
-        return await self._purge(function, await self._database.read(queries.last_number))
+    async def purge(self, function: str, *, running: bool = False) -> int:
+        """Cancel the jobs that are queued now, or also the running ones, and return how many.
 
-    async def purge_deleted(self, function: str) -> list[str]:
-        """Cancel the queued jobs of a deleted function and return the ids of its running ones.
-
-        Leaves out jobs that were submitted meanwhile: a new function may have the same name.
+        Other writers run between the slices. Jobs that are submitted meanwhile are left out.
         """
-        last = await self._database.read(queries.last_number)
-        await self._purge(function, last)
-        return await self._database.read(lambda connection: queries.running(connection, function, last))
-
-    async def _purge(self, function: str, last: int) -> int:
-        cancelled = 0
-        while count := await self._purge_slice(function, last):
+        last, cancelled = await self._database.read(queries.last_number), 0
+        while count := await self._purge_slice(function, last, running=running):
             cancelled += count
         return cancelled
 
     async def _commit(self, change: Callable[[Transaction], T]) -> T:
-        transaction: Transaction | None = None
-
-        def run(connection: sqlite3.Connection) -> T:
+        def run(connection: sqlite3.Connection) -> tuple[Transaction, T]:
             # A second run, after a failed group commit, starts from an empty transaction.
-            nonlocal transaction
             transaction = Transaction(connection, self._clock(), self._keep_s)
-            return change(transaction)
+            return transaction, change(transaction)
 
-        def committed() -> None:
-            if transaction is not None and self._on_commit is not None:
-                self._on_commit(transaction)
-
-        return await self._database.write(run, committed)
+        _, result = await self._database.write(run, lambda done: self._on_commit(done[0]))
+        return result

@@ -17,6 +17,8 @@ that changes a state, so counts are exact after a crash and reading them costs o
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
@@ -24,7 +26,7 @@ import orjson
 from ...errors import JobConflict, JobExpired, UnknownJob
 from . import outbox
 from .job import TRANSITIONS, Job, JobOutcome, JobState, NewJob, new_job_id, tombstone_key
-from .schema import SELECT_WITH_RESULT, find_row, insert_job, read_job, webhook_events
+from .schema import SELECT_WITH_RESULT, SELECT_WITHOUT_BODIES, find_row, insert_job, read_job, webhook_of
 
 COUNTERS = {
     JobState.IN_QUEUE: "in_queue",
@@ -37,30 +39,22 @@ COUNTERS = {
 """The column of `counters` for each state."""
 
 
+@dataclass(slots=True)
 class Transaction:
-    """One caller's changes within the writer's transaction.
+    """One caller's changes within the writer's transaction, and what to notify after the commit.
 
-    Three attributes say what to notify after the commit: `queued` holds the functions that have more to run,
-    `changed` the ids of jobs whose state, progress or pieces changed; `notified` is True if a delivery was added.
+    Jobs that end in it are kept for `keep_s`. `queued` holds the functions that have more to run, `cancelled`
+    (function, job id) of jobs whose attempts are to be stopped, `changed` the ids of jobs whose state, progress or
+    pieces changed; `notified` is True if deliveries may be due.
     """
 
-    __slots__ = ("changed", "connection", "keep_s", "notified", "now_s", "queued")
-
-    def __init__(self, connection: sqlite3.Connection, now_s: float, keep_s: float) -> None:
-        """Jobs that end in this transaction are kept for `keep_s`."""
-        self.connection = connection
-        self.now_s = now_s
-        self.keep_s = keep_s
-        self.queued: set[str] = set()
-        self.changed: list[str] = []
-        self.notified = False
-
-    def row_of(self, function: str, job_id: str) -> sqlite3.Row:
-        """Return the row of a function's job. UnknownJob, or JobExpired if it was deleted."""
-        row = find_row(self.connection, job_id)
-        if row is None or row["function"] != function:
-            raise missing(self.connection, function, job_id)
-        return row
+    connection: sqlite3.Connection
+    now_s: float
+    keep_s: float
+    queued: set[str] = field(default_factory=set)
+    cancelled: list[tuple[str, str]] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
+    notified: bool = False
 
     def running_row(self, job_id: str, fence: int) -> sqlite3.Row | None:
         """Return the row of a job that runs in the attempt `fence`, else None."""
@@ -85,15 +79,7 @@ class Transaction:
         was = JobState(row["state"])
         if to not in TRANSITIONS[was]:
             raise JobConflict(f"Job {row['id']} is {was}: it cannot become {to}.")
-        fields = {"state": to.value, **self._fields_of(to, row), **fields}
-        assignments = ", ".join(f"{name} = ?" for name in fields)
-        updated = self.connection.execute(
-            f"UPDATE jobs SET {assignments} WHERE number = ? AND state = ? AND attempts = ?",  # noqa: S608
-            (*fields.values(), row["number"], was.value, row["attempts"]),
-        )
-        if updated.rowcount != 1:
-            raise JobConflict(f"Job {row['id']} is no longer {was} in its attempt {row['attempts']}.")
-        self.changed.append(row["id"])
+        self._update(row, {"state": to.value, **self._fields_of(to, row), **fields})
         self._count(row, was, to, retried=retried)
         if to is JobState.IN_QUEUE:
             self._clear(row)
@@ -102,6 +88,8 @@ class Transaction:
         """Move a job to a final state, store its result and notify its webhook."""
         error = orjson.dumps(outcome.error).decode() if outcome.error is not None else None
         self.move(row, outcome.state, error=error)
+        if outcome.state is JobState.CANCELLED:
+            self.cancelled.append((row["function"], row["id"]))
         if outcome.output is not None or outcome.logs:
             self.connection.execute(
                 "INSERT INTO results (number, type, logs, body) VALUES (?, ?, ?, ?)",
@@ -111,20 +99,27 @@ class Transaction:
 
     def touch(self, row: sqlite3.Row, **fields: Any) -> None:
         """Set `fields` of a running job whose output has grown, and notify its webhook."""
-        assignments = ", ".join(f"{name} = ?" for name in fields)
-        self.connection.execute(
-            f"UPDATE jobs SET {assignments} WHERE number = ?",  # noqa: S608
-            (*fields.values(), row["number"]),
-        )
-        self.changed.append(row["id"])
+        self._update(row, fields)
         self.notify(row, "output")
 
     def notify(self, row: sqlite3.Row, event: str) -> None:
         """Add a webhook delivery if the job subscribes to the event. Only then is its result read."""
-        if event in webhook_events(row):
+        if (webhook := webhook_of(row)) is not None and event in webhook.events:
             job = read_job(self.connection, row["number"], SELECT_WITH_RESULT)
             outbox.add(self.connection, job, event, self.now_s)
             self.notified = True
+
+    def _update(self, row: sqlite3.Row, fields: Mapping[str, Any]) -> None:
+        assignments = ", ".join(f"{name} = ?" for name in fields)
+        updated = self.connection.execute(
+            f"UPDATE jobs SET {assignments} WHERE number = ? AND state = ? AND attempts = ?",  # noqa: S608
+            (*fields.values(), row["number"], row["state"], row["attempts"]),
+        )
+        if updated.rowcount != 1:
+            raise JobConflict(
+                f"Job {row['id']} is no longer {row['state']} in its attempt {row['attempts']}."
+            )
+        self.changed.append(row["id"])
 
     def _fields_of(self, to: JobState, row: sqlite3.Row) -> dict[str, Any]:
         if to is JobState.IN_QUEUE:
@@ -158,6 +153,16 @@ class Transaction:
         if row["pieces"]:
             self.connection.execute("DELETE FROM pieces WHERE job = ?", (row["number"],))
         self.queued.add(row["function"])
+
+
+def row_of(
+    connection: sqlite3.Connection, function: str, job_id: str, select: str = SELECT_WITHOUT_BODIES
+) -> sqlite3.Row:
+    """Return the row of a function's job. UnknownJob, or JobExpired if it was deleted."""
+    row = find_row(connection, job_id, select)
+    if row is None or row["function"] != function:
+        raise missing(connection, function, job_id)
+    return row
 
 
 def missing(connection: sqlite3.Connection, function: str, job_id: str) -> UnknownJob | JobExpired:

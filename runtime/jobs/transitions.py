@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sqlite3
 import time
 from collections.abc import Mapping, Sequence
@@ -10,10 +11,11 @@ from typing import Any
 import orjson
 
 from ...errors import DeadlineExceeded, IdempotencyConflict, JobConflict, QueueFull, WorkerDied
-from . import queries
+from . import outbox, queries
 from .job import Job, JobOutcome, JobState, NewJob, idempotency_digest, tombstone_key
-from .schema import SELECT_WHOLE, SELECT_WITHOUT_BODIES, find_row, job_of, read_job
-from .transaction import Transaction
+from .schema import SELECT_WHOLE, find_row, find_rows, job_of, read_job
+from .transaction import Transaction, row_of
+from .webhook_delivery import Delivery
 
 PURGE_SLICE = 500
 """Jobs that one transaction cancels, so that other writers wait briefly."""
@@ -125,7 +127,7 @@ def requeue(
 
 def recover(transaction: Transaction) -> int:
     """Requeue jobs that ran when the gateway died; FAILED after the last attempt. Return their number."""
-    running = transaction.connection.execute(SELECT_WITHOUT_BODIES + "WHERE state = 'IN_PROGRESS'").fetchall()
+    running = find_rows(transaction.connection, "WHERE state = 'IN_PROGRESS'")
     for row in running:
         if row["attempts"] < row["max_attempts"]:
             transaction.move(row, JobState.IN_QUEUE)
@@ -166,46 +168,43 @@ def set_progress(transaction: Transaction, job_id: str, fence: int, progress: by
     return row is not None
 
 
-def cancel(transaction: Transaction, function: str, job_id: str) -> tuple[Job, bool]:
-    """End a job as CANCELLED unless it is final. Return the job, and True if it was running."""
-    row = transaction.row_of(function, job_id)
-    was = JobState(row["state"])
-    if not was.final:
+def cancel(transaction: Transaction, function: str, job_id: str) -> Job:
+    """End a job as CANCELLED unless it is final."""
+    row = row_of(transaction.connection, function, job_id)
+    if not JobState(row["state"]).final:
         transaction.end(row, JobOutcome(JobState.CANCELLED))
-    return read_job(transaction.connection, row["number"], SELECT_WHOLE), was is JobState.IN_PROGRESS
+    return read_job(transaction.connection, row["number"], SELECT_WHOLE)
 
 
 def retry(transaction: Transaction, function: str, job_id: str) -> Job:
     """Queue a failed job again under its id, with new attempts and ttl. JobConflict in other states."""
-    row = transaction.row_of(function, job_id)
+    row = row_of(transaction.connection, function, job_id)
     if row["state"] not in (JobState.FAILED, JobState.TIMED_OUT):
         raise JobConflict(
             f"Job {job_id} is {row['state']}: only jobs that FAILED or TIMED_OUT can be retried.",
             remedy="Submit its input again.",
         )
     stale_s = transaction.now_s + row["ttl_s"]
-    transaction.move(
-        row,
-        JobState.IN_QUEUE,
-        retried=True,
-        error=None,
-        retries=row["retries"] + 1,
-        max_attempts=row["attempts"] + row["allowed"],
-        stale_s=stale_s,
-        until_s=stale_s,
-    )
+    attempts = {"retries": row["retries"] + 1, "max_attempts": row["attempts"] + row["allowed"]}
+    fields = {**attempts, "error": None, "stale_s": stale_s, "until_s": stale_s}
+    transaction.move(row, JobState.IN_QUEUE, retried=True, **fields)
     return read_job(transaction.connection, row["number"], SELECT_WHOLE)
 
 
-def purge(transaction: Transaction, function: str, last: int) -> int:
-    """Cancel up to PURGE_SLICE queued jobs with numbers up to `last`. Return how many."""
-    queued = transaction.connection.execute(
-        SELECT_WITHOUT_BODIES + "WHERE function = ? AND state = 'IN_QUEUE' AND jobs.number <= ? LIMIT ?",
-        (function, last, PURGE_SLICE),
-    ).fetchall()
-    for row in queued:
+def purge(transaction: Transaction, function: str, last: int, *, running: bool) -> int:
+    """Cancel up to PURGE_SLICE jobs with numbers up to `last`, running ones only on request. Return how many."""
+    where = "WHERE function = ? AND state IN ('IN_QUEUE', ?) AND jobs.number <= ? LIMIT ?"
+    also = JobState.IN_PROGRESS if running else ""
+    rows = find_rows(transaction.connection, where, function, also, last, PURGE_SLICE)
+    for row in rows:
         transaction.end(row, JobOutcome(JobState.CANCELLED))
-    return len(queued)
+    return len(rows)
+
+
+def redeliver(transaction: Transaction, function: str, delivery_id: str) -> Delivery:
+    """Send a delivery again with its id, whatever its state. UnknownDelivery."""
+    transaction.notified = True
+    return outbox.redeliver(transaction.connection, function, delivery_id, transaction.now_s)
 
 
 def expire(transaction: Transaction, limit: int = 200) -> int:
@@ -214,11 +213,8 @@ def expire(transaction: Transaction, limit: int = 200) -> int:
     Handles at most `limit` jobs and tombstones each and returns their number. Repeat while `next_expiry` is due.
     """
     until_s = time.monotonic() + EXPIRY_SLICE_S
-    rows = transaction.connection.execute(
-        SELECT_WITHOUT_BODIES + "WHERE until_s <= ? ORDER BY until_s LIMIT ?", (transaction.now_s, limit)
-    ).fetchall()
-    done = 0
-    for row in rows:
+    where, done = "WHERE until_s <= ? ORDER BY until_s LIMIT ?", 0
+    for row in find_rows(transaction.connection, where, transaction.now_s, limit):
         if row["state"] == JobState.IN_QUEUE:
             transaction.end(row, JobOutcome(JobState.TIMED_OUT, error=_ttl_passed(row)))
         else:
@@ -226,19 +222,21 @@ def expire(transaction: Transaction, limit: int = 200) -> int:
         done += 1
         if time.monotonic() > until_s:
             break
-    done += _delete_tombstones(transaction, limit)
-    _delete_deliveries(transaction, limit)
-    _shrink_file(transaction.connection)
-    return done
+    deleted = _delete_tombstones(transaction, limit)
+    outbox.delete_orphans(transaction.connection, transaction.now_s - transaction.keep_s, limit)
+    if pages := min(_excess_pages(transaction.connection), VACUUM_PAGES):
+        # Each fetched row releases one page.
+        transaction.connection.execute(f"PRAGMA incremental_vacuum({pages})").fetchall()
+    return done + deleted
 
 
-def next_expiry(connection: sqlite3.Connection, now_s: float) -> float | None:
-    """Return when `expire` has work to do, or None if nothing will expire."""
+def next_expiry(connection: sqlite3.Connection, now_s: float) -> float:
+    """Return when `expire` has work to do; infinity if nothing will expire."""
     if _excess_pages(connection):
         return now_s
-    oldest = connection.execute("SELECT until_s FROM tombstones ORDER BY number LIMIT 1").fetchone()
-    (first,) = connection.execute("SELECT min(until_s) FROM jobs WHERE until_s IS NOT NULL").fetchone()
-    return min((at for at in (first, oldest[0] if oldest else None) if at is not None), default=None)
+    first = connection.execute("SELECT until_s FROM jobs WHERE until_s IS NOT NULL ORDER BY until_s LIMIT 1")
+    oldest = connection.execute("SELECT until_s FROM tombstones ORDER BY number LIMIT 1")
+    return min((until_s for (until_s,) in (*first, *oldest)), default=math.inf)
 
 
 def _ttl_passed(row: sqlite3.Row) -> dict[str, object]:
@@ -251,9 +249,8 @@ def _ttl_passed(row: sqlite3.Row) -> dict[str, object]:
 def _delete(transaction: Transaction, row: sqlite3.Row) -> None:
     """Delete a job and leave a tombstone. Deliveries that are still pending stay."""
     execute, number = transaction.connection.execute, (row["number"],)
-    execute("DELETE FROM jobs WHERE number = ?", number)
-    execute("DELETE FROM inputs WHERE number = ?", number)
-    execute("DELETE FROM results WHERE number = ?", number)
+    for table in ("jobs", "inputs", "results"):
+        execute(f"DELETE FROM {table} WHERE number = ?", number)  # noqa: S608
     if row["pieces"]:
         execute("DELETE FROM pieces WHERE job = ?", number)
     if row["webhook"] is not None:
@@ -269,31 +266,11 @@ def _delete_tombstones(transaction: Transaction, limit: int) -> int:
     execute = transaction.connection.execute
     (last,) = execute("SELECT max(number) FROM tombstones").fetchone()
     oldest = execute("SELECT number, until_s FROM tombstones ORDER BY number LIMIT ?", (limit,))
-    expired = [
-        number
-        for number, until_s in oldest
-        if until_s <= transaction.now_s or number <= last - MAX_TOMBSTONES
-    ]
+    now_s, excess = transaction.now_s, (last or 0) - MAX_TOMBSTONES
+    expired = [number for number, until_s in oldest if until_s <= now_s or number <= excess]
     if expired:
         execute("DELETE FROM tombstones WHERE number <= ?", (expired[-1],))
     return len(expired)
-
-
-def _delete_deliveries(transaction: Transaction, limit: int) -> None:
-    """Delete deliveries that ended after their job was deleted."""
-    transaction.connection.execute(
-        "DELETE FROM deliveries WHERE rowid IN (SELECT rowid FROM deliveries "
-        "WHERE state <> 'PENDING' AND created_s <= ? "
-        "AND NOT EXISTS (SELECT 1 FROM jobs WHERE id = job_id) ORDER BY created_s LIMIT ?)",
-        (transaction.now_s - transaction.keep_s, limit),
-    )
-
-
-def _shrink_file(connection: sqlite3.Connection) -> None:
-    pages = min(_excess_pages(connection), VACUUM_PAGES)
-    if pages:
-        # Each fetched row releases one page.
-        connection.execute(f"PRAGMA incremental_vacuum({pages})").fetchall()
 
 
 def _excess_pages(connection: sqlite3.Connection) -> int:

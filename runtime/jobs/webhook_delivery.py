@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 MAX_RETRY_AFTER_S = 86400.0
@@ -32,10 +34,6 @@ class DeliveryAttempt:
     ms: int
     wish_s: float = 0.0
     """What the receiver's Retry-After header asks for."""
-
-    @property
-    def delivered(self) -> bool:
-        return 200 <= self.status < 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,30 +71,17 @@ class RetrySchedule:
     first_s: float = 10.0
     factor: float = 3.0
     max_s: float = 6 * 3600.0
+    draw: Callable[[], float] = random.random
+    """Returns the random part of a pause, from 0 to 1."""
 
-    def bound_s(self, tried: int) -> float:
-        """Return the longest pause after `tried` attempts, at least one."""
-        bound = self.first_s
-        for _ in range(tried - 1):
-            bound = min(bound * self.factor, self.max_s)
-        return min(bound, self.max_s)
+    def next_state(self, attempt: DeliveryAttempt, tried: int, now_s: float) -> tuple[DeliveryState, float]:
+        """Return a delivery's state after its attempt number `tried`, and when it is due again.
 
-    def pause_s(self, tried: int, draw: float, *, retry_after_s: float = 0.0) -> float | None:
-        """Return the pause after `tried` attempts, or None after the last one.
-
-        `draw` in [0, 1] is the random part. The pause is never shorter than the receiver's Retry-After.
+        The pause is never shorter than the receiver's Retry-After, up to MAX_RETRY_AFTER_S.
         """
-        if tried >= self.tries:
-            return None
-        return max(self.bound_s(tried) * draw, min(retry_after_s, MAX_RETRY_AFTER_S))
-
-    def next_state(
-        self, attempt: DeliveryAttempt, tried: int, *, now_s: float, draw: float
-    ) -> tuple[DeliveryState, float]:
-        """Return a delivery's state after its attempt number `tried`, and when it is due again."""
-        if attempt.delivered:
+        if 200 <= attempt.status < 300:
             return DeliveryState.DELIVERED, now_s
-        pause_s = self.pause_s(tried, draw, retry_after_s=attempt.wish_s)
-        if pause_s is None or attempt.status == GONE:
+        if tried >= self.tries or attempt.status == GONE:
             return DeliveryState.DEAD, now_s
-        return DeliveryState.PENDING, now_s + pause_s
+        pause_s = min(self.first_s * self.factor ** (tried - 1), self.max_s) * self.draw()
+        return DeliveryState.PENDING, now_s + max(pause_s, min(attempt.wish_s, MAX_RETRY_AFTER_S))

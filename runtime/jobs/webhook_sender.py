@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
 import time
+from functools import partial
 
 from ...errors import JobStoreFailed
 from . import outbox
 from .database import Database
 from .http_post import AddressPolicy, HttpPoster
-from .webhook_delivery import Delivery, DeliveryAttempt, DeliveryState, RetrySchedule
+from .webhook_delivery import Delivery, DeliveryState, RetrySchedule
 from .webhook_signing import SigningKey
 
 _log = logging.getLogger(__name__)
@@ -43,13 +43,13 @@ class WebhookSender:
         """`key` is the gateway's, from which each function's key is derived."""
         self._database = database
         self._key = key
+        self._policy = policy
         self._schedule = schedule or RetrySchedule()
-        self._poster = HttpPoster(policy, timeout_s=TIMEOUT_S)
         self._awake = asyncio.Event()
         self._closing = asyncio.Event()
         self._requests: dict[asyncio.Task[None], tuple[str, str]] = {}
         """Host and job id of the delivery that each task sends."""
-        self._running: asyncio.Task[None] | None = None
+        self._running: asyncio.Task[None]
         self._paused = False
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
@@ -60,18 +60,6 @@ class WebhookSender:
         """Look for due deliveries. Call it on the event loop."""
         self._awake.set()
 
-    async def redeliver(self, function: str, delivery_id: str) -> Delivery:
-        """Send a delivery again with its id, whatever its state. UnknownDelivery, JobStoreFailed."""
-        delivery = await self._database.write(
-            lambda connection: outbox.redeliver(connection, function, delivery_id, time.time())
-        )
-        self.wake()
-        return delivery
-
-    def secret(self, function: str) -> str:
-        """Return the secret with which receivers verify the function's deliveries."""
-        return self._key.of(function).secret
-
     async def close(self, *, deadline_s: float) -> None:
         """Start no more requests and cancel those that last longer. The next run sends these again."""
         self._closing.set()
@@ -80,22 +68,21 @@ class WebhookSender:
             await asyncio.wait(self._requests, timeout=deadline_s)
         for task in list(self._requests):
             task.cancel()
-        if self._running is not None:
-            await asyncio.wait([self._running])
+        await asyncio.wait([self._running])
 
     async def _run(self, tasks: asyncio.TaskGroup) -> None:
-        async with self._poster:
+        async with HttpPoster(self._policy, timeout_s=TIMEOUT_S) as poster:
             while not self._closing.is_set():
                 self._awake.clear()
-                await _wait(self._awake, await self._send_due(tasks))
+                await wait(self._awake, await self._send_due(tasks, poster))
                 if self._paused:
                     self._paused = False
-                    await _wait(self._closing, PAUSE_S)
+                    await wait(self._closing, PAUSE_S)
             # The HTTP client stays open until its requests end; `close` cancels them at its deadline.
             if self._requests:
                 await asyncio.wait(self._requests)
 
-    async def _send_due(self, tasks: asyncio.TaskGroup) -> float:
+    async def _send_due(self, tasks: asyncio.TaskGroup, poster: HttpPoster) -> float:
         """Start as many due deliveries as there is room for. Return the seconds until more are due."""
         room = MAX_REQUESTS - len(self._requests)
         if room <= 0:
@@ -104,9 +91,7 @@ class WebhookSender:
         now_s, busy = time.time(), list(self._requests.values())
         try:
             deliveries, next_s = await self._database.read(
-                lambda connection: outbox.due(
-                    connection, now_s, room=room, room_per_host=MAX_REQUESTS_PER_HOST, busy=busy
-                )
+                partial(outbox.due, now_s=now_s, room=room, room_per_host=MAX_REQUESTS_PER_HOST, busy=busy)
             )
         except JobStoreFailed as error:
             self._pause(error)
@@ -114,34 +99,27 @@ class WebhookSender:
         if self._closing.is_set() or self._paused:
             return 0.0
         for delivery in deliveries:
-            task = tasks.create_task(self._send(delivery), name=f"webhook {delivery.id}")
+            task = tasks.create_task(self._send(delivery, poster), name=f"webhook {delivery.id}")
             self._requests[task] = (delivery.host, delivery.job_id)
             task.add_done_callback(self._ended)
         # Due deliveries that found no room are read again when a request ends.
         return MAX_SLEEP_S if next_s is None else max(0.0, next_s - time.time())
 
-    async def _send(self, delivery: Delivery) -> None:
+    async def _send(self, delivery: Delivery, poster: HttpPoster) -> None:
         now_s = time.time()
         headers = self._key.of(delivery.function).headers(delivery.id, delivery.body, now_s)
-        attempt = await self._poster.post(delivery.url, headers, delivery.body, now_s)
+        attempt = await poster.post(delivery.url, headers, delivery.body, now_s)
         try:
-            after = await self._record(delivery.id, attempt)
+            record = partial(outbox.record, delivery_id=delivery.id, attempt=attempt, schedule=self._schedule)
+            state = await self._database.write(partial(record, now_s=time.time()))
         except JobStoreFailed as error:
             self._pause(error)
             return
-        if after is not None and after.state is DeliveryState.DEAD:
+        if state is DeliveryState.DEAD:
             _log.warning(
-                "webhook %s (%s of %s) was given up after %d attempts: %s",
-                after.id, after.event, after.job_id, after.attempts, attempt.error or f"status {attempt.status}",
+                "webhook %s (%s of %s) was given up after %d attempts: %s", delivery.id, delivery.event,
+                delivery.job_id, delivery.attempts + 1, attempt.error or f"status {attempt.status}",
             )  # fmt: skip
-
-    async def _record(self, delivery_id: str, attempt: DeliveryAttempt) -> Delivery | None:
-        draw = random.random()  # noqa: S311
-        return await self._database.write(
-            lambda connection: outbox.record(
-                connection, delivery_id, attempt, self._schedule, now_s=time.time(), draw=draw
-            )
-        )
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         del self._requests[task]
@@ -152,7 +130,8 @@ class WebhookSender:
         _log.error("webhooks pause for %g s: %s", PAUSE_S, error)
 
 
-async def _wait(event: asyncio.Event, timeout_s: float) -> None:
+async def wait(event: asyncio.Event, timeout_s: float) -> None:
+    """Wait for the event, but not longer than `timeout_s` or MAX_SLEEP_S."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(min(timeout_s, MAX_SLEEP_S)):
             await event.wait()

@@ -15,7 +15,6 @@ from typing_extensions import TypedDict
 from ....errors import BadInput, InputInvalid
 from ...api.requests import problems
 from ...api.responses import Timestamp
-from ...jobs import message
 from ...jobs.job import EVENTS, Job, JobState
 
 MAX_WAIT_S = 300.0
@@ -145,7 +144,7 @@ def shown(job: Job, pieces: Iterable[bytes] = ()) -> Prediction:
 def _output(job: Job, pieces: Iterable[bytes]) -> Any:
     if not job.state.final and (found := b",".join(pieces)):
         return orjson.Fragment(b"[" + found + b"]")
-    return message.status(job, job.ended_s or job.created_s).get("output", _NULL)
+    return job.status(job.ended_s or job.created_s).get("output", _NULL)
 
 
 def _date(at_s: float) -> Timestamp | None:

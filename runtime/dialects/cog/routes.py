@@ -104,7 +104,7 @@ class PredictionsApi:
 
     async def cancel(self, request: web.Request) -> web.StreamResponse:
         job = await self._job(request)
-        return await self._response(await self._jobs.cancel(job.function, job.id))
+        return await self._response(await self._jobs.store.cancel(job.function, job.id))
 
     async def health(self, request: web.Request) -> web.StreamResponse:
         """Show one function or all. One without a worker is READY: a prediction starts it."""
@@ -150,7 +150,7 @@ class PredictionsApi:
         except (asyncio.CancelledError, ConnectionError):
             if not replayed:
                 with contextlib.suppress(PilotflameError):
-                    await self._jobs.cancel(job.function, job.id)
+                    await self._jobs.store.cancel(job.function, job.id)
             raise
 
     async def _send_events(self, request: web.Request, job: Job) -> web.StreamResponse:
@@ -206,10 +206,10 @@ class PredictionsApi:
         caller, job_id = caller_of(request), request.match_info["id"]
         names = self._names(request)
         try:
-            job = await self._jobs.find(stored_id(job_id, caller.owner), caller.allows, names)
+            job = await self._jobs.store.find(stored_id(job_id, caller.owner), caller.allows, names)
         # The id was generated, or chosen before there were keys.
         except UnknownJob:
-            job = await self._jobs.find(job_id, caller.allows, names)
+            job = await self._jobs.store.find(job_id, caller.allows, names)
         # A chosen id can be guessed, so its job is shown only to its owner.
         foreign = job.owner not in ("", caller.owner) and not job.id.startswith(ID_PREFIX)
         if foreign and Scope.ADMIN not in caller.scopes:

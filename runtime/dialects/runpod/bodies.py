@@ -14,7 +14,6 @@ from typing_extensions import TypedDict
 from ....errors import BadInput, InputInvalid
 from ...api.requests import problems
 from ...api.responses import ErrorFields, Timestamp, timestamp
-from ...jobs import message
 from ...jobs.job import BATCH_PRIORITY, LOW_PRIORITY, Job, JobState, Webhook
 
 MAX_LISTED = 1000
@@ -115,7 +114,7 @@ HEALTH = {
 
 def shown(job: Job) -> dict[str, Any]:
     """Return a JobStatus for orjson. `error` is text, as RunPod's clients expect; `errorDetails` is all of it."""
-    found = message.status(job, time.time()) | {
+    found = job.status(time.time()) | {
         "attempts": job.attempts,
         "retries": job.retries,
         "createdAt": timestamp(job.created_s),

@@ -87,12 +87,12 @@ class QueueApi:
 
     async def cancel(self, request: web.Request) -> web.StreamResponse:
         job = await self._job(request)
-        return json_response(shown(await self._jobs.cancel(job.function, job.id)))
+        return json_response(shown(await self._jobs.store.cancel(job.function, job.id)))
 
     async def retry(self, request: web.Request) -> web.StreamResponse:
         self._live(request)
         job = await self._job(request)
-        return json_response(shown(await self._jobs.retry(job.function, job.id)))
+        return json_response(shown(await self._jobs.store.retry(job.function, job.id)))
 
     async def purge(self, request: web.Request) -> web.StreamResponse:
         removed = await self._jobs.purge(self._live(request).record.function)
@@ -100,7 +100,7 @@ class QueueApi:
 
     async def health(self, request: web.Request) -> web.StreamResponse:
         live = self._live(request)
-        counts, census = await self._jobs.counts(live.record.function), live.revision.census()
+        counts, census = await self._jobs.store.counts(live.record.function), live.revision.census()
         running = min(census.ready, census.in_flight)
         health = {
             "jobs": {
@@ -118,7 +118,7 @@ class QueueApi:
         """List the newest jobs first, without their outputs."""
         live = self._live(request)
         limit, before = min(max(1, LIMIT.read(request)), MAX_LISTED), request.query.get("before", "")
-        found = await self._jobs.list(live.record.function, STATUS.read(request), limit, before)
+        found = await self._jobs.store.newest(live.record.function, STATUS.read(request), limit, before)
         return json_response({"requests": [shown(job) for job in found]})
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
@@ -129,7 +129,7 @@ class QueueApi:
         polls = "after" not in request.query
         after = self._polled.get(job.id, 0) if polls else AFTER.read(request)
         pieces = await self._jobs.store.pieces(job.id, after, PIECES_PER_POLL)
-        job = await self._jobs.get(job.function, job.id) if not pieces else job
+        job = await self._jobs.store.get(job.function, job.id) if not pieces else job
         if polls:
             self._remember(job, pieces[-1][0] if pieces else 0)
         found = [{"output": orjson.Fragment(piece), "number": number} for number, piece in pieces]
@@ -168,7 +168,7 @@ class QueueApi:
 
     async def _job(self, request: web.Request) -> Job:
         """Return a job, also one of a function that was deleted."""
-        return await self._jobs.get(request.match_info["function"], request.match_info["job"])
+        return await self._jobs.store.get(request.match_info["function"], request.match_info["job"])
 
     async def _submit(self, request: web.Request, limit: int | None = None) -> tuple[Job, bool]:
         live, body = await self._backend.read_body(request, request.match_info["function"], limit)

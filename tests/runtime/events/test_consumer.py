@@ -326,7 +326,7 @@ async def test_an_unexpected_error_does_not_end_the_gateway() -> None:
         consumer.start(tasks)
         await broken.asked.wait()
         # Each line is logged by another task of this group.
-        while consumer.in_flight or len(logged) < 3:
+        while consumer._messages or len(logged) < 3:
             await asyncio.sleep(0)
         await consumer.close(1.0)
     assert any(text.startswith("message one: Unexpected error (AttributeError)") for text in logged)

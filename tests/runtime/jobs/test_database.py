@@ -123,7 +123,7 @@ async def test_the_change_of_a_cancelled_caller_is_committed_and_reported(databa
     held = Held()
     holding = asyncio.ensure_future(database.write(held))
     await asyncio.to_thread(held.reached.wait, 20)
-    asked = asyncio.ensure_future(database.write(put(b"a"), committed.set))
+    asked = asyncio.ensure_future(database.write(put(b"a"), lambda _: committed.set()))
     await asyncio.sleep(0)
     asked.cancel()
     held.go.set()
@@ -140,7 +140,7 @@ async def test_a_failed_change_is_not_reported_as_committed(database: Database) 
         raise JobConflict("no")
 
     with pytest.raises(JobConflict):
-        await database.write(conflict, committed.set)
+        await database.write(conflict, lambda _: committed.set())
     await database.write(put(b"a"))
     assert not committed.is_set()
 

@@ -66,7 +66,7 @@ async def test_a_job_is_stopped_though_the_canceller_disconnects(
     await gate.next("at work")
     held = Held(jobs.store.cancel)
     monkeypatch.setattr(jobs.store, "cancel", held)
-    calling = asyncio.create_task(jobs.cancel(function.name, job))
+    calling = asyncio.create_task(jobs.store.cancel(function.name, job))
     await held.called.wait()
     await leave(calling)
     held.go.set()
@@ -90,7 +90,7 @@ async def test_a_purge_is_finished_though_its_caller_disconnects(
     held.go.set()
 
     async def all_cancelled() -> bool:
-        found = [await jobs.get(function.name, job) for job in waiting]
+        found = [await jobs.store.get(function.name, job) for job in waiting]
         return all(job.state is JobState.CANCELLED for job in found)
 
     await until(all_cancelled, "the end of the purge")
@@ -103,7 +103,7 @@ async def test_an_error_reaches_the_caller_and_not_the_gateway(
 ):
     function = await deploy("def handler(event):\n    return event\n")
     with pytest.raises(UnknownJob):
-        await jobs.cancel(function.name, "job-unknown")
+        await jobs.store.cancel(function.name, "job-unknown")
 
     async def broken(*_: object) -> int:
         raise error

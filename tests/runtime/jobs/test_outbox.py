@@ -1,14 +1,17 @@
 """The outbox: deliveries are in order, bounded, and part of the transaction of their event."""
 
+import base64
+import json
 import sqlite3
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pilotflame.errors import UnknownDelivery
 from pilotflame.runtime.jobs import outbox
-from pilotflame.runtime.jobs.job import Webhook
+from pilotflame.runtime.jobs.job import JobState, Webhook
 from pilotflame.runtime.jobs.schema import SCRIPTS
 from pilotflame.runtime.jobs.webhook_delivery import (
     Delivery,
@@ -18,7 +21,7 @@ from pilotflame.runtime.jobs.webhook_delivery import (
 )
 from receiver import job
 
-FIVE_TRIES = RetrySchedule(tries=5, first_s=10.0)
+FIVE_TRIES = RetrySchedule(tries=5, first_s=10.0, draw=lambda: 1.0)
 ACCEPTED = DeliveryAttempt(0.0, 204, "", 1)
 FAILED = DeliveryAttempt(0.0, 500, "", 1)
 
@@ -48,15 +51,15 @@ def events(found: list[Delivery]) -> list[str]:
 
 def record(
     connection: sqlite3.Connection, delivery_id: str, attempt: DeliveryAttempt, now_s: float
-) -> Delivery | None:
-    return outbox.record(connection, delivery_id, attempt, FIVE_TRIES, now_s=now_s, draw=1.0)
+) -> DeliveryState | None:
+    return outbox.record(connection, delivery_id, attempt, FIVE_TRIES, now_s)
 
 
 def test_only_subscribed_events_are_added(connection: sqlite3.Connection) -> None:
     asked = job(webhook=Webhook("http://a/", ("completed",)))
-    assert not outbox.add(connection, asked, "start", 1.0)
-    assert not outbox.add(connection, job(webhook=None), "completed", 1.0)
-    assert outbox.add(connection, asked, "completed", 1.0)
+    outbox.add(connection, asked, "start", 1.0)
+    outbox.add(connection, job(webhook=None), "completed", 1.0)
+    outbox.add(connection, asked, "completed", 1.0)
     assert events(outbox.newest(connection, "f")) == ["job-1 completed"]
 
 
@@ -167,8 +170,8 @@ def test_the_hosts_with_the_earliest_deliveries_go_first(
 def test_a_receiver_that_is_gone_gets_no_retry(connection: sqlite3.Connection) -> None:
     outbox.add(connection, job(), "completed", 0.0)
     (delivery,) = due(connection, 0.0)
-    after = record(connection, delivery.id, DeliveryAttempt(0.0, 410, "", 1), 1.0)
-    assert after is not None
+    assert record(connection, delivery.id, DeliveryAttempt(0.0, 410, "", 1), 1.0) is DeliveryState.DEAD
+    (after,) = outbox.newest(connection, "f")
     assert (after.state, after.attempts, after.last_status) == (DeliveryState.DEAD, 1, 410)
     assert due(connection, 1e9) == []
 
@@ -180,7 +183,7 @@ def test_it_is_given_up_after_its_tries_and_can_be_redelivered(connection: sqlit
         record(connection, delivery.id, DeliveryAttempt(0.0, 0, "reset", 1), 0.0)
         for _ in range(FIVE_TRIES.tries)
     ]
-    assert [found and found.state for found in states] == ["PENDING"] * 4 + ["DEAD"]
+    assert states == ["PENDING"] * 4 + ["DEAD"]
     again = outbox.redeliver(connection, "f", delivery.id, 50.0)
     assert (again.id, again.state, again.attempts, again.body) == (delivery.id, "PENDING", 0, delivery.body)
     assert [attempt.error for attempt in again.log] == ["reset"] * 5
@@ -199,8 +202,8 @@ def test_a_delivery_of_another_function_is_unknown(connection: sqlite3.Connectio
 def test_retry_after_is_honoured(connection: sqlite3.Connection) -> None:
     outbox.add(connection, job(), "completed", 0.0)
     (delivery,) = due(connection, 0.0)
-    after = record(connection, delivery.id, DeliveryAttempt(0.0, 429, "", 1, wish_s=500.0), 100.0)
-    assert after is not None
+    assert record(connection, delivery.id, DeliveryAttempt(0.0, 429, "", 1, wish_s=500.0), 100.0) == "PENDING"
+    (after,) = outbox.newest(connection, "f")
     assert after.next_s == 600.0
 
 
@@ -242,7 +245,6 @@ def test_old_deliveries_are_deleted_as_new_ones_end(
         record(connection, delivery.id, ACCEPTED, 100.0)
     left = outbox.newest(connection, "f")
     assert [delivery.created_s for delivery in left] == [float(number) for number in range(19, 4, -1)]
-    assert outbox.delete_ended(connection, 10.0, 2) == 2
 
 
 def test_lists_are_filtered_and_newest_first(connection: sqlite3.Connection) -> None:
@@ -276,9 +278,8 @@ def test_events_of_a_job_are_delivered_in_order_unless_one_failed_often(
         if what == "send":
             for delivery in due(connection, now_s, room=1):
                 attempt = DeliveryAttempt(now_s, int(str(detail)), "", 1)
-                after = record(connection, delivery.id, attempt, now_s)
-                if after and after.state == "DELIVERED":
-                    delivered.append(after.id)
+                if record(connection, delivery.id, attempt, now_s) is DeliveryState.DELIVERED:
+                    delivered.append(delivery.id)
         else:
             outbox.add(connection, job(f"http://h{what}/", id=f"job-{what}"), str(detail), now_s)
     rows = connection.execute("SELECT rowid, * FROM deliveries ORDER BY rowid").fetchall()
@@ -294,3 +295,65 @@ def test_events_of_a_job_are_delivered_in_order_unless_one_failed_often(
     outputs = [row["job_id"] for row in rows if row["event"] == "output" and row["state"] == "PENDING"]
     assert len(set(outputs)) == len(outputs)
     connection.close()
+
+
+# -- messages, for receivers of Standard Webhooks and of RunPod
+
+
+def message(event: str, now_s: float = 104.5, **fields: Any) -> dict[str, Any]:
+    found = json.loads(outbox.message(job(**fields), event, now_s))
+    assert found["type"] == f"job.{event}"
+    assert found["timestamp"] == "1970-01-01T00:01:44.500Z"
+    without = {key: value for key, value in found.items() if key not in ("type", "timestamp", "data")}
+    assert {**without, "error": None} == {**found["data"], "error": None}
+    return found
+
+
+def test_the_start() -> None:
+    found = message("start", started_s=102.0, worker="w-1")
+    assert found["data"] == {
+        "id": "job-1", "status": "IN_PROGRESS", "function": "f", "delayTime": 2000, "executionTime": 2500, "workerId": "w-1",
+    }  # fmt: skip
+
+
+def test_the_end_of_a_job_that_succeeded() -> None:
+    found = message(
+        "completed", state=JobState.COMPLETED, started_s=101.0, ended_s=103.5, output=b'{"a": [1]}'
+    )
+    assert found["output"] == {"a": [1]}
+    assert (found["status"], found["delayTime"], found["executionTime"]) == ("COMPLETED", 1000, 2500)
+
+
+def test_an_output_that_is_not_json() -> None:
+    found = message("completed", state=JobState.COMPLETED, output=b"\xff\x00", output_type="image/png")
+    assert base64.b64decode(found["output"]) == b"\xff\x00"
+    assert found["output_type"] == "image/png"
+
+
+def test_the_end_of_a_job_that_failed() -> None:
+    error = {"type": "handler_failed", "message": "It broke."}
+    found = message("completed", state=JobState.FAILED, error=error, logs="Traceback", ended_s=103.0)
+    assert found["error"] == "It broke."
+    assert found["data"]["error"] == error
+    assert found["data"]["logs"] == "Traceback"
+    assert "output" not in found
+    assert (found["delayTime"], found["executionTime"]) == (3000, 0)
+
+
+def test_the_progress() -> None:
+    found = message("output", progress=b'"half"', pieces=3)
+    assert found["output"] == "half"
+    assert found["pieces"] == 3
+
+
+@given(st.sampled_from(JobState), st.floats(0, 1e9), st.floats(0, 1e9), st.floats(0, 1e9), st.text())
+def test_every_job_has_a_message(
+    state: JobState, started: float, ended: float, now: float, worker: str
+) -> None:
+    worker = worker.encode("utf-8", "ignore").decode()
+    found = json.loads(
+        outbox.message(job(state=state, started_s=started, ended_s=ended, worker=worker), "logs", now)
+    )
+    assert found["delayTime"] >= 0
+    assert found["executionTime"] >= 0
+    assert found["workerId"] == worker

@@ -34,6 +34,7 @@ from pilotflame.runtime.jobs.database import Database
 from pilotflame.runtime.jobs.job import Job, JobCounts, JobOutcome, JobState, NewJob, Webhook
 from pilotflame.runtime.jobs.schema import SCRIPTS
 from pilotflame.runtime.jobs.store import JobStore
+from pilotflame.runtime.jobs.transaction import Transaction
 
 FUNCTIONS = ("tone", "echo")
 HOOK = Webhook("http://127.0.0.1/hook", ("start", "output", "completed"))
@@ -60,17 +61,19 @@ class StoreMachine(RuleBasedStateMachine):
         self.runner = asyncio.Runner()
         self.model = Model()
         self.queued: list[str] = []
+        self.cancelled: list[tuple[str, str]] = []
         self.open()
 
     def open(self) -> None:
         self.database = Database(self.folder / "jobs.db", SCRIPTS)
         self.database.open()
         self.store = JobStore(
-            self.database,
-            keep_s=KEEP_S,
-            on_commit=lambda transaction: self.queued.extend(sorted(transaction.queued)),
-            clock=lambda: self.model.now_s,
+            self.database, keep_s=KEEP_S, on_commit=self.on_commit, clock=lambda: self.model.now_s
         )
+
+    def on_commit(self, transaction: Transaction) -> None:
+        self.queued += sorted(transaction.queued)
+        self.cancelled += transaction.cancelled
 
     def teardown(self) -> None:
         self.database.close()
@@ -188,8 +191,9 @@ class StoreMachine(RuleBasedStateMachine):
             self.refused(error, self.store.cancel(function, job_id))
             return
         was = self.model.jobs[job_id].state
-        job, was_running = self.run(self.store.cancel(function, job_id))
-        assert was_running == (was is JobState.IN_PROGRESS)
+        self.cancelled.clear()
+        job = self.run(self.store.cancel(function, job_id))
+        assert self.cancelled == ([] if was.final else [(function, job_id)])
         if not was.final:
             self.model.end(job_id, JobOutcome(JobState.CANCELLED))
         assert job.state is self.model.jobs[job_id].state
@@ -208,24 +212,20 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(function=st.sampled_from(FUNCTIONS), delete=st.booleans())
     def purge(self, function: str, delete: bool) -> None:
         jobs = {job_id: job for job_id, job in self.model.jobs.items() if job.new.function == function}
-        queued = [job_id for job_id, job in jobs.items() if job.state is QUEUED]
-        if delete:
-            running = [job_id for job_id, job in jobs.items() if job.state is JobState.IN_PROGRESS]
-            assert self.run(self.store.purge_deleted(function)) == running
-        else:
-            assert self.run(self.store.purge(function)) == len(queued)
-        for job_id in queued:
+        purged = [JobState.IN_PROGRESS, QUEUED] if delete else [QUEUED]
+        ended = [job_id for state in purged for job_id, job in jobs.items() if job.state is state]
+        self.cancelled.clear()
+        assert self.run(self.store.purge(function, running=delete)) == len(ended)
+        assert sorted(self.cancelled) == sorted((function, job_id) for job_id in ended)
+        for job_id in ended:
             self.model.end(job_id, JobOutcome(JobState.CANCELLED))
 
     @rule(passes_s=st.sampled_from([10.0, 60.0, 150.0]), limit=st.sampled_from([1, 2, 100]))
     def expire(self, passes_s: float, limit: int) -> None:
         self.model.now_s += passes_s
         self.model.expire()
-        while self.due_by_now(self.run(self.store.next_expiry(self.model.now_s))):
+        while self.run(self.store.next_expiry(self.model.now_s)) <= self.model.now_s:
             assert self.run(self.store.expire(limit))
-
-    def due_by_now(self, at_s: float | None) -> bool:
-        return at_s is not None and at_s <= self.model.now_s
 
     @rule()
     def restart(self) -> None:
@@ -533,16 +533,17 @@ async def test_jobs_of_a_new_function_with_the_same_name_are_not_purged(
 ) -> None:
     old, _ = await store.submit(new())
     await store.take(old.id)
-    real = store._purge
+    real = store._purge_slice
 
-    async def meanwhile(*args: Any) -> int:
-        removed = await real(*args)
+    async def meanwhile(*args: Any, **kwargs: Any) -> int:
         await store.take((await store.submit(new()))[0].id)
-        return removed
+        return await real(*args, **kwargs)
 
-    monkeypatch.setattr(store, "_purge", meanwhile)
-    assert await store.purge_deleted("tone") == [old.id]
-    assert (await store.counts("tone")).in_progress == 2
+    monkeypatch.setattr(store, "_purge_slice", meanwhile)
+    assert await store.purge("tone", running=True) == 1
+    assert (await store.get("tone", old.id)).state is JobState.CANCELLED
+    counts = await store.counts("tone")
+    assert (counts.in_progress, counts.cancelled) == (2, 1)
 
 
 # -- expiry
@@ -551,7 +552,7 @@ async def test_jobs_of_a_new_function_with_the_same_name_are_not_purged(
 async def expire_all(store: JobStore, clock: Clock) -> None:
     """Let two retention times pass and expire what is due."""
     clock.now_s += 2 * KEEP_S
-    while (at_s := await store.next_expiry(clock.now_s)) is not None and at_s <= clock.now_s:
+    while await store.next_expiry(clock.now_s) <= clock.now_s:
         await store.expire()
 
 

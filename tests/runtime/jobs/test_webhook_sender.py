@@ -94,7 +94,8 @@ async def test_a_redelivery_is_sent_again(database: Watched, receiver: Receiver)
     await add(database, receiver)
     async with sending(database) as sender:
         (delivery,) = await database.until(lambda found: states(found) == ["DELIVERED"])
-        await sender.redeliver("f", delivery.id)
+        await database.write(lambda connection: outbox.redeliver(connection, "f", delivery.id, time.time()))
+        sender.wake()
         await receiver.received(2)
         await database.until(lambda found: states(found) == ["DELIVERED"] and len(found[0].log) == 2)
 

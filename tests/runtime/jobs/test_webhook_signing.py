@@ -25,7 +25,8 @@ def test_receivers_verify_the_signature(payload: dict[str, object]) -> None:
 
 
 def test_the_example_of_the_specification() -> None:
-    key = SigningKey.parse("whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw")
+    key = SigningKey(base64.b64decode("MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"))
+    assert key.secret == "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
     headers = key.headers("msg_p5jXN8AQM9LWM0D4loKWxJek", b'{"test": 2432232314}', 1614265330)
     assert headers == {
         "webhook-id": "msg_p5jXN8AQM9LWM0D4loKWxJek",

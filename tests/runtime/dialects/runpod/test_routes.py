@@ -274,7 +274,7 @@ async def test_a_function_deleted_while_the_body_arrives_is_404(
     finally:
         writer.close()
     assert gateway.server is not None
-    assert not await gateway.server.jobs.list(function.name)
+    assert not await gateway.server.jobs.store.newest(function.name)
 
 
 # -- streams
