@@ -41,6 +41,7 @@ from .functions.live import Live
 from .functions.registry import FunctionEvents, Functions
 from .functions.store import Store
 from .jobs.jobs import Jobs
+from .jobs.webhook_signing import load_key
 from .launching.fetcher_client import FetcherClient
 from .launching.listener import Listener
 from .launching.process_launcher import ProcessLauncher
@@ -138,7 +139,8 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     events.activated.append(metrics.activated)
     await functions.restore()
 
-    jobs = Jobs(state, functions.get, tasks, settings)
+    key = await asyncio.to_thread(load_key, state)
+    jobs = Jobs(state, key, functions.get, tasks, settings)
     await jobs.start()
     stack.push_async_callback(jobs.close)
     sources = Sources(jobs, tasks, functions.log, drain_s=settings.drain_s)

@@ -19,7 +19,7 @@ from .schema import SCRIPTS
 from .store import JobStore
 from .transaction import Transaction
 from .webhook_sender import MAX_SLEEP_S, WebhookSender, wait
-from .webhook_signing import load_key
+from .webhook_signing import SigningKey
 
 DATABASE_FILE = "jobs.sqlite3"
 CLOSE_TIMEOUT_S = 10.0
@@ -30,8 +30,14 @@ class Jobs:
     """All jobs of a gateway. Every result is on the disk: a returned id can be looked up after a crash."""
 
     def __init__(
-        self, state: Path, live: Callable[[str], Live], tasks: asyncio.TaskGroup, settings: GatewaySettings
+        self,
+        state: Path,
+        key: SigningKey,
+        live: Callable[[str], Live],
+        tasks: asyncio.TaskGroup,
+        settings: GatewaySettings,
     ) -> None:
+        """`key` signs webhooks."""
         self._database = Database(state / DATABASE_FILE, SCRIPTS)
         self._tasks = tasks
         self._keep_s = settings.keep_result_s
@@ -39,8 +45,8 @@ class Jobs:
         self.store = JobStore(self._database, keep_s=self._keep_s, on_commit=self._on_commit)
         self._dispatcher = JobDispatcher(self.store, live, tasks)
         self._watchers: dict[str, set[asyncio.Event]] = {}
-        self._key = load_key(state)
-        self._sender = WebhookSender(self._database, self._key, self._addresses)
+        self._key = key
+        self._sender = WebhookSender(self._database, key, self._addresses)
         self._expiry: asyncio.Task[None]
         self._next_expiry_s = 0.0
         self._earlier_expiry = asyncio.Event()
