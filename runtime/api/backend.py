@@ -61,9 +61,12 @@ class Backend:
         body = await read_body(request, most if limit is None else min(most, limit), self.body_timeout_s)
         return self.functions.get(function), body
 
-    async def submit(self, request: web.Request, live: Live, body: bytes, **fields: Any) -> tuple[Job, bool]:
-        """Store a job; return it and whether it existed. `fields` are those of NewJob that the request names."""
-        return await self.jobs.submit(new_job(request, live, body, **fields))
+    async def submit(
+        self, request: web.Request, live: Live, body: bytes, **fields: Any
+    ) -> tuple[Job, dict[str, str]]:
+        """Store a job; return it and the headers of its response, which say if it existed. `fields` are NewJob's."""
+        job, replayed = await self.jobs.submit(new_job(request, live, body, **fields))
+        return job, dict(REPLAYED) if replayed else {}
 
     def record(
         self, name: str, status: int, invocation: Invocation, error: PilotflameError | None = None

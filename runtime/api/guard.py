@@ -11,8 +11,8 @@ import asyncio
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
 from aiohttp import hdrs, web
@@ -24,7 +24,7 @@ from ..access.caller import ANYBODY, Caller
 from ..access.keyring import Held, Keyring
 from ..access.keys import Scope
 from ..access.quota import Meter
-from .requests import CALLER
+from .requests import CALLER, Headers
 from .responses import Handler
 from .routes import Route, scopes_by_path
 
@@ -32,9 +32,10 @@ SIGNED = "AWS4-"
 # AWS's clients sign with a secret that is not stored here. The session token that they send along may be the API key.
 SESSION_TOKEN = "X-Amz-Security-Token"  # noqa: S105
 _FETCH_SITE = istr("Sec-Fetch-Site")
+OnQuota: TypeAlias = Callable[[str, PilotflameError], None]
 _ORIGIN_REMEDY = (
-    "Call it as http://127.0.0.1:PORT or http://localhost:PORT, and not from a web page of another origin; or create an"
-    " API key (pilotflame keys create NAME --scope admin) and send it, then any name works."
+    "Call http://localhost:PORT, and not from a web page of another origin; or send an API key, then any name works"
+    " (pilotflame keys create NAME --scope admin)."
 )
 
 
@@ -63,7 +64,7 @@ class OriginCheck:
         # Most callers send the same Host.
         self._last_good = ""
 
-    def check(self, headers: Mapping[str, str]) -> None:
+    def check(self, headers: Headers) -> None:
         """Raise Forbidden. A request without Host, Origin and Sec-Fetch-Site is not a browser's."""
         host = headers.get(hdrs.HOST)
         if host is not None and host != self._last_good:
@@ -87,11 +88,10 @@ class Guard:
         routes: Sequence[Route],
         *,
         required: bool,
-        on_quota: Callable[[str, PilotflameError], None],
+        on_quota: OnQuota,
     ) -> None:
         """`on_quota` is called with the function of a request that exceeds its key's quota."""
-        self._keyring = keyring
-        self._tasks = tasks
+        self._keyring, self._tasks = keyring, tasks
         self._public = {route.path for route in routes if route.public}
         self._scopes = scopes_by_path(routes)
         self._required = required
@@ -105,7 +105,8 @@ class Guard:
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        path = _registered_path(request)
+        resource = request.match_info.route.resource
+        path = resource.canonical if resource is not None else ""
         if path in self._public:
             return await handler(request)
         function = request.match_info.get("function")
@@ -122,13 +123,9 @@ class Guard:
             admitted.leave()
 
     def admit(
-        self,
-        headers: Mapping[str, str],
-        path: str,
-        function: str | None,
-        transport: asyncio.BaseTransport | None,
+        self, headers: Headers, path: str, function: str | None, transport: asyncio.BaseTransport | None
     ) -> Admitted:
-        """Admit a request; its `leave` must follow. `path` is the route's as it was registered, "" if none matches.
+        """Admit a request; its `leave` must follow. `path` is the route's as registered, "" if none matches.
 
         Raises Unauthorized, Forbidden, QuotaExceeded, UnknownFunction.
         """
@@ -142,7 +139,10 @@ class Guard:
         held = self._find_key(headers, transport)
         if held is None:
             return UNKNOWN_CALLER
-        _enter(held)
+        if wait_s := held.meter.enter(time.monotonic()):
+            remedy = "Try again after the seconds in Retry-After, or ask for a larger quota."
+            details = {"retry_after_s": wait_s}
+            raise QuotaExceeded("This API key's quota is used up.", remedy=remedy, details=details)
         try:
             if path and (scope := self._scopes.get(path, Scope.ADMIN)) is not None:
                 held.caller.check_scope(scope)
@@ -153,26 +153,22 @@ class Guard:
             raise
         return Admitted(held.caller, held.meter)
 
-    def _find_key(self, headers: Mapping[str, str], transport: asyncio.BaseTransport | None) -> Held | None:
+    def _find_key(self, headers: Headers, transport: asyncio.BaseTransport | None) -> Held | None:
         """Return the key of a request; None on the control socket. Raises Unauthorized."""
         sent = headers.get("Authorization")
         if sent is None:
             if _on_control_socket(transport):
                 return None
-            raise Unauthorized(
-                "This gateway requires an API key.",
-                remedy="Send `Authorization: Bearer KEY`, or set PILOTFLAME_API_KEY; `pilotflame keys create` makes one.",
-            )
+            remedy = "Send `Authorization: Bearer KEY`, or set PILOTFLAME_API_KEY; `pilotflame keys create` makes one."
+            raise Unauthorized("This gateway requires an API key.", remedy=remedy)
         now_s = time.time()
         # A signature can be verified only with its secret.
         if sent.startswith(SIGNED):
             sent = headers.get(SESSION_TOKEN, "")
         held = self._keyring.find(token_in(sent), now_s)
         if held is None:
-            raise Unauthorized(
-                "The API key is not one of this gateway's, was revoked, or has expired.",
-                remedy="See `pilotflame keys list` on the gateway's machine.",
-            )
+            remedy = "See `pilotflame keys list` on the gateway's machine."
+            raise Unauthorized("The API key is unknown, was revoked, or has expired.", remedy=remedy)
         if held.used(now_s):
             self._tasks.create_task(asyncio.to_thread(self._save))
         return held
@@ -189,21 +185,6 @@ def token_in(header: str) -> str:
     """Return the token of an Authorization header. Some of RunPod's clients send it without a scheme."""
     scheme, space, rest = header.strip().partition(" ")
     return rest.strip() if space and scheme.lower() == "bearer" else header.strip()
-
-
-def _registered_path(request: web.Request) -> str:
-    resource = request.match_info.route.resource
-    return resource.canonical if resource is not None else ""
-
-
-def _enter(held: Held) -> None:
-    wait_s = held.meter.enter(time.monotonic())
-    if wait_s:
-        raise QuotaExceeded(
-            "This API key's quota is used up.",
-            remedy="Try again after the seconds in Retry-After, or ask for a larger quota.",
-            details={"retry_after_s": wait_s},
-        )
 
 
 def _forbidden(what: str) -> Forbidden:

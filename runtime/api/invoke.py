@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from aiohttp import web
@@ -17,11 +16,12 @@ from ..access.caller import Caller
 from ..access.keys import Scope
 from ..serving.invocation import Invocation, Stream
 from ..serving.revision import Revision
-from .backend import ASYNC_BODY_BYTES, REPLAYED, Accepted, Backend
+from .backend import ASYNC_BODY_BYTES, Accepted, Backend
 from .event_stream import EVENTS, LAST_EVENT_S, EventStream
 from .openapi import INVOKE_PATH
 from .parameters import Parameter, header
 from .requests import (
+    Headers,
     accept_of,
     caller_of,
     check_json,
@@ -107,13 +107,7 @@ class Gateway:
         return self.answered(name, invocation).response()
 
     def begin(
-        self,
-        name: str,
-        headers: Mapping[str, str],
-        request_id: str,
-        body: bytes,
-        received_s: float,
-        caller: Caller,
+        self, name: str, headers: Headers, request_id: str, body: bytes, received_s: float, caller: Caller
     ) -> tuple[Revision, Invocation]:
         """Submit an invocation. Raises PilotflameError, for which `refused` makes the response."""
         # Another revision may have become live while the body arrived.
@@ -141,17 +135,12 @@ class Gateway:
         """`Prefer: respond-async`: the body becomes a job. Respond with 202 and where to look."""
         live, body = await self._backend.read_body(request, request.match_info["function"], ASYNC_BODY_BYTES)
         # Without a Content-Type, only the handler can tell what the body is.
-        kind = media_type_of(request.headers)
+        kind, content_type = media_type_of(request.headers), content_type_of(request.headers)
         if kind == JSON_TYPE or kind.endswith("+json"):
             check_json(body)
-        content_type = content_type_of(request.headers)
         job, replayed = await self._backend.submit(request, live, body, content_type=content_type)
-        headers = {
-            "X-Request-Id": job.id,
-            "Location": f"/v2/{job.function}/status/{job.id}",
-            "Preference-Applied": "respond-async",
-            **(REPLAYED if replayed else {}),
-        }
+        headers = replayed | {"X-Request-Id": job.id, "Preference-Applied": "respond-async"}
+        headers["Location"] = f"/v2/{job.function}/status/{job.id}"
         return json_response(Accepted(id=job.id, status=job.state), status=202, headers=headers)
 
     async def _stream(
@@ -177,22 +166,15 @@ class Gateway:
 
 
 def _invocation(
-    headers: Mapping[str, str],
-    revision: Revision,
-    request_id: str,
-    body: bytes,
-    received_s: float,
-    caller: Caller,
+    headers: Headers, revision: Revision, request_id: str, body: bytes, received_s: float, caller: Caller
 ) -> Invocation:
     policy = revision.policy
-    timeout_s = timeout_of(headers, policy.timeout_s)
-    hold_s = seconds(headers, HOLD, policy.hold_s, MAX_HOLD_S)
     return Invocation(
         request_id,
         body,
         now_s=received_s,
-        deadline_s=received_s + timeout_s,
-        hold_until_s=received_s + hold_s,
+        deadline_s=received_s + timeout_of(headers, policy.timeout_s),
+        hold_until_s=received_s + seconds(headers, HOLD, policy.hold_s, MAX_HOLD_S),
         content_type=content_type_of(headers),
         traceparent=traceparent_of(headers),
         streaming=revision.streaming,

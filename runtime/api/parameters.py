@@ -10,6 +10,7 @@ from aiohttp import web
 from ...errors import BadInput
 
 MAX_DIGITS = 9
+_FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}
 
 E = TypeVar("E", bound=enum.StrEnum)
 
@@ -44,41 +45,31 @@ class Flag(Parameter):
         text = request.query.get(self.name)
         if text is None:
             return self._default
-        if text.lower() in ("1", "true", "yes"):
-            return True
-        if text.lower() in ("0", "false", "no", ""):
-            return False
-        raise BadInput(f"{self.name} is {text[:40]!r}.", remedy="It must be 1 or 0.")
+        if (on := _FLAGS.get(text.lower())) is None:
+            raise BadInput(f"{self.name} is {text[:40]!r}.", remedy="It must be 1 or 0.")
+        return on
 
 
 class Number(Parameter):
     """A query parameter that is a whole number, from `least` to `most` if there is a `most`; 0 without a default."""
 
-    def __init__(
-        self,
-        name: str,
-        description: str,
-        default: int | None = None,
-        *,
-        least: int = 0,
-        most: int | None = None,
-    ) -> None:
-        limits = {"minimum": least, "maximum": most, "default": default}
-        schema: dict[str, Any] = {key: value for key, value in limits.items() if value is not None}
+    def __init__(self, name: str, description: str, default: int | None = None, **limits: int) -> None:
+        """`limits` are JSON Schema's `minimum`, which is 0 if it is missing, and `maximum`."""
+        self._default, self._limits = default or 0, {"minimum": 0, **limits}
+        schema: dict[str, Any] = self._limits if default is None else self._limits | {"default": default}
         super().__init__(name, description, type="integer", **schema)
-        self._default, self._least, self._most = default or 0, least, most
 
     def read(self, request: web.Request, *, most: int | None = None) -> int:
         """Raises BadInput. `most` is a limit that the route table does not know."""
-        most = self._most if most is None else most
+        least, most = self._limits["minimum"], self._limits.get("maximum", most)
         text = request.query.get(self.name)
         if text is None:
             return self._default
         if text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS:
             number = int(text)
-            if self._least <= number and (most is None or number <= most):
+            if least <= number and (most is None or number <= most):
                 return number
-        limits = f"from {self._least}" if most is None else f"from {self._least} to {most}"
+        limits = f"from {least}" if most is None else f"from {least} to {most}"
         raise BadInput(f"{self.name} is {text[:40]!r}.", remedy=f"It must be a whole number {limits}.")
 
 

@@ -49,15 +49,11 @@ class EventsApi:
         self._backend.functions.live(request.match_info["function"])
         origin, rate = request.headers.get(ORIGIN, ""), request.headers.get(RATE)
         if not origin or len(origin) > MAX_ORIGIN_CHARS or not origin.isprintable() or not origin.isascii():
-            raise EventInvalid(
-                f"The header {ORIGIN} is missing or invalid.",
-                remedy="Send the name of the system that will send events.",
-            )
+            remedy = "Send the name of the system that will send events."
+            raise EventInvalid(f"The header {ORIGIN} is missing or invalid.", remedy=remedy)
         if rate is not None and (not rate.isascii() or not rate.isdecimal() or int(rate[:20]) < 1):
-            raise EventInvalid(
-                f"The header {RATE} is {rate[:40]!r}.",
-                remedy="It must be a whole number of requests a minute.",
-            )
+            remedy = "It must be a whole number of requests a minute."
+            raise EventInvalid(f"The header {RATE} is {rate[:40]!r}.", remedy=remedy)
         allowed = {"WebHook-Allowed-Origin": origin, "WebHook-Allowed-Rate": "*"}
         return web.Response(headers={"Allow": "POST, OPTIONS", **allowed})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import orjson
@@ -10,9 +11,8 @@ from aiohttp import web
 
 from ....handlers.codec import JSON_TYPE
 from ...access.keys import Scope
-from ...api import event_stream
-from ...api.backend import ASYNC_BODY_BYTES, REPLAYED, REPLAYED_HEADER, SUBMIT_PARAMETERS, Accepted, Backend
-from ...api.event_stream import EVENTS, HEARTBEAT, event
+from ...api.backend import ASYNC_BODY_BYTES, REPLAYED_HEADER, SUBMIT_PARAMETERS, Accepted, Backend
+from ...api.event_stream import EVENTS, JobEncoder, accepts_events, event, send_job
 from ...api.parameters import Choices, Number, Parameter, header
 from ...api.requests import dump_json
 from ...api.responses import Handler, json_response
@@ -69,8 +69,8 @@ class QueueApi:
         ]
 
     async def run(self, request: web.Request) -> web.StreamResponse:
-        job, replayed = await self._submit(request, ASYNC_BODY_BYTES)
-        return _job_response(job, Accepted(id=job.id, status=job.state), replayed=replayed)
+        job, headers = await self._submit(request, ASYNC_BODY_BYTES)
+        return json_response(Accepted(id=job.id, status=job.state), headers=headers)
 
     async def runsync(self, request: web.Request) -> web.StreamResponse:
         """Respond with the job when it has ended, or when `?wait=` is over.
@@ -78,9 +78,9 @@ class QueueApi:
         RunPod's own status is then IN_PROGRESS. Here a job that still waits is IN_QUEUE; RunPod's clients poll on either.
         """
         wait_s = min(max(WAIT.read(request), MIN_WAIT_MS), MAX_WAIT_MS) / 1000
-        job, replayed = await self._submit(request)
+        job, headers = await self._submit(request)
         job = await self._jobs.wait(job.function, job.id, wait_s)
-        return _job_response(job, shown(job), replayed=replayed)
+        return json_response(shown(job), headers=headers)
 
     async def status(self, request: web.Request) -> web.StreamResponse:
         return json_response(shown(await self._job(request)))
@@ -124,8 +124,8 @@ class QueueApi:
     async def stream(self, request: web.Request) -> web.StreamResponse:
         """Return the pieces since the last poll; all of them, as events, to a caller that accepts these."""
         job = await self._job(request)
-        if event_stream.accepts_events(request):
-            return await self._send_events(request, job)
+        if accepts_events(request):
+            return await send_job(request, self._jobs, job, _encoder())
         polls = "after" not in request.query
         after = self._polled.get(job.id, 0) if polls else AFTER.read(request)
         pieces = await self._jobs.store.pieces(job.id, after, PIECES_PER_POLL)
@@ -146,23 +146,6 @@ class QueueApi:
         elif job.state.final:
             self._polled.pop(job.id, None)
 
-    async def _send_events(self, request: web.Request, job: Job) -> web.StreamResponse:
-        state = None
-        async with event_stream.open_stream(request) as response:
-            last = event_stream.last_event_id(request)
-            news = self._jobs.follow(job.function, job.id, last, every_s=event_stream.HEARTBEAT_S)
-            async for job, pieces in news:  # noqa: PLR1704
-                if job.state is not state and not job.state.final:
-                    state = job.state
-                    await response.write(event("status", orjson.dumps({"status": state})))
-                elif not pieces and not job.state.final:
-                    await response.write(HEARTBEAT)
-                for number, piece in pieces:
-                    await response.write(event("output", piece, number))
-            name = "completed" if job.state is JobState.COMPLETED else "error"
-            await response.write(event(name, orjson.dumps(shown(job))))
-        return response
-
     def _live(self, request: web.Request) -> Live:
         return self._backend.functions.get(request.match_info["function"])
 
@@ -170,11 +153,26 @@ class QueueApi:
         """Return a job, also one of a function that was deleted."""
         return await self._jobs.get(request.match_info["function"], request.match_info["job"])
 
-    async def _submit(self, request: web.Request, limit: int | None = None) -> tuple[Job, bool]:
+    async def _submit(self, request: web.Request, limit: int | None = None) -> tuple[Job, dict[str, str]]:
         live, body = await self._backend.read_body(request, request.match_info["function"], limit)
         wanted = parse(body)
-        return await self._backend.submit(request, live, dump_json(wanted.input), **wanted.fields())
+        body = dump_json(wanted.input)
+        job, replayed = await self._backend.submit(request, live, body, **wanted.fields())
+        return job, replayed | {"X-Request-Id": job.id}
 
 
-def _job_response(job: Job, body: Any, *, replayed: bool = False) -> web.Response:
-    return json_response(body, headers={"X-Request-Id": job.id, **(REPLAYED if replayed else {})})
+def _encoder() -> JobEncoder:
+    state = None
+
+    def encode(job: Job, pieces: Sequence[tuple[int, bytes]]) -> Iterator[bytes]:
+        nonlocal state
+        if job.state is not state and not job.state.final:
+            state = job.state
+            yield event("status", orjson.dumps({"status": state}))
+        for number, piece in pieces:
+            yield event("output", piece, number)
+        if job.state.final and not pieces:
+            name = "completed" if job.state is JobState.COMPLETED else "error"
+            yield event(name, orjson.dumps(shown(job)))
+
+    return encode
