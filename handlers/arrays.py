@@ -1,11 +1,12 @@
-"""Arrays: numpy's and torch's, as bytes for who takes those, and as what JSON can say for everybody else.
+"""Arrays of numpy and torch, as bytes or as JSON.
 
-Neither library is loaded here: who has made an array has loaded its library.
+This module loads neither library: code that has made an array has loaded its library.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import sys
 from collections.abc import Mapping
 from tokenize import TokenError
@@ -15,24 +16,25 @@ from ..errors import BadInput, OutputInvalid
 
 NPY_TYPE = "application/x-npy"
 SAFETENSORS_TYPE = "application/vnd.safetensors"
-# What a hostile header makes numpy's own reader raise: it evaluates a literal and builds a dtype from it.
-_MALFORMED = (ValueError, TypeError, SyntaxError, TokenError, KeyError, AttributeError, IndexError, MemoryError, RecursionError, OverflowError)  # fmt: skip
+# What numpy's own reader raises for a hostile header: it evaluates a literal and builds a dtype from it.
+_MALFORMED = (ValueError, TypeError, SyntaxError, TokenError, KeyError, AttributeError, IndexError,
+              MemoryError, RecursionError, OverflowError)  # fmt: skip
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether it is torch's."""
+    """Return True for torch tensors."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
 def is_array(value: Any) -> bool:
-    """Whether it is numpy's or torch's; their scalars are numbers."""
+    """Return True for numpy arrays and torch tensors. numpy's scalars are numbers."""
     numpy = sys.modules.get("numpy")
     return (numpy is not None and isinstance(value, numpy.ndarray)) or is_tensor(value)
 
 
 def is_array_dict(value: Any) -> bool:
-    """Whether it is a dict of nothing but named arrays, as a safetensors file is."""
+    """Return True for a dict of named arrays only, which a safetensors file can hold."""
     return (
         isinstance(value, Mapping)
         and bool(value)
@@ -41,7 +43,10 @@ def is_array_dict(value: Any) -> bool:
 
 
 def to_numpy(value: Any) -> Any:
-    """The same numbers as numpy has them: bfloat16, which it has not, as float32. OutputInvalid if they cannot be had."""
+    """Return the numpy array of a tensor, and other values as they are. Raise OutputInvalid if it has none.
+
+    Types that numpy lacks (bfloat16) become float32.
+    """
     if not is_tensor(value):
         return value
     torch = sys.modules["torch"]
@@ -55,7 +60,7 @@ def to_numpy(value: Any) -> Any:
 
 
 def to_npy(value: Any) -> bytes:
-    """One array as a .npy file. OutputInvalid if only pickle could say it."""
+    """Return one array as a .npy file. Raise OutputInvalid if it would need pickle."""
     array = to_numpy(value)
     buffer = io.BytesIO()
     try:
@@ -66,13 +71,13 @@ def to_npy(value: Any) -> bytes:
 
 
 def to_safetensors(named: Mapping[str, Any]) -> bytes | None:
-    """Named arrays as a safetensors file; None where the library for that is not installed."""
+    """Return named arrays as a safetensors file, or None if the safetensors package is not installed."""
     try:
         if any(is_tensor(item) for item in named.values()):
-            from safetensors.torch import save  # noqa: PLC0415  loads torch, which is there by now
+            from safetensors.torch import save  # noqa: PLC0415  loads torch, which is loaded by now
 
-            return save({name: _owned(item) for name, item in named.items()})
-        from safetensors.numpy import save as save_numpy  # noqa: PLC0415  as above
+            return save({name: _contiguous(item) for name, item in named.items()})
+        from safetensors.numpy import save as save_numpy  # noqa: PLC0415
 
         numpy = sys.modules["numpy"]
         return save_numpy({name: numpy.array(item, order="C") for name, item in named.items()})
@@ -81,15 +86,17 @@ def to_safetensors(named: Mapping[str, Any]) -> bytes | None:
     except (RuntimeError, ValueError, TypeError, KeyError) as error:
         _refuse(named, error)
     except Exception as error:
-        if (
-            type(error).__name__ != "SafetensorError"
-        ):  # a class of the library's, which we do not load for its name
+        # Importing the class would load the library.
+        if type(error).__name__ != "SafetensorError":
             raise
         _refuse(named, error)
 
 
 def from_npy(body: bytes) -> Any:
-    """The array of a .npy file; the bytes where nobody has loaded numpy. BadInput if it is not what its header claims."""
+    """Return the array of a .npy file, or the bytes if numpy is not loaded.
+
+    Raise BadInput if the body is not what its header claims.
+    """
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return body
@@ -98,19 +105,16 @@ def from_npy(body: bytes) -> Any:
         shape, fortran, dtype = _header(numpy.lib.format, file)
         if dtype.hasobject:
             raise ValueError("it holds Python objects")
-        count = 1
-        for length in shape:
-            if length < 0:
-                raise ValueError("a negative length")
-            count *= length
-        start = file.tell()
+        if any(length < 0 for length in shape):
+            raise ValueError("a negative length")
+        count, start = math.prod(shape), file.tell()
         if count * dtype.itemsize != len(body) - start:
-            raise ValueError(f"its header claims {count * dtype.itemsize} bytes, {len(body) - start} came")
+            raise ValueError(f"its header claims {count * dtype.itemsize} bytes, {len(body) - start} arrived")
         flat = numpy.frombuffer(body, dtype, count, start) if count else numpy.empty(0, dtype)
         return flat.reshape(shape, order="F" if fortran else "C").copy(order="K")
     except _MALFORMED as error:
         raise BadInput(
-            f"The body says that it is {NPY_TYPE} but is not: {str(error)[:200]}.",
+            f"The body is not {NPY_TYPE}, as its content type says: {str(error)[:200]}.",
             remedy="Send what numpy.save(file, array, allow_pickle=False) writes.",
         ) from None
 
@@ -125,7 +129,7 @@ def _header(form: Any, file: io.BytesIO) -> tuple[tuple[int, ...], bool, Any]:
 
 
 def _on_cpu(value: Any) -> Any:
-    """A tensor as its numbers in this process: dense, not lazy, without its history."""
+    """Return a tensor as plain numbers in this process: dense, not lazy, without gradients."""
     try:
         tensor = value.detach()
         tensor = tensor.to_dense() if tensor.layout is not sys.modules["torch"].strided else tensor
@@ -134,12 +138,11 @@ def _on_cpu(value: Any) -> Any:
         _refuse(value, error)
 
 
-def _owned(value: Any) -> Any:
-    """A tensor with bytes of its own in order: safetensors takes neither strides nor shared memory."""
+def _contiguous(value: Any) -> Any:
+    """Return a contiguous copy as a tensor: safetensors takes neither strides nor shared memory."""
     torch = sys.modules["torch"]
     if is_tensor(value):
-        tensor = _on_cpu(value)
-        return tensor.clone(memory_format=torch.contiguous_format)
+        return _on_cpu(value).clone(memory_format=torch.contiguous_format)
     return torch.from_numpy(sys.modules["numpy"].array(value, order="C"))
 
 

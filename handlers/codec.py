@@ -1,13 +1,15 @@
-"""Bodies in, bodies out: decodes a request into the handler's event, encodes its answer.
+"""Decodes request bodies into the handler's events, and encodes its answers as response bodies.
 
-JSON unless the handler's annotation, the caller's content type or what he accepts says otherwise. Annotated types are
-validated by pydantic; both directions have a JSON schema. Arrays pass as bytes, both ways, where the caller asks for it.
+Both are JSON unless the handler's annotation, or the caller's content type or Accept header, says otherwise.
+pydantic validates annotated types and makes the JSON schemas. Arrays pass as bytes where the caller asks for
+them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from email.message import Message
 from typing import Any
 
@@ -16,15 +18,15 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from ..errors import BadInput, InputInvalid, OutputInvalid
 from . import arrays
-from .accepted import preferred
 from .arrays import NPY_TYPE, SAFETENSORS_TYPE
+from .negotiation import preferred
 
 JSON_TYPE = "application/json"
 BYTES_TYPE = "application/octet-stream"
-# What `curl -d` sends when nobody says otherwise: people mean JSON.
+# What `curl -d` sends by default; its users mean JSON.
 FORM_TYPE = "application/x-www-form-urlencoded"
 MAX_PROBLEMS = 20
-# orjson writes no deeper than this.
+# orjson nests no deeper than this.
 MAX_DEPTH = 254
 ARRAY_OFFERS = (JSON_TYPE, NPY_TYPE, BYTES_TYPE)
 DICT_OFFERS = (JSON_TYPE, SAFETENSORS_TYPE)
@@ -34,59 +36,45 @@ _JSON_REMEDY = (
 
 
 class InputCodec:
-    """Decodes bodies into events of one annotated type; `None` takes any JSON."""
+    """Decodes bodies into events of one annotated type. Without an annotation it takes any JSON."""
 
     def __init__(self, annotation: Any | None) -> None:
         self.raw = annotation is bytes
-        self._adapter: TypeAdapter[Any] | None = None
-        if annotation is not None and not self.raw:
-            self._adapter = TypeAdapter(annotation)
+        self._adapter = _adapter(annotation)
 
     def schema(self) -> dict[str, Any]:
-        """The JSON schema of the event; `{}` (anything) without an annotation."""
+        """Return the JSON schema of the event: `{}` (anything) without an annotation."""
         return self._adapter.json_schema() if self._adapter else {}
 
     def decode(self, body: bytes, content_type: str = "") -> Any:
-        """The event. Raises BadInput (not JSON) or InputInvalid (does not fit the annotation)."""
+        """Return the event. Raise BadInput (not JSON) or InputInvalid (does not fit the annotation)."""
         if self.raw:
             return body
-        kind = _media_type(content_type) if content_type else JSON_TYPE
+        kind = content_type.partition(";")[0].strip().lower() if content_type else JSON_TYPE
         if kind not in (JSON_TYPE, FORM_TYPE) and not kind.endswith("+json"):
             if kind == NPY_TYPE and self._adapter is None:
                 return arrays.from_npy(body)
-            return self._validate(_decode_other(body, kind, content_type))
+            event = _decode_other(body, kind, content_type)
+            return event if self._adapter is None else _validated(self._adapter.validate_python, event)
         if self._adapter is None:
             return _parse(body) if body else None
-        try:
-            return self._adapter.validate_json(body or b"null")
-        except ValidationError as error:
-            raise input_error(error) from None
-
-    def _validate(self, event: str | bytes) -> Any:
-        if self._adapter is None:
-            return event
-        try:
-            return self._adapter.validate_python(event)
-        except ValidationError as error:
-            raise input_error(error) from None
+        return _validated(self._adapter.validate_json, body or b"null")
 
 
 class OutputCodec:
-    """Encodes answers of one annotated type; `None` takes whatever JSON can say, and bytes as they are."""
+    """Encodes answers of one annotated type. Without an annotation it takes anything JSON, and bytes."""
 
     def __init__(self, annotation: Any | None) -> None:
-        self._adapter: TypeAdapter[Any] | None = None
-        if annotation is not None and annotation is not bytes:
-            self._adapter = TypeAdapter(annotation)
+        self._adapter = _adapter(annotation)
 
     def schema(self) -> dict[str, Any]:
-        """The JSON schema of the answer; `{}` (anything) without an annotation."""
+        """Return the JSON schema of the answer: `{}` (anything) without an annotation."""
         return self._adapter.json_schema(mode="serialization") if self._adapter else {}
 
     def encode(self, answer: Any, accept: str = "") -> tuple[bytes, str]:
-        """(payload, content type), of which the caller wants those in `accept`: "" is JSON, or bytes as they are.
+        """Return (payload, content type) by the Accept header: if it is empty, JSON, or bytes as they are.
 
-        Raises OutputInvalid naming the path of what does not fit.
+        Raise OutputInvalid naming the path of what does not fit.
         """
         if self._adapter is not None:
             answer, plain = self._checked(answer, self._adapter)
@@ -98,7 +86,7 @@ class OutputCodec:
             return raw
         payload = _dump(plain)
         if b"null" in payload and (path := _find_nan(answer)):
-            # orjson and pydantic write NaN and infinities as null, as JavaScript does: silently another answer.
+            # orjson and pydantic write NaN and infinities as null, which would silently be another answer.
             raise OutputInvalid(
                 f"The answer is not JSON: {path} is NaN or infinite.",
                 remedy="Return None or a finite number there.",
@@ -106,7 +94,7 @@ class OutputCodec:
         return payload, JSON_TYPE
 
     def _checked(self, answer: Any, adapter: TypeAdapter[Any]) -> tuple[Any, Any]:
-        """(the answer validated, the same in JSON's own types)."""
+        """Return the validated answer, and the same as JSON types."""
         try:
             valid = adapter.validate_python(answer)
         except ValidationError as error:
@@ -117,12 +105,24 @@ class OutputCodec:
             ) from None
         try:
             return valid, adapter.dump_python(valid, mode="json", fallback=_plain)
-        except (TypeError, ValueError) as error:  # an `Any` inside the annotation let it through
+        except (TypeError, ValueError) as error:
+            # An `Any` inside the annotation did not check it.
             raise _not_json(valid, error) from None
 
 
+def _adapter(annotation: Any | None) -> TypeAdapter[Any] | None:
+    return None if annotation is None or annotation is bytes else TypeAdapter(annotation)
+
+
+def _validated(validate: Callable[[Any], Any], value: str | bytes) -> Any:
+    try:
+        return validate(value)
+    except ValidationError as error:
+        raise input_error(error) from None
+
+
 def _as_bytes(answer: Any, accept: str) -> tuple[bytes, str] | None:
-    """Arrays as the caller wants them; None if that is JSON, or if it is all that there is."""
+    """Return arrays as the bytes that the caller accepts, or None if the answer is to be JSON."""
     if arrays.is_array(answer):
         kind = preferred(accept, ARRAY_OFFERS)
         return (arrays.to_npy(answer), kind) if kind in (NPY_TYPE, BYTES_TYPE) else None
@@ -130,10 +130,6 @@ def _as_bytes(answer: Any, accept: str) -> tuple[bytes, str] | None:
         file = arrays.to_safetensors(answer)
         return (file, SAFETENSORS_TYPE) if file is not None else None
     return None
-
-
-def _media_type(content_type: str) -> str:
-    return content_type.partition(";")[0].strip().lower()
 
 
 def _decode_other(body: bytes, kind: str, content_type: str) -> str | bytes:
@@ -145,7 +141,7 @@ def _decode_other(body: bytes, kind: str, content_type: str) -> str | bytes:
         return body.decode(header.get_content_charset("utf-8"))
     except (UnicodeError, LookupError) as error:
         raise BadInput(
-            f"The body says {content_type!r} but is not: {error}.",
+            f"The body is not {content_type!r}, as its content type says: {error}.",
             remedy="Send UTF-8 text, or name its charset.",
         ) from None
 
@@ -165,7 +161,7 @@ def _bad_json(why: str) -> BadInput:
 
 
 def input_error(error: ValidationError) -> BadInput | InputInvalid:
-    """What the caller is told of an input that does not fit, by the path of each field."""
+    """Return the error for an input that does not fit, with the path of each field."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     if first["type"] == "json_invalid":
         return _bad_json(first["msg"].removeprefix("Invalid JSON: "))
@@ -196,7 +192,7 @@ def _path(root: str, location: tuple[int | str, ...]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What orjson cannot write itself but plainly means one JSON value."""
+    """Return the JSON value of types that orjson cannot write."""
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json", fallback=_plain)
     if isinstance(value, (set, frozenset)):
@@ -217,8 +213,8 @@ def _dump(answer: Any) -> bytes:
 
 def _not_json(answer: Any, error: Exception) -> OutputInvalid:
     path, fault = _find_unwritable(answer, "answer")
-    said = f"{path} is {fault}" if fault else str(error)
-    return OutputInvalid(f"The answer is not JSON: {said}.", remedy=_JSON_REMEDY)
+    reason = f"{path} is {fault}" if fault else str(error)
+    return OutputInvalid(f"The answer is not JSON: {reason}.", remedy=_JSON_REMEDY)
 
 
 def _children(value: Any, path: str) -> list[tuple[str, Any]]:
@@ -236,28 +232,27 @@ def _children(value: Any, path: str) -> list[tuple[str, Any]]:
 
 
 def _find_unwritable(value: Any, path: str, depth: int = 0) -> tuple[str, str]:
-    """The first thing in `value` that has no JSON form: (path, what it is), or ("", "")."""
+    """Return the first part of `value` that has no JSON form: (path, what it is), or ("", "")."""
     if depth > MAX_DEPTH:
         return "it", f"nested more than {MAX_DEPTH} levels deep"
-    if (
-        isinstance(value, dict)
-        and (bad := next((key for key in value if not isinstance(key, str)), None)) is not None
-    ):
-        return path, f"a dict with the key {bad!r} of type {type(bad).__name__}"
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                return path, f"a dict with the key {key!r} of type {type(key).__name__}"
     try:
         orjson.dumps(value, default=_plain, option=orjson.OPT_SERIALIZE_NUMPY)
     except (TypeError, orjson.JSONEncodeError) as error:
         for step, item in _children(value, path):
             if (found := _find_unwritable(item, step, depth + 1))[1]:
                 return found
-        # Of a number or a string it is the value that is wrong, not the type.
+        # In a number or a string the value is wrong, not the type.
         why = f": {error}" if isinstance(value, (int, str)) else ""
         return path, f"of type {type(value).__name__}{why}"
     return "", ""
 
 
 def _find_nan(answer: Any) -> str:
-    """The path of the first float in `answer` that JSON cannot say, or ""."""
+    """Return the path of the first NaN or infinity in `answer`, or ""."""
     stack = [("answer", answer)]
     while stack:
         path, value = stack.pop()

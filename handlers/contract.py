@@ -1,9 +1,9 @@
-"""The contract: what a user's handler may declare, and what it is given.
+"""The contract: the functions that a user's handler file may define, and the context that they get.
 
 handler(event) or handler(event, context)     plain, async, generator or async generator
 build(context)      once per revision, in the zygote: imports, skeleton, tokenizer; no threads, no device
-rehearse(context)   once per standby, with weights of zeros: one forward pass, so that the first real one is warm;
-                    its outcome is thrown away, and nothing may be kept that was computed from the weights
+rehearse(context)   once per standby, with weights of zeros: one forward pass that warms up later ones;
+                    its result is discarded, and it must not keep what it computed from the weights
 setup(context)      once per worker, after its weights arrived
 teardown(context)   once per worker, before it exits
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 BATCH_MARK = "__pilotflame_batch__"
 MAX_BATCH = 4096
-# What a caller may have put into his event: sums of it must stay numbers that can be counted with.
+# Callers may influence a cost. Sums of costs must stay finite.
 MAX_COST = 1e12
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -36,7 +36,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class BatchSpec:
-    """How a handler that takes a list wants it, as said to `batch`."""
+    """The arguments of `batch`."""
 
     max_size: int
     cost: Callable[[Any], float] | None = None
@@ -44,14 +44,14 @@ class BatchSpec:
     examples: tuple[Any, ...] = ()
 
     def weigh(self, event: Any) -> float:
-        """What `event` costs. Raises HandlerFailed if the cost function says what is no cost, or what it raises."""
+        """Return the cost of `event`. Raise HandlerFailed if it is invalid, and what `cost` raises."""
         if self.cost is None:
             return 1.0
-        said = self.cost(event)
-        cost = _number(said)
+        returned = self.cost(event)
+        cost = _number(returned)
         if cost is None:
             raise HandlerFailed(
-                f"The cost function of @batch returned {said!r:.80}, which is no cost.",
+                f"The cost function of @batch returned {returned!r:.80}, which is no cost.",
                 remedy="Return a positive, finite number for every event.",
             )
         return min(cost, MAX_COST)
@@ -64,30 +64,30 @@ def batch(
     max_cost: float | None = None,
     example: Any = None,
 ) -> Callable[[F], F]:
-    """Marks a handler as taking a list of events and returning a list of as many answers, in order.
+    """Mark a handler that takes a list of events and returns a list with one answer for each, in order.
 
-    An answer that is an exception instance fails its own event and no other. If a call raises, it is repeated with
-    fewer of its events until those that cannot be answered have failed alone: what a handler changes elsewhere before
-    it raises may happen again.
+    An answer that is an exception instance fails its own event only. If a call raises, it is repeated with
+    halves of its events until the events that cannot be answered have failed alone. Side effects of the call
+    may therefore happen more than once.
 
-    `cost` says how much of the whole an event is (its tokens, say), and `max_cost` how much one call may be given; an
-    event that is more runs alone. `example` is an event, or a list of them, as JSON: with it the time of each size of
-    batch is measured when a worker is first started.
+    `cost` returns the size of an event (its tokens, say), and `max_cost` limits the sum of one call; a larger
+    event runs alone. `example` is an event, or a list of events, as JSON: the first worker measures with it
+    how long each batch size takes.
     """
     if not isinstance(max_size, int) or isinstance(max_size, bool) or not 1 <= max_size <= MAX_BATCH:
         raise HandlerSignatureError(
             f"@batch(max_size={max_size!r}): max_size must be a whole number from 1 to {MAX_BATCH}.",
             remedy="Write for example @pilotflame.batch(max_size=32).",
         )
-    if cost is not None and not _is_plain(cost):
+    if cost is not None and (not callable(cost) or inspect.iscoroutinefunction(cost)):
         raise HandlerSignatureError(
             f"@batch(cost={cost!r:.80}): cost must be a plain function of one event.",
             remedy="Write for example @pilotflame.batch(cost=lambda event: len(event.text)).",
         )
     if max_cost is not None and (cost is None or _number(max_cost) is None):
         raise HandlerSignatureError(
-            f"@batch(max_cost={max_cost!r}): max_cost must be a positive, finite number, beside a cost function.",
-            remedy="Write for example @pilotflame.batch(cost=lambda event: len(event.text), max_cost=10_000).",
+            f"@batch(max_cost={max_cost!r}): max_cost needs a cost function, and a positive, finite number.",
+            remedy="Write for example @pilotflame.batch(cost=lambda event: len(event.text), max_cost=9000).",
         )
     spec = BatchSpec(max_size, cost, None if max_cost is None else float(max_cost), _examples(example))
 
@@ -98,22 +98,14 @@ def batch(
     return mark
 
 
-def _is_plain(cost: object) -> bool:
-    return callable(cost) and not inspect.iscoroutinefunction(cost)
-
-
 def _number(value: Any) -> float | None:
-    """`value` as a positive, finite float, if it is one: a number of whichever library."""
+    """Return a number of any library as a float, or None if it is not positive and finite."""
     if isinstance(value, (bool, str, bytes, bytearray)):
         return None
     try:
         number = float(value)
-    except (
-        TypeError,
-        ValueError,
-        OverflowError,
-        RuntimeError,
-    ):  # a tensor of several numbers says RuntimeError
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        # A tensor of several numbers raises RuntimeError.
         return None
     return number if 0 < number < math.inf else None
 
@@ -136,7 +128,7 @@ def _examples(example: Any) -> tuple[Any, ...]:
 
 
 class Cancellation:
-    """Whether the caller of an invocation has gone away. Set once, read from any thread."""
+    """A flag that is set once the caller of an invocation went away. Any thread may read it."""
 
     __slots__ = ("flag",)
 
@@ -145,7 +137,7 @@ class Cancellation:
 
 
 class Host(Protocol):
-    """What a worker does for the invocations that it runs. Any thread may ask."""
+    """What handlers may ask of their worker, from any thread."""
 
     def progress(self, channel: int, value: Any) -> None: ...
     def retire(self) -> None: ...
@@ -153,48 +145,46 @@ class Host(Protocol):
 
 
 class Context:
-    """What a handler may ask about its function and its invocation.
+    """A handler's view of its function and its invocation.
 
-    In `build`, `rehearse`, `setup` and `teardown` there is no invocation: `id` is empty and there is no deadline.
+    `state` is what `build` returned, or what `setup` returned if that was not None. `items` are, for a batch
+    handler, the contexts of its events, in order. `extra` is what a dialect or an event source adds to an
+    invocation. In `build`, `rehearse`, `setup` and `teardown` there is no invocation: `id` is empty and there
+    is no deadline.
     """
 
-    __slots__ = ("_cancellation", "_channel", "_deadline_s", "_host", "_snapshot", "attempt", "extra", "function", "id",
-                 "items", "revision", "state", "traceparent")  # fmt: skip
+    __slots__ = ("_cancellation", "_channel", "_deadline_s", "_host", "_snapshot", "attempt", "extra",
+                 "function", "id", "items", "revision", "state", "traceparent")  # fmt: skip
 
     def __init__(
-        self,
-        function: str,
-        revision: str,
-        *,
-        invocation_id: str = "",
-        attempt: int = 1,
-        deadline_s: float | None = None,
-        state: Any = None,
-        snapshot: Snapshot | None = None,
-        cancellation: Cancellation | None = None,
-        traceparent: str = "",
-        items: Sequence[Context] = (),
-        extra: Mapping[str, Any] = NOTHING,
-        host: Host | None = None,
-        channel: int = 0,
-    ) -> None:
+        self, function: str, revision: str, *, invocation_id: str = "", attempt: int = 1,
+        deadline_s: float | None = None, state: Any = None, snapshot: Snapshot | None = None,
+        cancellation: Cancellation | None = None, traceparent: str = "", items: Sequence[Context] = (),
+        extra: Mapping[str, Any] = NOTHING, host: Host | None = None, channel: int = 0,
+    ) -> None:  # fmt: skip
         self.function = function
         self.revision = revision
         self.id = invocation_id
         self.attempt = attempt
-        self.state = state  # what `build` returned, replaced by what `setup` returned if that was not None
+        self.state = state
         self.traceparent = traceparent
-        self.items = items  # for a batch handler: the contexts of its events, in order
-        self.extra = extra  # what came along with the invocation, beside its body
+        self.items = items
+        self.extra = extra
         self._host = host
         self._channel = channel
         self._deadline_s = deadline_s
         self._snapshot = snapshot
         self._cancellation = cancellation or Cancellation()
 
+    @classmethod
+    def of_batch(cls, items: Sequence[Context]) -> Context:
+        """Return the context of one call of a batch handler, for events with these contexts."""
+        first = items[0]
+        return cls(first.function, first.revision, state=first.state, invocation_id=first.id, items=items)
+
     @property
     def deadline(self) -> float | None:
-        """When the invocation's time is up, as a Unix timestamp in seconds; None if it has no deadline."""
+        """The deadline as a Unix timestamp in seconds; None if there is none."""
         if self._deadline_s is None:
             return None
         return time.time() + self._deadline_s - time.monotonic()
@@ -207,16 +197,16 @@ class Context:
 
     @property
     def cancelled(self) -> bool:
-        """True once nobody waits for the answer any more: every caller left, or the deadline passed."""
+        """True once no answer is needed any more: every caller went away, or the deadline passed."""
         if self.items:
             return all(item.cancelled for item in self.items)
         expired = self._deadline_s is not None and time.monotonic() > self._deadline_s
         return self._cancellation.flag or expired
 
     def progress(self, value: Any) -> None:
-        """Says how far the invocation is, in JSON of any shape; who asks for its status is told the last one said.
+        """Report the invocation's progress, as any JSON. Its status shows the latest report.
 
-        Cheap to call often, from any thread. Does nothing where nobody can ask, as in `setup`.
+        Cheap to call often, from any thread. Does nothing where there is no invocation, as in `setup`.
         """
         for context in self.items:
             context.progress(value)
@@ -224,14 +214,14 @@ class Context:
             self._host.progress(self._channel, value)
 
     def retire(self) -> None:
-        """This worker takes nothing more, and ends when what it runs is answered: the next one starts fresh."""
+        """Let this worker take nothing new, and end once it has answered what it runs."""
         for context in self.items:
             context.retire()
         if self._host is not None:
             self._host.retire()
 
     def resize(self, concurrency: int) -> None:
-        """From now on this worker runs so many invocations at the same time. Of async handlers only."""
+        """Let this worker run `concurrency` invocations at the same time. Async handlers only."""
         for context in self.items:
             context.resize(concurrency)
         if self._host is not None:
@@ -239,12 +229,14 @@ class Context:
 
     @property
     def log(self) -> logging.LoggerAdapter[logging.Logger]:
-        """A logger whose lines carry the invocation's id; they come out of `pilotflame logs`."""
+        """A logger whose lines carry the invocation's id. `pilotflame logs` shows them."""
         return logging.LoggerAdapter(logging.getLogger("pilotflame.handler"), {"invocation": self.id or "-"})
 
     @property
     def snapshot(self) -> Snapshot:
         """The function's weights. Raises SnapshotError if the settings name none."""
+        if self._snapshot is None and self.items:
+            return self.items[0].snapshot
         if self._snapshot is None:
             raise SnapshotError(
                 f"Function {self.function!r} has no snapshot, but its handler asked for one.",

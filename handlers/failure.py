@@ -1,4 +1,4 @@
-"""Failures of the user's code, told as one paragraph: file, line, exception."""
+"""Describes what user code raised in one paragraph: file, line, exception."""
 
 from __future__ import annotations
 
@@ -11,51 +11,64 @@ from ..errors import PilotflameError
 E = TypeVar("E", bound=PilotflameError)
 
 MAX_TRACEBACK_CHARS = 20_000
-OWN_FOLDER = str(Path(__file__).resolve().parent.parent)
+PACKAGE_FOLDER = str(Path(__file__).resolve().parent.parent)
+OUT_OF_MEMORY_REMEDY = (
+    "This input alone needs more memory than there is: send a smaller one, or give the function more memory."
+)
 
 
 def explain(kind: type[E], what: str, error: BaseException, root: Path, *, remedy: str = "") -> E:
-    """`kind`, saying that `what` raised `error`, at which file and line of the user's folder `root`.
+    """Return a `kind` that describes that `what` raised `error`, and where in the user's folder `root`.
 
-    An error of our own tree (a snapshot that lacks a tensor, say) keeps its message and remedy.
+    A PilotflameError (a snapshot that lacks a tensor, say) keeps its message and remedy.
     """
     file, line = locate(error, root)
     where = f" at {file}, line {line}" if file else ""
-    text = error.message if isinstance(error, PilotflameError) else f"{type(error).__name__}: {_said(error)}"
-    return kind(
-        f"{what} failed{where}: {text}",
-        remedy=error.remedy if isinstance(error, PilotflameError) else remedy,
-        details={
-            **(error.details if isinstance(error, PilotflameError) else {}),
-            "exception": error.code if isinstance(error, PilotflameError) else type(error).__name__,
-            **({"file": file, "line": line} if file else {}),
-            "traceback": _user_traceback(error),
-        },
-    )
+    details: dict[str, Any] = {"exception": type(error).__name__}
+    text = f"{type(error).__name__}: {_text(error)}"
+    if isinstance(error, PilotflameError):
+        text, remedy, details = error.message, error.remedy, {**error.details, "exception": error.code}
+    if file:
+        details |= {"file": file, "line": line}
+    details["traceback"] = _user_traceback(error)
+    return kind(f"{what} failed{where}: {text}", remedy=remedy, details=details)
 
 
 def locate(error: BaseException, root: Path) -> tuple[str, int]:
-    """The innermost frame of `error` inside `root`: (path relative to root, line), or ("", 0)."""
-    if isinstance(error, SyntaxError) and error.filename and (name := _inside(error.filename, root)):
+    """Return the innermost frame of `error` inside `root` as (path relative to root, line), or ("", 0)."""
+    if isinstance(error, SyntaxError) and error.filename and (name := _relative(error.filename, root)):
         return name, error.lineno or 0
     found = ("", 0)
     for frame, line in traceback.walk_tb(error.__traceback__):
-        if name := _inside(frame.f_code.co_filename, root):
+        if name := _relative(frame.f_code.co_filename, root):
             found = (name, line)
     return found
 
 
-def _said(error: BaseException) -> str:
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True if the memory of the processor or of a device ran out.
+
+    torch's errors are recognised by name and text, because this module does not load torch.
+    """
+    if isinstance(error, MemoryError):
+        return True
+    kinds = type(error).__mro__
+    if any(kind.__name__ == "OutOfMemoryError" and kind.__module__.startswith("torch") for kind in kinds):
+        return True
+    text = _text(error).lower() if isinstance(error, RuntimeError) else ""
+    return "out of memory" in text or "can't allocate memory" in text
+
+
+def _text(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:  # noqa: BLE001  a broken __str__ must not hide what failed
+    except Exception:  # noqa: BLE001  a broken __str__ must not hide the failure
         return "(it cannot be printed)"
 
 
-def _inside(filename: str, root: Path) -> str:
-    if not filename.startswith(
-        "/"
-    ):  # "<string>", "<frozen importlib._bootstrap>": would resolve to the folder
+def _relative(filename: str, root: Path) -> str:
+    # "<string>" and "<frozen importlib._bootstrap>" would resolve to files in the folder.
+    if not filename.startswith("/"):
         return ""
     try:
         return str(Path(filename).resolve().relative_to(root.resolve()))
@@ -64,12 +77,11 @@ def _inside(filename: str, root: Path) -> str:
 
 
 def _user_traceback(error: BaseException) -> str:
-    """The traceback without the frames of pilotflame and importlib that led to the user's code."""
-    told: Any = traceback.TracebackException.from_exception(error)
-    kept = [
+    """Return the traceback without the frames of pilotflame and importlib that led to the user's code."""
+    trace: Any = traceback.TracebackException.from_exception(error)
+    trace.stack = traceback.StackSummary.from_list(
         frame
-        for frame in told.stack
-        if not frame.filename.startswith(OWN_FOLDER) and "importlib" not in frame.filename
-    ]
-    told.stack = traceback.StackSummary.from_list(kept)
-    return "".join(told.format())[-MAX_TRACEBACK_CHARS:]
+        for frame in trace.stack
+        if not frame.filename.startswith(PACKAGE_FOLDER) and "importlib" not in frame.filename
+    )
+    return "".join(trace.format())[-MAX_TRACEBACK_CHARS:]

@@ -1,4 +1,4 @@
-"""The handler, as resolved: a callable with what it takes and gives, whichever dialect it was written in."""
+"""A handler as resolved: a callable with what it takes and returns, whichever dialect it was written in."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import enum
 import functools
 import inspect
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Set, Sized
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import OutputInvalid
 from .codec import InputCodec, OutputCodec
-from .contract import BatchSpec
+from .contract import BatchSpec, Context
 
 Hook = Callable[..., Any]
+# These have a length, but are not sequences of answers.
+ONE_VALUE = (str, bytes, bytearray, Mapping, Set)
 
 
 class HandlerKind(enum.StrEnum):
@@ -36,7 +39,7 @@ class HandlerKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Handler:
-    """A user's handler, resolved: the callables, and what they take and give."""
+    """A user's handler: its callables, and what they take and return."""
 
     call: Callable[..., Any]
     kind: HandlerKind
@@ -49,14 +52,14 @@ class Handler:
     setup: Hook | None
     teardown: Hook | None
     dialect: str = "pilotflame"
-    """Whose contract the user's file keeps: pilotflame's, or one of `foreign.recognise.DIALECTS`."""
+    """Whose contract the user's file keeps: one of `dialects.recognise.DIALECTS`."""
     entry: str = ""
-    """The file and the name in it that was found there."""
+    """The file, and the name in it, where the handler was found."""
     aggregate: bool = True
-    """Of a streaming handler: whether a job's stored output is the list of all pieces."""
+    """True if a job of a streaming handler stores the list of all chunks as its output."""
 
     def facts(self) -> dict[str, Any]:
-        """What the gateway keeps of it: plain JSON."""
+        """Return what the gateway keeps of the handler, as plain JSON."""
         return {
             "dialect": self.dialect,
             "entry": self.entry,
@@ -68,9 +71,28 @@ class Handler:
             "output_schema": self.output.schema(),
         }
 
+    def arguments(self, context: Context, event: Any) -> tuple[Any, ...]:
+        """Return the arguments of one call. `event` is a list for a batch handler."""
+        return (event, context) if self.takes_context else (event,)
+
+    def answers(self, answer: Any, count: int) -> list[Any]:
+        """Return one answer an event. Raise OutputInvalid if a batch handler returned another number."""
+        if self.batch is None:
+            return [answer]
+        if not isinstance(answer, ONE_VALUE) and isinstance(answer, Sized) and isinstance(answer, Iterable):
+            # An array, for example.
+            answer = list(answer)
+        if not isinstance(answer, list) or len(answer) != count:
+            got = f"{len(answer)} answers" if isinstance(answer, list) else type(answer).__name__
+            raise OutputInvalid(
+                f"The batch handler was given {count} events and returned {got}.",
+                remedy="Return a list with one answer for each event, in order.",
+            )
+        return answer
+
 
 def kind_of(call: Callable[..., Any]) -> HandlerKind:
-    """How `call` runs, without calling it."""
+    """Return how `call` runs, without calling it."""
     function = written(call)
     if inspect.isasyncgenfunction(function):
         return HandlerKind.ASYNC_GENERATOR
@@ -80,10 +102,10 @@ def kind_of(call: Callable[..., Any]) -> HandlerKind:
 
 
 def written(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that was written, below partials, decorators that say so, and `__call__`."""
+    """Return the function that the user wrote, below partials, wrapping decorators and `__call__`."""
     while isinstance(call, functools.partial):
         call = call.func
-    seen: Any = call
+    inner: Any = call
     return typing.cast(
-        "Callable[..., Any]", inspect.unwrap(seen if inspect.isroutine(call) else seen.__call__)
+        "Callable[..., Any]", inspect.unwrap(inner if inspect.isroutine(call) else inner.__call__)
     )

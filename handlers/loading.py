@@ -1,4 +1,4 @@
-"""Loading: a user's file imported as if the user had run it in its folder."""
+"""Imports a user's file as if the user ran it in its folder."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .failure import explain
 def import_file(
     root: Path, path: Path, *, as_main: bool = False, prepare: Callable[[], None] | None = None
 ) -> ModuleType:
-    """The module of `path`, a file below `root`. Raises HandlerImportError.
+    """Return the module of `path`, a file below `root`. Raise HandlerImportError.
 
-    The folder becomes the working directory and the file's folder the first entry of `sys.path`. `prepare` is called
-    then, before the file runs. With `as_main` it runs as `python file.py` would run it: as `__main__`.
+    `root` becomes the working directory and the file's folder the first entry of `sys.path`; then `prepare`
+    is called and the file runs. With `as_main` it runs as `__main__`, as with `python file.py`.
     """
     if not path.is_file():
-        there = ", ".join(sorted(entry.name for entry in root.iterdir())[:8]) if root.is_dir() else "nothing"
+        there = ", ".join(sorted(entry.name for entry in root.iterdir())[:8]) if root.is_dir() else ""
         raise HandlerImportError(
             f"{path.name} is not in the function's folder (there: {there or 'nothing'}).",
             remedy="Create it with `def handler(event): ...`, or set `handler` in pilotflame.toml.",
@@ -35,17 +35,19 @@ def import_file(
     if spec is None or spec.loader is None:
         raise HandlerImportError(f"{path.name} is not a Python file.", remedy="Name a .py file.")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # as an import would: annotations and dataclasses look the module up
+    # Annotations and dataclasses look the module up, as after an import.
+    sys.modules[path.stem] = module
     if as_main:
         sys.modules["__main__"] = module
-        sys.argv = [str(path)]  # ours would be read as the file's own arguments
+        # The file must not read pilotflame's arguments as its own.
+        sys.argv = [str(path)]
     try:
         spec.loader.exec_module(module)
-    except ModuleNotFoundError as error:
-        remedy = (
-            f"Add the package that provides `{error.name}` to requirements.txt and deploy with --install."
-        )
-        raise explain(HandlerImportError, f"Importing {path.name}", error, root, remedy=remedy) from error
     except (Exception, SystemExit) as error:
-        raise explain(HandlerImportError, f"Importing {path.name}", error, root) from error
+        remedy = ""
+        if isinstance(error, ModuleNotFoundError):
+            remedy = (
+                f"Add the package that provides `{error.name}` to requirements.txt and deploy with --install."
+            )
+        raise explain(HandlerImportError, f"Importing {path.name}", error, root, remedy=remedy) from error
     return module

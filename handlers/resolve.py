@@ -1,4 +1,4 @@
-"""Finds the handler in a user's file and learns all that can be known without calling it."""
+"""Finds the handler in a user's file, with all that can be known without calling it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .loading import import_file
 
 
 def resolve(root: Path, reference: str = DEFAULT, function: str = "") -> Handler:
-    """Imports what `reference` names below `root` ("file.py", "file.py:name", "runpod:file.py") and returns its handler.
+    """Return the handler that `reference` names below `root`: "file.py", "file.py:name" or "runpod:file.py".
 
-    A RunPod, Cog or Lambda handler is recognised, or named as one by the reference. The folder becomes the working
-    directory and the first entry of `sys.path`, as if the user had run it there; `function` is what the function is
-    called. Raises HandlerImportError or HandlerSignatureError.
+    The file is imported: the folder becomes the working directory and the first entry of `sys.path`, as if
+    the user ran it there. RunPod, Cog and Lambda handlers are recognised if the reference does not name the
+    dialect. `function` is the function's name. Raise HandlerImportError or HandlerSignatureError.
     """
     entry = recognise(root, reference)
     if entry.dialect == "runpod":
@@ -33,11 +33,11 @@ def resolve(root: Path, reference: str = DEFAULT, function: str = "") -> Handler
 
         return resolve_runpod(root, entry)
     if entry.dialect == "cog":
-        from .dialects.cog import resolve_cog  # noqa: PLC0415  as above
+        from .dialects.cog import resolve_cog  # noqa: PLC0415
 
         return resolve_cog(root, entry)
     if entry.dialect == "lambda":
-        from .dialects.aws_lambda import resolve_lambda  # noqa: PLC0415  as above
+        from .dialects.aws_lambda import resolve_lambda  # noqa: PLC0415
 
         return resolve_lambda(root, entry, function)
     module = import_file(root, root / entry.file)
@@ -45,7 +45,7 @@ def resolve(root: Path, reference: str = DEFAULT, function: str = "") -> Handler
 
 
 def handler_of(module: ModuleType, name: str, file: str) -> Handler:
-    """The handler called `name` in `module`, with the module's hooks."""
+    """Return the handler called `name` in `module`, with the module's hooks."""
     call = getattr(module, name, None)
     if call is None:
         raise HandlerSignatureError(
@@ -58,7 +58,7 @@ def handler_of(module: ModuleType, name: str, file: str) -> Handler:
         )
     kind, spec = kind_of(call), getattr(call, BATCH_MARK, None)
     takes_context = _arity(call, f"{name} in {file}") == 2
-    given, answered = _annotations(call, kind, spec, f"{name} in {file}")
+    codecs = _codecs(call, kind, spec, f"{name} in {file}")
     if spec and kind.streaming:
         raise HandlerSignatureError(
             f"`{name}` in {file} is a generator with @batch.",
@@ -68,13 +68,12 @@ def handler_of(module: ModuleType, name: str, file: str) -> Handler:
         _hook(module, hook, file) for hook in ("build", "rehearse", "setup", "teardown")
     )
     return Handler(
-        call, kind, takes_context, spec, given, answered, build, rehearse, setup, teardown,
-        entry=f"{file}:{name}",
-    )  # fmt: skip
+        call, kind, takes_context, spec, *codecs, build, rehearse, setup, teardown, entry=f"{file}:{name}"
+    )
 
 
 def _arity(call: Callable[..., Any], what: str, *, allowed: tuple[int, ...] = (1, 2)) -> int:
-    """With how many positional arguments `call` wants to be called: the largest allowed number that fits."""
+    """Return the largest allowed number of positional arguments that `call` takes."""
     signature = inspect.signature(call)
     for count in sorted(allowed, reverse=True):
         try:
@@ -105,17 +104,17 @@ def _hook(module: ModuleType, name: str, file: str) -> Hook | None:
     return lambda _context: call()
 
 
-def _annotations(
+def _codecs(
     call: Callable[..., Any], kind: HandlerKind, spec: BatchSpec | None, what: str
 ) -> tuple[InputCodec, OutputCodec]:
     first = next(iter(inspect.signature(call).parameters))
     try:
         hints = _hints(written(call), (first, "return"))
-        given, answered = hints.get(first), hints.get("return")
+        event, answer = hints.get(first), hints.get("return")
         if kind.streaming or spec:
-            answered = _element(answered)
-        answered = None if _names_arrays(answered) else _meaningful(answered)
-        return InputCodec(_meaningful(_element(given) if spec else given)), OutputCodec(answered)
+            answer = _element(answer)
+        answer = None if _names_arrays(answer) else _meaningful(answer)
+        return InputCodec(_meaningful(_element(event) if spec else event)), OutputCodec(answer)
     except (NameError, SyntaxError, TypeError, PydanticUserError, PydanticSchemaGenerationError) as error:
         raise HandlerSignatureError(
             f"The annotations of `{what}` cannot be used: {error}",
@@ -124,17 +123,17 @@ def _annotations(
 
 
 def _hints(function: Callable[..., Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """The annotations of these names alone: that of `context` is often known to type checkers only."""
-    written = getattr(function, "__annotations__", {})
+    """Return the annotations of `names`. Others, as that of `context`, may be known to type checkers only."""
+    annotations = getattr(function, "__annotations__", {})
     part = SimpleNamespace(
-        __annotations__={name: written[name] for name in names if name in written},
+        __annotations__={name: annotations[name] for name in names if name in annotations},
         __globals__=getattr(inspect.unwrap(function), "__globals__", {}),
     )
     return typing.get_type_hints(part, include_extras=True)
 
 
 def _element(annotation: Any) -> Any:
-    """T of list[T], Iterator[T], Generator[T, …], AsyncIterator[T]."""
+    """Return T of list[T], Iterator[T], Generator[T, …] or AsyncIterator[T]."""
     arguments = typing.get_args(annotation)
     return arguments[0] if arguments else None
 
@@ -144,7 +143,7 @@ def _meaningful(annotation: Any) -> Any | None:
 
 
 def _names_arrays(annotation: Any) -> bool:
-    """Whether there are arrays or tensors in it, of which pydantic knows nothing: such answers are not checked."""
+    """Return True if it contains arrays or tensors. pydantic does not know them and checks no such answer."""
     kind = typing.get_origin(annotation) or annotation
     if isinstance(kind, type) and any(
         base.__module__ in ("numpy", "torch") and base.__name__ in ("ndarray", "Tensor")

@@ -23,11 +23,6 @@ PACKAGES = (*HOUSE, "templates")
 SPEAKING = {
     "runtime.cli",
     "runtime.commands.display",
-    "runtime.commands.moves",
-    "runtime.commands.recording",
-    "runtime.commands.remote",
-    "runtime.commands.snapshots",
-    "runtime.commands.transfers",
 }
 # Packages that must not be loaded by those who never use them.
 HEAVY = {"aiohttp", "boto3", "httpx", "numpy", "pydantic", "safetensors", "torch", "transformers", "uvloop"}

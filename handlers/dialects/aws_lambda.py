@@ -12,7 +12,7 @@ from typing import Any
 from ...errors import HandlerFailed, HandlerSignatureError
 from ..codec import InputCodec
 from ..contract import Context
-from ..failure import OWN_FOLDER, explain
+from ..failure import PACKAGE_FOLDER, explain
 from ..handler import Handler, HandlerKind, kind_of
 from ..loading import import_file
 from .adapter import adapt
@@ -104,7 +104,7 @@ class LambdaCaller:
         frames = [
             frame
             for frame in traceback.extract_tb(error.__traceback__)
-            if not frame.filename.startswith(OWN_FOLDER)
+            if not frame.filename.startswith(PACKAGE_FOLDER)
         ]
         failed.details |= {
             "errorType": type(error).__name__,

@@ -24,10 +24,15 @@ import servers
 from control import Control
 from http1 import Request
 from load import load_apart
-from pilotflame.runtime.batching.figures import figures
 from pilotflame.runtime.batching.latency_curve import LatencyCurve, Point
-from pilotflame.runtime.batching.simulator import Plant, Simulator, Timed
-from pilotflame.runtime.batching.workload import CallOutcome, SimulatedCall
+from pilotflame.runtime.batching.simulator import (
+    CallOutcome,
+    DurationModel,
+    SimulatedCall,
+    SimulatedFunction,
+    Simulator,
+)
+from pilotflame.runtime.commands.simulate import figures
 from report import Report
 from warm_open import DEADLINES
 from warm_replay import instants_ns, replay
@@ -61,10 +66,11 @@ class Learned:
 
 def simulate(instants: Sequence[int], learned: Learned) -> dict[str, Any]:
     """The simulator's figures for these arrivals, and the share that its callers would call on time."""
-    timed = Timed(tuple((point.size, point.p50_s) for point in learned.points), learned.noise)
-    plant = Plant(timed, limit=LIMIT, way_s=0.0)  # the way to the worker is in what the gateway measured
+    timed = DurationModel(tuple((point.size, point.p50_s) for point in learned.points), learned.noise)
+    # What the gateway measured includes the way to the worker.
+    plant = SimulatedFunction(timed, max_batch=LIMIT, transit_s=0.0)
     calls = (SimulatedCall(instant / 1e9, DEADLINE_S, body=b"%d" % at) for at, instant in enumerate(instants))
-    run = Simulator(plant, curve=LatencyCurve(learned.points)).open(calls)
+    run = Simulator(plant, curve=LatencyCurve(learned.points)).run(calls)
     before: Counter[float] = Counter()  # of those that ended together, how many were answered before
     in_time = 0
     for one in run.attempts:

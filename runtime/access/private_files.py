@@ -25,11 +25,17 @@ def write(path: Path, data: bytes) -> None:
             stream.write(data)
 
 
+def read(path: Path) -> bytes | None:
+    """Return the file's bytes, or None if there is no file. Raise GatewayError."""
+    with _reported("read", path):
+        return path.read_bytes() if path.exists() else None
+
+
 def load(path: Path, model: type[_ModelT]) -> _ModelT | None:
     """Return the file's JSON as `model`, or None if there is no file. Raise GatewayError, which quotes no value."""
+    data = read(path)
     try:
-        with _reported("read", path):
-            return model.model_validate_json(path.read_bytes()) if path.exists() else None
+        return None if data is None else model.model_validate_json(data)
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
         # Ignoring the file could admit callers that it shuts out.

@@ -72,8 +72,8 @@ class Backend:
         self, name: str, status: int, invocation: Invocation, error: PilotflameError | None = None
     ) -> None:
         """Count an invocation whose response is about to be sent."""
-        invocation.timeline.responded_s = time.monotonic()
-        self.metrics.answered(name, status, invocation.timeline, error)
+        invocation.timeline.mark_responded(time.monotonic())
+        self.metrics.responded(name, status, invocation.timeline, error)
         if invocation.timeline.cold:
             self.functions.note_cold(name, invocation.timeline)
 

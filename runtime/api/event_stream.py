@@ -87,7 +87,7 @@ class EventStream:
             self._number += len(pieces)
             events = [event("output", piece, number) for number, piece in enumerate(pieces, first)]
             await self._write(b"".join(events))
-            stream.passed(len(pieces))
+            stream.consumed(len(pieces))
 
     async def end(self, error: PilotflameError | None) -> web.StreamResponse:
         """Send the last event. It says how the stream ended, because the status was sent long before."""

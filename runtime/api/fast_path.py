@@ -113,13 +113,12 @@ class FastRequest:
         gateway, caller = self._fast_path.gateway, self._admitted.caller
         try:
             self._revision, invocation = gateway.begin(
-                self._name, headers, request_id, body, received_s, caller
+                self._name, headers, request_id, body, received_s, caller, self._on_answer
             )
         except PilotflameError as error:
             self._end(gateway.refused(self._name, error, request_id))
             return
         self._invocation = invocation
-        invocation.on_answer = self._on_answer
         if invocation.ended:
             self._on_answer()
 

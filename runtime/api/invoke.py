@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
@@ -99,7 +100,7 @@ class Gateway:
             if invocation.stream is not None:
                 return await self._stream(request, name, invocation, invocation.stream)
             with contextlib.suppress(PilotflameError):
-                await invocation.answer
+                await invocation.output
         # The caller has gone, which is noticed while reading or while writing.
         except (asyncio.CancelledError, ConnectionError):
             revision.cancel(invocation)
@@ -107,12 +108,21 @@ class Gateway:
         return self.answered(name, invocation).response()
 
     def begin(
-        self, name: str, headers: Headers, request_id: str, body: bytes, received_s: float, caller: Caller
-    ) -> tuple[Revision, Invocation]:
+        self, name: str, headers: Headers, request_id: str, body: bytes, received_s: float, caller: Caller,
+        on_end: Callable[[], None] | None = None,
+    ) -> tuple[Revision, Invocation]:  # fmt: skip
         """Submit an invocation. Raises PilotflameError, for which `refused` makes the response."""
         # Another revision may have become live while the body arrived.
         revision = self._functions.live(name)
-        invocation = _invocation(headers, revision, request_id, body, received_s, caller)
+        policy = revision.policy
+        invocation = Invocation(
+            request_id, body, now_s=received_s,
+            deadline_s=received_s + timeout_of(headers, policy.timeout_s),
+            hold_until_s=received_s + seconds(headers, HOLD, policy.hold_s, MAX_HOLD_S),
+            content_type=content_type_of(headers), traceparent=traceparent_of(headers), accept=accept_of(headers),
+            streaming=revision.streaming, tenant=caller.owner, on_end=on_end,
+            priority=priority_of(headers, urgent=caller.urgent),
+        )  # fmt: skip
         revision.submit(invocation)
         return revision, invocation
 
@@ -123,12 +133,12 @@ class Gateway:
 
     def answered(self, name: str, invocation: Invocation) -> Response:
         """Return the response to an invocation that has ended."""
-        error = invocation.answer.exception()
+        error = invocation.output.exception()
         if isinstance(error, PilotflameError):
             self._backend.record(name, error.status, invocation, error)
             return error_reply(error, invocation.id, _headers(invocation))
         self._backend.record(name, 200, invocation)
-        answer = invocation.answer.result()
+        answer = invocation.output.result()
         return Response(200, {**_headers(invocation), "Content-Type": answer.content_type}, answer.payload)
 
     async def _submit(self, request: web.Request) -> web.StreamResponse:
@@ -152,7 +162,7 @@ class Gateway:
         try:
             async with asyncio.timeout(left_s + LAST_EVENT_S):
                 await events.send_pieces(stream)
-                failure = invocation.answer.exception()
+                failure = invocation.output.exception()
                 error = failure if isinstance(failure, PilotflameError) else None
                 self._backend.record(name, error.status if error is not None else 200, invocation, error)
                 if error is not None and events.response is None:
@@ -163,25 +173,6 @@ class Gateway:
             if not invocation.timeline.responded_s:
                 self._backend.record(name, DeadlineExceeded.status, invocation)
             return events.response or web.Response(status=DeadlineExceeded.status)
-
-
-def _invocation(
-    headers: Headers, revision: Revision, request_id: str, body: bytes, received_s: float, caller: Caller
-) -> Invocation:
-    policy = revision.policy
-    return Invocation(
-        request_id,
-        body,
-        now_s=received_s,
-        deadline_s=received_s + timeout_of(headers, policy.timeout_s),
-        hold_until_s=received_s + seconds(headers, HOLD, policy.hold_s, MAX_HOLD_S),
-        content_type=content_type_of(headers),
-        traceparent=traceparent_of(headers),
-        streaming=revision.streaming,
-        tenant=caller.owner,
-        priority=priority_of(headers, urgent=caller.urgent),
-        accept=accept_of(headers),
-    )
 
 
 def _headers(invocation: Invocation) -> dict[str, str]:

@@ -17,8 +17,8 @@ from pydantic import WithJsonSchema, with_config
 from typing_extensions import TypedDict
 
 from ...errors import MethodNotAllowed, PilotflameError, Unauthorized, UnknownRoute
-from ...handlers.accepted import weigh
 from ...handlers.codec import JSON_TYPE
+from ...handlers.negotiation import weigh
 from .requests import request_id_of
 
 # In the standard library since Python 3.14, where the backport cannot be installed.

@@ -1,4 +1,6 @@
-"""Pure policy of the queue: order, admission, batch forming, assignment to workers.
+"""Pure policy of the queue: order, admission, forming batches, assigning them to workers.
 
-Enter at `queue.py`. No I/O and no clock: time is an argument. The gateway and the simulator run the same code.
+Enter at `queue.py` and `assignment.py`. Nothing here does I/O or reads a clock: time is an argument, in
+seconds of one monotonic clock. The gateway and the simulator run the same code. It must not know HTTP,
+processes or the event loop.
 """

@@ -1,4 +1,8 @@
-"""The latency curve L(n): how long a group of n takes on this revision's workers, learned from those that ran."""
+"""The latency curve L(n): how long a batch of n items takes on a revision's workers, learned from results.
+
+Clipper (NSDI '17) and Clockwork (OSDI '20) predict from such profiles too. Here the curve is the median and
+the 95th percentile by batch size, made non-decreasing by isotonic regression.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +12,19 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-# Of each size so many of the last durations count: a percentile of them follows a machine that becomes slower.
+# How many of the latest durations of each size count: the percentiles follow a machine that becomes slower.
 KEPT = 64
-# One in so many observations makes the curve be drawn again, but each of the first ones does.
-REDRAWN_EVERY = 16
-# What was measured before a start counts as so many durations; after so many new ones it is forgotten.
-TRUSTED = 32
+# The curve is computed again after so many observations, and after each of the first ones of a size.
+RECOMPUTED_EVERY = 16
+# A loaded point weighs as much as so many durations; after so many new ones it no longer counts.
+LOADED_WEIGHT = 32
 SMOOTHING = 0.1
 MIN_COST = 1e-6
 P50, P95 = 0.5, 0.95
 
 
 class Point(NamedTuple):
-    """A size, and how many seconds groups of about that size took: the median and the 95th percentile."""
+    """A batch size, and the median and 95th percentile of the seconds that such batches took."""
 
     size: float
     p50_s: float
@@ -28,50 +32,45 @@ class Point(NamedTuple):
 
 
 class LatencyCurve:
-    """Durations by size. Sizes lie in buckets half an octave wide; between their points the curve is straight."""
+    """Durations by size, in buckets half an octave wide; linear between the buckets' points."""
 
     def __init__(self, points: Iterable[Point] = ()) -> None:
-        """`points` were measured before: they count until newer durations of their size have replaced them."""
-        self.unit = 1.0
-        """The mean cost of an item: where the handler counts tokens, say, a group of three is of size 3 x unit."""
+        self.mean_cost = 1.0
+        """The mean cost of an item, in tokens, say. A batch of three has the size 3 x mean_cost."""
         self._buckets: dict[int, _Bucket] = {}
-        self._points: tuple[Point, ...] = ()
+        self.points: tuple[Point, ...] = ()
+        """By ascending size; no larger size is faster than a smaller one."""
         self._sizes: list[float] = []
         self._fresh = 0
-        self.recall(points)
+        self.load(points)
 
-    def recall(self, points: Iterable[Point]) -> None:
-        """Takes points that were measured elsewhere, as of a worker before it is ready."""
+    def load(self, points: Iterable[Point]) -> None:
+        """Take points that were measured before; newer durations of their size replace them."""
         for point in points:
-            self._bucket(point.size).recall(point)
-        self._draw()
+            self._bucket(point.size).load(point)
+        self._compute()
 
     @property
     def known(self) -> bool:
-        return bool(self._points)
-
-    @property
-    def points(self) -> tuple[Point, ...]:
-        """The curve as it is drawn now: sizes ascend, and no larger size is faster than a smaller one."""
-        return self._points
+        return bool(self.points)
 
     def observe(self, count: int, cost: float, seconds: float) -> None:
-        """A group of `count` items, of `cost` together, took so long."""
-        self.unit += SMOOTHING * (cost / count - self.unit)
+        """Learn that a batch of `count` items, of `cost` together, took `seconds`."""
+        self.mean_cost += SMOOTHING * (cost / count - self.mean_cost)
         size = max(cost, MIN_COST)
         bucket = self._bucket(size)
         bucket.add(size, seconds)
         self._fresh += 1
-        if self._fresh >= REDRAWN_EVERY or bucket.count < REDRAWN_EVERY:
-            self._draw()
+        if self._fresh >= RECOMPUTED_EVERY or bucket.count < RECOMPUTED_EVERY:
+            self._compute()
 
     def typical(self, count: float) -> float:
-        """Seconds that half of the groups of so many items take at most; 0 while nothing is known."""
-        return self._at(count * self.unit, 1)
+        """Return the median seconds of a batch of `count` items; 0 while nothing is known."""
+        return self._at(count * self.mean_cost, 1)
 
     def bound(self, count: float) -> float:
-        """Seconds that 95 % of the groups of so many items take at most; 0 while nothing is known."""
-        return self._at(count * self.unit, 2)
+        """Return the 95th percentile in seconds of a batch of `count` items; 0 while nothing is known."""
+        return self._at(count * self.mean_cost, 2)
 
     def _bucket(self, size: float) -> _Bucket:
         number = round(2 * math.log2(max(size, MIN_COST)))
@@ -80,41 +79,44 @@ class LatencyCurve:
             found = self._buckets[number] = _Bucket()
         return found
 
-    def _draw(self) -> None:
+    def _compute(self) -> None:
         self._fresh = 0
-        found = [self._buckets[number].point() for number in sorted(self._buckets)]
-        weights = [self._buckets[number].weight for number in sorted(self._buckets)]
-        p50s = isotonic([(point.p50_s, weight) for point, weight in zip(found, weights, strict=True)])
-        p95s = isotonic([(point.p95_s, weight) for point, weight in zip(found, weights, strict=True)])
-        self._points = tuple(
-            Point(point.size, p50, max(p50, p95)) for point, p50, p95 in zip(found, p50s, p95s, strict=True)
+        buckets = [self._buckets[number] for number in sorted(self._buckets)]
+        points, weights = [bucket.point() for bucket in buckets], [bucket.weight for bucket in buckets]
+        p50s = isotonic([(point.p50_s, weight) for point, weight in zip(points, weights, strict=True)])
+        p95s = isotonic([(point.p95_s, weight) for point, weight in zip(points, weights, strict=True)])
+        self.points = tuple(
+            Point(point.size, p50, max(p50, p95)) for point, p50, p95 in zip(points, p50s, p95s, strict=True)
         )
-        self._sizes = [point.size for point in found]
+        self._sizes = [point.size for point in points]
 
     def _at(self, size: float, field: int) -> float:
-        points = self._points
+        points = self.points
         if not points:
             return 0.0
+        # A single point has no slope, so it predicts the same time for every size.
         if size <= points[0].size or len(points) == 1:
-            # Of one point alone nobody knows a slope: what is not known is held against no caller.
             return points[0][field]
         if size <= points[-1].size:
             right = bisect_left(self._sizes, size)
-            return _between(points[right - 1], points[right], size, field)
-        # Beyond the last: on along the chord of the whole curve, which one odd point does not tilt.
+            return _interpolate(points[right - 1], points[right], size, field)
+        # Extrapolate along the chord of the whole curve: one odd point at the end does not tilt it. The chord
+        # of the medians may be the steeper one; the bound is never below the median.
         first, last = points[0], points[-1]
-        return max(last[field], _between(first, last, size, field))
+        found = max(last[field], _interpolate(first, last, size, field))
+        return found if field == 1 else max(found, _interpolate(first, last, size, 1))
 
 
-def _between(left: Point, right: Point, size: float, field: int) -> float:
+def _interpolate(left: Point, right: Point, size: float, field: int) -> float:
     share = (size - left.size) / max(right.size - left.size, 1e-9)
     return left[field] + share * (right[field] - left[field])
 
 
 def isotonic(weighted: Sequence[tuple[float, float]]) -> list[float]:
-    """The non-decreasing sequence nearest to these values by weighted distances (pool adjacent violators).
+    """Return the non-decreasing sequence nearest to (value, weight) pairs, by pooling adjacent violators.
 
-    Distances, not their squares: a pool becomes its median, so that one odd value does not tilt its neighbours.
+    It minimises absolute distances, not squares: a pool becomes its weighted median, so one outlier does not
+    tilt its neighbours.
     """
     pools: list[list[tuple[float, float]]] = []
     for pair in weighted:
@@ -126,7 +128,7 @@ def isotonic(weighted: Sequence[tuple[float, float]]) -> list[float]:
 
 
 def _median(pool: list[tuple[float, float]]) -> float:
-    """The least value that half of the weight does not exceed."""
+    """Return the lower weighted median."""
     if len(pool) == 1:
         return pool[0][0]
     half, below = sum(weight for _, weight in pool) / 2, 0.0
@@ -138,42 +140,41 @@ def _median(pool: list[tuple[float, float]]) -> float:
 
 
 class _Bucket:
-    """The last durations of groups of about one size."""
+    """The latest durations of batches of about one size."""
 
-    __slots__ = ("_last", "_recalled", "_size", "count")
+    __slots__ = ("_latest", "_loaded", "_size", "count")
 
     def __init__(self) -> None:
-        self._last: deque[float] = deque(maxlen=KEPT)
-        self._recalled: Point | None = None
+        self._latest: deque[float] = deque(maxlen=KEPT)
         self._size = 0.0
         self.count = 0
+        self._loaded: Point | None = None
 
-    def recall(self, point: Point) -> None:
-        self._recalled = point
+    def load(self, point: Point) -> None:
+        self._loaded = point
 
     def add(self, size: float, seconds: float) -> None:
         self.count += 1
         self._size += (size - self._size) / min(self.count, KEPT)
-        self._last.append(seconds)
+        self._latest.append(seconds)
 
     @property
     def weight(self) -> float:
-        """How much is known of it."""
-        return max(len(self._last), TRUSTED if self._recalled is not None else 0)
+        return max(len(self._latest), LOADED_WEIGHT if self._loaded is not None else 0)
 
     def point(self) -> Point:
-        known, recalled = list(self._last), self._recalled
-        if recalled is None or len(known) >= TRUSTED:
-            return Point(self._size, _percentile(known, P50), _percentile(known, P95))
-        # What was measured before stands for those that have not run yet.
-        rest = TRUSTED - len(known)
-        size = (self._size * len(known) + recalled.size * rest) / TRUSTED
-        p50_s = _percentile(known + [recalled.p50_s] * rest, P50)
-        return Point(size, p50_s, max(p50_s, _percentile(known + [recalled.p95_s] * rest, P95)))
+        latest, loaded = list(self._latest), self._loaded
+        if loaded is None or len(latest) >= LOADED_WEIGHT:
+            return Point(self._size, _percentile(latest, P50), _percentile(latest, P95))
+        # The loaded point stands for the durations that are still missing.
+        missing = LOADED_WEIGHT - len(latest)
+        size = (self._size * len(latest) + loaded.size * missing) / LOADED_WEIGHT
+        p50_s = _percentile(latest + [loaded.p50_s] * missing, P50)
+        return Point(size, p50_s, max(p50_s, _percentile(latest + [loaded.p95_s] * missing, P95)))
 
 
 def _percentile(durations: list[float], share: float) -> float:
-    """Of three and more never the largest: one hiccup says nothing of those to come."""
+    """Return a percentile; of three and more durations never the largest, which may be an outlier."""
     ascending = sorted(durations)
     rank = min(math.ceil(share * len(ascending)), max(len(ascending) - 1, 1)) if len(ascending) > 2 else 1
     return ascending[rank - 1]

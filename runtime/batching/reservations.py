@@ -1,93 +1,92 @@
-"""The promises: whoever was refused and comes back when told to is served before those who come for the first time.
+"""Retry reservations: a refused caller who retries when told to is served before new callers.
 
-Without them, obeying Retry-After under lasting overload would be as good as trying at any other moment. Callers are
-recognised by what they send: the tenant and a digest of the body, so they need not know of this. Nobody gains by
-being refused: a promise is for the time that was asked for, not for a call that is more patient than the refused one.
+Without them, obeying Retry-After under lasting overload would be no better than retrying at random. A caller
+is recognised by the tenant and a digest of the body, so clients need not know of reservations. Being refused
+gains nothing: a reservation covers only a call that is no more patient than the refused one.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import xxhash
 
-# How much earlier (a share of what he was told to wait) or later somebody may come and still find his place: clocks
-# differ, and whole seconds are rounded up. Who tries again at once is not who was told to come.
+# How much earlier (a share of the wait) or later a retry may come: clocks differ, Retry-After is rounded.
 EARLY = 0.1
 LATE_S = 5.0
-MAX_PROMISES = 10_000
+MAX_RESERVATIONS = 10_000
 
 
-@dataclass(slots=True, eq=False)
-class _Promise:
+class _Reservation(NamedTuple):
     key: bytes
     begins_s: float
     ends_s: float
-    most_s: float
-    """What it was made to wanted its answer within so long: what wants more time is another call."""
-    settled: bool = False
+    max_timeout_s: float
 
 
 class Reservations:
-    """When which refused caller was told to come again."""
+    """When each refused caller was told to retry."""
 
     def __init__(self) -> None:
-        self._due: deque[_Promise] = deque()
-        self._of: dict[bytes, deque[_Promise]] = {}
-        self._open = 0
-
-    def __len__(self) -> int:
-        return self._open
+        # In the order in which they were made; each is open as long as it is also in the queue of its key.
+        self._made: deque[_Reservation] = deque()
+        self._open: dict[bytes, deque[_Reservation]] = {}
+        self._count = 0
 
     def make(
         self, tenant: str, body: bytes, now_s: float, wait_s: float, timeout_s: float = math.inf
     ) -> None:
-        """He is told to come again after `wait_s`. Of too many promises the oldest is forgotten."""
+        """Reserve a place for a retry after `wait_s`; beyond the limit the oldest is dropped."""
         begins_s, ends_s = now_s + (1 - EARLY) * wait_s, now_s + wait_s + LATE_S
-        promise = _Promise(_key(tenant, body), begins_s, ends_s, timeout_s * (1 + EARLY))
-        self._due.append(promise)
-        self._of.setdefault(promise.key, deque()).append(promise)
-        self._open += 1
-        while self._open > MAX_PROMISES:
-            self._forget()
+        made = _Reservation(_key(tenant, body), begins_s, ends_s, timeout_s * (1 + EARLY))
+        self._made.append(made)
+        self._open.setdefault(made.key, deque()).append(made)
+        self._count += 1
+        while self._count > MAX_RESERVATIONS:
+            self._drop_oldest()
 
-    def keep(self, tenant: str, body: bytes, now_s: float, timeout_s: float = 0.0) -> bool:
-        """Whether he was told to come about now, with a call that wants its answer as soon; a promise is kept once."""
-        self._sweep(now_s)
-        if not self._of:
+    def use(self, tenant: str, body: bytes, now_s: float, timeout_s: float = 0.0) -> bool:
+        """Return True if this caller holds a reservation for this moment. A reservation is used once."""
+        self._expire(now_s)
+        if not self._open:
             return False
         key = _key(tenant, body)
-        while own := self._of.get(key):
+        while own := self._open.get(key):
             first = own[0]
-            if now_s < first.begins_s or (timeout_s > first.most_s and now_s <= first.ends_s):
+            if now_s < first.begins_s or (timeout_s > first.max_timeout_s and now_s <= first.ends_s):
                 return False
-            self._settle(first)
+            self._close_first(key)
             if now_s <= first.ends_s:
                 return True
         return False
 
     def pending(self, now_s: float) -> int:
-        """How many may still come; those whose time has passed are forgotten."""
-        self._sweep(now_s)
-        return self._open
+        """Return how many reservations may still be used."""
+        self._expire(now_s)
+        return self._count
 
-    def _sweep(self, now_s: float) -> None:
-        while self._due and (self._due[0].settled or self._due[0].ends_s < now_s):
-            self._forget()
+    def _expire(self, now_s: float) -> None:
+        while self._made and (self._made[0].ends_s < now_s or not self._is_open(self._made[0])):
+            self._drop_oldest()
 
-    def _forget(self) -> None:
-        if not (oldest := self._due.popleft()).settled:
-            self._settle(oldest)
+    def _drop_oldest(self) -> None:
+        oldest = self._made.popleft()
+        if self._is_open(oldest):
+            self._close_first(oldest.key)
 
-    def _settle(self, promise: _Promise) -> None:
-        promise.settled = True
-        self._open -= 1
-        own = self._of[promise.key]
-        own.remove(promise)
+    def _is_open(self, oldest: _Reservation) -> bool:
+        """Reservations of a key are closed in order, so the oldest of all is open if it is first there."""
+        own = self._open.get(oldest.key)
+        return own is not None and own[0] is oldest
+
+    def _close_first(self, key: bytes) -> None:
+        self._count -= 1
+        own = self._open[key]
+        own.popleft()
         if not own:
-            del self._of[promise.key]
+            del self._open[key]
 
 
 def _key(tenant: str, body: bytes) -> bytes:

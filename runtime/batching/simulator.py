@@ -1,7 +1,7 @@
-"""The simulator: the queue of the gateway, run on a clock of its own against workers that only take time.
+"""The simulator runs the gateway's queue on a simulated clock, against workers that only take time.
 
-What refuses, orders, gathers and waits is the very code of the gateway; only the workers are imagined: a curve tells
-how long a group takes. So it answers what a trace of arrivals would have met, in a fraction of the time.
+Admission, order, batch forming and assignment are the gateway's own code; only the durations of batches are
+modelled. So it predicts how a trace of arrivals would have been served, in a fraction of the time.
 """
 
 from __future__ import annotations
@@ -12,17 +12,78 @@ import math
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from enum import Enum
 
-from ...errors import Overloaded, QueueFull
-from .assignment import hand_out
+from ...errors import Overloaded, PilotflameError, QueueFull
+from .assignment import assign
 from .latency_curve import LatencyCurve, Point
-from .queue import Lanes, Queue
-from .workload import CallOutcome, SimulatedAttempt, SimulatedCall
+from .outstanding import Outstanding
+from .queue import Queue, Slots
+
+PRIORITY = 3
+# The batch sizes that a worker measures before it is ready.
+MEASURED = (1, 2, 4, 8, 16, 32)
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
-    """How long workers take: straight between points (size, seconds), on along the last two, times a random factor."""
+class SimulatedCall:
+    """A call whose result is of no use later than `timeout_s` after `at_s`."""
+
+    at_s: float
+    timeout_s: float = math.inf
+    tenant: str = ""
+    body: bytes = b""
+    tries: int = 1
+    """2 for a retry."""
+
+
+class CallOutcome(Enum):
+    ON_TIME = "on_time"
+    LATE = "late"
+    """It ran, but ended after its deadline."""
+    REFUSED = "refused"
+    """Refused on arrival: it would not have ended in time."""
+    DROPPED = "dropped"
+    """Refused while it waited, for the sake of those behind it."""
+    EXPIRED = "expired"
+    """Its deadline passed while it waited."""
+    FULL = "full"
+    """Refused because the queue was full."""
+
+
+class SimulatedAttempt:
+    """A call on its way through the queue, and its outcome."""
+
+    def __init__(self, call: SimulatedCall) -> None:
+        self.call = call
+        self.tenant, self.priority, self.body, self.tries = call.tenant, PRIORITY, call.body, call.tries
+        self.timeout_s, self.deadline_s = call.timeout_s, call.at_s + call.timeout_s
+        self.patient, self.max_batch, self.sent_s = False, 0, 0.0
+        self.ended_s = 0.0
+        self.outcome: CallOutcome | None = None
+        self.retry_after_s: float | None = None
+
+    def end(self, outcome: CallOutcome, now_s: float, retry_after_s: float | None = None) -> None:
+        self.outcome, self.ended_s, self.retry_after_s = outcome, now_s, retry_after_s
+
+    @property
+    def latency_s(self) -> float:
+        return self.ended_s - self.call.at_s
+
+
+def poisson(
+    rate: float, count: int, *, timeout_s: float = math.inf, tenant: str = "", seed: int = 1
+) -> Iterator[SimulatedCall]:
+    """Yield `count` calls at random, `rate` a second on average, each with another body."""
+    draw, at_s = random.Random(seed), 0.0  # noqa: S311  a model of chance
+    for number in range(count):
+        at_s += draw.expovariate(rate)
+        yield SimulatedCall(at_s, timeout_s, tenant, body=f"{tenant}{number}".encode())
+
+
+@dataclass(frozen=True, slots=True)
+class DurationModel:
+    """How long batches take: linear between points (size, seconds) and beyond, times a random factor."""
 
     points: tuple[tuple[float, float], ...]
     noise: float = 0.05
@@ -40,128 +101,87 @@ class Timed:
         return self.mean_s(size) * max(0.5, draw.gauss(1.0, self.noise))
 
 
-def affine(fixed_s: float, each_s: float, noise: float = 0.05) -> Timed:
-    """fixed + each x size."""
-    return Timed(((1.0, fixed_s + each_s), (2.0, fixed_s + 2 * each_s)), noise)
-
-
 @dataclass(frozen=True, slots=True)
-class Plant:
-    """What the calls meet."""
+class SimulatedFunction:
+    """The function that the calls invoke."""
 
-    timed: Timed
-    limit: int = 32
+    durations: DurationModel
+    max_batch: int = 32
     workers: int = 1
     slots: int = 1
-    """How many groups one worker runs at the same time."""
-    most: int = 1000
-    way_s: float = 0.0005
-    """From the gateway to a worker; as long back."""
-    measured: tuple[float, ...] = (1, 2, 4, 8, 16, 32)
-    """The sizes that were measured at warm-up."""
+    """How many batches one worker runs at a time."""
+    max_queue: int = 1000
+    transit_s: float = 0.0005
+    """The time from the gateway to a worker, and back."""
     seed: int = 1
 
     def curve(self) -> LatencyCurve:
-        """The curve as the first worker would have measured it."""
-        sizes = [size for size in self.measured if size <= self.limit]
-        way_s, timed = 2 * self.way_s, self.timed
-        return LatencyCurve(
-            Point(size, way_s + timed.mean_s(size), way_s + timed.mean_s(size) * (1 + 1.645 * timed.noise))
-            for size in sizes
-        )
+        """Return the curve as the first worker would have measured it."""
+        spread = 1 + 1.645 * self.durations.noise
+        means = [(size, self.durations.mean_s(size)) for size in MEASURED if size <= self.max_batch]
+        transit_s = 2 * self.transit_s
+        return LatencyCurve(Point(size, transit_s + s, transit_s + s * spread) for size, s in means)
 
 
-@dataclass(slots=True)
-class SimulatedGroup:
-    items: list[SimulatedAttempt]
-    begun_s: float
-    cost: float
-
-
-class SimulatedOutstanding:
-    """What one worker was given and has not answered, as runtime/serving/outstanding.py counts it."""
+class SimulatedWorker:
+    """A worker, and when each of its slots will have ended what it was sent."""
 
     def __init__(self, slots: int) -> None:
-        self.slots = slots
-        self.running: list[SimulatedGroup] = []
-        self.busy_s = 0.0
-        # When each lane of the worker itself ends what it has.
-        self.lanes = [0.0] * slots
+        self.outstanding: Outstanding[SimulatedAttempt] = Outstanding(slots, batching=True)
+        self._free_s = [0.0] * slots
 
-    @property
-    def groups(self) -> int:
-        return len(self.running)
-
-    def free_at(self, now_s: float, curve: LatencyCurve) -> float:
-        return max(now_s, self.expected_at(now_s, curve))
-
-    def expected_at(self, now_s: float, curve: LatencyCurve) -> float:
-        if len(self.running) < self.slots:
-            return now_s
-        behind_s = sum(curve.typical(len(group.items)) for group in self.running[self.slots :])
-        ends = (group.begun_s + curve.typical(len(group.items)) for group in self.running[: self.slots])
-        return min(ends) + behind_s
-
-
-@dataclass(slots=True)
-class Hand:
-    """One worker."""
-
-    given: SimulatedOutstanding
+    def run(self, arrives_s: float, seconds: float) -> float:
+        """Run a batch in the slot that is free first; return when it ends."""
+        slot = self._free_s.index(min(self._free_s))
+        self._free_s[slot] = max(arrives_s, self._free_s[slot]) + seconds
+        return self._free_s[slot]
 
 
 @dataclass(slots=True)
 class Run:
-    """What became of the calls."""
+    """The outcomes of a run."""
 
     attempts: list[SimulatedAttempt] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     busy_s: float = 0.0
-    """The sum over all lanes."""
+    """The sum over all slots."""
     span_s: float = 0.0
-    lanes: int = 1
+    slots: int = 1
 
 
 class Simulator:
-    """One run. Open loop: `calls` come when they come. Closed: callers make their next call `think` after an answer."""
+    """One run of calls at given times, and of those that their callers make after them."""
 
-    def __init__(self, plant: Plant, *, obedient: float = 0.0, curve: LatencyCurve | None = None) -> None:
-        """`obedient`: the share of refused callers that come again, once, after their Retry-After."""
-        self.plant = plant
-        self.queue: Queue[SimulatedAttempt] = Queue(
-            "simulated", limit=plant.limit, most=plant.most, curve=plant.curve() if curve is None else curve
+    def __init__(
+        self, function: SimulatedFunction, *, curve: LatencyCurve | None = None,
+        queue_type: type[Queue[SimulatedAttempt]] = Queue,
+        next_call: Callable[[SimulatedAttempt], SimulatedCall | None] = lambda _attempt: None,
+    ) -> None:  # fmt: skip
+        """`next_call` returns what the caller of an ended attempt does next: a retry, or another call."""
+        self.queue = queue_type(
+            "simulated",
+            max_batch=function.max_batch,
+            max_queue=function.max_queue,
+            curve=curve or function.curve(),
         )
-        self.run = Run(lanes=plant.workers * plant.slots)
-        self._hands = [Hand(SimulatedOutstanding(plant.slots)) for _ in range(plant.workers)]
-        self._draw = random.Random(plant.seed)  # noqa: S311  a model of noise
-        self._obedient = obedient
+        self._run = Run(slots=function.workers * function.slots)
+        self._function = function
+        self._workers = [SimulatedWorker(function.slots) for _ in range(function.workers)]
+        self._draw = random.Random(function.seed)  # noqa: S311  a model of noise
+        self._next_call = next_call
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._numbers = itertools.count()
-        self._look_s = math.inf
-        self._next_call: Callable[[SimulatedAttempt, float], None] = lambda _attempt, _now_s: None
+        self._dispatch_s = math.inf
 
-    # -- the two loops
-
-    def open(self, calls: Iterable[SimulatedCall]) -> Run:
-        """All calls, in the order of their times, and until the last is answered."""
+    def run(self, calls: Iterable[SimulatedCall], until_s: float = math.inf) -> Run:
+        """Run calls, which are in the order of their times, until the last has ended or the time is up."""
         self._arrive_next(iter(calls))
-        return self._until(math.inf)
-
-    def closed(self, callers: int, think: Callable[[random.Random], float], duration_s: float) -> Run:
-        """So many callers, each with one call at a time, for so long."""
-
-        def again(attempt: SimulatedAttempt, now_s: float) -> None:
-            pause_s = max(think(self._draw), attempt.retry_after_s or 0.0)
-            self._call(SimulatedCall(now_s + pause_s, body=attempt.body), attempt.caller)
-
-        self._next_call = again
-        for caller in range(callers):
-            self._call(SimulatedCall(think(self._draw), body=str(caller).encode()), caller)
-        return self._until(duration_s)
-
-    def _call(self, call: SimulatedCall, caller: int, tries: int = 1) -> None:
-        attempt = SimulatedAttempt(call, caller, tries)
-        self._at(call.at_s, lambda now_s: self._arrive(attempt, now_s))
+        now_s = 0.0
+        while self._events and self._events[0][0] <= until_s:
+            now_s, _, happen = heapq.heappop(self._events)
+            happen(now_s)
+        self._run.span_s = now_s
+        return self._run
 
     def _arrive_next(self, calls: Iterator[SimulatedCall]) -> None:
         if (call := next(calls, None)) is not None:
@@ -173,99 +193,78 @@ class Simulator:
 
             self._at(call.at_s, arrive)
 
-    def _until(self, end_s: float) -> Run:
-        now_s = 0.0
-        while self._events and self._events[0][0] <= end_s:
-            now_s, _, happen = heapq.heappop(self._events)
-            happen(now_s)
-        self.run.span_s = now_s
-        return self.run
-
     def _at(self, when_s: float, happen: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (when_s, next(self._numbers), happen))
 
-    # -- the gateway, as runtime/serving/dispatcher.py
+    # -- the gateway, as runtime/serving/dispatcher.py does it
 
     def _arrive(self, attempt: SimulatedAttempt, now_s: float) -> None:
-        self.run.attempts.append(attempt)
+        self._run.attempts.append(attempt)
         try:
-            self.queue.admit(attempt, now_s, self._lanes(now_s))
+            self.queue.admit(attempt, now_s, self._slots(now_s))
         except Overloaded as error:
-            return self._refuse(attempt, now_s, CallOutcome.REFUSED, error)
+            return self._end(attempt, now_s, CallOutcome.REFUSED, error)
         except QueueFull as error:
-            return self._refuse(attempt, now_s, CallOutcome.FULL, error)
+            return self._end(attempt, now_s, CallOutcome.FULL, error)
         if attempt.deadline_s < math.inf:
             self._at(attempt.deadline_s, lambda when_s: self._expire(attempt, when_s))
-        return self._pump(now_s)
-
-    def _refuse(
-        self, attempt: SimulatedAttempt, now_s: float, outcome: CallOutcome, error: Overloaded | QueueFull
-    ) -> None:
-        attempt.retry_after_s = retry_s = float((error.details or {})["retry_after_s"])
-        self._end(attempt, now_s, outcome)
-        if attempt.caller < 0 and attempt.tries == 1 and self._draw.random() < self._obedient:
-            call = attempt.call
-            again = SimulatedCall(
-                now_s + retry_s, call.timeout_s, call.tenant, call.priority, call.cost, call.body
-            )
-            self._call(again, -1, attempt.tries + 1)
+        return self._dispatch(now_s)
 
     def _expire(self, attempt: SimulatedAttempt, now_s: float) -> None:
         if attempt.outcome is None:
-            dropped = self.queue.drop(attempt)
-            self._end(attempt, now_s, CallOutcome.EXPIRED if dropped else CallOutcome.LATE)
+            waited = self.queue.remove(attempt)
+            self._end(attempt, now_s, CallOutcome.EXPIRED if waited else CallOutcome.LATE)
 
-    def _end(self, attempt: SimulatedAttempt, now_s: float, outcome: CallOutcome) -> None:
-        attempt.outcome, attempt.ended_s = outcome, now_s
-        self._next_call(attempt, now_s)
+    def _end(
+        self, attempt: SimulatedAttempt, now_s: float, outcome: CallOutcome,
+        error: PilotflameError | None = None,
+    ) -> None:  # fmt: skip
+        attempt.end(outcome, now_s, None if error is None else float(error.details["retry_after_s"]))
+        if (call := self._next_call(attempt)) is not None:
+            self._arrive_next(iter([call]))
 
-    def _lanes(self, now_s: float) -> Lanes:
-        free_s = min(hand.given.free_at(now_s, self.queue.curve) for hand in self._hands)
-        return Lanes(self.run.lanes, free_s)
+    def _slots(self, now_s: float) -> Slots:
+        free_s = min(worker.outstanding.free_at(now_s, self.queue.curve) for worker in self._workers)
+        return Slots(self._run.slots, free_s)
 
-    def _pick(self) -> Hand | None:
-        hand = min(self._hands, key=lambda hand: hand.given.groups)
-        return hand if hand.given.groups < hand.given.slots else None
+    def _pick(self) -> SimulatedWorker | None:
+        worker = min(self._workers, key=lambda worker: worker.outstanding.batches)
+        return worker if worker.outstanding.batches < worker.outstanding.slots else None
 
-    def _pump(self, now_s: float) -> None:
-        for step in hand_out(self.queue, self._pick, self._hands, now_s):
-            for attempt in step.refused:
-                error = self.queue.refusal(attempt, now_s, self._lanes(now_s))
-                self._refuse(attempt, now_s, CallOutcome.DROPPED, error)
-            if step.taken and step.worker is not None:
-                self._send(step.worker, step.taken, now_s)
-            if step.look_at_s is not None:
-                self._look_s = step.look_at_s
-                self._at(step.look_at_s, self._look)
+    def _dispatch(self, now_s: float) -> None:
+        for worker, selection in assign(self.queue, self._pick, self._workers, now_s):
+            for attempt in selection.refused:
+                error = self.queue.refusal(attempt, now_s, self._slots(now_s))
+                self._end(attempt, now_s, CallOutcome.DROPPED, error)
+            if selection.batch and worker is not None:
+                self._send(worker, selection.batch, now_s)
+            if selection.wait_until_s is not None:
+                self._dispatch_s = selection.wait_until_s
+                self._at(selection.wait_until_s, self._on_timer)
 
-    def _look(self, now_s: float) -> None:
-        if now_s >= self._look_s:  # of several that were set, only the last counts
-            self._look_s = math.inf
-            self._pump(now_s)
+    def _on_timer(self, now_s: float) -> None:
+        """Dispatch, if this timer was not set again to a later time."""
+        if now_s >= self._dispatch_s:
+            self._dispatch_s = math.inf
+            self._dispatch(now_s)
 
     # -- the workers
 
-    def _send(self, hand: Hand, taken: list[SimulatedAttempt], now_s: float) -> None:
-        given, plant = hand.given, self.plant
-        cost = sum(attempt.call.cost for attempt in taken)
-        group = SimulatedGroup(taken, now_s if given.groups < given.slots else 0.0, cost)
-        given.running.append(group)
-        lane = min(range(plant.slots), key=lambda index: given.lanes[index])
-        begins_s = max(now_s + plant.way_s, given.lanes[lane])
-        seconds = plant.timed.seconds(cost, self._draw)
-        given.lanes[lane] = begins_s + seconds
-        self.run.busy_s += seconds
-        self.run.sizes.append(len(taken))
-        self._at(begins_s + seconds + plant.way_s, lambda when_s: self._answer(given, group, when_s))
+    def _send(self, worker: SimulatedWorker, batch: list[SimulatedAttempt], now_s: float) -> None:
+        channels = worker.outstanding.add_batch(batch, now_s)
+        transit_s = self._function.transit_s
+        seconds = self._function.durations.seconds(len(batch), self._draw)
+        self._run.busy_s += seconds
+        self._run.sizes.append(len(batch))
+        back_s = worker.run(now_s + transit_s, seconds) + transit_s
+        self._at(back_s, lambda when_s: self._respond(worker, channels, when_s))
 
-    def _answer(self, given: SimulatedOutstanding, group: SimulatedGroup, now_s: float) -> None:
-        given.running.remove(group)
-        if given.groups >= given.slots and not (follower := given.running[given.slots - 1]).begun_s:
-            follower.begun_s = now_s
-        if group.begun_s:
-            self.queue.ended(now_s, len(group.items), group.cost, now_s - group.begun_s)
-        for attempt in group.items:
-            self.queue.charge(attempt, attempt.call.cost)
+    def _respond(self, worker: SimulatedWorker, channels: list[int], now_s: float) -> None:
+        for channel in channels:
+            attempt = worker.outstanding.calls[channel]
             if attempt.outcome is None:
                 self._end(attempt, now_s, CallOutcome.ON_TIME)
-        self._pump(now_s)
+            _, ended = worker.outstanding.remove(channel, now_s)
+            if ended is not None and ended.seconds:
+                self.queue.observe_batch(now_s, *ended)
+        self._dispatch(now_s)

@@ -1,4 +1,4 @@
-"""Batches of lines: JSONL in, JSONL out, each line a job, resumable after any end.
+"""Batches of lines: JSONL in, JSONL out, each line a job; a batch can be resumed after any interruption.
 
-Enter at `window.py`. It talks to a gateway over HTTP only and must not import the gateway's parts.
+Enter at `submitter.py`. This room talks to a gateway over HTTP only and must not import the gateway's parts.
 """

@@ -1,7 +1,7 @@
-"""The journal: the output file, whose complete lines are what is done, and beside it a note of whose output it is.
+"""The journal of a batch: its output file, and beside it a note that names the batch while it is unfinished.
 
-Lines are appended in order, so that their number alone says where to go on after a crash; a last line that was written
-by half is cut off. The note goes when all is done: an output without one is finished, or somebody else's.
+Lines are appended in order, so their number tells where to resume after a crash; an incomplete last line is
+cut off. The note is deleted at the end: an output without one is finished, or belongs to something else.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ERROR_START = b'{"error":'
 
 
 class Journal:
-    """An output that is being written, by one process at a time. `run` names this batch, through all its resumptions."""
+    """An output that one process at a time writes. `run` identifies the batch, also after it is resumed."""
 
     def __init__(self, path: Path, *, function: str, digest: str, restart: bool) -> None:
         self.path = path
@@ -30,29 +30,29 @@ class Journal:
         self.done = 0
         self.failed = 0
         self._note = path.with_name(path.name + NOTE_SUFFIX)
-        told = {"function": function, "input": digest}
         self._lock = os.open(self._note, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._output = -1
         try:
-            self._take(told, restart)
+            self._claim({"function": function, "input": digest}, restart)
             self._output = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-            self._mend()
+            self._recover()
         except BaseException:
             self.close()
             raise
 
     def append(self, lines: Sequence[bytes]) -> None:
-        """Writes the next lines."""
+        """Write the next lines, and count them."""
         left = memoryview(b"\n".join([*lines, b""]))
         while left:
             left = left[os.write(self._output, left) :]
         self.done += len(lines)
+        self.failed += sum(map(is_failure, lines))
 
     def sync(self) -> None:
         os.fsync(self._output)
 
     def finish(self) -> None:
-        """All is done: the note goes."""
+        """Mark the output as finished: delete the note."""
         self._note.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -61,65 +61,66 @@ class Journal:
                 os.close(descriptor)
         self._output = self._lock = -1
 
-    def _take(self, told: dict[str, str], restart: bool) -> None:
-        """Make it ours: by its note, or because there is nothing yet."""
+    def _claim(self, identity: dict[str, str], restart: bool) -> None:
+        """Lock the output. Take over its unfinished batch, or begin a new one if there is no output yet."""
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise BatchFailed(
-                f"{self.path} is written by another batch now.", remedy="Wait for it, or name another output."
+                f"{self.path} is being written by another batch.",
+                remedy="Wait for it, or name another output.",
             ) from None
-        text = os.pread(self._lock, 1 << 16, 0)
-        if text and not restart:
-            self.run = self._known(text, told)
+        note = os.pread(self._lock, 1 << 16, 0)
+        if note and not restart:
+            self.run = self._run_in(note, identity)
             return
         if self.path.exists() and not restart and self.path.stat().st_size:
             self._note.unlink()
             raise BatchFailed(
-                f"{self.path} is there already, and is no batch that was interrupted.",
+                f"{self.path} already exists, and is not an interrupted batch.",
                 remedy="Name another output, or overwrite it with --restart.",
             )
-        note = json.dumps({**told, "run": self.run}).encode()
         if self.path.exists():
             os.truncate(self.path, 0)
         os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, note, 0)
+        os.pwrite(self._lock, json.dumps({**identity, "run": self.run}).encode(), 0)
         os.fsync(self._lock)
 
-    def _known(self, text: bytes, told: dict[str, str]) -> str:
-        """The run that a note names, if it is of the same function and input."""
+    def _run_in(self, text: bytes, identity: dict[str, str]) -> str:
+        """Return the run that a note names. Raise BatchFailed if it is of another function or input."""
         note: dict[str, str] = {}
         with suppress(ValueError):
             note = json.loads(text)
-        for key, name in (("function", "function"), ("input", "input")):
-            if note.get(key) != told[key]:
+        for key, value in identity.items():
+            if note.get(key) != value:
                 raise BatchFailed(
-                    f"{self.path} is half done with another {name}, or its input has changed since.",
-                    remedy="Begin anew with --restart, or name another output.",
+                    f"{self.path} is half done with another {key}, or its input has changed since.",
+                    remedy="Begin again with --restart, or name another output.",
                 )
         return note["run"]
 
-    def _mend(self) -> None:
-        """Count what is done, and cut off what is not a whole line."""
+    def _recover(self) -> None:
+        """Count the lines that are written, and cut off an incomplete end."""
         size = os.fstat(self._output).st_size
         if not size:
             return
-        with mmap.mmap(self._output, size, prot=mmap.PROT_READ) as seen:
-            end = seen.rfind(b"\n") + 1
-            while end and not _whole(seen[seen.rfind(b"\n", 0, end - 1) + 1 : end - 1]):
-                end = seen.rfind(b"\n", 0, end - 1) + 1  # after a loss of power the last pages may be empty
+        with mmap.mmap(self._output, size, prot=mmap.PROT_READ) as written:
+            end = written.rfind(b"\n") + 1
+            # After a power loss the last pages may be empty.
+            while end and not _whole(written[written.rfind(b"\n", 0, end - 1) + 1 : end - 1]):
+                end = written.rfind(b"\n", 0, end - 1) + 1
             begin = 0
             while begin < end:
-                stop = seen.find(b"\n", begin, end)
+                stop = written.find(b"\n", begin, end)
                 self.done += 1
-                if seen[begin : begin + len(ERROR_START)] == ERROR_START:
-                    self.failed += is_failure(seen[begin:stop])
+                if written[begin : begin + len(ERROR_START)] == ERROR_START:
+                    self.failed += is_failure(written[begin:stop])
                 begin = stop + 1
         os.ftruncate(self._output, end)
 
 
 def is_failure(line: bytes) -> bool:
-    """Whether a line of output says that its input failed; an answer may have an `error` of its own."""
+    """Return True if a line of output is the error of its input. An answer may have an `error` of its own."""
     if not line.startswith(ERROR_START):
         return False
     error = json.loads(line)["error"]

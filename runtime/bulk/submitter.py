@@ -1,67 +1,60 @@
-"""Asking: one line after the other as jobs of the gateway, over HTTP, with keys that make asking again harmless."""
+"""The submitter runs lines as jobs of a gateway, many at a time, and writes their answers in order.
+
+An idempotency key for each line makes retries harmless. It uses aiohttp, and not httpx like the other
+commands: with 64 requests in flight on two cores, aiohttp sends 1,000 a second, httpx 140.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
-from collections.abc import Mapping
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
 from urllib.parse import quote
 
 import aiohttp
 
-from ...errors import BadInput, BatchFailed, GatewayError, PilotflameError
+from ...errors import BadInput, GatewayError, PilotflameError
 from .inputs import InputLine
+from .journal import Journal
 
+# For each line in flight, this many answers may wait for an earlier one.
+AHEAD = 8
+READ_LINES = 512
+READ_BYTES = 4 << 20
 WAIT_MS = 90_000
 ANSWER_TIMEOUT_S = WAIT_MS / 1000 + 60.0
 CONNECT_TIMEOUT_S = 10.0
 PAUSE_S = 0.1
 MAX_PAUSE_S = 5.0
+# For how long every request may fail before the batch is given up.
 PATIENCE_S = 60.0
-"""How long nothing may succeed, while the gateway is away or refuses, before the batch is given up."""
+# The same before the first success: an address that never answered is probably wrong.
 FIRST_PATIENCE_S = 10.0
-_OF_THE_LINE = frozenset({400, 409, 410, 413, 415, 422})
-_PASSING = frozenset({408, 429, 500, 502, 503, 504})
+_ERRORS_OF_LINE = frozenset({400, 409, 410, 413, 415, 422})
+_TEMPORARY = frozenset({408, 429, 500, 502, 503, 504})
 _FINAL = frozenset({"COMPLETED", "FAILED", "CANCELLED", "TIMED_OUT"})
 
 
 class Submitter:
-    """Asks a function of the gateway at `url`; an async context manager. `run` tells this batch from all others."""
+    """Submits lines as jobs of one function. `run` identifies the batch, also after it is resumed."""
 
     def __init__(
-        self, url: str, function: str, *, api_key: str, run: str, patience_s: float = PATIENCE_S
+        self, session: aiohttp.ClientSession, url: str, function: str, run: str, patience_s: float
     ) -> None:
+        self._session = session
         self._gateway = url.rstrip("/")
         self._url = f"{self._gateway}/v2/{quote(function, safe='')}/runsync?wait={WAIT_MS}"
-        self._headers = {"Content-Type": "application/json"}
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
         self._run = run
         self._patience_s = patience_s
-        self._answered = False
+        self._has_succeeded = False
         self._failing_since_s: float | None = None
-        self._session: aiohttp.ClientSession | None = None
 
-    async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S),
-            headers=self._headers,
-            trust_env=True,
-        )
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._session is not None:
-            await self._session.close()
-
-    async def ask(self, line: InputLine) -> bytes:
-        """The line's answer as one line of JSON, or an error object. Raises what concerns all lines alike."""
+    async def answer(self, line: InputLine) -> bytes:
+        """Return the answer as one line of JSON, or an error object. Raise errors that concern all lines."""
         try:
             json.loads(line.text)
         except ValueError as error:
@@ -70,76 +63,145 @@ class Submitter:
         key, pause_s = f"batch:{self._run}:{line.number}", PAUSE_S
         while True:
             try:
-                status, found = await self._post(body, key)
+                status, reply = await self._post(body, key)
             except (aiohttp.ClientError, TimeoutError, ValueError) as error:
                 self._check_patience(f"{type(error).__name__}: {error}")
             else:
                 if status < 300:
-                    self._answered, self._failing_since_s = True, None
-                    if found.get("status") in _FINAL:
-                        return _answer(line, found)
+                    self._has_succeeded, self._failing_since_s = True, None
+                    if reply.get("status") in _FINAL:
+                        return _answer(line, reply)
+                    # The job is queued or still runs. The same key waits for the same job.
                     pause_s = PAUSE_S
-                    continue  # it waits its turn, or runs long: ask again, which is the same job
-                wire = _wire(found, status)
-                if status in _OF_THE_LINE:
+                    continue
+                wire = _wire(reply, status)
+                if status in _ERRORS_OF_LINE:
                     return failure(line, wire)
-                if status not in _PASSING:
+                if status not in _TEMPORARY:
                     raise PilotflameError.from_wire(wire)
                 self._check_patience(str(wire.get("message", "")))
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     async def _post(self, body: bytes, key: str) -> tuple[int, dict[str, Any]]:
-        if self._session is None:
-            raise BatchFailed("Nothing can be asked outside the `async with`.")
         async with self._session.post(self._url, data=body, headers={"Idempotency-Key": key}) as response:
-            found = json.loads(await response.read())
-        if not isinstance(found, dict):
-            raise ValueError(f"{self._gateway} does not answer as a gateway does")  # noqa: TRY004  as JSON's own
-        return response.status, found
+            reply = json.loads(await response.read())
+        if not isinstance(reply, dict):
+            # The error that invalid JSON raises too.
+            raise ValueError(f"{self._gateway} does not answer as a gateway does")  # noqa: TRY004
+        return response.status, reply
 
     def _check_patience(self, why: str) -> None:
-        """Nothing succeeded just now; GatewayError if that goes on for too long."""
+        """Note a failed request. Raise GatewayError if every request has failed for too long."""
         now_s = time.monotonic()
         if self._failing_since_s is None:
             self._failing_since_s = now_s
-        # An address at which nobody ever answered is more likely wrong than away for a moment.
-        patience_s = self._patience_s if self._answered else min(self._patience_s, FIRST_PATIENCE_S)
+        patience_s = self._patience_s if self._has_succeeded else min(self._patience_s, FIRST_PATIENCE_S)
         if now_s - self._failing_since_s > patience_s:
             raise GatewayError(
-                f"The gateway at {self._gateway} has taken nothing for {patience_s:.0f} s: {why.rstrip('.')}.",
-                remedy="See whether it runs, and its log. The same command goes on where it stopped.",
+                f"The gateway at {self._gateway} took nothing for {patience_s:.0f} s: {why.rstrip('.')}.",
+                remedy="Check that it runs, and see its log. The same command continues where it stopped.",
             )
 
 
+@asynccontextmanager
+async def open_submitter(
+    url: str, function: str, *, api_key: str, run: str, patience_s: float = PATIENCE_S
+) -> AsyncIterator[Submitter]:
+    """Open connections to the gateway at `url`."""
+    authorization = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S),
+        headers={"Content-Type": "application/json", **authorization},
+        trust_env=True,
+    ) as session:
+        yield Submitter(session, url, function, run, patience_s)
+
+
 def failure(line: InputLine, wire: Mapping[str, Any]) -> bytes:
-    """The error object that stands in place of an answer; it names the line."""
+    """Return the error object that replaces a line's answer; it names the line."""
     details = {**(wire.get("details") or {}), "line": line.number, "place": line.place}
     message = f"{line.place}: {wire.get('message', 'unknown error')}"
     return dumped({"error": {**wire, "message": message, "details": details}})
 
 
 def dumped(value: Any) -> bytes:
-    """JSON on one line."""
+    """Return JSON on one line."""
     try:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can say and UTF-8 cannot
+    except UnicodeEncodeError:
+        # JSON can escape a lone surrogate, UTF-8 cannot encode it.
         return json.dumps(value, separators=(",", ":")).encode()
 
 
-def _answer(line: InputLine, found: dict[str, Any]) -> bytes:
-    state = str(found["status"])
+def _answer(line: InputLine, job: dict[str, Any]) -> bytes:
+    state = str(job["status"])
     if state != "COMPLETED":
-        wire = found.get("errorDetails")
+        wire = job.get("errorDetails")
         if not isinstance(wire, dict):
-            wire = {"type": state.lower(), "message": str(found.get("error") or f"The job is {state}.")}
-        details = {**(wire.get("details") or {}), "job": found.get("id", "")}
+            wire = {"type": state.lower(), "message": str(job.get("error") or f"The job is {state}.")}
+        details = {**(wire.get("details") or {}), "job": job.get("id", "")}
         return failure(line, {**wire, "details": details})
-    if kind := found.get("output_type"):
-        return dumped({"content_type": kind, "base64": found.get("output", "")})
-    return dumped(found.get("output"))
+    if kind := job.get("output_type"):
+        return dumped({"content_type": kind, "base64": job.get("output", "")})
+    return dumped(job.get("output"))
 
 
-def _wire(found: dict[str, Any], status: int) -> dict[str, Any]:
-    wire = found.get("error")
+def _wire(reply: dict[str, Any], status: int) -> dict[str, Any]:
+    wire = reply.get("error")
     return wire if isinstance(wire, dict) else {"message": f"The gateway answered {status}."}
+
+
+# -- many lines
+
+
+async def run_in_order(
+    lines: Iterator[InputLine],
+    answer: Callable[[InputLine], Awaitable[bytes]],
+    journal: Journal,
+    *,
+    max_in_flight: int,
+    written: Callable[[InputLine], None],
+) -> None:
+    """Run all lines through `answer`, and call `written` after each line that is appended to the journal.
+
+    Raise an error that concerns all lines; the answers before it are written.
+    """
+    in_flight = asyncio.Semaphore(max_in_flight)
+    # Places for lines that are started and not yet written.
+    unwritten = asyncio.Semaphore(AHEAD * max_in_flight)
+    answers: dict[int, tuple[InputLine, bytes]] = {}
+
+    async def run(line: InputLine) -> None:
+        try:
+            answers[line.number] = line, await answer(line)
+        finally:
+            in_flight.release()
+        # Write all answers up to the first one that is missing.
+        while (found := answers.pop(journal.done + 1, None)) is not None:
+            journal.append([found[1]])
+            unwritten.release()
+            written(found[0])
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            while batch := await asyncio.to_thread(_read, lines):
+                for line in batch:
+                    await unwritten.acquire()
+                    await in_flight.acquire()
+                    tasks.create_task(run(line))
+    except* (PilotflameError, OSError) as group:
+        raise group.exceptions[0] from None
+
+
+def _read(lines: Iterator[InputLine]) -> list[InputLine]:
+    """Return the next lines, as many as fit the limits. Blocks."""
+    found: list[InputLine] = []
+    size_bytes = 0
+    for line in itertools.islice(lines, READ_LINES):
+        found.append(line)
+        size_bytes += len(line.text)
+        if size_bytes >= READ_BYTES:
+            break
+    return found

@@ -1,4 +1,4 @@
-"""The doctor: what of this machine functions need, whether it is there, and what to do if not."""
+"""The command that checks whether this machine can run functions: `pilotflame doctor`."""
 
 from __future__ import annotations
 
@@ -15,27 +15,29 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import click
 import psutil
 
 from ..settings.gateway_settings import GatewaySettings
+from . import display, exit_codes, options
 from .display import size
 
-MIN_PYTHON = (3, 11)
 MIN_FREE_BYTES = 512 << 20
 MIN_OPEN_FILES = 256
 GOOD_OPEN_FILES = 1024
-# A unix socket's address, its closing zero included.
+# Of a unix socket's address, with its final zero byte.
 MAX_SOCKET_PATH_BYTES = 108
 LINK_SOCKET = Path("run", "link.sock")
 PROBE_BYTES = 64 << 20
 SLOW_FORK_MS = 50.0
 SLOW_READ_BYTES_S = 1 << 30
+SLOW = "Slow: check whether this machine is busy."
 
 Verdict = Literal["ok", "note", "fail"]
 
 
 class Check(NamedTuple):
-    """One line of the examination. `note` is worth knowing; `fail` keeps functions from running."""
+    """The result of one check. `note`: functions run, but slowly or in part; `fail`: they cannot run."""
 
     name: str
     verdict: Verdict
@@ -43,11 +45,36 @@ class Check(NamedTuple):
     remedy: str = ""
 
 
+@click.command()
+@options.state_dir
+@options.as_json
+def doctor(state_dir: Path | None, as_json: bool) -> None:
+    """Check whether this machine has what functions need, and how fast it is.
+
+    Exit code 1 if something necessary is missing; the table says what to do.
+
+    \b
+    Example:
+      pilotflame doctor
+    """
+    settings = options.gateway_settings(state_dir=state_dir)
+    with display.spinner("checking"):
+        checks = list(examine(settings))
+    rows = [(check.verdict, check.name, check.found, check.remedy) for check in checks]
+    display.print_list(
+        {"checks": [check._asdict() for check in checks]}, ("", "what", "found", "what to do"), rows,
+        empty="no checks", as_json=as_json,
+    )  # fmt: skip
+    if any(check.verdict == "fail" for check in checks):
+        raise click.exceptions.Exit(exit_codes.ERROR)
+
+
 def examine(settings: GatewaySettings) -> Iterator[Check]:
-    """All checks, in the order in which they are best mended."""
+    """Yield all checks, those that others depend on first."""
     yield _python()
     yield _linux()
-    yield _fork()  # before torch is imported: its threads do not belong into a fork
+    # Before torch is imported: it starts threads, and a fork must not have any.
+    yield _fork()
     yield _state_dir(settings.state_dir)
     yield _unix_socket(settings.state_dir)
     yield _port(settings)
@@ -59,19 +86,19 @@ def examine(settings: GatewaySettings) -> Iterator[Check]:
     yield _torch()
 
 
+def _noted(name: str, found: str, remedy: str) -> Check:
+    """Return a check that passes, or is a note if there is a remedy."""
+    return Check(name, "note" if remedy else "ok", found, remedy)
+
+
 def _python() -> Check:
-    found = f"{platform.python_version()} at {sys.executable}"
-    if sys.version_info < MIN_PYTHON:
-        return Check("Python", "fail", found, "Install Python 3.11 or newer.")
-    return Check("Python", "ok", found)
+    return Check("Python", "ok", f"{platform.python_version()} at {sys.executable}")
 
 
 def _linux() -> Check:
     found = f"{platform.system()} {platform.release()}"
     if sys.platform != "linux":
-        return Check(
-            "Linux", "fail", found, "Functions run on Linux only; use a container or a virtual machine."
-        )
+        return Check("Linux", "fail", found, "Use a container or a virtual machine with Linux.")
     return Check("Linux", "ok", found)
 
 
@@ -80,33 +107,27 @@ def _fork() -> Check:
     try:
         child = os.fork()
     except OSError as error:
-        return Check(
-            "fork", "fail", str(error), "Allow more processes: ulimit -u, or the container's pids limit."
-        )
+        return Check("fork", "fail", str(error), "Raise ulimit -u, or the container's limit of processes.")
     if child == 0:
         os._exit(0)
     os.waitpid(child, 0)
     elapsed_ms = (time.monotonic() - started_s) * 1000
-    slow = elapsed_ms > SLOW_FORK_MS
-    return Check(
-        "fork",
-        "note" if slow else "ok",
-        f"{elapsed_ms:.1f} ms",
-        "Slow: is this machine busy?" if slow else "",
-    )
+    return _noted("fork", f"{elapsed_ms:.1f} ms", SLOW if elapsed_ms > SLOW_FORK_MS else "")
 
 
 def _state_dir(folder: Path) -> Check:
-    there = next(place for place in (folder, *folder.parents) if place.exists())  # nothing is made to look
+    # A check must not create the folder.
+    existing = next(place for place in (folder, *folder.parents) if place.exists())
     try:
-        with tempfile.TemporaryDirectory(dir=there):
-            free_bytes = shutil.disk_usage(there).free
+        with tempfile.TemporaryDirectory(dir=existing):
+            free_bytes = shutil.disk_usage(existing).free
     except OSError as error:
-        remedy = "Set PILOTFLAME_STATE_DIR to a folder that can be written."
+        remedy = "Set PILOTFLAME_STATE_DIR to a writable folder."
         return Check("state folder", "fail", f"{folder}: {error.strerror}", remedy)
-    scarce = free_bytes < MIN_FREE_BYTES
-    remedy = "Make room, or set PILOTFLAME_STATE_DIR to a larger disk." if scarce else ""
-    return Check("state folder", "note" if scarce else "ok", f"{folder}, {size(free_bytes)} free", remedy)
+    remedy = (
+        "Free space, or set PILOTFLAME_STATE_DIR to a larger disk." if free_bytes < MIN_FREE_BYTES else ""
+    )
+    return _noted("state folder", f"{folder}, {size(free_bytes)} free", remedy)
 
 
 def _unix_socket(folder: Path) -> Check:
@@ -128,7 +149,7 @@ def _port(settings: GatewaySettings) -> Check:
         with socket.create_server((settings.host, settings.port)):
             return Check("port", "ok", f"{where} is free")
     except OSError as error:
-        remedy = "Is it your gateway? Otherwise set PILOTFLAME_PORT, or use serve --port."
+        remedy = "If it is not your gateway, set PILOTFLAME_PORT or pass serve --port."
         return Check("port", "note", f"{where}: {error.strerror}", remedy)
 
 
@@ -138,7 +159,9 @@ def _open_files() -> Check:
     if soft < MIN_OPEN_FILES:
         return Check("open files", "fail", found, f"ulimit -n {GOOD_OPEN_FILES}")
     if soft < GOOD_OPEN_FILES:
-        return Check("open files", "note", found, f"For many callers at once: ulimit -n {GOOD_OPEN_FILES}")
+        return Check(
+            "open files", "note", found, f"For many simultaneous callers: ulimit -n {GOOD_OPEN_FILES}"
+        )
     return Check("open files", "ok", found)
 
 
@@ -155,14 +178,12 @@ def _memory() -> Check:
     held_bytes = _number(Path("/sys/fs/cgroup/memory.current")) or 0
     if limit_bytes is not None:
         free_bytes = min(free_bytes, max(0, limit_bytes - held_bytes))
-    scarce = free_bytes < MIN_FREE_BYTES
-    return Check(
-        "memory", "note" if scarce else "ok", f"{size(free_bytes)} free", "Stop something." if scarce else ""
-    )
+    remedy = "Stop another program." if free_bytes < MIN_FREE_BYTES else ""
+    return _noted("memory", f"{size(free_bytes)} free", remedy)
 
 
 def _page_cache() -> Check:
-    """How fast mapped weights can be read once they are in memory."""
+    """Measure how fast weights in the page cache can be read."""
     buffer = bytearray(PROBE_BYTES)
     try:
         with tempfile.TemporaryFile(buffering=0) as file:
@@ -172,14 +193,8 @@ def _page_cache() -> Check:
             count = file.readinto(buffer)
             rate = (count or 0) / (time.monotonic() - started_s)
     except OSError as error:
-        return Check("page cache", "note", str(error), "Make room on the temporary disk (TMPDIR).")
-    slow = rate < SLOW_READ_BYTES_S
-    return Check(
-        "page cache",
-        "note" if slow else "ok",
-        f"{size(rate)}/s",
-        "Slow: is this machine busy?" if slow else "",
-    )
+        return Check("page cache", "note", str(error), "Free space on the temporary disk (TMPDIR).")
+    return _noted("page cache", f"{size(rate)}/s", SLOW if rate < SLOW_READ_BYTES_S else "")
 
 
 def _packages() -> Iterator[Check]:
@@ -193,12 +208,12 @@ def _packages() -> Iterator[Check]:
 
 def _torch() -> Check:
     try:
-        import torch  # noqa: PLC0415  seconds, and the other checks come first
-    except Exception as error:  # noqa: BLE001  a broken installation may raise anything; it is told
+        # It takes seconds to import, and the other checks come first.
+        import torch  # noqa: PLC0415
+    except Exception as error:  # noqa: BLE001  a broken installation may raise anything
         found = "not installed" if isinstance(error, ModuleNotFoundError) else f"cannot be imported: {error}"
-        return Check(
-            "torch", "note", found, "For neural networks: pip install torch safetensors numpy threadpoolctl"
-        )
+        remedy = "For neural networks: pip install torch safetensors numpy threadpoolctl"
+        return Check("torch", "note", found, remedy)
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     found = f"{torch.__version__}, {torch.get_num_threads()} threads, {devices} GPUs"
     return Check("torch", "ok", found)
@@ -215,5 +230,6 @@ def _cpu_quota() -> float | None:
 def _number(file: Path) -> int | None:
     try:
         return int(file.read_text(encoding="ascii"))
-    except (OSError, ValueError):  # no such limit, or "max"
+    except (OSError, ValueError):
+        # There is no such limit, or it is "max".
         return None

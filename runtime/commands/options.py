@@ -1,12 +1,14 @@
-"""The options that several commands share."""
+"""Options and arguments that several commands share, each as one decorator."""
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 
@@ -14,98 +16,130 @@ from ...errors import CodeError
 from ...snapshot.sources.locate import is_remote
 
 if TYPE_CHECKING:
-    from .client import Client
+    from ..settings.gateway_settings import GatewaySettings
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 URL_VARIABLE = "PILOTFLAME_URL"
 KEY_VARIABLE = "PILOTFLAME_API_KEY"
-OTHER_VARIABLES = (URL_VARIABLE, KEY_VARIABLE)
-"""Variables with our prefix that are not the gateway's settings."""
+INPUT_FILE = "test_input.json"
 
-_KEY_META = "pilotflame.api_key"
-
-as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, one line, for programs.")
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs, one value a line.")
+yes = click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
+limit = click.option("-n", "--limit", type=click.IntRange(1, 1000), default=20, help="How many to show.")
+_FOLDER = click.Path(file_okay=False, path_type=Path)
+state_dir = click.option("--state-dir", type=_FOLDER, help="The gateway's state folder.")
 snapshot = click.option(
-    "--snapshot",
-    metavar="PATH",
-    help="The weights: a folder or .safetensors file; wins over pilotflame.toml.",
-)
-name = click.option(
-    "--name", metavar="NAME", help="Deploy under this name instead of the one in pilotflame.toml."
+    "--snapshot", metavar="PATH", help="Weights: a folder or .safetensors file. Overrides pilotflame.toml."
 )
 settings = click.option(
     "--set", "settings", metavar="KEY=VALUE", multiple=True,
-    help="A setting that wins over pilotflame.toml, as scale.max=8 or env.MODE=fast. May be repeated.",
+    help="Override a setting of pilotflame.toml, for example scale.max=8 or env.MODE=fast. Repeatable.",
 )  # fmt: skip
+_name = click.option("--name", metavar="NAME", help="Use this name instead of the one in pilotflame.toml.")
 
 
-def gateway(command: F) -> F:
-    """`--url`: which gateway to talk to; `--api-key`: as whom, which `connect` finds by itself."""
+def states(option: str, kind: type[StrEnum]) -> Callable[[F], F]:
+    """Return the option that selects what is in one of several states, as `states`."""
+    choice = click.Choice(list(kind), case_sensitive=False)
+    return click.option(option, "states", multiple=True, type=choice, help="Only this one; repeatable.")
+
+
+def gateway_address(command: F) -> F:
+    """Add --url and --api-key, and pass them as `url` and `api_key`."""
     command = click.option(
-        "--api-key", envvar=KEY_VARIABLE, show_envvar=True, metavar="KEY", expose_value=False, callback=_keep_key,
-        help="The key to send; better in the environment, where nobody sees it in a list of processes.",
+        "--api-key", envvar=KEY_VARIABLE, show_envvar=True, metavar="KEY", default="", show_default=False,
+        help="The API key to send. Prefer the variable: a list of processes shows command lines.",
     )(command)  # fmt: skip
     return click.option(
-        "--url", envvar=URL_VARIABLE, default="http://127.0.0.1:8600", show_default=True, show_envvar=True,
+        "--url", envvar=URL_VARIABLE, default="http://127.0.0.1:8600", show_envvar=True,
         help="The gateway's address.",
     )(command)  # fmt: skip
 
 
-def function_folder(command: F) -> F:
-    """`[FOLDER]`: a function's folder, by default the current one."""
-    return click.argument(
+def gateway(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add --url, --api-key and --json. Pass `as_json`, and a `client` that is closed at the end."""
+
+    @functools.wraps(command)
+    def connected(*, url: str, api_key: str, **values: Any) -> Any:
+        # httpx takes 50 ms to import, and `pilotflame dev` does not need it.
+        from .client import Client  # noqa: PLC0415
+
+        with Client(url, api_key=api_key) as client:
+            return command(client=client, **values)
+
+    return gateway_address(as_json(connected))
+
+
+class FunctionSource(NamedTuple):
+    """A function's folder, and the settings that the command line gives for it."""
+
+    folder: Path
+    settings: tuple[str, ...] = ()
+    name: str | None = None
+    snapshot: str | None = None
+
+    def overrides(self, *, local: bool = True) -> dict[str, str]:
+        """Return the settings of the command line. `local`: the gateway resolves paths on this machine."""
+        found = dict(_key_and_value(text) for text in self.settings)
+        if self.name is not None:
+            found["name"] = self.name
+        if self.snapshot is not None:
+            keep = not local or is_remote(self.snapshot)
+            found["snapshot"] = self.snapshot if keep else str(Path(self.snapshot).expanduser().resolve())
+        return found
+
+
+def function_source(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add [FOLDER], --set, --name and --snapshot, and pass them as `source`."""
+
+    @functools.wraps(command)
+    def run(**values: Any) -> Any:
+        source = FunctionSource(*(values.pop(field) for field in FunctionSource._fields))
+        return command(source=source, **values)
+
+    folder = click.argument(
         "folder", type=click.Path(exists=True, file_okay=False, path_type=Path), default="."
-    )(command)
+    )
+    return folder(settings(_name(snapshot(run))))
+
+
+def _key_and_value(text: str) -> tuple[str, str]:
+    key, sign, value = text.partition("=")
+    if not sign or not key:
+        raise click.BadParameter(f"{text!r} is not KEY=VALUE, for example scale.max=8.", param_hint="'--set'")
+    return key, value
+
+
+def gateway_settings(**overrides: Any) -> GatewaySettings:
+    """Return the gateway's settings of the environment; options that are not None override them."""
+    # pydantic takes time to import, and --help does not need it.
+    from ..settings.gateway_settings import read_gateway_settings  # noqa: PLC0415
+
+    return read_gateway_settings(os.environ, other_variables=(URL_VARIABLE, KEY_VARIABLE), **overrides)
 
 
 def event_body(event: str | None) -> bytes:
-    """The bytes of an EVENT: itself, of @FILE, or of standard input for -; none without it."""
+    """Return the bytes of an EVENT argument: its text, the content of @FILE, or standard input for `-`."""
     if event is None:
         return b""
     if event == "-":
         return sys.stdin.buffer.read()
     if not event.startswith("@"):
         return os.fsencode(event)
+    return read_event(Path(event[1:]), remedy="Check the path after the @.")
+
+
+def read_event(file: Path, *, remedy: str) -> bytes:
+    """Return the content of a file that holds an event. Raise CodeError if it cannot be read."""
     try:
-        return Path(event[1:]).read_bytes()
+        return file.read_bytes()
     except OSError as error:
-        raise CodeError(
-            f"{event[1:]} cannot be read: {error.strerror}.", remedy="Check the path after the @."
-        ) from None
+        raise CodeError(f"{file} cannot be read: {error.strerror}.", remedy=remedy) from None
 
 
-def connect(url: str) -> Client:
-    from .client import Client  # noqa: PLC0415  httpx takes time to import, and --help needs none of it
-
-    return Client(url, api_key=given_key())
-
-
-def given_key() -> str:
-    """The API key that the command was given; "" if none."""
-    context = click.get_current_context(silent=True)
-    return str(context.meta.get(_KEY_META, "")) if context is not None else ""
-
-
-def _keep_key(context: click.Context, _option: click.Parameter, value: str | None) -> None:
-    context.meta[_KEY_META] = value or ""
-
-
-def overrides(
-    settings: Sequence[str], function: str | None, snapshot: str | None, *, local: bool
-) -> dict[str, str]:
-    """The settings given on the command line. A snapshot's path is meant from here if the gateway is `local`."""
-    given = dict(_pair(text) for text in settings)
-    if function is not None:
-        given["name"] = function
-    if snapshot is not None:
-        kept = not local or is_remote(snapshot)
-        given["snapshot"] = snapshot if kept else str(Path(snapshot).expanduser().resolve())
-    return given
-
-
-def _pair(text: str) -> tuple[str, str]:
-    key, sign, value = text.partition("=")
-    if not sign or not key:
-        raise click.BadParameter(f"{text!r} is not KEY=VALUE, as in scale.max=8.", param_hint="'--set'")
-    return key, value
+def confirm(question: Callable[[], str]) -> None:
+    """Ask for confirmation; abort if the user declines. Raise UsageError if stdin is not a terminal."""
+    if not sys.stdin.isatty():
+        raise click.UsageError("Not a terminal, so cannot ask for confirmation. Pass --yes.")
+    click.confirm(question(), abort=True, err=True)

@@ -1,148 +1,214 @@
-"""The command that tells how many workers some load needs: `pilotflame simulate`."""
+"""The command that predicts how many workers a load needs: `pilotflame simulate`."""
 
 from __future__ import annotations
 
+import csv
+import gzip
 import math
-from collections.abc import Iterator
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ..batching.figures import figures
-from ..batching.simulator import Plant, Simulator, Timed
-from ..batching.workload import SimulatedCall, poisson
-from . import display, options, trace
+from ...errors import CodeError
+from ..batching.simulator import (
+    CallOutcome,
+    DurationModel,
+    Run,
+    SimulatedCall,
+    SimulatedFunction,
+    Simulator,
+    poisson,
+)
+from . import display, options
 
-# The bar moves each time that so many calls have come.
-TOLD_EVERY = 500
-MOST_CALLS = 5_000_000
+# The progress bar moves once for this many calls.
+PROGRESS_CALLS = 500
+MAX_CALLS = 5_000_000
+MAX_WORKERS = 1000
+# Characters of an ISO time up to microseconds: Python parses no more decimals.
+ISO_MICROSECOND_CHARS = 26
+POSITIVE = click.FloatRange(min=0, min_open=True)
 
 
 @click.command()
 @click.argument("arrivals", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option(
-    "--rate",
-    type=click.FloatRange(min=0, min_open=True),
-    help="Calls a second, at random, instead of ARRIVALS.",
-)
-@click.option(
-    "--duration",
-    "duration_s",
-    type=click.FloatRange(min=0, min_open=True),
-    default=60.0,
-    show_default=True,
-    help="For how many seconds, with --rate.",
-)
-@click.option(
-    "--curve", required=True, metavar="SIZE:MS,...", help="How long a batch takes, as 1:20.5,32:36."
-)
-@click.option(
-    "--noise",
-    type=click.FloatRange(0, 1),
-    default=0.05,
-    show_default=True,
-    help="By how much batches of a size differ, as a share.",
-)
-@click.option(
-    "--deadline",
-    "deadline_s",
-    type=click.FloatRange(min=0, min_open=True),
-    help="Seconds that callers wait.  [default: for ever]",
-)
-@click.option(
-    "--workers",
-    default="1",
-    show_default=True,
-    metavar="N,...",
-    help="How many workers: 2, or 1,2,4, or 1-4: a line each.",
-)
-@click.option(
-    "--limit",
-    type=click.IntRange(1, 4096),
-    default=32,
-    show_default=True,
-    help="max_size of @batch; 1 without it.",
-)
-@click.option(
-    "--max-queue",
-    type=click.IntRange(min=1),
-    default=1000,
-    show_default=True,
-    help="max_queue in pilotflame.toml.",
-)
-@click.option(
-    "--speed",
-    type=click.FloatRange(min=0, min_open=True),
-    default=1.0,
-    show_default=True,
-    help="ARRIVALS come so many times as fast as they were recorded.",
-)
-@click.option("--seed", type=int, default=1, show_default=True, help="Another gives another run.")
+@click.option("--rate", type=POSITIVE, help="Calls a second at random times, instead of ARRIVALS.")
+@click.option("--duration", "duration_s", type=POSITIVE, default=60.0, help="Seconds, with --rate.")
+@click.option("--curve", required=True, metavar="SIZE:MS,...", help="Time of a batch, such as 1:20.5,32:36.")
+@click.option("--noise", type=click.FloatRange(0, 1), default=0.05, help="Random share of a batch's time.")
+@click.option("--deadline", "deadline_s", type=POSITIVE, help="Seconds a caller waits.  [default: no limit]")
+@click.option("--workers", default="1", metavar="N,...", help="How many to try: 2, or 1,2,4, or 1-4.")
+@click.option("--limit", type=click.IntRange(1, 4096), default=32, help="max_size of @batch; 1 without it.")
+@click.option("--max-queue", type=click.IntRange(min=1), default=1000, help="max_queue in pilotflame.toml.")
+@click.option("--speed", type=POSITIVE, default=1.0, help="Play ARRIVALS so many times faster.")
+@click.option("--seed", type=int, default=1, help="Seed of the random numbers.")
 @options.as_json
 def simulate(
     *, arrivals: Path | None, rate: float | None, duration_s: float, curve: str, noise: float,
-    deadline_s: float | None, workers: str, limit: int, max_queue: int, speed: float, seed: int, as_json: bool,
+    deadline_s: float | None, workers: str, limit: int, max_queue: int, speed: float, seed: int,
+    as_json: bool,
 ) -> None:  # fmt: skip
-    """Tell what calls would meet: how many are answered in time, and how many workers that takes.
+    """Predict how many calls are answered in time, for each number of workers.
 
-    ARRIVALS is a CSV file with a column `timestamp` (seconds, or ISO times), plain or .gz; or give a --rate. The calls
-    go through the very queue of the gateway, with workers that only take time; nothing is deployed, nothing waits.
+    ARRIVALS is a CSV file with a column `timestamp` (seconds, or ISO times), plain or .gz; or give a --rate.
+    Calls go through the gateway's own queue on a simulated clock. Nothing is deployed, and no handler runs.
 
     \b
-    Example: would two workers do at three times last week's load, where callers wait for a second?
+    Example: are two workers enough for three times last week's load, if callers wait for a second?
       pilotflame simulate calls.csv.gz --speed 3 --curve 1:20.5,32:36 --deadline 1 --workers 1-4
     """
     if (arrivals is None) == (rate is None):
         raise click.UsageError("Give either a file of ARRIVALS or a --rate.")
     timeout_s = deadline_s or math.inf
-    if rate is not None and rate * duration_s > MOST_CALLS:
+    if rate is not None and rate * duration_s > MAX_CALLS:
         raise click.UsageError(
-            f"--rate {rate:g} for --duration {duration_s:g} are more than {MOST_CALLS:,} calls."
+            f"--rate {rate:g} for --duration {duration_s:g} is more than {MAX_CALLS:,} calls."
         )
     if arrivals is not None:
-        calls = [SimulatedCall(at_s / speed, timeout_s, body=b"%d" % number)
-                 for number, at_s in enumerate(trace.read_arrivals(arrivals))]  # fmt: skip
+        times = read_arrivals(arrivals)
+        calls = [
+            SimulatedCall(at_s / speed, timeout_s, body=b"%d" % number) for number, at_s in enumerate(times)
+        ]
     else:
         calls = list(poisson(rate or 1.0, round((rate or 1.0) * duration_s), timeout_s=timeout_s, seed=seed))
-    timed, counts = Timed(trace.read_curve(curve), noise), trace.read_counts(workers)
+    timed, counts = DurationModel(read_curve(curve), noise), read_counts(workers)
     rows = []
-    with display.tally("simulating") as progress:
+    with display.count_progress("simulating") as update:
         for number, count in enumerate(counts):
-            plant = Plant(timed, limit=limit, workers=count, most=max_queue, seed=seed)
+            plant = SimulatedFunction(timed, max_batch=limit, workers=count, max_queue=max_queue, seed=seed)
 
-            def told(done: int, number: int = number, count: int = count) -> None:
-                said = "1 worker" if count == 1 else f"{count} workers"
-                progress(number * len(calls) + done, len(counts) * len(calls), said)
+            def progress(done: int, number: int = number, count: int = count) -> None:
+                update(number * len(calls) + done, len(counts) * len(calls), display.counted(count, "worker"))
 
-            rows.append({"workers": count, **figures(Simulator(plant).open(_counted(calls, told)))})
+            rows.append({"workers": count, **figures(Simulator(plant).run(_reported(calls, progress)))})
     if as_json:
         return display.print_json({"runs": rows})
-    return _print(rows)
+    click.echo(f"{rows[0]['calls']} calls")
+    columns = ("workers", "on time", "refused", "too late", "p50", "p99", "calls/s", "mean batch", "busy")
+    return display.print_table(columns, [_row(row) for row in rows])
 
 
-def _counted(calls: list[SimulatedCall], told: Any) -> Iterator[SimulatedCall]:
+def _reported(calls: list[SimulatedCall], progress: Callable[[int], None]) -> Iterator[SimulatedCall]:
     for number, call in enumerate(calls):
-        if number % TOLD_EVERY == 0:
-            told(number)
+        if number % PROGRESS_CALLS == 0:
+            progress(number)
         yield call
 
 
-def _print(rows: list[dict[str, Any]]) -> None:
-    click.echo(f"{rows[0]['calls']} calls")
-    columns = ("workers", "on time", "refused", "too late", "p50", "p99", "calls/s", "mean batch", "busy")
-    display.print_table(columns, [_cells(row) for row in rows])
+def figures(run: Run) -> dict[str, Any]:
+    """Return a run's figures: shares of the first attempts, latencies of calls answered in time."""
+    first = [attempt for attempt in run.attempts if attempt.tries == 1]
+    outcomes = Counter(attempt.outcome for attempt in first)
+    answered = [attempt.latency_s for attempt in run.attempts if attempt.outcome is CallOutcome.ON_TIME]
+    retry_after = [attempt.retry_after_s for attempt in run.attempts if attempt.retry_after_s is not None]
+    span_s = run.span_s or 1.0
+    return {
+        "calls": len(first),
+        **{outcome.value: outcomes[outcome] for outcome in CallOutcome},
+        "on_time_share": outcomes[CallOutcome.ON_TIME] / len(first) if first else 1.0,
+        "latency_p50_s": percentile(answered, 0.5),
+        "latency_p99_s": percentile(answered, 0.99),
+        "retry_after_p50_s": percentile(retry_after, 0.5),
+        "batch_mean": sum(run.sizes) / len(run.sizes) if run.sizes else 0.0,
+        "batch_p95": percentile(run.sizes, 0.95),
+        "per_second": len(answered) / span_s,
+        "busy_share": run.busy_s / (span_s * run.slots),
+    }
 
 
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    def ms(name: str) -> str:
-        return "-" if row[name] is None else display.milliseconds(row[name] * 1e3)
+def percentile(values: Sequence[float], share: float) -> float | None:
+    ascending = sorted(values)
+    return ascending[min(len(ascending) - 1, int(share * len(ascending)))] if ascending else None
 
+
+def _row(row: dict[str, Any]) -> tuple[str, ...]:
+    p50, p99 = (
+        "-" if seconds is None else display.milliseconds(seconds * 1e3)
+        for seconds in (row["latency_p50_s"], row["latency_p99_s"])
+    )
+    refused, late = row["refused"] + row["dropped"] + row["full"], row["late"] + row["expired"]
     return (
-        str(row["workers"]), f"{row['on_time_share']:.1%}", str(row["refused"] + row["dropped"] + row["full"]),
-        str(row["late"] + row["expired"]), ms("latency_p50_s"), ms("latency_p99_s"), f"{row['per_second']:.1f}",
-        f"{row['batch_mean']:.1f}", f"{row['busy_share']:.0%}",
+        str(row["workers"]), f"{row['on_time_share']:.1%}", str(refused), str(late), p50, p99,
+        f"{row['per_second']:.1f}", f"{row['batch_mean']:.1f}", f"{row['busy_share']:.0%}",
     )  # fmt: skip
 
 
-COMMANDS = (simulate,)
+# -- what the command line gives
+
+
+def read_arrivals(path: Path) -> list[float]:
+    """Return when each call arrived, in seconds after the first, ascending, from a CSV file, plain or .gz."""
+    try:
+        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+            rows = csv.reader(file)
+            header = [name.strip().lower() for name in next(rows, [])]
+            if "timestamp" not in header:
+                raise CodeError(
+                    f"{path} has no column named timestamp.",
+                    remedy="Its first line must name the columns, for example TIMESTAMP,ContextTokens.",
+                )
+            at = header.index("timestamp")
+            times = sorted(_seconds(path, row[at]) for row in rows if len(row) > at)
+    except (OSError, EOFError, zlib.error, csv.Error, UnicodeDecodeError) as error:
+        raise CodeError(f"{path} cannot be read: {error}.", remedy="Give a CSV file, plain or .gz.") from None
+    if not times:
+        raise CodeError(f"{path} has no calls.", remedy="Give a file with one line for each call.")
+    return [time - times[0] for time in times]
+
+
+def _seconds(path: Path, text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        try:
+            moment = datetime.fromisoformat(text[:ISO_MICROSECOND_CHARS])
+        except ValueError:
+            seconds = math.nan
+        else:
+            seconds = moment.replace(tzinfo=moment.tzinfo or UTC).timestamp()
+    if math.isfinite(seconds):
+        return seconds
+    raise CodeError(
+        f"{path} has the timestamp {text!r}, which is not a time.",
+        remedy="Write seconds, or a time such as 2023-11-16 18:15:46.68.",
+    )
+
+
+def read_curve(text: str) -> tuple[tuple[float, float], ...]:
+    """Return points (size, seconds) of "1:20.5,32:36": milliseconds for a batch of 1, and of 32."""
+    try:
+        pairs = [part.split(":") for part in text.split(",")]
+        points = tuple(sorted((float(size), float(ms) / 1e3) for size, ms in pairs))
+    except ValueError:
+        points = ()
+    valid = all(0 < number < math.inf for point in points for number in point)
+    if not valid or not points or len(dict(points)) < len(points):
+        raise CodeError(
+            f"{text!r} is not a curve.",
+            remedy="Write sizes and milliseconds such as 1:20.5,32:36, each size once.",
+        )
+    return points
+
+
+def read_counts(text: str) -> list[int]:
+    """Return the numbers in "1,2,4" or "1-4"."""
+    try:
+        counts = [count for part in text.split(",") for count in _range(part)]
+    except ValueError:
+        counts = []
+    if not counts or min(counts) < 1 or max(counts) > MAX_WORKERS:
+        raise CodeError(
+            f"{text!r} is not a list of numbers of workers.",
+            remedy=f"Write 2, or 1,2,4, or 1-4; at most {MAX_WORKERS}.",
+        )
+    return counts
+
+
+def _range(part: str) -> range:
+    first, _, last = part.partition("-")
+    return range(int(first), int(last or first) + 1)

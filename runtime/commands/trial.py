@@ -1,4 +1,4 @@
-"""The trial: one function in a gateway of its own, called once. What `pilotflame test` runs."""
+"""The command that calls a function once in a gateway of its own: `pilotflame test`."""
 
 from __future__ import annotations
 
@@ -10,91 +10,91 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-from ...errors import CodeError, GatewayError, InvocationError
-from .client import Client, InvokeReply
+import click
 
-INPUT_FILE = "test_input.json"
+from ...errors import GatewayError, InvocationError
+from . import display, options
+from .client import Client
+
 START_TIMEOUT_S = 60.0
 DRAIN_S = 5.0
 STOP_TIMEOUT_S = 15.0
 LOG_LINES = 20
+# Removed for this gateway: only this process knows its address, so it asks for no key.
+AUTH_VARIABLE = "PILOTFLAME_AUTH"
 _PR_SET_PDEATHSIG = 1
-AUTH_VARIABLE = "PILOTFLAME_AUTH"  # nobody but us finds this gateway, so it asks for no key
+# The command line, as `python -m` takes it.
+_PROGRAM = f"{__name__.rpartition('.commands.')[0]}.cli"
 
 
-@dataclass(frozen=True, slots=True)
-class TrialOutcome:
-    """What the function answered, and how it went."""
+@click.command()
+@options.function_source
+@click.option("--install", is_flag=True, help="Install requirements.txt first.")
+@options.as_json
+def test(*, source: options.FunctionSource, install: bool, as_json: bool) -> None:
+    """Deploy FOLDER in a temporary gateway, send it test_input.json, and print the answer.
 
-    answer: Any
-    cold: bool
-    timing_ms: dict[str, float]
-    worker: str
-    warnings: list[str]
+    Exit code 0 if it answered, 1 if it could not be deployed or failed. Leaves nothing behind.
 
-    def as_json(self) -> dict[str, Any]:
-        answer = self.answer.decode("utf-8", "replace") if isinstance(self.answer, bytes) else self.answer
-        return {**asdict(self), "answer": answer}
-
-
-def run_trial(folder: Path, overrides: Mapping[str, str], *, install: bool = False) -> TrialOutcome:
-    """Deploys `folder`, sends its test_input.json, gives the answer. Raises what went wrong."""
-    event = _read_input(folder / INPUT_FILE)
-    with private_gateway() as url, Client(url) as client:
-        deployed = client.deploy(folder, overrides=overrides, install=install)
+    \b
+    Example:
+      pilotflame test hello
+    """
+    event = options.read_event(
+        source.folder / options.INPUT_FILE, remedy="Write the event to send into it, as JSON."
+    )
+    with display.spinner(f"testing {source.folder}"), private_gateway() as url, Client(url) as client:
+        deployed = client.deploy(source.folder, overrides=source.overrides(), install=install)
         try:
             with client.call(deployed["name"], event) as reply:
-                return _outcome(reply, deployed["warnings"])
+                answer = reply.value()
         except InvocationError as error:
             lines = [line["text"] for line in client.logs(deployed["name"], lines=LOG_LINES)]
             if lines and not error.remedy:
                 error.remedy = "The end of its log: " + " | ".join(lines)
             raise
+    display.warn(deployed["warnings"])
+    if as_json:
+        facts = {
+            "answer": display.json_answer(answer), "cold": reply.cold, "timing_ms": reply.timing_ms,
+            "worker": reply.worker, "warnings": deployed["warnings"],
+        }  # fmt: skip
+        return display.print_json(facts)
+    display.print_answer(answer)
+    return display.print_timing(reply.timing_ms, cold=reply.cold, worker=reply.worker)
 
 
 @contextmanager
 def private_gateway() -> Iterator[str]:
-    """A gateway on a free port with a state folder of its own; gives its address. Both are gone afterwards."""
+    """Run a gateway on a free port with a temporary state folder, and yield its address."""
     with tempfile.TemporaryDirectory(prefix="pilotflame-test-") as folder:
         log = Path(folder) / "gateway.log"
-        with log.open("wb") as errors:
-            process = _start(Path(folder) / "state", errors)
-        try:
-            yield _wait_for_url(process, log)
-        finally:
-            _stop(process)
-
-
-# By its full name, as `python -m` wants it.
-_COMMAND_LINE = f"{__name__.rpartition('.')[0].rpartition('.')[0]}.cli"
+        with log.open("wb") as errors, _start(Path(folder) / "state", errors) as process:
+            try:
+                yield _wait_for_url(process, log)
+            finally:
+                process.terminate()
+                try:
+                    process.wait(STOP_TIMEOUT_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
 
 
 def _start(state_dir: Path, errors: IO[bytes]) -> subprocess.Popen[bytes]:
     libc = ctypes.CDLL(None)
-    command = [
-        sys.executable,
-        "-m",
-        _COMMAND_LINE,
-        "serve",
-        "--json",
-        "--port",
-        "0",
-        "--host",
-        "127.0.0.1",
-    ]
+    where = ["--port", "0", "--host", "127.0.0.1", "--state-dir", str(state_dir), "--drain", str(DRAIN_S)]
     return subprocess.Popen(
-        [*command, "--state-dir", str(state_dir), "--drain", str(DRAIN_S)],
+        [sys.executable, "-m", _PROGRAM, "serve", "--json", *where],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=errors,
-        # Ctrl-C on the terminal is for us alone: we stop it. And should we be killed, it goes as well.
+        # Ctrl-C on the terminal reaches only this process, which then stops the gateway. If this process is
+        # killed, the kernel ends the gateway.
         process_group=0,
         env={name: value for name, value in os.environ.items() if name != AUTH_VARIABLE},
         preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),  # noqa: PLW1509  one thread here
@@ -104,39 +104,10 @@ def _start(state_dir: Path, errors: IO[bytes]) -> subprocess.Popen[bytes]:
 def _wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
     if process.stdout is None:
         raise TypeError("the gateway's output is not a pipe")
-    line, end_s = b"", time.monotonic() + START_TIMEOUT_S
-    while not line.endswith(b"\n"):
-        ready, _, _ = select.select([process.stdout], [], [], max(0.0, end_s - time.monotonic()))
-        data = os.read(process.stdout.fileno(), 4096) if ready else b""
-        if not data:
-            said = " ".join(log.read_text(errors="replace").split())[-500:]
-            why = "did not start in time" if not ready else "ended at its start"
-            raise GatewayError(f"The gateway of this test {why}: {said}", remedy="Run `pilotflame doctor`.")
-        line += data
-    url: str = json.loads(line)["url"]
-    return url
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    if process.stdout is not None:
-        process.stdout.close()
-
-
-def _read_input(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise CodeError(
-            f"{file} cannot be read: {error.strerror}.", remedy="Put the event to send into it, as JSON."
-        ) from None
-
-
-def _outcome(reply: InvokeReply, warnings: list[str]) -> TrialOutcome:
-    answer = reply.value()
-    return TrialOutcome(answer, reply.cold, reply.timing_ms, reply.worker, warnings)
+    ready, _, _ = select.select([process.stdout], [], [], START_TIMEOUT_S)
+    line = process.stdout.readline() if ready else b""
+    if not line:
+        text = " ".join(log.read_text(errors="replace").split())[-500:]
+        why = "ended during its start" if ready else "did not start in time"
+        raise GatewayError(f"The gateway of this test {why}: {text}", remedy="Run `pilotflame doctor`.")
+    return str(json.loads(line)["url"])

@@ -1,4 +1,4 @@
-"""The watch of `pilotflame dev`: deploys a folder now and whenever it changes, and shows its log."""
+"""The watch of `pilotflame dev` deploys a folder now and after each change, and prints the function's log."""
 
 from __future__ import annotations
 
@@ -16,33 +16,37 @@ from ..functions.live import Live
 from ..functions.registry import Functions
 
 
-async def watch(functions: Functions, order: Deployment, stop: asyncio.Event) -> None:
-    """Until `stop`: each change is a deploy; one that fails is told, and the last good revision goes on."""
-    if order.path is None:
+async def watch(functions: Functions, deployment: Deployment, stop: asyncio.Event) -> None:
+    """Deploy after each change until `stop` is set. If a deploy fails, the last good revision stays."""
+    if deployment.path is None:
         raise ValueError("only a folder can be watched")
-    changes = awatch(order.path, stop_event=stop)
-    following: asyncio.Task[None] | None = None
+    changes = awatch(deployment.path, stop_event=stop)
+    log: asyncio.Task[None] | None = None
     async with asyncio.TaskGroup() as tasks:
         while True:
-            # The watch runs while we deploy, the first time as well: what is edited meanwhile is not missed.
+            # Watch also during a deploy, so that no change is missed.
             change = tasks.create_task(_next(changes))
-            following = _show_log(tasks, following, await _deploy(functions, order))
+            live = await _deploy(functions, deployment)
+            # All revisions write to one log.
+            if log is None and live is not None:
+                log = tasks.create_task(_print_log(live))
             if await change is None:
                 break
-        if following is not None:
-            following.cancel()
+        if log is not None:
+            log.cancel()
 
 
 async def _next(changes: AsyncGenerator[set[FileChange], None]) -> set[FileChange] | None:
-    """The next files that changed; None once the watch has ended."""
+    """Return the next files that changed; None when the watch has ended."""
     return await anext(changes, None)
 
 
-async def _deploy(functions: Functions, order: Deployment) -> Live | None:
+async def _deploy(functions: Functions, deployment: Deployment) -> Live | None:
     started_s = time.monotonic()
     try:
-        live = await functions.deploy(order)
-    except (PilotflameError, OSError) as error:  # a file may vanish while it is copied
+        live = await functions.deploy(deployment)
+    except (PilotflameError, OSError) as error:
+        # OSError: a file may vanish while it is copied.
         _say(f"not deployed: {error}")
         if isinstance(error, PilotflameError) and (trace := error.details.get("traceback")) is not None:
             sys.stderr.write(trace)
@@ -53,16 +57,7 @@ async def _deploy(functions: Functions, order: Deployment) -> Live | None:
     return live
 
 
-def _show_log(
-    tasks: asyncio.TaskGroup, following: asyncio.Task[None] | None, live: Live | None
-) -> asyncio.Task[None] | None:
-    """Follows the function's log, once: a new revision writes to the same book."""
-    if following is not None or live is None:
-        return following
-    return tasks.create_task(_follow(live))
-
-
-async def _follow(live: Live) -> None:
+async def _print_log(live: Live) -> None:
     async for line in live.logs.follow(100):
         sys.stderr.write(f"{line.source} | {line.text}\n")
 

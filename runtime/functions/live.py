@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from ...snapshot.sources.location import shown
 from ..scaling.autoscaler import ScaleSpec
-from ..serving.policy import Policy
+from ..serving.dispatcher import Policy
 from ..serving.revision import Revision
 from ..settings.function_settings import FunctionSettings
 from ..telemetry.logs import LogBook
@@ -84,19 +84,17 @@ class Live:
 
     def _configure(self) -> None:
         """Tell the revision what is known of its handler."""
-        self.revision.line.configure(policy_of(self.record))
-        self.revision.streaming = bool(self.record.handler.get("streaming"))
-        self.revision.aggregates = bool(self.record.handler.get("aggregate", True))
+        self.revision.configure(policy_of(self.record))
 
     async def prove(self, *, check: bool) -> None:
         """Start the zygote, and with `check` a worker, to see that both succeed."""
-        source = await self.revision.pool.open()
+        source = await self.revision.pool.zygote.open()
         self.record = self.record.model_copy(update={"handler": source.facts})
         self._configure()
-        if not source.forks:
-            self.warnings.append(f"Workers are spawned, not forked: {source.why_not}.")
+        if source.spawn_reason:
+            self.warnings.append(f"Workers are spawned, not forked: {source.spawn_reason}.")
         if check:
-            await self.revision.prove()
+            await self.revision.try_start()
 
     def note_cold(self, timeline: Timeline) -> None:
         """Keep the timeline of a cold start for the status."""
@@ -142,10 +140,11 @@ class Live:
         """Measure each process of the function, in a thread because the kernel takes a while."""
         pool = self.revision.pool
         rows = [(replica.child.pid, "worker", replica.name) for replica in pool.replicas]
-        if pool.standby is not None:
-            rows.append((pool.standby.pid, "standby", pool.standby.name))
-        if pool.source is not None and pool.source.forks:
-            rows.append((pool.source.zygote.child.pid, "zygote", "zygote"))
+        zygote = pool.zygote
+        if zygote.standby is not None:
+            rows.append((zygote.standby.pid, "standby", zygote.standby.name))
+        if zygote.source is not None and zygote.source.zygote_pid is not None:
+            rows.append((zygote.source.zygote_pid, "zygote", "zygote"))
         measured = await asyncio.to_thread(lambda: [_measure(*row) for row in rows])
         return [process for process in measured if process is not None]
 
@@ -160,8 +159,10 @@ def policy_of(record: RevisionRecord) -> Policy:
         ),
         timeout_s=settings.timeout_s,
         execution_timeout_s=settings.execution_timeout_s,
-        batch=batch,
-        on_loop=record.handler.get("kind") in ("async", "async_generator"),
+        max_batch=batch,
+        interruptible=record.handler.get("kind") in ("async", "async_generator"),
+        streaming=bool(record.handler.get("streaming")),
+        aggregates=bool(record.handler.get("aggregate", True)),
         hold_s=settings.hold_s,
         max_queue=settings.max_queue,
         max_body_bytes=settings.max_body_bytes,

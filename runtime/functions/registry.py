@@ -13,8 +13,9 @@ from ..access.secrets import Secrets
 from ..launching.fetcher_client import FetcherClient
 from ..launching.launcher import Launcher
 from ..serving.latency_curve_store import LatencyCurveStore
-from ..serving.revision import Census, Revision
+from ..serving.revision import Revision
 from ..telemetry.logs import LogBook
+from ..telemetry.metrics import Census
 from ..telemetry.timeline import Timeline
 from .deploy import Deployment, prepare, worker_spec
 from .live import Live, policy_of
@@ -128,7 +129,7 @@ class Functions:
     async def _go_live(self, name: str, live: Live, old: Live | None) -> None:
         await asyncio.to_thread(self._store.promote, live.record)
         self._live[name] = live
-        live.revision.refresh()
+        live.revision.scale()
         live.logs.write("gateway", f"revision {live.record.revision} is live")
         for callback in self._events.live:
             callback(name)
@@ -176,8 +177,8 @@ class Functions:
         for name, record in (await asyncio.to_thread(self._store.functions)).items():
             self._live[name] = live = await self._create(record, LogBook())
             if record.settings.scale.rest == "zygote":
-                self._tasks.create_task(live.revision.pool.warm_zygote())
-            live.revision.refresh()
+                self._tasks.create_task(live.revision.pool.zygote.warm())
+            live.revision.scale()
 
     async def close(self) -> None:
         """Refuse new requests, finish the accepted ones, end all processes."""
@@ -193,7 +194,7 @@ class Functions:
         # In threads: both read files.
         spec = await asyncio.to_thread(worker_spec, self._store, record, self._weights.cache)
         curves = await asyncio.to_thread(
-            LatencyCurveStore.of, self._store.curves, _latency_key(record), spec.manifest
+            LatencyCurveStore.open, self._store.curves, _latency_key(record), spec.manifest
         )
         if spec.source:
             self._tasks.create_task(self._weights.warm())

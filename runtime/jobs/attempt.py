@@ -18,7 +18,7 @@ from ...errors import (
     RevisionRetired,
     WorkerDied,
 )
-from ..serving.invocation import LAST, NORMAL, Answer, Invocation, Stream
+from ..serving.invocation import LAST, NORMAL, Invocation, Output, Stream
 from ..serving.revision import Revision
 from .job import Job, JobOutcome, JobState
 from .store import JobStore
@@ -74,7 +74,7 @@ class JobAttempt:
             extra={**(job.extra or {}), "bare": True, "job": {"id": job.id, "attempt": job.attempts + 1}},
             on_progress=self._on_progress, tenant=job.owner, priority=LAST if job.priority else NORMAL,
         )  # fmt: skip
-        self.invocation.answer.add_done_callback(self._on_sent)
+        self.invocation.output.add_done_callback(self._on_sent)
 
     def submit(self) -> None:
         """Queue the invocation. QueueFull, RevisionRetired."""
@@ -91,7 +91,7 @@ class JobAttempt:
 
     async def run(self) -> None:
         """Store the attempt until it ends. JobStoreFailed if the gateway closes while the disk refuses."""
-        output = self.invocation.answer
+        output = self.invocation.output
         await self._sent
         reached_worker = bool(self.invocation.worker) or not output.done()
         try:
@@ -163,18 +163,18 @@ class JobAttempt:
             if not await self._add_pieces(number, pieces):
                 return False
             number += len(pieces)
-            stream.passed(len(pieces))
+            stream.consumed(len(pieces))
         return True
 
     async def _add_pieces(self, number: int, pieces: list[bytes]) -> bool:
         return await self._retried(lambda: self._store.add_pieces(self.job.id, self._fence, number, pieces))
 
-    async def _complete(self, output: Answer) -> None:
+    async def _complete(self, output: Output) -> None:
         if self.invocation.stream is None:
             output_type = "" if output.content_type == "application/json" else output.content_type
             await self._finish(JobOutcome(JobState.COMPLETED, output.payload, output_type))
         else:
-            aggregate = await self._retried(self._aggregate) if self._revision.aggregates else b"[]"
+            aggregate = await self._retried(self._aggregate) if self._revision.policy.aggregates else b"[]"
             await self._finish(JobOutcome(JobState.COMPLETED, aggregate))
 
     async def _aggregate(self) -> bytes:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ...errors import GatewayError, JobStoreFailed, QueueFull, RevisionRetired, UnknownFunction
-from ..functions.registry import Live
+from ..functions.live import Live
 from ..telemetry.logs import LogBook
 from .attempt import LOG_LINES, STORE_RETRY_S, JobAttempt
 from .job import Job
@@ -149,7 +149,7 @@ class _FunctionJobs:
         )  # fmt: skip
         attempt.submit()
         self.attempts[job.id] = attempt
-        attempt.invocation.answer.add_done_callback(lambda _: self.news.set())
+        attempt.invocation.output.add_done_callback(lambda _: self.news.set())
         self.tasks.create_task(self._attend(attempt))
 
     async def _attend(self, attempt: JobAttempt) -> None:

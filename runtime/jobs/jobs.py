@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ...errors import JobExpired, JobStoreFailed, UnknownJob
-from ..functions.registry import Live
+from ..functions.live import Live
 from ..settings.gateway_settings import GatewaySettings
 from . import outbox
 from .database import Database

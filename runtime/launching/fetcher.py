@@ -1,15 +1,15 @@
-"""The fetcher: one process a node that brings snapshots into its cache, and holds them there while workers map them.
+"""The fetcher is one process a node. It brings snapshots into the cache and holds them while they are mapped.
 
-Workers never see the credentials of object storage: they follow what the fetcher fetches, in files. Orders come as lines
-of JSON on standard input, answers go as lines of JSON to standard output:
+Only the fetcher has the credentials of object storage; workers read the files that it writes. Requests are
+lines of JSON on standard input, events are lines of JSON on standard output:
 
-    {"op": "hold", "id": 1, "manifest": path, "url": "s3://..."}     fetch, unless it is here; keep it until released
+    {"op": "hold", "id": 1, "manifest": path, "url": "s3://..."}     fetch if needed; keep until released
     {"op": "release", "id": 1}
-    {"id": 1, "event": "held"}                  its files can be mapped; their bytes may still be coming
-    {"id": 1, "event": "done", "bytes": n}      everything is here and verified; n of it were fetched for this
+    {"id": 1, "event": "held"}                  the files can be mapped; their bytes may still be arriving
+    {"id": 1, "event": "done", "bytes": n}      all bytes are here and verified; n were fetched now
     {"id": 1, "event": "failed", "error": {...}}
 
-It ends when its standard input does: when the gateway says so or, however it ended, is no more.
+The fetcher ends when its standard input does: when the gateway closes it, or when the gateway has ended.
 """
 
 from __future__ import annotations
@@ -34,28 +34,26 @@ WAIT_TIMEOUT_S = 6 * 3600.0
 
 
 class Fetcher:
-    """Leases by the number of their order. A thread an order; answers are written one at a time."""
+    """The leases by the id of their request. Each hold runs on a thread."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
         self._leases: dict[int, Lease | None] = {}
         self._lock = threading.Lock()
 
-    def obey(self, order: dict[str, Any]) -> None:
-        """Take one order; its outcome is told later."""
-        number = int(order["id"])
-        if order["op"] == "release":
+    def handle(self, request: dict[str, Any]) -> None:
+        """Start one request. Events report its outcome."""
+        number = int(request["id"])
+        if request["op"] == "release":
             self._release(number)
             return
         with self._lock:
             self._leases[number] = None
-        hold = threading.Thread(
-            target=self._hold, args=(number, Path(order["manifest"]), order["url"]), daemon=True
-        )
-        hold.start()
+        arguments = (number, Path(request["manifest"]), request["url"])
+        threading.Thread(target=self._hold, args=arguments, daemon=True).start()
 
     def close(self) -> None:
-        """Let everything go, and give back the memory that the disk can replace."""
+        """Release all leases, and the memory whose content is on disk as well."""
         with self._lock:
             numbers = list(self._leases)
         for number in numbers:
@@ -69,18 +67,18 @@ class Fetcher:
                 wanted = number in self._leases
                 if wanted:
                     self._leases[number] = lease
-            if not wanted:  # released before it was there
+            if not wanted:
                 lease.close()
                 return
-            self._say(number, "held")
+            self._emit(number, "held")
             lease.wait(WAIT_TIMEOUT_S)
         except PilotflameError as error:
-            self._say(number, "failed", error=error.to_wire())
-        except Exception as error:  # noqa: BLE001  the gateway waits for an answer, whatever it is
-            told = SnapshotError(f"{shown(url)} could not be fetched: {error!r}.")
-            self._say(number, "failed", error=told.to_wire())
+            self._emit(number, "failed", error=error.to_wire())
+        except Exception as error:  # noqa: BLE001  the gateway waits for an event
+            unexpected = SnapshotError(f"{shown(url)} could not be fetched: {error!r}.")
+            self._emit(number, "failed", error=unexpected.to_wire())
         else:
-            self._say(number, "done", bytes=lease.stats.fetched_bytes if lease.stats is not None else 0)
+            self._emit(number, "done", bytes=lease.stats.fetched_bytes if lease.stats is not None else 0)
 
     def _release(self, number: int) -> None:
         with self._lock:
@@ -88,7 +86,7 @@ class Fetcher:
         if lease is not None:
             lease.close()
 
-    def _say(self, number: int, event: str, **facts: Any) -> None:
+    def _emit(self, number: int, event: str, **facts: Any) -> None:
         line = orjson.dumps({"id": number, "event": event, **facts}) + b"\n"
         with self._lock:
             sys.stdout.buffer.write(line)
@@ -98,10 +96,11 @@ class Fetcher:
 def main() -> None:
     """`python -m pilotflame.runtime.launching.fetcher <folder of the cache>`."""
     setproctitle("pilotflame: fetcher")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the gateway, which says when to go
+    # Ctrl-C is for the gateway, which then ends the fetcher.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     fetcher = Fetcher(node_cache(Path(sys.argv[1])))
     for line in sys.stdin.buffer:
-        fetcher.obey(orjson.loads(line))
+        fetcher.handle(orjson.loads(line))
     fetcher.close()
 
 

@@ -1,4 +1,4 @@
-"""Weights from elsewhere, as the gateway sees them: what is held on this node, and how the fetch of it goes."""
+"""The gateway's side of the fetcher: which snapshots this node holds, and how their fetches progress."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_LINE_BYTES = 1 << 20
 
 
 class FetchProgress:
-    """One snapshot held for one activation or more."""
+    """One snapshot, held for one activation or more."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -31,86 +31,98 @@ class FetchProgress:
         self.error: PilotflameError | None = None
         self.held: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
+    def on_event(self, event: dict[str, Any]) -> None:
+        """Take an event of the fetcher."""
+        if event["event"] == "failed":
+            self.fail(PilotflameError.from_wire(event["error"]))
+            return
+        if event["event"] == "done":
+            self.fetch.ended_s, self.fetch.fetched_bytes = time.monotonic(), int(event["bytes"])
+        if not self.held.done():
+            self.held.set_result(None)
+
     def fail(self, error: PilotflameError) -> None:
         self.error = error
         self.fetch.ended_s = self.fetch.ended_s or time.monotonic()
         if not self.held.done():
             self.held.set_exception(error)
-            self.held.exception()  # seen: nobody has to wait for it
+            # Marks the exception as seen: there may be no waiter.
+            self.held.exception()
 
 
 class FetcherClient:
-    """Holds snapshots by way of the node's fetcher, which is started when the first is wanted and then stays."""
+    """Holds snapshots by way of the node's fetcher, which starts with the first hold and then stays."""
 
     def __init__(self, cache: Path, tasks: asyncio.TaskGroup) -> None:
         self.cache = cache
         self._tasks = tasks
         self._numbers = itertools.count(1)
-        self._fetchings: dict[int, FetchProgress] = {}
+        self._held: dict[int, FetchProgress] = {}
         self._process: asyncio.subprocess.Process | None = None
-        self._orders: asyncio.StreamWriter | None = None
-        self._reader: asyncio.Task[None] | None = None
+        self._requests: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
         self._closed = False
 
     async def warm(self) -> None:
-        """Has the fetcher there before it is needed."""
-        with contextlib.suppress(LauncherError):  # met again when it is needed
-            await self._fetcher()
+        """Start the fetcher ahead of need. The first hold reports a failure."""
+        with contextlib.suppress(LauncherError):
+            await self._ensure_started()
 
     async def hold(self, spec: WorkerSpec) -> FetchProgress:
-        """A snapshot whose files can be mapped. Raises SourceError, CacheError, SnapshotError or LauncherError."""
-        await self._fetcher()
-        fetching = FetchProgress(next(self._numbers))
-        self._fetchings[fetching.number] = fetching
-        self._order(op="hold", id=fetching.number, manifest=str(spec.manifest), url=spec.source)
+        """Return once the snapshot's files can be mapped.
+
+        Raise SourceError, CacheError, SnapshotError or LauncherError.
+        """
+        await self._ensure_started()
+        progress = FetchProgress(next(self._numbers))
+        self._held[progress.number] = progress
+        self._send(op="hold", id=progress.number, manifest=str(spec.manifest), url=spec.source)
         try:
             async with asyncio.timeout(HOLD_TIMEOUT_S):
-                await fetching.held
+                await progress.held
         except TimeoutError:
-            self.release(fetching)
+            self.release(progress)
             raise LauncherError(
-                f"The fetcher gave no answer within {HOLD_TIMEOUT_S:.0f} s.",
-                remedy="Look whether the disk of the cache answers.",
+                f"The fetcher did not respond within {HOLD_TIMEOUT_S:.0f} s.",
+                remedy="Check that the disk of the cache responds.",
             ) from None
         except BaseException:
-            self.release(fetching)
+            self.release(progress)
             raise
-        return fetching
+        return progress
 
-    def release(self, fetching: FetchProgress) -> None:
-        """Nobody maps it any more: it may be evicted, and what is still coming need not."""
-        if self._fetchings.pop(fetching.number, None) is not None:
-            self._order(op="release", id=fetching.number)
+    def release(self, progress: FetchProgress) -> None:
+        """Let the fetcher evict a snapshot that no worker maps any more, or stop fetching it."""
+        if self._held.pop(progress.number, None) is not None:
+            self._send(op="release", id=progress.number)
 
     async def close(self) -> None:
-        """Ends the fetcher."""
+        """End the fetcher."""
         self._closed = True
-        process = self._process
-        if process is None or self._orders is None:
+        if self._process is None or self._requests is None:
             return
-        self._orders.close()
+        self._requests.close()
         try:
             async with asyncio.timeout(STOP_TIMEOUT_S):
-                await process.wait()
+                await self._process.wait()
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
-                process.kill()
-        if self._reader is not None:
-            await self._reader
+                self._process.kill()
+        if self._reading is not None:
+            await self._reading
         with contextlib.suppress(OSError):
-            await self._orders.wait_closed()
+            await self._requests.wait_closed()
 
-    async def _fetcher(self) -> asyncio.subprocess.Process:
+    async def _ensure_started(self) -> None:
         async with self._starting:
             if self._closed:
                 raise LauncherError("The gateway is shutting down.")
             if self._process is None or self._process.returncode is not None:
                 self._process = await self._start()
-            return self._process
 
     async def _start(self) -> asyncio.subprocess.Process:
-        # One socket for both ways, and no pipes of asyncio's: those close when they like, this when it is told.
+        # One socket for both directions. asyncio may close the pipes of a process early.
         ours, theirs = socket.socketpair()
         try:
             process = await asyncio.create_subprocess_exec(
@@ -123,43 +135,39 @@ class FetcherClient:
         finally:
             theirs.close()
         ours.setblocking(False)
-        words, self._orders = await asyncio.open_unix_connection(sock=ours, limit=MAX_LINE_BYTES)
-        self._fetchings = {}
-        self._reader = self._tasks.create_task(self._read(process, words, self._orders))
+        events, self._requests = await asyncio.open_unix_connection(sock=ours, limit=MAX_LINE_BYTES)
+        self._held = {}
+        self._reading = self._tasks.create_task(self._read(process, events, self._requests))
         return process
 
-    def _order(self, **order: Any) -> None:
-        if self._orders is not None and not self._orders.is_closing():
-            self._orders.write(orjson.dumps(order) + b"\n")
+    def _send(self, **request: Any) -> None:
+        if self._requests is not None and not self._requests.is_closing():
+            self._requests.write(orjson.dumps(request) + b"\n")
 
     async def _read(
-        self, process: asyncio.subprocess.Process, words: asyncio.StreamReader, orders: asyncio.StreamWriter
+        self,
+        process: asyncio.subprocess.Process,
+        events: asyncio.StreamReader,
+        requests: asyncio.StreamWriter,
     ) -> None:
-        fetchings = self._fetchings  # of this process: the next one has others
-        with contextlib.suppress(OSError):  # reset by a fetcher that died with orders unread
-            while line := await words.readline():
+        # The holds of this process. The next one starts with an empty dict.
+        held = self._held
+        # A fetcher that dies with unread requests resets the connection.
+        with contextlib.suppress(OSError):
+            while line := await events.readline():
                 try:
-                    self._on_word(orjson.loads(line))
-                except (ValueError, KeyError, TypeError):  # not its own words: some library's
+                    event = orjson.loads(line)
+                    if (progress := held.get(event["id"])) is not None:
+                        progress.on_event(event)
+                except (ValueError, KeyError, TypeError):
+                    # A library of the fetcher printed this line.
                     sys.stderr.write(f"fetcher: {line.decode(errors='replace')}")
-        orders.close()
+        requests.close()
         await process.wait()
         error = LauncherError(
             f"The fetcher ended (exit code {process.returncode}).",
-            remedy="Its own words are on the gateway's standard error.",
+            remedy="See the gateway's standard error for its output.",
         )
-        for fetching in fetchings.values():
-            fetching.fail(error)
-        fetchings.clear()
-
-    def _on_word(self, word: dict[str, Any]) -> None:
-        fetching = self._fetchings.get(word["id"])
-        if fetching is None:
-            return
-        if word["event"] == "failed":
-            fetching.fail(PilotflameError.from_wire(word["error"]))
-            return
-        if word["event"] == "done":
-            fetching.fetch.ended_s, fetching.fetch.fetched_bytes = time.monotonic(), int(word["bytes"])
-        if not fetching.held.done():
-            fetching.held.set_result(None)
+        for progress in held.values():
+            progress.fail(error)
+        held.clear()

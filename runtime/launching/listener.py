@@ -1,4 +1,4 @@
-"""The listener: where zygotes and workers dial in. Who was asked to gets a token; anybody else is hung up on."""
+"""The listener accepts the connections of launched processes, which prove themselves with a token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import GatewayError, LinkError
-from ..link.link import HEADER, Address, FrameKind, FrameReader, Link
+from ..link.connection import Link
+from ..link.frames import HEADER, FrameKind, FrameReader
 from ..telemetry.logs import LogBook, LogStream
 
 HELLO_TIMEOUT_S = 10.0
@@ -27,18 +28,22 @@ MAX_SOCKET_PATH = 107
 
 @dataclass(slots=True)
 class Expected:
-    """Somebody who was given a token: one link and one log connection may present it."""
+    """A process that was given a token, with which it may open one link and one log connection."""
 
     secret: str
     source: str
     logs: LogBook
     on_link: Callable[[Link, int], None]
     role: str
-    logged: bool = False
+    log_stream: LogStream | None = None
+
+    def open_log(self, sock: socket.socket) -> LogStream:
+        self.log_stream = LogStream(sock, asyncio.get_running_loop(), self.logs, self.source, b"")
+        return self.log_stream
 
 
 class Listener:
-    """Accepts connections, checks their HELLO, and hands each link to the one who expects it."""
+    """Accepts connections, checks their HELLO, and passes each link to the code that expects it."""
 
     def __init__(self, path: Path) -> None:
         if len(os.fsencode(path)) > MAX_SOCKET_PATH:
@@ -46,83 +51,81 @@ class Listener:
                 f"The path of the link socket is longer than {MAX_SOCKET_PATH} bytes: {path}.",
                 remedy="Use a shorter --state-dir.",
             )
-        self._path = path
-        self.address = Address(path=str(path))
+        self.path = path
         self._expected: dict[str, Expected] = {}
-        self._dialling: set[_Dialling] = set()
+        self._greetings: set[_Greeting] = set()
         self._streams: set[LogStream] = set()
 
     def open(self) -> None:
-        """Listens. Only this user can reach the socket."""
+        """Listen on a socket that only this user can reach."""
         self._loop = asyncio.get_running_loop()
-        self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._path.unlink(missing_ok=True)
+        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.path.unlink(missing_ok=True)
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._sock.setblocking(False)
-        self._sock.bind(str(self._path))
-        self._path.chmod(0o600)
+        self._sock.bind(str(self.path))
+        self.path.chmod(0o600)
         self._sock.listen(BACKLOG)
         self._loop.add_reader(self._sock, self._accept)
 
     def close(self) -> None:
         self._loop.remove_reader(self._sock)
         self._sock.close()
-        self._path.unlink(missing_ok=True)
-        for dialling in list(self._dialling):
-            dialling.close()
-        for stream in list(self._streams):
+        self.path.unlink(missing_ok=True)
+        for greeting in list(self._greetings):
+            greeting.close()
+        for stream in self._streams:
             stream.close()
 
     def expect(self, role: str, source: str, logs: LogBook, on_link: Callable[[Link, int], None]) -> str:
-        """A token for one process, which will appear as `on_link(link, pid)`; what it prints goes to `logs`."""
+        """Return a token for one process. Its link goes to `on_link(link, pid)`, its output to `logs`."""
         name, secret = secrets.token_hex(8), secrets.token_hex(16)
         self._expected[name] = Expected(secret, source, logs, on_link, role)
         return f"{name}.{secret}"
 
     def forget(self, token: str) -> None:
-        """Nobody is expected with this token any more."""
+        """Make a token invalid."""
         self._expected.pop(token.partition(".")[0], None)
 
     def settle(self) -> None:
-        """Takes in all who have dialled by now: what a process sent before it died may not have been read yet."""
+        """Read what has arrived by now: a process that has died may have sent its HELLO before."""
         while self._accept():
             pass
-        for dialling in list(self._dialling):
-            dialling.read()
+        for greeting in list(self._greetings):
+            greeting.read()
 
-    def _accept(self) -> bool:
-        try:
-            sock, _ = self._sock.accept()
-        except (BlockingIOError, ConnectionAbortedError):
-            return False
-        self._dialling.add(_Dialling(sock, self._loop, self))
-        return True
-
-    def hello(self, sock: socket.socket, token: str, role: str, rest: bytes) -> bool:
-        """Takes in who said HELLO; False hangs up."""
+    def hello(self, sock: socket.socket, token: str, role: str) -> bool:
+        """Take a connection that sent HELLO. Return False if it is to be closed."""
         name, _, secret = token.partition(".")
         expected = self._expected.get(name)
         known = expected is not None and hmac.compare_digest(expected.secret.encode(), secret.encode())
         pid, uid = _peer(sock)
         if expected is None or not known or uid not in (os.getuid(), 0):
             return False
-        if role == "log" and not expected.logged:
-            expected.logged = True
+        if role == "log" and expected.log_stream is None:
             self._streams = {stream for stream in self._streams if stream.alive}
-            self._streams.add(LogStream(sock, self._loop, expected.logs, expected.source, rest))
+            self._streams.add(expected.open_log(sock))
             return True
         if role != expected.role:
             return False
         self.forget(token)
-        expected.on_link(Link(sock, self._loop, rest, gathering=True), pid)
+        expected.on_link(Link(sock, self._loop, join_writes=True), pid)
         return True
 
-    def done(self, dialling: _Dialling) -> None:
-        self._dialling.discard(dialling)
+    def discard(self, greeting: _Greeting) -> None:
+        self._greetings.discard(greeting)
+
+    def _accept(self) -> bool:
+        try:
+            sock, _ = self._sock.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return False
+        self._greetings.add(_Greeting(sock, self._loop, self))
+        return True
 
 
-class _Dialling:
-    """A connection that has not yet said who it is."""
+class _Greeting:
+    """A connection that has not sent its HELLO yet."""
 
     def __init__(self, sock: socket.socket, loop: asyncio.AbstractEventLoop, listener: Listener) -> None:
         sock.setblocking(False)
@@ -132,43 +135,48 @@ class _Dialling:
         loop.add_reader(sock, self.read)
 
     def close(self) -> None:
-        self._leave()
+        self._stop()
         self._sock.close()
 
-    def _leave(self) -> None:
-        self._timer.cancel()
-        self._loop.remove_reader(self._sock)
-        self._listener.done(self)
-
     def read(self) -> None:
-        """Takes what has arrived; a whole HELLO decides."""
+        """Read what has arrived of the HELLO, and nothing after it. A complete HELLO decides."""
         try:
-            data = self._sock.recv(MAX_HELLO_BYTES)
+            while data := self._sock.recv(self._missing()):
+                self._data += data
+                if not self._missing():
+                    self._stop()
+                    if not self._greet():
+                        self._sock.close()
+                    return
         except BlockingIOError:
             return
         except OSError:
-            data = b""
-        self._data += data
-        if not data or len(self._data) > 2 * MAX_HELLO_BYTES:
-            self.close()
-        elif len(self._data) >= HEADER.size and len(self._data) >= (
-            end := HEADER.size + HEADER.unpack_from(self._data)[0]
-        ):
-            self._leave()
-            if not self._greet(self._data[:end], self._data[end:]):
-                self._sock.close()
+            pass
+        self.close()
 
-    def _greet(self, hello: bytes, rest: bytes) -> bool:
+    def _missing(self) -> int:
+        """Return how many more bytes to read; 0 if the HELLO is complete or too long."""
+        if len(self._data) < HEADER.size:
+            return HEADER.size - len(self._data)
+        length = HEADER.unpack_from(self._data)[0]
+        return 0 if length > MAX_HELLO_BYTES else HEADER.size + length - len(self._data)
+
+    def _stop(self) -> None:
+        self._timer.cancel()
+        self._loop.remove_reader(self._sock)
+        self._listener.discard(self)
+
+    def _greet(self) -> bool:
         with contextlib.suppress(LinkError, KeyError):
-            frames = FrameReader(MAX_HELLO_BYTES).feed(hello)
+            frames = FrameReader(MAX_HELLO_BYTES).feed(self._data)
             if len(frames) == 1 and frames[0].kind == FrameKind.HELLO:
                 head = frames[0].json()
-                return self._listener.hello(self._sock, str(head["token"]), str(head["role"]), rest)
+                return self._listener.hello(self._sock, str(head["token"]), str(head["role"]))
         return False
 
 
 def _peer(sock: socket.socket) -> tuple[int, int]:
-    """(pid, uid) of the process at the other end, as the kernel knows them."""
+    """Return (pid, uid) of the process at the other end, from the kernel."""
     data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEERCRED.size)
     pid, uid, _ = PEERCRED.unpack(data)
     return pid, uid

@@ -1,4 +1,6 @@
-"""The connection between gateway and worker: frames, stream credit, and what a worker must know of its revision.
+"""The connection between a gateway and its zygotes and workers.
 
-Enter at `link.py`. Both sides use it, so it must know neither of them.
+`frames.py` has the wire format, `connection.py` both ends of a connection, `stream_credit.py` the flow
+control of streams, `worker_spec.py` what a worker needs to know of its revision. The gateway and its workers
+both use this room, so it must know neither.
 """

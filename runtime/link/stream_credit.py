@@ -1,4 +1,4 @@
-"""The credit of a stream: how far it may run ahead of its reader."""
+"""Stream credit: how far a streamed response may run ahead of its reader."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import asyncio
 import threading
 from collections import deque
 
-STREAM_PIECES = 64
+STREAM_CHUNKS = 64
 STREAM_BYTES = 256 << 10
 
 
 class Credit:
-    """How many pieces, and bytes of them, may be on their way to the reader: whichever is reached first.
+    """Limits the chunks of one stream that are on their way to the reader, by count and by bytes.
 
-    A piece that is larger alone goes when nothing else is on its way. Waited for by one thread or by one task; granted
-    and closed by the loop.
+    A chunk over the byte limit is sent when nothing else is on its way. One thread or one task waits; the
+    event loop grants and closes.
     """
 
-    def __init__(self, pieces: int = STREAM_PIECES, size: int = STREAM_BYTES) -> None:
-        self._most_pieces = pieces
-        self._most_bytes = size
+    def __init__(self, max_chunks: int = STREAM_CHUNKS, max_bytes: int = STREAM_BYTES) -> None:
+        self._max_chunks = max_chunks
+        self._max_bytes = max_bytes
         self._sizes: deque[int] = deque()
         self._bytes = 0
         self._closed = False
@@ -27,14 +27,14 @@ class Credit:
         self._changed = asyncio.Event()
 
     def spend(self, size: int, timeout_s: float | None) -> bool:
-        """Takes room for a piece, blocking; False if none came in time, or nobody reads any more."""
+        """Wait for room for a chunk and take it. Return False after `timeout_s` or without a reader."""
         with self._room:
             if not self._fits(size):
                 self._room.wait_for(lambda: self._closed or self._fits(size), timeout_s)
             return self._take(size)
 
     async def spend_async(self, size: int) -> bool:
-        """Takes room for a piece; False if nobody reads any more."""
+        """Wait for room for a chunk and take it. Return False if the reader went away."""
         while True:
             with self._room:
                 if self._closed or self._fits(size):
@@ -42,16 +42,16 @@ class Credit:
                 self._changed.clear()
             await self._changed.wait()
 
-    def grant(self, pieces: int) -> None:
-        """The reader has got the oldest so many."""
+    def grant(self, chunks: int) -> None:
+        """The reader has received the oldest `chunks`."""
         with self._room:
-            for _ in range(min(pieces, len(self._sizes))):
+            for _ in range(min(chunks, len(self._sizes))):
                 self._bytes -= self._sizes.popleft()
             self._room.notify()
         self._changed.set()
 
     def close(self) -> None:
-        """Nobody reads any more: whoever waits is told."""
+        """The reader went away: wake the sender."""
         with self._room:
             self._closed = True
             self._room.notify()
@@ -59,7 +59,7 @@ class Credit:
 
     def _fits(self, size: int) -> bool:
         return not self._sizes or (
-            len(self._sizes) < self._most_pieces and self._bytes + size <= self._most_bytes
+            len(self._sizes) < self._max_chunks and self._bytes + size <= self._max_bytes
         )
 
     def _take(self, size: int) -> bool:

@@ -1,4 +1,4 @@
-"""What a zygote and its workers must know of a revision: passed as JSON, the same in a process or a container."""
+"""What a zygote and its workers need to know of a revision. It travels as JSON."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 WEIGHTS_TIMEOUT_S = 3600.0
-"""How long a worker waits for all of its weights to arrive."""
+"""How long a worker waits until all of its weights have arrived."""
 
 
 class WorkerSpec(BaseModel):
-    """One revision, seen from below. Holds no secrets: those travel over a worker's own link."""
+    """One revision as its workers see it. Holds no secrets: ACTIVATE carries those to each worker."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -23,7 +23,7 @@ class WorkerSpec(BaseModel):
     snapshot: Path | None = None
     manifest: Path | None = None
     source: str = ""
-    """The URL the weights are fetched from; then `snapshot` holds only what lies beside them (config, tokenizer)."""
+    """The URL of the weights; `snapshot` then holds only the other files (config, tokenizer)."""
     cache: Path | None = None
     """The folder of the node's cache of fetched snapshots."""
     concurrency: int = 1

@@ -1,19 +1,23 @@
-"""The autoscaler: decides how many workers a revision should have. Pure: no I/O, no clock."""
+"""The autoscaler decides how many workers a revision should have. Pure: no I/O, no clock.
+
+It scales on concurrency (invocations waiting and running for each worker), as Knative's pod autoscaler does,
+and scales down only after an idle timeout.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-# One more worker is asked for when this share of what the workers can hold is in use, not after all of it is.
+# One more worker is wanted when this share of the workers' concurrency is in use, before all of it is.
 NEAR_LIMIT = 0.8
-# Idle workers that the load wants are looked at again after their idle timeout, but not more often than this.
-LEAST_LOOK_S = 1.0
+# Idle workers that the load justifies are checked again after their idle timeout, at most this often.
+MIN_RECHECK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleSpec:
-    """What the owner wants. `concurrency` is how many invocations one worker runs at a time."""
+    """The owner's limits. `concurrency` is how many invocations one worker runs at a time."""
 
     min: int = 0
     max: int = 4
@@ -24,7 +28,7 @@ class ScaleSpec:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """What is. `idle_since_s` holds, for each ready worker without work, since when (oldest first)."""
+    """The present state. `idle_since_s` holds a time for each ready worker without work, oldest first."""
 
     queued: int
     in_flight: int
@@ -36,7 +40,7 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Start so many, stop the so many longest idle, and ask again at `wake_at_s` (None: when something happens)."""
+    """Start and stop so many workers, the longest idle first; decide again at `wake_at_s`, if given."""
 
     start: int = 0
     stop: int = 0
@@ -44,27 +48,29 @@ class Decision:
 
 
 def wanted(spec: ScaleSpec, stats: Stats) -> int:
-    """How many workers the present load wants, within the owner's limits."""
+    """Return how many workers the present load needs, within the owner's limits."""
     load = stats.queued + stats.in_flight
     need = math.ceil(load / spec.concurrency)
-    if load > 1:  # a single caller, one request after the other, is no sign of more to come
+    # A load of one is a single caller that sends one request after the other: no sign of more to come.
+    if load > 1:
         need = max(need, math.ceil(load / (spec.concurrency * NEAR_LIMIT)))
     if load:
         need += spec.buffer
     return min(spec.max, max(spec.min, need, stats.prewarm))
 
 
-def calm(spec: ScaleSpec, stats: Stats) -> float:
-    """Up to how many invocations, waiting and running, the workers that are there or on their way are enough."""
+def sufficient_load(spec: ScaleSpec, stats: Stats) -> float:
+    """Return the largest load, waiting and running, for which ready and starting workers suffice."""
     have = stats.ready + stats.starting
     if have >= spec.max:
         return math.inf
-    enough = have - spec.buffer  # who brings the first load brings the buffer
+    # The buffer is started with the first load.
+    enough = have - spec.buffer
     return max(1.0, enough * spec.concurrency * NEAR_LIMIT) if enough > 0 else 0.0
 
 
 def decide(spec: ScaleSpec, stats: Stats, now_s: float) -> Decision:
-    """What to do at `now_s`. From 0 to 1 nothing ever delays; downwards only the idle timeout does."""
+    """Return what to do at `now_s`. Scaling up is never delayed, scaling down only by the idle timeout."""
     have = stats.ready + stats.starting
     want = wanted(spec, stats)
     if want > have:
@@ -74,6 +80,7 @@ def decide(spec: ScaleSpec, stats: Stats, now_s: float) -> Decision:
     stop = min(spare, expired)
     left = stats.idle_since_s[stop:]
     wake = left[0] + spec.idle_timeout_s if left and spare > stop else None
-    if wake is None and left and stats.in_flight:  # nobody says when the load that wants them has become less
-        wake = now_s + max(spec.idle_timeout_s, LEAST_LOOK_S)
+    # No event tells when the load that justifies the idle workers has become less.
+    if wake is None and left and stats.in_flight:
+        wake = now_s + max(spec.idle_timeout_s, MIN_RECHECK_S)
     return Decision(stop=stop, wake_at_s=wake)

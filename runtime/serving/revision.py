@@ -1,4 +1,4 @@
-"""A revision: one immutable version of a function, live. Owns its queue and the number of its replicas."""
+"""A revision: one immutable version of a function, live. It owns its queue and the number of its workers."""
 
 from __future__ import annotations
 
@@ -7,328 +7,301 @@ import contextlib
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ...errors import ActivationFailed, Overloaded, PilotflameError
+from ..batching.outstanding import BatchEnd
 from ..launching.fetcher_client import FetcherClient
 from ..launching.launcher import Launcher
 from ..link.worker_spec import WorkerSpec
 from ..scaling import autoscaler
 from ..telemetry.logs import LogBook
-from .dispatcher import Dispatcher
-from .invocation import Invocation
+from ..telemetry.metrics import Census
+from ..telemetry.timeline import WorkerTiming
+from .dispatcher import Dispatcher, Policy
+from .invocation import Invocation, Output
 from .latency_curve_store import LatencyCurveStore
-from .policy import Policy
 from .pool import Pool
-from .replica import Replica, ReplicaState
+from .replica import Replica, ReplicaState, RevisionEvents
 
-# How often a start may fail in a row without a word from the worker before those who wait are told.
-MAX_SILENT_FAILURES = 3
-PROOF_TIMEOUT_S = 900.0
-# What workers that have nothing left to answer get for their `teardown`, however late it is.
-LAST_GRACE_S = 2.0
-# For how long workers that nobody waits for (min, buffer) are not started after a failed start; doubles each time.
-FIRST_REST_S = 0.5
-MAX_REST_S = 300.0
-
-
-@dataclass(frozen=True, slots=True)
-class Census:
-    """A count of what a revision holds, for status and metrics."""
-
-    queued: int
-    in_flight: int
-    starting: int
-    ready: int
-    draining: int
-    standby: bool
-    zygote: bool
-    busy_s: float = 0.0
-    ready_s: float = 0.0
-
-    @property
-    def workers(self) -> int:
-        return self.starting + self.ready + self.draining
+# After so many workers in a row that died while starting, without a report, the waiting invocations fail.
+MAX_UNEXPLAINED_DEATHS = 3
+FIRST_START_TIMEOUT_S = 900.0
+# What workers without work get for their `teardown`, even when the time to drain is over.
+MIN_TEARDOWN_S = 2.0
+# How long workers that no invocation waits for (min, buffer) are not started after a failure; doubles.
+FIRST_BACKOFF_S = 0.5
+MAX_BACKOFF_S = 300.0
 
 
-class Revision:
-    """Takes invocations, holds them while there is no worker, hands them out, and scales."""
+class Revision(RevisionEvents):
+    """Takes invocations, holds them while there is no worker, has them run, and scales."""
 
     def __init__(
-        self,
-        spec: WorkerSpec,
-        policy: Policy,
-        launcher: Launcher,
-        logs: LogBook,
-        tasks: asyncio.TaskGroup,
-        on_activation: Callable[[str], None] = lambda _outcome: None,
-        weights: FetcherClient | None = None,
-        secrets: Callable[[], dict[str, str]] = dict,
-        curves: LatencyCurveStore | None = None,
-    ) -> None:
+        self, spec: WorkerSpec, policy: Policy, launcher: Launcher, logs: LogBook, tasks: asyncio.TaskGroup,
+        on_activation: Callable[[str], None], weights: FetcherClient, secrets: Callable[[], dict[str, str]],
+        curves: LatencyCurveStore,
+    ) -> None:  # fmt: skip
+        """`on_activation` gets the outcome of a worker's start; `secrets` returns its environment."""
         self.spec = spec
-        self.streaming = False
-        self.aggregates = True
-        """Whether all pieces of a streamed answer are a job's output too."""
+        self.policy = policy
+        self.streaming = policy.streaming
         self.pool = Pool(
             spec, launcher, logs, tasks, self,
             standby=policy.standby, keep_zygote=policy.keep_zygote, weights=weights, secrets=secrets,
+            measure=not curves.known,
         )  # fmt: skip
-        self._curves = curves or LatencyCurveStore()
-        self.line = Dispatcher(spec, policy, self.pool, self._curves, self._scale)
+        self.dispatcher = Dispatcher(spec, policy, self.pool, curves, self)
+        self.failures = 0
+        """How many starts of workers have failed in a row."""
+        self.retiring = False
+        """True once it finishes what it has and takes nothing more."""
         self._tasks = tasks
         self._loop = asyncio.get_running_loop()
-        self._calm = 0.0
         self._logs = logs
-        self._wake: asyncio.TimerHandle | None = None
-        self._wake_s = 0.0
-        self._prewarm = 0
-        self._silent_failures = 0
-        self._failures = 0
-        self._rest_until_s = 0.0
-        self._proof: asyncio.Future[None] | None = None
-        self._retiring = False
-        self._empty = asyncio.Event()
         self._on_activation = on_activation
+        self._sufficient_load = 0.0
+        self._scale_timer: asyncio.TimerHandle | None = None
+        self._scale_timer_s = 0.0
+        self._prewarm = 0
+        self._unexplained_deaths = 0
+        self._backoff_until_s = 0.0
+        self._first_start: asyncio.Future[PilotflameError | None] | None = None
+        self._empty = asyncio.Event()
 
-    @property
-    def id(self) -> str:
-        return self.spec.revision
-
-    @property
-    def failures(self) -> int:
-        """How many starts of workers have failed in a row."""
-        return self._failures
-
-    @property
-    def retiring(self) -> bool:
-        """Whether it ends what runs, and takes nothing new after that."""
-        return self._retiring
-
-    @property
-    def policy(self) -> Policy:
-        return self.line.policy
+    def configure(self, policy: Policy) -> None:
+        """Take the policy that is known once the handler was inspected."""
+        self.policy, self.streaming = policy, policy.streaming
+        self.dispatcher.configure(policy)
 
     # -- invocations
 
     def submit(self, invocation: Invocation) -> None:
-        """Takes an invocation: to a worker if one is free, else into the queue. QueueFull, Overloaded, RevisionRetired."""
+        """Send an invocation, or queue it. Raise QueueFull, Overloaded or RevisionRetired."""
         try:
-            if self.line.submit(invocation) and self.pool.in_flight <= self._calm and not self._retiring:
-                return
+            sent = self.dispatcher.submit(invocation)
         except Overloaded:
-            if (
-                not self.pool.ready
-            ):  # who cannot wait for an activation, and is told to come again, is a reason for one
+            # A caller who cannot wait for an activation and has to retry is a reason to start one.
+            if not self.pool.ready:
                 self.warm(1)
             raise
-        self._scale()
+        if not sent or self.retiring or self.pool.in_flight > self._sufficient_load:
+            self.scale()
 
     def cancel(self, invocation: Invocation) -> None:
-        """The caller has gone: the invocation leaves the queue, or its worker is told."""
-        self.line.cancel(invocation)
-
-    # -- the number of workers
-
-    def warm(self, workers: int) -> None:
-        """Starts workers ahead of need, up to `workers`; they go as others do, once idle for long enough."""
-        self._prewarm = workers
-        self._scale()
-        self._prewarm = 0
-
-    def refresh(self) -> None:
-        """Looks at the number of workers, as at start when a minimum is wanted."""
-        self._scale()
-
-    async def prove(self) -> None:
-        """Starts one worker to see that it gets ready, and lets it go. Raises what kept it from that."""
-        self._proof = self._loop.create_future()
-        self.pool.start(1)
-        try:
-            async with asyncio.timeout(PROOF_TIMEOUT_S):
-                await self._proof
-        except TimeoutError:
-            raise ActivationFailed(
-                f"The first worker was not ready within {PROOF_TIMEOUT_S:.0f} s.",
-                remedy="Make `setup` faster.",
-            ) from None
-        finally:
-            self._proof = None
-        self.pool.stop(max(0, len(self.pool.ready) - self.policy.scale.min))
-        self.pool.replenish()
-
-    def _settle_proof(self, error: PilotflameError | None) -> None:
-        if self._proof is None or self._proof.done():
-            return
-        if error is None:
-            self._proof.set_result(None)
-        else:
-            self._proof.set_exception(error)
+        """The caller has disconnected."""
+        self.dispatcher.cancel(invocation)
 
     def census(self) -> Census:
         pool = self.pool
         busy_s, ready_s = pool.worked_s(time.monotonic())
         return Census(
-            queued=len(self.line),
+            queued=len(self.dispatcher.queue),
             in_flight=pool.in_flight,
-            starting=pool.restoring,
+            starting=pool.starting,
             ready=len(pool.ready),
-            draining=sum(1 for replica in pool.replicas if replica.state is ReplicaState.DRAINING),
-            standby=pool.standby is not None and pool.standby_primed,
-            zygote=pool.source is not None,
+            draining=sum(replica.state is ReplicaState.DRAINING for replica in pool.replicas),
+            standby=pool.zygote.standby is not None and pool.zygote.standby_primed,
+            zygote=pool.zygote.source is not None,
             busy_s=busy_s,
             ready_s=ready_s,
         )
 
-    def _look(self, replica: Replica) -> None:
-        """Looks at the number of workers if it could be another: somebody waits, or is idle and nobody looks later."""
-        if len(self.line) or self._retiring or (not replica.given.calls and self._wake is None):
-            self._scale()
+    # -- the number of workers
 
-    def _scale(self) -> None:
+    def warm(self, workers: int) -> None:
+        """Start up to `workers` workers ahead of need; they stop as others do, after the idle timeout."""
+        self._prewarm = workers
+        self.scale()
+        self._prewarm = 0
+
+    def scale(self) -> None:
+        """Start and stop workers as the autoscaler decides."""
         now_s = time.monotonic()
-        spec, stats = self._scale_spec(), self._stats()
-        self._calm = autoscaler.calm(spec, stats)
+        spec, stats = self._scale_spec(now_s), self._stats()
+        self._sufficient_load = autoscaler.sufficient_load(spec, stats)
         decision = autoscaler.decide(spec, stats, now_s)
         if decision.start:
             self.pool.start(decision.start)
         if decision.stop:
             self.pool.stop(decision.stop)
         wake_at_s = decision.wake_at_s
-        if self._rest_until_s > now_s:
-            wake_at_s = min(wake_at_s or self._rest_until_s, self._rest_until_s)
+        if self._backoff_until_s > now_s:
+            wake_at_s = min(wake_at_s or self._backoff_until_s, self._backoff_until_s)
         if wake_at_s is not None:
-            self._wake_at(wake_at_s, now_s)
-        if self._retiring and not len(self.line) and not self.pool.in_flight:
+            self._scale_at(wake_at_s, now_s)
+        if self.retiring and not len(self.dispatcher.queue) and not self.pool.in_flight:
             self._empty.set()
 
-    def _wake_at(self, when_s: float, now_s: float) -> None:
-        """Looks again then. An earlier look that is already due is left alone: it costs less than moving it each time."""
-        if self._wake is not None:
-            if self._wake_s <= when_s:
+    def _scale_at(self, when_s: float, now_s: float) -> None:
+        """Scale again then. An earlier timer is kept: that costs less than moving it each time."""
+        if self._scale_timer is not None:
+            if self._scale_timer_s <= when_s:
                 return
-            self._wake.cancel()
-        self._wake_s = when_s
-        self._wake = self._loop.call_later(max(0.0, when_s - now_s), self._on_wake)
+            self._scale_timer.cancel()
+        self._scale_timer_s = when_s
+        self._scale_timer = self._loop.call_later(max(0.0, when_s - now_s), self._on_scale_timer)
 
-    def _on_wake(self) -> None:
-        self._wake = None
-        self._scale()
+    def _on_scale_timer(self) -> None:
+        self._scale_timer = None
+        self.scale()
 
-    def _scale_spec(self) -> autoscaler.ScaleSpec:
-        spec = self.policy.scale
-        # What a worker holds at a time is its to say: it learns how short its invocations are.
-        windows = [replica.window for replica in self.pool.ready if replica.hurried]
-        if (
-            windows
-        ):  # what it holds in advance is done in no time: all of that is no sign that one more is needed
+    def _scale_spec(self, now_s: float) -> autoscaler.ScaleSpec:
+        """Return the owner's limits, with the concurrency that workers have learned or asked for."""
+        spec, ready = self.policy.scale, self.pool.ready
+        windows = [replica.window for replica in ready if replica.prefetches]
+        slots = [replica.outstanding.slots for replica in ready if not replica.outstanding.batching]
+        if windows:
+            # Prefetched invocations take no time: a full window is no sign that one more worker is needed.
             spec = replace(spec, concurrency=math.ceil(min(windows) / autoscaler.NEAR_LIMIT))
-        elif (slots := self._slots()) > spec.concurrency:  # its handler asked for more company
-            spec = replace(spec, concurrency=slots)
-        if self._retiring:
+        elif slots and min(slots) > spec.concurrency:
+            spec = replace(spec, concurrency=min(slots))
+        if self.retiring:
             return replace(spec, min=0, buffer=0, idle_timeout_s=0.0)
-        if self._rest_until_s > time.monotonic():  # workers that keep failing are not started for nobody
+        if self._backoff_until_s > now_s:
             return replace(spec, min=0, buffer=0)
         return spec
-
-    def _slots(self) -> int:
-        """How many singles each worker runs at a time at least; 0 for batch handlers."""
-        return min(
-            (replica.given.slots for replica in self.pool.ready if not replica.given.batching), default=0
-        )
 
     def _stats(self) -> autoscaler.Stats:
         pool = self.pool
         return autoscaler.Stats(
-            queued=len(self.line),
+            queued=len(self.dispatcher.queue),
             in_flight=pool.in_flight,
-            starting=pool.restoring,
+            starting=pool.starting,
             ready=len(pool.ready),
             idle_since_s=tuple(replica.idle_since_s for replica in pool.idle()),
             prewarm=self._prewarm,
         )
 
-    # -- the end
+    # -- start and end
+
+    async def try_start(self) -> None:
+        """Start one worker to see that it gets ready, then let it go. Raise what it failed with."""
+        self._first_start = self._loop.create_future()
+        self.pool.start(1)
+        try:
+            async with asyncio.timeout(FIRST_START_TIMEOUT_S):
+                error = await self._first_start
+        except TimeoutError:
+            raise ActivationFailed(
+                f"The first worker was not ready within {FIRST_START_TIMEOUT_S:.0f} s.",
+                remedy="Make `setup` faster.",
+            ) from None
+        finally:
+            self._first_start = None
+        if error is not None:
+            raise error
+        self.pool.stop(max(0, len(self.pool.ready) - self.policy.scale.min))
+        self.pool.zygote.replenish()
+
+    def _settle_first_start(self, error: PilotflameError | None) -> None:
+        if self._first_start is not None and not self._first_start.done():
+            self._first_start.set_result(error)
 
     async def retire(self, timeout_s: float) -> None:
-        """Takes nothing new, answers what it has, and ends its processes; what is not done in time is failed."""
+        """Take nothing new, finish what is here, and end the processes; what is not done in time fails."""
         started_s = time.monotonic()
-        self._retiring = True
-        self._scale()
+        self.retiring = True
+        self.scale()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._empty.wait()
-        # From here on nobody would hand out what comes back from workers that end.
-        self.line.close()
-        if self._wake is not None:
-            self._wake.cancel()
+        # Workers that end return invocations, which no other worker would run.
+        self.dispatcher.close()
+        if self._scale_timer is not None:
+            self._scale_timer.cancel()
         left_s = timeout_s - (time.monotonic() - started_s)
-        await self.pool.close(max(left_s, min(timeout_s, LAST_GRACE_S)))
+        await self.pool.close(max(left_s, min(timeout_s, MIN_TEARDOWN_S)))
 
-    # -- what the pool says
+    # -- events
 
     def on_ready(self, replica: Replica) -> None:
-        self._silent_failures = self._failures = 0
-        self._settle_proof(None)
-        self.line.on_ready(replica)
-        self._scale()
+        self._unexplained_deaths = self.failures = 0
+        self._settle_first_start(None)
+        self.pool.note_ready(replica)
+        self.dispatcher.adopt(replica)
+        self.scale()
 
-    def on_capacity(self, replica: Replica) -> None:
-        if len(self.line):
-            self.line.pump()
-        elif replica.given.calls and not self._retiring:
-            return  # no fewer workers are wanted while each of them has something to do, and no more
-        self._look(replica)
+    def on_end(
+        self, replica: Replica, invocation: Invocation, outcome: Output | PilotflameError,
+        timing: WorkerTiming, now_s: float, batch: BatchEnd | None,
+    ) -> None:  # fmt: skip
+        self.dispatcher.complete(replica, invocation, outcome, timing, now_s, batch)
+        # Only the end of its last invocation makes a batch leave room.
+        if batch is not None or not replica.outstanding.batching:
+            self._on_room(replica)
 
-    def on_change(self) -> None:
-        self._scale()
+    def _on_room(self, replica: Replica) -> None:
+        """A worker has room: dispatch, and scale unless the load clearly needs as many workers as before."""
+        self.pool.zygote.schedule_standby()
+        waiting = len(self.dispatcher.queue)
+        if waiting:
+            self.dispatcher.dispatch()
+            waiting = len(self.dispatcher.queue)
+        idle = not replica.outstanding.calls
+        if waiting or self.retiring or (idle and self._scale_timer is None):
+            self.scale()
 
     def on_returned(self, invocation: Invocation) -> None:
-        self.line.put_back(invocation)
-        self.line.pump()
-        self._scale()
+        self.dispatcher.requeue(invocation)
+        self.dispatcher.dispatch()
+        self.scale()
+
+    def on_split(self, invocations: list[Invocation]) -> None:
+        self.dispatcher.restart_execution(invocations)
+
+    def on_resized(self, replica: Replica) -> None:
+        self.dispatcher.limit_batch()
+        if replica.state is ReplicaState.READY:
+            self._on_room(replica)
+
+    def on_left(self) -> None:
+        self.scale()
 
     def on_start_failed(self, error: PilotflameError) -> None:
-        """A worker said why it cannot start: so will the next, so those who wait for one are told."""
-        self._note_failure()
+        """Fail what waits, unless a worker is ready: the next start would fail too."""
+        error = self.pool.explain(error)
+        self._count_failure()
         self._logs.write("gateway", f"activation failed: {error}")
-        self._settle_proof(error)
+        self._settle_first_start(error)
         if not self.pool.ready:
-            self.line.fail_waiting(error)
-        self._scale()
-        if not len(self.line):
+            self.dispatcher.fail_queued(error)
+        self.scale()
+        if not len(self.dispatcher.queue):
             self.pool.release()
 
-    def on_worker_died(
-        self, replica: Replica, unstarted: list[Invocation], started: list[Invocation], cause: str
+    def on_lost(self, replica: Replica, unstarted: list[Invocation], started: list[Invocation]) -> None:
+        self.pool.remove(replica)
+        self._tasks.create_task(self._recover(replica, unstarted, started))
+
+    async def _recover(
+        self, replica: Replica, unstarted: list[Invocation], started: list[Invocation]
     ) -> None:
-        self.line.on_worker_died(unstarted, started, cause)
-        if not replica.activation.ready_s and not replica.failure_told:
-            self._count_silent_failure(cause)
-        self._scale()
-        if not self.pool.replicas and not len(self.line):
+        was_ready = replica.activation.ready_s > 0
+        cause = await replica.child.cause() if started or not was_ready else ""
+        self.dispatcher.recover(unstarted, started, cause)
+        if not was_ready and not replica.reported_failure:
+            self._count_unexplained_death(cause)
+        self.scale()
+        if not self.pool.replicas and not len(self.dispatcher.queue):
             self.pool.release()
-            self._tasks.create_task(self._remember())
+            self._tasks.create_task(self.dispatcher.store_curve())
 
-    async def _remember(self) -> None:
-        """At zero: how fast it was, for when it starts again."""
-        traits, points = self.line.traits, self.line.queue.curve.points
-        if points and self._curves.news(traits, points):
-            await asyncio.to_thread(self._curves.write, traits, points)
-
-    def _note_failure(self) -> None:
+    def _count_failure(self) -> None:
         self._on_activation("failed")
-        self._failures += 1
-        self._rest_until_s = time.monotonic() + min(MAX_REST_S, FIRST_REST_S * 2 ** min(self._failures, 16))
+        self.failures += 1
+        backoff_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(self.failures, 16))
+        self._backoff_until_s = time.monotonic() + backoff_s
 
-    def _count_silent_failure(self, cause: str) -> None:
-        self._silent_failures += 1
-        self._note_failure()
+    def _count_unexplained_death(self, cause: str) -> None:
+        self._unexplained_deaths += 1
+        self._count_failure()
+        before = self._unexplained_deaths - 1
         error = ActivationFailed(
-            f"A worker died while starting, of {cause}, as did {self._silent_failures - 1} in a row before it.",
+            f"A worker died while starting, of {cause}, as did {before} in a row before it.",
             remedy="See `pilotflame logs` for their last words (out of memory?).",
         )
-        self._settle_proof(error)
-        if self._silent_failures >= MAX_SILENT_FAILURES and not self.pool.ready:
-            self._silent_failures = 0
-            self.line.fail_waiting(error)
+        self._settle_first_start(error)
+        if self._unexplained_deaths >= MAX_UNEXPLAINED_DEATHS and not self.pool.ready:
+            self._unexplained_deaths = 0
+            self.dispatcher.fail_queued(error)

@@ -1,4 +1,4 @@
-"""What is measured and logged: metrics, the timeline of an invocation, a function's log.
+"""What is measured and logged: metrics, the timeline of an invocation, the log of a function.
 
-It must not know where the figures come from.
+Enter at the module of what you need. It must not know where the figures come from.
 """

@@ -1,4 +1,4 @@
-"""The log of one function: what its processes print, line by line, kept in memory within a limit, and followed."""
+"""The log of one function: the last lines that its processes printed, kept in memory and followed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FOLLOWER_LINES = 1_000
 
 
 class LogLine(NamedTuple):
-    """`at` is Unix time in seconds, `source` the worker's or zygote's name."""
+    """`at` is Unix time in seconds, `source` the name of the worker or zygote."""
 
     at: float
     source: str
@@ -25,14 +25,14 @@ class LogLine(NamedTuple):
 
 
 class LogBook:
-    """The last lines of a function, and those who follow it."""
+    """The last lines of a function, and its followers."""
 
     def __init__(self, kept: int = KEPT_LINES) -> None:
         self._lines: deque[LogLine] = deque(maxlen=kept)
         self._followers: set[asyncio.Queue[LogLine]] = set()
 
     def write(self, source: str, text: str) -> None:
-        """Adds a line. A follower that does not keep up misses lines rather than holding anybody up."""
+        """Add a line. A follower that does not keep up misses lines; it delays nothing."""
         line = LogLine(time.time(), source, text)
         self._lines.append(line)
         for follower in self._followers:
@@ -43,7 +43,7 @@ class LogBook:
         return list(self._lines)[-count:] if count > 0 else []
 
     async def follow(self, count: int) -> AsyncIterator[LogLine]:
-        """The last `count` lines, then every new one, for as long as the caller listens."""
+        """Yield the last `count` lines, then every new one."""
         queue: asyncio.Queue[LogLine] = asyncio.Queue(FOLLOWER_LINES)
         self._followers.add(queue)
         try:
@@ -56,11 +56,12 @@ class LogBook:
 
 
 class LogStream:
-    """One process's output: reads its socket and writes its lines to the book until it ends."""
+    """Reads one process's output from its socket and writes its lines to the log until it ends."""
 
     def __init__(
         self, sock: socket.socket, loop: asyncio.AbstractEventLoop, book: LogBook, source: str, begun: bytes
     ) -> None:
+        """`begun` are bytes that were already received."""
         sock.setblocking(False)
         self._sock, self._loop, self._book, self._source = sock, loop, book, source
         self._rest = bytearray()
@@ -97,7 +98,8 @@ class LogStream:
         self._rest = bytearray(rest)
         for line in lines:
             self._write(line)
-        if len(self._rest) > MAX_LINE_BYTES:  # a process that never ends its line must not fill our memory
+        # A process that never ends its line must not fill the gateway's memory.
+        if len(self._rest) > MAX_LINE_BYTES:
             self._write(bytes(self._rest))
             self._rest.clear()
 

@@ -1,145 +1,187 @@
-"""What the gateway counts, in Prometheus form."""
+"""What the gateway counts, as Prometheus metrics.
+
+Counting happens with every request and scraping every few seconds, so counts are plain numbers and become
+metrics when they are scraped.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Protocol
+from dataclasses import dataclass
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ...errors import Overloaded, PilotflameError, QueueFull
-from .tally import FunctionTally
-from .timeline import Timeline
+from .timeline import WARM_PHASES, Timeline
 
+Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily)
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _PHASES_HELP = (
-    "Phases of invocations: queue = accepted until sent to a worker (a cold start's activation among it);"
-    " batch = to the worker and back, gathered with the others of its batch; wait = at the worker until its batch starts;"
-    " exec = in the handler; respond = from the worker's answer to the response."
+    "Phases of invocations, named as in Server-Timing: queue = from accepted until sent to a worker (the"
+    " activation of a cold start included); link = to the worker and back; wait = in the worker until its"
+    " batch starts; exec = in the handler; respond = from the worker's result to the response."
 )
-_REFUSALS_HELP = "Requests that no worker was given, or that were given back to their callers before they ran; by the error's code."
+_BUSY_HELP = "Time in which workers had something to do, of all together."
+_READY_HELP = "Time for which workers were ready, of all together."
+_RATIO_HELP = "Busy worker-seconds of the ready ones, since the revision started."
+_REFUSALS_HELP = "Requests that were refused before they ran, by error code."
 
 
-class CensusCounts(Protocol):
-    """The part of a revision's census that is exported."""
+@dataclass(frozen=True, slots=True)
+class Census:
+    """Counts of a revision's invocations and workers, for status and metrics."""
 
-    @property
-    def queued(self) -> int: ...
-    @property
-    def in_flight(self) -> int: ...
-    @property
-    def starting(self) -> int: ...
-    @property
-    def ready(self) -> int: ...
-    @property
-    def draining(self) -> int: ...
-    @property
-    def busy_s(self) -> float: ...
-    @property
-    def ready_s(self) -> float: ...
+    queued: int = 0
+    in_flight: int = 0
+    starting: int = 0
+    ready: int = 0
+    draining: int = 0
+    busy_s: float = 0.0
+    """The seconds in which workers had work, of all workers so far."""
+    ready_s: float = 0.0
+    """The seconds for which workers were ready, of all workers so far."""
+    standby: bool = False
+    zygote: bool = False
 
 
-class Metrics:
-    """Counts of one gateway. Its own registry: two gateways in one process do not mix."""
+class _Histogram:
+    """Observations by bucket, and their sum."""
 
-    def __init__(self, census: Callable[[], Mapping[str, CensusCounts]]) -> None:
-        self._tallies: dict[str, FunctionTally] = {}
+    __slots__ = ("_bounds", "_counts", "sum")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self.sum += value
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Return (bound, how many observations are at most that), as Prometheus has them."""
+        found, total = [], 0
+        for bound, count in zip((*map(str, map(float, self._bounds)), "+Inf"), self._counts, strict=True):
+            total += count
+            found.append((bound, float(total)))
+        return found
+
+
+class _FunctionCounts:
+    """All counts of one function."""
+
+    def __init__(self) -> None:
+        self.codes = Counter[int]()
+        self.refusals = Counter[str]()
+        self.activations = Counter[str]()
+        self.duration = _Histogram(SECONDS)
+        self.batch = _Histogram(SIZES)
+        self.cold_phases: dict[str, _Histogram] = {}
+        self.phases = {name: _Histogram(SECONDS) for name in WARM_PHASES}
+        self._queue, self._link, self._wait, self._exec, self._respond = self.phases.values()
+
+    def count(self, code: int, timeline: Timeline) -> None:
+        self.codes[code] += 1
+        self.duration.observe(timeline.total_s)
+        sent_s, completed_s = timeline.sent_s, timeline.completed_s
+        self._queue.observe(max(0.0, (sent_s or timeline.responded_s) - timeline.received_s))
+        if completed_s:
+            self.batch.observe(timeline.batch)
+            self._link.observe(max(0.0, completed_s - sent_s - timeline.wait_s - timeline.exec_s))
+            self._wait.observe(timeline.wait_s)
+            self._exec.observe(timeline.exec_s)
+            self._respond.observe(max(0.0, timeline.responded_s - completed_s))
+        if timeline.activation is not None:
+            for phase, seconds in timeline.phases().items():
+                self.cold_phases.setdefault(phase, _Histogram(SECONDS)).observe(seconds)
+
+
+class Metrics(Collector):
+    """Counts of one gateway, in a registry of its own: two gateways in one process do not mix."""
+
+    def __init__(self, census: Callable[[], Mapping[str, Census]]) -> None:
+        self._census = census
+        self._functions: defaultdict[str, _FunctionCounts] = defaultdict(_FunctionCounts)
         self._registry = CollectorRegistry()
-        self._registry.register(_Tallies(self._tallies))
-        self._registry.register(_Census(census))
+        self._registry.register(self)
 
-    def answered(
+    def responded(
         self, function: str, code: int, timeline: Timeline, error: PilotflameError | None = None
     ) -> None:
-        """One invocation has been answered with an HTTP status; `error` is what the caller was told instead."""
-        tally = self._of(function)
-        tally.answered(code, timeline)
+        """Count an invocation that was responded to with an HTTP status; `error` is what it failed with."""
+        counts = self._functions[function]
+        counts.count(code, timeline)
         if error is not None and (not timeline.sent_s or isinstance(error, (Overloaded, QueueFull))):
-            tally.refusals[error.code] += 1
+            counts.refusals[error.code] += 1
 
     def refused(self, function: str, error: PilotflameError) -> None:
-        """A request that never became an invocation."""
-        tally = self._of(function)
-        tally.codes[error.status] += 1
-        tally.refusals[error.code] += 1
+        """Count a request that never became an invocation."""
+        self._functions[function].codes[error.status] += 1
+        self.turned_away(function, error)
 
     def turned_away(self, function: str, error: PilotflameError) -> None:
-        """A request, for an invocation or not, that was refused for whose it was."""
-        self._of(function).refusals[error.code] += 1
+        """Count a request, for an invocation or not, that was refused because of its caller."""
+        self._functions[function].refusals[error.code] += 1
 
     def activated(self, function: str, outcome: str) -> None:
-        self._of(function).activations[outcome] += 1
+        self._functions[function].activations[outcome] += 1
 
     def text(self) -> bytes:
-        """The exposition, for /metrics."""
+        """Return the exposition for /metrics."""
         return generate_latest(self._registry)
 
-    def _of(self, function: str) -> FunctionTally:
-        tally = self._tallies.get(function)
-        if tally is None:
-            tally = self._tallies[function] = FunctionTally()
-        return tally
-
-
-class _Tallies(Collector):
-    """What was counted, made into metrics when somebody looks."""
-
-    def __init__(self, tallies: Mapping[str, FunctionTally]) -> None:
-        self._tallies = tallies
-
     def collect(self) -> Iterable[Metric]:
-        return [*self._counters(), *self._histograms()]
+        return [*self._counters(), *self._histograms(), *self._states()]
 
     def _counters(self) -> Iterator[Metric]:
-        asked = CounterMetricFamily(
-            "pilotflame_invocations", "Invocations answered.", labels=["function", "code"]
-        )
-        refused = CounterMetricFamily("pilotflame_refusals", _REFUSALS_HELP, labels=["function", "reason"])
-        started = CounterMetricFamily("pilotflame_activations", "Workers started, by outcome.", labels=["function", "outcome"])  # fmt: skip
-        for function, tally in self._tallies.items():
-            for code, count in tally.codes.items():
-                asked.add_metric([function, str(code)], count)
-            for reason, count in tally.refusals.items():
-                refused.add_metric([function, reason], count)
-            for outcome, count in tally.activations.items():
-                started.add_metric([function, outcome], count)
-        yield from (asked, refused, started)
+        codes = _family(CounterMetricFamily, "invocations", "Invocations answered.", "code")
+        refusals = _family(CounterMetricFamily, "refusals", _REFUSALS_HELP, "reason")
+        started = _family(CounterMetricFamily, "activations", "Workers started, by outcome.", "outcome")
+        for function, of in self._functions.items():
+            for family, counter in ((codes, of.codes), (refusals, of.refusals), (started, of.activations)):
+                for label, count in counter.items():
+                    family.add_metric([function, str(label)], count)
+        yield from (codes, refusals, started)
 
     def _histograms(self) -> Iterator[Metric]:
-        took = HistogramMetricFamily("pilotflame_invocation_seconds", "From accepted to answered.", labels=["function"])  # fmt: skip
-        phases = HistogramMetricFamily("pilotflame_phase_seconds", _PHASES_HELP, labels=["function", "phase"])
-        cold = HistogramMetricFamily("pilotflame_cold_start_phase_seconds", "Phases of cold invocations.", labels=["function", "phase"])  # fmt: skip
-        batch = HistogramMetricFamily("pilotflame_batch_size", "Invocations that ran together.", labels=["function"])  # fmt: skip
-        for function, tally in self._tallies.items():
-            took.add_metric([function], tally.duration.buckets(), tally.duration.sum)
-            batch.add_metric([function], tally.batch.buckets(), tally.batch.sum)
-            for phase, one in tally.phases():
-                phases.add_metric([function, phase], one.buckets(), one.sum)
-            for phase, one in tally.cold.items():
-                cold.add_metric([function, phase], one.buckets(), one.sum)
-        yield from (took, phases, cold, batch)
+        took = _family(HistogramMetricFamily, "invocation_seconds", "From accepted to answered.")
+        batch = _family(HistogramMetricFamily, "batch_size", "Invocations that ran together.")
+        warm = _family(HistogramMetricFamily, "phase_seconds", _PHASES_HELP, "phase")
+        cold = _family(
+            HistogramMetricFamily, "cold_start_phase_seconds", "Phases of cold invocations.", "phase"
+        )
+        for function, of in self._functions.items():
+            took.add_metric([function], of.duration.buckets(), of.duration.sum)
+            batch.add_metric([function], of.batch.buckets(), of.batch.sum)
+            for family, phases in ((warm, of.phases), (cold, of.cold_phases)):
+                for phase, histogram in phases.items():
+                    family.add_metric([function, phase], histogram.buckets(), histogram.sum)
+        yield from (took, warm, cold, batch)
 
-
-class _Census(Collector):
-    """What is read when somebody looks, instead of being kept."""
-
-    def __init__(self, census: Callable[[], Mapping[str, CensusCounts]]) -> None:
-        self._census = census
-
-    def collect(self) -> Iterable[Metric]:
-        workers = GaugeMetricFamily("pilotflame_workers", "Workers by state.", labels=["function", "state"])
-        waiting = GaugeMetricFamily("pilotflame_queued", "Invocations waiting.", labels=["function"])
-        running = GaugeMetricFamily("pilotflame_in_flight", "Invocations at workers.", labels=["function"])
-        busy = CounterMetricFamily("pilotflame_worker_busy_seconds", "Time in which workers had something to do, of all together.", labels=["function"])  # fmt: skip
-        ready = CounterMetricFamily("pilotflame_worker_ready_seconds", "Time for which workers were ready, of all together.", labels=["function"])  # fmt: skip
-        share = GaugeMetricFamily("pilotflame_worker_busy_ratio", "Busy worker-seconds of the ready ones, since the revision started.", labels=["function"])  # fmt: skip
-        for function, counts in self._census().items():
+    def _states(self) -> Iterator[Metric]:
+        workers = _family(GaugeMetricFamily, "workers", "Workers by state.", "state")
+        waiting = _family(GaugeMetricFamily, "queued", "Invocations waiting.")
+        running = _family(GaugeMetricFamily, "in_flight", "Invocations at workers.")
+        busy = _family(CounterMetricFamily, "worker_busy_seconds", _BUSY_HELP)
+        ready = _family(CounterMetricFamily, "worker_ready_seconds", _READY_HELP)
+        share = _family(GaugeMetricFamily, "worker_busy_ratio", _RATIO_HELP)
+        for function, census in self._census().items():
             for state in ("starting", "ready", "draining"):
-                workers.add_metric([function, state], getattr(counts, state))
-            waiting.add_metric([function], counts.queued)
-            running.add_metric([function], counts.in_flight)
-            busy.add_metric([function], counts.busy_s)
-            ready.add_metric([function], counts.ready_s)
-            share.add_metric([function], counts.busy_s / counts.ready_s if counts.ready_s else 0.0)
-        return workers, waiting, running, busy, ready, share
+                workers.add_metric([function, state], getattr(census, state))
+            waiting.add_metric([function], census.queued)
+            running.add_metric([function], census.in_flight)
+            busy.add_metric([function], census.busy_s)
+            ready.add_metric([function], census.ready_s)
+            share.add_metric([function], census.busy_s / census.ready_s if census.ready_s else 0.0)
+        yield from (workers, waiting, running, busy, ready, share)
+
+
+def _family(kind: type[Family], name: str, text: str, *labels: str) -> Family:
+    return kind(f"pilotflame_{name}", text, labels=["function", *labels])

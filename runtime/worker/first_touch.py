@@ -1,118 +1,87 @@
-"""The first call: a function set up as a worker would, called once, and what it touched written down. A process of its own."""
+"""Records in which order a function first touches its tensors: sets it up as a worker does and calls it once.
+
+`pilotflame snapshot record` runs this in a separate process.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import os
 import sys
 import time
-from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
 from ...errors import HandlerFailed, HandlerSetupError, PilotflameError
 from ...handlers.contract import Context
 from ...handlers.failure import explain
+from ...handlers.handler import Handler
 from ..link.worker_spec import WorkerSpec
-from .worker import Built, configure_logging, prime
-from .zygote import build
+from .function_setup import Built, build, call_hook, configure_logging, run_without_loop, warm_up_torch
 
 if TYPE_CHECKING:
     from ...snapshot.format.manifest import Manifest
-    from ...snapshot.handle import Snapshot
 
 DEADLINE_S = 900.0
 
 
 def main() -> None:
-    """`python -m pilotflame.runtime.first_call DESCRIPTOR`, with spec and event on standard input."""
-    order = json.load(sys.stdin)
+    """`python -m pilotflame.runtime.worker.first_touch DESCRIPTOR`, with spec and event on standard input."""
+    request = json.load(sys.stdin)
+    spec, body = WorkerSpec.model_validate(request["spec"]), request["event"]
     try:
-        manifest = _live(
-            WorkerSpec.model_validate(order["spec"]), order["event"].encode("utf-8", "surrogateescape")
-        )
-        answer: dict[str, Any] = {"order": list(manifest.first_touch)}
+        manifest = _record(spec, body.encode("utf-8", "surrogateescape"))
+        response: dict[str, Any] = {"order": list(manifest.first_touch)}
     except PilotflameError as error:
-        answer = {"error": error.to_wire()}
+        response = {"error": error.to_wire()}
     with os.fdopen(int(sys.argv[1]), "wb", closefd=False) as stream:
-        stream.write(json.dumps(answer).encode())
+        stream.write(json.dumps(response).encode())
 
 
-def _live(spec: WorkerSpec, body: bytes) -> Manifest:
-    """A worker's life, as far as its first answer."""
+def _record(spec: WorkerSpec, body: bytes) -> Manifest:
     configure_logging()
     built = build(spec)
-    snapshot = built.snapshot
-    if snapshot is None:
+    if built.snapshot is None:
         raise RuntimeError("a recording without a snapshot")
-    snapshot.open()
-    prime()
+    built.snapshot.open()
+    warm_up_torch()
     event = built.handler.input.decode(body)
-    if built.handler.kind.on_loop:
-        return snapshot.record(lambda: asyncio.run(_first_call(spec, built, snapshot, event)))
-    return snapshot.record(lambda: _drive(_first_call(spec, built, snapshot, event)))
+    run = asyncio.run if built.handler.kind.on_loop else run_without_loop
+    return built.snapshot.record(lambda: run(_first_call(spec, built, event)))
 
 
-def _drive(run: Coroutine[Any, Any, None]) -> None:
-    """Runs what awaits nothing but its own hooks, without a loop around the handler: it may want one itself."""
+async def _first_call(spec: WorkerSpec, built: Built, event: Any) -> None:
+    handler, snapshot = built.handler, built.snapshot
+    context = Context(spec.function, spec.revision, state=built.state, snapshot=snapshot)
     try:
-        run.send(None)
-    except StopIteration:
-        return
-    raise RuntimeError("a plain handler's run waited")
-
-
-async def _first_call(spec: WorkerSpec, built: Built, snapshot: Snapshot, event: Any) -> None:
-    handler, state = built.handler, built.state
-    try:
-        if handler.setup is not None:
-            answer = handler.setup(Context(spec.function, spec.revision, state=state, snapshot=snapshot))
-            if inspect.isawaitable(answer):
-                answer = await answer if handler.kind.on_loop else asyncio.run(_await(answer))
-            state = state if answer is None else answer
+        state = await call_hook(handler, handler.setup, context)
     except (Exception, SystemExit) as error:
         raise explain(HandlerSetupError, "Setting up a worker", error, spec.code) from error
     context = Context(
-        spec.function, spec.revision, invocation_id="recording", state=state, snapshot=snapshot,
-        deadline_s=time.monotonic() + DEADLINE_S,
+        spec.function, spec.revision, invocation_id="recording", snapshot=snapshot,
+        state=built.state if state is None else state, deadline_s=time.monotonic() + DEADLINE_S,
     )  # fmt: skip
     try:
-        await _call(built, context, event)
+        await _call(handler, context, event)
     except (Exception, SystemExit) as error:
         raise explain(HandlerFailed, "The handler", error, spec.code) from error
 
 
-async def _call(built: Built, context: Context, event: Any) -> None:
-    """One event through the handler, of whatever kind; an answer that is an exception is raised."""
-    handler = built.handler
+async def _call(handler: Handler, context: Context, event: Any) -> None:
+    """Run one event to its end. An exception as the answer is raised."""
     if handler.batch is not None:
-        event = [event]
-        context = Context(
-            context.function, context.revision, invocation_id=context.id, state=context.state,
-            snapshot=context.snapshot, items=[context],
-        )  # fmt: skip
-    answer = handler.call(event, context) if handler.takes_context else handler.call(event)
-    if handler.kind.value == "async_generator":
+        context, event = Context.of_batch([context]), [event]
+    answer = handler.call(*handler.arguments(context, event))
+    if handler.kind.streaming and handler.kind.on_loop:
         async for _ in answer:
             pass
-    elif handler.kind.value == "generator":
+    elif handler.kind.streaming:
         for _ in answer:
             pass
     else:
-        if handler.kind.on_loop:
-            answer = await answer
-        if (
-            handler.batch is not None
-            and answer
-            and isinstance(answer, (list, tuple))
-            and isinstance(answer[0], Exception)
-        ):
-            raise answer[0]
-
-
-async def _await(awaitable: Any) -> Any:
-    return await awaitable
+        (result,) = handler.answers(await answer if handler.kind.on_loop else answer, 1)
+        if isinstance(result, Exception):
+            raise result
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Async handlers and async generators run on the worker's event loop."""
+"""Runs async handlers and async generators on the worker's event loop."""
 
 from __future__ import annotations
 
@@ -15,23 +15,19 @@ import orjson
 from ...errors import Cancelled
 from ...handlers.handler import Handler
 from ..batching.prefetch import window
-from ..link.link import FrameKind, Link
-from .batch_run import Course
+from ..link.connection import Link
+from ..link.frames import FrameKind
+from .batch_run import BatchRun
 from .runner import Call, Runner
 
 
 class LoopRunner(Runner):
-    """Async handlers and async generators: up to `concurrency` tasks at a time."""
+    """Runs up to `concurrency` groups at a time, each in a task."""
 
     def __init__(
-        self,
-        handler: Handler,
-        root: Path,
-        link: Link,
-        concurrency: int,
-        on_idle: Callable[[], None],
+        self, handler: Handler, root: Path, link: Link, concurrency: int, on_idle: Callable[[], None],
         tasks: asyncio.TaskGroup,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(handler, root, link, concurrency, on_idle)
         self._tasks = tasks
         self._queue: deque[list[Call]] = deque()
@@ -40,7 +36,7 @@ class LoopRunner(Runner):
 
     def enqueue(self, group: list[Call]) -> None:
         self._queue.append(group)
-        self._dispatch()
+        self._start_groups()
 
     def stop(self) -> list[Call]:
         self._closed = True
@@ -52,22 +48,21 @@ class LoopRunner(Runner):
     def cancel(self, channel: int) -> None:
         super().cancel(channel)
         call = self._calls.get(channel)
-        if call is None or call.task is None:
-            return
-        if all(other.cancellation.flag for other in call.company):  # else it goes on for the others
+        if call is not None and call.task is not None and all(peer.cancellation.flag for peer in call.peers):
             call.task.cancel()
 
     def resize(self, concurrency: int) -> None:
         if concurrency == self._concurrency:
             return
         self._concurrency = concurrency
-        # Never fewer than before: of those at a worker that dies, too many counted as begun fail, too few run twice.
+        # Slots never shrink. If this worker dies, calls that count as started fail, and others run again:
+        # counting too few as started would run them twice.
         self.slots = max(self.slots, concurrency)
         self.window = concurrency if self.handler.batch else window(concurrency, self._exec_s)
         self._link.send(FrameKind.WINDOW, 0, orjson.dumps({"window": self.window, "slots": self.slots}))
-        self._dispatch()
+        self._start_groups()
 
-    def _dispatch(self) -> None:
+    def _start_groups(self) -> None:
         while self._queue and self._running < self._concurrency:
             self._running += 1
             self._tasks.create_task(self._execute(self._queue.popleft()))
@@ -79,70 +74,78 @@ class LoopRunner(Runner):
             self._running -= 1
             self.forget(group)
         self.send(frames)
-        self._dispatch()
+        self._start_groups()
         self._report_idle()
 
     async def _run(self, group: list[Call]) -> list[bytes]:
         calls, events, frames = self.decode(group)
         if not calls:
             return frames
-        calls[0].task = asyncio.current_task()  # from here on `cancel` may interrupt it
+        calls[0].set_task(asyncio.current_task(), calls)
         started_s = time.monotonic()
         try:
             if self.handler.kind.streaming:
                 await self._stream(calls[0], events)
-                return [*frames, self.end(calls[0], started_s)]
+                return [*frames, self.end_frame(calls[0], started_s)]
             answer = await self.handler.call(*self.arguments(calls, events))
-            return frames + self.results(calls, answer, started_s)
+            return frames + self.result_frames(calls, answer, started_s)
         except asyncio.CancelledError as error:
-            if calls[0].task is None or not calls[0].cancellation.flag:
-                return frames + self.failures(calls, error)  # something inside the handler was cancelled
-            # `cancel` did this for the caller; the task itself goes on to say so.
-            calls[0].task.uncancel()
+            if not calls[0].cancellation.flag:
+                # Something inside the handler was cancelled.
+                return frames + self.failure_frames(calls, error)
+            _uncancel()
             gone = Cancelled("The caller went away; the handler was cancelled.")
-            return [*frames, self.failed(calls[0], gone)]
-        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001  whatever the handler raises is its caller's to know
-            return frames + self.failures(calls, error)
+            return [*frames, self.error_frame(calls[0], gone)]
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001  the caller gets the error
+            return frames + self.failure_frames(calls, error)
 
     async def _run_batch(self, group: list[Call]) -> list[bytes]:
-        course = Course(self, group)
-        while calls := course.take():
-            await self._call(course, calls)
-        return course.frames
+        run = BatchRun(self, group)
+        while calls := run.next_piece():
+            for call in calls:
+                call.set_task(asyncio.current_task(), calls)
+            await self._run_piece(run, calls)
+            for call in calls:
+                call.set_task(None)
+            if all(call.cancellation.flag for call in calls):
+                # Only these calls were cancelled. The rest of the group goes on in the same task.
+                _uncancel()
+        return run.frames
 
-    async def _call(self, course: Course, calls: list[Call]) -> None:
-        task = asyncio.current_task()
-        for call in calls:
-            call.task, call.company = task, calls
+    async def _run_piece(self, run: BatchRun, calls: list[Call]) -> None:
         started_s = time.monotonic()
         try:
             answer = await self.handler.call(*self.arguments(calls, [call.event for call in calls]))
         except asyncio.CancelledError as error:
             if all(call.cancellation.flag for call in calls):
-                course.end(calls, Cancelled("The callers went away; the handler was cancelled."))
+                run.give_up(calls, Cancelled("The callers went away; the handler was cancelled."))
             else:
-                course.fail(calls, error)  # something inside the handler was cancelled
-        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001  as above
-            course.fail(calls, error)
+                # Something inside the handler was cancelled.
+                run.fail(calls, error)
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001
+            run.fail(calls, error)
         else:
-            course.answer(calls, answer, started_s)
-        for call in calls:
-            call.task, call.company = None, ()
-        if task is not None and task.cancelling() and all(call.cancellation.flag for call in calls):
-            task.uncancel()  # that was for these callers; the rest of the group goes on in the same task
+            run.succeed(calls, answer, started_s)
 
     async def _stream(self, call: Call, events: list[Any]) -> None:
-        pieces: AsyncIterator[Any] = self.handler.call(*self.arguments([call], events))
+        chunks: AsyncIterator[Any] = self.handler.call(*self.arguments([call], events))
         try:
-            async for piece in pieces:
-                frame = self.chunk(call, piece)
+            async for chunk in chunks:
+                frame, size = self.chunk_frame(call, chunk)
                 if call.credit is not None:
-                    await call.credit.spend_async(self.chunk_bytes(frame))
+                    await call.credit.spend_async(size)
                 self._link.send_encoded(frame)
         finally:
-            if inspect.isasyncgen(pieces):
-                await pieces.aclose()
+            if inspect.isasyncgen(chunks):
+                await chunks.aclose()
 
     def _report_idle(self) -> None:
         if self._closed and self._running == 0:
             self._on_idle()
+
+
+def _uncancel() -> None:
+    """Let the current task go on after `LoopRunner.cancel` interrupted it."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        task.uncancel()

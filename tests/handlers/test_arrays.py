@@ -1,4 +1,4 @@
-"""Arrays and tensors: as bytes for who takes those, as JSON for everybody else, and nothing that needs pickle."""
+"""Arrays and tensors: as bytes for callers that accept them, as JSON for others, and never as pickle."""
 
 import contextlib
 import io
@@ -169,7 +169,7 @@ def test_nan_in_a_tensor_is_an_error_not_a_null() -> None:
         CODEC.encode({"t": torch.tensor([1.0, math.nan])})
 
 
-def test_neither_library_is_loaded_for_who_does_not_use_it() -> None:
+def test_neither_library_is_loaded_without_need() -> None:
     text = (
         "import sys; from pilotflame.handlers.codec import InputCodec, OutputCodec;"
         "assert OutputCodec(None).encode({'a': [1]}, 'application/x-npy')[0] == b'{\"a\":[1]}';"

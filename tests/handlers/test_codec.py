@@ -1,4 +1,4 @@
-"""Bodies in, bodies out: what is decoded, what is refused, and how the refusal names the place."""
+"""Request and response bodies: what is decoded, what is refused, and which place the refusal names."""
 
 import dataclasses
 import datetime
@@ -157,8 +157,8 @@ def test_text_is_decoded_by_its_charset(text: str) -> None:
     ("body", "charset"),
     [(b"\xff", "utf-8"), (b"x", "no-such"), (b"x", "undefined"), (b"x", "base64"), (b"xn--\xff", "idna"), (b"x", "rot13")],
 )  # fmt: skip
-def test_text_that_is_not_what_it_says_is_the_callers_fault(body: bytes, charset: str) -> None:
-    with pytest.raises(BadInput, match="The body says") as caught:
+def test_text_in_another_charset_than_declared_is_refused(body: bytes, charset: str) -> None:
+    with pytest.raises(BadInput, match="The body is not 'text/plain") as caught:
         InputCodec(None).decode(body, f"text/plain; charset={charset}")
     assert charset in caught.value.message
 
@@ -246,9 +246,9 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("answer", "said"), WRONG)
-def test_what_is_not_json_is_named_by_its_path(answer: Any, said: str) -> None:
-    with pytest.raises(OutputInvalid, match=said) as caught:
+@pytest.mark.parametrize(("answer", "expected"), WRONG)
+def test_what_is_not_json_is_named_by_its_path(answer: Any, expected: str) -> None:
+    with pytest.raises(OutputInvalid, match=expected) as caught:
         OutputCodec(None).encode(answer)
     assert caught.value.status == 500
     assert caught.value.remedy

@@ -1,4 +1,4 @@
-"""The contract: what a handler declares with @batch, and what its context tells it."""
+"""The contract: what a handler declares with @batch, and what its context has."""
 
 import logging
 import math
@@ -40,7 +40,7 @@ async def async_cost(event: str) -> float:
     return len(event)
 
 
-def test_batch_keeps_what_it_was_told() -> None:
+def test_batch_keeps_its_arguments() -> None:
     def handler(events: list[str]) -> list[str]:
         return events
 
@@ -54,12 +54,12 @@ def test_batch_keeps_what_it_was_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         ({"max_size": True}, "max_size must be a whole number"),
         ({"cost": 5}, "cost must be a plain function"),
         ({"cost": async_cost}, "cost must be a plain function"),
-        ({"max_cost": 5}, "beside a cost function"),
+        ({"max_cost": 5}, "max_cost needs a cost function"),
         *(({"cost": cost, "max_cost": bad}, "a positive, finite number") for bad in (0, -1, float("nan"), float("inf"), "5", True)),
         ({"example": object()}, "the example is not JSON"),
         ({"example": float("nan")}, "the example is not JSON"),
@@ -67,28 +67,28 @@ def test_batch_keeps_what_it_was_told() -> None:
         ({"example": []}, "no event in this list"),
     ],
 )  # fmt: skip
-def test_batch_refuses_what_cannot_be_by_name(arguments: dict[str, object], said: str) -> None:
-    with pytest.raises(HandlerSignatureError, match=said) as caught:
+def test_batch_names_the_argument_that_it_refuses(arguments: dict[str, object], expected: str) -> None:
+    with pytest.raises(HandlerSignatureError, match=expected) as caught:
         batch(**arguments)  # type: ignore[arg-type]
     assert next(reversed(arguments)) in caught.value.message
     assert caught.value.remedy
 
 
 @pytest.mark.parametrize(
-    "said", [0, -1.0, float("nan"), float("inf"), None, "5", True, torch.ones(2), 10**400]
+    "returned", [0, -1.0, float("nan"), float("inf"), None, "5", True, torch.ones(2), 10**400]
 )
-def test_a_cost_that_is_none_is_refused(said: object) -> None:
+def test_an_invalid_cost_is_refused(returned: object) -> None:
     with pytest.raises(HandlerFailed, match="is no cost") as caught:
-        BatchSpec(5, lambda _event: said).weigh(1)  # type: ignore[arg-type, return-value]
+        BatchSpec(5, lambda _event: returned).weigh(1)  # type: ignore[arg-type, return-value]
     assert caught.value.remedy
 
 
-@pytest.mark.parametrize("said", [1, 0.5, torch.tensor(3), np.float32(2)])
-def test_a_cost_may_be_a_number_of_any_library(said: Any) -> None:
-    assert BatchSpec(5, lambda _event: said).weigh(1) == float(said)
+@pytest.mark.parametrize("returned", [1, 0.5, torch.tensor(3), np.float32(2)])
+def test_a_cost_may_be_a_number_of_any_library(returned: Any) -> None:
+    assert BatchSpec(5, lambda _event: returned).weigh(1) == float(returned)
 
 
-def test_costs_can_be_added_up_whatever_a_caller_has_put_into_his_event() -> None:
+def test_sums_of_costs_are_finite_for_any_event() -> None:
     spec = BatchSpec(5, lambda event: event["tokens"])
     costs = [spec.weigh({"tokens": 1e308})] * MAX_BATCH
     assert math.isfinite(sum(costs))
@@ -109,14 +109,14 @@ def test_the_deadline_is_a_unix_time_and_the_rest_counts_down_to_it() -> None:
     assert context.deadline == pytest.approx(time.time() + remaining_ms / 1000, abs=1)
 
 
-def test_past_the_deadline_nothing_remains_and_nobody_waits() -> None:
+def test_past_the_deadline_nothing_remains_and_the_context_is_cancelled() -> None:
     context = Context("tone", "r1", deadline_s=time.monotonic() - 5)
     assert context.remaining_ms() == 0
     assert context.cancelled
 
 
 class Host:
-    """Writes down what it is asked for."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[object, ...]] = []
@@ -131,7 +131,7 @@ class Host:
         self.asked.append(("resize", concurrency))
 
 
-def test_what_is_asked_of_the_worker_goes_to_it_for_each_event_of_a_batch() -> None:
+def test_requests_go_to_the_host_for_each_event_of_a_batch() -> None:
     host = Host()
     items = [Context("tone", "r1", host=host, channel=channel, extra={"n": channel}) for channel in (1, 2)]
     for context in (items[1], Context("tone", "r1", items=items), Context("tone", "r1")):
@@ -154,7 +154,7 @@ def test_a_cancellation_is_seen_at_once() -> None:
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=5))
-def test_a_batch_is_cancelled_once_all_its_callers_have_gone(gone: list[bool]) -> None:
+def test_a_batch_is_cancelled_once_all_its_callers_went_away(gone: list[bool]) -> None:
     items = []
     for flag in gone:
         cancellation = Cancellation()
@@ -163,7 +163,7 @@ def test_a_batch_is_cancelled_once_all_its_callers_have_gone(gone: list[bool]) -
     assert Context("tone", "r1", items=items).cancelled is all(gone)
 
 
-def test_state_is_handed_over_as_it_is() -> None:
+def test_state_is_passed_as_it_is() -> None:
     state = object()
     assert Context("tone", "r1", state=state).state is state
 
@@ -173,7 +173,7 @@ def test_a_context_takes_no_stray_attributes() -> None:
         Context("tone", "r1").modle = 1  # type: ignore[attr-defined]
 
 
-def test_a_snapshot_that_was_not_configured_names_the_function_and_the_setting() -> None:
+def test_a_missing_snapshot_names_the_function_and_the_setting() -> None:
     with pytest.raises(SnapshotError, match="'tone' has no snapshot") as caught:
         _ = Context("tone", "r1").snapshot
     assert "pilotflame.toml" in caught.value.remedy

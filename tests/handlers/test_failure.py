@@ -1,4 +1,4 @@
-"""Failures of the user's code: told with the innermost file and line of theirs."""
+"""Failures of user code: described with the innermost file and line of the user's folder."""
 
 import importlib.util
 import json
@@ -8,9 +8,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from pilotflame.errors import HandlerFailed, HandlerImportError, PilotflameError, SnapshotMismatch
 from pilotflame.handlers.codec import OutputCodec
-from pilotflame.handlers.failure import MAX_TRACEBACK_CHARS, explain, locate
+from pilotflame.handlers.failure import MAX_TRACEBACK_CHARS, explain, is_out_of_memory, locate
 
 
 @pytest.fixture
@@ -42,17 +43,15 @@ def caught(call: Callable[[], object]) -> BaseException:
 def test_file_line_and_exception_are_named(load: Callable[[str], ModuleType], tmp_path: Path) -> None:
     module = load("def handler(event):\n    x = 1\n    return event['a']\n")
     error = caught(lambda: module.handler({}))
-    told = explain(HandlerFailed, "The handler", error, tmp_path / "code", remedy="Mend it.")
-    assert told.message == "The handler failed at handler.py, line 3: KeyError: 'a'"
-    assert told.remedy == "Mend it."
-    assert told.details["exception"] == "KeyError"
-    assert (told.details["file"], told.details["line"]) == ("handler.py", 3)
-    json.dumps(told.to_wire())
+    described = explain(HandlerFailed, "The handler", error, tmp_path / "code", remedy="Mend it.")
+    assert described.message == "The handler failed at handler.py, line 3: KeyError: 'a'"
+    assert described.remedy == "Mend it."
+    assert described.details["exception"] == "KeyError"
+    assert (described.details["file"], described.details["line"]) == ("handler.py", 3)
+    json.dumps(described.to_wire())
 
 
-def test_the_traceback_has_the_users_frames_and_not_ours(
-    load: Callable[[str], ModuleType], tmp_path: Path
-) -> None:
+def test_the_traceback_has_the_users_frames_only(load: Callable[[str], ModuleType], tmp_path: Path) -> None:
     module = load("import json\ndef handler(event):\n    return json.loads(event)\n")
 
     error = caught(lambda: module.handler("{"))
@@ -81,7 +80,7 @@ def test_the_innermost_frame_inside_the_folder_counts(
         'import collections; collections.namedtuple("T", "a")()',
     ],
 )
-def test_code_without_a_file_is_not_taken_for_a_file_of_theirs(
+def test_code_without_a_file_is_not_taken_for_a_file_of_the_folder(
     load: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, statement: str
 ) -> None:
     module = load(f"def handler(event):\n    {statement}\n")
@@ -107,32 +106,32 @@ def test_a_folder_named_through_a_link_is_the_same_folder(
     assert locate(caught(lambda: module.handler(None)), tmp_path / "link") == ("handler.py", 2)
 
 
-def test_an_error_of_our_own_keeps_what_it_says(tmp_path: Path) -> None:
-    told = explain(
+def test_a_pilotflame_error_keeps_its_message_and_remedy(tmp_path: Path) -> None:
+    described = explain(
         HandlerFailed, "build(context)", SnapshotMismatch("lacks w.", remedy="Add w."), tmp_path, remedy="no"
     )
-    assert told.message == "build(context) failed: lacks w."
-    assert told.remedy == "Add w."
-    assert told.details["exception"] == "snapshot_mismatch"
+    assert described.message == "build(context) failed: lacks w."
+    assert described.remedy == "Add w."
+    assert described.details["exception"] == "snapshot_mismatch"
 
 
-def test_an_exception_that_cannot_be_printed_is_still_told(tmp_path: Path) -> None:
+def test_an_exception_that_cannot_be_printed_is_described(tmp_path: Path) -> None:
     class Mute(Exception):
         def __str__(self) -> str:
             raise RuntimeError("no words")
 
-    told = explain(HandlerFailed, "The handler", Mute(), tmp_path)
-    assert "Mute" in told.message
-    json.dumps(told.to_wire())
+    described = explain(HandlerFailed, "The handler", Mute(), tmp_path)
+    assert "Mute" in described.message
+    json.dumps(described.to_wire())
 
 
 def test_an_endless_traceback_is_cut_to_its_end(tmp_path: Path) -> None:
-    told = explain(HandlerFailed, "The handler", ValueError("x" * 100_000 + "the end"), tmp_path)
-    assert len(told.details["traceback"]) <= MAX_TRACEBACK_CHARS
-    assert told.details["traceback"].rstrip().endswith("the end")
+    described = explain(HandlerFailed, "The handler", ValueError("x" * 100_000 + "the end"), tmp_path)
+    assert len(described.details["traceback"]) <= MAX_TRACEBACK_CHARS
+    assert described.details["traceback"].rstrip().endswith("the end")
 
 
-def test_a_cause_is_told_too(tmp_path: Path) -> None:
+def test_a_cause_is_in_the_traceback(tmp_path: Path) -> None:
     def fail() -> None:
         try:
             (tmp_path / "missing").stat()
@@ -143,3 +142,42 @@ def test_a_cause_is_told_too(tmp_path: Path) -> None:
     assert "FileNotFoundError" in text
     assert text.index("FileNotFoundError") < text.index("outer")
     assert traceback.format_exc() == "NoneType: None\n"
+
+
+# -- out of memory
+
+
+class Silent(RuntimeError):
+    def __str__(self) -> str:
+        raise ValueError
+
+
+def of_torch() -> BaseException:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA ran full"),
+        RuntimeError("CUDA error: out of memory"),
+        of_torch(),
+    ],
+    ids=lambda error: str(error)[:20],
+)
+def test_out_of_memory_is_recognised(error: BaseException) -> None:
+    assert is_out_of_memory(error)
+
+
+class OutOfMemoryError(Exception):
+    """Another library's."""
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("no"), ValueError("out of memory"), OutOfMemoryError(), Silent()]
+)
+def test_other_errors_are_not_out_of_memory(error: BaseException) -> None:
+    assert not is_out_of_memory(error)

@@ -106,7 +106,7 @@ def test_the_kind_is_found_without_calling(made: Resolve, text: str, kind: Handl
         ("event, context, third=3", True),
     ],
 )
-def test_the_arity_says_whether_it_wants_the_context(
+def test_the_arity_decides_whether_it_takes_the_context(
     made: Resolve, signature: str, takes_context: bool
 ) -> None:
     assert made(f"def handler({signature}): pass").takes_context is takes_context
@@ -131,7 +131,7 @@ def test_a_name_after_a_colon_and_a_file_in_a_subfolder(made: Resolve, folder: P
 
 
 @pytest.mark.parametrize(
-    ("text", "said", "remedy"),
+    ("text", "expected", "remedy"),
     [
         ("x = 1", "handler.py defines no `handler`", "def handler(event)"),
         ("handler = 5", "`handler` in handler.py is an int, not a function", "def handler"),
@@ -139,8 +139,8 @@ def test_a_name_after_a_colon_and_a_file_in_a_subfolder(made: Resolve, folder: P
         ("handler = None", "defines no `handler`", "def handler"),
     ],
 )
-def test_what_is_no_handler_is_said(made: Resolve, text: str, said: str, remedy: str) -> None:
-    with pytest.raises(HandlerSignatureError, match=said) as caught:
+def test_what_is_no_handler_is_refused(made: Resolve, text: str, expected: str, remedy: str) -> None:
+    with pytest.raises(HandlerSignatureError, match=expected) as caught:
         made(text)
     assert remedy in caught.value.remedy
 
@@ -170,7 +170,7 @@ def test_without_hooks_there_are_none(made: Resolve) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hook", "said"),
+    ("hook", "expected"),
     [
         ("async def build(context): pass", "`build` in handler.py is async"),
         ("def build(context): yield", "`build` in handler.py is generator"),
@@ -180,8 +180,8 @@ def test_without_hooks_there_are_none(made: Resolve) -> None:
         ("setup = 5", "`setup` in handler.py is an int"),
     ],
 )
-def test_hooks_that_cannot_be_called_are_refused(made: Resolve, hook: str, said: str) -> None:
-    with pytest.raises(HandlerSignatureError, match=said) as caught:
+def test_hooks_that_cannot_be_called_are_refused(made: Resolve, hook: str, expected: str) -> None:
+    with pytest.raises(HandlerSignatureError, match=expected) as caught:
         made(f"def handler(event): pass\n{hook}")
     assert caught.value.remedy
 
@@ -351,7 +351,7 @@ def test_json_that_is_broken_and_json_that_does_not_fit_differ(made: Resolve) ->
 # -- imports that fail
 
 
-def test_a_missing_file_says_what_is_there(folder: Path) -> None:
+def test_a_missing_file_is_reported_with_the_files_that_exist(folder: Path) -> None:
     (folder / "main.py").touch()
     with pytest.raises(HandlerImportError, match=r"handler\.py is not in .*\(there: main\.py\)") as caught:
         resolve(folder)
@@ -360,7 +360,7 @@ def test_a_missing_file_says_what_is_there(folder: Path) -> None:
         resolve(folder / "missing")
 
 
-def test_a_file_that_is_not_python_is_said(folder: Path) -> None:
+def test_a_file_that_is_not_python_is_refused(folder: Path) -> None:
     (folder / "handler.txt").touch()
     with pytest.raises(HandlerImportError, match=r"handler\.txt is not a Python file"):
         resolve(folder, "handler.txt")

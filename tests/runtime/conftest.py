@@ -1,4 +1,4 @@
-"""Fixtures of the command line's tests: commands as real processes, and one gateway that they talk to."""
+"""Fixtures of the command line's tests: commands as processes, and one gateway for all of them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,27 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 @contextmanager
+def _default_interrupt() -> Iterator[None]:
+    """Let processes that start in the block end on SIGINT. Otherwise they inherit it as ignored from tests that a
+    script started with `nohup` or `&`.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
 def started(*arguments: object, **variables: str) -> Iterator[subprocess.Popen[str]]:
-    """A command that runs on; whatever happens, it is gone after the block."""
-    with subprocess.Popen(
-        [*COMMAND, *map(str, arguments)],
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=environment(**variables), start_new_session=True,
-    ) as process:  # fmt: skip
+    """Runs a command in a process that is gone after the block."""
+    with _default_interrupt():
+        process = subprocess.Popen(
+            [*COMMAND, *map(str, arguments)],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=environment(**variables), start_new_session=True,
+        )  # fmt: skip
+    with process:
         try:
             yield process
         finally:

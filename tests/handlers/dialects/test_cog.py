@@ -270,7 +270,7 @@ async def test_a_function_can_be_the_predictor(deploy: Callable[..., Any], gatew
         extra={"bare": True},
     )
     gateway.server.functions.live(function.name).submit(given)
-    assert (await given.answer).payload == b"6"
+    assert (await given.output).payload == b"6"
 
 
 @pytest.mark.parametrize(

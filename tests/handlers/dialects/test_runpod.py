@@ -15,14 +15,14 @@ import pytest
 import pytest_asyncio
 from live import LIMIT_S, Function, Gate, Gateway, until
 from pilotflame.errors import HandlerFailed, HandlerImportError, HandlerSignatureError
-from pilotflame.runtime.serving.invocation import Answer, Invocation
+from pilotflame.runtime.serving.invocation import Invocation, Output
 
 live = pytest.mark.asyncio(loop_scope="module")
 START = "\nimport runpod\nrunpod.serverless.start({'handler': handler})\n"
 SHOW = "def handler(job): return job" + START
 
 
-async def invoke(gateway: Gateway, name: str, event: Any, **how: Any) -> Answer:
+async def invoke(gateway: Gateway, name: str, event: Any, **how: Any) -> Output:
     """Invoke as the dispatcher of jobs does."""
     assert gateway.server is not None
     now_s = time.monotonic()
@@ -35,7 +35,7 @@ async def invoke(gateway: Gateway, name: str, event: Any, **how: Any) -> Answer:
         **how,
     )
     gateway.server.functions.live(name).submit(invocation)
-    return await invocation.answer
+    return await invocation.output
 
 
 def pieces(text: str) -> list[Any]:

@@ -1,74 +1,68 @@
-"""The handing out: free workers first, full groups a moment ahead, and never round and round."""
+"""Assignment: free workers first, full batches a moment ahead, and no endless loop of timers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-from pilotflame.runtime.batching.assignment import AHEAD_S, hand_out
+from pilotflame.runtime.batching.assignment import AHEAD_S, assign
 from pilotflame.runtime.batching.latency_curve import LatencyCurve, Point
-from pilotflame.runtime.batching.queue import Lanes, Queue
-from pilotflame.runtime.batching.workload import SimulatedAttempt, SimulatedCall
+from pilotflame.runtime.batching.queue import Queue, Slots
+from pilotflame.runtime.batching.simulator import SimulatedAttempt, SimulatedCall, SimulatedWorker
+
+RUN_S = 0.02
 
 
-@dataclass
-class Given:
-    groups: int = 0
-    slots: int = 1
-    end_s: float = 0.0
-
-    def expected_at(self, now_s: float, _curve: LatencyCurve) -> float:
-        return now_s if self.groups < self.slots else self.end_s
-
-
-@dataclass
-class Hand:
-    given: Given = field(default_factory=Given)
+def busy_until(end_s: float) -> SimulatedWorker:
+    worker = SimulatedWorker(1)
+    worker.outstanding.add_batch([SimulatedAttempt(SimulatedCall(0.0))], end_s - RUN_S)
+    return worker
 
 
 def queue_of(count: int) -> Queue[SimulatedAttempt]:
-    queue: Queue[SimulatedAttempt] = Queue("f", limit=4, most=99, curve=LatencyCurve([Point(1, 0.02, 0.02)]))
+    curve = LatencyCurve([Point(1, RUN_S, RUN_S)])
+    queue: Queue[SimulatedAttempt] = Queue("f", max_batch=4, max_queue=99, curve=curve)
     for _ in range(count):
-        queue.admit(SimulatedAttempt(SimulatedCall(0.0)), 0.0, Lanes(1, 0.0))
+        queue.admit(SimulatedAttempt(SimulatedCall(0.0)), 0.0, Slots(1, 0.0))
     return queue
 
 
 def carry_out(
-    queue: Queue[SimulatedAttempt], hands: list[Hand], now_s: float
+    queue: Queue[SimulatedAttempt], workers: list[SimulatedWorker], now_s: float
 ) -> list[tuple[int, float | None]]:
-    """How many were sent with each step, and when it is to be looked again."""
+    """Return how many were sent with each step, and until when to wait."""
+
+    def pick() -> SimulatedWorker | None:
+        return next((one for one in workers if one.outstanding.batches < one.outstanding.slots), None)
+
     steps = []
-    for step in hand_out(
-        queue, lambda: next((hand for hand in hands if hand.given.groups < hand.given.slots), None), hands, now_s
-    ):  # fmt: skip
-        if step.taken:
-            assert step.worker is not None
-            step.worker.given.groups += 1
-        steps.append((len(step.taken), step.look_at_s))
+    for worker, selection in assign(queue, pick, workers, now_s):
+        if selection.batch:
+            assert worker is not None
+            worker.outstanding.add_batch(selection.batch, now_s)
+        steps.append((len(selection.batch), selection.wait_until_s))
     return steps
 
 
-def test_each_free_worker_gets_a_group() -> None:
+def test_each_free_worker_gets_a_batch() -> None:
     queue = queue_of(7)
-    assert carry_out(queue, [Hand(), Hand()], 0.0) == [(4, None), (3, None)]
+    assert carry_out(queue, [SimulatedWorker(1), SimulatedWorker(1)], 0.0) == [(4, None), (3, None)]
     assert not len(queue)
 
 
-def test_a_full_group_goes_ahead_to_the_one_that_is_free_first_and_only_one() -> None:
-    hands = [Hand(Given(1, 1, 0.5)), Hand(Given(1, 1, 0.1))]
+def test_only_the_worker_that_is_free_first_gets_a_full_batch_ahead() -> None:
+    workers = [busy_until(0.5), busy_until(0.1)]
     queue = queue_of(9)
-    ((sent, look_s),) = carry_out(queue, hands, 0.0)
-    assert (sent, look_s) == (0, 0.1 - AHEAD_S)
-    assert carry_out(queue, hands, 0.1 - AHEAD_S) == [(4, None), (0, 0.5 - AHEAD_S)]
-    assert [hand.given.groups for hand in hands] == [1, 2]
+    ((sent, until_s),) = carry_out(queue, workers, 0.0)
+    assert (sent, until_s) == (0, 0.1 - AHEAD_S)
+    assert carry_out(queue, workers, 0.1 - AHEAD_S) == [(4, None), (0, 0.5 - AHEAD_S)]
+    assert [worker.outstanding.batches for worker in workers] == [1, 2]
 
 
-def test_what_is_no_full_group_waits_for_more() -> None:
-    assert carry_out(queue_of(3), [Hand(Given(1, 1, 0.001))], 0.0) == []
+def test_less_than_a_full_batch_waits_for_more() -> None:
+    assert carry_out(queue_of(3), [busy_until(0.001)], 0.0) == []
 
 
-def test_a_look_that_comes_when_it_was_asked_for_finds_itself_in_time() -> None:
+def test_a_timer_that_fires_when_it_was_set_for_finds_the_worker_free() -> None:
     for end_s in (0.1, 1 / 3, 12345.678901, 98765.4321):
-        hands, queue = [Hand(Given(1, 1, end_s))], queue_of(4)
-        ((_, look_s),) = carry_out(queue, hands, end_s - 0.05)
-        assert look_s is not None
-        assert carry_out(queue, hands, look_s) == [(4, None)]
+        workers, queue = [busy_until(end_s)], queue_of(4)
+        ((_, until_s),) = carry_out(queue, workers, end_s - 0.05)
+        assert until_s is not None
+        assert carry_out(queue, workers, until_s) == [(4, None)]

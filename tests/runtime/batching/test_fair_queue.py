@@ -1,4 +1,4 @@
-"""The turns, beside a model that looks at every item each time."""
+"""The fair queue beside a model that looks at every item each time."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ class Beside(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.turns: FairQueue[Item] = FairQueue()
-        self.waiting: list[Item] = []  # in the order in which they came
+        self.queue: FairQueue[Item] = FairQueue()
+        # In the order of their arrival.
+        self.waiting: list[Item] = []
         self.first: set[int] = set()
         self.served: dict[tuple[int, str], float] = {}
 
@@ -42,60 +43,65 @@ class Beside(RuleBasedStateMachine):
     def add(self, item: Item, first: bool) -> None:
         priority = 0 if first else item.priority
         rivals = self.rivals(priority)
-        if all(rival.tenant != item.tenant for rival in rivals):  # it comes, or comes back: without credit
+        # Idleness earns no credit.
+        if all(rival.tenant != item.tenant for rival in rivals):
             key = (priority, item.tenant)
             least = min((self.served[priority, rival.tenant] for rival in rivals), default=0.0)
             self.served[key] = max(self.served.get(key, 0.0), least)
-        self.turns.add(item, first=first)
+        self.queue.add(item, first=first)
         self.waiting.append(item)
         if first:
             self.first.add(id(item))
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
-    def drop(self, data: st.DataObject) -> None:
+    def remove(self, data: st.DataObject) -> None:
         item = data.draw(st.sampled_from(self.waiting))
-        assert self.turns.drop(item)
-        assert not self.turns.drop(item)
+        assert self.queue.remove(item)
+        assert not self.queue.remove(item)
         self.waiting.remove(item)
 
     @rule(cost=st.integers(1, 3))
-    def take(self, cost: int) -> None:
-        item = self.turns.take(float(cost))
+    def pop(self, cost: int) -> None:
+        item = self.queue.pop(float(cost))
         if item is None:
             assert not self.waiting
             self.served.clear()
             return
         priority = min(map(self.priority, self.waiting))
         for key in [key for key in self.served if key[0] < priority]:
-            del self.served[key]  # nobody waits before this priority: all its tenants are equal again
+            # Tenants of an empty priority start again as equals.
+            del self.served[key]
         rivals = self.rivals(priority)
         assert item in rivals
         least = min(self.served[priority, rival.tenant] for rival in rivals)
         assert self.served[priority, item.tenant] == least
         own = [rival for rival in rivals if rival.tenant == item.tenant]
-        assert item is min(own, key=lambda rival: rival.deadline_s)  # of equal ones the one that came first
+        # Of equal deadlines the first added.
+        assert item is min(own, key=lambda rival: rival.deadline_s)
         self.served[priority, item.tenant] += cost
         self.waiting.remove(item)
 
     @rule(tenant=st.sampled_from("abcd"), priority=st.integers(1, 3), cost=st.integers(-1, 5))
     def charge(self, tenant: str, priority: int, cost: int) -> None:
-        self.turns.charge(tenant, priority, float(cost))
+        self.queue.charge(tenant, priority, float(cost))
         if (priority, tenant) in self.served:
             self.served[priority, tenant] += cost
 
     @invariant()
     def agrees(self) -> None:
-        assert len(self.turns) == len(self.waiting)
-        assert set(map(id, self.turns)) == set(map(id, self.waiting))
-        assert self.turns.urgent_s() == min((item.deadline_s for item in self.waiting), default=math.inf)
+        assert len(self.queue) == len(self.waiting)
+        assert set(map(id, self.queue)) == set(map(id, self.waiting))
+        assert self.queue.earliest_deadline_s() == min(
+            (item.deadline_s for item in self.waiting), default=math.inf
+        )
         held = Counter(item.tenant for item in self.waiting)
-        assert self.turns.tenants == len(held)
-        assert all(self.turns.held(tenant) == held[tenant] for tenant in "abcd")
+        assert self.queue.tenants == len(held)
+        assert all(self.queue.count(tenant) == held[tenant] for tenant in "abcd")
         heads: dict[tuple[int, str], Item] = {}
         for item in sorted(self.waiting, key=lambda item: item.deadline_s):
             heads.setdefault((self.priority(item), item.tenant), item)
-        assert set(map(id, self.turns.heads())) == set(map(id, heads.values()))
+        assert set(map(id, self.queue.heads())) == set(map(id, heads.values()))
 
 
 TestBeside = Beside.TestCase
@@ -105,41 +111,41 @@ TestBeside = Beside.TestCase
 def test_two_that_always_wait_are_served_within_an_items_cost_of_each_other(
     costs: list[tuple[str, float]],
 ) -> None:
-    turns: FairQueue[Item] = FairQueue()
+    queue: FairQueue[Item] = FairQueue()
     served = {"a": 0.0, "b": 0.0}
     for tenant in ("a", "b"):
         for _ in costs:
-            turns.add(Item(tenant, 3, 1.0))
+            queue.add(Item(tenant, 3, 1.0))
     for _, cost in costs:
-        item = turns.take(cost)
+        item = queue.pop(cost)
         assert item is not None
         served[item.tenant] += cost
         assert abs(served["a"] - served["b"]) <= 5.0
 
 
-def test_who_comes_back_has_no_credit_from_having_been_away() -> None:
-    turns: FairQueue[Item] = FairQueue()
+def test_an_idle_tenant_gains_no_credit() -> None:
+    queue: FairQueue[Item] = FairQueue()
     for _ in range(30):
-        turns.add(Item("busy", 3, 1.0))
-    turns.add(Item("back", 3, 1.0))
-    assert "back" in {turns.take().tenant for _ in range(2)}  # type: ignore[union-attr]
+        queue.add(Item("busy", 3, 1.0))
+    queue.add(Item("back", 3, 1.0))
+    assert "back" in {queue.pop().tenant for _ in range(2)}  # type: ignore[union-attr]
     for _ in range(18):
-        turns.take()
+        queue.pop()
     for _ in range(10):
-        turns.add(Item("back", 3, 1.0))
-    order = [turns.take().tenant for _ in range(10)]  # type: ignore[union-attr]
+        queue.add(Item("back", 3, 1.0))
+    order = [queue.pop().tenant for _ in range(10)]  # type: ignore[union-attr]
     assert order.count("back") == 5
 
 
 @given(st.lists(items, max_size=30), st.sampled_from("abcd"), st.integers(1, 3))
 def test_no_more_are_ahead_than_are_served_before_it(there: list[Item], tenant: str, priority: int) -> None:
-    turns: FairQueue[Item] = FairQueue()
+    queue: FairQueue[Item] = FairQueue()
     for item in there:
-        turns.add(item)
-    ahead = turns.ahead(tenant, priority)
+        queue.add(item)
+    ahead = queue.ahead(tenant, priority)
     last = Item(tenant, priority, 99.0)
-    turns.add(last)
+    queue.add(last)
     before = 0
-    while turns.take() is not last:
+    while queue.pop() is not last:
         before += 1
     assert ahead - len({item.tenant for item in there}) <= before <= ahead

@@ -1,4 +1,4 @@
-"""The curve: between what was seen, never falling, and not bent by one odd value."""
+"""The latency curve stays between what was observed, never falls, and one outlier does not bend it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pilotflame.runtime.batching.latency_curve import KEPT, LatencyCurve, Point, isotonic
 
@@ -15,6 +15,7 @@ groups = st.lists(st.tuples(st.integers(1, 64), seconds), min_size=1, max_size=8
 
 
 @given(groups)
+@example([(1, 1.0), (1, 1.0), (1, 2.0), (1, 2.0), (39, 2.0), (40, 2.0)])
 def test_it_never_falls_and_lies_between_the_extremes_that_were_seen(seen: list[tuple[int, float]]) -> None:
     curve = LatencyCurve()
     for size, took_s in seen:
@@ -57,7 +58,8 @@ def test_one_hiccup_bends_neither_a_fresh_nor_a_measured_curve() -> None:
     measured.observe(32, 32.0, 10.0)
     assert measured.bound(32) == 0.038
     fresh = LatencyCurve()
-    for took_s in (10.0, 0.02, 0.02):  # the first call is often slow
+    # The first call is often slow.
+    for took_s in (10.0, 0.02, 0.02):
         fresh.observe(1, 1.0, took_s)
     fresh.observe(8, 8.0, 0.03)
     assert fresh.bound(1) == 0.02
@@ -75,12 +77,13 @@ def test_sizes_are_costs_where_items_have_some() -> None:
     for _ in range(200):
         curve.observe(2, 200.0, 0.2)
         curve.observe(4, 400.0, 0.4)
-    assert curve.unit == pytest.approx(100)
+    assert curve.mean_cost == pytest.approx(100)
     assert curve.typical(3) == pytest.approx(0.3, rel=0.01)
-    assert curve.typical(8) == pytest.approx(0.8, rel=0.05)  # beyond what was seen: along the chord
+    # Beyond what was seen: along the chord.
+    assert curve.typical(8) == pytest.approx(0.8, rel=0.05)
 
 
-def test_nothing_known_holds_nothing_against_anybody() -> None:
+def test_an_empty_curve_predicts_no_time() -> None:
     assert not LatencyCurve().known
     assert LatencyCurve().bound(32) == 0.0
     one = LatencyCurve([Point(4, 0.1, 0.2)])

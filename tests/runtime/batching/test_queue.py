@@ -1,4 +1,4 @@
-"""The queue: whatever happens, every item is taken, refused or dropped once; and who is refused is told when to come."""
+"""The queue: each item is run, refused or removed once; a refused caller is told when to retry; admission predicts ends."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import math
 from dataclasses import dataclass
 
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from pilotflame.errors import Overloaded, QueueFull
 from pilotflame.runtime.batching.latency_curve import LatencyCurve, Point
-from pilotflame.runtime.batching.queue import MAX_RETRY_S, MIN_RETRY_S, Lanes, Queue
+from pilotflame.runtime.batching.queue import MAX_RETRY_S, MIN_RETRY_S, Queue, Slots, drained_s, finish_s
 
 BUSY_S = 0.01
 
@@ -22,7 +23,7 @@ class Item:
     deadline_s: float = math.inf
     body: bytes = b""
     patient: bool = False
-    company: int = 0
+    max_batch: int = 0
     timeout_s: float = math.inf
 
 
@@ -30,40 +31,41 @@ def curve() -> LatencyCurve:
     return LatencyCurve(Point(n, 0.02 + n * 0.001, 0.02 + n * 0.001) for n in (1, 2, 4, 8))
 
 
-def queue_of(limit: int = 4, most: int = 100) -> Queue[Item]:
-    return Queue("f", limit=limit, most=most, curve=curve())
+def queue_of(max_batch: int = 4, max_queue: int = 100) -> Queue[Item]:
+    return Queue("f", max_batch=max_batch, max_queue=max_queue, curve=curve())
 
 
-def busy(now_s: float = 0.0) -> Lanes:
-    return Lanes(1, now_s + BUSY_S)
+def busy(now_s: float = 0.0) -> Slots:
+    return Slots(1, now_s + BUSY_S)
 
 
-class Fates(RuleBasedStateMachine):
-    """One lane that is sometimes busy, and items of all kinds."""
+class Machine(RuleBasedStateMachine):
+    """One slot that is sometimes busy, and items of all kinds."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue = queue_of(most=12)
+        self.queue = queue_of(max_queue=12)
         self.now_s = 0.0
         self.waiting: list[Item] = []
 
     @rule(
         tenant=st.sampled_from("ab"), priority=st.integers(1, 3), timeout_s=st.sampled_from([0.01, 0.03, 0.1, 9.0]),
-        body=st.sampled_from([b"x", b"y"]), patient=st.booleans(), company=st.integers(0, 3), free=st.booleans(),
+        body=st.sampled_from([b"x", b"y"]), patient=st.booleans(), max_batch=st.integers(0, 3), free=st.booleans(),
     )  # fmt: skip
     def arrive(
-        self, tenant: str, priority: int, timeout_s: float, body: bytes, patient: bool, company: int, free: bool
+        self, tenant: str, priority: int, timeout_s: float, body: bytes, patient: bool, max_batch: int, free: bool
     ) -> None:  # fmt: skip
-        item = Item(tenant, priority, self.now_s + timeout_s, body, patient, company)
-        lanes = Lanes(1, self.now_s + (0 if free else BUSY_S))
+        item = Item(tenant, priority, self.now_s + timeout_s, body, patient, max_batch)
+        slots = Slots(1, self.now_s + (0 if free else BUSY_S))
         try:
-            self.queue.admit(item, self.now_s, lanes)
+            self.queue.admit(item, self.now_s, slots)
         except QueueFull as error:
             assert len(self.waiting) >= 12
             self.told(error)
         except Overloaded as error:
             assert not patient
-            assert self.waiting or not free  # what is free and idle refuses nobody
+            # An idle worker refuses nothing.
+            assert self.waiting or not free
             self.told(error)
         else:
             self.waiting.append(item)
@@ -75,34 +77,35 @@ class Fates(RuleBasedStateMachine):
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
         item = data.draw(st.sampled_from(self.waiting))
-        assert self.queue.drop(item)
+        assert self.queue.remove(item)
         self.waiting.remove(item)
 
     @rule(back=st.booleans(), ahead_s=st.sampled_from([0.0, 0.003]))
-    def gather(self, back: bool, ahead_s: float) -> None:
-        found = self.queue.next(self.now_s + ahead_s)
+    def form_batch(self, back: bool, ahead_s: float) -> None:
+        found = self.queue.next_batch(self.now_s + ahead_s)
         if found.wait_until_s is not None:
             assert found.wait_until_s > self.now_s + ahead_s
-            assert not found.taken
+            assert not found.batch
             assert not found.refused
             return
-        assert len(found.taken) <= 4
-        assert all(len(found.taken) <= item.company for item in found.taken if item.company)
+        assert len(found.batch) <= 4
+        assert all(len(found.batch) <= item.max_batch for item in found.batch if item.max_batch)
         assert not any(item.patient for item in found.refused)
-        assert bool(found.taken) or bool(found.refused) or not self.waiting
-        for item in (*found.taken, *found.refused):
-            self.waiting.remove(item)  # fails if it was there never, or twice
+        assert bool(found.batch) or bool(found.refused) or not self.waiting
+        for item in (*found.batch, *found.refused):
+            # Fails if it did not wait, or left twice.
+            self.waiting.remove(item)
         for item in found.refused:
             self.told(self.queue.refusal(item, self.now_s, busy(self.now_s)))
         if back:
-            for item in found.taken:
-                self.queue.put_back(item)
+            for item in found.batch:
+                self.queue.requeue(item)
                 self.waiting.append(item)
-        elif found.taken:
-            for item in found.taken:
+        elif found.batch:
+            for item in found.batch:
                 self.queue.charge(item, 1.0)
             self.now_s += 0.02
-            self.queue.ended(self.now_s, len(found.taken), float(len(found.taken)), 0.02)
+            self.queue.observe_batch(self.now_s, len(found.batch), float(len(found.batch)), 0.02)
 
     @rule(seconds=st.floats(0, 0.3))
     def wait(self, seconds: float) -> None:
@@ -114,23 +117,25 @@ class Fates(RuleBasedStateMachine):
         assert len(self.queue) == len(self.waiting) <= 24
 
 
-TestFates = Fates.TestCase
+TestMachine = Machine.TestCase
 
 
-def test_it_refuses_on_arrival_what_would_end_too_late_and_says_when_there_is_room() -> None:
+def test_it_refuses_on_arrival_what_would_end_too_late_and_says_when_to_retry() -> None:
     queue = queue_of()
     for _ in range(8):
         queue.admit(Item(), 0.0, busy())
-    with pytest.raises(Overloaded) as caught:  # 0.01 rest + two groups of 0.024 + its own 0.021
+    # 0.01 rest + two batches of 0.024 + its own 0.021.
+    with pytest.raises(Overloaded) as caught:
         queue.admit(Item(deadline_s=0.078), 0.0, busy())
     assert (caught.value.details or {})["retry_after_s"] == pytest.approx(0.01 + 2 * 0.024)
     queue.admit(Item(deadline_s=0.08), 0.0, busy())
-    queue.admit(Item(deadline_s=0.05, priority=1), 0.0, busy())  # before all others
+    # Before all others.
+    queue.admit(Item(deadline_s=0.05, priority=1), 0.0, busy())
     queue.admit(Item(deadline_s=0.0, patient=True), 0.0, busy())
     assert len(queue) == 11
 
 
-def test_who_comes_again_as_told_is_served_first() -> None:
+def test_a_retry_when_told_is_served_first() -> None:
     queue = queue_of()
     waiting = [Item(body=str(number).encode()) for number in range(8)]
     for item in waiting:
@@ -142,10 +147,10 @@ def test_who_comes_again_as_told_is_served_first() -> None:
         queue.admit(Item(deadline_s=now_s + 0.05, body=b"another"), now_s, busy(now_s))
     again = Item(deadline_s=now_s + 0.05, body=b"me")
     queue.admit(again, now_s, busy(now_s))
-    assert queue.next(now_s).taken[0] is again
+    assert queue.next_batch(now_s).batch[0] is again
 
 
-def test_nobody_gets_to_the_front_by_being_refused_first() -> None:
+def test_a_short_deadline_earns_no_reservation_for_a_long_one() -> None:
     queue = queue_of()
     waiting = [Item("others", body=str(number).encode()) for number in range(8)]
     for item in waiting:
@@ -156,34 +161,34 @@ def test_nobody_gets_to_the_front_by_being_refused_first() -> None:
     sly = [Item("sly", deadline_s=now_s + 600, body=b"me", timeout_s=600.0) for _ in range(4)]
     for item in sly:
         queue.admit(item, now_s, busy(now_s))
-    assert queue.next(now_s).taken[0] is waiting[0]
+    assert queue.next_batch(now_s).batch[0] is waiting[0]
 
 
-def test_who_cannot_be_in_time_makes_room_for_those_who_can() -> None:
+def test_late_items_make_room_for_those_that_can_be_on_time() -> None:
     queue = queue_of()
     late = Item(deadline_s=0.1)
     others = [Item(deadline_s=0.2) for _ in range(5)]
     for item in (late, *others):
         queue.admit(item, 0.0, busy())
-    found = queue.next(0.09)
+    found = queue.next_batch(0.09)
     assert found.refused == [late]
-    assert found.taken == others[:4]
+    assert found.batch == others[:4]
 
 
-def test_who_would_be_too_late_is_told_before_its_turn_comes() -> None:
+def test_items_that_would_be_late_are_refused_before_their_turn() -> None:
     queue = queue_of()
     first = [Item(priority=1) for _ in range(4)]
     behind = [Item(deadline_s=0.1), Item(deadline_s=0.1), Item(deadline_s=0.1), Item(deadline_s=9.0)]
     for item in (*first, *behind):
-        queue.admit(item, 0.0, Lanes(2, BUSY_S))
-    found = queue.next(0.09)
-    assert found.taken == first
+        queue.admit(item, 0.0, Slots(2, BUSY_S))
+    found = queue.next_batch(0.09)
+    assert found.batch == first
     assert found.refused == behind[:3]
     assert list(queue) == behind[3:]
 
 
-def test_nobody_fills_the_queue_for_the_others() -> None:
-    queue = queue_of(most=10)
+def test_no_tenant_fills_the_queue_for_the_others() -> None:
+    queue = queue_of(max_queue=10)
     for _ in range(10):
         queue.admit(Item("greedy"), 0.0, busy())
     with pytest.raises(QueueFull):
@@ -198,25 +203,65 @@ def test_nobody_fills_the_queue_for_the_others() -> None:
         queue.admit(Item("one more"), 0.0, busy())
 
 
-def test_what_must_run_alone_does_and_pays_only_for_itself() -> None:
+def test_an_item_that_must_run_alone_pays_only_for_itself() -> None:
     queue = queue_of()
-    alone = Item(tenant="a", company=1)
+    alone = Item(tenant="a", max_batch=1)
     queue.admit(Item(tenant="a", deadline_s=1.0), 0.0, busy())
     queue.admit(alone, 0.0, busy())
     queue.admit(Item(tenant="b", deadline_s=1.0), 0.0, busy())
     groups = []
     while len(queue):
-        groups.append(queue.next(0.0).taken)
+        groups.append(queue.next_batch(0.0).batch)
     assert [alone] in groups
     assert sorted(map(len, groups)) == [1, 2]
 
 
-def test_what_is_refused_is_not_charged() -> None:
-    queue = queue_of(limit=2)
+def test_refused_items_are_not_charged() -> None:
+    queue = queue_of(max_batch=2)
     fine = Item("a", deadline_s=9.0)
     for item in (Item("a", deadline_s=0.1), Item("a", deadline_s=0.1), fine, Item("b"), Item("b")):
         queue.admit(item, 0.0, busy())
-    found = queue.next(0.09)
+    found = queue.next_batch(0.09)
     assert len(found.refused) == 2
-    assert found.taken[0] is fine
-    assert found.taken[1].tenant == "b"
+    assert found.batch[0] is fine
+    assert found.batch[1].tenant == "b"
+
+
+# -- admission
+
+CURVE = LatencyCurve(Point(n, 0.02 + n * 0.001, 0.03 + n * 0.001) for n in (1, 2, 4, 8))
+batches, slots_of = st.integers(1, 8), st.builds(Slots, st.integers(1, 8), st.floats(9, 11))
+
+
+def test_it_ends_after_what_runs_the_full_batches_before_it_and_its_own() -> None:
+    one = Slots(1, 10.01)
+    assert finish_s(0, 8, one, 10.0, CURVE) == pytest.approx(10.01 + 0.021)
+    assert finish_s(19, 8, one, 10.0, CURVE) == pytest.approx(10.01 + 2 * 0.028 + 0.024)
+    assert finish_s(19, 8, Slots(2, 10.01), 10.0, CURVE) == pytest.approx(10.01 + 0.028 + 0.024)
+    assert finish_s(0, 8, Slots(1, 0.0), 10.0, CURVE) == pytest.approx(10.0 + 0.021)
+    assert finish_s(0, 8, Slots(1, math.inf), 10.0, CURVE) == math.inf
+
+
+@given(st.integers(0, 200), batches, slots_of)
+def test_more_ahead_is_never_sooner_and_more_slots_never_later_by_more_than_a_batch(
+    ahead: int, max_batch: int, slots: Slots
+) -> None:
+    end_s, full_s = finish_s(ahead, max_batch, slots, 10.0, CURVE), CURVE.typical(max_batch)
+    assert end_s >= max(10.0, slots.free_at_s) + CURVE.typical(1)
+    further = finish_s(ahead + max_batch * slots.count, max_batch, slots, 10.0, CURVE)
+    assert further == pytest.approx(end_s + full_s)
+    assert finish_s(ahead, max_batch, Slots(slots.count + 1, slots.free_at_s), 10.0, CURVE) <= end_s + full_s
+
+
+@given(st.integers(0, 250), st.integers(0, 100), batches, slots_of)
+def test_it_is_drained_no_sooner_with_more_that_waits(
+    waiting: int, more: int, max_batch: int, slots: Slots
+) -> None:
+    free_s = max(10.0, slots.free_at_s)
+    assert drained_s(waiting, max_batch, slots, 10.0, CURVE) >= 10.0
+    assert drained_s(waiting, max_batch, slots, 10.0, CURVE) <= drained_s(
+        waiting + more, max_batch, slots, 10.0, CURVE
+    )
+    assert drained_s(0, max_batch, slots, 10.0, CURVE) == free_s
+    full = drained_s(3 * max_batch * slots.count, max_batch, slots, 10.0, CURVE)
+    assert full == pytest.approx(free_s + 3 * CURVE.typical(max_batch))

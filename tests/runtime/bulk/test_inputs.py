@@ -13,7 +13,7 @@ from pilotflame.runtime.bulk import inputs
 from pilotflame.runtime.bulk.inputs import Inputs
 
 
-def test_a_folders_files_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
+def test_files_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_bytes(b"3\n4")
     (tmp_path / "a.ndjson").write_bytes(b"\xef\xbb\xbf1\r\n\n")
     (tmp_path / "notes.txt").write_bytes(b"no\n")
@@ -32,7 +32,9 @@ def test_a_folders_files_are_read_in_the_order_of_their_names(tmp_path: Path) ->
     texts=st.lists(st.binary(max_size=9).filter(lambda text: not set(text) & {10, 13, 0xEF})),
     piece=st.integers(1, 16),
 )
-def test_pieces_do_not_show(tmp_path_factory: pytest.TempPathFactory, texts: list[bytes], piece: int) -> None:
+def test_lines_do_not_depend_on_the_size_of_reads(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[bytes], piece: int
+) -> None:
     path = tmp_path_factory.mktemp("inputs") / "in.jsonl"
     path.write_bytes(b"".join(text + b"\n" for text in texts))
     with pytest.MonkeyPatch.context() as patch:
@@ -53,7 +55,7 @@ def test_a_change_shows_in_the_digest(tmp_path: Path) -> None:
     assert Inputs.open(str(path)).digest != before
 
 
-def test_what_is_not_there_is_said(tmp_path: Path) -> None:
+def test_missing_inputs_are_named(tmp_path: Path) -> None:
     with pytest.raises(BatchFailed, match=r"none\.jsonl is neither a file nor a folder"):
         Inputs.open(str(tmp_path / "none.jsonl"))
     with pytest.raises(BatchFailed, match="neither a file nor a folder"):

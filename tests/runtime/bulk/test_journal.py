@@ -1,4 +1,4 @@
-"""The journal: whatever a crash leaves of it, it goes on after the last whole line."""
+"""The journal: after any crash it continues after the last complete line."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_failures_before_a_crash_are_counted_and_answers_with_an_error_are_not(t
 
 
 @pytest.mark.parametrize("other", [{"function": "g"}, {"digest": "e"}])
-def test_another_batch_does_not_go_on_with_it(tmp_path: Path, other: dict[str, str]) -> None:
+def test_another_batch_does_not_continue_it(tmp_path: Path, other: dict[str, str]) -> None:
     journal = opened(tmp_path)
     journal.append([b"1"])
     journal.close()
@@ -75,14 +75,14 @@ def test_what_is_finished_is_not_overwritten(tmp_path: Path) -> None:
     journal.sync()
     journal.finish()
     journal.close()
-    with pytest.raises(BatchFailed, match="is there already"):
+    with pytest.raises(BatchFailed, match="already exists"):
         opened(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
     assert journal.path.read_bytes() == b"1\n"
 
 
-def test_two_do_not_write_one_output(tmp_path: Path) -> None:
+def test_two_batches_do_not_write_one_output(tmp_path: Path) -> None:
     journal = opened(tmp_path)
-    with pytest.raises(BatchFailed, match="by another batch now"):
+    with pytest.raises(BatchFailed, match="by another batch"):
         opened(tmp_path)
     journal.close()

@@ -1,4 +1,4 @@
-"""The client: parsing what streams, and errors as the classes they were raised as."""
+"""The client: parsing streams, calls to a gateway, and errors as the classes that the gateway raised."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def client(served: str) -> Iterator[Client]:
 
 @pytest.fixture
 def server() -> Iterator[Callable[[int, str, bytes], str]]:
-    """A server that is no gateway: `server(status, content_type, body)` gives its address."""
+    """`server(status, content_type, body)` starts a server that is not a gateway, and returns its address."""
     servers: list[tuple[HTTPServer, threading.Thread]] = []
 
     def serve(status: int, content_type: str, body: bytes) -> str:
@@ -86,17 +86,16 @@ def test_events_of_every_shape():
 
 def test_a_function_from_deploy_to_delete(client: Client, tmp_path: Path):
     (tmp_path / "handler.py").write_text("def handler(event):\n    print(event)\n    return [event]\n")
-    assert client.ready()
     for upload in (False, True):
         name = client.deploy(tmp_path, overrides={"name": "client-life"}, upload=upload)["name"]
         assert client.invoke(name, {"a": "ä"}) == [{"a": "ä"}]
-    assert name in [status["name"] for status in client.functions()]
-    assert client.status(name, memory=True)["processes"]
+    assert name in [status["name"] for status in client.get("v1", "functions")["functions"]]
+    assert client.get("v1", "functions", name, memory=1)["processes"]
     assert "{'a': 'ä'}" in [line["text"] for line in client.logs(name)]
-    assert set(client.warmup(name)) == {"ready", "starting", "draining"}
-    client.delete(name)
+    assert set(client.post("v2", name, "warmup", workers=1)["workers"]) == {"ready", "starting", "draining"}
+    client.delete("v1", "functions", name)
     with pytest.raises(UnknownFunction, match=name):
-        client.status(name)
+        client.get("v1", "functions", name)
 
 
 def test_a_stream_as_a_list(client: Client, tmp_path: Path):
@@ -107,47 +106,48 @@ def test_a_stream_as_a_list(client: Client, tmp_path: Path):
         assert reply.streaming
         assert reply.request_id
         assert list(reply.pieces()) == [0, 1]
-    client.delete("client-stream")
+    client.delete("v1", "functions", "client-stream")
 
 
 def test_errors_keep_their_class(client: Client, tmp_path: Path):
     with pytest.raises(UnknownFunction):
         client.invoke("nobody")
     with pytest.raises(UnknownFunction):
-        client.invoke("../v1/functions")  # a name is one segment of the path, whatever is in it
+        # A name is one segment of the path, whatever it contains.
+        client.invoke("../v1/functions")
     (tmp_path / "handler.py").write_text("def handler(event):\n    return event\n")
     with pytest.raises(SettingsError, match=r"scale\.max"):
         client.deploy(tmp_path, overrides={"scale.maxx": "1"})
     client.deploy(tmp_path, overrides={"name": "client-bad"})
     with pytest.raises(BadInput), client.call("client-bad", b"{"):
         pass
-    client.delete("client-bad")
+    client.delete("v1", "functions", "client-bad")
 
 
 # -- no gateway
 
 
-def test_nobody_there():
+def test_no_gateway_at_the_address():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         with (
             Client(f"http://127.0.0.1:{taken.getsockname()[1]}") as client,
             pytest.raises(GatewayUnreachable),
         ):
-            client.functions()
+            client.get("v1", "functions")
 
 
 @pytest.mark.parametrize("url", ["localhost:8600", "ftp://here", "http://", "http://[::1", ""])
-def test_an_address_that_is_none(url: str):
+def test_a_malformed_address(url: str):
     with pytest.raises(GatewayError, match="not a gateway's address"):
         Client(url)
 
 
 @pytest.mark.parametrize("status", [200, 404, 502])
-def test_somebody_else_answers(server, status: int):
+def test_another_server_answers(server, status: int):
     url = server(status, "text/html", b"<h1>Hello\n there</h1>")
-    with Client(url) as client, pytest.raises(GatewayError, match=f"answered {status} .*Hello there"):
-        client.functions()
+    with Client(url) as client, pytest.raises(GatewayError, match=f"answered {status}, .*Hello there"):
+        client.get("v1", "functions")
 
 
 def test_a_stream_that_breaks_off(server):
@@ -159,7 +159,7 @@ def test_a_stream_that_breaks_off(server):
             next(pieces)
 
 
-def test_an_error_of_a_newer_gateway_is_still_told(server):
+def test_an_unknown_error_keeps_its_message(server):
     body = json.dumps(
         {"error": {"type": "not_known_yet", "message": "Something.", "remedy": "Do it."}}
     ).encode()
@@ -167,10 +167,10 @@ def test_an_error_of_a_newer_gateway_is_still_told(server):
         Client(server(418, "application/json", body)) as client,
         pytest.raises(Exception, match=r"Something\. Do it\."),
     ):
-        client.functions()
+        client.get("v1", "functions")
 
 
-def test_a_followed_job_that_is_cut_off_goes_on(server: Callable[[int, str, bytes], str]):
+def test_a_cut_off_stream_does_not_mean_that_the_job_ended(server: Callable[[int, str, bytes], str]):
     cut = b'event: output\nid: 1\ndata: {"n": 0}\n\nevent: outp'
     with Client(server(200, "text/event-stream", cut)) as client:
         events = client.follow("f", "job-1")

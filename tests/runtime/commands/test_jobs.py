@@ -1,29 +1,20 @@
-"""The commands of jobs and webhooks against a real gateway: what they print, where, and their exit codes."""
+"""The commands about jobs against a real gateway: what they print, where, and their exit codes."""
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import signal
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from queue import Queue
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
-from pilotflame.runtime.cli import cli, run_command
 from pilotflame.runtime.commands.client import Client
 
 Run = Callable[..., Any]
 
-# One function for all: it does what its event says. Who waits does so until the test opens the same FIFO.
+# One function for all tests: it does what its event says. An event with `wait` waits until the test opens that FIFO.
 DOES = """
 def handler(event):
     print('doing', event, flush=True)
@@ -37,34 +28,6 @@ def handler(event):
 STREAMS = "def handler(event):\n    for n in range(event):\n        yield {'n': n}\n"
 PIXELS = "def handler(event) -> bytes:\n    return b'\\x89PNG'\n"
 NO_JOB = "job-aaaaaaaaaaaaaaaaaaaaaaaaaa"
-
-
-class Stdin(io.TextIOWrapper):
-    """What a command reads; a person may seem to write it."""
-
-
-@pytest.fixture
-def run(capsysbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs a command in this process: starting one takes longer than all that it does."""
-
-    def ran(
-        *arguments: object, given: bytes = b"", person: bool = False, **variables: str
-    ) -> subprocess.CompletedProcess[str]:
-        with monkeypatch.context() as patch:
-            for name in ("PILOTFLAME_URL", "PILOTFLAME_API_KEY"):
-                patch.delenv(name, raising=False)
-            for name, value in variables.items():
-                patch.setenv(name, value)
-            patch.setattr(sys, "stdin", Stdin(io.BytesIO(given)))
-            patch.setattr(sys.stdin, "isatty", lambda: person)
-            words = [str(argument) for argument in arguments]
-            code = run_command(words)
-            said = capsysbinary.readouterr()
-            return subprocess.CompletedProcess(
-                words, code, said.out.decode("utf-8", "replace"), said.err.decode()
-            )
-
-    return ran
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +46,7 @@ def deploy_once(served: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
         yield deploy
         for name in names.values():
-            client.delete(name)
+            client.delete("v1", "functions", name)
 
 
 @pytest.fixture
@@ -93,35 +56,24 @@ def does(deploy_once: Callable[..., str]) -> str:
 
 @pytest.fixture
 def fifo(tmp_path: Path) -> Iterator[Path]:
-    """Where a handler waits; one that was cancelled meanwhile must not wait on, and keep the others from running."""
+    """A FIFO that a handler waits for. At the end it is opened, so that a cancelled handler does not wait on."""
     os.mkfifo(tmp_path / "fifo")
     yield tmp_path / "fifo"
     os.close(os.open(tmp_path / "fifo", os.O_RDWR | os.O_NONBLOCK))
 
 
 def go(fifo: Path, word: str = "gone on") -> None:
-    """Meets the handler that waits: opening ends when both are there."""
+    """Let the waiting handler return `word`: opening a FIFO blocks until both ends are open."""
     fifo.write_text(word)
 
 
 def failed(done: Any, code: int, *named: str) -> None:
-    """It ended with this code, one line on stderr that names these, and nothing on stdout."""
+    """Check that the command ended with this code, a last line on stderr with these texts, and nothing on stdout."""
     assert (done.returncode, done.stdout) == (code, ""), done.stderr
     line = done.stderr.splitlines()[-1]
     assert line.startswith("error: ")
     for text in named:
         assert text in line
-
-
-# -- help
-
-
-@pytest.mark.parametrize("group", ["jobs", "webhooks"])
-def test_every_command_teaches_with_an_example(group: str):
-    for name in cli.commands[group].commands:  # type: ignore[attr-defined]
-        shown = CliRunner().invoke(cli, [group, name, "--help"])
-        assert shown.exit_code == 0
-        assert f"pilotflame {group} {name}" in shown.output
 
 
 # -- run
@@ -176,12 +128,12 @@ def test_the_same_key_is_the_same_job(pilotflame: Run, does: str):
     ("event", "named"),
     [("{wrong", "not JSON"), ("NaN", "NaN"), ("@/no/such/file", "/no/such/file"), ("text", "quotes")],
 )
-def test_an_event_that_is_none_is_explained(pilotflame: Run, does: str, event: str, named: str):
+def test_a_malformed_event_is_explained(pilotflame: Run, does: str, event: str, named: str):
     failed(pilotflame("run", does, event), 1, named)
 
 
 def test_settings_of_a_job_arrive(pilotflame: Run, does: str, fifo: Path):
-    """While one runs: of those that wait, the low one comes last, and one runs out of time."""
+    """While one job runs, of those that wait the low-priority ones run last, and one times out."""
     running = pilotflame("run", does, json.dumps({"wait": str(fifo)})).stdout.strip()
     low = [pilotflame("run", does, f'"low{n}"', "--low-priority").stdout.strip() for n in range(12)]
     late = pilotflame("run", does, '"late"', "--ttl", "0.05").stdout.strip()
@@ -248,7 +200,8 @@ def test_jobs_are_cancelled_and_purged(pilotflame: Run, does: str, fifo: Path):
         pilotflame("jobs", "get", does, waiting[1], "--output-only"), 1, waiting[1], "pilotflame jobs follow"
     )
     assert pilotflame("jobs", "cancel", does, waiting[0]).stdout == f"{waiting[0]} CANCELLED\n"
-    assert pilotflame("jobs", "purge", does).returncode == 2  # nobody is there to be asked
+    refused = pilotflame("jobs", "purge", does)
+    assert (refused.returncode, "Not a terminal" in refused.stderr) == (2, True)
     assert pilotflame("jobs", "purge", does, "--yes").stdout == "2 cancelled\n"
     assert json.loads(pilotflame("jobs", "purge", does, "-y", "--json").stdout) == {"removed": 0}
     assert pilotflame("jobs", "cancel", does, running).stdout == f"{running} CANCELLED\n"
@@ -262,7 +215,7 @@ def test_a_purge_asks_a_person(pilotflame: Run, does: str):
     assert pilotflame("jobs", "purge", does, given=b"y\n", person=True).stdout.lstrip() == "0 cancelled\n"
 
 
-def test_one_that_is_refused_does_not_keep_the_others(pilotflame: Run, does: str):
+def test_a_refused_job_does_not_stop_the_others(pilotflame: Run, does: str):
     bad = json.loads(pilotflame("run", does, '{"fail": "again"}', "--wait", "--json").stdout)["id"]
     good = json.loads(pilotflame("run", does, "1", "--wait", "--json").stdout)["id"]
     done = pilotflame("jobs", "retry", does, good, NO_JOB, bad, "--json")
@@ -300,7 +253,7 @@ def test_ctrl_c_ends_the_following_not_the_job(
     assert pilotflame("jobs", "follow", does, job).stdout == '"gone on"\n'
 
 
-def test_what_is_unknown_is_named(pilotflame: Run, does: str):
+def test_unknown_jobs_and_functions_are_named(pilotflame: Run, does: str):
     for command in ("get", "follow", "cancel", "retry"):
         failed(pilotflame("jobs", command, does, NO_JOB), 1, NO_JOB)
     for command in (("run", "nobody"), ("jobs", "list", "nobody"), ("jobs", "purge", "nobody", "--yes"), ("webhooks", "list", "nobody")):  # fmt: skip
@@ -309,72 +262,5 @@ def test_what_is_unknown_is_named(pilotflame: Run, does: str):
     failed(pilotflame("webhooks", "secret", "nobody"), 1, "nobody")
 
 
-# -- webhooks
-
-
-class _Taker(BaseHTTPRequestHandler):
-    """Refuses the first delivery for good, takes the rest."""
-
-    came: Queue[str]
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        first = not hasattr(self.server, "seen")
-        self.server.seen = True  # type: ignore[attr-defined]
-        self.send_response(410 if first else 204)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-        self.came.put(self.headers["webhook-id"])
-
-    def log_message(self, *_: Any) -> None:
-        """Nothing."""
-
-
-@pytest.fixture
-def receiver() -> Iterator[tuple[str, Queue[str]]]:
-    came: Queue[str] = Queue()
-    with HTTPServer(("127.0.0.1", 0), type("Taker", (_Taker,), {"came": came})) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/done?token=hidden", came
-        server.shutdown()
-        thread.join()
-
-
-def test_deliveries_are_listed_and_sent_again(pilotflame: Run, does: str, receiver: tuple[str, Queue[str]]):
-    url, came = receiver
-    job = pilotflame("run", does, "1", "--webhook", url).stdout.strip()
-    delivery = came.get(timeout=20)
-    found = ended(pilotflame, does, job, "DEAD")
-    assert (found["id"], found["job_id"], found["last_status"]) == (delivery, job, 410)
-    assert found["url"] == url.removesuffix("?token=hidden")
-    assert [tried["status"] for tried in found["log"]] == [410]
-    assert pilotflame("webhooks", "redeliver", does, delivery).stdout.startswith(
-        f"{delivery} goes to http://127"
-    )
-    assert came.get(timeout=20) == delivery
-    assert ended(pilotflame, does, job, "DELIVERED")["last_status"] == 204
-    shown = pilotflame("webhooks", "list", does, "--state", "delivered").stdout
-    for text in (delivery, job, "completed", "DELIVERED", "204"):
-        assert text in shown
-    assert "hidden" not in shown
-    none = pilotflame("webhooks", "list", does, "--job", NO_JOB)
-    assert (none.returncode, none.stdout) == (0, "")
-    secret = pilotflame("webhooks", "secret", does).stdout.strip()
-    assert secret.startswith("whsec_")
-    told = pilotflame("webhooks", "secret", does, "--json").stdout
-    assert json.loads(told) == {"function": does, "secret": secret}
-
-
-def test_a_private_address_is_refused(pilotflame: Run, does: str):
+def test_a_webhook_to_a_private_address_is_refused(pilotflame: Run, does: str):
     failed(pilotflame("run", does, "1", "--webhook", "http://10.0.0.1/x"), 1, "10.0.0.1")
-
-
-def ended(pilotflame: Run, name: str, job: str, state: str) -> dict[str, Any]:
-    """The job's one delivery, once its attempt is written down: the receiver knows of it a moment earlier."""
-    until_s = time.monotonic() + 20
-    while time.monotonic() < until_s:
-        told = pilotflame("webhooks", "list", name, "--job", job, "--state", state, "--json").stdout
-        if found := json.loads(told)["deliveries"]:
-            return dict(found[0])
-    raise AssertionError(f"no {state} delivery of {job}")

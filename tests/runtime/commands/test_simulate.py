@@ -1,4 +1,4 @@
-"""The command simulate: its table, its line of JSON, and what it says of input that is wrong."""
+"""`pilotflame simulate`: its table, its JSON, its figures, and errors in its input."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from pilotflame.runtime.batching.simulator import Plant, Run, Simulator, affine
+from pilotflame.runtime.batching.workload import SimulatedCall, poisson
 from pilotflame.runtime.cli import cli
+from pilotflame.runtime.commands.simulate import figures, percentile
 
 CURVE = ["--curve", "1:20.5,32:36"]
 
@@ -25,7 +28,7 @@ def rows(*arguments: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_it_tells_how_many_workers_a_rate_needs() -> None:
+def test_two_workers_answer_what_one_cannot() -> None:
     one, two = rows("--rate", "1100", "--duration", "1", "--deadline", "0.08", "--workers", "1,2")
     assert (one["workers"], two["workers"], one["calls"]) == (1, 2, 1100)
     assert one["on_time_share"] < 0.9 < two["on_time_share"]
@@ -52,16 +55,17 @@ def test_a_trace_is_read_in_either_form_and_played_as_fast_as_asked(zipped: bool
     assert slow["calls"] == fast["calls"] == 10
     assert slow["batch_mean"] == 1.0
     assert slow["per_second"] == pytest.approx(10 / 9, rel=0.01)
-    assert fast["batch_mean"] > 2  # thirty milliseconds in all: they meet
+    # All calls arrive within thirty milliseconds.
+    assert fast["batch_mean"] > 2
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [("when,what\n1,2\n", "no column named timestamp"), ("timestamp\nyesterday\n", "'yesterday', which is no time"),
-     ("timestamp\n1\nnan\n", "'nan', which is no time"),
+    [("when,what\n1,2\n", "no column named timestamp"), ("timestamp\nyesterday\n", "'yesterday', which is not a time"),
+     ("timestamp\n1\nnan\n", "'nan', which is not a time"),
      ("timestamp\n", "has no calls"), ("", "no column named timestamp")],
 )  # fmt: skip
-def test_a_trace_that_is_none_is_named(content: str, said: str, tmp_path: Path) -> None:
+def test_a_malformed_trace_is_named(content: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "calls.csv"
     path.write_text(content)
     done = CliRunner().invoke(cli, ["simulate", *CURVE, str(path)])
@@ -87,7 +91,7 @@ def test_seconds_are_a_time_too(tmp_path: Path) -> None:
         ["--workers", "two"],
     ],
 )
-def test_what_cannot_be_read_is_said_with_what_to_write(arguments: list[str]) -> None:
+def test_malformed_options_are_named_with_an_example(arguments: list[str]) -> None:
     done = CliRunner().invoke(cli, ["simulate", "--rate", "5", *CURVE, *arguments])
     assert done.exit_code != 0
     assert repr(arguments[1]) in str(done.exception)
@@ -107,5 +111,33 @@ def test_a_trace_that_was_cut_off_is_named(tmp_path: Path) -> None:
     assert "cannot be read" in str(done.exception)
 
 
-def test_more_calls_than_anybody_waits_for_are_refused() -> None:
+def test_too_many_calls_are_refused() -> None:
     assert "more than 5,000,000 calls" in run("--rate", "1e9", "--duration", "1e9", code=2)
+
+
+# -- figures
+
+
+def test_shares_are_of_the_calls_and_add_up() -> None:
+    run = Simulator(Plant(affine(0.01, 0.003)), obedient=1.0).open(poisson(400, 400, timeout_s=0.25))
+    found = figures(run)
+    assert found["calls"] == 400 < len(run.attempts)
+    fates = [found[name] for name in ("on_time", "late", "refused", "dropped", "expired", "full")]
+    assert sum(fates) == 400
+    assert found["on_time_share"] == found["on_time"] / 400 < 1
+    assert 0 < found["latency_p50_s"] <= found["latency_p99_s"] <= 0.25
+    assert found["retry_after_p50_s"] > 0
+    assert found["batch_mean"] == pytest.approx(sum(run.sizes) / len(run.sizes))
+    assert 0.5 < found["busy_share"] <= 1
+
+
+def test_one_call_alone() -> None:
+    plant = Plant(affine(0.01, 0.01, noise=0.0), way_s=0.001)
+    found = figures(Simulator(plant).open([SimulatedCall(5.0)]))
+    assert found["latency_p99_s"] == pytest.approx(0.022)
+    assert found["batch_mean"] == found["batch_p95"] == found["on_time_share"] == 1
+
+
+def test_nothing_has_no_percentiles() -> None:
+    assert percentile([], 0.5) is None
+    assert figures(Run())["latency_p50_s"] is None

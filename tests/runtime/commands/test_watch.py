@@ -1,4 +1,4 @@
-"""The watch: a folder is deployed, and again when it changes; what is broken is told and changes nothing."""
+"""The watch deploys a folder at the start and after each change; a change that fails is reported and not deployed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def test_a_change_is_a_deploy(state):
         assert await gateway.process.wait() == 0
 
 
-async def test_a_folder_that_is_none_is_told(state):
+async def test_a_folder_that_does_not_exist_is_an_error(state):
     settings = GatewaySettings(port=0, state_dir=state)
     with pytest.raises(GatewayError, match="nowhere is not a folder"):
         run(settings, on_listening=lambda _url: None, folder=state.parent / "nowhere")

@@ -233,7 +233,7 @@ async def test_a_retired_revision_refuses_and_fails_what_it_gets(deploy, gateway
     # A worker that ended returns it.
     revision.on_returned(late)
     with pytest.raises(RevisionRetired):
-        await late.answer
+        await late.output
 
 
 async def test_an_invocation_that_returns_from_a_worker_waits_until_hold_until(deploy, gateway: Gateway):
@@ -246,7 +246,7 @@ async def test_an_invocation_that_returns_from_a_worker_waits_until_hold_until(d
     gateway.server.functions.live(function.name).on_returned(back)
     # No worker is ready yet.
     assert back.deadline_s == back.hold_until_s
-    assert (await back.answer).payload == b"1"
+    assert (await back.output).payload == b"1"
 
 
 async def test_a_shutdown_during_a_job_costs_no_attempt(state, gate: Gate):

@@ -16,7 +16,7 @@ from pilotflame.runtime.jobs.job import Job, JobState, NewJob
 from pilotflame.runtime.jobs.schema import SCRIPTS
 from pilotflame.runtime.jobs.store import JobStore
 from pilotflame.runtime.scaling.autoscaler import ScaleSpec
-from pilotflame.runtime.serving.invocation import Answer, Invocation
+from pilotflame.runtime.serving.invocation import Invocation, Output
 from pilotflame.runtime.telemetry.logs import LogBook
 
 JOB = NewJob("tone", b"1", execution_timeout_s=60.0, ttl_s=600.0)
@@ -37,7 +37,7 @@ class Echo:
         invocation.worker = "tone-1"
         assert invocation.on_sent is not None
         invocation.on_sent()
-        invocation.resolve(Answer(invocation.body, "application/json"))
+        invocation.resolve(Output(invocation.body, "application/json"))
 
     def cancel(self, invocation: Invocation) -> None:
         invocation.abandon()

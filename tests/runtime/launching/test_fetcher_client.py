@@ -1,4 +1,4 @@
-"""Weights that lie elsewhere: fetched once a node while workers start, used while they arrive, never wrong."""
+"""Remote weights: fetched once a node while workers start, used while they arrive, never wrong."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Weights:
         return self.server.url
 
     def fetched(self) -> int:
-        """How many ranges of the weights were asked for."""
+        """Return how many ranges of the weights were requested."""
         return sum(request.name.endswith(".safetensors") for request in self.server.requests)
 
 
@@ -144,7 +144,7 @@ async def test_many_workers_at_once_follow_one_fetch(gateway: Gateway, weights: 
     assert all(one[1] <= two[0] for one, two in itertools.pairwise(spans))  # no byte twice
 
 
-async def test_corrupt_weights_answer_nobody(gateway: Gateway, weights: Weights) -> None:
+async def test_corrupt_weights_answer_no_call(gateway: Gateway, weights: Weights) -> None:
     function = await deployed(gateway, weights, check=False)
     weights.server.faults = lambda request: Faults(flip_share=float("model" in request.name))
     response = await function.call([1.0] * WIDTH)
@@ -158,7 +158,7 @@ async def test_corrupt_weights_answer_nobody(gateway: Gateway, weights: Weights)
 
 async def test_a_killed_fetcher_fails_its_callers_and_is_replaced(gateway: Gateway, weights: Weights) -> None:
     function = await deployed(gateway, weights, check=False)
-    # Nothing but a few bytes ever comes.
+    # Only a few bytes ever arrive.
     weights.server.faults = lambda request: Faults(
         stall_share=float("model" in request.name), stall_s=60.0, stall_at=10_000
     )
@@ -171,14 +171,14 @@ async def test_a_killed_fetcher_fails_its_callers_and_is_replaced(gateway: Gatew
     await until(stalled, "a stalled fetch")
     weights.server.faults = Faults()
     os.kill(fetcher().pid, signal.SIGKILL)
-    # Told, if its worker had started it; else it waited for the next worker, whose weights another fetcher brings.
+    # It fails if a worker had started it. Otherwise it waited for the next worker, whose weights the next fetcher brings.
     response = await call
     assert response.status_code >= 500 or response.json() == weights.right
     await function.settled(ready=0)
     assert await function.answer([1.0] * WIDTH) == weights.right
 
 
-async def test_a_snapshot_that_is_not_there_is_said_at_deploy(gateway: Gateway, weights: Weights) -> None:
+async def test_a_missing_snapshot_fails_the_deploy(gateway: Gateway, weights: Weights) -> None:
     response = await gateway.send(HANDLER, {"snapshot": weights.url + "/nowhere"})
     assert response.status_code == 422
     assert failure(response)["type"] == "source_missing"

@@ -1,4 +1,4 @@
-"""Weights in S3: the gateway has the credentials, and nobody else ever sees them."""
+"""Weights in S3: only the gateway and its fetcher have the credentials."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ async def test_neither_logs_nor_files_nor_command_lines_show_them(
 async def test_of_all_that_the_gateway_starts_only_the_fetcher_has_them_in_memory(
     gateway: Gateway, function: Function
 ) -> None:
-    """What the kernel keeps of an environment is overwritten by a process's title: the memory is the place to look."""
+    """A process's title overwrites the environment that the kernel shows, so the memory is searched."""
     pid = (await function.answer())["pid"]
     processes = processes_of(gateway)
     assert pid in processes
@@ -184,7 +184,7 @@ async def test_of_all_that_the_gateway_starts_only_the_fetcher_has_them_in_memor
     try:
         holders = [command for pid, command in processes.items() if holds(pid, secret)]
     except PermissionError:
-        pytest.skip("no right to read the memory of one's own descendants")
+        pytest.skip("no permission to read the memory of child processes")
     assert [command.strip() for command in holders] == ["pilotflame: fetcher"]
 
 
@@ -199,7 +199,7 @@ async def test_weights_without_a_manifest_are_refused_with_the_command_that_make
     assert f"pilotflame snapshot create s3://{BUCKET}/bare" in error["remedy"]
 
 
-async def test_a_bucket_that_is_not_there_is_said(gateway: Gateway) -> None:
+async def test_a_missing_bucket_is_named(gateway: Gateway) -> None:
     error = failure(await gateway.send(HANDLER, {"snapshot": "s3://no-such-bucket/net"}, check=False))
     assert error["status"] == 422
     assert error["type"] == "source_missing"

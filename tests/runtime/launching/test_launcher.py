@@ -1,4 +1,4 @@
-"""The launcher and what its processes are given: a clean environment, few descriptors, one base for many."""
+"""What launched processes get: a clean environment, few descriptors, a shared base."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def handler(event):
 """
 
 
-async def test_the_gateway_s_secrets_stay_with_it(state, monkeypatch):
+async def test_the_gateways_secrets_are_not_inherited(state, monkeypatch):
     for name in (
         "AWS_SECRET_ACCESS_KEY",
         "AWS_SESSION_TOKEN",
@@ -47,7 +47,7 @@ async def test_the_gateway_s_secrets_stay_with_it(state, monkeypatch):
             assert "secret-of-the-gateway" not in psutil.Process(pid).environ().values()
 
 
-async def test_a_worker_has_its_own_descriptors_only(deploy):
+async def test_a_worker_inherits_no_descriptors(deploy):
     function = await deploy(LOOK, {"scale.max": 2})
     await function.client.post(f"/v2/{function.name}/warmup", params={"workers": "2"})
     await function.settled(ready=2)

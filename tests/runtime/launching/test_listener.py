@@ -1,4 +1,4 @@
-"""The listener over a real unix socket: who was asked gets through, everybody else is hung up on."""
+"""The listener over a real unix socket: a valid token opens a link, other connections are closed."""
 
 import asyncio
 import os
@@ -11,14 +11,15 @@ import pytest
 from pilotflame.errors import GatewayError
 from pilotflame.runtime.launching import listener as module
 from pilotflame.runtime.launching.listener import MAX_HELLO_BYTES, MAX_SOCKET_PATH, Listener
-from pilotflame.runtime.link.link import HEADER, Frame, FrameKind, Link, encode, encode_json
+from pilotflame.runtime.link.connection import Link
+from pilotflame.runtime.link.frames import HEADER, Frame, FrameKind, encode, encode_json
 from pilotflame.runtime.telemetry.logs import LogBook
 
 LIMIT_S = 30.0
 
 
 class Place:
-    """A listener, and one who is expected."""
+    """A listener, and the links it accepts."""
 
     def __init__(self, folder: Path) -> None:
         self.listener = Listener(folder / "run" / "link.sock")
@@ -40,7 +41,7 @@ class Place:
         sock.setblocking(False)
         self.socks.append(sock)
         loop = asyncio.get_running_loop()
-        await loop.sock_connect(sock, self.listener.address.path)
+        await loop.sock_connect(sock, str(self.listener.path))
         for piece in data:
             await loop.sock_sendall(sock, piece)
         return sock
@@ -48,8 +49,8 @@ class Place:
     async def link(self) -> tuple[Link, int]:
         return await asyncio.wait_for(self.links.get(), LIMIT_S)
 
-    async def gets_through(self) -> None:
-        """Somebody who does it right is still welcome."""
+    async def accepts_others(self) -> None:
+        """Check that a valid connection still opens a link."""
         await self.dial(hello(self.expect()))
         await self.link()
 
@@ -72,14 +73,14 @@ def hello(token: str, role: str = "worker") -> bytes:
     return encode_json(FrameKind.HELLO, 0, {"token": token, "role": role})
 
 
-async def hung_up(sock: socket.socket) -> bool:
+async def disconnected(sock: socket.socket) -> bool:
     try:
         return await asyncio.wait_for(asyncio.get_running_loop().sock_recv(sock, 1), LIMIT_S) == b""
     except ConnectionResetError:
         return True
 
 
-async def test_who_was_asked_becomes_a_link_with_the_kernels_pid(place: Place) -> None:
+async def test_a_valid_token_opens_a_link_with_the_kernels_pid(place: Place) -> None:
     await place.dial(hello(place.expect()))
     _, pid = await place.link()
     assert pid == os.getpid()
@@ -97,14 +98,14 @@ async def test_a_hello_may_come_in_pieces_and_with_more_behind_it(place: Place, 
 
 
 async def test_only_this_user_reaches_the_socket_and_it_is_removed(place: Place) -> None:
-    path = Path(place.listener.address.path)
+    path = Path(place.listener.path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     place.listener.close()
     assert not path.exists()
-    path.touch()  # what a killed gateway left behind is no obstacle
+    path.touch()  # a killed gateway leaves its socket file
     place.listener.open()
-    await place.gets_through()
+    await place.accepts_others()
 
 
 def bad_hellos(token: str) -> dict[str, bytes]:
@@ -119,7 +120,7 @@ def bad_hellos(token: str) -> dict[str, bytes]:
         "no role": encode_json(FrameKind.HELLO, 0, {"token": token}),
         "a token that is no text": encode_json(FrameKind.HELLO, 0, {"token": {"a": 1}, "role": "worker"}),
         "another role": hello(token, "zygote"),
-        "a role nobody has": hello(token, "gateway"),
+        "an unknown role": hello(token, "gateway"),
         "another kind": encode_json(FrameKind.READY, 0, {"token": token, "role": "worker"}),
         "a head that is no object": encode(FrameKind.HELLO, 0, b"[1]"),
         "a head that is no JSON": encode(FrameKind.HELLO, 0, b"\xff{"),
@@ -132,16 +133,16 @@ def bad_hellos(token: str) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", list(bad_hellos("a.b")))
-async def test_a_wrong_hello_is_hung_up_on_and_others_are_not_affected(place: Place, name: str) -> None:
+async def test_a_wrong_hello_is_disconnected_and_others_are_not_affected(place: Place, name: str) -> None:
     token = place.expect()
-    dialling = await place.dial()  # somebody slow, at the same time
+    dialling = await place.dial()  # a slow process, at the same time
     try:
         sock = await place.dial(bad_hellos(token)[name])
     except (BrokenPipeError, ConnectionResetError):
         sock = place.socks[-1]
-    assert await hung_up(sock)
+    assert await disconnected(sock)
     assert place.links.empty()
-    await asyncio.get_running_loop().sock_sendall(dialling, hello(token))  # the token was not spent
+    await asyncio.get_running_loop().sock_sendall(dialling, hello(token))  # the token is still valid
     await place.link()
 
 
@@ -149,8 +150,8 @@ async def test_a_token_is_used_once(place: Place) -> None:
     token = place.expect()
     await place.dial(hello(token))
     await place.link()
-    assert await hung_up(await place.dial(hello(token)))
-    assert await hung_up(await place.dial(hello(token, "log")))
+    assert await disconnected(await place.dial(hello(token)))
+    assert await disconnected(await place.dial(hello(token, "log")))
     assert place.links.empty()
 
 
@@ -159,8 +160,8 @@ async def test_a_forgotten_token_opens_nothing(place: Place) -> None:
     place.listener.forget(token)
     place.listener.forget(token)
     place.listener.forget("never.was")
-    assert await hung_up(await place.dial(hello(token)))
-    await place.gets_through()
+    assert await disconnected(await place.dial(hello(token)))
+    await place.accepts_others()
 
 
 async def test_tokens_cannot_be_guessed_from_one_another(place: Place) -> None:
@@ -174,7 +175,7 @@ async def test_one_log_connection_comes_before_the_link(place: Place) -> None:
     log = await place.dial(hello(token, "log") + b"first\nsec")
     follow = place.book.follow(10)
     assert (await asyncio.wait_for(anext(follow), LIMIT_S))[1:] == ("zygote", "first")
-    assert await hung_up(await place.dial(hello(token, "log")))  # a second one is not
+    assert await disconnected(await place.dial(hello(token, "log")))  # a second one is not
     await place.dial(hello(token))
     await place.link()
     await asyncio.get_running_loop().sock_sendall(log, b"ond\n")
@@ -184,27 +185,27 @@ async def test_one_log_connection_comes_before_the_link(place: Place) -> None:
     await follow.aclose()  # type: ignore[attr-defined]
 
 
-async def test_silence_is_closed_in_time(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_connection_is_closed_in_time(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "HELLO_TIMEOUT_S", 0.01)
     token = place.expect()
     silent = [await place.dial(), await place.dial(hello(token)[:-1])]
     for sock in silent:
-        assert await hung_up(sock)
-    await place.gets_through()
+        assert await disconnected(sock)
+    await place.accepts_others()
 
 
-async def test_one_who_leaves_before_saying_anything_is_forgotten(place: Place) -> None:
+async def test_a_connection_closed_before_its_hello_is_forgotten(place: Place) -> None:
     for data in (b"", b"x"):
         (await place.dial(data)).close()
-    await place.gets_through()
-    assert not place.listener._dialling
+    await place.accepts_others()
+    assert not place.listener._greetings
 
 
-async def test_closing_hangs_up_on_those_who_have_not_said_who_they_are(place: Place) -> None:
+async def test_closing_disconnects_connections_without_a_hello(place: Place) -> None:
     sock = await place.dial()
-    await place.gets_through()  # accepted after it, so that it is accepted
+    await place.accepts_others()  # accepted later, so the silent one is accepted too
     place.listener.close()
-    assert await hung_up(sock)
+    assert await disconnected(sock)
     place.listener.open()
 
 

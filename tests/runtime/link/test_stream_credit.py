@@ -1,4 +1,4 @@
-"""Credit: never more on its way than allowed, in pieces and in bytes, and whoever waits is woken."""
+"""Stream credit: the limits in chunks and bytes hold, and waiting senders wake."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from live import LIMIT_S
 from pilotflame.runtime.link.stream_credit import Credit
 
 
-def test_pieces_are_spent_and_granted() -> None:
+def test_chunks_are_spent_and_granted() -> None:
     credit = Credit(2)
     assert credit.spend(1, 0)
     assert credit.spend(1, 0)
@@ -22,7 +22,7 @@ def test_pieces_are_spent_and_granted() -> None:
     assert not credit.spend(1, 0)
 
 
-def test_bytes_are_too_and_a_large_piece_goes_alone() -> None:
+def test_bytes_are_limited_and_a_large_chunk_goes_alone() -> None:
     credit = Credit(100, 10)
     assert credit.spend(6, 0)
     assert not credit.spend(5, 0)
@@ -35,15 +35,15 @@ def test_bytes_are_too_and_a_large_piece_goes_alone() -> None:
 
 
 @given(st.integers(1, 4), st.integers(1, 20), st.lists(st.integers(0, 30) | st.none(), max_size=40))
-def test_never_more_than_allowed_is_on_its_way(pieces: int, size: int, steps: list[int | None]) -> None:
-    """None: the reader gets the oldest one."""
-    credit, out = Credit(pieces, size), list[int]()
+def test_never_more_than_allowed_is_on_its_way(chunks: int, size: int, steps: list[int | None]) -> None:
+    """A step of None: the reader receives the oldest chunk."""
+    credit, out = Credit(chunks, size), list[int]()
     for step in steps:
         if step is None:
             credit.grant(1)
             del out[:1]
             continue
-        room = not out or (len(out) < pieces and sum(out) + step <= size)
+        room = not out or (len(out) < chunks and sum(out) + step <= size)
         assert credit.spend(step, 0) is room
         if room:
             out.append(step)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotflame.runtime.scaling.autoscaler import Decision, ScaleSpec, Stats, calm, decide, wanted
+from pilotflame.runtime.scaling.autoscaler import Decision, ScaleSpec, Stats, decide, sufficient_load, wanted
 
 NOW_S = 1_000_000.0
 
@@ -59,7 +59,8 @@ def test_it_is_never_above_max_nor_below_min(spec: ScaleSpec, stats: Stats) -> N
         assert after <= spec.max
     if decision.stop:
         assert after >= spec.min
-    assert after >= spec.min or decision.start  # below min it starts
+    # Below min it starts.
+    assert after >= spec.min or decision.start
     assert after >= spec.min
 
 
@@ -155,10 +156,10 @@ def test_a_buffer_stands_by_only_while_there_is_load() -> None:
 
 
 @given(specs(), st.integers(0, 20), st.integers(0, 500))
-def test_while_it_is_calm_no_more_workers_are_wanted(spec: ScaleSpec, ready: int, load: int) -> None:
+def test_up_to_the_sufficient_load_no_more_workers_are_wanted(spec: ScaleSpec, ready: int, load: int) -> None:
     ready = max(ready, spec.min)
     stats = Stats(queued=0, in_flight=0, starting=0, ready=ready)
-    load = int(min(load, calm(spec, stats)))
+    load = int(min(load, sufficient_load(spec, stats)))
     assert wanted(spec, replace(stats, in_flight=load)) <= ready
 
 

@@ -1,4 +1,4 @@
-"""Alarms ring once, when they were set for, and not for what has ended."""
+"""A deadline fires once, when it was set for, and not after it was cancelled."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 import pytest
 from pilotflame.runtime.serving import deadlines
-from pilotflame.runtime.serving.invocation import Answer, Invocation
+from pilotflame.runtime.serving.invocation import Invocation
 
 pytestmark = pytest.mark.asyncio
 
@@ -18,18 +18,18 @@ def invocation(name: str) -> Invocation:
 
 
 @pytest.mark.parametrize("soon_s", [2.0, 0.0])
-async def test_each_rings_once_and_only_if_it_still_waits(monkeypatch, soon_s: float):
-    """With `soon_s` 0 all of them lie in sheets first."""
+async def test_each_fires_once_unless_it_was_cancelled(monkeypatch, soon_s: float):
+    """With `soon_s` 0 all of them are in slots first."""
     monkeypatch.setattr(deadlines, "SOON_S", soon_s)
-    rang: asyncio.Queue[str] = asyncio.Queue()
-    found = deadlines.Deadlines(asyncio.get_running_loop(), lambda one: rang.put_nowait(one.id))
-    calls = {name: invocation(name) for name in ("early", "late", "ended", "moved")}
+    fired: asyncio.Queue[str] = asyncio.Queue()
+    timers = deadlines.Deadlines(asyncio.get_running_loop(), lambda one: fired.put_nowait(one.id))
+    calls = {name: invocation(name) for name in ("early", "late", "cancelled", "moved")}
     now_s = time.monotonic()
-    for name, due_s in (("early", 0.05), ("late", 0.1), ("ended", 0.05), ("moved", 0.05)):
-        found.set(calls[name], now_s + due_s, now_s)
-    calls["ended"].resolve(Answer(b"", ""))
-    found.set(calls["moved"], now_s + 0.15, now_s)
+    for name, due_s in (("early", 0.05), ("late", 0.1), ("cancelled", 0.05), ("moved", 0.05)):
+        timers.set(calls[name], now_s + due_s, now_s)
+    timers.cancel(calls["cancelled"])
+    timers.set(calls["moved"], now_s + 0.15, now_s)
     async with asyncio.timeout(10):
-        assert [await rang.get() for _ in range(3)] == ["early", "late", "moved"]
+        assert [await fired.get() for _ in range(3)] == ["early", "late", "moved"]
     assert time.monotonic() >= now_s + 0.14
-    assert rang.empty()
+    assert fired.empty()

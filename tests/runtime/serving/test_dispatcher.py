@@ -1,4 +1,4 @@
-"""Those who wait and those who run, with real workers: groups, isolation, time limits, overload, order."""
+"""The dispatcher with real workers: batches, isolation, time limits, overload, order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def handler(events):
 
 
 async def together(function, gate: Gate, events: list[object]) -> list:
-    """Invokes all at once, so that they run in one group after another invocation that was there before."""
+    """Invoke all at once, so that they run in one batch, after an invocation that holds the worker."""
     first = asyncio.create_task(function.answer("first"))
     await gate.next("first")
     calls = [asyncio.create_task(function.call(event)) for event in events]
@@ -34,7 +34,7 @@ async def together(function, gate: Gate, events: list[object]) -> list:
         status = await function.status()
         return status["in_flight"] + status["queued"] == 1 + len(events)
 
-    await until(all_there, "all of the group")
+    await until(all_there, "all of the batch")
     gate.open()
     await first
     return await asyncio.gather(*calls)
@@ -49,7 +49,7 @@ async def test_one_poisoned_item_of_32_fails_alone(deploy, gate: Gate):
     assert "poisoned" in failure(bad)["message"]
 
 
-async def test_a_handler_stuck_for_ever_in_a_group_is_found(deploy, gate: Gate):
+async def test_an_item_that_hangs_in_a_batch_is_found(deploy, gate: Gate):
     source = """
 import gate, os, pilotflame, threading
 @pilotflame.batch(max_size=8)
@@ -72,9 +72,7 @@ def handler(events):
     assert (await function.answer("after"))[0] == "after"
 
 
-async def test_what_runs_beside_a_stuck_one_is_finished_and_what_waits_behind_it_runs_elsewhere(
-    deploy, gate: Gate
-):
+async def test_beside_a_stuck_invocation_others_finish_and_behind_it_they_run_elsewhere(deploy, gate: Gate):
     source = """
 import gate, os, threading
 def handler(event):
@@ -89,12 +87,14 @@ def handler(event):
     pid = await function.answer("before")
     stuck = asyncio.create_task(function.call("stuck"))
     await gate.next("stuck")
-    await asyncio.sleep(1.0)  # so that the neighbour still has time when the stuck one has none
+    # The neighbour has time left when the stuck one has none.
+    await asyncio.sleep(1.0)
     neighbour = asyncio.create_task(function.answer("neighbour"))
     arrival = await gate.next("neighbour")
     behind = asyncio.create_task(function.answer("behind"))
     assert failure(await stuck)["status"] == 504
-    assert await behind != pid  # the old worker takes nothing more
+    # The old worker is sent nothing more.
+    assert await behind != pid
     arrival.go()
     assert await neighbour == pid
     await gone(pid)
@@ -109,7 +109,7 @@ async def test_a_stuck_async_handler_is_interrupted_and_its_worker_stays(deploy)
     assert await function.answer(0) == pid
 
 
-async def test_an_item_that_kills_its_worker_kills_nobody_else(deploy, gate: Gate):
+async def test_an_item_that_kills_its_worker_fails_alone(deploy, gate: Gate):
     source = """
 import gate, os, pilotflame
 @pilotflame.batch(max_size=8)
@@ -127,7 +127,7 @@ def handler(events):
     assert failure(bad)["type"] == "worker_died"
 
 
-async def test_one_that_stood_behind_another_has_all_of_its_time(deploy):
+async def test_an_invocation_behind_another_has_its_full_time(deploy):
     source = """
 import os, time
 def handler(event):
@@ -135,12 +135,13 @@ def handler(event):
     return os.getpid()
 """
     function = await deploy(source, {**ONE, "execution_timeout_s": 1.0})
-    for _ in range(20):  # so short that the worker is given some in advance
+    # So short that the worker prefetches.
+    for _ in range(20):
         pid = await function.answer(0)
     assert await asyncio.gather(function.answer(0.7), function.answer(0.7)) == [pid, pid]
 
 
-async def test_what_waits_again_has_its_hold_time_and_not_what_was_left_of_its_call(deploy, gate: Gate):
+async def test_a_requeued_invocation_has_its_hold_time_again(deploy, gate: Gate):
     source = """
 import gate, os, signal
 def setup(context):
@@ -155,15 +156,16 @@ def handler(event, context):
     call = asyncio.create_task(function.answer("again"))
     (await gate.next("setup")).go()
     second = await gate.next("setup")
-    await asyncio.sleep(0.6)  # more than its call might have taken
+    # Longer than a call of the handler may take.
+    await asyncio.sleep(0.6)
     second.go()
     assert await call == 2
 
 
-async def test_who_cannot_be_on_time_is_told_at_once_and_when_to_come_again(deploy, gate: Gate):
+async def test_an_invocation_that_would_be_late_is_refused_at_once_with_retry_after(deploy, gate: Gate):
     source = "import gate, time\ndef handler(event):\n    time.sleep(0.2)\n    if event == 'held':\n        gate.wait('held')\n    return event"
     function = await deploy(source, ONE, gate=gate)
-    await function.answer("learned from")
+    await function.answer("measured")
     held = asyncio.create_task(function.answer("held"))
     await gate.next("held")
     waits = asyncio.create_task(function.answer("waits"))
@@ -181,25 +183,25 @@ async def test_who_cannot_be_on_time_is_told_at_once_and_when_to_come_again(depl
     assert await function.answer("refused", X_Request_Timeout="5") == "refused"
 
 
-async def test_who_cannot_wait_for_an_activation_is_told_when_it_will_be_done_and_starts_it(
-    deploy, gate: Gate
-):
+async def test_a_caller_who_cannot_wait_for_an_activation_is_refused_and_causes_it(deploy, gate: Gate):
     source = "import gate\ndef setup(context):\n    gate.wait('setup')\ndef handler(event):\n    return event"
     function = await deploy(source, {**ONE, "scale.idle_timeout_s": 0.05}, gate=gate, check=False)
     first = asyncio.create_task(function.answer(1))
     arrival = await gate.next("setup")
-    await asyncio.sleep(0.3)  # so long an activation takes, as far as anybody knows after it
+    # So long the activation takes.
+    await asyncio.sleep(0.3)
     arrival.go()
     assert await first == 1
     await function.settled()
     refused = await function.call(2, X_Request_Timeout="0.1")
     assert (refused.status_code, failure(refused)["type"]) == (503, "overloaded")
     assert 0.1 < failure(refused)["details"]["retry_after_s"] < 60
-    (await gate.next("setup")).go()  # it came because of the one that was refused
+    # Started because of the refused one.
+    (await gate.next("setup")).go()
     assert await function.answer(2) == 2
 
 
-async def test_while_nothing_is_known_nobody_is_refused(deploy, gate: Gate):
+async def test_without_a_curve_nothing_is_refused(deploy, gate: Gate):
     function = await deploy(
         "import gate\ndef handler(event):\n    gate.wait(str(event))\n    return event", ONE, gate=gate
     )
@@ -209,7 +211,7 @@ async def test_while_nothing_is_known_nobody_is_refused(deploy, gate: Gate):
     assert await asyncio.gather(*calls) == list(range(5))
 
 
-async def test_priority_then_fair_turns_then_deadlines(gateway, deploy, gate: Gate):
+async def test_priority_then_fairness_then_deadlines(gateway, deploy, gate: Gate):
     source = "import gate\ndef handler(event):\n    gate.wait(str(event))\n    return event"
     function = await deploy(source, ONE, gate=gate)
     assert gateway.server is not None
@@ -230,7 +232,7 @@ async def test_priority_then_fair_turns_then_deadlines(gateway, deploy, gate: Ga
     running += [submit("b0", tenant="b"), submit("b1", tenant="b"), submit("late", tenant="c", priority=5)]
     running += [submit("soon", timeout_s=30.0), submit("first", tenant="c", priority=1)]
     gate.open()
-    await asyncio.gather(*(invocation.answer for invocation in running))
+    await asyncio.gather(*(invocation.output for invocation in running))
     ran = [arrival.word for arrival in gate.arrived]
     assert ran[:2] == ["running", "first"]
     assert ran[-1] == "late"
@@ -242,10 +244,11 @@ async def test_priority_then_fair_turns_then_deadlines(gateway, deploy, gate: Ga
         "a2",
         "a3",
     ]
-    assert set(ran[2:6]) >= {"b0", "b1"}  # turn by turn, though the other tenant was there before
+    # Tenants alternate, though the other came first.
+    assert set(ran[2:6]) >= {"b0", "b1"}
 
 
-async def test_what_was_measured_is_remembered_at_zero(gateway, deploy):
+async def test_a_measured_curve_is_stored_at_zero(gateway, deploy):
     source = """
 import pilotflame, time
 calls = []
@@ -257,17 +260,19 @@ def handler(events):
 """
     function = await deploy(source, {**ONE, "scale.idle_timeout_s": 0.05})
     assert gateway.server is not None
-    line = gateway.server.functions.live(function.name).line
-    sizes = [point.size for point in line.queue.curve.points]
-    assert sizes == [1, 2, 4]  # measured at deployment, before anybody asked
+    queue = gateway.server.functions.live(function.name).dispatcher.queue
+    sizes = [point.size for point in queue.curve.points]
+    # Measured at deployment.
+    assert sizes == [1, 2, 4]
     await function.settled()
     again = await deploy(source, {**ONE, "scale.min": 1})
-    remembered = gateway.server.functions.live(again.name).line
-    assert [point.size for point in remembered.queue.curve.points] == sizes
-    assert await again.answer(0) == [1]  # and its worker did not measure
+    queue = gateway.server.functions.live(again.name).dispatcher.queue
+    assert [point.size for point in queue.curve.points] == sizes
+    # And its worker did not measure.
+    assert await again.answer(0) == [1]
 
 
-async def test_each_call_of_a_group_that_is_taken_apart_has_all_of_its_time(deploy, gate: Gate):
+async def test_each_call_of_a_split_batch_has_its_full_time(deploy, gate: Gate):
     source = """
 import gate, os, pilotflame, time
 @pilotflame.batch(max_size=8)
@@ -280,7 +285,8 @@ def handler(events):
     return [[event, os.getpid()] for event in events]
 """
     function = await deploy(source, {**ONE, "execution_timeout_s": 0.6}, gate=gate)
-    answers = await together(function, gate, [1, 2, 3, "bad", 4, 5, 6, 7])  # seven calls
+    # Seven calls.
+    answers = await together(function, gate, [1, 2, 3, "bad", 4, 5, 6, 7])
     bad = answers.pop(3)
     assert [answer.json()[0] for answer in answers] == [1, 2, 3, 4, 5, 6, 7]
     assert len({answer.json()[1] for answer in answers}) == 1

@@ -1,4 +1,4 @@
-"""The invocation: ends once, whoever is first; its stream hands pieces over and grants credit."""
+"""An invocation ends once; its stream passes pieces on and grants credit."""
 
 import asyncio
 from typing import Any
@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import HandlerFailed, WorkerDied
-from pilotflame.runtime.serving.invocation import Answer, Invocation, Stream
+from pilotflame.runtime.serving.invocation import Invocation, Output, Stream
+from pilotflame.runtime.telemetry.timeline import Activation
 
 LIMIT_S = 30.0
-ANSWER = Answer(b"1", "application/json")
+OUTPUT = Output(b"1", "application/json")
 
 
 def make(**more: Any) -> Invocation:
@@ -18,7 +19,7 @@ def make(**more: Any) -> Invocation:
 
 
 ENDS = {
-    "resolve": lambda invocation: invocation.resolve(ANSWER),
+    "resolve": lambda invocation: invocation.resolve(OUTPUT),
     "fail": lambda invocation: invocation.fail(HandlerFailed("no")),
     "abandon": lambda invocation: invocation.abandon(),
 }
@@ -35,46 +36,66 @@ def test_the_first_end_wins(ends: list[str]) -> None:
         assert invocation.stream is not None
         assert await invocation.stream.take() == []
         if ends[0] == "resolve":
-            assert await invocation.answer == ANSWER
+            assert await invocation.output == OUTPUT
         elif ends[0] == "fail":
             with pytest.raises(HandlerFailed):
-                await invocation.answer
+                await invocation.output
         else:
-            assert invocation.answer.cancelled()
+            assert invocation.output.cancelled()
 
     asyncio.run(run())
 
 
-async def test_an_end_cancels_the_timer() -> None:
-    fired: list[int] = []
+async def test_the_end_is_reported_unless_it_was_abandoned() -> None:
+    reported: list[str] = []
+    for name, end in ENDS.items():
+        end(make(on_end=lambda name=name: reported.append(name)))
+    assert reported == ["resolve", "fail"]
+
+
+async def test_a_stored_one_has_its_execution_time_when_sent_and_its_hold_time_when_requeued() -> None:
+    invocation = make(execution_s=30.0)
+    invocation.mark_sent("w1", 4, 11.0, Activation(1.0))
+    assert (invocation.deadline_s, invocation.worker) == (41.0, "w1")
+    invocation.mark_requeued()
+    assert (invocation.deadline_s, invocation.worker) == (12.0, "")
+
+
+async def test_only_an_invocation_that_waited_for_an_activation_is_cold() -> None:
+    for cold, ready_s, expected in ((True, 11.0, True), (True, 9.0, False), (False, 11.0, False)):
+        invocation = make()
+        invocation.mark_queued(cold=cold)
+        invocation.mark_sent("w1", 1, 11.5, Activation(8.0, 8.5, ready_s))
+        assert invocation.timeline.cold is expected
+
+
+async def test_a_batch_that_killed_its_worker_runs_again_one_by_one() -> None:
     invocation = make()
-    invocation.timer = asyncio.get_running_loop().call_later(0, fired.append, 1)
-    invocation.resolve(ANSWER)
-    for _ in range(5):
-        await asyncio.sleep(0)
-    assert fired == []
-    assert invocation.timer is None
+    invocation.mark_sent("w1", 4, 11.0, Activation(1.0))
+    invocation.mark_repeated()
+    assert (invocation.attempt, invocation.max_batch) == (2, 1)
 
 
-async def test_a_caller_that_stops_waiting_is_no_obstacle() -> None:
+async def test_an_end_after_the_caller_stopped_waiting_is_ignored() -> None:
     """aiohttp cancels the task that awaits the answer when its caller goes away."""
     for end in ENDS.values():
         invocation = make()
-        invocation.answer.cancel()
+        invocation.output.cancel()
         end(invocation)
         assert invocation.ended
 
 
-async def test_a_failure_nobody_fetches_leaves_no_warning() -> None:
+async def test_a_failure_that_is_not_retrieved_leaves_no_warning() -> None:
     invocation = make()
     invocation.fail(WorkerDied("gone"))
-    del invocation  # warnings are errors here: "exception was never retrieved" would fail the test
+    # Warnings are errors here: "exception was never retrieved" would fail the test.
+    del invocation
 
 
-async def test_what_the_worker_is_told() -> None:
+async def test_the_head_that_the_worker_gets() -> None:
     assert make().head(11.0) == {"id": "i1", "remaining_s": 4.0}
     invocation = make(content_type="text/plain", traceparent="00-a-b-01")
-    invocation.attempt = 2
+    invocation.mark_repeated()
     assert invocation.head(10.0) == {
         "id": "i1",
         "remaining_s": 5.0,
@@ -86,14 +107,14 @@ async def test_what_the_worker_is_told() -> None:
 
 async def test_it_takes_no_stray_attributes() -> None:
     with pytest.raises(AttributeError):
-        make().anwser = 1  # type: ignore[attr-defined]
+        make().ouptut = 1  # type: ignore[attr-defined]
 
 
 @given(st.lists(st.binary(), max_size=20), st.integers(0, 20))
-def test_pieces_come_in_order_and_are_granted_when_passed(pieces: list[bytes], before: int) -> None:
+def test_pieces_arrive_in_order_and_are_granted_when_consumed(pieces: list[bytes], before: int) -> None:
     async def run() -> None:
         stream, granted = Stream(), list[int]()
-        stream.on_taken = granted.append
+        stream.connect(granted.append)
         for piece in pieces[:before]:
             stream.put(piece)
 
@@ -108,7 +129,7 @@ def test_pieces_come_in_order_and_are_granted_when_passed(pieces: list[bytes], b
             got = []
             while some := await stream.take():
                 got += some
-                stream.passed(len(some))
+                stream.consumed(len(some))
         assert got == pieces
         assert sum(granted) == len(pieces)
         assert await stream.take() == []
@@ -116,7 +137,7 @@ def test_pieces_come_in_order_and_are_granted_when_passed(pieces: list[bytes], b
     asyncio.run(run())
 
 
-async def test_a_cancelled_get_loses_nothing() -> None:
+async def test_a_cancelled_take_loses_nothing() -> None:
     stream = Stream()
     waiting = asyncio.ensure_future(stream.take())
     await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""Curves on disk: what was written is read, and what cannot be read is not known."""
+"""Latency curves on disk: what was written is read, and a damaged file holds nothing."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from pilotflame.runtime.batching.latency_curve import Point
 from pilotflame.runtime.serving import latency_curve_store
+from pilotflame.runtime.serving.latency_curve_store import LatencyCurveStore
 
 finite = st.floats(0, 1e6, allow_nan=False)
 
@@ -21,61 +22,61 @@ finite = st.floats(0, 1e6, allow_nan=False)
 )
 def test_what_was_written_is_read(tmp_path_factory, known: dict[str, list[Point]]) -> None:
     folder = tmp_path_factory.mktemp("curves") / "deep"
-    written = latency_curve_store.LatencyCurveStore.of(folder, "code", None)
-    for traits, points in known.items():
-        written.write(traits, points)
-    found = latency_curve_store.LatencyCurveStore.of(folder, "code", None)
+    written = LatencyCurveStore.open(folder, "code", None)
+    for device, points in known.items():
+        written.write(device, points)
+    found = LatencyCurveStore.open(folder, "code", None)
     assert found.known == bool(known)
-    assert {traits: list(found.at(traits)) for traits in known} == known
+    assert {device: list(found.of_device(device)) for device in known} == known
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b'{"cpu": [{"size": "x"}]}', b"[]", b"\xff"])
-def test_a_file_that_is_not_what_was_written_is_nothing(tmp_path: Path, damage: bytes) -> None:
-    written = latency_curve_store.LatencyCurveStore.of(tmp_path, "code", None)
+def test_a_damaged_file_holds_nothing(tmp_path: Path, damage: bytes) -> None:
+    written = LatencyCurveStore.open(tmp_path, "code", None)
     written.write("cpu", [Point(1, 1, 1)])
     (file,) = tmp_path.glob("*.json")
     file.write_bytes(damage)
-    again = latency_curve_store.LatencyCurveStore.of(tmp_path, "code", None)
+    again = LatencyCurveStore.open(tmp_path, "code", None)
     assert not again.known
     again.write("cpu", [Point(2, 2, 2)])
-    assert latency_curve_store.LatencyCurveStore.of(tmp_path, "code", None).at("cpu") == [Point(2, 2, 2)]
+    assert LatencyCurveStore.open(tmp_path, "code", None).of_device("cpu") == [Point(2, 2, 2)]
 
 
-def test_other_code_or_other_weights_are_others(tmp_path: Path) -> None:
+def test_other_code_or_weights_have_other_curves(tmp_path: Path) -> None:
     manifest = tmp_path / "manifest.json"
     manifest.write_text("{}")
-    latency_curve_store.LatencyCurveStore.of(tmp_path / "c", "code", manifest).write("cpu", [Point(1, 1, 1)])
-    assert latency_curve_store.LatencyCurveStore.of(tmp_path / "c", "code", manifest).known
-    assert not latency_curve_store.LatencyCurveStore.of(tmp_path / "c", "other", manifest).known
-    assert not latency_curve_store.LatencyCurveStore.of(tmp_path / "c", "code", None).known
+    LatencyCurveStore.open(tmp_path / "c", "code", manifest).write("cpu", [Point(1, 1, 1)])
+    assert LatencyCurveStore.open(tmp_path / "c", "code", manifest).known
+    assert not LatencyCurveStore.open(tmp_path / "c", "other", manifest).known
+    assert not LatencyCurveStore.open(tmp_path / "c", "code", None).known
     manifest.write_text('{"other": 1}')
-    assert not latency_curve_store.LatencyCurveStore.of(tmp_path / "c", "code", manifest).known
+    assert not LatencyCurveStore.open(tmp_path / "c", "code", manifest).known
 
 
-def test_what_hardly_differs_is_no_news() -> None:
-    kept = latency_curve_store.LatencyCurveStore()
+def test_small_changes_are_not_written(tmp_path: Path) -> None:
+    stored = LatencyCurveStore(tmp_path / "x.json")
     points = [Point(1, 0.0201, 0.021), Point(2, 0.1, 0.2)]
-    assert kept.news("cpu", points)
-    kept.write("cpu", points)
-    assert not kept.news("cpu", points)
-    assert not kept.news("cpu", [Point(1, 0.0203, 9.0), Point(2, 0.115, 0.2)])
-    assert kept.news("cpu", [Point(1, 0.0201, 0.021), Point(2, 0.13, 0.2)])
-    assert kept.news("cpu", points[:1])
-    assert kept.news("cuda:x", points)
-    kept.write("fast", [Point(1, 2e-6, 3e-6)])
-    assert not kept.news("fast", [Point(1, 9e-6, 3e-5)])
+    assert stored.differs("cpu", points)
+    stored.write("cpu", points)
+    assert not stored.differs("cpu", points)
+    assert not stored.differs("cpu", [Point(1, 0.0203, 9.0), Point(2, 0.115, 0.2)])
+    assert stored.differs("cpu", [Point(1, 0.0201, 0.021), Point(2, 0.13, 0.2)])
+    assert stored.differs("cpu", points[:1])
+    assert stored.differs("cuda:x", points)
+    stored.write("fast", [Point(1, 2e-6, 3e-6)])
+    assert not stored.differs("fast", [Point(1, 9e-6, 3e-5)])
 
 
-def test_a_disk_that_refuses_is_in_nobodys_way(tmp_path: Path) -> None:
+def test_a_disk_that_refuses_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    refused = latency_curve_store.LatencyCurveStore(tmp_path / "file" / "x.json")
+    refused = LatencyCurveStore(tmp_path / "file" / "x.json")
     refused.write("cpu", [Point(1, 1, 1)])
-    assert list(refused.at("cpu")) == [Point(1, 1, 1)]
+    assert list(refused.of_device("cpu")) == [Point(1, 1, 1)]
 
 
-def test_old_files_go(tmp_path: Path, monkeypatch) -> None:
+def test_old_files_are_removed(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(latency_curve_store, "MAX_FILES", 2)
     for name in ("a", "b", "c"):
-        latency_curve_store.LatencyCurveStore.of(tmp_path, name, None).write("cpu", [Point(1, 1, 1)])
+        LatencyCurveStore.open(tmp_path, name, None).write("cpu", [Point(1, 1, 1)])
     assert len(list(tmp_path.glob("*.json"))) == 2
-    assert latency_curve_store.LatencyCurveStore.of(tmp_path, "c", None).known
+    assert LatencyCurveStore.open(tmp_path, "c", None).known

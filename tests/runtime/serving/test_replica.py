@@ -1,4 +1,4 @@
-"""A replica: workers that exit, crash, hang or are told to go, as their callers see it."""
+"""A replica: workers that exit, crash, hang or drain, as their callers see it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def test_sys_exit_in_a_handler_is_an_error_like_others(deploy, kind: str):
     assert await function.answer(0) == before
 
 
-async def test_a_worker_told_to_go_drains(deploy, gate: Gate):
+async def test_a_worker_that_is_terminated_drains(deploy, gate: Gate):
     source = """
 import gate, os
 def handler(event):
@@ -71,7 +71,7 @@ def teardown(context):
     assert (await gate.next("torn down")).pid == worker
 
 
-async def test_an_answer_of_many_megabytes(deploy):
+async def test_a_result_of_many_megabytes(deploy):
     function = await deploy("def handler(event):\n    return b'x' * event")
     response = await function.call(40_000_000)
     assert len(response.content) == 40_000_000
@@ -83,7 +83,7 @@ async def test_a_large_body_arrives(deploy):
     assert await function.answer("x" * 15_000_000) == 15_000_000
 
 
-async def test_answers_come_in_any_order(deploy, gate: Gate):
+async def test_results_arrive_in_any_order(deploy, gate: Gate):
     source = "import gate\nasync def handler(event):\n    await gate.wait_async(str(event))\n    return event"
     function = await deploy(source, {"concurrency": 4, "scale.max": 1}, gate=gate)
     calls = {n: asyncio.create_task(function.answer(n)) for n in range(4)}
@@ -93,8 +93,8 @@ async def test_answers_come_in_any_order(deploy, gate: Gate):
         assert await calls[n] == n
 
 
-async def test_what_is_sent_to_a_worker_that_goes_is_not_lost(gateway, deploy):
-    """The worker decides to go while an invocation is on its way to it."""
+async def test_an_invocation_sent_to_a_draining_worker_is_not_lost(gateway, deploy):
+    """The worker starts to drain while an invocation is on its way to it."""
     function = await deploy("import os\ndef handler(event):\n    return os.getpid()", {"scale.max": 1})
     before = await function.answer()
     await function.settled(ready=1, standby=True)
@@ -102,11 +102,12 @@ async def test_what_is_sent_to_a_worker_that_goes_is_not_lost(gateway, deploy):
     revision = gateway.server.functions.live(function.name)
     descriptor = os.pidfd_open(before)
     os.kill(before, signal.SIGTERM)
-    select.select([descriptor], [], [], 0.05)  # the gateway stands still meanwhile, and does not hear of it
+    # The event loop is blocked, so the gateway does not notice.
+    select.select([descriptor], [], [], 0.05)
     os.close(descriptor)
     now_s = time.monotonic()
     invocation = Invocation("late", b"null", now_s=now_s, deadline_s=now_s + 60, hold_until_s=now_s + 60)
     revision.submit(invocation)
     assert invocation.worker == revision.pool.replicas[0].name
-    assert int((await invocation.answer).payload) != before
+    assert int((await invocation.output).payload) != before
     await gone(before)

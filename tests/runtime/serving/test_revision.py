@@ -1,4 +1,4 @@
-"""A revision: its queue, its number of workers, and what becomes of invocations whose worker dies."""
+"""A revision: the number of its workers, and invocations whose worker dies or cannot start."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ async def test_one_more_is_started_near_the_limit(deploy, gate: Gate):
         await gate.next()
     assert {arrival.pid for arrival in gate.arrived} == set(await function.pids("worker"))
     await function.settled(ready=1, in_flight=4)
-    calls.append(asyncio.create_task(function.answer(4)))  # the fifth of five: the next would have to wait
+    # The fifth of five: a sixth would wait.
+    calls.append(asyncio.create_task(function.answer(4)))
     await function.settled(ready=2, in_flight=5)
     gate.open()
     assert await asyncio.gather(*calls) == list(range(5))
@@ -108,7 +109,7 @@ async def test_a_killed_worker_fails_only_what_it_had_started(deploy, gate: Gate
     ]
 
 
-async def test_a_killed_worker_of_an_idempotent_function_fails_nobody(deploy, gate: Gate):
+async def test_a_killed_worker_of_an_idempotent_function_fails_nothing(deploy, gate: Gate):
     source = "import gate\ndef handler(event, context):\n    gate.wait(str(event))\n    return [event, context.attempt]"
     function = await deploy(source, {"scale.max": 2, "idempotent": True}, gate=gate)
     calls = [asyncio.create_task(function.answer(n)) for n in range(16)]
@@ -150,7 +151,7 @@ async def test_kills_under_load(deploy, kind: str, idempotent: bool):
     assert len(failed) <= len(killed) * (4 if kind == "batch" else settings["concurrency"])
 
 
-async def test_what_kills_every_worker_is_given_up(deploy):
+async def test_an_invocation_that_kills_every_worker_fails(deploy):
     source = "import os, signal\ndef handler(event):\n    os.kill(os.getpid(), signal.SIGKILL)"
     function = await deploy(source, {"idempotent": True})
     error = await function.error()
@@ -177,7 +178,8 @@ async def test_a_worker_killed_while_it_restores(deploy, gate: Gate):
     call = asyncio.create_task(function.answer(1))
     first = await gate.next("setup")
     os.kill(first.pid, signal.SIGKILL)
-    second = await gate.next("setup")  # another is started for the one who waits
+    # Another is started for the invocation that waits.
+    second = await gate.next("setup")
     assert second.pid != first.pid
     second.go()
     assert await call == 1
@@ -194,7 +196,7 @@ async def test_a_crash_loop_is_bounded(deploy):
         assert status["activations"] <= 3 * round_
 
 
-async def test_a_failing_setup_is_told_to_those_who_wait(deploy, tmp_path):
+async def test_a_failing_setup_fails_those_that_wait(deploy, tmp_path):
     source = f"""
 import os
 def setup(context):
@@ -212,9 +214,9 @@ def handler(event):
     assert await function.answer(1) == 1
 
 
-async def test_workers_for_nobody_are_not_started_again_and_again(deploy, monkeypatch):
-    monkeypatch.setattr("pilotflame.runtime.serving.revision.FIRST_REST_S", 3600.0)
-    monkeypatch.setattr("pilotflame.runtime.serving.revision.MAX_REST_S", 3600.0)
+async def test_workers_that_no_invocation_needs_are_not_started_again_and_again(deploy, monkeypatch):
+    monkeypatch.setattr("pilotflame.runtime.serving.revision.FIRST_BACKOFF_S", 3600.0)
+    monkeypatch.setattr("pilotflame.runtime.serving.revision.MAX_BACKOFF_S", 3600.0)
     source = "def setup(context):\n    raise OSError\ndef handler(event):\n    return event"
     function = await deploy(source, {"scale.min": 1}, check=False)
     await function.logged("activation failed")

@@ -42,7 +42,8 @@ async def test_a_follower_gets_the_tail_then_the_rest_without_gap_or_repeat() ->
         book.write("w1", str(number))
     follow = book.follow(2)
     first = await anext(follow)
-    book.write("w1", "5")  # while the tail is still being read
+    # While the tail is still being read.
+    book.write("w1", "5")
     rest = [await anext(follow) for _ in range(2)]
     assert [line.text for line in (first, *rest)] == ["3", "4", "5"]
     await follow.aclose()  # type: ignore[attr-defined]
@@ -64,7 +65,7 @@ async def test_several_follow_each_at_their_own_pace() -> None:
     assert [[line.text for line in lines] for lines in seen] == [["0", "1", "2"]] * 2
 
 
-async def test_a_follower_that_does_not_read_misses_lines_and_holds_nobody_up() -> None:
+async def test_a_follower_that_does_not_read_misses_lines_and_delays_nothing() -> None:
     book = LogBook(kept=10)
     follow = book.follow(0)
     waiting = asyncio.ensure_future(anext(follow))

@@ -3,7 +3,6 @@
 import os
 import shutil
 import subprocess
-from dataclasses import dataclass
 
 import pytest
 from pilotflame.errors import (
@@ -14,20 +13,9 @@ from pilotflame.errors import (
     QueueFull,
     QuotaExceeded,
 )
-from pilotflame.runtime.telemetry.metrics import Metrics
-from pilotflame.runtime.telemetry.timeline import PHASES, Activation, Timeline
+from pilotflame.runtime.telemetry.metrics import Census, Metrics
+from pilotflame.runtime.telemetry.timeline import PHASES, WARM_PHASES, Activation, Timeline
 from prometheus_client.parser import text_string_to_metric_families
-
-
-@dataclass
-class Counts:
-    queued: int = 0
-    in_flight: int = 0
-    starting: int = 0
-    ready: int = 0
-    draining: int = 0
-    busy_s: float = 0.0
-    ready_s: float = 0.0
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -45,18 +33,18 @@ def value(metrics: Metrics, name: str, **labels: str) -> float | None:
     return samples(metrics).get((name, tuple(sorted(labels.items()))))
 
 
-WARM = Timeline(1.0, sent_s=1.5, answered_s=3.0, responded_s=3.5, wait_s=0.5, exec_s=1.0, batch=4)
+WARM = Timeline(1.0, sent_s=1.5, completed_s=3.0, responded_s=3.5, wait_s=0.5, exec_s=1.0, batch=4)
 
 
 def test_an_empty_gateway_has_an_exposition_too() -> None:
     assert all(not dict(labels).get("function") for _, labels in samples(Metrics(dict)))
 
 
-def test_answers_are_counted_by_function_and_code() -> None:
+def test_responses_are_counted_by_function_and_code() -> None:
     metrics = Metrics(dict)
-    metrics.answered("tone", 200, WARM)
-    metrics.answered("tone", 200, WARM)
-    metrics.answered("tone", 422, WARM)
+    metrics.responded("tone", 200, WARM)
+    metrics.responded("tone", 200, WARM)
+    metrics.responded("tone", 422, WARM)
     metrics.refused("other", QueueFull("full"))
     assert value(metrics, "pilotflame_invocations_total", function="tone", code="200") == 2
     assert value(metrics, "pilotflame_invocations_total", function="tone", code="422") == 1
@@ -66,20 +54,20 @@ def test_answers_are_counted_by_function_and_code() -> None:
     assert value(metrics, "pilotflame_batch_size_sum", function="tone") == 12
 
 
-def test_one_that_was_never_answered_by_a_worker_has_no_batch() -> None:
+def test_an_invocation_without_a_result_has_no_batch() -> None:
     metrics = Metrics(dict)
-    metrics.answered("tone", 503, Timeline(1.0, responded_s=2.0))
+    metrics.responded("tone", 503, Timeline(1.0, responded_s=2.0))
     assert not value(metrics, "pilotflame_batch_size_count", function="tone")
 
 
 def test_cold_starts_have_their_phases_and_warm_calls_none() -> None:
     metrics = Metrics(dict)
-    metrics.answered("tone", 200, WARM)
+    metrics.responded("tone", 200, WARM)
     assert value(metrics, "pilotflame_cold_start_phase_seconds_count", function="tone", phase="exec") is None
     cold = Timeline(
-        1.0, sent_s=5.0, answered_s=6.0, responded_s=6.0, exec_s=1.0, activation=Activation(1.5, 2.0, 4.0)
+        1.0, sent_s=5.0, completed_s=6.0, responded_s=6.0, exec_s=1.0, activation=Activation(1.5, 2.0, 4.0)
     )
-    metrics.answered("tone", 200, cold)
+    metrics.responded("tone", 200, cold)
     for phase, seconds in cold.phases().items():
         found = value(metrics, "pilotflame_cold_start_phase_seconds_sum", function="tone", phase=phase)
         assert found == pytest.approx(seconds)
@@ -95,10 +83,10 @@ def test_activations_are_counted_by_outcome() -> None:
     assert value(metrics, "pilotflame_activations_total", function="tone", outcome="failed") == 1
 
 
-def test_workers_are_counted_when_somebody_looks() -> None:
-    census: dict[str, Counts] = {}
+def test_workers_are_counted_when_scraped() -> None:
+    census: dict[str, Census] = {}
     metrics = Metrics(lambda: census)
-    census["tone"] = Counts(queued=3, in_flight=2, starting=1, ready=4, draining=5)
+    census["tone"] = Census(queued=3, in_flight=2, starting=1, ready=4, draining=5)
     for state, count in (("starting", 1), ("ready", 4), ("draining", 5)):
         assert value(metrics, "pilotflame_workers", function="tone", state=state) == count
     assert value(metrics, "pilotflame_queued", function="tone") == 3
@@ -115,18 +103,20 @@ def test_two_gateways_in_one_process_do_not_mix() -> None:
 
 def test_buckets_hold_what_is_at_most_their_bound() -> None:
     metrics = Metrics(dict)
-    metrics.answered("tone", 200, Timeline(1.0, answered_s=1.0, responded_s=1.05))
+    metrics.responded("tone", 200, Timeline(1.0, completed_s=1.0, responded_s=1.05))
     assert value(metrics, "pilotflame_invocation_seconds_bucket", function="tone", le="0.025") == 0
     assert value(metrics, "pilotflame_invocation_seconds_bucket", function="tone", le="0.1") == 1
     assert value(metrics, "pilotflame_invocation_seconds_bucket", function="tone", le="+Inf") == 1
 
 
-def test_phases_are_told_of_every_answer() -> None:
+def test_phases_have_the_names_of_server_timing() -> None:
     metrics = Metrics(dict)
-    metrics.answered("tone", 200, WARM)
-    metrics.answered("tone", 503, Timeline(1.0, responded_s=3.0))  # which no worker answered: it waited
+    metrics.responded("tone", 200, WARM)
+    # No worker had it: it waited.
+    metrics.responded("tone", 503, Timeline(1.0, responded_s=3.0))
+    assert list(WARM.phases()) == list(WARM_PHASES)
     for phase, seconds, count in (
-        ("queue", 2.5, 2), ("batch", 0.0, 1), ("wait", 0.5, 1), ("exec", 1.0, 1), ("respond", 0.5, 1),
+        ("queue", 2.5, 2), ("link", 0.0, 1), ("wait", 0.5, 1), ("exec", 1.0, 1), ("respond", 0.5, 1),
     ):  # fmt: skip
         found = value(metrics, "pilotflame_phase_seconds_sum", function="tone", phase=phase)
         assert found == pytest.approx(seconds)
@@ -139,21 +129,22 @@ def test_refusals_are_counted_by_reason_and_failures_are_none() -> None:
     metrics.refused("tone", QueueFull("full"))
     metrics.refused("tone", InputTooLarge("much"))
     metrics.turned_away("tone", QuotaExceeded("used up"))
-    metrics.answered("tone", 504, queued, DeadlineExceeded("late"))
-    metrics.answered("tone", 503, WARM, Overloaded("late"))  # a worker had it, and gave it back
-    metrics.answered("tone", 504, WARM, DeadlineExceeded("late"))
-    metrics.answered("tone", 500, WARM, HandlerFailed("no"))
+    metrics.responded("tone", 504, queued, DeadlineExceeded("late"))
+    # A worker returned it unstarted.
+    metrics.responded("tone", 503, WARM, Overloaded("late"))
+    metrics.responded("tone", 504, WARM, DeadlineExceeded("late"))
+    metrics.responded("tone", 500, WARM, HandlerFailed("no"))
     for reason, count in (
         ("queue_full", 1), ("input_too_large", 1), ("quota_exceeded", 1), ("deadline_exceeded", 1), ("overloaded", 1),
         ("handler_failed", None),
     ):  # fmt: skip
         assert value(metrics, "pilotflame_refusals_total", function="tone", reason=reason) == count
-    # Of quotas the route, which may be no invocation's, was never reached.
+    # A request that exceeded a quota never reached its route, which may not be an invocation's.
     assert value(metrics, "pilotflame_invocations_total", function="tone", code="429") == 1
 
 
 def test_how_busy_workers_were() -> None:
-    census = {"tone": Counts(busy_s=3.0, ready_s=12.0), "new": Counts()}
+    census = {"tone": Census(busy_s=3.0, ready_s=12.0), "new": Census()}
     metrics = Metrics(lambda: census)
     assert value(metrics, "pilotflame_worker_busy_seconds_total", function="tone") == 3
     assert value(metrics, "pilotflame_worker_ready_seconds_total", function="tone") == 12
@@ -167,10 +158,10 @@ PROMTOOL = os.environ.get("PROMTOOL") or shutil.which("promtool") or ""
 @pytest.mark.skipif(
     not os.access(PROMTOOL, os.X_OK), reason="promtool is not here; .ci/run fetches it (PROMTOOL)"
 )
-def test_promtool_has_nothing_to_say() -> None:
-    metrics = Metrics(lambda: {"tone": Counts(1, 2, 3, 4, 5, 6.0, 7.0)})
-    metrics.answered("tone", 200, WARM)
-    metrics.answered(
+def test_promtool_accepts_the_exposition() -> None:
+    metrics = Metrics(lambda: {"tone": Census(1, 2, 3, 4, 5, 6.0, 7.0)})
+    metrics.responded("tone", 200, WARM)
+    metrics.responded(
         "tone", 200, Timeline(1.0, 5.0, 6.0, 6.0, exec_s=1.0, activation=Activation(1.5, 2.0, 4.0))
     )
     metrics.refused("tone", QueueFull("full"))

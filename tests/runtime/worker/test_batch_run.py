@@ -1,4 +1,4 @@
-"""Groups on their way through a batch handler: split, bisected, cut down when memory runs out; on threads and on the loop."""
+"""Groups of a batch handler: packed by cost, bisected, limited when memory runs out; on threads and on the loop."""
 
 import asyncio
 import threading
@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -18,7 +19,9 @@ from live import Gate, failure, until
 from pilotflame.errors import BadInput, SnapshotError
 from pilotflame.handlers.contract import Cancellation, Context, batch
 from pilotflame.handlers.resolve import handler_of
-from pilotflame.runtime.link.link import Frame, FrameKind, FrameReader, Link, Timing
+from pilotflame.runtime.link.connection import Link
+from pilotflame.runtime.link.frames import Frame, FrameKind, FrameReader, Timing
+from pilotflame.runtime.worker.batch_run import pack
 from pilotflame.runtime.worker.loop_runner import LoopRunner
 from pilotflame.runtime.worker.runner import Call, Runner
 from pilotflame.runtime.worker.thread_runner import ThreadRunner
@@ -28,7 +31,7 @@ ROOT = Path(__file__).parent
 
 
 class Written:
-    """A link that keeps what is sent over it."""
+    """A link that keeps the frames sent over it."""
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []
@@ -40,7 +43,7 @@ class Written:
         self.frames += FrameReader().feed(b"".join(parts))
 
     def answers(self) -> dict[int, Any]:
-        """Of each channel its answer, or its error's type; each once."""
+        """Return each channel's answer, or the type of its error. Each channel may have one."""
         found: dict[int, Any] = {}
         for frame in self.frames:
             if frame.kind != FrameKind.WINDOW:
@@ -87,7 +90,7 @@ def on_thread(handler: Any, calls: list[Call], written: Written) -> Runner:
     loop = cast("asyncio.AbstractEventLoop", ImmediateLoop())
     runner = ThreadRunner(handler, ROOT, cast("Link", written), 1, ended.set, loop)
     submit(runner, calls)
-    runner._groups.put([])  # the end, after this group
+    runner._queue.put([])
     runner.work()
     assert ended.is_set()
     return runner
@@ -139,6 +142,48 @@ def run(
 both = pytest.mark.parametrize("loop", [False, True], ids=["plain", "async"])
 
 
+# -- packing
+
+COSTS = st.lists(st.integers(1, 1000).map(float), max_size=60)
+MAX_COST = st.none() | st.integers(1, 3000).map(float)
+
+
+@given(COSTS, st.integers(1, 40), MAX_COST)
+def test_every_item_is_in_one_pack_within_both_limits(
+    costs: list[float], max_size: int, max_cost: float | None
+) -> None:
+    packed = pack(costs, max_size, max_cost)
+    assert sorted(index for one in packed for index in one) == list(range(len(costs)))
+    for one in packed:
+        assert 1 <= len(one) <= max_size
+        assert max_cost is None or len(one) == 1 or sum(costs[index] for index in one) <= max_cost
+
+
+@given(COSTS, st.integers(1, 40), MAX_COST)
+def test_what_is_split_is_sorted_and_what_fits_keeps_its_order(
+    costs: list[float], max_size: int, max_cost: float | None
+) -> None:
+    packed = pack(costs, max_size, max_cost)
+    if len(packed) == 1:
+        assert packed == [list(range(len(costs)))]
+    flat = [costs[index] for one in packed for index in one]
+    assert len(packed) == 1 or flat == sorted(costs)
+
+
+@given(COSTS, st.integers(1, 40), MAX_COST)
+def test_no_pack_could_have_taken_the_next_one(
+    costs: list[float], max_size: int, max_cost: float | None
+) -> None:
+    for one, following in pairwise(pack(costs, max_size, max_cost)):
+        grown = [*one, following[0]]
+        assert len(grown) > max_size or sum(costs[index] for index in grown) > (max_cost or float("inf"))
+
+
+def test_similar_costs_share_a_call_and_a_large_one_is_alone() -> None:
+    assert pack([9.0, 1.0, 50.0, 8.0, 2.0], 2, 20.0) == [[1, 4], [3, 0], [2]]
+    assert pack([], 4) == []
+
+
 # -- bisection
 
 
@@ -155,9 +200,9 @@ def test_one_poisoned_item_of_32_fails_alone(loop: bool) -> None:
     written, _ = run(handler, list(range(32)), loop=loop)
     wanted: dict[int, Any] = {n + 1: 2 * n for n in range(32)}
     assert written.answers() == wanted | {14: "handler_failed"}
-    told = written.errors()[14]
-    assert "test_batch_run.py, line" in told["message"]
-    assert told["details"]["exception"] == "ValueError"
+    described = written.errors()[14]
+    assert "test_batch_run.py, line" in described["message"]
+    assert described["details"]["exception"] == "ValueError"
     assert sizes == [32, 16, 8, 8, 4, 4, 2, 1, 1, 2, 16]
     timings = written.timings()
     assert timings[1].batch == 8
@@ -198,7 +243,7 @@ def test_exactly_the_bad_ones_fail(
     [SystemExit(3), KeyboardInterrupt(), SnapshotError("no weights"), asyncio.CancelledError()],
     ids=repr,
 )
-def test_what_no_item_is_to_blame_for_is_not_repeated(loop: bool, error: BaseException) -> None:
+def test_errors_that_no_item_causes_are_not_repeated(loop: bool, error: BaseException) -> None:
     calls = 0
 
     def handler(_events: list[int], _context: Context) -> Any:
@@ -225,7 +270,7 @@ def test_a_wrong_number_of_answers_is_not_repeated(loop: bool) -> None:
 
 
 @both
-def test_who_left_or_ran_out_of_time_is_left_out_between_tries(loop: bool) -> None:
+def test_cancelled_and_expired_calls_are_left_out_of_the_next_try(loop: bool) -> None:
     seen: list[list[int]] = []
     calls = calls_of([1, 2, 3, 4], {2: time.monotonic() + 1000})
 
@@ -246,7 +291,7 @@ def test_who_left_or_ran_out_of_time_is_left_out_between_tries(loop: bool) -> No
 
 
 @both
-def test_a_group_over_the_cost_is_split_and_each_part_is_answered_when_it_has_finished(loop: bool) -> None:
+def test_a_group_over_the_cost_is_split_and_each_part_is_answered_when_it_ends(loop: bool) -> None:
     sent: list[list[int]] = []
     written = Written()
 
@@ -267,7 +312,7 @@ def test_a_group_over_the_cost_is_split_and_each_part_is_answered_when_it_has_fi
 
 @both
 @pytest.mark.parametrize("nonsense", [0, -1, float("nan"), float("inf"), None, "5", True])
-def test_a_cost_that_is_none_fails_its_own_event_alone(loop: bool, nonsense: Any) -> None:
+def test_an_invalid_cost_fails_its_event_alone(loop: bool, nonsense: Any) -> None:
     def cost(event: int) -> Any:
         return nonsense if event == 2 else 1
 
@@ -277,7 +322,7 @@ def test_a_cost_that_is_none_fails_its_own_event_alone(loop: bool, nonsense: Any
 
 
 @both
-def test_a_cost_function_that_raises_fails_its_own_event_alone(loop: bool) -> None:
+def test_a_cost_function_that_raises_fails_its_event_alone(loop: bool) -> None:
     written, _ = run(lambda events, _context: events, [1, 0, 3], loop=loop, cost=lambda event: 1 / event)
     assert written.answers() == {1: 1, 2: "handler_failed", 3: 3}
     assert "The cost function of @batch failed at test_batch_run.py" in written.errors()[2]["message"]
@@ -287,7 +332,7 @@ def test_a_cost_function_that_raises_fails_its_own_event_alone(loop: bool) -> No
 
 
 @both
-def test_memory_that_runs_out_halves_the_limit_and_answers_everyone(loop: bool) -> None:
+def test_running_out_of_memory_halves_the_limit_and_answers_every_call(loop: bool) -> None:
     sizes: list[int] = []
 
     def handler(events: list[int], _context: Context) -> list[int]:
@@ -304,14 +349,14 @@ def test_memory_that_runs_out_halves_the_limit_and_answers_everyone(loop: bool) 
 
 
 class Tensor:
-    """Part of a cycle, as what autograd and modules hold often is."""
+    """An object in a reference cycle, as objects of autograd and modules often are."""
 
     def __init__(self) -> None:
         self.itself = self
 
 
 @both
-def test_what_filled_the_memory_is_gone_before_the_next_try(loop: bool) -> None:
+def test_memory_is_released_before_the_next_try(loop: bool) -> None:
     made: list[weakref.ref[Tensor]] = []
 
     def handler(events: list[int], _context: Context) -> list[int]:
@@ -326,7 +371,7 @@ def test_what_filled_the_memory_is_gone_before_the_next_try(loop: bool) -> None:
 
 
 @both
-def test_one_that_is_too_much_by_itself_is_told_so(loop: bool) -> None:
+def test_an_item_too_large_alone_gets_a_remedy(loop: bool) -> None:
     def handler(events: list[int], _context: Context) -> list[int]:
         if 3 in events:
             raise MemoryError
@@ -338,7 +383,7 @@ def test_one_that_is_too_much_by_itself_is_told_so(loop: bool) -> None:
 
 
 @both
-def test_one_that_is_too_much_by_itself_does_not_end_batching(loop: bool) -> None:
+def test_an_item_too_large_alone_does_not_end_batching(loop: bool) -> None:
     def handler(events: list[int], _context: Context) -> list[int]:
         if 3 in events:
             raise MemoryError
@@ -349,7 +394,7 @@ def test_one_that_is_too_much_by_itself_does_not_end_batching(loop: bool) -> Non
     assert [head["limit"] for head in written.windows() if "limit" in head] == [4, 2, 1, 8]
 
 
-# -- callers that leave
+# -- callers that go away
 
 
 @asynccontextmanager
@@ -363,7 +408,7 @@ async def running(call: Callable[..., Any], events: list[Any], **spec: Any) -> A
         yield runner, written
 
 
-async def test_one_who_leaves_while_its_batch_runs_disturbs_nobody() -> None:
+async def test_a_cancelled_call_does_not_disturb_its_batch() -> None:
     inside, gate = asyncio.Event(), asyncio.Event()
 
     async def handler(events: list[int], context: Context) -> list[Any]:
@@ -378,7 +423,7 @@ async def test_one_who_leaves_while_its_batch_runs_disturbs_nobody() -> None:
     assert written.answers() == {1: False, 2: True, 3: False}
 
 
-async def test_a_batch_that_everybody_left_is_interrupted_and_the_rest_of_its_group_runs() -> None:
+async def test_a_fully_cancelled_batch_is_interrupted_and_the_rest_of_its_group_runs() -> None:
     inside, seen = asyncio.Event(), []
 
     async def handler(events: list[int], _context: Context) -> list[int]:
@@ -449,7 +494,7 @@ async def test_31_right_answers_and_one_typed_error(deploy: Any, gate: Gate) -> 
 async def test_a_worker_whose_memory_ran_out_is_given_less(deploy: Any, gate: Gate) -> None:
     statement = "if len(events) > 8: failed.append(1); raise MemoryError"
     function = await deploy(HOLDS.format(statement=statement), {"scale.max": 1}, gate=gate)
-    for _ in range(2):  # the second time nobody has to find out again
+    for _ in range(2):  # the second time the limit is known
         answers = [response.json() for response in await together(function, gate, list(range(32)))]
         assert [event for event, *_ in answers] == list(range(32))
         assert {(size, failures) for _, size, failures, _ in answers} == {(8, 2)}
@@ -457,7 +502,7 @@ async def test_a_worker_whose_memory_ran_out_is_given_less(deploy: Any, gate: Ga
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_after_one_that_is_too_much_by_itself_the_others_run_together(deploy: Any, gate: Gate) -> None:
+async def test_after_an_item_too_large_alone_the_others_run_together(deploy: Any, gate: Gate) -> None:
     statement = "if 'bad' in events: raise MemoryError"
     function = await deploy(HOLDS.format(statement=statement), {"scale.max": 1}, gate=gate)
     responses = await together(function, gate, [*range(31), "bad"])
@@ -467,7 +512,7 @@ async def test_after_one_that_is_too_much_by_itself_the_others_run_together(depl
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_caller_who_hangs_up_disturbs_nobody_in_its_async_batch(deploy: Any, gate: Gate) -> None:
+async def test_a_disconnected_caller_does_not_disturb_its_async_batch(deploy: Any, gate: Gate) -> None:
     source = """
 import asyncio, gate, pilotflame
 @pilotflame.batch(max_size=8)

@@ -1,4 +1,4 @@
-"""What makes a forked child its own process: shown by forking, each time in a fresh interpreter."""
+"""Fork safety, tested by forking, each time in a fresh interpreter."""
 
 import json
 import os
@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pilotflame.runtime.worker.worker import fork_safety
+from pilotflame.runtime.worker import fork_safety
 
 
 def program(text: str, *arguments: str, cwd: Path | None = None) -> Any:
-    """Runs `text` in a fresh interpreter and gives what it printed, as JSON."""
+    """Run `text` in a fresh interpreter and return what it printed, as JSON."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", textwrap.dedent(text), *arguments],
         capture_output=True, text=True, check=False, cwd=cwd, timeout=100,
@@ -23,7 +23,7 @@ def program(text: str, *arguments: str, cwd: Path | None = None) -> Any:
     return json.loads(done.stdout)
 
 
-def test_children_draw_numbers_of_their_own() -> None:
+def test_children_draw_different_numbers() -> None:
     drawn = program("""
         import json, os, random
         import numpy, torch
@@ -45,12 +45,12 @@ def test_children_draw_numbers_of_their_own() -> None:
         print(json.dumps(found))
     """)
     plain, again, one, other = drawn
-    assert plain[1:] == again[1:]  # a bare fork inherits the states: that is what is mended
+    assert plain[1:] == again[1:]  # a fork alone inherits the states
     for first, second, bare in zip(one, other, plain, strict=True):
         assert len({first, second, bare}) == 3
 
 
-def test_a_detached_child_ends_with_its_parent_and_has_a_session_of_its_own() -> None:
+def test_a_detached_child_ends_with_its_parent_and_has_a_new_session() -> None:
     """parent (killed) -> child (detached, waits); the child's end is seen as the end of its pipe."""
     text = """
         import os, signal, sys
@@ -78,7 +78,7 @@ def test_a_detached_child_ends_with_its_parent_and_has_a_session_of_its_own() ->
 def test_a_child_whose_parent_is_gone_already_ends_at_once() -> None:
     pid = os.fork()
     if pid == 0:
-        fork_safety.detach(1 if os.getppid() != 1 else 2)  # not who forked it
+        fork_safety.detach(1 if os.getppid() != 1 else 2)  # not the parent
         os._exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
@@ -106,7 +106,7 @@ def test_torch_gets_its_threads_back() -> None:
         from pilotflame.runtime.worker import fork_safety
         torch.set_num_threads(1)
         found = [fork_safety.torch_threads()]
-        fork_safety.own_threads(3)
+        fork_safety.set_threads(3)
         print(json.dumps([*found, fork_safety.torch_threads()]))
     """) == [1, 3]
 
@@ -115,7 +115,7 @@ def test_without_torch_there_is_one_thread_and_none_is_loaded() -> None:
     assert program("""
         import json, sys
         from pilotflame.runtime.worker import fork_safety
-        fork_safety.own_threads(4); fork_safety.reseed(); fork_safety.settle()
+        fork_safety.set_threads(4); fork_safety.reseed(); fork_safety.freeze_objects()
         print(json.dumps([fork_safety.torch_threads(), "torch" in sys.modules, "numpy" in sys.modules]))
     """) == [1, False, False]
 
@@ -124,7 +124,7 @@ STARTS = "import threading\nthreading.Thread(target=threading.Event().wait, daem
 
 
 @pytest.mark.parametrize(
-    ("files", "culprits"),
+    ("files", "started"),
     [
         ({"quiet.py": "X = 1"}, {}),
         ({"loud.py": STARTS}, {"loud": 1}),
@@ -136,8 +136,8 @@ STARTS = "import threading\nthreading.Thread(target=threading.Event().wait, daem
         ({"outer.py": "import first, second", "first.py": STARTS, "second.py": STARTS}, {"first": 1, "second": 1}),
     ],
 )  # fmt: skip
-def test_threads_are_put_down_to_the_innermost_import(
-    tmp_path: Path, files: dict[str, str], culprits: dict[str, int]
+def test_threads_are_attributed_to_the_innermost_import(
+    tmp_path: Path, files: dict[str, str], started: dict[str, int]
 ) -> None:
     for name, text in files.items():
         path = tmp_path / name
@@ -150,19 +150,19 @@ def test_threads_are_put_down_to_the_innermost_import(
         sys.path.insert(0, "")
         from pilotflame.runtime.worker import fork_safety
         before = list(sys.meta_path)
-        with fork_safety.watch_threads() as culprits:
+        with fork_safety.watch_threads() as started:
             import {first}
-        print(json.dumps([culprits, fork_safety.describe_threads(culprits), sys.meta_path != before]))
+        print(json.dumps([started, fork_safety.describe_threads(started), sys.meta_path != before]))
         """,
         cwd=tmp_path,
     )
-    assert found == culprits
+    assert found == started
     assert not watching
-    assert all(f"importing {name}" in described for name in culprits)
+    assert all(f"importing {name}" in described for name in started)
 
 
-def test_watched_imports_are_as_python_makes_them(tmp_path: Path) -> None:
-    """Resources, reloads, namespace packages, built-in and missing modules: as without the watch."""
+def test_watched_imports_behave_like_plain_ones(tmp_path: Path) -> None:
+    """Resources, reloads, namespace packages, built-in and missing modules: the same as without the watch."""
     (tmp_path / "pack").mkdir()
     (tmp_path / "pack" / "__init__.py").write_text("")
     (tmp_path / "pack" / "data.txt").write_text("inside")
@@ -191,24 +191,24 @@ def test_watched_imports_are_as_python_makes_them(tmp_path: Path) -> None:
     assert watched[0] == "inside"
 
 
-def test_an_import_that_fails_under_watch_raises_as_ever(tmp_path: Path) -> None:
+def test_an_import_that_fails_under_watch_raises(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("1/0")
     assert program(
         """
         import json, sys
         sys.path.insert(0, "")
         from pilotflame.runtime.worker import fork_safety
-        with fork_safety.watch_threads() as culprits:
+        with fork_safety.watch_threads() as started:
             try:
                 import broken
             except ZeroDivisionError:
-                print(json.dumps(["broken" in sys.modules, culprits]))
+                print(json.dumps(["broken" in sys.modules, started]))
         """,
         cwd=tmp_path,
     ) == [False, {}]
 
 
-def test_threads_of_nobody_are_a_native_librarys() -> None:
+def test_unknown_threads_are_attributed_to_a_native_library() -> None:
     assert fork_safety.describe_threads({"b": 1, "a": 2}) == "importing b, importing a"
     assert (
         program("""

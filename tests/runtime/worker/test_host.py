@@ -1,4 +1,4 @@
-"""What handlers may ask of their worker: progress, an end after the answer, room for more. Over the real link."""
+"""What handlers may ask of their worker: progress, retirement, concurrency. Over a real link."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from live import Gate, Gateway
 from pilotflame.errors import OutputInvalid
-from pilotflame.runtime.link.link import Frame, FrameKind, FrameReader, Link
+from pilotflame.runtime.link.connection import Link
+from pilotflame.runtime.link.frames import Frame, FrameKind, FrameReader
 from pilotflame.runtime.serving.invocation import Invocation
 from pilotflame.runtime.worker.host import WorkerHost
 
@@ -63,7 +64,7 @@ async def rig() -> Any:
     made.close()
 
 
-async def test_the_first_word_is_sent_at_once_then_the_last_of_each_channel(rig: Rig) -> None:
+async def test_the_first_report_is_sent_at_once_then_the_latest_of_each_channel(rig: Rig) -> None:
     for n in range(1000):
         rig.host.progress(1, n)
         rig.host.progress(2, {"n": n})
@@ -73,7 +74,7 @@ async def test_the_first_word_is_sent_at_once_then_the_last_of_each_channel(rig:
     assert await rig.progress() == (3, "later")
 
 
-async def test_threads_may_say_it(rig: Rig) -> None:
+async def test_threads_may_report_progress(rig: Rig) -> None:
     async with asyncio.TaskGroup() as tasks:
         for channel in range(8):
             tasks.create_task(asyncio.to_thread(rig.host.progress, channel, channel))
@@ -87,14 +88,14 @@ async def test_what_is_not_json_is_refused(rig: Rig) -> None:
             rig.host.progress(1, value)
 
 
-async def test_after_the_end_nobody_hears_it(rig: Rig) -> None:
+async def test_progress_on_a_closed_link_does_nothing(rig: Rig) -> None:
     rig.host.progress(1, 1)
     rig.host.progress(1, 2)
     rig.link.close()
     rig.host.progress(1, 3)
 
 
-async def test_the_loop_acts_before_the_asking_thread_goes_on(rig: Rig) -> None:
+async def test_the_loop_acts_before_the_calling_thread_goes_on(rig: Rig) -> None:
     def ask() -> list[int]:
         rig.host.retire()
         rig.host.resize(5)
@@ -104,7 +105,7 @@ async def test_the_loop_acts_before_the_asking_thread_goes_on(rig: Rig) -> None:
     assert ask() == [threading.get_ident(), threading.get_ident(), 5, 5]
 
 
-async def test_sizes_are_kept_within_reason(rig: Rig) -> None:
+async def test_concurrency_is_limited(rig: Rig) -> None:
     for wanted in (-1, 0, 10**9):
         rig.host.resize(wanted)
     assert rig.sizes == [1, 1, 1024]
@@ -132,7 +133,7 @@ def handler(event, context):
         asked = [tasks.create_task(function.answer(True)) for _ in range(4)]
     pids = [task.result() for task in asked]
     assert first in pids
-    assert len(set(pids)) == 4  # what waited behind it was never begun there
+    assert len(set(pids)) == 4  # the invocations queued behind it never started there
 
 
 @live
@@ -167,14 +168,14 @@ import gate
     async with asyncio.timeout(LIMIT_S):
         assert json.loads(await heard.get()) == {"half": "me"}
     gate.open()
-    answer = (await invocation.answer).payload
+    answer = (await invocation.output).payload
     piece = await invocation.stream.take() if invocation.stream is not None else answer
     piece = piece[0] if isinstance(piece, list) else piece
     assert json.loads(piece) == {"who": "me"}
 
 
 @live
-async def test_without_an_invocation_there_is_nobody_to_tell(deploy: Callable[..., Any]) -> None:
+async def test_without_an_invocation_the_host_does_nothing(deploy: Callable[..., Any]) -> None:
     source = """
 def setup(context):
     context.progress("setting up")
@@ -186,7 +187,9 @@ def handler(event, context):
 
 
 @live
-async def test_more_room_is_used_and_less_is_kept_to(deploy: Callable[..., Any], gate: Gate) -> None:
+async def test_a_larger_concurrency_is_used_and_a_smaller_one_kept(
+    deploy: Callable[..., Any], gate: Gate
+) -> None:
     source = """
 import gate
 async def handler(event, context):
@@ -210,7 +213,7 @@ async def handler(event, context):
 
 
 @live
-async def test_all_that_ran_in_a_worker_made_larger_die_with_it(
+async def test_after_a_resize_all_running_invocations_die_with_the_worker(
     deploy: Callable[..., Any], gate: Gate
 ) -> None:
     source = """
@@ -225,6 +228,6 @@ async def handler(event, context):
         asked = [tasks.create_task(function.error(n)) for n in range(3)]
         arrived = [await gate.next() for _ in range(3)]
         arrived[0].go()
-    # None of them may run a second time: they had begun, whatever the settings say of concurrency.
+    # None of them may run again: they had started, although `concurrency` in the settings is smaller.
     assert [task.result()["type"] for task in asked] == ["worker_died"] * 3
     assert len(gate.arrived) == 3

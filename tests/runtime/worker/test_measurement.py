@@ -1,4 +1,4 @@
-"""The measurement: which sizes are run how often within the budget. What it runs is in test_worker.py."""
+"""Which batch sizes are measured, and how often, within the budget. test_worker.py measures a real handler."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +7,7 @@ from pilotflame.runtime.worker.measurement import RUNS, schedule, sizes
 
 
 def run(max_size: int, budget_s: float, takes_s: list[float]) -> tuple[list[int], list[Point]]:
-    """(the sizes that were run, the curve) of a handler whose calls take so long, one after the other."""
+    """Return (the sizes that ran, the curve) for calls that take `takes_s`, in turn."""
     points: list[Point] = []
     plan = schedule(max_size, points, budget_s)
     ran = [next(plan)]
@@ -34,7 +34,9 @@ def test_each_size_is_warmed_up_and_then_timed() -> None:
 
 
 @given(st.integers(1, 4096), st.lists(st.floats(0.001, 10), min_size=1, max_size=9))
-def test_it_stops_within_its_budget_and_knows_one_size_at_least(max_size: int, takes_s: list[float]) -> None:
+def test_it_stops_within_its_budget_and_measures_one_size_at_least(
+    max_size: int, takes_s: list[float]
+) -> None:
     ran, points = run(max_size, 4.0, takes_s)
     assert [point.size for point in points] == sizes(max_size)[: len(points)]
     assert points
@@ -43,7 +45,7 @@ def test_it_stops_within_its_budget_and_knows_one_size_at_least(max_size: int, t
     assert all(0 < point.p50_s <= point.p95_s for point in points)
 
 
-def test_a_size_that_would_not_fit_is_not_begun() -> None:
+def test_a_size_that_would_not_fit_is_skipped() -> None:
     ran, points = run(32, 4.0, [0.4])
     assert ran == [1] * 4 + [2] * 4
     assert [point.size for point in points] == [1, 2]

@@ -17,7 +17,8 @@ from pilotflame.handlers.contract import Cancellation, Context, batch
 from pilotflame.handlers.handler import HandlerKind
 from pilotflame.handlers.resolve import handler_of
 from pilotflame.runtime.batching.prefetch import window
-from pilotflame.runtime.link.link import TIMING, Frame, FrameKind, FrameReader, Link, Timing
+from pilotflame.runtime.link.connection import Link
+from pilotflame.runtime.link.frames import TIMING, Frame, FrameKind, FrameReader, Timing
 from pilotflame.runtime.link.stream_credit import Credit
 from pilotflame.runtime.worker.loop_runner import LoopRunner
 from pilotflame.runtime.worker.runner import Call, Runner
@@ -85,9 +86,9 @@ class Rig:
             deadline_s=deadline_s,
             state="s",
         )
-        call = Call(channel, orjson.dumps(event), "", context, cancellation)
-        if self.handler.kind.streaming:
-            call.credit = Credit() if credit is None else Credit(credit)
+        found = Credit() if credit is None else Credit(credit)
+        stream_credit = found if self.handler.kind.streaming else None
+        call = Call(channel, orjson.dumps(event), "", context, cancellation, credit=stream_credit)
         self.calls[channel] = call
         self.runner.submit(call, more)
 
@@ -126,7 +127,7 @@ class Rig:
         return answer
 
     def peek(self) -> list[int]:
-        """The kinds of the frames that lie at the gateway's end now, from whichever thread."""
+        """Return the kinds of the frames that the gateway's end could read now. Any thread may call it."""
         try:
             data = self.gateway.recv(1 << 16, socket.MSG_PEEK)
         except BlockingIOError:
@@ -219,7 +220,7 @@ async def test_bytes_are_answered_with_their_type(rig: MakeRig, kind: Any) -> No
 
 @both
 async def test_what_finished_is_sent_before_the_next_one_starts(rig: MakeRig, kind: Any) -> None:
-    """So that the gateway knows, should this worker die, that the oldest it has here are those that ran."""
+    """If this worker dies, the gateway knows that its oldest invocations are those that had started."""
     seen: list[list[int]] = []
     ran = asyncio.Event()
 
@@ -248,7 +249,7 @@ async def test_the_context_is_the_calls(rig: MakeRig, kind: Any) -> None:
 
 
 class Odd(BaseException):
-    """Neither an Exception nor one that Python itself raises."""
+    """A BaseException that is no Exception and not raised by Python."""
 
 
 def failing(error: BaseException) -> Callable[[Any], Any]:
@@ -273,17 +274,17 @@ def failing(error: BaseException) -> Callable[[Any], Any]:
     ],
     ids=lambda error: type(error).__name__,
 )
-async def test_whatever_the_handler_raises_is_its_callers_and_the_next_one_runs(
+async def test_what_the_handler_raises_goes_to_its_caller_and_the_next_one_runs(
     rig: MakeRig, kind: Any, error: BaseException
 ) -> None:
     made = rig(kind(failing(error)))
     made.submit(1, "fail")
     (frame,) = await made.expect(FrameKind.ERROR)
-    told = frame.json()
-    assert (frame.channel, told["type"]) == (1, "handler_failed")
+    described = frame.json()
+    assert (frame.channel, described["type"]) == (1, "handler_failed")
     if kind is sync:
-        assert told["details"]["exception"] == type(error).__name__
-        assert "test_runner.py, line " in told["message"]
+        assert described["details"]["exception"] == type(error).__name__
+        assert "test_runner.py, line " in described["message"]
     assert await made.ask(2, "fine") == "fine"
 
 
@@ -312,7 +313,7 @@ async def test_input_that_does_not_fit_never_reaches_the_handler(rig: MakeRig, k
 
     made = rig(kind(handler))
     assert await made.ask(1, {"n": "x"}) == "input_invalid"
-    assert await made.ask(2, {"n": 5}) == "handler_failed"  # their validator's own failure
+    assert await made.ask(2, {"n": 5}) == "handler_failed"  # the validator fails
     assert await made.ask(3, {"n": 1}) == 1
     assert seen == [1]
 
@@ -351,7 +352,7 @@ async def test_a_group_waits_for_all_of_it(rig: MakeRig) -> None:
 
 
 @both
-async def test_one_that_left_before_its_group_was_complete_is_left_out_of_it(rig: MakeRig, kind: Any) -> None:
+async def test_a_call_cancelled_before_its_group_is_complete_is_left_out(rig: MakeRig, kind: Any) -> None:
     made = rig(kind(batch(max_size=3)(doubled)))
     made.submit(1, 1, more=2)
     made.runner.cancel(1)
@@ -405,20 +406,20 @@ async def test_bad_input_is_left_out_of_the_batch(rig: MakeRig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"), [([1], "1 answers"), ([1, 2, 3], "3 answers"), (None, "NoneType"), (5, "int"), ("ab", "str"), ({1: 1, 2: 2}, "dict")]
+    ("answer", "expected"), [([1], "1 answers"), ([1, 2, 3], "3 answers"), (None, "NoneType"), (5, "int"), ("ab", "str"), ({1: 1, 2: 2}, "dict")]
 )  # fmt: skip
 async def test_a_wrong_number_of_answers_fails_all_and_says_both(
-    rig: MakeRig, answer: Any, said: str
+    rig: MakeRig, answer: Any, expected: str
 ) -> None:
     made = rig(batch(max_size=4)(lambda events: answer), start=False)
     batched(made, 1, 2)
     for frame in await made.expect(FrameKind.ERROR, FrameKind.ERROR):
         assert frame.json()["type"] == "output_invalid"
-        assert f"was given 2 events and returned {said}" in frame.json()["message"]
+        assert f"was given 2 events and returned {expected}" in frame.json()["message"]
 
 
 @pytest.mark.parametrize("answer", [(1, 2), np.array([1, 2]), deque([1, 2])], ids=["tuple", "array", "deque"])
-async def test_other_sequences_of_answers_will_do(rig: MakeRig, answer: Any) -> None:
+async def test_other_sequences_of_answers_are_taken(rig: MakeRig, answer: Any) -> None:
     made = rig(batch(max_size=4)(lambda events: answer), start=False)
     batched(made, 1, 2)
     assert [await made.answer() for _ in range(2)] == [(1, 1), (2, 2)]
@@ -447,7 +448,7 @@ async def test_threads_run_side_by_side(rig: MakeRig) -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "async"])
 async def test_64_run_at_the_same_time_where_64_may(rig: MakeRig, kind: str) -> None:
-    """Nothing between the setting and the handler has a smaller number of its own."""
+    """No layer between the setting and the handler has a smaller limit."""
     barrier, async_barrier = threading.Barrier(64), asyncio.Barrier(64)
 
     def plain(_event: Any) -> bool:
@@ -556,7 +557,7 @@ async def test_a_task_that_ignores_its_cancellation_still_answers(rig: MakeRig) 
     assert await made.answer() == (1, "on my way")
 
 
-async def test_a_running_plain_handler_is_told(rig: MakeRig) -> None:
+async def test_a_running_plain_handler_sees_its_cancellation(rig: MakeRig) -> None:
     gate, inside = threading.Event(), threading.Event()
 
     def handler(event: Any, context: Context) -> bool:
@@ -607,7 +608,7 @@ streaming = pytest.mark.parametrize("kind", ["generator", "async_generator"])
 
 
 @streaming
-async def test_pieces_then_the_end(rig: MakeRig, kind: str) -> None:
+async def test_chunks_then_the_end(rig: MakeRig, kind: str) -> None:
     made = rig(counting([], [])[kind])
     made.submit(4, 3)
     *chunks, end = await made.expect(FrameKind.CHUNK, FrameKind.CHUNK, FrameKind.CHUNK, FrameKind.END)
@@ -628,7 +629,7 @@ async def test_it_stops_without_credit_and_goes_on_with_more(rig: MakeRig, kind:
     made.runner.grant(1, 2)
     await made.expect(FrameKind.CHUNK, FrameKind.CHUNK)
     made.runner.cancel(1)
-    assert await made.answer() == (1, "cancelled")  # and no sixth piece before it
+    assert await made.answer() == (1, "cancelled")  # and no sixth chunk before it
     assert produced in ([0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4])
     assert ended == ["closed"]
     made.submit(2, 1)
@@ -636,7 +637,7 @@ async def test_it_stops_without_credit_and_goes_on_with_more(rig: MakeRig, kind:
 
 
 @streaming
-async def test_a_stream_that_breaks_says_so_after_what_it_sent(rig: MakeRig, kind: str) -> None:
+async def test_a_stream_that_fails_sends_its_error_after_its_chunks(rig: MakeRig, kind: str) -> None:
     def plain(event: str) -> Iterator[Any]:
         yield 1
         if event == "raise":
@@ -735,16 +736,26 @@ async def test_closing_an_idle_one_reports_at_once(rig: MakeRig, kind: Any) -> N
         await made.idle.wait()
 
 
+async def test_threads_share_all_groups_and_run_each_once(rig: MakeRig) -> None:
+    made = rig(lambda event: event, concurrency=3)
+    for channel in range(600):
+        made.submit(channel, channel)
+    returned = [call.channel for call in made.runner.close()]
+    answered = [await made.answer() for _ in range(600 - len(returned))]
+    assert sorted([*returned, *(channel for channel, _ in answered)]) == list(range(600))
+    assert all(channel == event for channel, event in answered)
+
+
 # -- the window
 
 
-async def test_short_calls_ask_for_some_in_advance_and_long_ones_stop_asking(rig: MakeRig) -> None:
+async def test_short_calls_are_prefetched_and_long_ones_are_not(rig: MakeRig) -> None:
     made = rig(lambda event: event, concurrency=2)
     assert made.runner.window == made.runner.slots == 2
 
     async def windows(*exec_s: float) -> list[int]:
         for seconds in exec_s:
-            made.runner._learn(seconds)
+            made.runner._update_window(seconds)
         data = await asyncio.wait_for(made.loop.sock_recv(made.gateway, 1 << 16), LIMIT_S)
         return [
             frame.json()["window"] for frame in FrameReader().feed(data) if frame.kind == FrameKind.WINDOW
@@ -760,4 +771,4 @@ async def test_the_slots_and_the_window_of_a_batch_handler_are_groups(rig: MakeR
     made = rig(batch(max_size=8)(doubled), concurrency=2)
     assert (made.runner.slots, made.runner.window, made.runner.limit) == (2, 2, 8)
     assert await made.ask(1, 1) == 2
-    assert made.runner.window == 2  # no advance: the gateway gathers
+    assert made.runner.window == 2  # no prefetch: the gateway forms the batches

@@ -1,4 +1,4 @@
-"""A worker in a process of its own, over a real socket pair: the test is its gateway."""
+"""A worker in a separate process, over a real socket pair: the test is its gateway."""
 
 import json
 import os
@@ -10,18 +10,21 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pilotflame.runtime.link.link import Frame, FrameKind, FrameReader, encode, encode_json
+import torch
+from pilotflame.runtime.link.frames import Frame, FrameKind, FrameReader, encode, encode_json
 from pilotflame.runtime.link.worker_spec import WorkerSpec
+from pilotflame.runtime.worker.worker import device_name, most_common_dtype
 
 LIMIT_S = 60.0
 PROGRAM = """
 import socket, sys
 from pilotflame.runtime.link.worker_spec import WorkerSpec
 from pilotflame.runtime.worker.worker import Worker
-from pilotflame.runtime.worker.zygote import build
+from pilotflame.runtime.worker.function_setup import build
 spec = WorkerSpec.model_validate_json(sys.argv[2])
 Worker(socket.socket(fileno=int(sys.argv[1])), spec, build(spec)).run()
 sys.stdout.flush()
@@ -36,9 +39,9 @@ class Process:
         self.folder = folder
         self.sock, theirs = socket.socketpair()
         self.sock.settimeout(LIMIT_S)
-        told = WorkerSpec(function="tone", revision="r1-abc", code=folder, threads=1, **spec)
+        revision = WorkerSpec(function="tone", revision="r1-abc", code=folder, threads=1, **spec)
         self.process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(theirs.fileno()), told.model_dump_json()],
+            [sys.executable, "-c", PROGRAM, str(theirs.fileno()), revision.model_dump_json()],
             pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         theirs.close()
@@ -64,7 +67,7 @@ class Process:
 
     def expect(self, kind: FrameKind) -> Frame:
         frame = self.frame()
-        assert frame is not None, f"ended, and had said: {self.errors()}"
+        assert frame is not None, f"ended, and had logged: {self.errors()}"
         assert FrameKind(frame.kind).name == kind.name, frame
         return frame
 
@@ -124,7 +127,7 @@ def worker(tmp_path: Path) -> Iterator[Callable[..., Process]]:
         process.close()
 
 
-# `handler` says that it is inside and waits at the gate: two pipes, so that nobody guesses how long.
+# `handler` reports that it runs and waits at the gate, by two pipes, so that no test sleeps.
 BLOCKS = """
 def handler(event):
     if event == "wait":
@@ -134,7 +137,7 @@ def handler(event):
 """
 
 
-def test_a_standby_says_nothing_until_it_is_activated(worker: Callable[..., Process]) -> None:
+def test_a_standby_sends_nothing_until_it_is_activated(worker: Callable[..., Process]) -> None:
     process = worker("def setup():\n    print('set up')\ndef handler(event): return event", concurrency=3)
     assert process.ready() == {
         "window": 3, "slots": 3, "batching": False, "limit": 1, "restore_s": pytest.approx(0, abs=10), "device": "cpu", "dtype": "",
@@ -179,21 +182,21 @@ def test_hooks_and_handler_may_be_of_different_kinds(
 
 @pytest.mark.parametrize("prefix", ["", "async "])
 @pytest.mark.parametrize(
-    ("statement", "said"), [("raise ValueError('no')", "ValueError: no"), ("raise SystemExit(3)", "SystemExit: 3")]
+    ("statement", "expected"), [("raise ValueError('no')", "ValueError: no"), ("raise SystemExit(3)", "SystemExit: 3")]
 )  # fmt: skip
-def test_a_setup_that_fails_is_told_and_ends_the_worker(
-    worker: Callable[..., Process], prefix: str, statement: str, said: str
+def test_a_setup_that_fails_is_reported_and_ends_the_worker(
+    worker: Callable[..., Process], prefix: str, statement: str, expected: str
 ) -> None:
     process = worker(f"def handler(event): pass\n{prefix}def setup(context):\n    {statement}\n")
     process.send(FrameKind.ACTIVATE)
-    told = process.expect(FrameKind.FAILED).json()
-    assert told["type"] == "handler_setup_failed"
-    assert f"at handler.py, line 3: {said}" in told["message"]
+    head = process.expect(FrameKind.FAILED).json()
+    assert head["type"] == "handler_setup_failed"
+    assert f"at handler.py, line 3: {expected}" in head["message"]
     assert process.frame() is None
     assert process.exit_code() == 0
 
 
-def test_system_exit_in_a_handler_is_its_callers_error_not_the_workers_end(
+def test_system_exit_in_a_handler_fails_its_call_only(
     worker: Callable[..., Process],
 ) -> None:
     process = worker("import sys\ndef handler(event):\n    return sys.exit(3) if event else 'fine'\n")
@@ -205,7 +208,7 @@ def test_system_exit_in_a_handler_is_its_callers_error_not_the_workers_end(
     assert process.ask(2, 0) == "fine"
 
 
-def test_draining_finishes_what_runs_and_gives_back_the_rest(worker: Callable[..., Process]) -> None:
+def test_draining_finishes_what_runs_and_returns_the_rest(worker: Callable[..., Process]) -> None:
     process = worker(BLOCKS + "def teardown(): open('torn', 'w').write('down')\n")
     process.ready()
     for channel in (1, 2, 3):
@@ -250,7 +253,7 @@ def test_a_standby_that_drains_ends_at_once(worker: Callable[..., Process]) -> N
     assert process.exit_code() == 0
 
 
-def test_a_worker_whose_gateway_is_gone_ends_although_its_handler_does_not(
+def test_a_worker_ends_with_its_gateway_although_its_handler_runs(
     worker: Callable[..., Process],
 ) -> None:
     process = worker(BLOCKS)
@@ -271,7 +274,7 @@ def handler(events):
 """
 
 
-def test_a_group_runs_together_and_one_that_had_not_started_is_given_back(
+def test_a_group_runs_together_and_one_that_has_not_started_is_returned(
     worker: Callable[..., Process],
 ) -> None:
     process = worker(BATCH_BLOCKS)
@@ -282,7 +285,7 @@ def test_a_group_runs_together_and_one_that_had_not_started_is_given_back(
     process.send(FrameKind.DRAIN)
     process.expect(FrameKind.DRAIN)
     assert [process.expect(FrameKind.RETURNED).channel for _ in range(4)] == [4, 5, 6, 7]
-    process.invoke(8)  # the rest of a group whose beginning came back
+    process.invoke(8)  # the rest of a group whose first part was returned
     assert process.expect(FrameKind.RETURNED).channel == 8
     process.release("gate")
     frames = [process.expect(FrameKind.RESULT) for _ in range(3)]
@@ -335,7 +338,7 @@ def test_the_example_is_measured_before_the_worker_is_ready(
 
 
 @pytest.mark.parametrize("prefix", ["", "async "])
-def test_an_example_that_fails_is_told_and_the_worker_is_ready_all_the_same(
+def test_an_example_that_fails_is_logged_and_the_worker_is_ready(
     worker: Callable[..., Process], prefix: str
 ) -> None:
     process = worker(MEASURED.format(prefix=prefix, fails="yes"))
@@ -349,7 +352,7 @@ def test_an_example_that_fails_is_told_and_the_worker_is_ready_all_the_same(
 
 
 @pytest.mark.parametrize(("example", "order"), [("", {"measure": True}), (", example=1", {})])
-def test_nothing_is_measured_without_an_example_or_unasked(
+def test_nothing_is_measured_without_an_example_or_a_request(
     worker: Callable[..., Process], example: str, order: dict[str, bool]
 ) -> None:
     process = worker(f"""
@@ -365,7 +368,7 @@ def test_nothing_is_measured_without_an_example_or_unasked(
     assert process.ask(1) == [1]
 
 
-def test_answers_of_calls_before_a_crash_arrive(worker: Callable[..., Process]) -> None:
+def test_answers_from_before_a_crash_arrive(worker: Callable[..., Process]) -> None:
     process = worker("import os\ndef handler(event):\n    return os._exit(9) if event == 3 else event\n")
     process.ready()
     process.sock.sendall(
@@ -440,7 +443,7 @@ def test_a_teardown_that_fails_goes_to_the_log(worker: Callable[..., Process]) -
     assert "teardown(context) failed at handler.py, line 3: ValueError: stuck" in process.errors()
 
 
-def test_a_rehearsal_that_fails_does_not_spoil_the_performance(worker: Callable[..., Process]) -> None:
+def test_a_rehearsal_that_fails_does_not_stop_the_worker(worker: Callable[..., Process]) -> None:
     process = worker("def handler(event): return 'fine'\ndef rehearse():\n    raise ValueError('lines')\n")
     select.select([process.sock], [], [], LIMIT_S)  # PRIMED
     process.ready()
@@ -448,3 +451,18 @@ def test_a_rehearsal_that_fails_does_not_spoil_the_performance(worker: Callable[
     process.send(FrameKind.DRAIN)
     assert process.exit_code() == 0
     assert "rehearse(context) failed at handler.py, line 3: ValueError: lines" in process.errors()
+
+
+def test_the_device_is_the_processor_unless_the_handler_uses_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert device_name() == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
+    assert device_name() == "cuda:H100"
+
+
+@pytest.mark.parametrize(("dtypes", "found"), [([], ""), (["F32", "BF16", "BF16"], "BF16")])
+def test_the_dtype_is_that_of_most_tensors(dtypes: list[str], found: str) -> None:
+    tensors = [SimpleNamespace(dtype=dtype) for dtype in dtypes]
+    snapshot: Any = SimpleNamespace(manifest=SimpleNamespace(tensors=tensors), path=Path())
+    assert most_common_dtype(snapshot) == found
+    assert most_common_dtype(None) == ""

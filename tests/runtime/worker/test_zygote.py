@@ -1,4 +1,4 @@
-"""The zygote and its forks: what they share, what they do not, and whose death ends whom."""
+"""The zygote and its forks: what they share, what they do not, and which deaths end which processes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_a_zygote_holds_one_thread(deploy):
     assert zygote.parent().num_threads() == 1
 
 
-async def test_a_killed_gateway_takes_all_with_it(state):
+async def test_all_processes_end_with_a_killed_gateway(state):
     async with gateway_process(state) as gateway:
         source = "import gate, os\ndef handler(event):\n    return os.getpid()"
         functions = [await gateway.deploy(source, {"scale.min": 2}) for _ in range(2)]
@@ -57,12 +57,11 @@ async def test_a_killed_gateway_takes_all_with_it(state):
         gateway.process.kill()
         for process in processes:
             await gone(process.pid)
-    async with gateway_here(state) as gateway:  # and the next one finds everything in order
+    async with gateway_here(state) as gateway:  # the next gateway can use the state
         assert isinstance(await gateway.function(functions[0].name).answer(), int)
 
 
-async def test_a_stopped_gateway_that_is_killed(state):
-    """Workers that run a handler when their gateway vanishes end too."""
+async def test_running_workers_end_with_a_killed_gateway(state):
     async with gateway_process(state) as gateway:
         function = await gateway.deploy("import time\ndef handler(event):\n    time.sleep(3600)", check=False)
         await function.client.post(f"/v2/{function.name}/warmup")

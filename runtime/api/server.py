@@ -1,0 +1,82 @@
+"""The HTTP server: binds the gateway's address, and serves routes on its sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import sys
+from collections.abc import AsyncIterator, Sequence
+
+import aiohttp
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from ...errors import GatewayError
+from .admin import MAX_ARCHIVE_BYTES
+from .connection import connection_factory, header_timer, missing_internals
+from .fast_path import FastPath
+from .routes import Route, aiohttp_routes
+
+BACKLOG = 1024
+NO_FAST_PATH = (
+    "pilotflame: aiohttp {version} lacks {names}: plain calls are answered in aiohttp's ordinary way, which"
+    " takes more time each. Install an aiohttp that pilotflame's pyproject.toml allows.\n"
+)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a bound socket. Raise GatewayError if the address is in use or not of this machine."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise GatewayError(
+            f"{host} is no address of this machine: {error}.", remedy="Use --host 127.0.0.1."
+        ) from None
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        raise GatewayError(
+            f"Cannot listen on {host}:{port}: {error.strerror}.",
+            remedy="Choose another --port (0 picks a free one), or stop the program that listens there.",
+        ) from None
+    return sock
+
+
+def url_of(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+@contextlib.asynccontextmanager
+async def http_server(
+    socks: Sequence[socket.socket],
+    routes: Sequence[Route],
+    middlewares: Sequence[Middleware],
+    fast_path: FastPath,
+    header_timeout_s: float,
+) -> AsyncIterator[None]:
+    """Serve inside the block."""
+    if missing := missing_internals():
+        sys.stderr.write(NO_FAST_PATH.format(version=aiohttp.__version__, names=", ".join(missing)))
+        middlewares = [header_timer, *middlewares]
+    app = web.Application(client_max_size=MAX_ARCHIVE_BYTES, middlewares=middlewares)
+    app.add_routes(aiohttp_routes(routes))
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
+    await runner.setup()
+    accept = connection_factory(runner, None if missing else fast_path, header_timeout_s)
+    loop = asyncio.get_running_loop()
+    servers = [await loop.create_server(accept, sock=sock, backlog=BACKLOG) for sock in socks]
+    try:
+        yield
+    finally:
+        for server in servers:
+            server.close()
+        await runner.cleanup()
+        for server in servers:
+            await server.wait_closed()

@@ -1,0 +1,42 @@
+"""The exit codes of the command line, and how errors become them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from ...errors import GatewayUnreachable, PilotflameError
+from .display import say
+
+ERROR = 1
+USAGE = 2
+UNREACHABLE = 3
+# The job that the command waited for, or a line of a batch, did not complete.
+NOT_COMPLETED = 4
+INTERRUPTED = 130
+
+
+def exit_code_of(command: Callable[[], Any]) -> int:
+    """Run a command, print the error that it raises as one paragraph on stderr, and return the exit code."""
+    try:
+        code = command()
+    except (click.exceptions.Abort, KeyboardInterrupt):
+        return INTERRUPTED
+    except click.ClickException as error:
+        error.show()
+        return USAGE if isinstance(error, click.UsageError) else ERROR
+    except PilotflameError as error:
+        say(f"error: {' '.join(str(error).split())}")
+        return UNREACHABLE if isinstance(error, GatewayUnreachable) else ERROR
+    except BrokenPipeError:
+        # The reader of our output has closed it, and the interpreter flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ERROR
+    except OSError as error:
+        say(f"error: {error.filename or 'The system'}: {error.strerror or error}.")
+        return ERROR
+    return code if isinstance(code, int) else 0

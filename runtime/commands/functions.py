@@ -1,0 +1,240 @@
+"""The commands about functions: `pilotflame deploy|invoke|list|status|logs|delete|warmup`."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import click
+
+from . import display, options
+from .client import Client
+from .options import FunctionSource
+
+# Platforms whose handlers run unchanged, by dialect.
+PLATFORMS = {"runpod": "RunPod", "cog": "Cog", "lambda": "Lambda"}
+
+
+@click.command()
+@options.function_source
+@click.option("--install", is_flag=True, help="Install requirements.txt into a shared environment.")
+@click.option("--no-check", is_flag=True, help="Start no worker now: errors in setup appear later.")
+@click.option("--upload", is_flag=True, help="Send the folder's files even to a gateway on this machine.")
+@options.gateway
+def deploy(
+    *, source: FunctionSource, install: bool, no_check: bool, upload: bool, client: Client, as_json: bool
+) -> None:
+    """Deploy FOLDER as a function, or as a new revision of it.
+
+    The handler is imported and built before the new revision takes calls. If that fails, the old one stays.
+    A gateway on this machine reads the folder itself; any other is sent its files.
+
+    \b
+    Example:
+      pilotflame deploy hello --set scale.max=8 --name greeter
+    """
+    local = client.on_loopback and not upload
+    with display.spinner(f"deploying {source.folder}"):
+        status = client.deploy(
+            source.folder,
+            overrides=source.overrides(local=local),
+            install=install,
+            check=not no_check,
+            upload=not local,
+        )
+    if as_json:
+        return display.print_json(status)
+    display.warn(status["warnings"])
+    if (platform := PLATFORMS.get(status.get("dialect", ""))) is not None:
+        display.say(f"recognised a {platform} handler: {status['entry']}")
+    name = status["name"]
+    return click.echo(f"{name} {status['revision']} is deployed; call it: pilotflame invoke {name} JSON")
+
+
+@click.command()
+@click.argument("name")
+@click.argument("event", required=False)
+@click.option("--timing", is_flag=True, help="Show on stderr how long each phase took.")
+@click.option("--content-type", default="application/json", help="The input's media type.")
+@click.option("--timeout", "timeout_s", type=float, metavar="SECONDS", help="How long the call may take.")
+@options.gateway
+def invoke(
+    *, name: str, event: str | None, timing: bool, content_type: str, timeout_s: float | None, client: Client,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Call a function and print its answer. A stream is printed as it arrives, one JSON value a line.
+
+    EVENT is JSON, @FILE, or - for standard input. Without it the function gets null.
+    With --json the answer is printed inside an object that also holds its timing.
+
+    \b
+    Examples:
+      pilotflame invoke hello '{"name": "Ada"}' --timing
+      pilotflame invoke hello @test_input.json
+      cat photo.jpg | pilotflame invoke classify - --content-type image/jpeg
+    """
+    body = options.event_body(event)
+    with client.call(name, body, content_type=content_type, timeout_s=timeout_s) as reply:
+        if as_json:
+            display.print_json(
+                {
+                    "answer": display.json_answer(reply.value()),
+                    "cold": reply.cold,
+                    "timing_ms": reply.timing_ms,
+                    "worker": reply.worker,
+                    "request_id": reply.request_id,
+                }
+            )
+        elif reply.streaming:
+            for piece in reply.pieces():
+                display.print_json(piece)
+        else:
+            display.print_answer(reply.value())
+        if timing:
+            display.print_timing(reply.timing_ms, cold=reply.cold, worker=reply.worker)
+
+
+@click.command("list")
+@options.gateway
+def list_functions(*, client: Client, as_json: bool) -> None:
+    """List the functions, with the number of their workers and requests.
+
+    \b
+    Example:
+      pilotflame list
+    """
+    functions = client.get("v1", "functions")["functions"]
+    columns = (
+        "function",
+        "revision",
+        "workers",
+        "at rest",
+        "queued",
+        "running",
+        "activations",
+        "last cold start",
+    )
+    display.print_list(
+        {"functions": functions}, columns, map(_row, functions),
+        empty="no functions yet: pilotflame deploy FOLDER", as_json=as_json,
+    )  # fmt: skip
+
+
+@click.command()
+@click.argument("name")
+@click.option("--memory", is_flag=True, help="Also measure the memory of each of its processes.")
+@options.gateway
+def status(*, name: str, memory: bool, client: Client, as_json: bool) -> None:
+    """Show one function: revision, workers, settings, processes.
+
+    \b
+    Example:
+      pilotflame status hello --memory
+    """
+    found = client.get("v1", "functions", name, memory=int(memory))
+    if as_json:
+        return display.print_json(found)
+    display.print_table(("", ""), _facts(found))
+    if memory:
+        columns = ("process", "pid", "own memory", "with its share", "resident")
+        click.echo()
+        display.print_table(columns, [_process_row(process) for process in found["processes"]])
+    return display.warn(found["warnings"])
+
+
+@click.command()
+@click.argument("name")
+@click.option("-f", "--follow", is_flag=True, help="Go on with every new line, until Ctrl-C.")
+@click.option("-n", "--lines", type=click.IntRange(0, 10_000), default=100, help="How many old lines.")
+@options.gateway
+def logs(*, name: str, follow: bool, lines: int, client: Client, as_json: bool) -> None:
+    """Print what a function's processes wrote.
+
+    \b
+    Example:
+      pilotflame logs hello -f
+    """
+    for line in client.logs(name, lines=lines, follow=follow):
+        if as_json:
+            display.print_json(line)
+            continue
+        at = datetime.fromtimestamp(line["at"], UTC).astimezone()
+        click.echo(f"{at:%H:%M:%S}.{at.microsecond // 1000:03d} {line['source']:<12} {line['text']}")
+
+
+@click.command()
+@click.argument("name")
+@options.yes
+@options.gateway
+def delete(*, name: str, yes: bool, client: Client, as_json: bool) -> None:
+    """Delete a function and all its revisions. Calls that run may finish.
+
+    \b
+    Example:
+      pilotflame delete hello --yes
+    """
+    if not yes:
+        # An unknown function is an error before the question.
+        options.confirm(
+            lambda: f"Delete {client.get('v1', 'functions', name)['name']} and all its revisions?"
+        )
+    client.delete("v1", "functions", name)
+    display.print_result({"deleted": name}, f"{name} is deleted", as_json=as_json)
+
+
+@click.command()
+@click.argument("name")
+@click.option("--workers", type=click.IntRange(min=1), default=1, help="How many workers to have.")
+@options.gateway
+def warmup(*, name: str, workers: int, client: Client, as_json: bool) -> None:
+    """Start workers now, ahead of the requests that will need them.
+
+    \b
+    Example:
+      pilotflame warmup hello --workers 2
+    """
+    found = client.post("v2", name, "warmup", workers=workers)["workers"]
+    text = f"{name}: {found['ready']} ready, {found['starting']} starting"
+    display.print_result({"workers": found}, text, as_json=as_json)
+
+
+def _row(status: dict[str, Any]) -> tuple[str, ...]:
+    counts = (str(status[key]) for key in ("queued", "in_flight", "activations"))
+    last_ms = display.milliseconds(status["last_cold_start_ms"])
+    return (status["name"], status["revision"], _workers(status), _at_rest(status), *counts, last_ms)
+
+
+def _workers(status: dict[str, Any]) -> str:
+    workers = status["workers"]
+    others = [f"{workers[state]} {state}" for state in ("starting", "draining") if workers[state]]
+    return ", ".join([f"{workers['ready']} of {status['settings']['scale']['max']}", *others])
+
+
+def _at_rest(status: dict[str, Any]) -> str:
+    return " + ".join(name for name in ("zygote", "standby") if status[name]) or "files only"
+
+
+def _facts(status: dict[str, Any]) -> list[tuple[str, str]]:
+    batch = f", batches of up to {status['batch']}" if status["batch"] else ""
+    last_ms = display.milliseconds(status["last_cold_start_ms"])
+    return [
+        ("function", status["name"]),
+        ("revision", f"{status['revision']}, deployed {status['created_at']}"),
+        ("handler", f"{_handler(status)}, {status['kind'].replace('_', ' ')}{batch}"),
+        ("snapshot", status["snapshot"] or "none"),
+        ("workers", _workers(status)),
+        ("at rest", _at_rest(status)),
+        ("requests", f"{status['queued']} queued, {status['in_flight']} running"),
+        ("activations", f"{status['activations']}, the last cold start {last_ms}"),
+    ]
+
+
+def _handler(status: dict[str, Any]) -> str:
+    if (platform := PLATFORMS.get(status.get("dialect", ""))) is not None:
+        return f"{status['entry']} ({platform})"
+    return str(status["settings"]["handler"])
+
+
+def _process_row(process: dict[str, Any]) -> tuple[str, ...]:
+    memory = (f"{process[key]:.1f} MB" for key in ("uss_mb", "pss_mb", "rss_mb"))
+    return (process["name"], str(process["pid"]), *memory)

@@ -1,0 +1,201 @@
+"""The commands about API keys, in a gateway or in its files: `pilotflame keys create|list|revoke`."""
+
+from __future__ import annotations
+
+import functools
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+import orjson
+
+from ..access.control_socket import find_control_socket
+from ..access.keyring import Keyring
+from ..access.keys import parse_new_key
+from ..settings.state_dir import locked_state_dir
+from . import display, options
+from .client import Client
+
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+SCOPES = click.Choice(["invoke", "deploy", "admin"])
+_DURATION = re.compile(r"([1-9][0-9]{0,8})([smhd])")
+
+
+class GatewayKeys:
+    """The keys of a gateway that runs."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def create(self, wanted: dict[str, Any]) -> dict[str, Any]:
+        return self._client.post("v1", "keys", body=wanted)
+
+    def all(self) -> list[dict[str, Any]]:
+        return list(self._client.get("v1", "keys")["keys"])
+
+    def revoke(self, key_id: str) -> None:
+        self._client.delete("v1", "keys", key_id)
+
+
+class KeyFiles:
+    """The keys in the state folder of a gateway that does not run. It reads them when it starts."""
+
+    def __init__(self, keyring: Keyring) -> None:
+        self._keyring = keyring
+
+    def create(self, wanted: dict[str, Any]) -> dict[str, Any]:
+        key, token = self._keyring.create(parse_new_key(orjson.dumps(wanted)), time.time())
+        return {**key.shown(), "key": token}
+
+    def all(self) -> list[dict[str, Any]]:
+        return [key.shown() for key in self._keyring.all()]
+
+    def revoke(self, key_id: str) -> None:
+        self._keyring.revoke(key_id)
+
+
+Keys = GatewayKeys | KeyFiles
+
+
+@contextmanager
+def _open_keys(url: str, api_key: str, state_dir: Path | None) -> Iterator[Keys]:
+    """Open the keys of the gateway at `url` if the user named it or has a key, else of the state folder."""
+    source = click.get_current_context().get_parameter_source("url")
+    if state_dir is None and (api_key or source is not click.core.ParameterSource.DEFAULT):
+        with Client(url, api_key=api_key) as client:
+            yield GatewayKeys(client)
+        return
+    folder = options.gateway_settings(state_dir=state_dir).state_dir
+    if (control_socket := find_control_socket(folder)) is not None:
+        with Client(control_socket=control_socket) as client:
+            yield GatewayKeys(client)
+        return
+    with locked_state_dir(folder) as state:
+        keyring = Keyring(state)
+        keyring.load()
+        yield KeyFiles(keyring)
+
+
+def _with_keys(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add --state-dir, --url, --api-key and --json, and pass `as_json` and the keys as `opened`."""
+
+    @functools.wraps(command)
+    def opening(*, url: str, api_key: str, state_dir: Path | None, **values: Any) -> Any:
+        with _open_keys(url, api_key, state_dir) as opened:
+            return command(opened=opened, **values)
+
+    return options.state_dir(options.gateway_address(options.as_json(opening)))
+
+
+def _seconds(_context: click.Context, _option: click.Parameter, text: str | None) -> float | None:
+    if text is None:
+        return None
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        raise click.BadParameter(f"{text!r} is not a duration such as 30d, 12h, 5m or 90s.")
+    return float(match[1]) * _UNITS_S[match[2]]
+
+
+@click.group()
+def keys() -> None:
+    """Make, list and revoke API keys.
+
+    Without --url and --api-key these commands use the gateway of this machine's state folder, running or not,
+    and need no key. That is how to make the first one.
+
+    \b
+    Example:
+      pilotflame keys create laptop --scope admin
+    """
+
+
+@keys.command("create")
+@click.argument("name")
+@click.option(
+    "--scope", "scopes", multiple=True, default=("invoke",), type=SCOPES, help="What it may do; repeatable."
+)
+@click.option(
+    "--function", "functions", multiple=True, metavar="NAME", help="The only function it sees. Repeatable."
+)
+@click.option("--rate", "rate_per_s", type=float, metavar="N", help="Requests a second, on average.")
+@click.option("--burst", type=int, metavar="N", help="Requests at once.  [default: --rate]")
+@click.option("--concurrency", type=int, metavar="N", help="Requests at the same time.")
+@click.option("--expires", "expires_in_s", callback=_seconds, metavar="TIME", help="Lifetime: 90d, 12h, 30m.")
+@_with_keys
+def create_key(
+    *, name: str, scopes: tuple[str, ...], functions: tuple[str, ...], opened: Keys, as_json: bool,
+    **limits: float | None,
+) -> None:  # fmt: skip
+    """Make an API key. NAME tells people whose it is. The key is printed this once.
+
+    As soon as the first key exists, the gateway answers only health checks without one.
+
+    \b
+    Examples:
+      pilotflame keys create laptop --scope admin
+      pilotflame keys create shop --function greeter --rate 20 --concurrency 4 --expires 90d
+    """
+    wanted = {"name": name, "scopes": scopes, "functions": functions or None, **limits}
+    key = opened.create(wanted)
+    if not as_json:
+        display.say(f"key {key['id']} for {key['name']}: {_rights(key)}; it is not shown again:")
+    display.print_result(key, key["key"], as_json=as_json)
+
+
+@keys.command("list")
+@_with_keys
+def list_keys(*, opened: Keys, as_json: bool) -> None:
+    """List the API keys, whose they are and what they may do. Their secret parts are not stored.
+
+    \b
+    Example:
+      pilotflame keys list
+    """
+    found = opened.all()
+    columns = ("id", "for", "may", "quota", "made", "last used", "ends")
+    display.print_list(
+        {"keys": found},
+        columns,
+        map(_row, found),
+        empty="no keys: pilotflame keys create NAME",
+        as_json=as_json,
+    )
+
+
+@keys.command("revoke")
+@click.argument("key_id", metavar="ID")
+@_with_keys
+def revoke_key(*, key_id: str, opened: Keys, as_json: bool) -> None:
+    """Revoke the API key with this ID. Its next request is refused; requests that run finish.
+
+    The gateway asks for keys even when the last one is gone. To open it again, stop it and remove the file
+    access/keys.json from its state folder.
+
+    \b
+    Example:
+      pilotflame keys revoke 3f2a9c0b1d4e
+    """
+    # Of a whole key, only the id: the rest is secret and must not be printed.
+    key_id = key_id.removeprefix("pf_").partition("_")[0]
+    opened.revoke(key_id)
+    display.print_result({"revoked": key_id}, f"{key_id} is revoked", as_json=as_json)
+
+
+def _row(key: dict[str, Any]) -> tuple[str, ...]:
+    rate, burst, many = key["rate_per_s"], key["burst"], key["concurrency"]
+    quota = [
+        *([f"{rate:g} a second"] if rate is not None else []),
+        *([f"{burst} at once"] if burst is not None else []),
+        *([f"{many} running"] if many is not None else []),
+    ]
+    times = (key[name] or "-" for name in ("created_at", "last_used_at", "expires_at"))
+    return (key["id"], key["name"], _rights(key), ", ".join(quota) or "none", *times)
+
+
+def _rights(key: dict[str, Any]) -> str:
+    functions = key["functions"]
+    return f"{', '.join(key['scopes'])} {'all' if functions is None else ', '.join(functions) or 'nothing'}"

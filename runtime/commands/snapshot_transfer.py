@@ -1,0 +1,237 @@
+"""The commands that copy snapshots, and show copies on this node: `pilotflame snapshot push|pull|cache`."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ...errors import CacheError
+from ...snapshot.caching.cache import Cache
+from ...snapshot.caching.download import download
+from ...snapshot.caching.node import node_cache, node_tiers
+from ...snapshot.caching.stored import Stored
+from ...snapshot.converting.push import push as push_files
+from ...snapshot.fetching.fetch import FetchStats
+from ...snapshot.format.manifest import Manifest, read_manifest
+from ...snapshot.format.verify import verify as verify_files
+from ...snapshot.sources.locate import is_remote, open_source
+from . import display, exit_codes, options
+from .snapshot import contents, folder_of, open_place, print_timed, rate, read_manifest_of
+
+SHOWN_DIGEST_CHARS = 16
+
+
+@click.command()
+@click.argument("folder", type=click.Path(exists=True, path_type=Path))
+@click.argument("destination", metavar="DESTINATION")
+@click.option("--force", is_flag=True, help="Overwrite another snapshot at DESTINATION.")
+@options.as_json
+def push(folder: Path, destination: str, force: bool, as_json: bool) -> None:
+    """Copy the snapshot in FOLDER to DESTINATION, an s3:// prefix or another folder.
+
+    Verifies the files, sends those that are missing there, and the manifest last: a prefix with a manifest is
+    complete.
+
+    \b
+    Example:
+      pilotflame snapshot push weights/ s3://bucket/models/llama
+    """
+    manifest, root = read_manifest_of(folder), folder_of(folder)
+    with display.byte_progress(f"verifying {folder}") as progress:
+        verify_files(root, manifest, progress)
+    started_s = time.monotonic()
+    with display.byte_progress(f"pushing to {destination}") as progress:
+        target = open_source(destination)
+        pushed = push_files(root, manifest, target, force=force, verified=True, progress=progress)
+    facts = {"destination": destination, **asdict(pushed), "digest": manifest.digest}
+    kept = f", {display.size(pushed.kept_bytes)} were there" if pushed.kept_files else ""
+    sent = f"{display.size(pushed.sent_bytes)} in {display.counted(pushed.sent_files, 'file')}"
+    text = f"pushed to {destination}: {sent}{kept}"
+    print_timed(facts, text, pushed.sent_bytes, started_s, as_json=as_json)
+
+
+@click.command()
+@click.argument("url", metavar="URL")
+@click.argument("folder", required=False, type=click.Path(file_okay=False, path_type=Path))
+@click.option("--into-cache", is_flag=True, help="Into this node's cache, where functions find it.")
+@click.option("--force", is_flag=True, help="Overwrite another snapshot, or other files, in FOLDER.")
+@click.option("--connections", type=click.IntRange(1, 64), help="How many to open.  [default: adapted]")
+@click.option("--part-mib", type=click.IntRange(1, 1024), help="Size of a request.  [default: adapted]")
+@options.as_json
+def pull(
+    *, url: str, folder: Path | None, into_cache: bool, force: bool, connections: int | None,
+    part_mib: int | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Copy the snapshot at URL into FOLDER, verified. URL begins with s3:// or http(s)://, or is a folder.
+
+    Valid files and parts of files in FOLDER are kept: after Ctrl-C or a crash the same command continues
+    there. The manifest is written last, when everything else is complete.
+
+    \b
+    Examples:
+      pilotflame snapshot pull s3://bucket/models/llama weights/
+      pilotflame snapshot pull https://host/models/llama --into-cache
+    """
+    if (folder is None) != into_cache:
+        raise click.UsageError("Name the FOLDER to pull into, or pass --into-cache.")
+    if into_cache and (force or connections or part_mib):
+        raise click.UsageError("--force, --connections and --part-mib work only with a FOLDER.")
+    started_s = time.monotonic()
+    source = open_place(url.rstrip("/"))[0] if is_remote(url) else open_source(url)
+    manifest = read_manifest(source)
+    node = cache_folder()
+    with _interruptible(folder or node), display.byte_progress(f"pulling {source.url}") as progress:
+        if folder is not None:
+            where = str(folder)
+            stats: FetchStats | None = download(
+                manifest, source, folder, force=force, progress=progress, connections=connections,
+                part_bytes=part_mib and part_mib << 20,
+            )  # fmt: skip
+        else:
+            with node_cache(node).open(manifest, source, progress=progress) as lease:
+                lease.wait(copied=True)
+                where, stats = str(lease.root), lease.stats
+    elapsed_s = time.monotonic() - started_s
+    if as_json:
+        return display.print_json(_pull_facts(where, manifest, stats, elapsed_s))
+    click.echo(f"pulled {source.url} into {where}: {contents(manifest)}")
+    return click.echo(_fetched(manifest, stats, elapsed_s))
+
+
+@click.command()
+@click.option("--evict", metavar="DIGEST", help="Drop this snapshot; the beginning of its digest is enough.")
+@options.as_json
+def cache(*, evict: str | None, as_json: bool) -> None:
+    """List the snapshots in this node's cache, or drop one of them.
+
+    A snapshot that a worker has mapped, or that is being fetched, is not dropped.
+
+    \b
+    Examples:
+      pilotflame snapshot cache
+      pilotflame snapshot cache --evict 3f9c01
+    """
+    found = Cache(node_tiers(cache_folder()))
+    if evict is not None:
+        digest = _full_digest(evict, [stored.digest for stored in found.list()])
+        found.evict(digest)
+        text = f"{digest[:SHOWN_DIGEST_CHARS]} is evicted"
+        return display.print_result({"evicted": digest}, text, as_json=as_json)
+    kinds = {tier.root / "snapshots": tier.kind for tier in found.tiers}
+    facts = [_cache_facts(stored, kinds[stored.folder.parent]) for stored in reversed(found.list())]
+    if as_json:
+        tiers = [
+            {"tier": tier.kind, "root": str(tier.root), "budget_bytes": tier.budget_bytes, "used_bytes": used}
+            for tier, used in found.usage()
+        ]
+        return display.print_json({"snapshots": facts, "tiers": tiers})
+    if facts:
+        display.print_table(("digest", "size", "tier", "state", "last used"), list(map(_cache_row, facts)))
+    for tier, used in found.usage():
+        spare = tier.spares.total_bytes()
+        kept = f", {display.size(spare)} of it spare files, kept for their pages" if spare else ""
+        used_of = f"{display.size(used)} of {display.size(tier.budget_bytes)}"
+        click.echo(f"{tier.kind} ({tier.root}): {used_of}{kept}")
+    return None
+
+
+@contextmanager
+def _interruptible(where: Path) -> Iterator[None]:
+    """On Ctrl-C in the block, say that the same command continues, and exit."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        display.say(f"interrupted: what has arrived is kept in {where}; the same command continues there")
+        raise click.exceptions.Exit(exit_codes.INTERRUPTED) from None
+
+
+def _pull_facts(where: str, manifest: Manifest, stats: FetchStats | None, elapsed_s: float) -> dict[str, Any]:
+    facts = {"path": where, "digest": manifest.digest, "bytes": manifest.total_bytes}
+    fetched = {"fetched_bytes": 0} if stats is None else asdict(stats)
+    kept_bytes = manifest.total_bytes - fetched["fetched_bytes"]
+    return {**facts, **fetched, "kept_bytes": kept_bytes, "seconds": elapsed_s}
+
+
+def _fetched(manifest: Manifest, stats: FetchStats | None, elapsed_s: float) -> str:
+    if stats is None or not stats.fetched_bytes:
+        return f"nothing to fetch: all of it was there, {elapsed_s:.2f} s"
+    kept_bytes = manifest.total_bytes - stats.fetched_bytes
+    kept = f", {display.size(kept_bytes)} were there" if kept_bytes else ""
+    counts = (
+        display.counted(stats.connections, "connection"),
+        display.counted(stats.retries, "retry", "retries"),
+        display.counted(stats.stalls, "stall"),
+    )
+    fetched = f"{display.size(stats.fetched_bytes)}{kept}"
+    return f"fetched {fetched}: {rate(stats.fetched_bytes, stats.seconds)}; {', '.join(counts)}"
+
+
+# -- the cache
+
+
+def cache_folder() -> Path:
+    """Return the folder of this node's cache: PILOTFLAME_CACHE_DIR or its default."""
+    return options.gateway_settings().cache_dir
+
+
+def _full_digest(beginning: str, digests: list[str]) -> str:
+    found = sorted({digest for digest in digests if digest.startswith(beginning)})
+    if not beginning or not found:
+        raise CacheError(
+            f"No snapshot in the cache has a digest that begins with {beginning!r}.",
+            remedy="List them: pilotflame snapshot cache",
+        )
+    if len(found) > 1:
+        raise CacheError(
+            f"{len(found)} snapshots in the cache have a digest that begins with {beginning!r}.",
+            remedy="Give more of the digest.",
+        )
+    return found[0]
+
+
+def _cache_facts(stored: Stored, tier: str) -> dict[str, Any]:
+    written = stored.size_bytes if stored.ready else _written_bytes(stored.folder / "files")
+    return {
+        "digest": stored.digest, "bytes": stored.size_bytes, "tier": tier, "ready": stored.ready,
+        "percent": 100 * written // max(1, stored.size_bytes), "used_at": stored.used_s,
+    }  # fmt: skip
+
+
+def _cache_row(facts: dict[str, Any]) -> tuple[str, ...]:
+    state = "ready" if facts["ready"] else f"{facts['percent']} %"
+    used_at = datetime.fromtimestamp(facts["used_at"], UTC).astimezone()
+    return (
+        facts["digest"][:SHOWN_DIGEST_CHARS], display.size(facts["bytes"]), facts["tier"], state,
+        f"{used_at:%Y-%m-%d %H:%M:%S}",
+    )  # fmt: skip
+
+
+def _written_bytes(folder: Path) -> int:
+    """Return the bytes written so far: files have their full size, and their blocks, from the start."""
+    total = 0
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            with path.open("rb") as stream:
+                total += sum(end - begin for begin, end in _extents(stream.fileno()))
+    return total
+
+
+def _extents(descriptor: int) -> Iterator[tuple[int, int]]:
+    """Yield (begin, end) of each part of a file that was written."""
+    end, size = 0, os.fstat(descriptor).st_size
+    while end < size:
+        try:
+            begin = os.lseek(descriptor, end, os.SEEK_DATA)
+        except OSError:
+            # ENXIO: the rest is a hole.
+            return
+        end = os.lseek(descriptor, begin, os.SEEK_HOLE)
+        yield begin, end

@@ -1,0 +1,183 @@
+"""The launcher of processes: zygotes and workers run on the gateway's machine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from ...errors import LauncherError
+from ..link.worker_spec import WorkerSpec
+from ..telemetry.logs import LogBook
+from .listener import Listener
+from .zygote_process import ChildProcess, ZygoteProcess
+
+# Importing large packages from a cold disk takes long.
+BASE_TIMEOUT_S = 300.0
+BUILD_TIMEOUT_S = 600.0
+# What functions inherit of the gateway's environment. The gateway's credentials are not part of it.
+INHERITED = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "TZ", "LANG", "LANGUAGE", "VIRTUAL_ENV",
+             "LD_LIBRARY_PATH")  # fmt: skip
+INHERITED_PREFIXES = ("LC_", "HF_", "TRANSFORMERS_", "OMP_", "MKL_", "KMP_", "CUDA_", "NVIDIA_", "COVERAGE_")
+SECRET_ENDINGS = ("_TOKEN", "_KEY", "_SECRET", "_PASSWORD")
+# Libraries would start thread pools at import, which a zygote must not have. `fork_safety.set_threads` gives
+# workers their threads back.
+SINGLE_THREADED = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+class ProcessSource:
+    """Forks a revision's workers from its zygote, or spawns them from the base if no fork is possible."""
+
+    def __init__(
+        self, zygote: ZygoteProcess, base: ZygoteProcess, spec: WorkerSpec, facts: dict[str, Any],
+        spawn_reason: str,
+    ) -> None:  # fmt: skip
+        self.facts = facts
+        self.spawn_reason = spawn_reason
+        self._zygote = zygote
+        self._base = base
+        self._spec = spec
+
+    @property
+    def alive(self) -> bool:
+        return self._base.alive if self.spawn_reason else self._zygote.alive
+
+    @property
+    def zygote_pid(self) -> int | None:
+        return None if self.spawn_reason else self._zygote.child.pid
+
+    async def fork(self, name: str, logs: LogBook) -> ChildProcess:
+        if self.spawn_reason:
+            return await self._base.fork("solo", name, logs, self._spec)
+        return await self._zygote.fork("worker", name, logs)
+
+    def close(self) -> None:
+        self._zygote.close()
+
+    async def wait_closed(self, timeout_s: float) -> None:
+        self._zygote.child.kill_after(timeout_s)
+        await self._zygote.child.gone.wait()
+
+
+class ProcessLauncher:
+    """Keeps one base for each Python environment and set of preloaded packages, and forks zygotes from it."""
+
+    def __init__(self, listener: Listener, tasks: asyncio.TaskGroup) -> None:
+        self._listener = listener
+        self._tasks = tasks
+        self._bases: dict[tuple[str, tuple[str, ...]], ZygoteProcess] = {}
+        self._starting: dict[tuple[str, tuple[str, ...]], asyncio.Lock] = {}
+        self._processes: set[asyncio.subprocess.Process] = set()
+        self._closed = False
+
+    async def launch(self, spec: WorkerSpec, logs: LogBook, on_death: Callable[[], None]) -> ProcessSource:
+        base = await self._base(spec)
+        child = await base.fork("zygote", "zygote", logs, spec)
+        zygote = ZygoteProcess(child, self._listener, on_death)
+        try:
+            head = await zygote.wait_built(BUILD_TIMEOUT_S)
+        except BaseException:
+            # Also when a deploy is cancelled. The process runs user code, which does not read the link: kill
+            # it.
+            zygote.close()
+            child.kill()
+            raise
+        reason = ""
+        if head["threads"] != 1:
+            zygote.close()
+            reason = f"{head['thread_source']} started threads, which no fork survives"
+            logs.write("zygote", f"workers are spawned, not forked, and each imports for itself: {reason}")
+        return ProcessSource(zygote, base, spec, head["facts"], reason)
+
+    async def close(self) -> None:
+        self._closed = True
+        for base in self._bases.values():
+            base.close()
+        for process in list(self._processes):
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+        for process in list(self._processes):
+            await process.wait()
+
+    async def _base(self, spec: WorkerSpec) -> ZygoteProcess:
+        key = (spec.python or sys.executable, spec.preload)
+        async with self._starting.setdefault(key, asyncio.Lock()):
+            if self._closed:
+                raise LauncherError("The gateway is shutting down.")
+            base = self._bases.get(key)
+            if base is None or not base.alive:
+                base = self._bases[key] = await self._start_base(*key)
+            return base
+
+    async def _start_base(self, python: str, preload: tuple[str, ...]) -> ZygoteProcess:
+        name = f"base {' '.join(preload)}".strip()
+        dialled: asyncio.Future[ChildProcess] = asyncio.get_running_loop().create_future()
+        token = self._listener.expect(
+            "zygote", name, LogBook(),
+            lambda link, pid: dialled.set_result(ChildProcess(link, pid, name, reaped=True)),
+        )  # fmt: skip
+        try:
+            process = await _spawn_base(
+                python, {"address": str(self._listener.path), "token": token, "preload": preload}
+            )
+            self._processes.add(process)
+            ended = self._tasks.create_task(self._reap(process, dialled, name))
+            try:
+                async with asyncio.timeout(BASE_TIMEOUT_S):
+                    base = ZygoteProcess(await dialled, self._listener)
+                await base.wait_built(BASE_TIMEOUT_S)
+            except BaseException as error:
+                # If the caller was cancelled, nothing else refers to the process.
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                if not isinstance(error, TimeoutError):
+                    raise
+                await ended
+                raise LauncherError(f"{name} did not start within {BASE_TIMEOUT_S:.0f} s.") from None
+        finally:
+            self._listener.forget(token)
+        return base
+
+    async def _reap(
+        self, process: asyncio.subprocess.Process, dialled: asyncio.Future[ChildProcess], name: str
+    ) -> None:
+        code = await process.wait()
+        self._processes.discard(process)
+        if not dialled.done():
+            dialled.set_exception(
+                LauncherError(
+                    f"The {name} process ended with code {code} before it was ready.",
+                    remedy="Run `pilotflame doctor`, and see the gateway's standard error for the output.",
+                )
+            )
+
+
+async def _spawn_base(python: str, request: dict[str, Any]) -> asyncio.subprocess.Process:
+    try:
+        process = await asyncio.create_subprocess_exec(
+            python, "-m", "pilotflame.runtime.worker.zygote", "base",
+            stdin=asyncio.subprocess.PIPE, stdout=sys.stderr.fileno(), env=environment(), cwd="/",
+        )  # fmt: skip
+    except OSError as error:
+        raise LauncherError(
+            f"{python} cannot be started: {error.strerror}.",
+            remedy="Deploy again if its environment was moved.",
+        ) from error
+    if process.stdin is not None:
+        process.stdin.write(json.dumps(request).encode())
+        process.stdin.close()
+    return process
+
+
+def environment() -> dict[str, str]:
+    """Return what a base inherits: no credentials, and one thread a library."""
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if (key in INHERITED or key.startswith(INHERITED_PREFIXES)) and not key.endswith(SECRET_ENDINGS)
+    }
+    return {**kept, **SINGLE_THREADED, "PYTHONUNBUFFERED": ""}

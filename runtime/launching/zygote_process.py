@@ -1,0 +1,164 @@
+"""The gateway's view of a zygote, which forks on demand, and of its children."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from ...errors import LauncherError, PilotflameError
+from ..link.connection import Link
+from ..link.frames import Frame, FrameKind
+from ..link.worker_spec import WorkerSpec
+from ..telemetry.logs import LogBook
+from .launcher import Child
+from .listener import Listener
+
+FORK_TIMEOUT_S = 60.0
+
+
+class ChildProcess(Child):
+    """A process of this machine, by its pidfd."""
+
+    def __init__(self, link: Link, pid: int, name: str, *, reaped: bool = False) -> None:
+        """`reaped` is True if other code collects the exit of this process."""
+        super().__init__(link, pid, name)
+        self._reaped = reaped
+        try:
+            self._pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            # It has dialled in, sent its failure, ended and been reaped already.
+            self._pidfd = -1
+            self.ended()
+        else:
+            self._loop.add_reader(self._pidfd, self._on_exit)
+
+    def kill(self) -> None:
+        """Kill this process, never another one that has got its number."""
+        with contextlib.suppress(ProcessLookupError, OSError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def _on_exit(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        if not self._reaped:
+            # It is this process's to reap only if its zygote died first.
+            with contextlib.suppress(ChildProcessError):
+                os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
+        os.close(self._pidfd)
+        self._pidfd = -1
+        self.ended()
+
+
+class ZygoteProcess:
+    """A zygote, or the base that zygotes are forked from."""
+
+    def __init__(
+        self, child: ChildProcess, listener: Listener, on_death: Callable[[], None] | None = None
+    ) -> None:
+        self.child = child
+        self._listener = listener
+        self._on_death = on_death
+        self._built: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._forking: dict[str, asyncio.Future[ChildProcess]] = {}
+        self._token_of: dict[int, str] = {}
+        self._children: dict[int, ChildProcess] = {}
+        child.link.bind(self._on_frame, self._on_lost)
+
+    @property
+    def alive(self) -> bool:
+        return not self.child.link.closed
+
+    async def fork(self, role: str, name: str, logs: LogBook, spec: WorkerSpec | None = None) -> ChildProcess:
+        """Return a new child that has dialled in. Raise LauncherError if it dies first or takes too long."""
+        future: asyncio.Future[ChildProcess] = asyncio.get_running_loop().create_future()
+
+        def on_link(link: Link, pid: int) -> None:
+            self._children[pid] = child = ChildProcess(link, pid, name)
+            if future.done():
+                # The caller timed out or was cancelled.
+                link.close()
+            else:
+                future.set_result(child)
+
+        token = self._listener.expect("zygote" if role == "zygote" else "worker", name, logs, on_link)
+        self._forking[token] = future
+        described = spec.model_dump(mode="json", exclude={"source"}) if spec else None
+        self.child.link.send_json(FrameKind.FORK, 0, {"token": token, "role": role, "spec": described})
+        try:
+            if not self.alive:
+                raise LauncherError(f"{self.child.name} has ended.")
+            async with asyncio.timeout(FORK_TIMEOUT_S):
+                return await future
+        except TimeoutError:
+            raise LauncherError(f"{name} did not dial in within {FORK_TIMEOUT_S:.0f} s.") from None
+        finally:
+            self._forking.pop(token, None)
+            self._listener.forget(token)
+
+    async def wait_built(self, timeout_s: float) -> dict[str, Any]:
+        """Return the head of BUILT. Raise the HandlerError that the build failed with, or LauncherError."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._built
+        except TimeoutError:
+            self.child.kill()
+            raise LauncherError(
+                f"{self.child.name} was not ready within {timeout_s:.0f} s.",
+                remedy="Move slow work from import and `build` to `setup`.",
+            ) from None
+
+    def close(self) -> None:
+        """End the zygote. Its children notice and drain."""
+        self._on_death = None
+        self.child.link.close()
+        self._end("was closed")
+
+    def _on_frame(self, frame: Frame) -> None:
+        head = frame.json()
+        if frame.kind == FrameKind.FORKED:
+            self._token_of[head["pid"]] = head["token"]
+        elif frame.kind == FrameKind.UNFORKED:
+            self._fail_fork(head["token"], f"{self.child.name} could not fork: {head['why']}.")
+        elif frame.kind == FrameKind.EXITED:
+            self._child_ended(head["pid"], head["code"])
+        elif frame.kind == FrameKind.BUILT and not self._built.done():
+            self._built.set_result(head)
+        elif frame.kind == FrameKind.FAILED and not self._built.done():
+            self._built.set_exception(PilotflameError.from_wire(head))
+
+    def _child_ended(self, pid: int, code: int) -> None:
+        token = self._token_of.pop(pid, "")
+        if token in self._forking and pid not in self._children:
+            # Its HELLO, and what it logged, may still be unread.
+            self._listener.settle()
+        if (child := self._children.pop(pid, None)) is not None:
+            child.report_exit(code)
+        else:
+            self._fail_fork(token, f"A child of {self.child.name} died before it dialled in ({code}).")
+
+    def _fail_fork(self, token: str, message: str) -> None:
+        if (future := self._forking.get(token)) is not None and not future.done():
+            future.set_exception(LauncherError(message))
+
+    def _on_lost(self) -> None:
+        self._end("died")
+        if self._on_death is not None:
+            self._on_death()
+
+    def _end(self, how: str) -> None:
+        """Fail what waits for this zygote, which reports nothing any more."""
+        for child in self._children.values():
+            child.report_exit(None)
+        error = LauncherError(
+            f"{self.child.name} {how}.", remedy="See `pilotflame logs` for its last output."
+        )
+        futures: list[asyncio.Future[Any]] = [*self._forking.values(), self._built]
+        for future in futures:
+            if not future.done():
+                future.set_exception(error)
+        if not self._built.cancelled():
+            # Marks the exception as seen: `wait_built` may never be called.
+            self._built.exception()

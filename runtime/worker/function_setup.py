@@ -1,0 +1,120 @@
+"""Sets up a function in this process: builds its handler, calls its hooks, prepares logging and torch."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import os
+import sys
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ...errors import HandlerBuildError
+from ...handlers.contract import Context
+from ...handlers.failure import explain
+from ...handlers.handler import Handler, Hook
+from ...handlers.resolve import resolve
+from ...snapshot.handle import Snapshot
+from ..link.worker_spec import WorkerSpec
+from . import fork_safety
+
+LOG_FORMAT = "%(levelname)s %(invocation)s %(message)s"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What workers inherit from their zygote: handler, state (what `build` returned) and planned snapshot."""
+
+    handler: Handler
+    state: Any
+    snapshot: Snapshot | None
+    threads: int
+
+
+def build(spec: WorkerSpec) -> Built:
+    """Import the handler and call its `build`. Raise HandlerError."""
+    os.environ.update(spec.env)
+    threads = (
+        spec.threads or int(os.environ.get("PILOTFLAME_TORCH_THREADS", "0")) or fork_safety.torch_threads()
+    )
+    handler = resolve(spec.code, spec.handler, spec.function)
+    fork_safety.make_torch_single_threaded()
+    snapshot = _snapshot(spec)
+    state = None
+    if handler.build is not None:
+        try:
+            state = handler.build(Context(spec.function, spec.revision, snapshot=snapshot))
+        except (Exception, SystemExit) as error:
+            raise explain(HandlerBuildError, "build(context)", error, spec.code) from error
+    return Built(handler, state, snapshot, threads)
+
+
+def _snapshot(spec: WorkerSpec) -> Snapshot | None:
+    if spec.snapshot is None or spec.manifest is None:
+        return None
+    from ...snapshot.format.manifest import Manifest  # noqa: PLC0415  only functions with weights need it
+    from ...snapshot.restoring.fingerprint import take_fingerprint  # noqa: PLC0415
+
+    manifest = Manifest.read(spec.manifest)
+    if spec.cache is not None:
+        return Snapshot(spec.snapshot, manifest, cache=spec.cache)
+    return Snapshot(spec.snapshot, manifest, take_fingerprint(spec.snapshot, manifest))
+
+
+async def call_hook(handler: Handler, hook: Hook | None, context: Context) -> Any:
+    """Call a hook and return its result: on the event loop for an async handler, else as `run_hook` does."""
+    if not handler.kind.on_loop or hook is None:
+        return run_hook(hook, context)
+    result = hook(context)
+    return await result if inspect.isawaitable(result) else result
+
+
+def run_hook(hook: Hook | None, context: Context) -> Any:
+    """Call a hook on a thread without an event loop, and return its result. An async hook gets a new loop."""
+
+    async def wait() -> Any:
+        return await result
+
+    result: Any = hook(context) if hook is not None else None
+    return asyncio.run(wait()) if inspect.isawaitable(result) else result
+
+
+def run_without_loop(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that never suspends, on a thread without an event loop, and return its result."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        result: T = done.value
+        return result
+    coroutine.close()
+    raise RuntimeError("A coroutine that runs without a loop was suspended.")
+
+
+def warm_up_torch() -> None:
+    """Start the thread pool and the matrix kernels ahead of the first forward pass."""
+    if (torch := sys.modules.get("torch")) is None:
+        return
+    with torch.inference_mode():
+        square = torch.zeros(128, 128)
+        torch.nn.functional.linear(square, square)
+        torch.zeros(1 << 17).add_(1)
+
+
+class _InvocationField(logging.Filter):
+    """Adds the field of the log format to records that do not belong to an invocation."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not hasattr(record, "invocation"):
+            record.invocation = "-"
+        return True
+
+
+def configure_logging() -> None:
+    """Let `context.log` and the logging module write to standard error, which is the function's log."""
+    stream = logging.StreamHandler(sys.stderr)
+    stream.addFilter(_InvocationField())
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, handlers=[stream], force=True)

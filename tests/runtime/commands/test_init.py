@@ -1,0 +1,67 @@
+"""`pilotflame init`: what a template becomes, and errors."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+from pilotflame.errors import CodeError, SettingsError
+from pilotflame.runtime.commands.init import copy_template, templates
+from pilotflame.runtime.functions.requirements import check_requirements
+from pilotflame.runtime.settings.function_settings import read_settings
+
+FILES = {"handler.py", "pilotflame.toml", "requirements.txt", "test_input.json", "README.md"}
+NAMES = [template.name for template in templates()]
+
+
+def test_the_templates():
+    assert NAMES == ["hello", "stream", "text-embedding", "torch-module"]
+    assert all(template.summary for template in templates())
+
+
+@pytest.mark.parametrize("template", NAMES)
+def test_a_template_becomes_a_function_of_the_folders_name(template: str, tmp_path: Path):
+    assert copy_template(template, tmp_path / "My Function") == "my-function"
+    folder = tmp_path / "My Function"
+    names = {path.name for path in folder.rglob("*")}
+    assert names >= FILES
+    assert not any("pycache" in name for name in names)
+    assert read_settings(folder).name == "my-function"
+    check_requirements((folder / "requirements.txt").read_text())
+    json.loads((folder / "test_input.json").read_text())
+    ast.parse((folder / "handler.py").read_text())
+    readme = (folder / "README.md").read_text()
+    assert "pilotflame invoke my-function " in readme
+    assert f"invoke {template} " not in readme
+    assert 15 <= readme.count("\n") <= 40
+
+
+def test_an_empty_folder_is_taken_and_a_full_one_is_not(tmp_path: Path):
+    copy_template("hello", tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(CodeError, match="not empty"):
+        copy_template("stream", tmp_path)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    with pytest.raises(CodeError, match="not empty"):
+        copy_template("stream", tmp_path / "handler.py")
+
+
+def test_an_unknown_template_is_named_with_those_there_are(tmp_path: Path):
+    with pytest.raises(CodeError, match=r"'nothing'.*hello, stream"):
+        copy_template("nothing", tmp_path / "f")
+    assert not (tmp_path / "f").exists()
+
+
+def test_a_folder_that_gives_no_name_is_refused(tmp_path: Path):
+    for name in ("___", "models"):
+        with pytest.raises(SettingsError):
+            copy_template("hello", tmp_path / name)
+        assert not (tmp_path / name).exists()
+
+
+def test_a_place_that_cannot_be_written_is_an_error(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CodeError, match="cannot be made"):
+        copy_template("hello", tmp_path / "file" / "below")

@@ -1,0 +1,72 @@
+"""`pilotflame keys` in the files of a gateway, through its control socket, and over HTTP."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Run = Callable[..., Any]
+
+
+def test_the_life_of_keys_with_and_without_a_gateway(run: Run, start: Run, short_tmp: Path):
+    """Made in the files, used and revoked through the gateway, seen in the files again."""
+    home = ("--state-dir", short_tmp / "keys-home")
+    assert run("keys", "list", *home).stderr == "no keys: pilotflame keys create NAME\n"
+    made = run("keys", "create", "laptop", "--scope", "admin", "--expires", "30d", *home)
+    admin = made.stdout.strip()
+    assert made.stdout.startswith("pf_")
+    assert made.stdout.count("\n") == 1
+    assert "laptop: admin all" in made.stderr
+    with_key = {"PILOTFLAME_API_KEY": admin}
+    process = start("serve", "--json", "--port", 0, *home)
+    url = json.loads(process.stdout.readline())["url"]
+    refused = run("list", "--url", url)
+    assert refused.returncode == 1
+    assert "PILOTFLAME_API_KEY" in refused.stderr
+    assert run("list", "--url", url, "--api-key", admin).returncode == 0
+    # Through the gateway's own socket, without a key; and over HTTP with one.
+    shop = json.loads(run("keys", "create", "shop", "--function", "f", "--rate", 5, *home, "--json").stdout)
+    listed = json.loads(run("keys", "list", "--json", "--url", url, **with_key).stdout)["keys"]
+    assert [key["name"] for key in listed] == ["laptop", "shop"]
+    shown = run("keys", "list", *home).stdout
+    assert "5 a second" in shown
+    assert shop["key"].rpartition("_")[2] not in shown
+    # By a whole key as well, which is not repeated.
+    revoked = run("keys", "revoke", shop["key"], "--url", url, **with_key)
+    assert revoked.stdout == f"{shop['id']} is revoked\n"
+    again = run("keys", "revoke", shop["key"], *home)
+    assert again.returncode == 1
+    assert shop["key"] not in again.stderr
+    process.terminate()
+    assert process.wait(30) == 0
+    assert [key["name"] for key in json.loads(run("keys", "list", *home, "--json").stdout)["keys"]] == [
+        "laptop"
+    ]
+
+
+@pytest.mark.parametrize(
+    "option", [("--expires", "soon"), ("--expires", "0d"), ("--scope", "root"), ("--rate", "x")]
+)
+def test_a_wrong_option_is_exit_code_2(run: Run, short_tmp: Path, option: tuple[str, str]):
+    done = run("keys", "create", "a", *option, "--state-dir", short_tmp / "wrong")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert not (short_tmp / "wrong" / "access").exists()
+
+
+def test_options_that_contradict_each_other_are_one_paragraph(run: Run, short_tmp: Path):
+    done = run(
+        "keys", "create", "a", "--scope", "admin", "--function", "f", "--state-dir", short_tmp / "wish"
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "covers all functions" in done.stderr
+
+
+def test_a_malformed_key_is_not_echoed(run: Run):
+    done = run("list", "--api-key", "s3cr3t wörd")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "s3cr3t" not in done.stderr
+    assert "s3cr3t" not in run("list", "--help", PILOTFLAME_API_KEY="s3cr3t").stdout

@@ -1,0 +1,93 @@
+"""The zygote supervisor: standbys, zygotes and bases that die, and functions that cannot be forked."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import psutil
+import pytest
+from live import Gate, gateway_here, gone, until
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PID = "import os\ndef handler(event):\n    return [os.getpid(), os.getppid()]"
+WAITS = "import gate, os\ndef handler(event):\n    gate.wait(str(event))\n    return os.getpid()"
+
+# A module whose import starts a thread, so that it cannot be forked.
+THREADED = {
+    "chatty.py": "import threading, time\nthreading.Thread(target=time.sleep, args=(3600,), daemon=True).start()\n",
+}
+
+
+async def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    await gone(pid)
+
+
+async def test_a_killed_standby_fails_nothing(deploy):
+    function = await deploy(PID)
+    await function.settled(standby=True)
+    (standby,) = await function.pids("standby")
+    await kill(standby)
+    worker, _ = await function.answer()
+    assert worker != standby
+
+
+async def test_a_killed_zygote_lets_its_workers_finish(deploy, gate: Gate):
+    function = await deploy(WAITS, {"scale.max": 1}, gate=gate)
+    running = asyncio.create_task(function.answer("runs"))
+    worker = (await gate.next("runs")).pid
+    (zygote,) = await function.pids("zygote")
+    await kill(zygote)
+    await until(lambda: logged(function, "the zygote died"), "the zygote's death in the log")
+    gate.open()
+    assert await running == worker
+    # It drains when its parent dies.
+    await gone(worker)
+    assert await function.answer("next") != worker
+    assert await function.pids("zygote") != [zygote]
+
+
+async def test_a_zygote_that_dies_again_and_again(deploy):
+    function = await deploy(PID)
+    for _ in range(3):
+        await until(lambda: function.pids("zygote"), "a zygote")
+        (zygote,) = await function.pids("zygote")
+        await kill(zygote)
+        await function.answer()
+
+
+async def test_a_killed_base_is_started_again(state):
+    async with gateway_here(state) as gateway:
+        function = await gateway.deploy(PID)
+        await function.settled(standby=True)
+        (zygote,) = await function.pids("zygote")
+        base = psutil.Process(zygote).ppid()
+        await kill(base)
+        # It ends when its parent dies.
+        await gone(zygote)
+        worker, parent = await function.answer()
+        assert psutil.Process(parent).ppid() not in (base, 1)
+        other = await gateway.deploy(PID)
+        assert (await other.answer())[0] != worker
+
+
+async def test_a_function_with_threads_at_import_is_spawned(deploy):
+    function = await deploy("import chatty\n" + PID, {"scale.idle_timeout_s": 0}, files=THREADED)
+    (warning,) = function.described["warnings"]
+    assert "spawned, not forked" in warning
+    assert "importing chatty" in warning
+    status = await function.settled(ready=0)
+    assert status["warnings"] == [warning]
+    for _ in range(2):
+        response = await function.call()
+        assert response.headers["x-cold-start"] == "true"
+        await gone(response.json()[0])
+        await function.settled(ready=0)
+    assert any("importing chatty" in line["text"] for line in await function.lines())
+
+
+async def logged(function, text: str) -> bool:
+    return any(text in line["text"] for line in await function.lines())
