@@ -15,7 +15,7 @@ from ..access.keyring import Keyring
 from ..access.keys import NewKey, Scope, parse_new_key
 from ..access.secrets import MAX_VALUE_BYTES, Secrets
 from ..functions.registry import Functions
-from .requests import parse_body, read_body
+from .requests import load_json, read_body, validate
 from .responses import Handler, Timestamp, json_response
 from .routes import Route
 
@@ -101,7 +101,7 @@ class AccessControl:
     async def set_secret(self, request: web.Request) -> web.StreamResponse:
         function, key = request.match_info["function"], request.match_info["key"]
         body = await read_body(request, MAX_BODY_BYTES, BODY_TIMEOUT_S, remedy="")
-        sent = parse_body(SecretValue, body, 'Send {"value": "…"}, UTF-8.')
+        sent = validate(SecretValue, load_json(body), 'Send {"value": "…"}, UTF-8.')
         replaced = await asyncio.to_thread(self.secrets.set, function, key, sent.value)
         deployed = any(live.record.function == function for live in self.functions.all())
         result = {"function": function, "secret": key, "replaced": replaced, "deployed": deployed}

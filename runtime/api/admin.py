@@ -18,10 +18,9 @@ from ..functions.deploy import Deployment
 from ..functions.live import FunctionStatus, Workers
 from ..functions.registry import Functions
 from ..telemetry.metrics import Metrics
-from .parameters import Flag, Number, Parameter
-from .requests import caller_of, media_type_of, parse_body, read_body
+from .requests import caller_of, load_json, media_type_of, read_body, validate
 from .responses import json_response
-from .routes import Route
+from .routes import Flag, Number, Parameter, Route
 
 MAX_ARCHIVE_BYTES = 256 << 20
 UPLOAD_TIMEOUT_S = 600.0
@@ -61,7 +60,9 @@ class Admin:
 
     def routes(self) -> list[Route]:
         functions, function, deploy = "/v1/functions", "/v1/functions/{function}", Scope.DEPLOY
-        listing, readiness = {"functions": list[FunctionStatus]}, {"status": Literal["ready", "draining"]}
+        listing, ready = {"functions": list[FunctionStatus]}, {"status": Literal["ready", "draining"]}
+        lines: Any = {"application/x-ndjson": str}
+        probe: Any = {"public": True, "errors": ()}
         return [
             Route(
                 "POST", functions, self.deploy, deploy, "Deploy a folder or a tar.gz.", FunctionStatus, 201,
@@ -69,27 +70,18 @@ class Admin:
                 errors=(400, 408, 413, 415, 422, 500, 502, 503, 507),
             ),
             Route("GET", functions, self.list, deploy, "List the functions.", listing),
-            Route(
-                "GET", function, self.status, deploy, "Show a function.", FunctionStatus,
-                parameters=(MEMORY,),
-            ),
+            Route("GET", function, self.status, deploy, "Show a function.", FunctionStatus, parameters=(MEMORY,)),
             Route("DELETE", function, self.delete, deploy, "Delete a function.", {"deleted": str}),
             Route(
-                "GET", f"{function}/logs", self.logs, deploy, "Return printed lines, a JSON object each.",
-                {"application/x-ndjson": str}, parameters=(LINES, FOLLOW),
+                "GET", f"{function}/logs", self.logs, deploy, "Return printed lines, a JSON object each.", lines,
+                parameters=(LINES, FOLLOW),
             ),
             Route(
                 "POST", "/v2/{function}/warmup", self.warmup, Scope.INVOKE, "Start workers ahead of calls.",
                 {"workers": Workers}, parameters=(WORKERS,),
             ),
-            Route(
-                "GET", "/healthz", self.health, None, "Liveness.", {"status": Literal["alive"]},
-                public=True, errors=(),
-            ),
-            Route(
-                "GET", "/readyz", self.ready, None, "Readiness.", readiness, other_responses={503: readiness},
-                public=True, errors=(),
-            ),
+            Route("GET", "/healthz", self.health, None, "Liveness.", {"status": Literal["alive"]}, **probe),
+            Route("GET", "/readyz", self.ready, None, "Readiness.", ready, other_responses={503: ready}, **probe),
             Route("GET", "/metrics", self.metrics, Scope.ADMIN, "Prometheus metrics.", {"text/plain": str}),
         ]  # fmt: skip
 
@@ -158,7 +150,7 @@ class Admin:
         if kind != JSON_TYPE:
             raise UnsupportedMedia(f"A deploy cannot be of type {kind[:64]!r}.", remedy=DEPLOY_REMEDY)
         body = await read_body(request, MAX_ARCHIVE_BYTES, UPLOAD_TIMEOUT_S)
-        wanted = parse_body(DeployRequest, body, DEPLOY_REMEDY)
+        wanted = validate(DeployRequest, load_json(body), DEPLOY_REMEDY)
         if not self._local:
             remedy = "Upload the folder: pilotflame deploy --upload."
             raise CodeError(

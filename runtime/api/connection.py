@@ -17,7 +17,7 @@ from multidict import CIMultiDict
 
 from ...errors import GatewayError, MalformedRequest, OutputInvalid, PilotflameError
 from .fast_path import FastPath, FastRequest
-from .responses import Handler, Response, error_reply, error_response
+from .responses import Handler, Response, error_reply
 
 MAX_REASON_CHARS = 200
 KEEPALIVE_S = 75.0
@@ -31,10 +31,7 @@ _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}" for st
 
 
 class ClientConnection(web.RequestHandler):
-    """Close the connection if its first request's header does not arrive within `header_timeout_s`.
-
-    aiohttp has no such limit: without it, a client that sends a byte now and then holds a connection for ever.
-    """
+    """Close a connection whose first request's header does not arrive in time: aiohttp has no limit for that."""
 
     __slots__ = ("_header_timeout_s", "_header_timer")
 
@@ -71,7 +68,7 @@ class ClientConnection(web.RequestHandler):
             if status != HTTPStatus.INTERNAL_SERVER_ERROR:
                 return response
             error = PilotflameError("The gateway failed.", remedy="This is a bug; see the gateway's log.")
-        response = error_response(error)
+        response = error_reply(error).response()
         response.force_close()
         return response
 
@@ -86,10 +83,7 @@ class ClientConnection(web.RequestHandler):
 
 
 class FastConnection(ClientConnection):
-    """Offer each complete, plain request to the fast path before aiohttp starts a task for it.
-
-    aiohttp has parsed and checked the request as it does all others. The header limit holds for every request.
-    """
+    """Offer each complete, plain request, which aiohttp has parsed and checked like all others, to the fast path."""
 
     __slots__ = ("_fast_path", "_parked_waiter", "_pending")
 

@@ -23,11 +23,11 @@ from ..serving.invocation import Invocation
 from ..serving.revision import Revision
 from .guard import Admitted, Guard
 from .invoke import Gateway
+from .openapi import INVOKE_PATH
 from .requests import Headers, request_id_of
 from .responses import MAX_ON_LOOP_BYTES, Response, choose_coding, compress_now, pays
 
 BEGINNING = "/invoke/"
-ROUTE = "/invoke/{function}"
 PREFER = istr("Prefer")
 Send: TypeAlias = Callable[[Response], None]
 
@@ -43,17 +43,14 @@ class FastPath:
     def take(
         self, message: RawRequestMessage, payload: StreamReader, transport: asyncio.Transport, send: Send
     ) -> FastRequest | None:
-        """Start the invocation, or return None for a request that aiohttp should handle.
-
-        `send` is called with the whole response, after this method has returned.
-        """
+        """Start the invocation, or return None: aiohttp handles the request. `send` gets the response afterwards."""
         received_s = time.monotonic()
         revision = self._revision(message)
         if revision is None or payload.total_bytes > self.gateway.most(revision):
             return None
         headers = message.headers
         try:
-            admitted = self._guard.admit(headers, ROUTE, revision.spec.function, transport)
+            admitted = self._guard.admit(headers, INVOKE_PATH, revision.spec.function, transport)
         except PilotflameError:
             # The guard refuses it again on the ordinary way, and answers the caller there.
             return None
@@ -64,8 +61,7 @@ class FastPath:
     def send(self, send: Send, response: Response) -> None:
         """Send a response at the end of this turn of the event loop, right after the turn's others.
 
-        Callers are often one process. Responses sent one by one would wake it up for each of them, which costs the kernel
-        several times as much as the sending.
+        Callers are often one process, and waking it up for each response costs the kernel more than the sending.
         """
         if not self._outgoing:
             asyncio.get_running_loop().call_soon(self._flush)

@@ -8,11 +8,12 @@ control socket need none: who can open that socket owns the gateway.
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from aiohttp import hdrs, web
@@ -32,11 +33,6 @@ SIGNED = "AWS4-"
 # AWS's clients sign with a secret that is not stored here. The session token that they send along may be the API key.
 SESSION_TOKEN = "X-Amz-Security-Token"  # noqa: S105
 _FETCH_SITE = istr("Sec-Fetch-Site")
-OnQuota: TypeAlias = Callable[[str, PilotflameError], None]
-_ORIGIN_REMEDY = (
-    "Call http://localhost:PORT, and not from a web page of another origin; or send an API key, then any name works"
-    " (pilotflame keys create NAME --scope admin)."
-)
 
 
 class Admitted(NamedTuple):
@@ -53,50 +49,34 @@ class Admitted(NamedTuple):
 UNKNOWN_CALLER = Admitted(ANYBODY)
 
 
-class OriginCheck:
-    """Refuses requests of web pages of other origins.
+def check_origin(headers: Headers) -> None:
+    """Raise Forbidden for a request of a web page of another origin.
 
     A browser sends what any page asks for to 127.0.0.1, too, and a page's own name may be made to resolve to it. The
     browser states the name that it called (Host) and for whom (Origin, Sec-Fetch-Site), and no page can forge those.
     """
-
-    def __init__(self) -> None:
-        # Most callers send the same Host.
-        self._last_good = ""
-
-    def check(self, headers: Headers) -> None:
-        """Raise Forbidden. A request without Host, Origin and Sec-Fetch-Site is not a browser's."""
-        host = headers.get(hdrs.HOST)
-        if host is not None and host != self._last_good:
-            if not _names_loopback(f"//{host}"):
-                raise _forbidden(f"answers only to this machine's own names, not to {host[:80]!a}")
-            self._last_good = host
-        origin = headers.get(hdrs.ORIGIN)
-        if origin is not None and not _names_loopback(origin):
-            raise _forbidden(f"answers no web page of {origin[:80]!a}")
-        if headers.get(_FETCH_SITE) == "cross-site":
-            raise _forbidden("answers no web page of another origin")
+    host, origin = headers.get(hdrs.HOST), headers.get(hdrs.ORIGIN)
+    if host is not None and not _names_loopback(f"//{host}"):
+        raise _forbidden(f"answers only to this machine's own names, not to {host[:80]!a}")
+    if origin is not None and not _names_loopback(origin):
+        raise _forbidden(f"answers no web page of {origin[:80]!a}")
+    if headers.get(_FETCH_SITE) == "cross-site":
+        raise _forbidden("answers no web page of another origin")
 
 
 class Guard:
     """`required` says that keys are required even if none exists."""
 
     def __init__(
-        self,
-        keyring: Keyring,
-        tasks: asyncio.TaskGroup,
-        routes: Sequence[Route],
-        *,
-        required: bool,
-        on_quota: OnQuota,
-    ) -> None:
+        self, keyring: Keyring, tasks: asyncio.TaskGroup, routes: Sequence[Route], *, required: bool,
+        on_quota: Callable[[str, PilotflameError], None],
+    ) -> None:  # fmt: skip
         """`on_quota` is called with the function of a request that exceeds its key's quota."""
         self._keyring, self._tasks = keyring, tasks
         self._public = {route.path for route in routes if route.public}
         self._scopes = scopes_by_path(routes)
         self._required = required
         self._on_quota = on_quota
-        self._origins = OriginCheck()
 
     @property
     def closed(self) -> bool:
@@ -125,13 +105,10 @@ class Guard:
     def admit(
         self, headers: Headers, path: str, function: str | None, transport: asyncio.BaseTransport | None
     ) -> Admitted:
-        """Admit a request; its `leave` must follow. `path` is the route's as registered, "" if none matches.
-
-        Raises Unauthorized, Forbidden, QuotaExceeded, UnknownFunction.
-        """
+        """Admit a request to a route's registered path; `leave` must follow. Raises the PilotflameError of a refusal."""
         if not self.closed:
             try:
-                self._origins.check(headers)
+                check_origin(headers)
             except Forbidden:
                 if not _on_control_socket(transport):
                     raise
@@ -188,9 +165,14 @@ def token_in(header: str) -> str:
 
 
 def _forbidden(what: str) -> Forbidden:
-    return Forbidden(f"Without API keys this gateway {what}.", remedy=_ORIGIN_REMEDY)
+    remedy = (
+        "Call http://localhost:PORT, not from a web page of another origin; or create an API key and send it."
+    )
+    return Forbidden(f"Without API keys this gateway {what}.", remedy=remedy)
 
 
+# Most callers send the same Host.
+@functools.lru_cache(maxsize=16)
 def _names_loopback(address: str) -> bool:
     """Return True if an address such as //localhost:8600 or http://[::1] is this machine."""
     try:

@@ -20,13 +20,12 @@ from ..serving.revision import Revision
 from .backend import ASYNC_BODY_BYTES, Accepted, Backend
 from .event_stream import EVENTS, LAST_EVENT_S, EventStream
 from .openapi import INVOKE_PATH
-from .parameters import Parameter, header
 from .requests import (
     Headers,
     accept_of,
     caller_of,
-    check_json,
     content_type_of,
+    load_json,
     media_type_of,
     priority_of,
     read_body,
@@ -35,8 +34,8 @@ from .requests import (
     timeout_of,
     traceparent_of,
 )
-from .responses import Response, error_reply, error_response, json_response
-from .routes import Route
+from .responses import Response, error_reply, json_response
+from .routes import Parameter, Route, header
 
 HOLD = istr("X-Scale-Up-Timeout")
 MAX_HOLD_S = 3600.0
@@ -147,7 +146,7 @@ class Gateway:
         # Without a Content-Type, only the handler can tell what the body is.
         kind, content_type = media_type_of(request.headers), content_type_of(request.headers)
         if kind == JSON_TYPE or kind.endswith("+json"):
-            check_json(body)
+            load_json(body)
         job, replayed = await self._backend.submit(request, live, body, content_type=content_type)
         headers = replayed | {"X-Request-Id": job.id, "Preference-Applied": "respond-async"}
         headers["Location"] = f"/v2/{job.function}/status/{job.id}"
@@ -166,7 +165,7 @@ class Gateway:
                 error = failure if isinstance(failure, PilotflameError) else None
                 self._backend.record(name, error.status if error is not None else 200, invocation, error)
                 if error is not None and events.response is None:
-                    return error_response(error, invocation.id, _headers(invocation))
+                    return error_reply(error, invocation.id, _headers(invocation)).response()
                 return await events.end(error)
         except TimeoutError:
             events.abort()

@@ -57,10 +57,7 @@ def caller_of(request: web.Request) -> Caller:
 async def read_body(
     request: web.Request, limit: int, timeout_s: float, *, remedy: str = TOO_LARGE_REMEDY
 ) -> bytes:
-    """Return the whole body.
-
-    Raises InputTooLarge with `remedy` as soon as it exceeds `limit` bytes, InputTimeout, and BadInput if it breaks off.
-    """
+    """Return the body. Raises InputTooLarge with `remedy` as soon as it exceeds `limit`, InputTimeout, BadInput."""
     if (request.content_length or 0) > limit:
         raise too_large(limit, remedy)
     if not request.can_read_body:
@@ -73,9 +70,7 @@ async def read_body(
             async with asyncio.timeout(timeout_s):
                 body = await _collect(request, limit)
     except TimeoutError:
-        raise InputTimeout(
-            f"The body did not arrive within {timeout_s:.0f} s.", remedy="Send less."
-        ) from None
+        raise InputTimeout(f"The body took longer than {timeout_s:.0f} s.", remedy="Send less.") from None
     except web.RequestPayloadError as error:
         raise BadInput(f"The body broke off or is malformed: {error}.") from None
     if len(body) > limit:
@@ -98,11 +93,10 @@ def too_large(limit: int, remedy: str = TOO_LARGE_REMEDY) -> InputTooLarge:
     return InputTooLarge(f"The body is larger than {limit} bytes.", remedy=remedy)
 
 
-def check_json(body: bytes) -> None:
-    """Raise BadInput if the body is neither empty nor JSON."""
+def load_json(body: bytes) -> Any:
+    """Parse JSON; an empty body is None. Raises BadInput."""
     try:
-        if body:
-            orjson.loads(body)
+        return orjson.loads(body) if body else None
     except orjson.JSONDecodeError as error:
         raise BadInput(f"The body is not JSON: {error}.", remedy="Send JSON.") from None
 
@@ -115,24 +109,20 @@ def dump_json(value: Any) -> bytes:
         raise BadInput(f"The body cannot be stored: {error}.", remedy="Nest it less deeply.") from None
 
 
-def parse_body(model: type[M], body: bytes, remedy: str, invalid: type[PilotflameError] = BadInput) -> M:
-    """Return a JSON body as `model`. Raises BadInput if it is not JSON, `invalid` if a field is."""
+def validate(model: type[M], found: Any, remedy: str, invalid: type[PilotflameError] = BadInput) -> M:
+    """Return a parsed JSON body as `model`. Raises `invalid`."""
     try:
-        return model.model_validate_json(body)
+        return model.model_validate(found)
     except ValidationError as error:
-        found = [{"field": field, "problem": problem} for field, problem in problems(error)[:MAX_PROBLEMS]]
-        kind = BadInput if error.errors()[0]["type"] == "json_invalid" else invalid
-        message = "The body is invalid: {field}: {problem}.".format_map(found[0])
-        raise kind(message, remedy=remedy, details={"problems": found}) from None
+        wrong = [{"field": field, "problem": problem} for field, problem in problems(error)[:MAX_PROBLEMS]]
+        message = "The body is invalid: {field}: {problem}.".format_map(wrong[0])
+        raise invalid(message, remedy=remedy, details={"problems": wrong}) from None
 
 
 def problems(error: ValidationError) -> list[tuple[str, str]]:
     """Return each invalid field and what is wrong with it, without quoting its value."""
     found = error.errors(include_url=False, include_input=False, include_context=False)
     return [(".".join(map(str, one["loc"])) or "the body", one["msg"]) for one in found]
-
-
-# -- identity
 
 
 def _generate_ids() -> Iterator[str]:
@@ -166,9 +156,6 @@ def idempotency_of(headers: Headers) -> str:
     return f"key:{key}" if key else ""
 
 
-# -- media types
-
-
 def media_type_of(headers: Headers) -> str:
     """Return the body's media type in lower case and without parameters; "" without the header."""
     return headers.get(hdrs.CONTENT_TYPE, "").partition(";")[0].strip().lower()
@@ -191,13 +178,6 @@ def accept_of(headers: Headers) -> str:
     return lower if any(kind in lower for kind in ARRAY_TYPES) else ""
 
 
-# -- deadline and priority
-#
-# HTTP has no standard header for a deadline. Ours is X-Request-Timeout. Callers that follow the conventions of gRPC, Envoy
-# or the OpenAI client send theirs, which count too; an invalid one is ignored, because a proxy or a library may have
-# added it without the caller's knowledge.
-
-
 def seconds(headers: Headers, name: str, default: float, most: float) -> float:
     """Return a header that holds seconds, limited to `most`. Raises BadInput if it is not a positive number."""
     text = headers.get(name)
@@ -213,11 +193,10 @@ def seconds(headers: Headers, name: str, default: float, most: float) -> float:
 
 
 def timeout_of(headers: Headers, most: float) -> float:
-    """Return the seconds within which the caller needs the response: the smallest that a header names, `most` at most.
-
-    Raises BadInput if X-Request-Timeout is not a positive number.
-    """
+    """Return the seconds until the caller needs the response: the least that a header names. Raises BadInput."""
     found = seconds(headers, TIMEOUT, most, most)
+    # The headers of gRPC, Envoy and the OpenAI client count, too. A proxy or a library may have added them without the
+    # caller's knowledge, so an invalid one is ignored.
     if (text := headers.get(GRPC)) is not None:
         grpc = _GRPC.fullmatch(text)
         found = min(found, (int(grpc[1]) * _GRPC_UNITS[grpc[2]] if grpc else 0.0) or found)

@@ -14,9 +14,8 @@ from ..access.keys import Scope
 from ..functions.registry import Functions
 from ..jobs.jobs import Jobs
 from ..jobs.webhook_delivery import Delivery, DeliveryState
-from .parameters import Choices, Number, Parameter
 from .responses import Timestamp, json_response, timestamp
-from .routes import Route
+from .routes import Choices, Number, Parameter, Route
 
 MAX_LISTED = 1000
 JOB = Parameter("job", "Only deliveries of this job.")

@@ -17,10 +17,9 @@ from ....handlers.codec import JSON_TYPE
 from ...access.keys import Scope
 from ...api.backend import ASYNC_BODY_BYTES, Backend
 from ...api.invoke import PRIORITY_PARAMETER, TIMEOUT_PARAMETER
-from ...api.parameters import Parameter, header
-from ...api.requests import caller_of, check_json, priority_of, request_id_of, timeout_of, traceparent_of
-from ...api.responses import ErrorBody, json_response, retry_headers
-from ...api.routes import Route
+from ...api.requests import caller_of, load_json, priority_of, request_id_of, timeout_of, traceparent_of
+from ...api.responses import ErrorBody, Response, retry_headers
+from ...api.routes import Parameter, Route, header
 from ...functions.live import Live
 from ...serving.invocation import Invocation, Output
 
@@ -51,8 +50,7 @@ ERROR_NAMES = (
     (errors.UnknownFunction, "ResourceNotFoundException"),
     (errors.BadInput, "InvalidRequestContentException"),
     (errors.InputTooLarge, "RequestTooLargeException"),
-    (errors.QueueFull, "TooManyRequestsException"),
-    (errors.QuotaExceeded, "TooManyRequestsException"),
+    ((errors.QueueFull, errors.QuotaExceeded), "TooManyRequestsException"),
     (errors.Unauthorized, "UnrecognizedClientException"),
     (errors.Forbidden, "AccessDeniedException"),
 )
@@ -65,14 +63,14 @@ class LambdaError(TypedDict):
     Message: str
 
 
-def aws_error(error: PilotflameError, request_id: str) -> web.Response:
+def aws_error(error: PilotflameError, request_id: str) -> Response:
     """Return the response; its status is the same as on other routes."""
     ours = error.status >= 500
     name = next((name for cls, name in ERROR_NAMES if isinstance(error, cls)), "")
     name = name or ("ServiceException" if ours else "InvalidParameterValueException")
-    headers = {"x-amzn-ErrorType": name, "x-amzn-RequestId": request_id} | retry_headers(error)
+    headers = {"x-amzn-ErrorType": name, "x-amzn-RequestId": request_id, "Content-Type": JSON_TYPE}
     body = LambdaError(Type="Service" if ours else "User", Message=str(error))
-    return json_response(body, status=error.status, headers=headers)
+    return Response(error.status, headers | retry_headers(error), orjson.dumps(body))
 
 
 class LambdaApi:
@@ -106,14 +104,14 @@ class LambdaApi:
             raise BadInput(f"X-Amz-Invocation-Type is {kind[:40]!r}.", remedy=remedy)
         # Not left to the middleware: the error must carry the id under which the invocation ran.
         except PilotflameError as error:
-            return aws_error(error, request_id)
+            return aws_error(error, request_id).response()
 
     async def _submit(self, request: web.Request, live: Live) -> web.Response:
         """Respond when the job is stored."""
         _, body = await self._backend.read_body(request, live.record.function, ASYNC_BODY_BYTES)
         # The qualifier may no longer match if the function was deployed anew while the body arrived.
         live = self._live(request)
-        check_json(body)
+        load_json(body)
         job, replayed = await self._backend.submit(request, live, body)
         return web.Response(status=202, headers=_headers(job.id) | {"X-Job-Id": job.id} | replayed)
 
@@ -122,19 +120,12 @@ class LambdaApi:
         live, body = await self._backend.read_body(request, name)
         revision, policy = live.revision, live.revision.policy
         headers, caller = request.headers, caller_of(request)
+        # The payload is the event itself, as in a job.
         invocation = Invocation(
-            request_id,
-            body,
-            now_s=received_s,
-            deadline_s=received_s + timeout_of(headers, policy.timeout_s),
-            hold_until_s=received_s + policy.hold_s,
-            traceparent=traceparent_of(headers),
-            streaming=revision.streaming,
-            # The payload is the event itself, as in a job.
-            extra={"bare": True},
-            tenant=caller.owner,
-            priority=priority_of(headers, urgent=caller.urgent),
-        )
+            request_id, body, now_s=received_s, deadline_s=received_s + timeout_of(headers, policy.timeout_s),
+            hold_until_s=received_s + policy.hold_s, traceparent=traceparent_of(headers), extra={"bare": True},
+            streaming=revision.streaming, tenant=caller.owner, priority=priority_of(headers, urgent=caller.urgent),
+        )  # fmt: skip
         try:
             revision.submit(invocation)
         except PilotflameError as error:

@@ -105,9 +105,8 @@ def _is_formatted(headers: Headers) -> bool:
 def _formatted(headers: Headers, body: bytes) -> list[ReceivedEvent]:
     media = media_type_of(headers)
     if media not in (STRUCTURED, BATCHED):
-        raise UnsupportedMedia(
-            f"CloudEvents as {media!r} are not known.", remedy=f"Send {STRUCTURED} or {BATCHED}."
-        )
+        remedy = f"Send {STRUCTURED} or {BATCHED}."
+        raise UnsupportedMedia(f"CloudEvents as {media!r} are not supported.", remedy=remedy)
     charset = _CHARSET.search(headers[hdrs.CONTENT_TYPE])
     if charset is not None and charset[1].lower() not in ("utf-8", "us-ascii"):
         raise UnsupportedMedia(f"The charset is {charset[1][:40]!r}.", remedy="Send JSON as UTF-8.")
@@ -124,10 +123,8 @@ def _formatted(headers: Headers, body: bytes) -> list[ReceivedEvent]:
     return [_structured(one, f"event {number}: ") for number, one in enumerate(found)]
 
 
-# -- binary mode: attributes in headers, data as the body
-
-
 def _binary(headers: Headers, body: bytes) -> ReceivedEvent:
+    """Parse binary mode: attributes in headers, data as the body."""
     attributes: dict[str, Any] = {}
     for header, value in headers.items():
         prefix, name = header[: len(PREFIX)].lower(), header[len(PREFIX) :].lower()
@@ -154,10 +151,8 @@ def _decode(header: str, value: str) -> str:
         raise EventInvalid(f"{header} is percent-encoded, but not UTF-8.", remedy="Encode UTF-8.") from None
 
 
-# -- structured mode: one JSON object holds attributes and data
-
-
 def _structured(found: Any, where: str = "") -> ReceivedEvent:
+    """Parse structured mode: one JSON object holds attributes and data."""
     if not isinstance(found, dict):
         raise EventInvalid(f"{where}The event is not a JSON object.", remedy="Send an object of attributes.")
     sent = {name: value for name, value in found.items() if value is not None and name not in DATA}
@@ -184,9 +179,6 @@ def _decode_base64(data: Any, where: str) -> bytes:
     except (binascii.Error, ValueError):
         pass
     raise EventInvalid(f"{where}data_base64 is not Base64.", remedy="Encode it with padding.")
-
-
-# -- both modes
 
 
 def _normalize(data: bytes, where: str) -> bytes:

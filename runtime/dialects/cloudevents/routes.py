@@ -12,10 +12,9 @@ from aiohttp import web
 from ....errors import EventInvalid, PilotflameError
 from ...access.keys import Scope
 from ...api.backend import ASYNC_BODY_BYTES, REPLAYED, Accepted, Backend, new_job
-from ...api.parameters import header
 from ...api.requests import traceparent_of
 from ...api.responses import json_response
-from ...api.routes import Route
+from ...api.routes import Route, header
 from ...functions.live import Live
 from ...jobs.job import Job, JobState, NewJob
 from .parsing import BATCHED, STRUCTURED, CloudEvent, ReceivedEvent, is_event, parse
@@ -58,10 +57,7 @@ class EventsApi:
         return web.Response(headers={"Allow": "POST, OPTIONS", **allowed})
 
     async def submit(self, request: web.Request) -> web.StreamResponse:
-        """Respond when the jobs of all events are stored.
-
-        If one is refused, others may have been stored: a sender that repeats the request gets the same jobs.
-        """
+        """Respond when all jobs are stored. If one is refused, the request can be repeated: it gives the same jobs."""
         name = request.match_info["function"]
         live, body = await self._backend.read_body(request, name, ASYNC_BODY_BYTES)
         new = [_event_job(request, live, event) for event in parse(request.headers, body)]

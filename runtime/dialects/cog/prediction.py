@@ -86,10 +86,7 @@ class Prediction(TypedDict):
 
 
 def preferred_wait(headers: Iterable[str]) -> float | None:
-    """Return how many seconds to wait for the end after all lines of the header Prefer (RFC 7240); None: without limit.
-
-    Unknown preferences are ignored.
-    """
+    """Return the seconds to wait for the end after all lines of the header Prefer (RFC 7240); None: without limit."""
     parts = [part.split(";")[0].strip().lower() for line in headers for part in line.split(",")]
     waits = [float(found[1]) for part in parts if (found := _WAIT.fullmatch(part)) is not None]
     if waits:
@@ -98,10 +95,7 @@ def preferred_wait(headers: Iterable[str]) -> float | None:
 
 
 def stored_id(wanted: str, owner: str) -> str:
-    """Return the id under which a job is stored whose caller chose `wanted`.
-
-    It includes the owner, so that a refusal does not reveal which ids others chose.
-    """
+    """Return the stored job's id. It includes the owner, so that a refusal does not reveal which ids others chose."""
     return f"{wanted}~{owner}" if wanted and owner else wanted
 
 

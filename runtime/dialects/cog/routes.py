@@ -20,10 +20,9 @@ from ....handlers.codec import JSON_TYPE
 from ...access.keys import Scope
 from ...api.backend import ASYNC_BODY_BYTES, Backend
 from ...api.event_stream import EVENTS, JobEncoder, accepts_events, event, send_job
-from ...api.parameters import Parameter, header
-from ...api.requests import caller_of, dump_json, parse_body, read_body, too_large
+from ...api.requests import caller_of, dump_json, load_json, read_body, too_large, validate
 from ...api.responses import json_response
-from ...api.routes import Route
+from ...api.routes import Parameter, Route, header
 from ...functions.live import Live
 from ...jobs import queries
 from ...jobs.job import ID_PREFIX, Job, JobState
@@ -74,7 +73,7 @@ class PredictionsApi:
         limit = self._backend.max_body_bytes
         limit = limit if wait_s is None else min(limit, ASYNC_BODY_BYTES)
         body = await read_body(request, limit, self._backend.body_timeout_s)
-        wanted = parse_body(PredictionRequest, body or b"{}", REMEDY, InputInvalid)
+        wanted = validate(PredictionRequest, load_json(body or b"{}"), REMEDY, InputInvalid)
         wanted_id = wanted.wanted_id(request.match_info.get("id"))
         live = self._live(request, wanted.version)
         if len(body) > live.revision.policy.max_body_bytes:

@@ -7,12 +7,11 @@ from __future__ import annotations
 import time
 from typing import Annotated, Any, Literal, NotRequired
 
-import orjson
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError, with_config
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, with_config
 from typing_extensions import TypedDict
 
 from ....errors import BadInput, InputInvalid
-from ...api.requests import problems
+from ...api.requests import load_json, validate
 from ...api.responses import ErrorFields, Timestamp, timestamp
 from ...jobs import message
 from ...jobs.job import BATCH_PRIORITY, LOW_PRIORITY, Job, JobState, Webhook
@@ -45,9 +44,8 @@ class JobRequest(BaseModel):
     def fields(self) -> dict[str, Any]:
         """Return the fields of NewJob that differ from the function's settings."""
         policy = self.policy
-        fields: dict[str, Any] = {
-            "priority": _PRIORITIES[policy.priority] if policy.priority else int(policy.lowPriority)
-        }
+        priority = _PRIORITIES[policy.priority] if policy.priority else int(policy.lowPriority)
+        fields: dict[str, Any] = {"priority": priority}
         if policy.executionTimeout is not None:
             fields["execution_timeout_s"] = policy.executionTimeout / 1000
         if policy.ttl is not None:
@@ -59,15 +57,10 @@ class JobRequest(BaseModel):
 
 def parse(body: bytes) -> JobRequest:
     """Raises BadInput if the body is not a JSON object with an input, InputInvalid if another field is invalid."""
-    try:
-        return JobRequest.model_validate(orjson.loads(body))
-    except orjson.JSONDecodeError as error:
-        raise BadInput(f"The body is not JSON: {error}.", remedy='Send {"input": …}.') from None
-    except ValidationError as error:
-        field, problem = problems(error)[0]
-        if error.errors()[0]["type"] == "model_type" or field == "input":
-            raise BadInput(f"{field}: {problem}.", remedy='Send {"input": …}.') from None
-        raise InputInvalid(f"{field}: {problem}.", details={"field": field}) from None
+    found, remedy = load_json(body), 'Send {"input": …}.'
+    if not isinstance(found, dict) or "input" not in found:
+        raise BadInput("The body has no input.", remedy=remedy)
+    return validate(JobRequest, found, remedy, InputInvalid)
 
 
 @with_config(title="Job")

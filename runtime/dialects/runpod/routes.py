@@ -13,10 +13,9 @@ from ....handlers.codec import JSON_TYPE
 from ...access.keys import Scope
 from ...api.backend import ASYNC_BODY_BYTES, REPLAYED_HEADER, SUBMIT_PARAMETERS, Accepted, Backend
 from ...api.event_stream import EVENTS, JobEncoder, accepts_events, event, send_job
-from ...api.parameters import Choices, Number, Parameter, header
 from ...api.requests import dump_json
 from ...api.responses import Handler, json_response
-from ...api.routes import Route
+from ...api.routes import Choices, Number, Parameter, Route, header
 from ...functions.live import Live
 from ...jobs.job import Job, JobState
 from .bodies import HEALTH, JOBS, MAX_LISTED, PIECES, PURGED, JobRequest, JobStatus, parse, shown
@@ -73,10 +72,7 @@ class QueueApi:
         return json_response(Accepted(id=job.id, status=job.state), headers=headers)
 
     async def runsync(self, request: web.Request) -> web.StreamResponse:
-        """Respond with the job when it has ended, or when `?wait=` is over.
-
-        RunPod's own status is then IN_PROGRESS. Here a job that still waits is IN_QUEUE; RunPod's clients poll on either.
-        """
+        """Respond when the job has ended or `?wait=` is over. RunPod says IN_PROGRESS then, also of one that waits."""
         wait_s = min(max(WAIT.read(request), MIN_WAIT_MS), MAX_WAIT_MS) / 1000
         job, headers = await self._submit(request)
         job = await self._jobs.wait(job.function, job.id, wait_s)

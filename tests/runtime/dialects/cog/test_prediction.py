@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import BadInput, InputInvalid
-from pilotflame.runtime.api.requests import parse_body
+from pilotflame.runtime.api.requests import load_json, validate
 from pilotflame.runtime.dialects.cog.prediction import STATUSES, PredictionRequest, preferred_wait, shown
 from pilotflame.runtime.jobs.job import EVENTS, Job, JobState, Webhook
 
@@ -39,7 +39,7 @@ def test_any_preference_is_parsed(lines: list[str]):
 
 
 def parse(body: bytes) -> PredictionRequest:
-    return parse_body(PredictionRequest, body, "", InputInvalid)
+    return validate(PredictionRequest, load_json(body), "", InputInvalid)
 
 
 def test_defaults() -> None:
