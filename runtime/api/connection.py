@@ -7,7 +7,6 @@ serves when `missing_internals` finds that the installed aiohttp has changed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from http import HTTPStatus
 from typing import cast
 
@@ -15,7 +14,7 @@ from aiohttp import helpers, http_writer, web
 from aiohttp.http import SERVER_SOFTWARE, RawRequestMessage
 from multidict import CIMultiDict
 
-from ...errors import GatewayError, MalformedRequest, OutputInvalid, PilotflameError
+from ...errors import MalformedRequest, OutputInvalid, PilotflameError
 from .fast_path import FastPath, FastRequest
 from .responses import Handler, Response, error_reply
 
@@ -163,21 +162,6 @@ class FastConnection(ClientConnection):
             close_s = self._next_keepalive_close_time = self._loop.time() + self._keepalive_timeout
             if self._keepalive_handle is None:
                 self._keepalive_handle = self._loop.call_at(close_s, self._process_keepalive)
-
-
-def connection_factory(
-    runner: web.AppRunner, fast_path: FastPath | None, header_timeout_s: float
-) -> Callable[[], asyncio.Protocol]:
-    """Return what `create_server` calls for each connection. Without a fast path, all requests go to aiohttp."""
-
-    def connection() -> asyncio.Protocol:
-        if runner.server is None:
-            raise GatewayError("The gateway is shutting down.")
-        if fast_path is None:
-            return ClientConnection(runner.server, header_timeout_s=header_timeout_s)
-        return FastConnection(runner.server, fast_path, header_timeout_s=header_timeout_s)
-
-    return connection
 
 
 def missing_internals() -> list[str]:

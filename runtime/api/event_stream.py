@@ -75,9 +75,7 @@ class EventStream:
         self, request: web.Request, invocation: Invocation, headers: Callable[[Invocation], dict[str, str]]
     ) -> None:
         self.response: web.StreamResponse | None = None
-        self._request = request
-        self._invocation = invocation
-        self._headers = headers
+        self._request, self._invocation, self._headers = request, invocation, headers
         self._number = 0
 
     async def send_pieces(self, stream: Stream) -> None:

@@ -135,9 +135,9 @@ def _name_by_title(
     paths: dict[str, Any], components: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Rename the components whose title is not the name of their class."""
-    titled = {schema.get("title", name): schema for name, schema in components.items()}
-    text = orjson.dumps([paths, titled]).decode()
-    for name, title in zip(components, titled, strict=True):
+    titles = {name: schema.get("title", name) for name, schema in components.items()}
+    text = orjson.dumps([paths, {titles[name]: schema for name, schema in components.items()}]).decode()
+    for name, title in titles.items():
         text = text.replace(f'"{_REFERENCE}{name}"', f'"{_REFERENCE}{title}"')
     paths, components = orjson.loads(text)
     return paths, components

@@ -14,7 +14,7 @@ from aiohttp.typedefs import Middleware
 
 from ...errors import GatewayError
 from .admin import MAX_ARCHIVE_BYTES
-from .connection import connection_factory, header_timer, missing_internals
+from .connection import ClientConnection, FastConnection, header_timer, missing_internals
 from .fast_path import FastPath
 from .routes import Route, aiohttp_routes
 
@@ -62,7 +62,14 @@ async def http_server(
     app.add_routes(aiohttp_routes(routes))
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
     await runner.setup()
-    accept = connection_factory(runner, None if missing else fast_path, header_timeout_s)
+
+    def accept() -> asyncio.Protocol:
+        if runner.server is None:
+            raise GatewayError("The gateway is shutting down.")
+        if missing:
+            return ClientConnection(runner.server, header_timeout_s=header_timeout_s)
+        return FastConnection(runner.server, fast_path, header_timeout_s=header_timeout_s)
+
     loop = asyncio.get_running_loop()
     servers = [await loop.create_server(accept, sock=sock, backlog=BACKLOG) for sock in socks]
     try:

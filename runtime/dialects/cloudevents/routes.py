@@ -65,7 +65,7 @@ class EventsApi:
             async with asyncio.TaskGroup() as tasks:
                 pending = [tasks.create_task(self._backend.jobs.submit(one)) for one in new]
         except* PilotflameError as refused:
-            raise _first(refused) from None
+            raise refused.exceptions[0] from None
         return _accepted(request, [one.result() for one in pending])
 
 
@@ -93,8 +93,3 @@ def _accepted(request: web.Request, found: list[tuple[Job, bool]]) -> web.Respon
     jobs = [Accepted(id=job.id, status=job.state) for job, _ in found]
     single = dict(jobs[0]) if len(jobs) == 1 else {}
     return json_response({"jobs": jobs, **single}, status=202, headers=headers)
-
-
-def _first(group: BaseExceptionGroup[PilotflameError]) -> PilotflameError:
-    found = group.exceptions[0]
-    return _first(found) if isinstance(found, BaseExceptionGroup) else found

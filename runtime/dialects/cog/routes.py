@@ -44,7 +44,6 @@ HEALTHIEST_FIRST: tuple[Health, ...] = ("READY", "BUSY", "STARTING", "SETUP_FAIL
 class PredictionsApi:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._functions = backend.functions
         self._jobs = backend.jobs
 
     def routes(self) -> list[Route]:
@@ -106,7 +105,7 @@ class PredictionsApi:
         """Show one function or all. One without a worker is READY: a prediction starts it."""
         if named := _named(request):
             caller_of(request).check(named)
-            if all(live.record.function != named for live in self._functions.all()):
+            if all(live.record.function != named for live in self._backend.functions.all()):
                 raise UnknownFunction.named(named)
         found = {name: self._health(name) for name in ([named] if named else self._names(request))}
         status: Health = min(found.values(), key=HEALTHIEST_FIRST.index, default="READY")
@@ -115,7 +114,7 @@ class PredictionsApi:
 
     def _health(self, name: str) -> Health:
         try:
-            revision = self._functions.live(name)
+            revision = self._backend.functions.live(name)
         except (UnknownFunction, GatewayError):
             return "DEFUNCT"
         census, scale = revision.census(), revision.policy.scale
@@ -144,14 +143,14 @@ class PredictionsApi:
 
     def _names(self, request: web.Request) -> list[str]:
         caller = caller_of(request)
-        names = (live.record.function for live in self._functions.all())
+        names = (live.record.function for live in self._backend.functions.all())
         return [name for name in names if caller.allows(name)]
 
     def _live(self, request: web.Request, version: str | None) -> Live:
         """Return the function that the header, the query or `version` names; else the only one."""
         if named := _named(request) or version:
             caller_of(request).check(named)
-            return self._functions.get(named)
+            return self._backend.functions.get(named)
         names = self._names(request)
         if not names:
             raise UnknownFunction("There is no function to predict with.", remedy="Deploy one.")
@@ -159,7 +158,7 @@ class PredictionsApi:
             remedy = f'Name one: "version" in the body, ?function= or {FUNCTION.name}.'
             details = {"functions": names[:MAX_CHOICES]}
             raise InputInvalid("The prediction names no function.", remedy=remedy, details=details)
-        return self._functions.get(names[0])
+        return self._backend.functions.get(names[0])
 
     async def _job(self, request: web.Request) -> Job:
         """Return a job, also one of a function that was deleted."""
