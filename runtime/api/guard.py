@@ -165,9 +165,7 @@ def token_in(header: str) -> str:
 
 
 def _forbidden(what: str) -> Forbidden:
-    remedy = (
-        "Call http://localhost:PORT, not from a web page of another origin; or create an API key and send it."
-    )
+    remedy = "Call http://localhost:PORT, and not from another origin's web page; or send an API key."
     return Forbidden(f"Without API keys this gateway {what}.", remedy=remedy)
 
 

@@ -70,6 +70,7 @@ class Gateway:
     def __init__(self, backend: Backend) -> None:
         self.most = backend.body_limit
         self._backend = backend
+        self._functions = backend.functions
 
     def routes(self) -> list[Route]:
         return [
@@ -87,7 +88,7 @@ class Gateway:
         name = request.match_info["function"]
         request_id = request_id_of(request.headers)
         # An unknown name is not counted: callers can make up any number of them.
-        revision = self._backend.functions.live(name)
+        revision = self._functions.live(name)
         try:
             body = await read_body(request, self.most(revision), self._backend.body_timeout_s)
             caller = caller_of(request)
@@ -111,7 +112,7 @@ class Gateway:
     ) -> tuple[Revision, Invocation]:  # fmt: skip
         """Submit an invocation. Raises PilotflameError, for which `refused` makes the response."""
         # Another revision may have become live while the body arrived.
-        revision = self._backend.functions.live(name)
+        revision = self._functions.live(name)
         policy = revision.policy
         invocation = Invocation(
             request_id, body, now_s=received_s,

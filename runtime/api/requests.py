@@ -116,7 +116,8 @@ def validate(model: type[M], found: Any, remedy: str, invalid: type[PilotflameEr
     except ValidationError as error:
         wrong = [{"field": field, "problem": problem} for field, problem in problems(error)[:MAX_PROBLEMS]]
         message = "The body is invalid: {field}: {problem}.".format_map(wrong[0])
-        raise invalid(message, remedy=remedy, details={"problems": wrong}) from None
+        details = {"field": wrong[0]["field"], "problems": wrong}
+        raise invalid(message, remedy=remedy, details=details) from None
 
 
 def problems(error: ValidationError) -> list[tuple[str, str]]:

@@ -37,8 +37,6 @@ LIMIT = Number("limit", f"The largest number of jobs, {MAX_LISTED} at most.", 10
 BEFORE = Parameter("before", "A job's id: only older ones.")
 SUBMIT_ERRORS = (400, 404, 408, 409, 413, 422, 503)
 JOB_ERRORS = (404, 410, 503)
-
-
 _PRIORITIES = {"normal": 0, "low": LOW_PRIORITY, "batch": BATCH_PRIORITY}
 
 
@@ -68,10 +66,9 @@ class JobRequest(BaseModel):
         policy = self.policy
         priority = _PRIORITIES[policy.priority] if policy.priority else int(policy.lowPriority)
         fields: dict[str, Any] = {"priority": priority}
-        if policy.executionTimeout is not None:
-            fields["execution_timeout_s"] = policy.executionTimeout / 1000
-        if policy.ttl is not None:
-            fields["ttl_s"] = policy.ttl / 1000
+        for name, ms in (("execution_timeout_s", policy.executionTimeout), ("ttl_s", policy.ttl)):
+            if ms is not None:
+                fields[name] = ms / 1000
         if self.webhook:
             fields["webhook"] = Webhook(self.webhook, self.webhook_events)
         return fields
