@@ -165,7 +165,7 @@ def token_in(header: str) -> str:
 
 
 def _forbidden(what: str) -> Forbidden:
-    remedy = "Call http://localhost:PORT, and not from another origin's web page; or send an API key."
+    remedy = "Call http://localhost:PORT, or send an API key (pilotflame keys create NAME --scope admin)."
     return Forbidden(f"Without API keys this gateway {what}.", remedy=remedy)
 
 
