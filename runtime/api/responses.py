@@ -146,10 +146,7 @@ async def compressed(request: web.Request, handler: Handler) -> web.StreamRespon
     if "Content-Encoding" not in response.headers and pays(response.body, response.content_type):
         response.headers["Vary"] = "Accept-Encoding"
         if coding := choose_coding(request.headers.get("Accept-Encoding", "")):
-            if len(response.body) <= MAX_ON_LOOP_BYTES:
-                response.body = compress_now(response.body, coding)
-            else:
-                response.body = await asyncio.to_thread(compress_now, response.body, coding)
+            response.body = await compress(response.body, coding)
             response.headers["Content-Encoding"] = coding
     return response
 
@@ -162,6 +159,12 @@ def choose_coding(accept_encoding: str) -> str:
     if not best or (plain.exact and plain.quality > best):
         return ""
     return "zstd" if zstd_quality == best else "gzip"
+
+
+async def compress(body: bytes, coding: str) -> bytes:
+    if len(body) <= MAX_ON_LOOP_BYTES:
+        return compress_now(body, coding)
+    return await asyncio.to_thread(compress_now, body, coding)
 
 
 def compress_now(body: bytes, coding: str) -> bytes:
