@@ -108,7 +108,7 @@ async def serve(settings: GatewaySettings) -> AsyncIterator[Server]:
 async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -> Server:
     """Start the parts, each after the ones it needs. `stack` closes them in reverse order."""
     state = stack.enter_context(locked_state_dir(settings.state_dir))
-    store = Store(state, report=_write)
+    store = Store(state, _write)
     await asyncio.to_thread(store.start)
     listener = Listener(state / "run" / "link.sock")
     listener.open()

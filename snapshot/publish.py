@@ -46,11 +46,11 @@ def publish_folder(path: Path) -> Iterator[Path]:
             sync(Path(folder))
         made.rename(path)
         sync(path.parent)
-    except BaseException as error:
+    except OSError as error:
+        raise cannot_write(path, error) from error
+    finally:
+        # It is gone if it was published.
         shutil.rmtree(made, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise cannot_write(path, error) from error
-        raise
 
 
 def sync(path: Path) -> None:
@@ -63,7 +63,5 @@ def sync(path: Path) -> None:
 
 
 def cannot_write(path: Path, error: OSError) -> CacheError:
-    return CacheError(
-        f"{path} cannot be written: {error.strerror or error}.",
-        remedy="Free some space, or choose another place.",
-    )
+    fault = f"{path} cannot be written: {error.strerror or error}."
+    return CacheError(fault, remedy="Free some space, or choose another place.")

@@ -84,6 +84,6 @@ def awaited(output: Any) -> Any:
     return asyncio.run(run()) if inspect.isawaitable(output) else output
 
 
-def is_envelope(event: Any, extra: Mapping[str, Any]) -> bool:
-    """Return True if the input is below "input" in `event`. The gateway marks bare inputs in `extra`."""
-    return isinstance(event, dict) and "input" in event and not extra.get("bare")
+def of_kind(kind: HandlerKind, *calls: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the one of four `calls`, a plain, an async, a generator and an async generator one, that is of `kind`."""
+    return calls[list(HandlerKind).index(kind)]

@@ -30,19 +30,15 @@ def resolve_lambda(root: Path, entry: Entry, function: str) -> Handler:
     module = import_file(root, root / entry.file, prepare=lambda: _set_environment(root, entry, function))
     call = getattr(module, entry.name, None)
     if not callable(call):
-        raise HandlerSignatureError(
-            f"{entry.file} defines no function {entry.name!r}.",
-            remedy=f'Define `def {entry.name}(event, context): ...`, or name yours: `handler = "lambda:{entry.file}:NAME"`.',
-        )
+        remedy = f'Define `{entry.name}(event, context)`, or set `handler = "lambda:{entry.file}:NAME"`.'
+        raise HandlerSignatureError(f"{entry.file} defines no function {entry.name!r}.", remedy=remedy)
     kind = kind_of(call)
     if kind.streaming:
-        raise HandlerSignatureError(
-            f"`{entry.name}` in {entry.file} is a generator, which Lambda does not call.",
-            remedy="Return the response.",
-        )
+        fault = f"`{entry.name}` in {entry.file} is a generator, which Lambda does not call."
+        raise HandlerSignatureError(fault, remedy="Return the response.")
     caller = LambdaCaller(call, root)
-    is_async = kind is HandlerKind.ASYNC
-    return adapt(entry, kind, caller.call_async if is_async else caller.call, input_codec=ObjectInput())
+    called = caller.call_async if kind is HandlerKind.ASYNC else caller.call
+    return adapt(entry, kind, called, input_codec=ObjectInput())
 
 
 class ObjectInput(InputCodec):
@@ -101,11 +97,8 @@ class LambdaCaller:
 
     def _failed(self, error: Exception) -> HandlerFailed:
         failed = explain(HandlerFailed, "The handler", error, self._root)
-        frames = [
-            frame
-            for frame in traceback.extract_tb(error.__traceback__)
-            if not frame.filename.startswith(PACKAGE_FOLDER)
-        ]
+        stack = traceback.extract_tb(error.__traceback__)
+        frames = [frame for frame in stack if not frame.filename.startswith(PACKAGE_FOLDER)]
         failed.details |= {
             "errorType": type(error).__name__,
             "errorMessage": str(error),

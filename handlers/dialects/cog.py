@@ -8,7 +8,7 @@ import os
 import sys
 import typing
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, closing, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,14 +17,13 @@ from ...errors import HandlerSignatureError
 from ..contract import Context
 from ..handler import Handler, HandlerKind, Hook, kind_of
 from ..loading import import_file
-from .adapter import DeclaredInput, adapt, awaited
+from .adapter import DeclaredInput, adapt, awaited, of_kind
 from .cog_inputs import CogInputs
-from .cog_sdk import CONCURRENCY_MARK
+from .cog_sdk import CONCURRENCY_MARK, stand_in
 from .files import InputFiles, with_data_urls
 from .recognise import Entry
 from .stand_in import is_installed
 
-WEIGHTS_FOLDER = "weights"
 # Types that cannot hold a file.
 PLAIN = (str, int, float, bool, bytes, type(None))
 
@@ -44,8 +43,6 @@ def resolve_cog(root: Path, entry: Entry) -> Handler:
 
 def _provide_cog() -> None:
     if not is_installed("cog"):
-        from .cog_sdk import stand_in  # noqa: PLC0415  imported only if needed
-
         sys.modules.update(stand_in())
 
 
@@ -56,21 +53,14 @@ class Predictor:
         self._target: Any = getattr(module, entry.name, None)
         label = f"`{entry.name}` in {entry.file}"
         if not callable(self._target):
-            raise HandlerSignatureError(
-                f"{entry.file} defines no {entry.name!r} to call.",
-                remedy='Name the class in pilotflame.toml, as `handler = "cog:predict.py:Predictor"`.',
-            )
+            remedy = 'Name the class in pilotflame.toml, as `handler = "cog:predict.py:Predictor"`.'
+            raise HandlerSignatureError(f"{entry.file} defines no {entry.name!r} to call.", remedy=remedy)
         self._method = _method_name(self._target, label)
         predict = self._predict(object())
         self.inputs = CogInputs(predict, label)
         self.kind = _kind(predict, self.inputs.returned)
         self.setup: Hook | None = self._set_up if self._method else None
-        self.caller: Callable[..., Any] = {
-            HandlerKind.PLAIN: self._run,
-            HandlerKind.ASYNC: self._run_async,
-            HandlerKind.GENERATOR: self._stream,
-            HandlerKind.ASYNC_GENERATOR: self._stream_async,
-        }[self.kind]
+        self.caller = of_kind(self.kind, self._run, self._run_async, self._stream, self._stream_async)
 
     def _predict(self, instance: Any) -> Callable[..., Any]:
         if not self._method:
@@ -92,7 +82,7 @@ class Predictor:
 
     def _run(self, event: Any, context: Context) -> Any:
         with InputFiles(context.remaining_ms) as files:
-            output = self._predict(context.state)(**self._arguments(event, context, files))
+            output = self._predict(context.state)(**self.inputs.arguments(event, context.extra, files))
             return with_data_urls(awaited(output))
 
     async def _run_async(self, event: Any, context: Context) -> Any:
@@ -102,13 +92,11 @@ class Predictor:
 
     def _stream(self, event: Any, context: Context) -> Iterator[Any]:
         with InputFiles(context.remaining_ms) as files:
-            pieces = self._predict(context.state)(**self._arguments(event, context, files))
-            try:
+            pieces = self._predict(context.state)(**self.inputs.arguments(event, context.extra, files))
+            # A plain function may return an iterator that cannot be closed.
+            with closing(pieces) if hasattr(pieces, "close") else nullcontext():
                 for piece in pieces:
                     yield with_data_urls(piece)
-            finally:
-                if (close := getattr(pieces, "close", None)) is not None:
-                    close()
 
     async def _stream_async(self, event: Any, context: Context) -> AsyncIterator[Any]:
         with InputFiles(context.remaining_ms) as files:
@@ -117,13 +105,10 @@ class Predictor:
                 async for piece in pieces:
                     yield await _with_data_urls_async(piece)
 
-    def _arguments(self, event: Any, context: Context, files: InputFiles) -> dict[str, Any]:
-        return self.inputs.arguments(self.inputs.unwrap(event, context.extra), files)
-
     async def _arguments_async(self, event: Any, context: Context, files: InputFiles) -> dict[str, Any]:
         if self.inputs.has_files:
-            return await asyncio.to_thread(self._arguments, event, context, files)
-        return self._arguments(event, context, files)
+            return await asyncio.to_thread(self.inputs.arguments, event, context.extra, files)
+        return self.inputs.arguments(event, context.extra, files)
 
 
 def _method_name(target: Any, label: str) -> str:
@@ -135,9 +120,8 @@ def _method_name(target: Any, label: str) -> str:
         # The base classes of cog and of its stand-in do not count.
         if owner is not None and owner.__module__.split(".")[0] not in ("cog", __name__.split(".")[0]):
             return name
-    raise HandlerSignatureError(
-        f"{label} has no method `predict`.", remedy="Define `def predict(self, …)` in it, as Cog requires."
-    )
+    remedy = "Define `def predict(self, …)` in it, as Cog requires."
+    raise HandlerSignatureError(f"{label} has no method `predict`.", remedy=remedy)
 
 
 def _kind(predict: Callable[..., Any], returned: Any) -> HandlerKind:
@@ -153,7 +137,7 @@ def _weights(setup: Callable[..., Any]) -> Any:
     """Return what Cog passes to `setup(weights)`: COG_WEIGHTS, else the folder's `weights`, else None."""
     if named := os.environ.get("COG_WEIGHTS"):
         return named
-    path = Path(WEIGHTS_FOLDER)
+    path = Path("weights")
     if not path.exists():
         return None
     wanted = inspect.signature(setup).parameters["weights"].annotation

@@ -61,12 +61,11 @@ class CogInputs:
             self.returned = hints.get("return")
             self.output_schema = _schema_of(self.returned)
         except (NameError, SyntaxError, TypeError, PydanticUserError, PydanticSchemaGenerationError) as error:
-            raise HandlerSignatureError(
-                f"The inputs of {label} cannot be used: {error}",
-                remedy="Annotate with types that Cog supports: str, int, float, bool, cog.Path, list[…], Optional[…].",
-            ) from None
+            fault = f"The inputs of {label} cannot be used: {error}"
+            remedy = "Annotate with types that Cog supports: str, int, float, bool, cog.Path, list[…], Optional[…]."
+            raise HandlerSignatureError(fault, remedy=remedy) from None
 
-    def unwrap(self, event: Any, extra: Mapping[str, Any]) -> Any:
+    def _unwrap(self, event: Any, extra: Mapping[str, Any]) -> Any:
         """Return the inputs in `{"input": {…}}` or in a bare body. A predictor may have an input named `input`."""
         if not isinstance(event, dict) or set(event) & set(self.names) - {"input"} or extra.get("bare"):
             return {} if event is None else event
@@ -75,10 +74,10 @@ class CogInputs:
             return {} if inner is None else inner
         return event
 
-    def arguments(self, inputs: Any, files: InputFiles) -> dict[str, Any]:
+    def arguments(self, event: Any, extra: Mapping[str, Any], files: InputFiles) -> dict[str, Any]:
         """Return the arguments of `predict`, with files downloaded. Blocks. Raises InputInvalid, which names fields."""
         try:
-            model = self._model.model_validate(inputs, context=files)
+            model = self._model.model_validate(self._unwrap(event, extra), context=files)
         except ValidationError as error:
             raise input_error(error) from None
         return {name: getattr(model, own) for name, own in self._fields.items()}
@@ -91,8 +90,8 @@ class CogInputs:
             options |= {key: value for key in _BOUNDS if (value := getattr(declared, key)) is not None}
             options["description"] = declared.description
             options["deprecated"] = getattr(declared, "deprecated", None)
-        with_choices = is_input and declared.choices
-        kind = _converted(_chosen(annotation, declared.choices) if with_choices else annotation)
+        chosen = _chosen(annotation, declared.choices) if is_input and declared.choices else annotation
+        kind = _converted(chosen)
         is_file = _holds_file(annotation)
         self.has_files |= is_file
         if is_input and declared.regex:
@@ -177,17 +176,15 @@ def _default(declared: Any, is_input: bool, annotation: Any) -> Any:
     return default
 
 
-def _path(kind: type) -> Callable[[Any, ValidationInfo], Any]:
-    def fetch(value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, PurePath):
-            return kind(value)
-        return kind(_files(info).fetch(_text(value)))
+def _path(kind: type) -> Callable[[Any, ValidationInfo[InputFiles]], Any]:
+    def fetch(value: Any, info: ValidationInfo[InputFiles]) -> Any:
+        return kind(value if isinstance(value, PurePath) else info.context.fetch(_text(value)))
 
     return fetch
 
 
-def _opened(value: Any, info: ValidationInfo) -> Any:
-    return value if isinstance(value, io.IOBase) else _files(info).open(_text(value))
+def _opened(value: Any, info: ValidationInfo[InputFiles]) -> Any:
+    return value if isinstance(value, io.IOBase) else info.context.open(_text(value))
 
 
 def _secret(kind: Any) -> Callable[[Any], Any]:
@@ -198,12 +195,6 @@ def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"must be text, not {type(value).__name__}")  # noqa: TRY004  pydantic expects ValueError
     return value
-
-
-def _files(info: ValidationInfo) -> InputFiles:
-    if not isinstance(info.context, InputFiles):
-        raise TypeError("validated without a context of InputFiles")
-    return info.context
 
 
 def _schema_of(annotation: Any) -> dict[str, Any]:

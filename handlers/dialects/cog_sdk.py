@@ -57,10 +57,7 @@ class FieldInfo:
     accept: str | None = None
 
 
-NO_DEFAULT: Any = ...
-
-
-def Input(default: Any = NO_DEFAULT, **options: Any) -> Any:  # noqa: N802  Cog's name
+def Input(default: Any = ..., **options: Any) -> Any:  # noqa: N802  Cog's name
     """Describe a parameter of `predict`."""
     return FieldInfo(default, **options)
 

@@ -14,8 +14,9 @@ import tempfile
 import time
 import urllib.parse
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path, PurePath
-from typing import IO, Any, Self, cast
+from typing import IO, Any
 
 from pydantic import BaseModel
 
@@ -34,23 +35,13 @@ OCTETS = "application/octet-stream"
 _NEWER_TYPES = {".webp": "image/webp", ".avif": "image/avif", ".safetensors": OCTETS}
 
 
-class InputFiles:
+class InputFiles(ExitStack):
     """The files of one invocation's input, deleted on exit."""
 
     def __init__(self, remaining_ms: Callable[[], int | None] = lambda: None) -> None:
+        super().__init__()
         self._remaining_ms = remaining_ms
-        self._paths: list[Path] = []
-        self._opened: list[IO[bytes]] = []
         self._bytes = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for opened in self._opened:
-            opened.close()
-        for path in self._paths:
-            path.unlink(missing_ok=True)
 
     def fetch(self, url: str) -> Path:
         """Download an http, https or data URL to a file. Raises ValueError."""
@@ -61,18 +52,16 @@ class InputFiles:
             with opener().open(url, timeout=self._timeout_s()) as response:
                 kind = response.headers.get_content_type()
                 descriptor, name = tempfile.mkstemp(prefix="pilotflame-", suffix=_suffix(url, kind))
-                self._paths.append(Path(name))
+                self.callback(Path(name).unlink, missing_ok=True)
                 with os.fdopen(descriptor, "wb") as target:
                     self._copy(response, target)
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise ValueError(f"{shown} cannot be fetched: {error}") from None
-        return self._paths[-1]
+        return Path(name)
 
     def open(self, url: str) -> IO[bytes]:
         """Download and open for reading; see `fetch`."""
-        opened = self.fetch(url).open("rb")
-        self._opened.append(opened)
-        return opened
+        return self.enter_context(self.fetch(url).open("rb"))
 
     def _timeout_s(self) -> float:
         remaining_ms = self._remaining_ms()
@@ -83,7 +72,7 @@ class InputFiles:
         remaining_ms = self._remaining_ms()
         deadline_s = math.inf if remaining_ms is None else time.monotonic() + remaining_ms / 1000
         # Known for an HTTP response with a Content-Length.
-        left = cast("int | None", getattr(source, "length", None))
+        left: int | None = getattr(source, "length", None)
         while left != 0:
             if time.monotonic() >= deadline_s:
                 raise TimeoutError("the invocation's deadline passed first")
@@ -107,18 +96,13 @@ def with_data_urls(output: Any, path: str = "answer") -> Any:
         return output.value
     if isinstance(output, (list, tuple)):
         return [with_data_urls(value, f"{path}[{number}]") for number, value in enumerate(output)]
-    fields = _fields(output)
-    if fields is None:
-        return output
-    return {name: with_data_urls(value, f"{path}.{name}") for name, value in fields.items()}
-
-
-def _fields(output: Any) -> dict[Any, Any] | None:
     if isinstance(output, BaseModel):
-        return dict(output)
-    if dataclasses.is_dataclass(output) and not isinstance(output, type):
-        return {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
-    return output if isinstance(output, dict) else None
+        output = dict(output)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        output = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
+    if not isinstance(output, dict):
+        return output
+    return {name: with_data_urls(value, f"{path}.{name}") for name, value in output.items()}
 
 
 def _data_url(file: PurePath | io.IOBase, path: str) -> str:
@@ -127,10 +111,8 @@ def _data_url(file: PurePath | io.IOBase, path: str) -> str:
         content = Path(file).read_bytes() if isinstance(file, PurePath) else _contents(file)
     except (OSError, ValueError) as error:
         # ValueError: the file is closed.
-        raise OutputInvalid(
-            f"The {path} is the file {name!r}, which cannot be read: {error}.",
-            remedy="Return the path of a file that was written.",
-        ) from None
+        fault = f"The {path} is the file {name!r}, which cannot be read: {error}."
+        raise OutputInvalid(fault, remedy="Return the path of a file that was written.") from None
     kind = _NEWER_TYPES.get(PurePath(name).suffix.lower()) or mimetypes.guess_type(name)[0] or OCTETS
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 

@@ -22,9 +22,7 @@ COG_METHODS = {"Predictor": "predict", "Runner": "run"}
 RUNPOD_START = "runpod.serverless.start"
 MAX_SOURCE_BYTES = 1 << 20
 MAX_SOURCES = 200
-_COG_ENTRY = re.compile(
-    r"""^(?:predict|run):\s*["']?([\w./-]+\.py)(?::(\w+))?["']?\s*(?:#.*)?$""", re.MULTILINE
-)
+_COG_ENTRY = re.compile(r"""(?m)^(?:predict|run):\s*["']?([\w./-]+\.py)(?::(\w+))?["']?\s*(?:#.*)?$""")
 
 
 class Entry(NamedTuple):
@@ -59,14 +57,11 @@ def recognise(root: Path, reference: str = DEFAULT) -> Entry:
     if wanted.dialect:
         return wanted._replace(name=wanted.name or _default_name(wanted.dialect, source))
     found = _entry_in(wanted.file, wanted.name, source)
-    if found is None and reference == DEFAULT and not _is_opaque(root / DEFAULT, source):
+    # A file may hold a handler that reading does not show. Then importing it reports the fault.
+    opaque = (root / DEFAULT).is_file() and (source is None or "*" in source.names)
+    if found is None and reference == DEFAULT and not opaque:
         found = _cog_yaml(root) or _search(root)
     return found or Entry("pilotflame", wanted.file, wanted.name or "handler")
-
-
-def _is_opaque(path: Path, source: _Source | None) -> bool:
-    """Return True if a file may hold a handler that reading does not show. Then importing it reports the fault."""
-    return path.is_file() and (source is None or "*" in source.names)
 
 
 @dataclass(slots=True)
@@ -84,13 +79,6 @@ class _Source:
 
     def imports(self, package: str) -> bool:
         return any(name.partition(".")[0] == package for name in self.names.values())
-
-    @property
-    def lambda_name(self) -> str:
-        """The function that Lambda would call, or ""."""
-        if LAMBDA_NAME in self.arity:
-            return LAMBDA_NAME
-        return "handler" if self.arity.get("handler") == 2 else ""
 
     @property
     def predictor(self) -> str:
@@ -117,8 +105,9 @@ def _entry_in(file: str, name: str, source: _Source | None) -> Entry | None:
     if source.starts_runpod and not (has_handler and is_ours):
         return Entry("runpod", file, "")
     if has_handler:
-        lambda_name = source.lambda_name if Path(file).name in LAMBDA_FILES and not is_ours else ""
-        return Entry("lambda", file, lambda_name) if lambda_name else Entry("pilotflame", file, "handler")
+        fits = LAMBDA_NAME in source.arity or source.arity["handler"] == 2
+        dialect = "lambda" if fits and not is_ours and Path(file).name in LAMBDA_FILES else "pilotflame"
+        return Entry(dialect, file, _default_name(dialect, source))
     if source.predictor:
         return Entry("cog", file, source.predictor)
     return Entry("lambda", file, LAMBDA_NAME) if LAMBDA_NAME in source.arity else None
@@ -149,26 +138,22 @@ def _cog_yaml(root: Path) -> Entry | None:
 def _search(root: Path) -> Entry | None:
     usual = [name for name in USUAL if (root / name).is_file()]
     others = [name for name in _python_files(root, "") if name not in (*usual, DEFAULT)]
-    for names in (usual, others, list(_python_files(root, "src/"))):
+    for names in (usual, others, _python_files(root, "src/")):
         entries = (_entry_in(name, "", _read(root / name)) for name in names)
         found = [entry for entry in entries if entry is not None and entry.dialect != "pilotflame"]
         if len(found) > 1 and names is not usual:
-            raise HandlerSignatureError(
-                f"Several files could be the handler: {', '.join(entry.file for entry in found)}.",
-                remedy=f'Name one in pilotflame.toml, as `handler = "{found[0].dialect}:{found[0].label}"`.',
-            )
+            fault = f"Several files could be the handler: {', '.join(entry.file for entry in found)}."
+            remedy = f'Name one in pilotflame.toml, as `handler = "{found[0].dialect}:{found[0].label}"`.'
+            raise HandlerSignatureError(fault, remedy=remedy)
         if found:
             return found[0]
     return None
 
 
-def _python_files(root: Path, folder: str) -> Iterator[str]:
-    """Yield the Python files of one folder, relative to `root`."""
-    try:
-        found = sorted(path.name for path in (root / folder).iterdir() if path.suffix == ".py")
-    except OSError:
-        return
-    yield from (folder + name for name in found[:MAX_SOURCES])
+def _python_files(root: Path, folder: str) -> list[str]:
+    """Return the Python files of one folder, relative to `root`."""
+    found = sorted(path.name for path in (root / folder).glob("*.py"))
+    return [folder + name for name in found[:MAX_SOURCES]]
 
 
 def _read(path: Path) -> _Source | None:
@@ -184,10 +169,8 @@ def _read(path: Path) -> _Source | None:
         _note_import(node, source.names)
     for node in _top_level(tree.body):
         _note_definition(node, source)
-    source.starts_runpod = any(
-        isinstance(node, ast.Call) and _dotted(node.func, source.names) == RUNPOD_START
-        for node in ast.walk(tree)
-    )
+    calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+    source.starts_runpod = any(_dotted(call, source.names) == RUNPOD_START for call in calls)
     return source
 
 
@@ -207,9 +190,8 @@ def _top_level(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
         if isinstance(node, (ast.If, ast.Try, ast.With)):
             for part in ("body", "orelse", "finalbody"):
                 yield from _top_level(getattr(node, part, ()))
-        if isinstance(node, ast.Try):
-            for caught in node.handlers:
-                yield from _top_level(caught.body)
+        for caught in getattr(node, "handlers", ()):
+            yield from _top_level(caught.body)
 
 
 def _note_definition(node: ast.stmt, source: _Source) -> None:
@@ -217,9 +199,8 @@ def _note_definition(node: ast.stmt, source: _Source) -> None:
         source.classes.append(node)
         source.arity[node.name] = None
     elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        parameters = node.args
-        any_number = parameters.vararg is not None
-        source.arity[node.name] = None if any_number else len(parameters.posonlyargs) + len(parameters.args)
+        count = len(node.args.posonlyargs) + len(node.args.args)
+        source.arity[node.name] = None if node.args.vararg else count
     elif isinstance(node, (ast.Import, ast.ImportFrom)):
         source.arity.update({alias.asname or alias.name: None for alias in node.names})
     elif isinstance(node, (ast.Assign, ast.AnnAssign)):

@@ -13,9 +13,9 @@ from typing import Any
 
 from ...errors import HandlerFailed, HandlerSignatureError, OutputInvalid
 from ..contract import Context
-from ..handler import Handler, HandlerKind, kind_of
+from ..handler import Handler, kind_of
 from ..loading import import_file
-from .adapter import adapt, awaited, is_envelope
+from .adapter import adapt, awaited, of_kind
 from .recognise import Entry
 from .stand_in import is_installed
 
@@ -39,16 +39,14 @@ def resolve_runpod(root: Path, entry: Entry) -> Handler:
         raise HandlerSignatureError(f"{entry.file} never calls runpod.serverless.start.", remedy=_REMEDY)
     call = sdk.config.get("handler")
     if not callable(call):
-        raise HandlerSignatureError(
-            f'{entry.file} calls runpod.serverless.start with "handler" {type(call).__name__}, not a function.',
-            remedy=_REMEDY,
-        )
+        fault = f'{entry.file} calls runpod.serverless.start with "handler" {type(call).__name__}, not a function.'
+        raise HandlerSignatureError(fault, remedy=_REMEDY)
     jobs = RunPodJobs(call, sdk.config, sdk.running)
     return adapt(
         entry._replace(name=getattr(call, "__name__", type(call).__name__)),
         jobs.kind,
         jobs.caller,
-        setup=jobs.adapt_concurrency if jobs.adapts else None,
+        setup=jobs.adapt_concurrency if jobs.modifier else None,
         aggregate=bool(sdk.config.get("return_aggregate_stream")),
     )
 
@@ -70,11 +68,10 @@ class RunPodSdk:
 
             sys.modules.update(stand_in(self.start, self.progress_update))
             return
-        serverless = importlib.import_module("runpod.serverless")
-        progress = importlib.import_module("runpod.serverless.modules.rp_progress")
-        for module in (serverless, progress):
-            module.progress_update = self.progress_update  # type: ignore[attr-defined]
-        serverless.start = self.start  # type: ignore[attr-defined]
+        serverless: Any = importlib.import_module("runpod.serverless")
+        progress: Any = importlib.import_module("runpod.serverless.modules.rp_progress")
+        serverless.start = self.start
+        serverless.progress_update = progress.progress_update = self.progress_update
 
     def start(self, config: Mapping[str, Any]) -> None:
         self.config = config
@@ -83,11 +80,9 @@ class RunPodSdk:
 
     def progress_update(self, job: Mapping[str, Any], progress: Any) -> None:
         """Replace `runpod.serverless.progress_update`. Never fails the job, as at RunPod."""
-        context = self.running.get(str(job.get("id")))
-        if context is None:
-            return
         try:
-            context.progress(progress)
+            if context := self.running.get(str(job.get("id"))):
+                context.progress(progress)
         except OutputInvalid as error:
             sys.stderr.write(f"progress_update: {error}\n")
 
@@ -101,23 +96,17 @@ class RunPodJobs:
         self._call = call
         self._running = running
         self._refresh = bool(config.get("refresh_worker"))
-        self._modifier: Callable[[int], int] | None = config.get("concurrency_modifier")
         self._concurrency = 1
         self.kind = kind_of(call)
-        self.adapts = self._modifier is not None and self.kind.on_loop
-        self.caller: Callable[..., Any] = {
-            HandlerKind.PLAIN: self._run,
-            HandlerKind.ASYNC: self._run_async,
-            HandlerKind.GENERATOR: self._stream,
-            HandlerKind.ASYNC_GENERATOR: self._stream_async,
-        }[self.kind]
+        self.modifier = config.get("concurrency_modifier") if self.kind.on_loop else None
+        self.caller = of_kind(self.kind, self._run, self._run_async, self._stream, self._stream_async)
 
     def adapt_concurrency(self, context: Context) -> None:
         """Set how many jobs run at once to what `concurrency_modifier` returns."""
-        if not self.adapts or self._modifier is None:
+        if self.modifier is None:
             return
         try:
-            self._concurrency = max(1, int(self._modifier(self._concurrency)))
+            self._concurrency = max(1, int(self.modifier(self._concurrency)))
         except Exception as error:  # noqa: BLE001  a finished job must not fail because of it
             sys.stderr.write(f"concurrency_modifier failed: {type(error).__name__}: {error}\n")
             return
@@ -160,7 +149,9 @@ class RunPodJobs:
 def job_of(event: Any, context: Context) -> dict[str, Any]:
     """Return the job for a handler: the caller's envelope, or one around a bare input, with the job's id."""
     extra = context.extra.get("job") or {}
-    job = dict(event) if is_envelope(event, context.extra) else {"input": event}
+    # The gateway marks bare inputs in `extra`.
+    enveloped = isinstance(event, dict) and "input" in event and not context.extra.get("bare")
+    job = dict(event) if enveloped else {"input": event}
     return {**job, **extra, "id": extra.get("id") or context.id}
 
 
@@ -186,6 +177,5 @@ def _piece(piece: Any) -> Any:
 def _failed(error: Any, rest: Mapping[str, Any]) -> HandlerFailed:
     """Return the failure that a handler reports in its output."""
     text = error if isinstance(error, str) else json.dumps(error, default=str)
-    return HandlerFailed(
-        text, details={"returned": json.loads(json.dumps(rest, default=str))} if rest else {}
-    )
+    details = {"returned": json.loads(json.dumps(rest, default=str))} if rest else {}
+    return HandlerFailed(text, details=details)

@@ -9,6 +9,7 @@ import shutil
 import sys
 import uuid
 from collections.abc import Callable, Mapping
+from functools import partialmethod
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,26 +17,19 @@ from typing import Any
 from .files import InputFiles
 from .stand_in import stand_in_modules
 
-_LEVELS = {"DEBUG": logging.DEBUG, "INFO": logging.INFO, "WARN": logging.WARNING, "ERROR": logging.ERROR}
+_LEVELS = {"DEBUG": logging.DEBUG, "WARN": logging.WARNING, "ERROR": logging.ERROR}
 _FOLDERS = ("input_objects", "output_objects", "job_files")
 
 
 def stand_in(start: Callable[..., Any], progress_update: Callable[..., Any]) -> dict[str, ModuleType]:
     """Return the package's modules by name, with these two functions."""
-    uploads = {
-        "upload_file_to_bucket": upload_file_to_bucket,
-        "upload_image": upload_image,
-        "upload_in_memory_object": upload_in_memory_object,
-    }
+    serverless = {"start": start, "progress_update": progress_update}
+    uploads = {one.__name__: one for one in (upload_file_to_bucket, upload_image, upload_in_memory_object)}
     downloads = {"download_files_from_urls": download_files_from_urls, "file": file}
     return stand_in_modules(
         {
             "runpod": {"RunPodLogger": RunPodLogger, "api_key": None},
-            "runpod.serverless": {
-                "start": start,
-                "progress_update": progress_update,
-                "register_fitness_check": lambda check: check,
-            },
+            "runpod.serverless": {**serverless, "register_fitness_check": lambda check: check},
             "runpod.serverless.modules": {},
             "runpod.serverless.modules.rp_logger": {"RunPodLogger": RunPodLogger},
             "runpod.serverless.modules.rp_progress": {"progress_update": progress_update},
@@ -64,20 +58,13 @@ class RunPodLogger:
     def secret(self, secret_name: str, secret: str) -> None:
         self.info(f"{secret_name}: {'*' * min(len(secret), 8)}")
 
-    def debug(self, message: object, request_id: str | None = None) -> None:
-        self.log(message, "DEBUG", request_id)
+    def _log(self, level: str, message: object, request_id: str | None = None) -> None:
+        self.log(message, level, request_id)
 
-    def info(self, message: object, request_id: str | None = None) -> None:
-        self.log(message, "INFO", request_id)
-
-    def warn(self, message: object, request_id: str | None = None) -> None:
-        self.log(message, "WARN", request_id)
-
-    def error(self, message: object, request_id: str | None = None) -> None:
-        self.log(message, "ERROR", request_id)
-
-    tip = info
-    trace = debug
+    debug = trace = partialmethod(_log, "DEBUG")
+    info = tip = partialmethod(_log, "INFO")
+    warn = partialmethod(_log, "WARN")
+    error = partialmethod(_log, "ERROR")
 
 
 def clean(folder_list: list[str] | None = None) -> None:
@@ -102,12 +89,8 @@ def file(file_url: str) -> dict[str, str]:
     folder.mkdir(exist_ok=True)
     with InputFiles() as files:
         path = Path(_download(files, file_url, folder) or "")
-    return {
-        "file_path": str(path),
-        "type": path.suffix.lstrip("."),
-        "original_name": path.name,
-        "extracted_path": "",
-    }
+    kind = path.suffix.lstrip(".")
+    return {"file_path": str(path), "type": kind, "original_name": path.name, "extracted_path": ""}
 
 
 def _download(files: InputFiles, url: str, folder: Path) -> str | None:
@@ -133,9 +116,8 @@ def upload_file_to_bucket(
     extra_args: dict[str, str] | None = None,
 ) -> str:
     """Upload a file and return its presigned URL. Without credentials, copy it to `simulated_uploaded`."""
-    return upload_in_memory_object(
-        file_name, Path(file_location).read_bytes(), bucket_creds, bucket_name, prefix
-    )
+    content = Path(file_location).read_bytes()
+    return upload_in_memory_object(file_name, content, bucket_creds, bucket_name, prefix)
 
 
 def upload_in_memory_object(
@@ -163,24 +145,18 @@ def upload_in_memory_object(
 def _put(creds: Mapping[str, str], bucket: str, key: str, data: bytes) -> str:
     import boto3  # noqa: PLC0415  needed only for uploads
 
-    client = boto3.client(
-        "s3",
-        endpoint_url=creds["endpointUrl"],
-        aws_access_key_id=creds["accessId"],
-        aws_secret_access_key=creds["accessSecret"],
-    )
+    keys = {"aws_access_key_id": creds["accessId"], "aws_secret_access_key": creds["accessSecret"]}
+    client = boto3.client("s3", endpoint_url=creds["endpointUrl"], **keys)
     kind = mimetypes.guess_type(key)[0] or "application/octet-stream"
     client.put_object(Bucket=bucket, Key=key, Body=data, ContentType=kind)
-    return str(
-        client.generate_presigned_url("get_object", Params={"Bucket": bucket, "Key": key}, ExpiresIn=604800)
-    )
+    where = {"Bucket": bucket, "Key": key}
+    return str(client.generate_presigned_url("get_object", Params=where, ExpiresIn=604800))
 
 
 def validate(raw_input: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
     """Return {"validated_input": …} with defaults, or {"errors": […]}, with RunPod's messages."""
-    errors = [
-        f"Unexpected input. {key} is not a valid input option." for key in raw_input if key not in schema
-    ]
+    unexpected = [key for key in raw_input if key not in schema]
+    errors = [f"Unexpected input. {key} is not a valid input option." for key in unexpected]
     checked = dict(raw_input)
     for key, rules in schema.items():
         errors += _check(key, rules, checked)

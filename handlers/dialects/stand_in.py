@@ -30,9 +30,8 @@ def stand_in_modules(contents: Mapping[str, Mapping[str, Any]]) -> dict[str, Mod
 def _module(name: str) -> ModuleType:
     def missing(attribute: str) -> Any:
         package = name.partition(".")[0]
-        raise AttributeError(
-            f"pilotflame's stand-in for {name} has no {attribute!r}: add {package} to requirements.txt"
-        )
+        fault = f"pilotflame's stand-in for {name} has no {attribute!r}"
+        raise AttributeError(f"{fault}: add {package} to requirements.txt")
 
     module = ModuleType(name, "Pilotflame's stand-in.")
     # A package with an empty path, so that importing its submodules searches nowhere else.

@@ -6,36 +6,66 @@ opens a closed gateway. To open it again, remove the file while no gateway runs.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from ...errors import UnknownKey
 from . import private_files
-from .caller import Caller
-from .keys import ApiKey, NewKey, compare_with_nobody, key_id_of, mint
-from .quota import Meter
+from .keys import NOBODY, TOKEN, ApiKey, Caller, NewKey, mint
 
 # The last use of a key is known to the hour: storing it needs an fsync, which must not happen for each request.
 USE_GRAIN_S = 3600.0
+# Sums of fractions are a hair too small. A caller who waits as long as `enter` returned must be admitted.
+_TOLERANCE = 1e-9
+# The wait for a caller with too many running requests, whose ends are unknown.
+CONCURRENCY_WAIT_S = 1.0
 
 
-class KeysFile(BaseModel):
+class KeysFile(BaseModel, frozen=True, extra="forbid"):
     """The content of `keys.json`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     version: int = 1
     keys: tuple[ApiKey, ...] = ()
 
 
+class Meter:
+    """One key's use of its quota: running requests, and a token bucket of `burst` tokens refilled at `rate_per_s`."""
+
+    def __init__(
+        self, rate_per_s: float | None, burst: int | None, concurrency: int | None, now_s: float
+    ) -> None:
+        self._rate_per_s = rate_per_s
+        self._burst = float(burst or max(1, math.ceil(rate_per_s or 0)))
+        self._tokens = self._burst
+        self._at_s = now_s
+        self._concurrency = math.inf if concurrency is None else concurrency
+        self.running = 0
+
+    def enter(self, now_s: float) -> float:
+        """Begin a request and return 0.0, and `leave` must follow; or return the seconds to wait before a retry."""
+        if self.running >= self._concurrency:
+            return CONCURRENCY_WAIT_S
+        if self._rate_per_s is not None:
+            if now_s > self._at_s:
+                self._tokens = min(self._burst, self._tokens + (now_s - self._at_s) * self._rate_per_s)
+                self._at_s = now_s
+            if self._tokens < 1.0 - _TOLERANCE:
+                return (1.0 - self._tokens) / self._rate_per_s
+            self._tokens = max(0.0, self._tokens - 1.0)
+        self.running += 1
+        return 0.0
+
+    def leave(self) -> None:
+        self.running -= 1
+
+
 class Held:
     """A key in memory, with its caller and its use of the quota."""
-
-    __slots__ = ("caller", "key", "last_used_s", "meter")
 
     def __init__(self, key: ApiKey) -> None:
         self.key = key
@@ -46,11 +76,8 @@ class Held:
 
     def used(self, now_s: float) -> bool:
         """Note a use. Return True if that should be saved."""
-        grain_s = now_s - now_s % USE_GRAIN_S
-        if grain_s <= self.last_used_s:
-            return False
-        self.last_used_s = grain_s
-        return True
+        before_s, self.last_used_s = self.last_used_s, max(self.last_used_s, now_s - now_s % USE_GRAIN_S)
+        return self.last_used_s > before_s
 
     def to_store(self) -> ApiKey:
         return self.key.model_copy(update={"last_used_s": self.last_used_s or None})
@@ -79,14 +106,9 @@ class Keyring:
 
     def find(self, token: str, now_s: float) -> Held | None:
         """Return the key of this token, or None if it is unknown or expired."""
-        key_id = key_id_of(token)
-        if key_id is None:
-            return None
-        held = self._held.get(key_id)
-        if held is None:
-            compare_with_nobody(token)
-            return None
-        return held if held.key.opens(token, now_s) else None
+        match = TOKEN.fullmatch(token)
+        held = self._held.get(match[1]) if match else None
+        return held if (held.key if held else NOBODY).opens(token, now_s) else None
 
     def create(self, new: NewKey, now_s: float) -> tuple[ApiKey, str]:
         """Store a new key. Return it with its token, which is not stored."""
@@ -98,11 +120,9 @@ class Keyring:
     def revoke(self, key_id: str) -> ApiKey:
         """Remove a key: its next request is refused. Raise UnknownKey."""
         with self._lock:
-            held = self._held.get(key_id)
-            if held is None:
-                raise UnknownKey(
-                    f"No API key has the id {key_id[:64]!r}.", remedy="See `pilotflame keys list`."
-                )
+            if (held := self._held.get(key_id)) is None:
+                message = f"No API key has the id {key_id[:64]!r}."
+                raise UnknownKey(message, remedy="See `pilotflame keys list`.")
             self._replace(other for other in self._held.values() if other is not held)
         return held.key
 

@@ -1,4 +1,4 @@
-"""The API key: what its owner may do, and how it is stored without its token."""
+"""The API key: what its owner, the caller, may do, and how it is stored without its token."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import hashlib
 import hmac
 import re
 import secrets
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from ...errors import BadInput
-from ..settings.function_settings import name_problem
+from ...errors import BadInput, Forbidden, UnknownFunction
+from ..settings.function_settings import FunctionName
 from ..settings.validation import YEAR_S
 
-_TOKEN = re.compile(r"pf_([0-9a-f]{12})_[0-9a-f]{64}")
-_NOBODY = hashlib.sha256(b"").hexdigest()
+TOKEN = re.compile(r"pf_([0-9a-f]{12})_[0-9a-f]{64}")
+"""The text of a token; the group is its key's id."""
 
 
 class Scope(enum.StrEnum):
@@ -28,14 +29,52 @@ class Scope(enum.StrEnum):
     ADMIN = "admin"
 
 
-class KeyFields(BaseModel):
-    """What a key's creator chooses."""
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """`owner` is the id of the caller's API key; "" is an anonymous caller, or the gateway's own user."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    owner: str = ""
+    scopes: frozenset[Scope] = frozenset(Scope)
+    functions: frozenset[str] | None = None
+
+    @property
+    def urgent(self) -> bool:
+        """Whether the caller may choose a high priority: an ordinary key could starve all other tenants."""
+        return not self.owner or Scope.ADMIN in self.scopes
+
+    def allows(self, function: str) -> bool:
+        """Return True if the caller may know of this function."""
+        return self.functions is None or function in self.functions
+
+    def check(self, function: str) -> None:
+        """Raise UnknownFunction, as for a missing function, if the caller may not know of this one."""
+        if not self.allows(function):
+            raise UnknownFunction.named(function)
+
+    def check_scope(self, scope: Scope) -> None:
+        """Raise Forbidden."""
+        if scope not in self.scopes and Scope.ADMIN not in self.scopes:
+            message = f"This API key lacks the scope {scope.value!r}."
+            raise Forbidden(message, remedy="Ask the key's creator for one that has it.")
+
+    def check_deploy(self, function: str) -> None:
+        """Raise Forbidden, the same whether or not there is such a function."""
+        self.check_scope(Scope.DEPLOY)
+        if not self.allows(function):
+            remedy = "Deploy it under a name that the key covers (--name), or with another key."
+            raise Forbidden(f"This API key does not cover a function named {function!r}.", remedy=remedy)
+
+
+ANYBODY = Caller()
+"""The caller of a gateway that requires no key."""
+
+
+class KeyFields(BaseModel, frozen=True, extra="forbid"):
+    """What a key's creator chooses."""
 
     name: str = Field(pattern=r"^[\x20-\x7e]{1,64}$", description="For people: who uses the key.")
     scopes: tuple[Scope, ...] = Field((Scope.INVOKE,), min_length=1)
-    functions: tuple[str, ...] | None = Field(
+    functions: tuple[FunctionName, ...] | None = Field(
         None, max_length=1000, description="The only functions it covers; null: all."
     )
     rate_per_s: float | None = Field(None, gt=0, le=1e6, description="Requests a second, over time.")
@@ -43,20 +82,10 @@ class KeyFields(BaseModel):
     concurrency: int | None = Field(None, ge=1, le=1_000_000, description="Requests at the same time.")
 
 
-class NewKey(KeyFields):
+class NewKey(KeyFields, strict=True):
     """A request for a key."""
 
-    model_config = ConfigDict(strict=True)
-
     expires_in_s: float | None = Field(None, gt=0, le=100 * YEAR_S)
-
-    @field_validator("functions")
-    @classmethod
-    def _names(cls, functions: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        for name in functions or ():
-            if problem := name_problem(name):
-                raise ValueError(problem)
-        return functions
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -90,6 +119,10 @@ class ApiKey(KeyFields):
         return fields | {name: _date(at_s) for name, at_s in times.items()}
 
 
+NOBODY = ApiKey(name="nobody", id="0" * 12, digest=hashlib.sha256(b"").hexdigest(), created_s=0.0)
+"""Compared with tokens of unknown ids, so that they take as long as those of known ones."""
+
+
 def mint(new: NewKey, now_s: float) -> tuple[ApiKey, str]:
     """Return a new key and its token, which its owner sends and which is shown only once."""
     key_id = secrets.token_hex(6)
@@ -99,17 +132,6 @@ def mint(new: NewKey, now_s: float) -> tuple[ApiKey, str]:
     return ApiKey(id=key_id, digest=_digest(token), created_s=now_s, expires_s=expires_s, **fields), token
 
 
-def key_id_of(token: str) -> str | None:
-    """Return the id in a token, or None if the text is not a token."""
-    match = _TOKEN.fullmatch(token)
-    return match[1] if match is not None else None
-
-
-def compare_with_nobody(token: str) -> None:
-    """Take as long for a token with an unknown id as `ApiKey.opens` takes for a known one."""
-    hmac.compare_digest(_NOBODY, _digest(token))
-
-
 def parse_new_key(body: bytes) -> NewKey:
     """Parse the JSON of a request. Raise BadInput."""
     try:
@@ -117,10 +139,8 @@ def parse_new_key(body: bytes) -> NewKey:
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
         where = ".".join(map(str, problem["loc"])) or "body"
-        raise BadInput(
-            f"The key cannot be made: {where}: {problem['msg']}.",
-            remedy='Send for example {"name": "shop", "scopes": ["invoke"], "functions": ["greeter"]}.',
-        ) from None
+        remedy = 'Send for example {"name": "shop", "scopes": ["invoke"], "functions": ["greeter"]}.'
+        raise BadInput(f"The key cannot be made: {where}: {problem['msg']}.", remedy=remedy) from None
 
 
 def _digest(token: str) -> str:

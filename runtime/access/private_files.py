@@ -39,9 +39,8 @@ def load(path: Path, model: type[_ModelT]) -> _ModelT | None:
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
         # Ignoring the file could admit callers that it shuts out.
-        raise GatewayError(
-            f"{path} is damaged: {problem['type']} at {problem['loc']}.", remedy="Restore it, or remove it."
-        ) from None
+        message = f"{path} is damaged: {problem['type']} at {problem['loc']}."
+        raise GatewayError(message, remedy="Restore it, or remove it.") from None
 
 
 def remove(path: Path) -> None:
@@ -63,7 +62,5 @@ def _reported(verb: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise GatewayError(
-            f"{path} cannot be {verb}: {error.strerror or error}.",
-            remedy="Make sure that the state folder belongs to this user, and that its disk is not full.",
-        ) from error
+        remedy = "Make sure that the state folder belongs to this user, and that its disk is not full."
+        raise GatewayError(f"{path} cannot be {verb}: {error.strerror or error}.", remedy=remedy) from error

@@ -12,7 +12,7 @@ import re
 import threading
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from ...errors import BadInput, UnknownSecret
 from ..settings.function_settings import check_name, name_problem
@@ -23,10 +23,8 @@ MAX_SECRETS = 100
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,254}")
 
 
-class SecretsFile(BaseModel):
+class SecretsFile(BaseModel, frozen=True, extra="forbid", strict=True):
     """The content of `<function>.json`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     version: int = 1
     secrets: dict[str, str] = Field(repr=False)
@@ -51,9 +49,6 @@ class Secrets:
         """Return a function's secrets, by the names of their environment variables."""
         return dict(self._secrets.get(function, {}))
 
-    def names(self, function: str) -> list[str]:
-        return sorted(self._secrets.get(function, {}))
-
     def set(self, function: str, key: str, value: str) -> bool:
         """Store a secret. Return True if it replaces one. Raise BadInput."""
         check_name(function)
@@ -70,10 +65,8 @@ class Secrets:
         with self._lock:
             known = self.of(function)
             if known.pop(key, None) is None:
-                raise UnknownSecret(
-                    f"{function} has no secret {key[:64]!r}.",
-                    remedy=f"See `pilotflame secrets list {function}`.",
-                )
+                remedy = f"See `pilotflame secrets list {function}`."
+                raise UnknownSecret(f"{function} has no secret {key[:64]!r}.", remedy=remedy)
             self._write(function, known)
 
     def forget(self, function: str) -> None:
@@ -93,14 +86,10 @@ class Secrets:
 
 def _check(key: str, value: str) -> None:
     if not _KEY.fullmatch(key):
-        raise BadInput(
-            f"{key[:64]!r} cannot be a secret's name.",
-            remedy="It becomes an environment variable: letters, digits and _, no digit first.",
-        )
+        remedy = "It becomes an environment variable: letters, digits and _, no digit first."
+        raise BadInput(f"{key[:64]!r} cannot be a secret's name.", remedy=remedy)
     if "\0" in value:
         raise BadInput(f"The value of {key} contains a NUL character.", remedy="Encode it as base64.")
     if len(value.encode()) > MAX_VALUE_BYTES:
-        raise BadInput(
-            f"The value of {key} is larger than {MAX_VALUE_BYTES} bytes.",
-            remedy="Store larger data elsewhere, and only the credentials for it here.",
-        )
+        remedy = "Store larger data elsewhere, and only the credentials for it here."
+        raise BadInput(f"The value of {key} is larger than {MAX_VALUE_BYTES} bytes.", remedy=remedy)

@@ -96,7 +96,7 @@ class AccessControl:
 
     async def list_secrets(self, request: web.Request) -> web.StreamResponse:
         function = request.match_info["function"]
-        return json_response({"function": function, "secrets": self.secrets.names(function)})
+        return json_response({"function": function, "secrets": sorted(self.secrets.of(function))})
 
     async def set_secret(self, request: web.Request) -> web.StreamResponse:
         function, key = request.match_info["function"], request.match_info["key"]

@@ -21,10 +21,8 @@ from multidict import istr
 
 from ...addresses import is_loopback
 from ...errors import Forbidden, GatewayError, PilotflameError, QuotaExceeded, Unauthorized
-from ..access.caller import ANYBODY, Caller
-from ..access.keyring import Held, Keyring
-from ..access.keys import Scope
-from ..access.quota import Meter
+from ..access.keyring import Held, Keyring, Meter
+from ..access.keys import ANYBODY, Caller, Scope
 from .requests import CALLER, Headers
 from .responses import Handler
 from .routes import Route, scopes_by_path

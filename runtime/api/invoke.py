@@ -13,8 +13,7 @@ from multidict import istr
 
 from ...errors import DeadlineExceeded, PilotflameError
 from ...handlers.codec import JSON_TYPE
-from ..access.caller import Caller
-from ..access.keys import Scope
+from ..access.keys import Caller, Scope
 from ..serving.invocation import Invocation, Stream
 from ..serving.revision import Revision
 from .backend import ASYNC_BODY_BYTES, Accepted, Backend

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from ...errors import BadInput, InputTimeout, InputTooLarge, PilotflameError
 from ...handlers.arrays import NPY_TYPE, SAFETENSORS_TYPE
 from ...handlers.codec import BYTES_TYPE, JSON_TYPE
-from ..access.caller import ANYBODY, Caller
+from ..access.keys import ANYBODY, Caller
 from ..serving.invocation import NORMAL
 from ..telemetry.timeline import TRACEPARENT
 

@@ -61,7 +61,11 @@ def select(folder: Path, *, exclude: Path | None = None) -> list[CodeFile]:
             raise CodeError(f"{folder} has over {MAX_FILES} files and folders.", remedy=_WEIGHTS_REMEDY)
         if file is not None:
             files.append(file)
-    _check_size(folder, files)
+    if (total := sum(file.size for file in files)) > MAX_CODE_BYTES:
+        biggest = sorted(files, key=lambda file: -file.size)[:5]
+        listed = ", ".join(f"{file.name} ({file.size / 2**20:.1f} MiB)" for file in biggest)
+        size = f"{total / 2**20:.1f} MiB of code, more than {MAX_CODE_BYTES / 2**20:.0f} MiB"
+        raise CodeError(f"{folder} holds {size}; biggest: {listed}.", remedy=_WEIGHTS_REMEDY)
     return sorted(files, key=lambda file: file.name.encode())
 
 
@@ -92,9 +96,8 @@ def copy_folder(source: Path, target: Path, *, exclude: Path | None = None) -> N
         try:
             shutil.copyfile(file.path, path)
         except OSError as error:
-            raise CodeError(
-                f"{file.name} cannot be copied: {error}.", remedy="Check its permissions and the disk."
-            ) from error
+            message = f"{file.name} cannot be copied: {error}."
+            raise CodeError(message, remedy="Check its permissions and the disk.") from error
         path.chmod(_mode(file))
 
 
@@ -147,37 +150,41 @@ class _Walk:
             raise _unreadable(folder, error) from error
         for entry in found:
             name = prefix + entry.name
-            _check_utf8(name)
+            utf8(name)
             real = Path(os.path.realpath(entry.path))
             if self._skips(entry, name, real):
                 continue
             if entry.is_symlink():
                 self._check_link(name, real, above)
-            if real.is_dir():
+            facts = real.stat()
+            if stat.S_ISDIR(facts.st_mode):
                 yield None
                 yield from self.entries(real, f"{name}/", (*above, real))
+            elif stat.S_ISREG(facts.st_mode):
+                yield CodeFile(name, real, facts.st_size, bool(facts.st_mode & stat.S_IXUSR))
             else:
-                yield _file(name, real)
+                raise CodeError(
+                    f"{name} is neither a file nor a folder.", remedy=f"List it in {IGNORE_FILE}."
+                )
 
     def _skips(self, entry: os.DirEntry[str], name: str, real: Path) -> bool:
-        if entry.is_dir():
-            if Path(entry.path, "pyvenv.cfg").is_file():
-                return True
-            name += "/"
-        if self.ignored.match_file(name):
+        if entry.is_dir() and Path(entry.path, "pyvenv.cfg").is_file():
             return True
-        return self.excluded is not None and (real == self.excluded or self.excluded in real.parents)
+        if self.ignored.match_file(f"{name}/" if entry.is_dir() else name):
+            return True
+        return self.excluded is not None and real.is_relative_to(self.excluded)
 
     def _check_link(self, name: str, real: Path, above: tuple[Path, ...]) -> None:
-        if real != self.root and self.root not in real.parents:
-            raise CodeError(
-                f"{name} is a link that leaves the folder, to {real}.",
-                remedy=f"Copy its target into the folder, or list it in {IGNORE_FILE}.",
-            )
-        if not real.exists():
-            raise CodeError(f"{name} is a link to nothing.", remedy="Remove it.")
-        if real in above:
-            raise CodeError(f"{name} is a link to a folder that holds it.", remedy="Remove it.")
+        if not real.is_relative_to(self.root):
+            problem = f"that leaves the folder, to {real}"
+        elif not real.exists():
+            problem = "to nothing"
+        elif real in above:
+            problem = "to a folder that holds it"
+        else:
+            return
+        remedy = f"Remove it, copy its target into the folder, or list it in {IGNORE_FILE}."
+        raise CodeError(f"{name} is a link {problem}.", remedy=remedy)
 
 
 def _ignored(root: Path) -> GitIgnoreSpec:
@@ -192,27 +199,9 @@ def _ignored(root: Path) -> GitIgnoreSpec:
         raise CodeError(f"{file} cannot be read: {error}.", remedy="Write it like a .gitignore.") from error
 
 
-def _file(name: str, path: Path) -> CodeFile:
-    facts = path.stat()
-    if not stat.S_ISREG(facts.st_mode):
-        raise CodeError(f"{name} is neither a file nor a folder.", remedy=f"List it in {IGNORE_FILE}.")
-    return CodeFile(name, path, facts.st_size, bool(facts.st_mode & stat.S_IXUSR))
-
-
-def _check_utf8(name: str) -> None:
+def utf8(name: str) -> bytes:
+    """Return the encoded name. Raise CodeError if it is not UTF-8."""
     try:
-        name.encode()
+        return name.encode()
     except UnicodeEncodeError as error:
         raise CodeError(f"The name {name!r} is not UTF-8.", remedy="Rename the file.") from error
-
-
-def _check_size(folder: Path, files: list[CodeFile]) -> None:
-    total = sum(file.size for file in files)
-    if total > MAX_CODE_BYTES:
-        biggest = sorted(files, key=lambda file: -file.size)[:5]
-        listed = ", ".join(f"{file.name} ({file.size / 2**20:.1f} MiB)" for file in biggest)
-        raise CodeError(
-            f"{folder} holds {total / 2**20:.1f} MiB of code, more than {MAX_CODE_BYTES / 2**20:.0f} MiB; "
-            f"biggest: {listed}.",
-            remedy=_WEIGHTS_REMEDY,
-        )

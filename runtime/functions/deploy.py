@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import shutil
 import sys
@@ -42,50 +43,57 @@ class Deployment:
     """Called with the function's name; raises if the caller may not deploy it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A staged folder, and the fields of its record."""
-
-    staged: Path
-    fields: RevisionFields
-
-
-def prepare(store: Store, environments: Path, request: Deployment, log: Callable[[str], None]) -> Prepared:
-    """Copy and check the code. Raise CodeError, SettingsError, RequirementsError or SnapshotError."""
+def prepare(
+    store: Store, environments: Path, request: Deployment, log: Callable[[str], None]
+) -> tuple[Path, RevisionFields]:
+    """Copy and check the code. Return its staged folder, and the fields of its record."""
     staged = store.stage()
-    try:
-        return Prepared(staged, _fill(staged, environments, request, log))
-    except BaseException:
-        shutil.rmtree(staged, ignore_errors=True)
-        raise
-
-
-def _fill(
-    staged: Path, environments: Path, request: Deployment, log: Callable[[str], None]
-) -> RevisionFields:
-    """Put code, manifest and assets into the staged folder."""
     staged_code = staged / CODE_FOLDER
-    folder = _source_folder(request, staged_code)
-    settings = read_settings(folder, overrides=request.overrides)
-    if request.authorize is not None:
-        request.authorize(settings.name)
-    if settings.source and (problem := missing_package()):
-        raise SettingsError(f"The [[source]] tables of {settings.name!r} cannot be used: {problem}.")
-    snapshot = _snapshot_root(settings, folder)
-    if request.path is not None:
-        code.copy_folder(folder, staged_code, exclude=snapshot)
-    python, digest = _environment(staged_code, environments, request, log)
+    with contextlib.ExitStack() as undo:
+        undo.callback(shutil.rmtree, staged, ignore_errors=True)
+        folder = _source_folder(request, staged_code)
+        settings = read_settings(folder, overrides=request.overrides)
+        if request.authorize is not None:
+            request.authorize(settings.name)
+        if settings.source and (problem := missing_package()):
+            raise SettingsError(f"The [[source]] tables of {settings.name!r} cannot be used: {problem}.")
+        snapshot = settings.snapshot_path(folder)
+        if snapshot is not None and not snapshot.exists():
+            raise SnapshotError(
+                f"snapshot is {settings.snapshot!r}, and {snapshot} does not exist.",
+                remedy="Put the weights there, or set `snapshot` (or --snapshot) to where they are.",
+            )
+        if request.path is not None:
+            code.copy_folder(folder, staged_code, exclude=snapshot)
+        environment = _environment(staged_code, environments, request, log)
+        fields = _fields(staged, settings, snapshot, environment, log)
+        undo.pop_all()
+    return staged, fields
+
+
+def _fields(
+    staged: Path,
+    settings: FunctionSettings,
+    snapshot: Path | None,
+    environment: tuple[Path, str],
+    log: Callable[[str], None],
+) -> RevisionFields:
+    """Put manifest and assets into the staged folder. Return the fields of its record."""
+    staged_code = staged / CODE_FOLDER
     if snapshot is not None:
         _write_manifest(snapshot, staged / MANIFEST_FILE, log)
+        # Uploaded weights relative to the code, because its folder moves when it is published.
+        if snapshot.is_relative_to(uploaded := staged_code.resolve()):
+            snapshot = snapshot.relative_to(uploaded)
     if (url := settings.snapshot_url) is not None:
         _fetch_manifest(url, staged, log)
     return RevisionFields(
         code_digest=code.code_digest(staged_code),
         settings=settings,
-        snapshot_root=_portable(snapshot, staged_code),
+        snapshot_root=snapshot,
         snapshot_url=url,
-        python=python,
-        requirements_digest=digest,
+        python=environment[0],
+        requirements_digest=environment[1],
     )
 
 
@@ -111,11 +119,8 @@ def worker_spec(store: Store, record: RevisionRecord, cache: Path) -> WorkerSpec
 
 
 def fair_threads(workers: int) -> int:
-    """Return the number of threads for each of `workers` workers: each gets the same share of the processors.
-
-    More threads than processors are far worse than few (MiniLM, 2 cores under load: 476 ms a forward with
-    2 threads, 11 ms with 1).
-    """
+    """Return the number of threads for each of `workers` workers: each gets the same share of the processors."""
+    # More threads than processors are far worse (MiniLM on 2 busy cores: 476 ms a forward with 2 threads, 11 with 1).
     return max(1, len(os.sched_getaffinity(0)) // workers)
 
 
@@ -126,12 +131,10 @@ def heavy_imports(file: Path) -> tuple[str, ...]:
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         # The zygote's import reports what is wrong, with the line.
         return ()
-    found: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found.update(alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found.add(node.module.partition(".")[0])
+    nodes = list(ast.walk(tree))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
+    found = {name.partition(".")[0] for name in names}
     if "transformers" in found:
         found.add("torch")
     return tuple(name for name in HEAVY if name in found)
@@ -147,23 +150,6 @@ def _source_folder(request: Deployment, staged_code: Path) -> Path:
     if not request.path.is_absolute():
         raise SettingsError(f"path is relative: {str(request.path)!r}.", remedy="Give an absolute path.")
     return request.path
-
-
-def _snapshot_root(settings: FunctionSettings, folder: Path) -> Path | None:
-    path = settings.snapshot_path(folder)
-    if path is not None and not path.exists():
-        raise SnapshotError(
-            f"snapshot is {settings.snapshot!r}, and {path} does not exist.",
-            remedy="Put the weights there, or set `snapshot` (or --snapshot) to where they are.",
-        )
-    return path
-
-
-def _portable(snapshot: Path | None, staged_code: Path) -> Path | None:
-    """Return uploaded weights relative to the code, because its folder moves when it is published."""
-    if snapshot is not None and snapshot.is_relative_to(staged_code.resolve()):
-        return snapshot.relative_to(staged_code.resolve())
-    return snapshot
 
 
 def _environment(
@@ -190,11 +176,9 @@ def _write_manifest(snapshot: Path, target: Path, log: Callable[[str], None]) ->
     from ...snapshot.format.manifest import MANIFEST_NAME, Manifest  # noqa: PLC0415
 
     beside = (snapshot if snapshot.is_dir() else snapshot.parent) / MANIFEST_NAME
-    if beside.is_file():
-        manifest = Manifest.read(beside)
-    else:
+    if not beside.is_file():
         log(f"making a manifest of {snapshot}")
-        manifest = create(snapshot)
+    manifest = Manifest.read(beside) if beside.is_file() else create(snapshot)
     manifest.write(target)
 
 

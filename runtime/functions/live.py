@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
 import psutil
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from ...snapshot.sources.location import shown
 from ..scaling.autoscaler import ScaleSpec
@@ -19,20 +21,16 @@ from ..telemetry.timeline import Timeline
 from .store import RevisionRecord
 
 
-class Workers(BaseModel):
+class Workers(BaseModel, frozen=True):
     """How many workers there are, by state."""
-
-    model_config = ConfigDict(frozen=True)
 
     ready: int
     starting: int
     draining: int
 
 
-class Process(BaseModel):
+class Process(BaseModel, frozen=True):
     """One process of a function and the memory it holds."""
-
-    model_config = ConfigDict(frozen=True)
 
     pid: int
     role: str
@@ -42,10 +40,8 @@ class Process(BaseModel):
     pss_mb: float
 
 
-class FunctionStatus(BaseModel):
+class FunctionStatus(BaseModel, frozen=True):
     """The status of a function, as the control routes return it."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     revision: str
@@ -71,6 +67,11 @@ class FunctionStatus(BaseModel):
     processes: list[Process] = []
 
 
+# The facts of a handler that are in its status, and their values if it has none.
+_FACTS = {"dialect": "pilotflame", "entry": "", "kind": "plain", "streaming": False, "batch": None, "input_schema": {},
+          "output_schema": {}}  # fmt: skip
+
+
 class Live:
     """A function with its live revision."""
 
@@ -80,17 +81,12 @@ class Live:
         self.logs = logs
         self.warnings: list[str] = []
         self._last_cold: Timeline | None = None
-        self._configure()
-
-    def _configure(self) -> None:
-        """Tell the revision what is known of its handler."""
-        self.revision.configure(policy_of(self.record))
 
     async def prove(self, *, check: bool) -> None:
         """Start the zygote, and with `check` a worker, to see that both succeed."""
         source = await self.revision.pool.zygote.open()
         self.record = self.record.model_copy(update={"handler": source.facts})
-        self._configure()
+        self.revision.configure(policy_of(self.record))
         if source.spawn_reason:
             self.warnings.append(f"Workers are spawned, not forked: {source.spawn_reason}.")
         if check:
@@ -102,24 +98,17 @@ class Live:
 
     def status(self, processes: list[Process] | None = None) -> FunctionStatus:
         """Return the status, with `processes` if they were measured."""
-        record, census, cold, facts = (
-            self.record,
-            self.revision.census(),
-            self._last_cold,
-            self.record.handler,
-        )
-        snapshot, settings = _shown_snapshot(record), record.settings
+        record, census, cold = self.record, self.revision.census(), self._last_cold
+        facts, settings = record.handler, record.settings
+        snapshot = str(record.snapshot_root) if record.snapshot_root else None
         if record.snapshot_url:
+            # Without the credentials that the URL may hold.
+            snapshot = shown(record.snapshot_url)
             settings = settings.model_copy(update={"snapshot": snapshot})
         return FunctionStatus(
             name=record.function,
             revision=record.revision,
             created_at=record.created_at,
-            dialect=facts.get("dialect", "pilotflame"),
-            entry=facts.get("entry", ""),
-            kind=facts.get("kind", "plain"),
-            streaming=facts.get("streaming", False),
-            batch=facts.get("batch"),
             snapshot=snapshot,
             workers=Workers(ready=census.ready, starting=census.starting, draining=census.draining),
             standby=census.standby,
@@ -131,9 +120,8 @@ class Live:
             last_cold_start_phases_ms={name: s * 1000 for name, s in cold.phases().items()} if cold else {},
             warnings=self.warnings,
             settings=settings,
-            input_schema=facts.get("input_schema", {}),
-            output_schema=facts.get("output_schema", {}),
             processes=processes or [],
+            **{key: facts.get(key, missing) for key, missing in _FACTS.items()},
         )
 
     async def processes(self) -> list[Process]:
@@ -145,18 +133,15 @@ class Live:
             rows.append((zygote.standby.pid, "standby", zygote.standby.name))
         if zygote.source is not None and zygote.source.zygote_pid is not None:
             rows.append((zygote.source.zygote_pid, "zygote", "zygote"))
-        measured = await asyncio.to_thread(lambda: [_measure(*row) for row in rows])
-        return [process for process in measured if process is not None]
+        return await asyncio.to_thread(lambda: [process for row in rows for process in _measure(*row)])
 
 
 def policy_of(record: RevisionRecord) -> Policy:
     """Return how the gateway treats a revision's invocations."""
     settings, batch = record.settings, record.handler.get("batch") or 1
-    scale = settings.scale
+    scale, in_flight = settings.scale, settings.concurrency * batch
     return Policy(
-        scale=ScaleSpec(
-            scale.min, scale.max, scale.buffer, settings.concurrency * batch, scale.idle_timeout_s
-        ),
+        scale=ScaleSpec(scale.min, scale.max, scale.buffer, in_flight, scale.idle_timeout_s),
         timeout_s=settings.timeout_s,
         execution_timeout_s=settings.execution_timeout_s,
         max_batch=batch,
@@ -172,17 +157,9 @@ def policy_of(record: RevisionRecord) -> Policy:
     )
 
 
-def _shown_snapshot(record: RevisionRecord) -> str | None:
-    """Return where a revision's weights are, without the credentials that a URL may hold."""
-    if record.snapshot_url:
-        return shown(record.snapshot_url)
-    return str(record.snapshot_root) if record.snapshot_root else None
-
-
-def _measure(pid: int, role: str, name: str) -> Process | None:
-    try:
+def _measure(pid: int, role: str, name: str) -> Iterator[Process]:
+    """Yield nothing if the process has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
         memory = psutil.Process(pid).memory_full_info()
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return None
-    sizes = {f"{kind}_mb": round(getattr(memory, kind) / (1 << 20), 1) for kind in ("rss", "uss", "pss")}
-    return Process(pid=pid, role=role, name=name, **sizes)
+        sizes = {f"{kind}_mb": round(getattr(memory, kind) / (1 << 20), 1) for kind in ("rss", "uss", "pss")}
+        yield Process(pid=pid, role=role, name=name, **sizes)

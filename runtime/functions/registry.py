@@ -21,8 +21,6 @@ from .deploy import Deployment, prepare, worker_spec
 from .live import Live, policy_of
 from .store import RevisionRecord, Store
 
-KEPT_REVISIONS = 5
-
 
 @dataclass(frozen=True, slots=True)
 class FunctionEvents:
@@ -36,35 +34,22 @@ class FunctionEvents:
     """A delete of this function has begun, and it accepts no more requests."""
 
 
+@dataclass(eq=False)
 class Functions:
     """All functions of one gateway. Used only in the event loop's thread."""
 
-    def __init__(
-        self,
-        store: Store,
-        environments: Path,
-        launcher: Launcher,
-        tasks: asyncio.TaskGroup,
-        weights: FetcherClient,
-        secrets: Secrets,
-        events: FunctionEvents,
-        *,
-        drain_s: float,
-    ) -> None:
-        self._store = store
-        self._environments = environments
-        self._launcher = launcher
-        self._tasks = tasks
-        self._weights = weights
-        self._secrets = secrets
-        self._events = events
-        self._drain_s = drain_s
-        self._live: dict[str, Live] = {}
-        self._locks: dict[str, asyncio.Lock] = {}
-        self._closing = False
-        self._retirements: set[asyncio.Task[None]] = set()
-
-    # -- reading
+    store: Store
+    environments: Path
+    launcher: Launcher
+    tasks: asyncio.TaskGroup
+    weights: FetcherClient
+    secrets: Secrets
+    events: FunctionEvents
+    drain_s: float
+    _live: dict[str, Live] = field(default_factory=dict, init=False)
+    _locks: dict[str, asyncio.Lock] = field(default_factory=dict, init=False)
+    _closing: bool = field(default=False, init=False)
+    _retirements: set[asyncio.Task[None]] = field(default_factory=set, init=False)
 
     def live(self, name: str) -> Revision:
         """Return the live revision of `name`. Raise UnknownFunction."""
@@ -72,11 +57,9 @@ class Functions:
 
     def get(self, name: str) -> Live:
         """Raise UnknownFunction, or GatewayError while the gateway shuts down."""
-        live = self._live.get(name)
-        if live is None:
+        if (live := self._live.get(name)) is None:
             raise UnknownFunction.named(name)
-        if self._closing:
-            raise GatewayError("The gateway is shutting down.", remedy="Send the request to another one.")
+        self._check_open()
         return live
 
     def all(self) -> list[Live]:
@@ -87,10 +70,8 @@ class Functions:
         """Return the counts of each function."""
         return {name: live.revision.census() for name, live in self._live.items()}
 
-    # -- notes on a function, which may be deleted meanwhile
-
     def note_cold(self, name: str, timeline: Timeline) -> None:
-        """Keep the timeline of a cold start, for the function's status."""
+        """Keep the timeline of a cold start of a function, which may be deleted meanwhile."""
         if (live := self._live.get(name)) is not None:
             live.note_cold(timeline)
 
@@ -99,41 +80,42 @@ class Functions:
         if (live := self._live.get(name)) is not None:
             live.logs.write("gateway", text)
 
-    # -- changing
-
     async def deploy(self, request: Deployment) -> Live:
         """Create a revision, prove that it starts, and make it live; the old one drains.
 
         If that fails, the error is raised and the old revision stays live.
         """
-        logs = LogBook()
-        log = _thread_safe(logs)
-        prepared = await asyncio.to_thread(prepare, self._store, self._environments, request, log)
-        name = prepared.fields.settings.name
+        logs, loop = LogBook(), asyncio.get_running_loop()
+
+        def log(text: str) -> None:
+            loop.call_soon_threadsafe(logs.write, "deploy", text)
+
+        staged, fields = await asyncio.to_thread(prepare, self.store, self.environments, request, log)
+        name = fields.settings.name
         async with self._locks.setdefault(name, asyncio.Lock()):
             if (old := self._live.get(name)) is not None:
                 logs = old.logs
             self._check_open()
-            record = await asyncio.to_thread(self._store.place, prepared.staged, prepared.fields)
+            record = await asyncio.to_thread(self.store.place, staged, fields)
             live = await self._create(record, logs)
             try:
                 await live.prove(check=request.check)
                 self._check_open()
             except BaseException:
                 await live.revision.retire(0.0)
-                await asyncio.to_thread(self._store.withdraw, record)
+                await asyncio.to_thread(self.store.withdraw, record)
                 raise
             await self._uninterrupted(self._go_live(name, live, old))
             return live
 
     async def _go_live(self, name: str, live: Live, old: Live | None) -> None:
-        await asyncio.to_thread(self._store.promote, live.record)
+        await asyncio.to_thread(self.store.promote, live.record)
         self._live[name] = live
         live.revision.scale()
         live.logs.write("gateway", f"revision {live.record.revision} is live")
-        for callback in self._events.live:
+        for callback in self.events.live:
             callback(name)
-        retirement = self._tasks.create_task(self._retire(name, old))
+        retirement = self.tasks.create_task(self._retire(name, old))
         self._retirements.add(retirement)
         retirement.add_done_callback(self._retirements.discard)
 
@@ -147,13 +129,12 @@ class Functions:
                 return error
             return None
 
-        error = await asyncio.shield(self._tasks.create_task(outcome()))
-        if error is not None:
+        if error := await asyncio.shield(self.tasks.create_task(outcome())):
             raise error
 
     def _check_open(self) -> None:
         if self._closing:
-            raise GatewayError("The gateway is shutting down.", remedy="Deploy when it is up again.")
+            raise GatewayError("The gateway is shutting down.", remedy="Try again when it is up.")
 
     async def delete(self, name: str) -> None:
         """Delete a function: it accepts nothing new, finishes what it accepted, then its files are removed."""
@@ -165,19 +146,19 @@ class Functions:
 
     async def _take_away(self, name: str, live: Live) -> None:
         del self._live[name]
-        for callback in self._events.deleted:
+        for callback in self.events.deleted:
             callback(name)
-        await live.revision.retire(self._drain_s)
+        await live.revision.retire(self.drain_s)
         # Before its files: after a crash in between, a new function of this name must not get the old secrets.
-        await asyncio.to_thread(self._secrets.forget, name)
-        await asyncio.to_thread(self._store.delete, name)
+        await asyncio.to_thread(self.secrets.forget, name)
+        await asyncio.to_thread(self.store.delete, name)
 
     async def restore(self) -> None:
         """Load what the store holds, without starting a worker; zygotes start in the background."""
-        for name, record in (await asyncio.to_thread(self._store.functions)).items():
+        for name, record in (await asyncio.to_thread(self.store.functions)).items():
             self._live[name] = live = await self._create(record, LogBook())
             if record.settings.scale.rest == "zygote":
-                self._tasks.create_task(live.revision.pool.zygote.warm())
+                self.tasks.create_task(live.revision.pool.zygote.warm())
             live.revision.scale()
 
     async def close(self) -> None:
@@ -185,58 +166,43 @@ class Functions:
         self._closing = True
         async with asyncio.TaskGroup() as tasks:
             for live in self._live.values():
-                tasks.create_task(live.revision.retire(self._drain_s))
+                tasks.create_task(live.revision.retire(self.drain_s))
         # Replaced revisions may still be draining.
         if self._retirements:
             await asyncio.wait(self._retirements)
 
     async def _create(self, record: RevisionRecord, logs: LogBook) -> Live:
         # In threads: both read files.
-        spec = await asyncio.to_thread(worker_spec, self._store, record, self._weights.cache)
-        curves = await asyncio.to_thread(
-            LatencyCurveStore.open, self._store.curves, _latency_key(record), spec.manifest
-        )
+        spec = await asyncio.to_thread(worker_spec, self.store, record, self.weights.cache)
+        # All that the speed of workers depends on, besides the weights and the machine.
+        settings = f"{record.settings.concurrency} {record.settings.threads}"
+        key = f"{record.code_digest} {record.requirements_digest} {settings}"
+        curves = await asyncio.to_thread(LatencyCurveStore.open, self.store.curves, key, spec.manifest)
         if spec.source:
-            self._tasks.create_task(self._weights.warm())
+            self.tasks.create_task(self.weights.warm())
 
         def activated(outcome: str) -> None:
-            for callback in self._events.activated:
+            for callback in self.events.activated:
                 callback(record.function, outcome)
 
         revision = Revision(
             spec,
             policy_of(record),
-            self._launcher,
+            self.launcher,
             logs,
-            self._tasks,
+            self.tasks,
             activated,
-            self._weights,
-            lambda: self._secrets.of(record.function),
+            self.weights,
+            lambda: self.secrets.of(record.function),
             curves,
         )
         return Live(record, revision, logs)
 
     async def _retire(self, name: str, old: Live | None) -> None:
         if old is not None:
-            await old.revision.retire(self._drain_s)
+            await old.revision.retire(self.drain_s)
         try:
-            await asyncio.to_thread(self._store.prune, name, KEPT_REVISIONS)
+            await asyncio.to_thread(self.store.prune, name)
         # Old files do no harm.
         except (OSError, PilotflameError) as error:
             (old or self._live[name]).logs.write("gateway", f"old revisions were not removed: {error}")
-
-
-def _latency_key(record: RevisionRecord) -> str:
-    """Return all that the speed of a revision's workers depends on, besides its weights and the machine."""
-    settings = record.settings
-    return f"{record.code_digest} {record.requirements_digest} {settings.concurrency} {settings.threads}"
-
-
-def _thread_safe(logs: LogBook) -> Callable[[str], None]:
-    """Return a function that writes to the deploy's log from another thread."""
-    loop = asyncio.get_running_loop()
-
-    def write(text: str) -> None:
-        loop.call_soon_threadsafe(logs.write, "deploy", text)
-
-    return write

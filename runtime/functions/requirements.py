@@ -6,6 +6,7 @@ Options, links and other files are refused.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 from collections.abc import Iterator, Mapping
@@ -29,7 +30,7 @@ _REFUSED = (
     (r"-(e|-editable\b)", "an editable install changes under a revision; name a released version"),
     (
         r"-|.*\s--?[a-zA-Z]",
-        "options would make the revision depend on where it is installed; set PIP_* or UV_* variables for the gateway",
+        "options make revisions differ by host; set the gateway's PIP_* or UV_* variables",
     ),
     (
         r"(?i)[a-z0-9+.-]+://|git\+|\.{0,2}/|file:|~/|[^;]*\.(whl|zip|tar\.gz)\s*(;|$)|.*@\s*\S",
@@ -49,9 +50,9 @@ class RequirementLine(NamedTuple):
     def normal(self) -> str:
         """The line without differences of spacing, order, case and comments."""
         name, marker = canonicalize_name(self.requirement.name), self.requirement.marker
-        extras = ",".join(sorted(canonicalize_name(extra) for extra in self.requirement.extras))
-        versions = ",".join(sorted(str(specifier) for specifier in self.requirement.specifier))
-        hashes = "".join(f" --hash={item}" for item in sorted(self.hashes))
+        extras = ",".join(sorted(map(canonicalize_name, self.requirement.extras)))
+        versions = ",".join(sorted(map(str, self.requirement.specifier)))
+        hashes = "".join(f" --hash={item}" for item in self.hashes)
         return f"{name}[{extras}]{versions}{f';{marker}' if marker else ''}{hashes}"
 
 
@@ -68,10 +69,8 @@ def parse_requirements(text: str) -> list[RequirementLine]:
         except InvalidRequirement as error:
             refused.append(f"line {number}, {line!r}: {str(error).splitlines()[0]}")
     if refused:
-        raise RequirementsError(
-            f"requirements.txt has lines that are not accepted: {'; '.join(refused)}.",
-            remedy="Correct or remove those lines.",
-        )
+        problems = "; ".join(refused)
+        raise RequirementsError(f"requirements.txt is refused: {problems}.", remedy="Correct those lines.")
     return lines
 
 
@@ -82,7 +81,7 @@ def check_requirements(text: str, installed: Mapping[str, str] | None = None) ->
     extras add are checked too.
     """
     present = installed_versions() if installed is None else installed
-    versions: dict[str, str] = {canonicalize_name(name): version for name, version in present.items()}
+    versions = {str(canonicalize_name(name)): version for name, version in present.items()}
     unmet: dict[int, list[str]] = {}
     wanted: list[str] = []
     for line in parse_requirements(text):
@@ -92,11 +91,9 @@ def check_requirements(text: str, installed: Mapping[str, str] | None = None) ->
                 wanted.append(f"'{requirement.name}{requirement.specifier}'")
     if unmet:
         problems = "; ".join(f"line {number}: {', '.join(found)}" for number, found in unmet.items())
-        raise RequirementsError(
-            f"requirements.txt is not met: {problems}.",
-            remedy=f"Run `pip install {' '.join(dict.fromkeys(wanted))}`, "
-            "or deploy with `pilotflame deploy --install`.",
-        )
+        install = f"pip install {' '.join(dict.fromkeys(wanted))}"
+        remedy = f"Run `{install}`, or deploy with `pilotflame deploy --install`."
+        raise RequirementsError(f"requirements.txt is not met: {problems}.", remedy=remedy)
 
 
 def requirements_digest(text: str) -> str:
@@ -112,8 +109,7 @@ def installed_versions(paths: list[str] | None = None) -> dict[str, str]:
     found: dict[str, str] = {}
     for distribution in metadata.distributions() if paths is None else metadata.distributions(path=paths):
         # An interrupted installation leaves a *.dist-info without a name.
-        name: str | None = distribution.metadata["Name"]
-        if name:
+        if name := distribution.metadata["Name"]:
             found.setdefault(canonicalize_name(name), distribution.version)
     return found
 
@@ -137,11 +133,11 @@ def _parsed(number: int, line: str) -> RequirementLine:
     if reason := next((reason for pattern, reason in _REFUSED if re.match(pattern, text)), None):
         raise InvalidRequirement(reason)
     requirement = Requirement(text)
-    if requirement.marker:
-        try:
+    try:
+        if requirement.marker:
             requirement.marker.evaluate()
-        except (UndefinedComparison, UndefinedEnvironmentName) as error:
-            raise InvalidRequirement(f"its marker has no meaning: {error}") from error
+    except (UndefinedComparison, UndefinedEnvironmentName) as error:
+        raise InvalidRequirement(f"its marker has no meaning: {error}") from error
     return RequirementLine(number, requirement, tuple(sorted(item.lower() for item in _HASH.findall(line))))
 
 
@@ -158,22 +154,15 @@ def _with_extras(requirement: Requirement, *, follow: bool) -> Iterator[Requirem
         for wanted in sorted(current.extras) if follow else ():
             if (name, wanted) not in seen:
                 seen.add((name, wanted))
-                parsed = [Requirement(item) for item in _dependencies(current.name)]
-                pending += [(item, wanted) for item in parsed if item.marker and "extra" in str(item.marker)]
-
-
-def _dependencies(name: str) -> list[str]:
-    try:
-        return metadata.requires(name) or []
-    except metadata.PackageNotFoundError:
-        # The package itself is reported as unmet.
-        return []
+                # A package that is not installed is itself reported as unmet.
+                with contextlib.suppress(metadata.PackageNotFoundError):
+                    added = map(Requirement, metadata.requires(current.name) or [])
+                    pending += [(item, wanted) for item in added if "extra" in str(item.marker)]
 
 
 def _unmet(requirement: Requirement, versions: Mapping[str, str]) -> str | None:
-    version = versions.get(canonicalize_name(requirement.name))
     shown = f"{requirement.name}{requirement.specifier}"
-    if version is None:
+    if (version := versions.get(canonicalize_name(requirement.name))) is None:
         return f"{shown} is not installed"
     try:
         # An installed pre-release counts, as it does for pip.

@@ -6,16 +6,13 @@
     <state dir>/staging/                                     being made or being removed; emptied at start
 
 A revision is made under `staging`, synced to disk, then renamed to its place. Only then is `current` replaced, by a
-rename too. A removed folder is first renamed into `staging`. So everything under `functions` is complete, and a reader
-sees either the old revision or the new one.
+rename too. A removed folder is first renamed into `staging`. So a reader sees either the old revision or the new one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
-import os
 import re
 import secrets
 import shutil
@@ -25,24 +22,22 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AwareDatetime, BaseModel, Field
 
-from ...errors import CodeError, UnknownFunction
+from ...errors import GatewayError, UnknownFunction
 from ...snapshot.publish import sync
+from ..access import private_files
 from ..settings.function_settings import FunctionSettings, check_name, name_problem
 
 CODE_FOLDER = "code"
 
-_log = logging.getLogger(__name__)
-_REVISION = re.compile(r"r([1-9][0-9]{0,8})-[0-9a-f]{8}")
+_REVISION = re.compile(r"r[1-9][0-9]{0,8}-[0-9a-f]{8}")
 _RECORD = "revision.json"
 _CURRENT = "current"
 
 
-class RevisionFields(BaseModel):
+class RevisionFields(BaseModel, frozen=True, extra="forbid"):
     """What a deploy knows of its revision before the store has a place for it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     code_digest: str
     settings: FunctionSettings
@@ -68,7 +63,7 @@ class Store:
     `report` gets a line for each record that cannot be read; such records are skipped. Safe to call from several threads.
     """
 
-    def __init__(self, root: Path, *, report: Callable[[str], None] = _log.warning) -> None:
+    def __init__(self, root: Path, report: Callable[[str], None]) -> None:
         self.curves = root.absolute() / "curves"
         """The folder of measured latency curves."""
         self._functions = root.absolute() / "functions"
@@ -79,15 +74,14 @@ class Store:
     def start(self) -> None:
         """Make the folders, and remove what a crash left unfinished."""
         self._functions.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._staging.mkdir(exist_ok=True, mode=0o700)
-        for leftover in list(self._staging.iterdir()):
-            if leftover.is_dir() and not leftover.is_symlink():
-                shutil.rmtree(leftover)
-            else:
-                leftover.unlink()
-        for folder in self._functions.iterdir():
+        if self._staging.exists():
+            shutil.rmtree(self._staging)
+        self._staging.mkdir(mode=0o700)
+        for folder in self._functions.glob("*/"):
+            for half_written in (*folder.glob(f".{_CURRENT}.*"), *folder.glob(f"*/.{_RECORD}.*")):
+                half_written.unlink()
             # An empty folder is a first deploy that was cut off before its rename.
-            if folder.is_dir() and not any(folder.iterdir()):
+            if not any(folder.iterdir()):
                 folder.rmdir()
 
     def stage(self) -> Path:
@@ -98,11 +92,9 @@ class Store:
 
     def place(self, staged: Path, fields: RevisionFields) -> RevisionRecord:
         """Give a staged folder its revision's id and place. Call `promote` or `withdraw` next."""
-        if not (staged / CODE_FOLDER).is_dir():
-            raise CodeError("No code was staged.", remedy="Deploy a folder with handler.py.")
         with self._lock:
             record = self._new_record(fields)
-            _write(staged / _RECORD, record.model_dump_json(indent=2))
+            _write_record(staged, record)
             _sync_tree(staged)
             folder = self._folder(record.function)
             folder.mkdir(exist_ok=True, mode=0o700)
@@ -115,14 +107,8 @@ class Store:
         """Make a placed revision live. `record` may have gained `handler` since then."""
         folder = self._folder(record.function)
         with self._lock:
-            for path, text in (
-                (folder / record.revision / _RECORD, record.model_dump_json(indent=2)),
-                (folder / _CURRENT, f"{record.revision}\n"),
-            ):
-                temporary = self._aside(record.function)
-                _write(temporary, text)
-                temporary.replace(path)
-                sync(path.parent)
+            _write_record(folder / record.revision, record)
+            private_files.write(folder / _CURRENT, f"{record.revision}\n".encode())
 
     def withdraw(self, record: RevisionRecord) -> None:
         """Remove a placed revision that will not become live."""
@@ -136,23 +122,25 @@ class Store:
 
     def functions(self) -> dict[str, RevisionRecord]:
         """Return the live revision of every function, by the function's name."""
-        names = [name for name in _names(self._functions) if self._is_function(name)]
-        records = {name: self.current(name) for name in names}
-        return {name: record for name, record in records.items() if record is not None}
+        records = {}
+        for folder in sorted(self._functions.iterdir()):
+            if name_problem(folder.name) is not None or not folder.is_dir():
+                self._report(f"{folder} is skipped: it is not a function's folder")
+            elif record := self.current(folder.name):
+                records[folder.name] = record
+        return records
 
     def current(self, name: str) -> RevisionRecord | None:
         """Return the live revision, or None if there is none that can be read."""
         folder = self._folder(name)
         try:
-            revision = (folder / _CURRENT).read_text(encoding="ascii").strip()
-        except FileNotFoundError:
+            if (revision := private_files.read(folder / _CURRENT)) is not None:
+                return self._read(name, revision.decode(errors="replace").strip())
             if folder.is_dir():
                 self._report(f"function {name} has no live revision: its first deploy was not finished")
-            return None
-        except (OSError, ValueError) as error:
-            self._report(f"function {name} is skipped: {folder / _CURRENT} cannot be read: {error}")
-            return None
-        return self._read(name, revision)
+        except GatewayError as error:
+            self._report(f"function {name} is skipped: {error.message}")
+        return None
 
     def code(self, record: RevisionRecord) -> Path:
         """Return the folder with the revision's code."""
@@ -169,7 +157,7 @@ class Store:
             sync(self._functions)
         shutil.rmtree(aside)
 
-    def prune(self, name: str, keep: int) -> list[str]:
+    def prune(self, name: str, keep: int = 5) -> list[str]:
         """Remove all but the newest `keep` (at least one) revisions and the live one. Return the removed ids."""
         with self._lock:
             live = self.current(name)
@@ -188,16 +176,11 @@ class Store:
     def _aside(self, name: str) -> Path:
         return self._staging / f"{name}.{secrets.token_hex(8)}"
 
-    def _is_function(self, name: str) -> bool:
-        if name_problem(name) is None and (self._functions / name).is_dir():
-            return True
-        self._report(f"{self._functions / name} is skipped: it is not a function's folder")
-        return False
-
     def _revision_ids(self, name: str) -> list[str]:
         """Return the ids of the revisions, readable or not, by number."""
-        matches = [match for entry in _names(self._folder(name)) if (match := _REVISION.fullmatch(entry))]
-        return [match[0] for match in sorted(matches, key=lambda match: int(match[1]))]
+        found = [path.name for path in self._folder(name).glob("r*") if _REVISION.fullmatch(path.name)]
+        # The shorter number is the smaller one.
+        return sorted(found, key=lambda revision: (len(revision), revision))
 
     def _new_record(self, fields: RevisionFields) -> RevisionRecord:
         ids = self._revision_ids(fields.settings.name)
@@ -211,43 +194,23 @@ class Store:
             created_at=datetime.now(UTC),
         )
 
-    def _read(self, name: str, revision: str) -> RevisionRecord | None:
-        """Return the record, or None after a report of why it cannot be used."""
-        shown = f"revision {revision!r} of function {name} is skipped"
+    def _read(self, name: str, revision: str) -> RevisionRecord:
+        """Raise GatewayError if the record cannot be used."""
         if not _REVISION.fullmatch(revision):
-            self._report(f"{shown}: that is not a revision's id")
-            return None
+            raise GatewayError(f"{revision!r}: that is not a revision's id.")
         folder = self._folder(name) / revision
-        try:
-            record = RevisionRecord.model_validate_json((folder / _RECORD).read_bytes())
-        except (OSError, ValidationError) as error:
-            self._report(f"{shown}: {folder / _RECORD} cannot be read: {error}")
-            return None
-        if (record.function, record.revision) != (name, revision) or not (folder / CODE_FOLDER).is_dir():
-            self._report(f"{shown}: {folder} is not that revision")
-            return None
+        record = private_files.load(folder / _RECORD, RevisionRecord)
+        found = record and (folder / CODE_FOLDER).is_dir() and (record.function, record.revision)
+        if record is None or found != (name, revision):
+            raise GatewayError(f"{folder} is not that revision.")
         return record
 
 
-def _write(path: Path, text: str) -> None:
-    """Write a new private file, and sync it to disk."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        return sorted(path.name for path in folder.iterdir())
-    except FileNotFoundError:
-        return []
+def _write_record(folder: Path, record: RevisionRecord) -> None:
+    private_files.write(folder / _RECORD, record.model_dump_json(indent=2).encode())
 
 
 def _sync_tree(folder: Path) -> None:
-    for path, _, names in os.walk(folder):
-        for file in (Path(path, name) for name in names):
-            if not file.is_symlink():
-                sync(file)
-        sync(Path(path))
+    for path in (folder, *folder.rglob("*")):
+        if not path.is_symlink():
+            sync(path)

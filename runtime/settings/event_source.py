@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from importlib.util import find_spec
-from typing import Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, Field
+
+from .validation import checked
 
 MAX_VISIBILITY_S = 43_200
 """The longest visibility timeout of SQS."""
@@ -16,13 +18,46 @@ _QUEUE_NAME = re.compile(r"[A-Za-z0-9_-]{1,80}(\.fifo)?")
 _AMAZON_HOST = re.compile(r"sqs\.([a-z0-9-]+)\.amazonaws\.com(\.cn)?")
 
 
-class EventSource(BaseModel):
+def _url_problem(url: str) -> str | None:
+    """Return what is wrong with a URL, without quoting it: it may hold a password."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError as error:
+        return str(error)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        return "it must begin with http:// or https:// and name a host"
+    if parts.username is not None or parts.query or parts.fragment:
+        return "it must not have a user, a query or a fragment"
+    return None
+
+
+def _queue_problem(url: str) -> str | None:
+    problem = _url_problem(url)
+    if problem is None and not _QUEUE_NAME.fullmatch(urlsplit(url).path.rpartition("/")[2]):
+        problem = "it must end with the queue's name"
+    return problem and f"source.queue is not a queue's URL: {problem}"
+
+
+def _endpoint_problem(url: str | None) -> str | None:
+    problem = None if url is None else _url_problem(url)
+    return problem and f"source.endpoint_url is not a URL: {problem}"
+
+
+def _result_problem(text: str | None) -> str | None:
+    scheme, _, rest = (text or "").partition("://")
+    is_bucket = scheme == "s3" and _BUCKET.fullmatch(rest.partition("/")[0])
+    is_queue = scheme == "sqs" and _QUEUE_NAME.fullmatch(rest)
+    if text is None or is_bucket or is_queue or _queue_problem(text) is None:
+        return None
+    return "source.result is not a destination; allowed: sqs://queue-name, a queue's URL, s3://bucket/prefix"
+
+
+class EventSource(BaseModel, frozen=True, extra="forbid", strict=True):
     """A queue whose messages are run as jobs, and where the results go."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
     type: Literal["sqs"] = Field(description="The kind of message bus.")
-    queue: str = Field(description="The queue's URL.")
+    queue: Annotated[str, checked(_queue_problem)] = Field(description="The queue's URL.")
     concurrency: int | None = Field(
         None, ge=1, le=10_000, description="Messages in progress; by default as many as all workers can run."
     )
@@ -30,15 +65,12 @@ class EventSource(BaseModel):
         60, ge=1, le=MAX_VISIBILITY_S, description="Visibility timeout, renewed while the message's job runs."
     )
     backoff_s: int = Field(
-        5,
-        ge=0,
-        le=900,
-        description="Seconds until a failed job's message is retried; doubled each time, up to 900.",
+        5, ge=0, le=900, description="Seconds before a failed job's message is retried; doubled up to 900."
     )
-    result: str | None = Field(
+    result: Annotated[str | None, checked(_result_problem)] = Field(
         None, description="Where results go: sqs://queue-name, a queue's URL, or s3://bucket/prefix."
     )
-    endpoint_url: str | None = Field(
+    endpoint_url: Annotated[str | None, checked(_endpoint_problem)] = Field(
         None, description="The endpoint of SQS and S3; by default the queue's host, or Amazon's."
     )
     region: str | None = Field(None, min_length=1, description="The region; by default the queue's.")
@@ -60,53 +92,6 @@ class EventSource(BaseModel):
         parts = urlsplit(self.queue)
         is_amazon = (parts.hostname or "").endswith((".amazonaws.com", ".amazonaws.com.cn"))
         return self.endpoint_url if self.endpoint_url or is_amazon else f"{parts.scheme}://{parts.netloc}"
-
-    @field_validator("queue")
-    @classmethod
-    def _is_queue(cls, url: str) -> str:
-        if problem := _queue_problem(url):
-            raise ValueError(f"source.queue is not a queue's URL: {problem}")
-        return url
-
-    @field_validator("endpoint_url")
-    @classmethod
-    def _is_endpoint(cls, url: str | None) -> str | None:
-        if url is not None and (problem := _url_problem(url)):
-            raise ValueError(f"source.endpoint_url is not a URL: {problem}")
-        return url
-
-    @field_validator("result")
-    @classmethod
-    def _is_result(cls, text: str | None) -> str | None:
-        scheme, _, rest = (text or "").partition("://")
-        is_bucket = scheme == "s3" and _BUCKET.fullmatch(rest.partition("/")[0])
-        is_queue = scheme == "sqs" and _QUEUE_NAME.fullmatch(rest)
-        if text is None or is_bucket or is_queue or _queue_problem(text) is None:
-            return text
-        raise ValueError(
-            "source.result is not a destination; allowed: sqs://queue-name, a queue's URL, s3://bucket/prefix"
-        )
-
-
-def _queue_problem(url: str) -> str | None:
-    problem = _url_problem(url)
-    if problem is None and not _QUEUE_NAME.fullmatch(urlsplit(url).path.rpartition("/")[2]):
-        return "it must end with the queue's name"
-    return problem
-
-
-def _url_problem(url: str) -> str | None:
-    """Return what is wrong with a URL, without quoting it: it may hold a password."""
-    try:
-        parts = urlsplit(url)
-        _ = parts.port
-    except ValueError as error:
-        return str(error)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        return "it must begin with http:// or https:// and name a host"
-    if parts.username is not None or parts.query or parts.fragment:
-        return "it must not have a user, a query or a fragment"
-    return None
 
 
 def missing_package() -> str:

@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from types import NoneType
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, TypeAdapter, field_validator, model_validator
+from pydantic import BaseModel, Field, Strict, TypeAdapter, model_validator
 from pydantic.fields import FieldInfo
 
 from ...addresses import INPUT_NETWORKS
@@ -24,7 +24,7 @@ from ...errors import SettingsError
 from ...handlers.dialects import recognise
 from ...snapshot.sources.locate import is_remote
 from .event_source import EventSource
-from .validation import ENV_PREFIX, PositiveSeconds, Seconds, keys, unknown_key, validate
+from .validation import ENV_PREFIX, PositiveSeconds, Seconds, checked, keys, unknown_key, validate
 
 SETTINGS_FILE = "pilotflame.toml"
 # The first segments of our own HTTP paths; a function of that name could not be reached.
@@ -44,6 +44,9 @@ def name_problem(name: str) -> str | None:
     return None
 
 
+FunctionName = Annotated[str, checked(name_problem)]
+
+
 def check_name(name: str) -> str:
     """Return the name. Raise SettingsError if it cannot be a function's."""
     if problem := name_problem(name):
@@ -51,10 +54,8 @@ def check_name(name: str) -> str:
     return name
 
 
-class Scale(BaseModel):
+class Scale(BaseModel, frozen=True, extra="forbid", strict=True):
     """How many workers there are, and what is kept when there are none."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     min: int = Field(0, ge=0, le=1024, description="Workers kept even without requests.")
     max: int = Field(4, ge=1, le=1024, description="Workers at most.")
@@ -73,18 +74,49 @@ class Scale(BaseModel):
         return self
 
 
-class FunctionSettings(BaseModel):
+def _handler_problem(handler: str) -> str | None:
+    dialect, _, rest = handler.partition(":")
+    file, colon, callable_name = (rest if dialect in recognise.DIALECTS else handler).partition(":")
+    path = PurePosixPath(file)
+    plain = str(path) == file and not path.is_absolute() and ".." not in path.parts and file.isprintable()
+    if not plain or path.suffix != ".py":
+        return f'handler is {handler!r}; allowed: a .py file in the folder, as "handler.py"'
+    if colon and not callable_name.isidentifier():
+        return f'handler is {handler!r}; after the colon there must be a Python name, as "handler.py:predict"'
+    return None
+
+
+def _snapshot_problem(snapshot: str | None) -> str | None:
+    if snapshot is None or (snapshot.strip() and "\0" not in snapshot):
+        return None
+    return f"snapshot is {snapshot!r}; allowed: the path of a folder or of a .safetensors file, or a URL"
+
+
+def _env_problem(env: dict[str, str]) -> str | None:
+    return "; ".join(filter(None, (_variable_problem(*item) for item in env.items())))
+
+
+def _variable_problem(name: str, value: str) -> str | None:
+    # The value may be a secret, so messages never show it.
+    if not _VARIABLE.fullmatch(name):
+        return f"env.{name} is not a variable's name; allowed: letters, digits and _, no digit first"
+    if name.upper().startswith(ENV_PREFIX) and name != INPUT_NETWORKS:
+        return f"env.{name} begins with {ENV_PREFIX}, which is reserved"
+    return f"env.{name} contains a NUL character" if "\0" in value else None
+
+
+class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     """All settings of a function; part of its immutable revision."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    name: str = Field(description="The function's name in URLs; by default made from the folder's name.")
-    handler: str = Field(
+    name: FunctionName = Field(
+        description="The function's name in URLs; by default made from the folder's name."
+    )
+    handler: Annotated[str, checked(_handler_problem)] = Field(
         "handler.py",
         description='The handler\'s file inside the folder, optionally with ":callable" after it; "runpod:", "cog:" or'
         ' "lambda:" before it if the platform is not recognised.',
     )
-    snapshot: str | None = Field(
+    snapshot: Annotated[str | None, checked(_snapshot_problem)] = Field(
         None,
         description="The weights: a folder or .safetensors file, absolute or relative to the function's folder; or a"
         " remote snapshot, s3://bucket/prefix or http(s)://host/prefix.",
@@ -92,10 +124,7 @@ class FunctionSettings(BaseModel):
     idempotent: bool = Field(False, description="Whether an invocation whose worker died may run again.")
     concurrency: int = Field(1, ge=1, le=1024, description="Invocations one worker runs at the same time.")
     threads: int | None = Field(
-        None,
-        ge=1,
-        le=1024,
-        description="Threads of one torch operation; by default a share of the processors.",
+        None, ge=1, le=1024, description="Threads of a torch operation; by default a share of the processors."
     )
     timeout_s: PositiveSeconds = Field(600.0, description="Seconds one invocation may take.")
     execution_timeout_s: PositiveSeconds | None = Field(
@@ -104,18 +133,15 @@ class FunctionSettings(BaseModel):
     hold_s: Seconds = Field(60.0, description="Seconds a request waits for a worker to be ready.")
     ttl_s: PositiveSeconds = Field(86_400.0, description="Seconds a job may wait in the queue.")
     attempts: int = Field(
-        3,
-        ge=1,
-        le=100,
-        description="Attempts of a job whose workers die or cannot start, the first included.",
+        3, ge=1, le=100, description="Attempts of a job whose workers die or cannot start, with the first."
     )
     max_queue: int = Field(1000, ge=1, le=1_000_000, description="Most waiting invocations.")
     max_jobs: int = Field(100_000, ge=1, le=100_000_000, description="Most jobs in the queue.")
-    max_jobs_bytes: int = Field(
-        4096 * _MIB, ge=1, description="Most bytes of input of the jobs in the queue."
-    )
+    max_jobs_bytes: int = Field(4096 * _MIB, ge=1, description="Most bytes of input of jobs in the queue.")
     max_body_bytes: int = Field(20 * _MIB, ge=1, description="Largest request body.")
-    env: dict[str, str] = Field(default_factory=dict, description="Environment variables of the workers.")
+    env: Annotated[dict[str, str], checked(_env_problem)] = Field(
+        default_factory=dict, description="Environment variables of the workers."
+    )
     scale: Scale = Field(default_factory=Scale, description="How many workers there are.")
     source: Annotated[tuple[EventSource, ...], Strict(False)] = Field(
         (), max_length=100, description="Queues whose messages are run as jobs: tables, [[source]]."
@@ -131,54 +157,6 @@ class FunctionSettings(BaseModel):
         if self.snapshot is None or is_remote(self.snapshot):
             return None
         return (folder / Path(self.snapshot).expanduser()).resolve()
-
-    @field_validator("name")
-    @classmethod
-    def _name_allowed(cls, name: str) -> str:
-        if problem := name_problem(name):
-            raise ValueError(problem)
-        return name
-
-    @field_validator("handler")
-    @classmethod
-    def _handler_inside(cls, handler: str) -> str:
-        dialect, _, rest = handler.partition(":")
-        file, colon, callable_name = (rest if dialect in recognise.DIALECTS else handler).partition(":")
-        path = PurePosixPath(file)
-        plain = str(path) == file and not path.is_absolute() and ".." not in path.parts and file.isprintable()
-        if not plain or path.suffix != ".py":
-            raise ValueError(f'handler is {handler!r}; allowed: a .py file in the folder, as "handler.py"')
-        if colon and not callable_name.isidentifier():
-            raise ValueError(
-                f'handler is {handler!r}; after the colon there must be a Python name, as "handler.py:predict"'
-            )
-        return handler
-
-    @field_validator("snapshot")
-    @classmethod
-    def _snapshot_named(cls, snapshot: str | None) -> str | None:
-        if snapshot is not None and (not snapshot.strip() or "\0" in snapshot):
-            raise ValueError(
-                f"snapshot is {snapshot!r}; allowed: the path of a folder or of a .safetensors file, or a URL"
-            )
-        return snapshot
-
-    @field_validator("env")
-    @classmethod
-    def _env_allowed(cls, env: dict[str, str]) -> dict[str, str]:
-        problems = [problem for name, value in env.items() if (problem := _variable_problem(name, value))]
-        if problems:
-            raise ValueError("; ".join(problems))
-        return env
-
-
-def _variable_problem(name: str, value: str) -> str | None:
-    # The value may be a secret, so messages never show it.
-    if not _VARIABLE.fullmatch(name):
-        return f"env.{name} is not a variable's name; allowed: letters, digits and _, no digit first"
-    if name.upper().startswith(ENV_PREFIX) and name != INPUT_NETWORKS:
-        return f"env.{name} begins with {ENV_PREFIX}, which is reserved"
-    return f"env.{name} contains a NUL character" if "\0" in value else None
 
 
 def read_settings(folder: Path, *, overrides: Mapping[str, Any] | None = None) -> FunctionSettings:
@@ -207,9 +185,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise SettingsError(
-            f"{path} cannot be read: {error.strerror}.", remedy="Make it readable."
-        ) from error
+        message = f"{path} cannot be read: {error.strerror}."
+        raise SettingsError(message, remedy="Make it readable.") from error
     # TOMLDecodeError and UnicodeDecodeError are both ValueErrors.
     except ValueError as error:
         raise SettingsError(f"{path} is not TOML: {error}.", remedy="Correct that line.") from error

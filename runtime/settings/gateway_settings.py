@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, Field, field_validator
 
 from .validation import ENV_PREFIX, PositiveSeconds, Seconds, unknown_key, validate
 
@@ -19,21 +19,14 @@ def default_state_dir(environ: Mapping[str, str]) -> Path:
     return _xdg(environ, "XDG_STATE_HOME", ".local/state") / "pilotflame"
 
 
-def default_cache_dir(environ: Mapping[str, str]) -> Path:
-    """Return the user's XDG cache folder for fetched snapshots."""
-    return _xdg(environ, "XDG_CACHE_HOME", ".cache") / "pilotflame" / "snapshots"
-
-
 def _xdg(environ: Mapping[str, str], variable: str, below_home: str) -> Path:
     base = Path(environ.get(variable, ""))
     # The XDG specification: a relative path is to be ignored.
     return base if base.is_absolute() else Path(environ.get("HOME") or Path.home()) / below_home
 
 
-class GatewaySettings(BaseModel):
+class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
     """The settings of one gateway process, each also PILOTFLAME_<KEY> in its environment."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
     port: int = Field(8600, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
@@ -41,7 +34,7 @@ class GatewaySettings(BaseModel):
         default_factory=lambda: default_state_dir(os.environ), description="Folder of everything deployed."
     )
     cache_dir: Path = Field(
-        default_factory=lambda: default_cache_dir(os.environ),
+        default_factory=lambda: _xdg(os.environ, "XDG_CACHE_HOME", ".cache") / "pilotflame" / "snapshots",
         description="Folder of the node's cache of fetched snapshots.",
     )
     auth: Literal["auto", "always"] = Field(
@@ -62,9 +55,7 @@ class GatewaySettings(BaseModel):
     @classmethod
     def _split(cls, networks: Any) -> Any:
         """Split the text of an environment variable at its commas."""
-        if not isinstance(networks, str):
-            return networks
-        return tuple(network.strip() for network in networks.split(",") if network.strip())
+        return tuple(networks.replace(",", " ").split()) if isinstance(networks, str) else networks
 
     @field_validator("state_dir", "cache_dir")
     @classmethod
@@ -80,10 +71,10 @@ def read_gateway_settings(
     `other_variables` are full names of PILOTFLAME_* variables that are not settings of the gateway.
     """
     known = {ENV_PREFIX + key.upper(): key for key in GatewaySettings.model_fields}
-    found = [name for name in sorted(environ) if name.startswith(ENV_PREFIX) and name not in other_variables]
-    problems = [unknown_key(name, known) for name in found if name not in known]
+    found = {name for name in environ if name.startswith(ENV_PREFIX)}.difference(other_variables)
+    problems = [unknown_key(name, known) for name in sorted(found - known.keys())]
     raw: dict[str, Any] = {"state_dir": default_state_dir(environ)}
-    raw |= {known[name]: environ[name] for name in found if name in known}
+    raw |= {known[name]: environ[name] for name in found & known.keys()}
     raw |= {key: value for key, value in overrides.items() if value is not None}
     remedy = f"Correct the {ENV_PREFIX}* variables or the options."
     return validate(GatewaySettings, raw, problems, "The gateway's settings", remedy)

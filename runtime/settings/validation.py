@@ -6,10 +6,10 @@ Works for frozen pydantic models with nested tables and lists of tables. Keys ar
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -27,6 +27,17 @@ _ModelT = TypeVar("_ModelT", bound=BaseModel)
 _EXPECTED = {"dict_type": "a table", "model_type": "a table", "tuple_type": "a list of tables"}
 
 
+def checked(problem_of: Callable[[Any], str | None]) -> AfterValidator:
+    """Return a validator that raises the value's problem, if there is one."""
+
+    def check(value: Any) -> Any:
+        if problem := problem_of(value):
+            raise ValueError(problem)
+        return value
+
+    return AfterValidator(check)
+
+
 def validate(
     model: type[_ModelT], raw: dict[str, Any], problems: list[str], subject: str, remedy: str
 ) -> _ModelT:
@@ -40,9 +51,8 @@ def validate(
         if not problems:
             return settings
     sentences = (text if text.endswith(("?", ".")) else f"{text}." for text in dict.fromkeys(problems))
-    raise SettingsError(
-        f"{subject} are invalid: {' '.join(sentences)}", remedy=remedy, details={"problems": problems}
-    )
+    message = f"{subject} are invalid: {' '.join(sentences)}"
+    raise SettingsError(message, remedy=remedy, details={"problems": problems})
 
 
 def keys(model: type[BaseModel], prefix: str = "", *, lists: bool = True) -> dict[str, FieldInfo]:
@@ -64,9 +74,8 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
     last = key.rpartition(".")[2]
     near = [by_last[last]] if last in by_last else difflib.get_close_matches(key, names, n=1)
     near = near or [by_last[match] for match in difflib.get_close_matches(last, by_last, n=1)]
-    if near:
-        return f"{key} is not a setting; did you mean {near[0]}?"
-    return f"{key} is not a setting; there are {', '.join(names)}."
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}."
+    return f"{key} is not a setting; {hint}"
 
 
 def _problem(details: ErrorDetails, known: dict[str, FieldInfo]) -> str:

@@ -9,9 +9,9 @@ from pathlib import Path
 from ..._version import __version__
 from ...errors import SnapshotError
 from ..format.create import create
-from ..format.layout import INDEX_SUFFIX, SUFFIX, Layout, is_asset, lay_out, read_index, some
+from ..format.layout import INDEX_SUFFIX, SUFFIX, Layout, ambiguous, is_asset, lay_out, read_index, some
 from ..format.manifest import MANIFEST_NAME, MAX_ASSET_BYTES, Manifest, Provenance
-from ..publish import publish, publish_folder
+from ..publish import publish_folder
 from ..sources.folder import FolderSource
 from ..sources.source import ByteCounter, Progress
 from . import tensorizer_file, torch_file
@@ -19,7 +19,6 @@ from .origin import SafetensorsOrigin, TensorOrigin
 from .writer import CASTS, write_shards
 
 SHARD_BYTES = 5_000_000_000
-_COPY_BYTES = 16 << 20
 _TORCH_INDEX = "pytorch_model.bin.index.json"
 _TORCH_FILE = "pytorch_model.bin"
 # Files that training scripts save with the suffixes of weights.
@@ -62,11 +61,11 @@ def convert(
         else:
             origin = found.origin()
             written = ByteCounter(sum(spec.size_bytes for spec in origin.specs), progress)
-            cast = CASTS[dtype] if dtype is not None else None
+            cast = CASTS[dtype] if dtype else None
             write_shards(folder, origin, shard_bytes=shard_bytes, cast=cast, wrote=written.add)
             # The writer wrote another index.
             assets = tuple(name for name in assets if "/" in name or not name.endswith(".index.json"))
-        _copy(found.source, assets, folder)
+        _copy(found.source, assets, folder, None)
         provenance = Provenance(created_by=f"pilotflame {__version__}", source=str(path_in)[:4096])
         manifest = create(folder).model_copy(update={"provenance": provenance})
         manifest.write(folder / MANIFEST_NAME)
@@ -100,10 +99,7 @@ def _find(path: Path) -> _Input:
     if _TORCH_FILE in weights:
         weights = [_TORCH_FILE]
     if len(weights) > 1:
-        raise SnapshotError(
-            f"{path} holds {some(weights)}, and nothing says which of them to use.",
-            remedy="Give the path of the one file.",
-        )
+        raise ambiguous(source, weights)
     return _Input(source, (), _in_file(path / weights[0]).origin, assets)
 
 
@@ -117,48 +113,31 @@ def _in_file(path: Path) -> _Input:
     if suffix in torch_file.SUFFIXES:
         return _Input(source, (), lambda: torch_file.TorchOrigin([path]))
     known = ", ".join([SUFFIX, tensorizer_file.SUFFIX, *sorted(torch_file.SUFFIXES)])
-    raise SnapshotError(
-        f"{path} has no supported format.", remedy=f"Supported are {known}, and folders of them."
-    )
+    remedy = f"Supported are {known}, and folders of them."
+    raise SnapshotError(f"{path} has no supported format.", remedy=remedy)
 
 
 def _is_foreign(name: str) -> bool:
-    path = Path(name)
     suffixes = {tensorizer_file.SUFFIX, *torch_file.SUFFIXES}
-    return path.suffix.lower() in suffixes and not path.name.startswith(_TRAINING)
+    return Path(name).suffix.lower() in suffixes and not name.startswith(_TRAINING)
 
 
 def _sharded(path: Path, source: FolderSource) -> TensorOrigin:
     index, places = path / _TORCH_INDEX, read_index(source, _TORCH_INDEX)
     files = sorted(set(places.values()))
-    missing = [name for name in files if not (path / name).is_file()]
-    if missing:
-        raise SnapshotError(
-            f"{index} lists files that are not there: {some(missing)}.", remedy="Fetch the missing files."
-        )
-    foreign = [name for name in files if Path(name).suffix.lower() not in torch_file.SUFFIXES]
-    if foreign:
+    if missing := [name for name in files if not (path / name).is_file()]:
+        fault = f"{index} lists files that are not there: {some(missing)}."
+        raise SnapshotError(fault, remedy="Fetch the missing files.")
+    if foreign := [name for name in files if Path(name).suffix.lower() not in torch_file.SUFFIXES]:
         raise SnapshotError(f"{index} lists {some(foreign)}, which torch.save did not write.")
     origin = torch_file.TorchOrigin([path / name for name in files])
-    lost = sorted(places.keys() - {spec.name for spec in origin.specs} - origin.aliases.keys())
-    if lost:
-        raise SnapshotError(
-            f"{index} lists tensors that no file holds: {some(lost)}.",
-            remedy="Fetch the index and the files again, from the same revision.",
-        )
+    if lost := sorted(places.keys() - {spec.name for spec in origin.specs} - origin.aliases.keys()):
+        fault = f"{index} lists tensors that no file holds: {some(lost)}."
+        raise SnapshotError(fault, remedy="Fetch the index and the files again, from the same revision.")
     return origin
 
 
-def _copy(
-    source: FolderSource, names: tuple[str, ...], folder: Path, progress: Progress | None = None
-) -> None:
-    sizes = {name: source.size(name) for name in names}
-    written = ByteCounter(sum(sizes.values()), progress)
-    buffer = memoryview(bytearray(min(_COPY_BYTES, max(sizes.values(), default=0))))
-    for name, size_bytes in sizes.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        with publish(folder / name) as stream:
-            for begin in range(0, size_bytes, max(1, len(buffer))):
-                count = source.read_into(name, begin, buffer[: size_bytes - begin])
-                stream.write(buffer[:count])
-                written.add(count)
+def _copy(source: FolderSource, names: tuple[str, ...], folder: Path, progress: Progress | None) -> None:
+    written = ByteCounter(sum(source.size(name) for name in names), progress)
+    for name in names:
+        FolderSource(folder).put(name, Path(source.url, name), written.add)

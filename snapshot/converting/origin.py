@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
+from pathlib import Path
+from typing import IO, Protocol
 
 import torch
 
 from ...errors import HeaderError, SnapshotError
-from ..format.header import DTYPES, MAX_TENSORS, aliases_of, name_is_sound, read_header
+from ..format.header import DTYPES, MAX_TENSORS, aliases_of, name_is_sound, read_header, repeated
 from ..format.layout import Layout
 from ..sources.source import Source
 
@@ -43,11 +43,9 @@ class TensorOrigin(Protocol):
     @property
     def aliases(self) -> Mapping[str, str]:
         """Further names of tensors: alias to a spec's name."""
-        ...
 
     def tensors(self, names: Sequence[str]) -> Iterator[torch.Tensor]:
         """Yield these tensors in order, contiguous and on the CPU. Each is valid until the next is requested."""
-        ...
 
 
 class SafetensorsOrigin:
@@ -55,12 +53,12 @@ class SafetensorsOrigin:
 
     def __init__(self, source: Source, layout: Layout) -> None:
         self._source = source
-        self._headers = {name: read_header(source, name) for name in layout.shards}
-        places = [(file, tensor) for file, header in self._headers.items() for tensor in header.tensors]
+        headers = {name: read_header(source, name) for name in layout.shards}
+        places = [(file, tensor) for file, header in headers.items() for tensor in header.tensors]
         self._places = {tensor.name: (file, tensor) for file, tensor in places}
         self.specs = [TensorSpec(tensor.name, tensor.dtype, tensor.shape) for _, tensor in places]
         check_names(source.url, [spec.name for spec in self.specs])
-        self.aliases = aliases_of(self._headers.values(), self._places.keys())
+        self.aliases = aliases_of(headers.values(), self._places.keys())
 
     def tensors(self, names: Sequence[str]) -> Iterator[torch.Tensor]:
         return (self._read(name) for name in names)
@@ -69,12 +67,10 @@ class SafetensorsOrigin:
         file, tensor = self._places[name]
         dtype = TORCH_DTYPES.get(tensor.dtype)
         if dtype is None:
-            raise SnapshotError(
-                f"{file}, tensor {name!r}: this torch has no {tensor.dtype}.", remedy="Update torch."
-            )
+            fault = f"{file}, tensor {name!r}: this torch has no {tensor.dtype}."
+            raise SnapshotError(fault, remedy="Update torch.")
         values = torch.empty(tensor.shape, dtype=dtype)
-        begin = self._headers[file].data_offset_bytes + tensor.offset_bytes
-        if self._source.read_into(file, begin, raw(values)) != tensor.size_bytes:
+        if self._source.read_into(file, tensor.offset_bytes, raw(values)) != tensor.size_bytes:
             raise HeaderError(f"{file} shrank while it was read.", remedy="Wait until it is written.")
         return values
 
@@ -90,8 +86,20 @@ def check_names(where: str, names: Sequence[str]) -> None:
         raise SnapshotError(f"{where} holds no tensors.", remedy="Check the path.")
     if len(names) > MAX_TENSORS:
         raise SnapshotError(f"{where} holds {len(names)} tensors, over the limit of {MAX_TENSORS}.")
-    for name, count in Counter(names).items():
-        if count > 1:
-            raise SnapshotError(f"{where} holds tensor {name[:80]!r} twice.", remedy="Save it again.")
+    if (twice := repeated(names)) is not None:
+        raise SnapshotError(f"{where} holds tensor {twice[:80]!r} twice.", remedy="Save it again.")
+    for name in names:
         if not name_is_sound(name) or name == "__metadata__":
             raise SnapshotError(f"{where} holds a tensor with a name that no file may hold: {name[:80]!r}.")
+
+
+def open_weights(path: Path) -> IO[bytes]:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise SnapshotError(f"{path} cannot be read: {error.strerror}.", remedy="Check the path.") from error
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of a library's error, for a message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200].rstrip(".")

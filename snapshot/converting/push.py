@@ -11,6 +11,8 @@ from ..format.verify import verify
 from ..sources.folder import FolderSource
 from ..sources.source import ByteCounter, Progress, Source, Writable
 
+_FORCE = "Push to another prefix, or overwrite it with --force."
+
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
@@ -39,19 +41,20 @@ def push(
     Raises SnapshotCorrupt, SnapshotError, SourceError, CacheError.
     """
     if not isinstance(destination, Writable):
-        raise SnapshotError(
-            f"{destination.url} cannot be written to.", remedy="Push to s3:// or to a folder."
-        )
+        fault = f"{destination.url} cannot be written to."
+        raise SnapshotError(fault, remedy="Push to s3:// or to a folder.")
     if not verified:
         verify(folder, manifest)
-    sizes = _sizes(destination, manifest)
+    wanted = {file.name for file in manifest.files} | {MANIFEST_NAME}
+    sizes = {name: destination.size(name) for name in destination.names() if name in wanted}
     existing = _existing_manifest(destination, force=force) if MANIFEST_NAME in sizes else None
     if existing is not None and existing.digest != manifest.digest and not force:
-        raise SnapshotError(
-            f"{destination.url} holds another snapshot, {existing.digest[:12]}.",
-            remedy="Push to another prefix, or overwrite that snapshot with --force.",
-        )
-    known = _known_files(existing, manifest.chunk_bytes)
+        fault = f"{destination.url} holds another snapshot, {existing.digest[:12]}."
+        raise SnapshotError(fault, remedy=_FORCE)
+    known: set[Shard | Asset] = set(existing.assets if existing else ())
+    # With another chunk size, equal digests are of other bytes.
+    if existing is not None and existing.chunk_bytes == manifest.chunk_bytes:
+        known.update(existing.shards)
     sent = [file for file in manifest.files if file not in known or sizes.get(file.name) != file.size_bytes]
     _send(folder, sent, destination, progress)
     if existing is None or sent or existing.to_json() != manifest.to_json():
@@ -61,43 +64,23 @@ def push(
     return Pushed(len(sent), sent_bytes, len(manifest.files) - len(sent), all_bytes - sent_bytes)
 
 
-def _sizes(destination: Writable, manifest: Manifest) -> dict[str, int]:
-    """Return the sizes of the snapshot's files at the destination."""
-    wanted = {file.name for file in manifest.files} | {MANIFEST_NAME}
-    return {name: destination.size(name) for name in destination.names() if name in wanted}
-
-
 def _existing_manifest(destination: Source, *, force: bool) -> Manifest | None:
     try:
         return read_manifest(destination)
     except ManifestError as error:
         if force:
             return None
-        raise SnapshotError(
-            f"{destination.url} holds a manifest that cannot be read: {error.message}",
-            remedy="Push to another prefix, or overwrite it with --force.",
-        ) from error
-
-
-def _known_files(existing: Manifest | None, chunk_bytes: int) -> set[Shard | Asset]:
-    if existing is None:
-        return set()
-    # With another chunk size, equal digests are of other bytes.
-    shards = existing.shards if existing.chunk_bytes == chunk_bytes else ()
-    return {*existing.assets, *shards}
+        fault = f"{destination.url} holds a manifest that cannot be read: {error.message}"
+        raise SnapshotError(fault, remedy=_FORCE) from error
 
 
 def _send(folder: Path, files: list[Shard | Asset], destination: Writable, progress: Progress | None) -> None:
     source, sent = FolderSource(folder), ByteCounter(sum(file.size_bytes for file in files), progress)
     for file in files:
         if source.size(file.name) != file.size_bytes:
-            raise SnapshotChanged(
-                f"{file.name} in {folder} does not have its {file.size_bytes} bytes any more.",
-                remedy="Create the manifest again, or fetch the file again.",
-            )
+            fault = f"{file.name} in {folder} does not have its {file.size_bytes} bytes any more."
+            raise SnapshotChanged(fault, remedy="Create the manifest again, or fetch the file again.")
         destination.put(file.name, folder / file.name, sent.add)
         if destination.size(file.name) != file.size_bytes:
-            raise SnapshotChanged(
-                f"{file.name} in {destination.url} does not have the bytes that were sent.",
-                remedy="Check that nothing else writes there, and push again.",
-            )
+            fault = f"{file.name} in {destination.url} does not have the bytes that were sent."
+            raise SnapshotChanged(fault, remedy="Check that nothing else writes there, and push again.")

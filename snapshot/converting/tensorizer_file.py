@@ -15,7 +15,7 @@ import torch
 from ...errors import SnapshotError
 from ..publish import cannot_write, publish
 from ..sources.source import ByteCounter, Progress
-from .origin import DTYPE_NAMES, TensorOrigin, TensorSpec, check_names
+from .origin import DTYPE_NAMES, TensorOrigin, TensorSpec, check_names, first_line, open_weights
 
 SUFFIX = ".tensors"
 
@@ -54,10 +54,8 @@ class TensorizerOrigin:
         spec = TensorSpec(name, _dtype(self._path, name, entry.dtype), shape)
         inside = 0 <= entry.data_offset <= size_bytes - entry.data_length
         if spec.size_bytes != entry.data_length or not inside or min(shape, default=0) < 0:
-            raise SnapshotError(
-                f"{self._path}, tensor {name[:80]!r}: its shape and type do not fit its place in the file.",
-                remedy="Fetch the file again.",
-            )
+            fault = f"{self._path}, tensor {name[:80]!r}: its shape and type do not fit its place."
+            raise SnapshotError(fault, remedy="Fetch the file again.")
         self._keys[name] = path[0] if len(path) == 1 else path
         self.specs.append(spec)
 
@@ -80,10 +78,8 @@ def export(origin: TensorOrigin, path: Path, progress: Progress | None = None) -
     sizes = {spec.name: spec.size_bytes for spec in origin.specs}
     for spec in origin.specs:
         if not spec.size_bytes and spec.dtype.startswith(("BF16", "F8_")):
-            raise SnapshotError(
-                f"Tensor {spec.name!r} is empty and {spec.dtype}: tensorizer writes that, but cannot read it.",
-                remedy="Leave the tensor out.",
-            )
+            fault = f"Tensor {spec.name!r} is empty and {spec.dtype}, which tensorizer cannot read."
+            raise SnapshotError(fault, remedy="Leave the tensor out.")
     names = list(chain(sizes, origin.aliases))
     stored = [origin.aliases.get(name, name) for name in names]
     total_bytes = sum(sizes[name] for name in stored)
@@ -106,39 +102,26 @@ def _library() -> Any:
         import tensorizer  # noqa: PLC0415
         import tensorizer.serialization  # noqa: PLC0415
     except ImportError as error:
-        raise SnapshotError(
-            "Tensorizer files need the package tensorizer, which is not installed.",
-            remedy="Install it: pip install tensorizer",
-        ) from error
+        fault = "Tensorizer files need the package tensorizer, which is not installed."
+        raise SnapshotError(fault, remedy="Install it: pip install tensorizer") from error
     return tensorizer
 
 
 @contextmanager
 def _reading(path: Path, **options: Any) -> Iterator[tuple[Any, int]]:
     """Yield the library's reader of a file, and the file's size. Its errors become SnapshotError."""
+    # With several readers, the library would open the file again by its name.
+    options |= {"device": "cpu", "lazy_load": True, "num_readers": 1, "verify_hash": True}
     library = _library()
-    try:
-        stream = path.open("rb")
-    except OSError as error:
-        raise SnapshotError(f"{path} cannot be read: {error.strerror}.", remedy="Check the path.") from error
-    try:
-        # With several readers, the library would open the file again by its name.
-        with (
-            stream,
-            closing(
-                library.TensorDeserializer(
-                    stream, device="cpu", lazy_load=True, num_readers=1, verify_hash=True, **options
-                )
-            ) as reader,
-        ):
-            yield reader, os.fstat(stream.fileno()).st_size
-    except SnapshotError:
-        raise
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200].rstrip(".")
-        raise SnapshotError(
-            f"{path} is not a valid tensorizer file: {reason}.", remedy="Fetch it again."
-        ) from error
+    with open_weights(path) as stream:
+        try:
+            with closing(library.TensorDeserializer(stream, **options)) as reader:
+                yield reader, os.fstat(stream.fileno()).st_size
+        except SnapshotError:
+            raise
+        except Exception as error:
+            fault = f"{path} is not a valid tensorizer file: {first_line(error)}."
+            raise SnapshotError(fault, remedy="Fetch it again.") from error
 
 
 def _dtype(path: Path, tensor: str, text: str) -> str:
@@ -149,7 +132,5 @@ def _dtype(path: Path, tensor: str, text: str) -> str:
             return DTYPE_NAMES[getattr(torch, opaque.removeprefix("torch."))]
         return DTYPE_NAMES[torch.from_numpy(numpy.empty(0, numpy.dtype(plain))).dtype]
     except (AttributeError, KeyError, TypeError) as error:
-        raise SnapshotError(
-            f"{path}, tensor {tensor[:80]!r}: safetensors does not hold {(opaque or plain)[:80]!r}.",
-            remedy="Convert it to another type first.",
-        ) from error
+        fault = f"{path}, tensor {tensor[:80]!r}: safetensors does not hold {(opaque or plain)[:80]!r}."
+        raise SnapshotError(fault, remedy="Convert it to another type first.") from error

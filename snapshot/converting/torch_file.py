@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from ...errors import SnapshotError
-from .origin import DTYPE_NAMES, TensorSpec, check_names
+from .origin import DTYPE_NAMES, TensorSpec, check_names, first_line, open_weights
 
 SUFFIXES = frozenset({".pt", ".pth", ".bin", ".ckpt"})
 
 # The keys under which training scripts save a state dict, beside epochs and optimizers.
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 _MAX_WRAPPED = 4
+_SAVE = "Save tensors only: torch.save(model.state_dict(), path)."
 _ZIP = b"PK\x03\x04"
 # Tensors may be views that repeat their storage (`expand`): a kilobyte could become a terabyte.
 _MAX_GROWTH = 4
@@ -53,9 +54,8 @@ class TorchOrigin:
         taken_bytes = 0
         for name, tensor in state.items():
             if name in self._tensors or name in self.aliases:
-                raise SnapshotError(
-                    f"{path} holds {name[:80]!r}, as another file does.", remedy="Save it again."
-                )
+                fault = f"{path} holds {name[:80]!r}, as another file does."
+                raise SnapshotError(fault, remedy="Save it again.")
             storage = tensor.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
             place = (storage.data_ptr(), tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())
@@ -69,69 +69,44 @@ class TorchOrigin:
             taken_bytes += tensor.numel() * tensor.element_size()
         stored_bytes = sum(storages.values())
         if taken_bytes > _MAX_GROWTH * stored_bytes + _FREE_GROWTH_BYTES:
-            raise SnapshotError(
-                f"{path} holds {stored_bytes} bytes that its tensors repeat to {taken_bytes}.",
-                remedy="Save the tensors without expanding them.",
-            )
+            fault = f"{path} holds {stored_bytes} bytes that its tensors repeat to {taken_bytes}."
+            raise SnapshotError(fault, remedy="Save the tensors without expanding them.")
 
 
 def _load(path: Path) -> Any:
-    try:
-        with path.open("rb") as stream:
-            mapped = stream.read(len(_ZIP)) == _ZIP
-    except OSError as error:
-        raise SnapshotError(f"{path} cannot be read: {error.strerror}.", remedy="Check the path.") from error
+    with open_weights(path) as stream:
+        mapped = stream.read(len(_ZIP)) == _ZIP
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:
         # A broken or hostile pickle raises anything.
-        raise _refusal(path, str(error)) from error
-
-
-def _refusal(path: Path, text: str) -> SnapshotError:
-    named = re.search(r"GLOBAL ([\w.]+)", text)
-    if named is not None:
-        return SnapshotError(
-            f"{path} holds code, not only weights: loading it would call {named[1][:100]}. It was not run.",
-            remedy="If you trust it, load it, save model.state_dict() with torch.save, and convert that.",
-        )
-    reason = (text.strip().splitlines() or ["it is empty"])[0][:200].rstrip(".")
-    return SnapshotError(
-        f"{path} is not a file of torch.save that can be read safely: {reason}.",
-        remedy="Fetch it again, or save the state dict again with torch.save.",
-    )
+        fault = f"{path} is not a file of torch.save that can be read safely: {first_line(error)}."
+        remedy = "Fetch it again, or save the state dict again with torch.save."
+        if named := re.search(r"GLOBAL ([\w.]+)", str(error)):
+            fault = f"{path} holds code, not only weights: loading it would call {named[1][:100]}. It was not run."
+            remedy = "If you trust it, load it, save model.state_dict() with torch.save, and convert that."
+        raise SnapshotError(fault, remedy=remedy) from error
 
 
 def _state_dict(path: Path, loaded: Any) -> dict[str, torch.Tensor]:
     state, prefix = loaded, ""
+    if not isinstance(state, Mapping):
+        raise SnapshotError(f"{path} holds a {type(state).__name__}, not a dict of tensors.", remedy=_SAVE)
     for _ in range(_MAX_WRAPPED):
-        if not isinstance(state, Mapping):
-            break
         inner = next((key for key in _WRAPPERS if _is_state(state.get(key))), None)
         if inner is None:
             break
         state, prefix = state[inner], f"{prefix}{inner}."
-    if not isinstance(state, Mapping):
-        raise SnapshotError(
-            f"{path} holds a {type(state).__name__}, not a dict of tensors.",
-            remedy="Save it with torch.save(model.state_dict(), path).",
-        )
-    found: dict[str, torch.Tensor] = {}
     for key, value in state.items():
         fault = "its key is not text" if not isinstance(key, str) else _fault(value)
         if fault is not None:
-            raise SnapshotError(
-                f"{path}, {(prefix + str(key))[:200]!r}: {fault}.",
-                remedy="Save tensors only: torch.save(model.state_dict(), path).",
-            )
-        found[key] = value
-    return found
+            raise SnapshotError(f"{path}, {(prefix + str(key))[:200]!r}: {fault}.", remedy=_SAVE)
+    return dict(state)
 
 
 def _is_state(value: Any) -> bool:
-    return isinstance(value, Mapping) and any(
-        isinstance(inner, (torch.Tensor, Mapping)) for inner in value.values()
-    )
+    kinds = (torch.Tensor, Mapping)
+    return isinstance(value, Mapping) and any(isinstance(inner, kinds) for inner in value.values())
 
 
 def _fault(value: Any) -> str | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
@@ -32,7 +33,10 @@ def write_shards(
 
     `cast` is the safetensors dtype to cast floating-point tensors to. `wrote` is called with each count of bytes.
     """
-    plan = _plan([_cast_spec(spec, cast) for spec in origin.specs], shard_bytes)
+    written = [
+        replace(spec, dtype=cast) if cast and spec.dtype in _CAST_FROM else spec for spec in origin.specs
+    ]
+    plan = _plan(written, shard_bytes)
     names = [
         "model.safetensors" if len(plan) == 1 else f"model-{number:05d}-of-{len(plan):05d}.safetensors"
         for number in range(1, len(plan) + 1)
@@ -41,30 +45,18 @@ def write_shards(
         held = {spec.name for spec in specs}
         metadata = {alias: target for alias, target in origin.aliases.items() if target in held}
         with publish(folder / name) as stream:
+            header = _header(specs, {"format": "pt", **metadata})
+            stream.write(len(header).to_bytes(LENGTH_BYTES, "little") + header)
             tensors = origin.tensors([spec.name for spec in specs])
-            write_safetensors(stream, specs, tensors, {"format": "pt", **metadata}, wrote)
+            for spec in specs:
+                # Bind no name to the tensor: it would stay in memory while the next one is created.
+                _write(stream, spec, next(tensors), wrote)
     if len(plan) > 1:
         places = {spec.name: name for name, specs in zip(names, plan, strict=True) for spec in specs}
         total_bytes = sum(spec.size_bytes for specs in plan for spec in specs)
         index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(places.items()))}
         with publish(folder / "model.safetensors.index.json") as stream:
             stream.write(json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n")
-
-
-def write_safetensors(
-    stream: IO[bytes],
-    specs: Sequence[TensorSpec],
-    tensors: Iterable[torch.Tensor],
-    metadata: Mapping[str, str],
-    wrote: Wrote,
-) -> None:
-    """Write one file, with the tensors in the order of `specs`. Tensors are cast to the dtype of their spec."""
-    header = _header(specs, metadata)
-    stream.write(len(header).to_bytes(LENGTH_BYTES, "little") + header)
-    source = iter(tensors)
-    for spec in specs:
-        # Bind no name to the tensor: it would stay in memory while the next one is created.
-        _write(stream, spec, next(source), wrote)
 
 
 def _write(stream: IO[bytes], spec: TensorSpec, tensor: torch.Tensor, wrote: Wrote) -> None:
@@ -81,11 +73,8 @@ def _header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
     end_bytes = 0
     for spec in specs:
         begin_bytes, end_bytes = end_bytes, end_bytes + spec.size_bytes
-        entries[spec.name] = {
-            "dtype": spec.dtype,
-            "shape": spec.shape,
-            "data_offsets": [begin_bytes, end_bytes],
-        }
+        offsets = [begin_bytes, end_bytes]
+        entries[spec.name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": offsets}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     return text + b" " * (-(LENGTH_BYTES + len(text)) % ALIGNMENT_BYTES)
 
@@ -104,10 +93,6 @@ def _plan(specs: Sequence[TensorSpec], shard_bytes: int) -> list[list[TensorSpec
     return [sorted(part, key=lambda spec: -DTYPES[spec.dtype].itemsize_bytes) for part in plan]
 
 
-def _cast_spec(spec: TensorSpec, cast: str | None) -> TensorSpec:
-    return spec if cast is None or spec.dtype not in _CAST_FROM else TensorSpec(spec.name, cast, spec.shape)
-
-
 def _cast(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     dtype = TORCH_DTYPES[spec.dtype]
     if tensor.dtype is dtype:
@@ -115,8 +100,6 @@ def _cast(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     cast = tensor.to(dtype)
     infinite = cast.isinf()
     if bool(infinite.any()) and not bool(tensor[infinite].isinf().all()):
-        raise SnapshotError(
-            f"Tensor {spec.name!r} holds numbers too large for {spec.dtype}, which would become infinite.",
-            remedy="Convert to bf16, or keep the dtypes.",
-        )
+        fault = f"Tensor {spec.name!r} holds numbers too large for {spec.dtype}."
+        raise SnapshotError(fault, remedy="Convert to bf16, or keep the dtypes.")
     return cast

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from ..._version import __version__
-from ...errors import HeaderError, ManifestError, SnapshotChanged, SnapshotError
+from ...errors import HeaderError, ManifestError, SnapshotError
 from ..sources.folder import FolderSource
-from ..sources.source import ByteCounter, Listing, ObjectInfo, Progress, Source
+from ..sources.source import ByteCounter, Listing, Progress, Source, changed
 from .digests import ASSET_BUFFER_BYTES, chunk_digests, file_digest, in_order
 from .header import Header, aliases_of, read_header
 from .layout import SUFFIX, Layout, lay_out
@@ -44,10 +44,8 @@ def create(
     Raises SnapshotError if the files are ambiguous, HeaderError, SourceError, SnapshotChanged.
     """
     if not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
-        raise ManifestError(
-            f"chunk_bytes is {chunk_bytes}.",
-            remedy=f"Use a value from {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES}.",
-        )
+        remedy = f"Use a value from {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES}."
+        raise ManifestError(f"chunk_bytes is {chunk_bytes}.", remedy=remedy)
     origin = str(where) if isinstance(where, Path) else where.url
     source, file = _open(where, file)
     layout = lay_out(source, _names(source, files, file), file)
@@ -58,46 +56,27 @@ def create(
     chunks = _digest_shards(source, headers, chunk_bytes, readers, progress)
     assets = in_order((partial(_asset, source, name) for name in layout.assets), readers, ASSET_BUFFER_BYTES)
     found = tuple(asset for asset in assets if asset is not None)
-    _check_unchanged(source, infos)
-    return _manifest(headers, chunks, found, chunk_bytes, origin)
-
-
-def _manifest(
-    headers: Mapping[str, Header],
-    chunks: Mapping[str, Sequence[str]],
-    assets: tuple[Asset, ...],
-    chunk_bytes: int,
-    origin: str,
-) -> Manifest:
-    shards = tuple(
-        Shard(
-            name=name,
-            size_bytes=header.file_bytes,
-            data_offset_bytes=header.data_offset_bytes,
-            chunks=tuple(chunks[name]),
-        )
-        for name, header in headers.items()
-    )
+    for name, info in infos.items():
+        if source.stat(name) != info:
+            raise changed(f"{source.url}/{name}", name, "it was replaced or written to")
     tensors = tuple(
-        TensorEntry(
-            name=tensor.name,
-            dtype=tensor.dtype,
-            shape=tensor.shape,
-            shard=index,
-            offset_bytes=header.data_offset_bytes + tensor.offset_bytes,
-            size_bytes=tensor.size_bytes,
-        )
+        TensorEntry(shard=index, **tensor._asdict())
         for index, header in enumerate(headers.values())
         for tensor in header.tensors
     )
     return Manifest.build(
         chunk_bytes=chunk_bytes,
-        shards=shards,
+        shards=tuple(_shard(name, header, chunks[name]) for name, header in headers.items()),
         tensors=tensors,
         aliases=aliases_of(headers.values(), {tensor.name for tensor in tensors}),
-        assets=assets,
+        assets=found,
         provenance=Provenance(created_by=f"pilotflame {__version__}", source=origin[:4096]),
     )
+
+
+def _shard(name: str, header: Header, chunks: list[str]) -> Shard:
+    begin, size = header.data_offset_bytes, header.file_bytes
+    return Shard(name=name, size_bytes=size, data_offset_bytes=begin, chunks=tuple(chunks))
 
 
 def _open(where: Path | Source, file: str | None) -> tuple[Source, str | None]:
@@ -117,10 +96,8 @@ def _names(source: Source, files: Sequence[str] | None, file: str | None) -> lis
         return source.names()
     if file is not None:
         return [file]
-    raise SnapshotError(
-        f"{source.url} cannot be listed.",
-        remedy=f"Name the one {SUFFIX} file in the URL, or all files, including those beside the weights.",
-    )
+    remedy = f"Name the one {SUFFIX} file in the URL, or all files, including those beside the weights."
+    raise SnapshotError(f"{source.url} cannot be listed.", remedy=remedy)
 
 
 def _check_index(layout: Layout, headers: dict[str, Header]) -> None:
@@ -128,29 +105,14 @@ def _check_index(layout: Layout, headers: dict[str, Header]) -> None:
     holders: dict[str, str] = {}
     for file, header in headers.items():
         for tensor in header.tensors:
-            if tensor.name in holders:
-                raise HeaderError(
-                    f"Tensor {tensor.name!r} is both in {holders[tensor.name]} and in {file}.",
-                    remedy="Save the shards again, with each tensor in one of them.",
-                )
-            holders[tensor.name] = file
+            if holders.setdefault(tensor.name, file) != file:
+                fault = f"Tensor {tensor.name!r} is both in {holders[tensor.name]} and in {file}."
+                raise HeaderError(fault, remedy="Save the shards again, with each tensor in one of them.")
     for name, file in layout.places.items():
         if holders.get(name) != file:
             where = f"it is in {holders[name]}" if name in holders else "no shard holds it"
-            raise HeaderError(
-                f"{layout.index} claims that tensor {name[:80]!r} is in {file}, but {where}.",
-                remedy="Fetch the index and the shards again, from the same revision.",
-            )
-
-
-def _check_unchanged(source: Source, infos: dict[str, ObjectInfo]) -> None:
-    for name, info in infos.items():
-        if source.stat(name) != info:
-            raise SnapshotChanged(
-                f"{name} in {source.url} was replaced or written to while it was read.",
-                remedy="Wait until it is written.",
-                details={"object": name},
-            )
+            fault = f"{layout.index} claims that tensor {name[:80]!r} is in {file}, but {where}."
+            raise HeaderError(fault, remedy="Fetch the index and the shards again, from the same revision.")
 
 
 def _digest_shards(

@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple, Never
 
@@ -28,7 +29,6 @@ MAX_FILE_BYTES = 1 << 53
 # A JSON parser allocates up to 350 bytes for a bracket and 120 for a comma.
 MAX_BRACKETS = 1 << 20
 MAX_COMMAS = 1 << 22
-
 _METADATA = "__metadata__"
 _FIELDS = {"dtype", "shape", "data_offsets"}
 _REMEDY = "Save the file again with the safetensors library, or fetch it again."
@@ -43,31 +43,18 @@ class Dtype(NamedTuple):
 
 # Without F4, F6_E2M3 and F6_E3M2: their elements are not whole bytes, and torch has no type for them.
 DTYPES: dict[str, Dtype] = {
-    "BOOL": Dtype(1, "bool"),
-    "U8": Dtype(1, "uint8"),
-    "I8": Dtype(1, "int8"),
-    "F8_E4M3": Dtype(1, "float8_e4m3fn"),
-    "F8_E4M3FNUZ": Dtype(1, "float8_e4m3fnuz"),
-    "F8_E5M2": Dtype(1, "float8_e5m2"),
-    "F8_E5M2FNUZ": Dtype(1, "float8_e5m2fnuz"),
+    "BOOL": Dtype(1, "bool"), "U8": Dtype(1, "uint8"), "I8": Dtype(1, "int8"),
+    "F8_E4M3": Dtype(1, "float8_e4m3fn"), "F8_E4M3FNUZ": Dtype(1, "float8_e4m3fnuz"),
+    "F8_E5M2": Dtype(1, "float8_e5m2"), "F8_E5M2FNUZ": Dtype(1, "float8_e5m2fnuz"),
     "F8_E8M0": Dtype(1, "float8_e8m0fnu"),
-    "I16": Dtype(2, "int16"),
-    "U16": Dtype(2, "uint16"),
-    "F16": Dtype(2, "float16"),
-    "BF16": Dtype(2, "bfloat16"),
-    "I32": Dtype(4, "int32"),
-    "U32": Dtype(4, "uint32"),
-    "F32": Dtype(4, "float32"),
-    "I64": Dtype(8, "int64"),
-    "U64": Dtype(8, "uint64"),
-    "F64": Dtype(8, "float64"),
-    "C64": Dtype(8, "complex64"),
-}
+    "I16": Dtype(2, "int16"), "U16": Dtype(2, "uint16"), "F16": Dtype(2, "float16"), "BF16": Dtype(2, "bfloat16"),
+    "I32": Dtype(4, "int32"), "U32": Dtype(4, "uint32"), "F32": Dtype(4, "float32"),
+    "I64": Dtype(8, "int64"), "U64": Dtype(8, "uint64"), "F64": Dtype(8, "float64"), "C64": Dtype(8, "complex64"),
+}  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class TensorHeader:
-    """One tensor. `offset_bytes` counts from the start of the data."""
+class TensorHeader(NamedTuple):
+    """One tensor. `offset_bytes` counts from the file's first byte."""
 
     name: str
     dtype: str
@@ -96,8 +83,7 @@ def read_header(source: Source, name: str) -> Header:
         _refuse(name, f"its header claims {header_bytes} bytes, over the limit of {MAX_HEADER_BYTES}")
     if LENGTH_BYTES + header_bytes > file_bytes:
         _refuse(name, f"its header claims {header_bytes} bytes, but the file has {file_bytes} in all")
-    text = _read(source, name, LENGTH_BYTES, header_bytes)
-    return parse_header(text, file=name, file_bytes=file_bytes)
+    return parse_header(_read(source, name, LENGTH_BYTES, header_bytes), file=name, file_bytes=file_bytes)
 
 
 def parse_header(text: bytes, *, file: str, file_bytes: int) -> Header:
@@ -105,14 +91,16 @@ def parse_header(text: bytes, *, file: str, file_bytes: int) -> Header:
     if file_bytes > MAX_FILE_BYTES:
         _refuse(file, f"it has {file_bytes} bytes, over the limit of {MAX_FILE_BYTES}")
     entries = _entries(text, file)
-    metadata = _metadata(entries.pop(_METADATA, {}), file)
+    metadata = entries.pop(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        _refuse(file, f"its {_METADATA} is not an object of strings")
     if len(entries) > MAX_TENSORS:
         _refuse(file, f"it holds {len(entries)} tensors, over the limit of {MAX_TENSORS}")
-    tensors = [_tensor(file, name, entry) for name, entry in entries.items()]
+    data_offset_bytes = LENGTH_BYTES + len(text)
+    tensors = [_tensor(file, name, entry, data_offset_bytes) for name, entry in entries.items()]
     # Sort by size too: an empty tensor precedes the tensor that starts at the same offset.
     tensors.sort(key=lambda tensor: (tensor.offset_bytes, tensor.size_bytes))
-    data_offset_bytes = LENGTH_BYTES + len(text)
-    _check_cover(file, tensors, file_bytes - data_offset_bytes)
+    _check_cover(file, tensors, data_offset_bytes, file_bytes)
     return Header(data_offset_bytes, file_bytes, tuple(tensors), metadata)
 
 
@@ -139,26 +127,21 @@ def bulk_fault(text: bytes) -> str | None:
 def _entries(text: bytes, file: str) -> dict[str, Any]:
     if not text.startswith(b"{"):
         _refuse(file, "its header does not start with '{'")
-    fault = bulk_fault(text)
-    if fault is not None:
+    if fault := bulk_fault(text):
         _refuse(file, f"its header is not that of a tensor file: {fault}")
     try:
         # Decode explicitly: json.loads on bytes would also guess UTF-16 and UTF-32.
-        entries = json.loads(
-            text.decode(), object_pairs_hook=lambda pairs: _unique(file, pairs), parse_constant=_no_constant
-        )
+        unique = partial(_unique, file)
+        # JSON that starts with '{' is an object.
+        return json.loads(text.decode(), object_pairs_hook=unique, parse_constant=_no_constant)  # type: ignore[no-any-return]
     except (ValueError, RecursionError) as error:
-        fault = f"{file}: its header is not JSON ({_short(str(error))})."
-        raise HeaderError(fault, remedy=_REMEDY) from error
-    # JSON that starts with '{' is an object.
-    return entries  # type: ignore[no-any-return]
+        _refuse(file, f"its header is not JSON ({_short(str(error))})")
 
 
 def _unique(file: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        _refuse(file, f"its header holds the key {_short(twice)!r} twice")
+        _refuse(file, f"its header holds the key {_short(str(repeated(name for name, _ in pairs)))!r} twice")
     return found
 
 
@@ -166,13 +149,7 @@ def _no_constant(constant: str) -> Never:
     raise ValueError(f"{constant} is not JSON")
 
 
-def _metadata(metadata: Any, file: str) -> dict[str, str]:
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        _refuse(file, f"its {_METADATA} is not an object of strings")
-    return metadata
-
-
-def _tensor(file: str, name: str, entry: Any) -> TensorHeader:
+def _tensor(file: str, name: str, entry: Any, data_offset_bytes: int) -> TensorHeader:
     if not name_is_sound(name):
         _refuse(file, "a tensor's name is empty, too long or no valid text", name)
     if not isinstance(entry, dict) or entry.keys() != _FIELDS:
@@ -189,7 +166,7 @@ def _tensor(file: str, name: str, entry: Any) -> TensorHeader:
     if end - begin != needed_bytes:
         fault = f"its data_offsets span {end - begin} bytes, but {dtype} of shape {_short(str(shape))}"
         _refuse(file, f"{fault} takes {_short(str(needed_bytes))}", name)
-    return TensorHeader(name, dtype, shape, begin, end - begin)
+    return TensorHeader(name, dtype, shape, data_offset_bytes + begin, needed_bytes)
 
 
 def _naturals(file: str, name: str, field: str, values: Any, limit: int) -> tuple[int, ...]:
@@ -202,19 +179,19 @@ def _naturals(file: str, name: str, field: str, values: Any, limit: int) -> tupl
     return tuple(values)
 
 
-def _check_cover(file: str, tensors: list[TensorHeader], data_bytes: int) -> None:
-    end_bytes = 0
+def _check_cover(file: str, tensors: list[TensorHeader], end_bytes: int, file_bytes: int) -> None:
+    """Check that the tensors follow each other from `end_bytes`, where the data starts, to the end of the file."""
     for tensor in tensors:
         if tensor.offset_bytes < end_bytes:
             _refuse(file, "its bytes overlap those of the tensor before it", tensor.name)
         if tensor.offset_bytes > end_bytes:
             _refuse(file, f"there is a gap of {tensor.offset_bytes - end_bytes} bytes before it", tensor.name)
         end_bytes += tensor.size_bytes
-        if end_bytes > data_bytes:
-            fault = f"it ends at byte {end_bytes} of the data, which has {data_bytes}"
+        if end_bytes > file_bytes:
+            fault = f"it ends at byte {end_bytes} of a file of {file_bytes}"
             _refuse(file, f"{fault}: the file is truncated or its header wrong", tensor.name)
-    if end_bytes != data_bytes:
-        _refuse(file, f"{data_bytes - end_bytes} bytes at its end belong to no tensor")
+    if end_bytes != file_bytes:
+        _refuse(file, f"{file_bytes - end_bytes} bytes at its end belong to no tensor")
 
 
 def aliases_of(headers: Iterable[Header], stored: Set[str]) -> dict[str, str]:
@@ -225,6 +202,11 @@ def aliases_of(headers: Iterable[Header], stored: Set[str]) -> dict[str, str]:
         for alias, target in header.metadata.items()
         if target in stored and alias not in stored and alias != "format"
     }
+
+
+def repeated(names: Iterable[str]) -> str | None:
+    """Return the first name that occurs twice, if any."""
+    return next((name for name, count in Counter(names).items() if count > 1), None)
 
 
 def name_is_sound(name: str) -> bool:

@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from ...errors import HeaderError, SnapshotError
-from ..sources.source import Source, name_fault
+from ..sources.source import Source, name_fault, read_all
 from .header import MAX_HEADER_BYTES, bulk_fault
 from .manifest import MANIFEST_NAME, MAX_ASSET_DEPTH, MAX_ASSETS
 
@@ -48,21 +48,19 @@ def lay_out(source: Source, names: Sequence[str], file: str | None = None) -> La
     """
     assets = tuple(sorted(name for name in names if is_asset(name)))
     if len(assets) > MAX_ASSETS:
-        raise SnapshotError(
-            f"{source.url} holds {len(assets)} files beside the weights, over the limit of {MAX_ASSETS}.",
-            remedy="Put the weights and the files that belong to them into a separate folder.",
-        )
+        fault = f"{source.url} holds {len(assets)} files beside the weights, over the limit of {MAX_ASSETS}."
+        raise SnapshotError(fault, remedy="Put the weights and their files into a separate folder.")
     if file is not None:
         return Layout((file,), {}, tuple(name for name in assets if not name.endswith(INDEX_SUFFIX)))
     top = sorted(name for name in names if "/" not in name)
     indexes = [name for name in top if name.endswith(INDEX_SUFFIX)]
     files = [name for name in top if name.endswith(SUFFIX)]
     if len(indexes) > 1:
-        raise _ambiguous(source, indexes)
+        raise ambiguous(source, indexes)
     if indexes:
         return _indexed(source, indexes[0], files, names, assets)
     if len(files) > 1:
-        raise _ambiguous(source, files)
+        raise ambiguous(source, files)
     if not files:
         raise _no_safetensors(source, top)
     return Layout((files[0],), {}, assets)
@@ -83,8 +81,7 @@ def read_index(source: Source, name: str) -> dict[str, str]:
     where = f"{source.url}/{name}"
     try:
         # An index over the limit is cut, and then no valid JSON.
-        buffer = bytearray(min(source.size(name), MAX_HEADER_BYTES))
-        text = bytes(buffer[: source.read_into(name, 0, memoryview(buffer))])
+        text = read_all(source, name, MAX_HEADER_BYTES)
         index: Any = None if bulk_fault(text) else json.loads(text)
     except (ValueError, RecursionError) as error:
         raise HeaderError(f"{where} is not a readable JSON index.", remedy="Fetch it again.") from error
@@ -94,10 +91,8 @@ def read_index(source: Source, name: str) -> dict[str, str]:
     for tensor, file in places.items():
         fault = name_fault(file) if isinstance(file, str) else "it is not text"
         if fault is not None:
-            raise HeaderError(
-                f"{where} puts tensor {tensor[:80]!r} into {str(file)[:80]!r}, not a file: {fault}.",
-                remedy="Do not use this snapshot unless you know who wrote its index.",
-            )
+            fault = f"{where} puts tensor {tensor[:80]!r} into {str(file)[:80]!r}, not a file: {fault}."
+            raise HeaderError(fault, remedy="Do not use this snapshot unless you know who wrote its index.")
     return places
 
 
@@ -110,32 +105,24 @@ def _indexed(
     # model.safetensors beside its own index is ambiguous.
     whole = index.removesuffix(".index.json")
     if whole in files and whole not in shards:
-        raise _ambiguous(source, [whole, index])
+        raise ambiguous(source, [whole, index])
     missing = sorted(set(shards) - set(names))
     if missing:
-        raise SnapshotError(
-            f"{source.url}/{index} lists files that are not there: {some(missing)}.",
-            remedy="Fetch the missing shards.",
-        )
+        fault = f"{source.url}/{index} lists files that are not there: {some(missing)}."
+        raise SnapshotError(fault, remedy="Fetch the missing shards.")
     return Layout(shards, places, tuple(name for name in assets if name not in shards), index)
 
 
-def _ambiguous(source: Source, names: list[str]) -> SnapshotError:
-    return SnapshotError(
-        f"{source.url} holds {some(names)}, and nothing says which of them to use.",
-        remedy="Give the path of the one file, or put the shards' model.safetensors.index.json beside them.",
-    )
+def ambiguous(source: Source, names: list[str]) -> SnapshotError:
+    remedy = "Give the path of the one file, or put the shards' model.safetensors.index.json beside them."
+    return SnapshotError(f"{source.url} holds {some(names)}, and nothing says which to use.", remedy=remedy)
 
 
 def _no_safetensors(source: Source, names: list[str]) -> SnapshotError:
     foreign = [name for name in names if PurePosixPath(name).suffix.lower() in FOREIGN]
-    if foreign:
-        return SnapshotError(
-            f"{source.url} holds no safetensors, only {some(foreign)}.",
-            remedy="Convert with: pilotflame snapshot convert IN OUT",
-        )
-    found = f"only {some(names)}" if names else "it is empty"
-    return SnapshotError(f"{source.url} holds no safetensors: {found}.", remedy="Check the path.")
+    found = f"only {some(foreign or names)}" if names else "it is empty"
+    remedy = "Convert with: pilotflame snapshot convert IN OUT" if foreign else "Check the path."
+    return SnapshotError(f"{source.url} holds no safetensors: {found}.", remedy=remedy)
 
 
 def some(names: Sequence[str]) -> str:

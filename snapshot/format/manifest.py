@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -20,16 +20,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, Val
 
 from ...errors import ManifestError, SourceMissing
 from ..publish import publish
-from ..sources.source import Source, Writable, name_fault
-from .header import (
-    DTYPES,
-    MAX_FILE_BYTES,
-    MAX_RANK,
-    MAX_TENSOR_NAME_CHARS,
-    MAX_TENSORS,
-    bulk_fault,
-    name_is_sound,
-)
+from ..sources.source import Source, Writable, name_fault, read_all
+from .header import DTYPES, MAX_FILE_BYTES, MAX_RANK, MAX_TENSORS, bulk_fault, name_is_sound, repeated
 
 MANIFEST_NAME = "pilotflame.manifest.json"
 MAX_MANIFEST_BYTES = 128 << 20
@@ -51,36 +43,29 @@ _REMEDY = "Make the manifest anew: pilotflame snapshot create."
 
 
 def _file_name(name: str) -> str:
-    fault = name_fault(name)
     # Readers keep their own notes in hidden files.
-    if fault is None and any(part.startswith(".") for part in name.split("/")):
-        fault = "it is hidden"
-    if fault is not None:
+    hidden = "it is hidden" if "/." in f"/{name}" else None
+    if fault := name_fault(name) or hidden:
         raise ValueError(f"not a file inside the snapshot: {fault}")
     return name
 
 
-def _asset_name(name: str) -> str:
-    if name.count("/") > MAX_ASSET_DEPTH:
-        raise ValueError(f"an asset is at most {MAX_ASSET_DEPTH} folders deep")
-    return name
+def _is_shallow(name: str) -> bool:
+    return name.count("/") <= MAX_ASSET_DEPTH
 
 
-def _tensor_name(name: str) -> str:
-    if not name_is_sound(name):
-        raise ValueError("not a tensor's name")
-    return name
+def _must(hold: Callable[[str], bool], fault: str) -> AfterValidator:
+    def validate(text: str) -> str:
+        if not hold(text):
+            raise ValueError(fault)
+        return text
 
-
-def _known_dtype(dtype: str) -> str:
-    if dtype not in DTYPES:
-        raise ValueError("unknown dtype")
-    return dtype
+    return AfterValidator(validate)
 
 
 Bytes = Annotated[int, Field(ge=0, le=MAX_FILE_BYTES)]
 FileName = Annotated[str, AfterValidator(_file_name)]
-TensorName = Annotated[str, Field(max_length=MAX_TENSOR_NAME_CHARS), AfterValidator(_tensor_name)]
+TensorName = Annotated[str, _must(name_is_sound, "not a tensor's name")]
 # xxh3-128 does 30 GB/s a core, sha256 1.8. It detects corruption; against tampering, sign the manifest.
 ChunkDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
@@ -102,7 +87,7 @@ class TensorEntry(_Frozen):
     """A tensor. `offset_bytes` counts from its shard's first byte."""
 
     name: TensorName
-    dtype: Annotated[str, AfterValidator(_known_dtype)]
+    dtype: Annotated[str, _must(DTYPES.__contains__, "unknown dtype")]
     shape: Annotated[tuple[Bytes, ...], FailFast(), Field(max_length=MAX_RANK)]
     shard: Annotated[int, Field(ge=0, lt=MAX_SHARDS)]
     offset_bytes: Bytes
@@ -112,7 +97,7 @@ class TensorEntry(_Frozen):
 class Asset(_Frozen):
     """A small file beside the weights, such as config.json or a tokenizer. It has one digest."""
 
-    name: Annotated[FileName, AfterValidator(_asset_name)]
+    name: Annotated[FileName, _must(_is_shallow, f"an asset is at most {MAX_ASSET_DEPTH} folders deep")]
     size_bytes: Annotated[int, Field(ge=0, le=MAX_ASSET_BYTES)]
     digest: ChunkDigest
 
@@ -146,12 +131,10 @@ class Manifest(_Frozen):
     def parse(text: bytes) -> Manifest:
         """Parse the JSON form. Raises ManifestError."""
         if len(text) > MAX_MANIFEST_BYTES:
-            raise ManifestError(
-                f"The manifest has {len(text)} bytes, over the limit of {MAX_MANIFEST_BYTES}.", remedy=_REMEDY
-            )
-        fault = bulk_fault(text) or _crowd_fault(text)
-        if fault is not None:
-            raise ManifestError(f"The manifest is not valid: {fault}.", remedy=_REMEDY)
+            fault = f"The manifest is over the limit of {MAX_MANIFEST_BYTES} bytes."
+            raise ManifestError(fault, remedy=_REMEDY)
+        if found := bulk_fault(text) or _crowd_fault(text):
+            raise ManifestError(f"The manifest is not valid: {found}.", remedy=_REMEDY)
         try:
             return Manifest.model_validate_json(text)
         except ValidationError as error:
@@ -222,7 +205,7 @@ class Manifest(_Frozen):
 def read_manifest(source: Source) -> Manifest:
     """Read the manifest beside a source's shards. Raises SourceMissing, ManifestError."""
     try:
-        size_bytes = source.size(MANIFEST_NAME)
+        text = read_all(source, MANIFEST_NAME, MAX_MANIFEST_BYTES + 1)
     except SourceMissing as error:
         if error.details.get("code") == "NoSuchBucket":
             raise
@@ -232,13 +215,7 @@ def read_manifest(source: Source) -> Manifest:
             remedy=f"Check the URL. To create a manifest of existing weights: pilotflame snapshot create {place}",
             details=error.details,
         ) from error
-    if size_bytes > MAX_MANIFEST_BYTES:
-        raise ManifestError(
-            f"The manifest at {source.url} has {size_bytes} bytes, over the limit of {MAX_MANIFEST_BYTES}."
-        )
-    text = bytearray(size_bytes)
-    count = source.read_into(MANIFEST_NAME, 0, memoryview(text))
-    return Manifest.parse(bytes(text[:count]))
+    return Manifest.parse(text)
 
 
 def _crowd_fault(text: bytes) -> str | None:
@@ -266,11 +243,8 @@ def _is_object(value: object, most: int) -> bool:
 
 
 def _check_unique(kind: str, names: Iterable[str]) -> None:
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            raise ValueError(f"{kind} {name!r} is there twice")
-        seen.add(name)
+    if (name := repeated(names)) is not None:
+        raise ValueError(f"{kind} {name!r} is there twice")
 
 
 def _check_files(files: Sequence[Shard | Asset]) -> None:
@@ -286,14 +260,13 @@ def _check_files(files: Sequence[Shard | Asset]) -> None:
 
 def _check_totals(manifest: Manifest) -> None:
     chunks = sum(len(shard.chunks) for shard in manifest.shards)
-    if chunks > MAX_CHUNKS:
-        raise ValueError(f"the shards have {chunks} chunks, over the limit of {MAX_CHUNKS}")
-    if manifest.total_bytes > MAX_FILE_BYTES:
-        raise ValueError(f"the shards have {manifest.total_bytes} bytes, over the limit of {MAX_FILE_BYTES}")
-    if manifest.assets_bytes > MAX_ASSETS_BYTES:
-        raise ValueError(
-            f"the assets have {manifest.assets_bytes} bytes, over the limit of {MAX_ASSETS_BYTES}"
-        )
+    for count, what, limit in (
+        (chunks, "chunks of shards", MAX_CHUNKS),
+        (manifest.total_bytes, "bytes of shards", MAX_FILE_BYTES),
+        (manifest.assets_bytes, "bytes of assets", MAX_ASSETS_BYTES),
+    ):
+        if count > limit:
+            raise ValueError(f"it holds {count} {what}, over the limit of {limit}")
 
 
 def _check_shard(shard: Shard, chunk_bytes: int) -> None:
@@ -318,14 +291,12 @@ def _check_tensor(tensor: TensorEntry, shards: tuple[Shard, ...]) -> None:
 
 def _check_overlap(tensors: tuple[TensorEntry, ...], shards: tuple[Shard, ...]) -> None:
     # Two tensors over the same bytes would see each other's writes. Intended sharing is written as an alias.
-    placed = sorted(
-        (tensor.shard, tensor.offset_bytes, tensor.size_bytes, tensor.name)
-        for tensor in tensors
-        if tensor.size_bytes
-    )
+    placed = [tensor for tensor in tensors if tensor.size_bytes]
+    placed.sort(key=lambda tensor: (tensor.shard, tensor.offset_bytes))
     for one, two in pairwise(placed):
-        if one[0] == two[0] and one[1] + one[2] > two[1]:
-            raise ValueError(f"tensors {one[3]!r} and {two[3]!r} overlap in shard {shards[one[0]].name!r}")
+        if one.shard == two.shard and one.offset_bytes + one.size_bytes > two.offset_bytes:
+            shard = shards[one.shard].name
+            raise ValueError(f"tensors {one.name!r} and {two.name!r} overlap in shard {shard!r}")
 
 
 def _check_names(manifest: Manifest) -> None:

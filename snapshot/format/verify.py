@@ -19,9 +19,9 @@ def verify(root: Path, manifest: Manifest, progress: Progress | None = None) -> 
     Raises SnapshotCorrupt for the first fault.
     """
     source = FolderSource(root)
-    for index in range(len(manifest.shards)):
-        _check_size(source, manifest, index)
     positions = {shard.name: index for index, shard in enumerate(manifest.shards)}
+    for index in positions.values():
+        _check_size(source, manifest, index)
     read = ByteCounter(manifest.total_bytes, progress)
     sizes = {shard.name: shard.size_bytes for shard in manifest.shards}
     for chunk in chunk_digests(source, sizes, manifest.chunk_bytes):
@@ -37,22 +37,16 @@ def chunk_tensors(manifest: Manifest, shard: int, chunk: int) -> list[str]:
     """Return the names of the tensors that have bytes in a chunk, in the order of their bytes."""
     begin_bytes = chunk * manifest.chunk_bytes
     end_bytes = begin_bytes + manifest.chunk_bytes
-    hit = [
-        (tensor.offset_bytes, tensor.name)
-        for tensor in manifest.tensors
-        if tensor.shard == shard
-        and tensor.offset_bytes < end_bytes
-        and tensor.offset_bytes + tensor.size_bytes > begin_bytes
-    ]
-    return [name for _, name in sorted(hit)]
+    before = [one for one in manifest.tensors if one.shard == shard and one.offset_bytes < end_bytes]
+    hit = [tensor for tensor in before if tensor.offset_bytes + tensor.size_bytes > begin_bytes]
+    return [tensor.name for tensor in sorted(hit, key=lambda tensor: tensor.offset_bytes)]
 
 
 def corrupt_chunk(manifest: Manifest, index: int, chunk: int) -> SnapshotCorrupt:
     shard = manifest.shards[index]
     names = chunk_tensors(manifest, index, chunk)
-    begin_bytes = chunk * manifest.chunk_bytes
-    fault = f"chunk {chunk} of {len(shard.chunks)} (from byte {begin_bytes}), which {holding(names)}, differs"
-    return _shard_fault(shard, fault, names, chunk)
+    place = f"chunk {chunk} of {len(shard.chunks)} (from byte {chunk * manifest.chunk_bytes})"
+    return _shard_fault(shard, f"{place}, which {holding(names)}, differs", names, chunk)
 
 
 def holding(names: list[str]) -> str:
@@ -63,10 +57,8 @@ def holding(names: list[str]) -> str:
     return f"holds {shown}" if len(names) <= 3 else f"holds {shown} and {len(names) - 3} more tensors"
 
 
-def _shard_fault(
-    shard: Shard, fault: str, names: list[str] | None = None, chunk: int | None = None
-) -> SnapshotCorrupt:
-    details = {"shard": shard.name, "chunk": chunk, "tensors": (names or [])[:100]}
+def _shard_fault(shard: Shard, fault: str, names: list[str], chunk: int | None) -> SnapshotCorrupt:
+    details = {"shard": shard.name, "chunk": chunk, "tensors": names[:100]}
     return SnapshotCorrupt(f"Shard {shard.name}: {fault.rstrip('.')}.", remedy=_REMEDY, details=details)
 
 
@@ -75,29 +67,25 @@ def _check_size(source: Source, manifest: Manifest, index: int) -> None:
     try:
         size_bytes = source.size(shard.name)
     except SnapshotError as error:
-        raise _shard_fault(shard, error.message) from error
+        raise _shard_fault(shard, error.message, [], None) from error
     if size_bytes < shard.size_bytes:
         chunk = size_bytes // manifest.chunk_bytes
         names = chunk_tensors(manifest, index, chunk)
         fault = f"it has {size_bytes} of {shard.size_bytes} bytes: truncated in chunk {chunk}"
         raise _shard_fault(shard, f"{fault}, which {holding(names)}", names, chunk)
     if size_bytes > shard.size_bytes:
-        raise _shard_fault(shard, f"it has {size_bytes} bytes, {shard.size_bytes} expected")
+        raise _shard_fault(shard, f"it has {size_bytes} bytes, {shard.size_bytes} expected", [], None)
 
 
 def _check_asset(source: Source, asset: Asset) -> None:
-    details = {"asset": asset.name}
+    buffer = memoryview(bytearray(min(asset.size_bytes, ASSET_BUFFER_BYTES)))
+    fault = "its bytes differ"
     try:
         size_bytes = source.size(asset.name)
-    except SnapshotError as error:
-        raise SnapshotCorrupt(
-            f"Asset {asset.name}: {error.message}", remedy=_REMEDY, details=details
-        ) from error
-    if size_bytes != asset.size_bytes:
-        fault = f"it has {size_bytes} bytes, {asset.size_bytes} expected"
-    else:
-        buffer = memoryview(bytearray(min(size_bytes, ASSET_BUFFER_BYTES)))
-        if file_digest(source, asset.name, size_bytes, buffer) == (asset.digest, size_bytes):
+        if size_bytes != asset.size_bytes:
+            fault = f"it has {size_bytes} bytes, {asset.size_bytes} expected"
+        elif file_digest(source, asset.name, size_bytes, buffer) == (asset.digest, size_bytes):
             return
-        fault = "its bytes differ"
-    raise SnapshotCorrupt(f"Asset {asset.name}: {fault}.", remedy=_REMEDY, details=details)
+    except SnapshotError as error:
+        fault = error.message.rstrip(".")
+    raise SnapshotCorrupt(f"Asset {asset.name}: {fault}.", remedy=_REMEDY, details={"asset": asset.name})

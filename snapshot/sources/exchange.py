@@ -54,16 +54,14 @@ class Exchange:
         parser.send(h11.EndOfMessage())
         try:
             self._wire.send(request)
-            self._receive()
+            self._receive(parser)
         except (ConnectionResetError, BrokenPipeError) as error:
             raise StaleError("the connection was reset") from error
         if self._received == 0:
             raise StaleError("the connection was closed")
-        self._feed(parser)
         while (event := parser.next_event()) is h11.NEED_DATA or isinstance(event, h11.InformationalResponse):
             if event is h11.NEED_DATA:
-                self._receive()
-                self._feed(parser)
+                self._receive(parser)
         if not isinstance(event, h11.Response):
             raise h11.RemoteProtocolError("no response")
         return self._start(parser, event)
@@ -112,8 +110,7 @@ class Exchange:
 
     def _next_piece(self, parser: h11.Connection) -> None:
         while (event := parser.next_event()) is h11.NEED_DATA:
-            self._receive()
-            self._feed(parser)
+            self._receive(parser)
         if isinstance(event, h11.Data):
             self._held = memoryview(event.data)
         else:
@@ -121,9 +118,7 @@ class Exchange:
             self._parser = None
             self._kept = self._kept and not parser.trailing_data[0] and not parser.trailing_data[1]
 
-    def _receive(self) -> None:
+    def _receive(self, parser: h11.Connection) -> None:
         self._received = self._wire.receive(self._buffer)
-
-    def _feed(self, parser: h11.Connection) -> None:
         # No bytes mean that the server closed, which h11 refuses inside a head or a chunked body.
         parser.receive_data(bytes(self._buffer[: self._received]))

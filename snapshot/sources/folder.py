@@ -7,13 +7,12 @@ import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
 
-from ...errors import SnapshotChanged, SourceMissing, SourceUnavailable
+from ...errors import SourceMissing, SourceUnavailable
 from ..publish import cannot_write, publish
-from .source import ObjectInfo, name_fault
+from .source import ObjectInfo, changed, name_fault, opened
 
-_COPY_BYTES = 16 << 20
+_COPY_BYTES = 1 << 20
 
 
 class FolderSource:
@@ -58,11 +57,11 @@ class FolderSource:
         path = self._path(name)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with publish(path) as stream:
-                if isinstance(content, bytes):
-                    stream.write(content)
-                else:
-                    _copy(content, stream, sent)
+            with opened(content) as given, publish(path) as stream:
+                while block := given.read(_COPY_BYTES):
+                    stream.write(block)
+                    if sent is not None:
+                        sent(len(block))
         except OSError as error:
             raise cannot_write(path, error) from error
 
@@ -70,10 +69,7 @@ class FolderSource:
         descriptor = self.open(name)
         done = 0
         try:
-            while done < len(view):
-                count = os.preadv(descriptor, [view[done:]], offset + done)
-                if count == 0:
-                    break
+            while done < len(view) and (count := os.preadv(descriptor, [view[done:]], offset + done)):
                 done += count
         except OSError as error:
             raise SourceUnavailable(f"{self._root / name} cannot be read: {error.strerror}.") from error
@@ -88,28 +84,21 @@ class FolderSource:
             # O_NONBLOCK prevents a hang on a FIFO, and has no effect on regular files.
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
-            raise SourceMissing(
-                f"{path} cannot be opened: {error.strerror}.",
-                remedy="Restore the file, or create the manifest again.",
-            ) from error
+            fault = f"{path} cannot be opened: {error.strerror}."
+            raise SourceMissing(fault, remedy="Restore it, or create the manifest again.") from error
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise SourceMissing(f"{path} is not a regular file.", remedy="Put the safetensors file there.")
         return descriptor
 
     def _path(self, name: str) -> Path:
-        fault = name_fault(name)
-        if fault is not None:
-            raise SourceMissing(
-                f"{name[:80]!r} is not a file name inside {self._root}: {fault}.",
-                remedy="Name files relative to the snapshot's folder.",
-            )
+        if fault := name_fault(name):
+            fault = f"{name[:80]!r} is not a file name inside {self._root}: {fault}."
+            raise SourceMissing(fault, remedy="Name files relative to the snapshot's folder.")
         path = self._root / name
         if "/" in name and not path.parent.resolve().is_relative_to(self._root.resolve()):
-            raise SourceMissing(
-                f"{name!r} leads out of {self._root} through a linked directory.",
-                remedy="Link the file itself, or copy the directory.",
-            )
+            fault = f"{name!r} leads out of {self._root} through a linked directory."
+            raise SourceMissing(fault, remedy="Link the file itself, or copy the directory.")
         return path
 
 
@@ -132,11 +121,7 @@ class FolderConnection:
         info = _info(self._descriptor)
         if version and info.version != version:
             self.close()
-            raise SnapshotChanged(
-                f"{name} in {self._source.url} was replaced or written to while it was read.",
-                remedy="Publish new weights under a new name, with a new manifest.",
-                details={"object": name},
-            )
+            raise changed(f"{self._source.url}/{name}", name, "it was replaced or written to")
         self._at, self._end = begin, end
         return info
 
@@ -163,15 +148,6 @@ class FolderConnection:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
-
-
-def _copy(file: Path, stream: IO[bytes], sent: Callable[[int], None] | None) -> None:
-    with file.open("rb") as content:
-        buffer = memoryview(bytearray(min(_COPY_BYTES, max(1, os.fstat(content.fileno()).st_size))))
-        while count := content.readinto(buffer):
-            stream.write(buffer[:count])
-            if sent is not None:
-                sent(count)
 
 
 def _info(descriptor: int) -> ObjectInfo:

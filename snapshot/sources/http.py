@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+import math
 import ssl
-import threading
+import time
 from abc import abstractmethod
 from collections.abc import Mapping
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import cached_property
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
@@ -31,6 +33,8 @@ MAX_ERROR_BYTES = 64 << 10
 class WebSource(Ranged):
     """A source whose objects are read with HTTP GET. It locates objects and remembers their size and version."""
 
+    kept_for_s = math.inf
+
     def __init__(
         self,
         timeout_s: float = TIMEOUT_S,
@@ -40,55 +44,50 @@ class WebSource(Ranged):
         self._timeout_s = timeout_s
         self._connect_timeout_s = connect_timeout_s
         self._ssl_context = ssl_context
-        self._lock = threading.Lock()
+        # Shared with the connections. Single operations of a dict are atomic.
         self._infos: dict[str, ObjectInfo] = {}
+        self._locations: dict[str, tuple[Location, float]] = {}
 
     @property
     @abstractmethod
     def url(self) -> str: ...
 
     @abstractmethod
-    def locate(self, name: str, *, fresh: bool) -> Location:
-        """Return where `name` is. With `fresh`, resolve or sign again, because the last location was refused."""
+    def resolve(self, name: str) -> Location:
+        """Return the address of `name`, before redirects."""
 
-    def note_redirect(self, name: str, location: Location) -> None:
-        """Note that the object was found at `location` after redirects."""
+    def locate(self, name: str, *, fresh: bool) -> Location:
+        """Return where `name` is. With `fresh`, resolve it again, because the last location was refused."""
+        location, until_s = self._locations.get(name, (None, 0.0))
+        if location is None or fresh or time.monotonic() >= until_s:
+            location = self.resolve(name)
+            self.note(name, location)
+        return location
+
+    def note(self, name: str, location: Location) -> None:
+        """Keep a location, which may be where redirects lead, for `kept_for_s`."""
+        self._locations[name] = location, time.monotonic() + self.kept_for_s
 
     def explain(self, request: RangeRequest, head: Head, body: bytes) -> PilotflameError:
         """Return the error for a refusal. `body` holds its first 64 KiB."""
         del body
         return refusal(head, request)
 
-    def learn(self, name: str, info: ObjectInfo) -> None:
-        """Remember the first `info` of an object, until `forget`."""
-        with self._lock:
-            self._infos.setdefault(name, info)
-
-    def known(self, name: str) -> ObjectInfo | None:
-        with self._lock:
-            return self._infos.get(name)
-
-    def forget(self, name: str) -> None:
-        """Drop what is remembered of an object, because it changed."""
-        with self._lock:
-            self._infos.pop(name, None)
-
     def stat(self, name: str) -> ObjectInfo:
         """See Source. Retries what may pass, and asks the server once until the object changes."""
-        if (info := self.known(name)) is not None:
+        if (info := self._infos.get(name)) is not None:
             return info
-        retries, connection = Retries(), self.connect()
-        try:
+        retries = Retries()
+        with closing(self.connect()) as connection:
             while True:
                 try:
                     return connection.stat(name)
                 except SourceUnavailable as error:
                     retries.wait(error)
-        finally:
-            connection.close()
 
     def connect(self) -> HttpConnection:
-        return HttpConnection(self, Wire(self._timeout_s, self._connect_timeout_s, lambda: self._tls))
+        wire = Wire(self._timeout_s, self._connect_timeout_s, lambda: self._tls)
+        return HttpConnection(self, wire, self._infos)
 
     @cached_property
     def _tls(self) -> ssl.SSLContext:
@@ -118,71 +117,56 @@ class HttpSource(WebSource):
         try:
             origin, parts = ServerAddress.of(url), urlsplit(url)
         except ValueError as error:
-            raise SourceError(
-                f"{shown(url)!r} is not a URL of a web server: {error}.", remedy="Write http(s)://host/path."
-            ) from None
+            fault = f"{shown(url)!r} is not a URL of a web server: {error}."
+            raise SourceError(fault, remedy="Write http(s)://host/path.") from None
         self._base = f"{origin}{quote(parts.path.rstrip('/'), safe=PATH)}"
         self._query = f"?{quote(parts.query, safe=QUERY)}" if parts.query else ""
         self._headers = dict(headers or {})
         if parts.username is not None:
             pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
             self._headers["Authorization"] = f"Basic {base64.b64encode(pair.encode()).decode()}"
-        self._locations: dict[str, Location] = {}
 
     @property
     def url(self) -> str:
         return self._base
 
-    def locate(self, name: str, *, fresh: bool) -> Location:
-        with self._lock:
-            if fresh:
-                self._locations.pop(name, None)
-            elif name in self._locations:
-                return self._locations[name]
+    def resolve(self, name: str) -> Location:
         return Location(f"{self._base}/{quote(name, safe='/')}{self._query}", self._headers)
-
-    def note_redirect(self, name: str, location: Location) -> None:
-        with self._lock:
-            self._locations[name] = location
 
 
 class HttpConnection:
     """One kept-alive connection; see Connection. It follows redirects."""
 
-    def __init__(self, source: WebSource, wire: Wire) -> None:
+    def __init__(self, source: WebSource, wire: Wire, infos: dict[str, ObjectInfo]) -> None:
+        """`infos` has the first info of each object, until it changes."""
         self._source = source
         self._wire = wire
+        self._infos = infos
         self._exchange = Exchange(wire)
         self._request = RangeRequest("", "", 0, 0)
         self._left = 0
 
     def begin(self, name: str, begin: int, end: int, version: str = "") -> ObjectInfo:
         self._left = 0
-        head, request = self._get(name, begin, end, version)
-        known = self._source.known(name)
+        known = self._infos.get(name)
         try:
-            if head.status not in {OK, PARTIAL}:
-                raise self._refused(head, request)
-            check(head, request, known.size_bytes if known is not None else None)
+            head, request = self._get(name, begin, end, version)
+            check(head, request, known.size_bytes if known else None)
         except SnapshotChanged:
-            self._source.forget(name)
+            self._infos.pop(name, None)
             raise
         info = object_info(head, request)
-        self._source.learn(name, info)
+        self._infos.setdefault(name, info)
         self._request, self._left = request, end - begin
         return info
 
     def stat(self, name: str) -> ObjectInfo:
         """Return size and version. Gets the first byte, because a URL signed for GET refuses HEAD."""
-        head, request = self._get(name, 0, 1, "")
-        if head.status == 416 and head.headers.get("content-range") == "bytes */0":
-            return object_info(head, request)
-        if head.status not in {OK, PARTIAL}:
-            raise self._refused(head, request)
+        head, request = self._get(name, 0, 1, empty=True)
         info = object_info(head, request)
         if head.status == PARTIAL:
             check(head, request, None)
-        self._source.learn(name, info)
+        self._infos.setdefault(name, info)
         return info
 
     def read_into(self, view: memoryview) -> int:
@@ -200,61 +184,60 @@ class HttpConnection:
     def close(self) -> None:
         self._wire.close()
 
-    def _get(self, name: str, begin: int, end: int, version: str) -> tuple[Head, RangeRequest]:
-        """Return the first head that is not a redirect. If a location is refused, try a fresh one once."""
-        if (fault := name_fault(name)) is not None:
+    def _get(
+        self, name: str, begin: int, end: int, version: str = "", *, empty: bool = False
+    ) -> tuple[Head, RangeRequest]:
+        """Return the head of a success, or with `empty` of a refusal because the object is empty. Raises the error.
+
+        If a location is refused, try a fresh one once.
+        """
+        if fault := name_fault(name):
             raise SourceMissing(f"{name[:80]!r} is not a name below {self._source.url}: {fault}.")
-        location = self._source.locate(name, fresh=False)
-        head, request = self._follow(location, RangeRequest(name, location.shown, begin, end, version))
-        if head.status in {OK, PARTIAL, 412, 416}:
-            return head, request
-        refused = self._refused(head, request)
-        if isinstance(refused, SourceUnavailable):
-            raise refused
-        fresh = self._source.locate(name, fresh=True)
-        if fresh == location:
-            raise refused
-        return self._follow(fresh, RangeRequest(name, fresh.shown, begin, end, version))
+        tried: Location | None = None
+        for fresh in (False, True):
+            location = self._source.locate(name, fresh=fresh)
+            if location == tried:
+                break
+            head, request = self._follow(location, RangeRequest(name, location.shown, begin, end, version))
+            is_empty = head.status == 416 and head.headers.get("content-range") == "bytes */0"
+            if head.status in {OK, PARTIAL} or (empty and is_empty):
+                return head, request
+            refused = self._source.explain(request, head, self._rest())
+            if isinstance(refused, (SourceUnavailable, SnapshotChanged)):
+                break
+            tried = location
+        raise refused
 
     def _follow(self, location: Location, request: RangeRequest) -> tuple[Head, RangeRequest]:
         for count in range(MAX_REDIRECTS + 1):
             head = self._get_once(location, request)
             if head.status not in REDIRECTS or "location" not in head.headers:
                 if count and head.status in {OK, PARTIAL}:
-                    self._source.note_redirect(request.name, location)
+                    self._source.note(request.name, location)
                 return head, request
             self._rest()
             location = redirected(location, head.headers["location"])
             request = replace(request, url=location.shown)
-        raise SourceError(
-            f"{request.url} redirects more than {MAX_REDIRECTS} times.", remedy="Check the URL."
-        )
+        fault = f"{request.url} redirects more than {MAX_REDIRECTS} times."
+        raise SourceError(fault, remedy="Check the URL.")
 
     def _get_once(self, location: Location, request: RangeRequest) -> Head:
-        parts = urlsplit(location.url)
-        origin = ServerAddress.of(location.url)
+        parts, origin = urlsplit(location.url), ServerAddress.of(location.url)
         target = urlunsplit(("", "", parts.path or "/", parts.query, ""))
         headers = _headers(origin, location, request)
         try:
             if self._wire.origin == origin and self._exchange.clean and self._wire.quiet():
-                try:
+                # The server may have closed a kept connection, which is no failure.
+                with suppress(StaleError):
                     return self._exchange.get(target, headers)
-                except StaleError:
-                    # The server closed a kept connection, which is no failure.
-                    pass
             self._wire.connect(origin)
             return self._exchange.get(target, headers)
         except (OSError, h11.RemoteProtocolError) as error:
             raise self._failed(request, error) from error
         except h11.LocalProtocolError:
             # Drop h11's message: it quotes the header, which may be a secret.
-            raise SourceError(
-                f"The URL or a header of the request for {request.url} holds what HTTP does not allow.",
-                remedy="Remove line ends and control characters.",
-            ) from None
-
-    def _refused(self, head: Head, request: RangeRequest) -> PilotflameError:
-        return self._source.explain(request, head, self._rest())
+            fault = f"The URL or a header of the request for {request.url} holds what HTTP does not allow."
+            raise SourceError(fault, remedy="Remove line ends and control characters.") from None
 
     def _rest(self) -> bytes:
         try:
@@ -266,10 +249,8 @@ class HttpConnection:
     def _failed(self, request: RangeRequest, error: Exception) -> PilotflameError:
         self._wire.drop()
         if isinstance(error, ssl.SSLCertVerificationError):
-            return SourceError(
-                f"{request.url}: the server's certificate is not trusted: {error.verify_message}.",
-                remedy="Name its authority in SSL_CERT_FILE, or pass an ssl_context that trusts it.",
-            )
+            fault = f"{request.url}: the server's certificate is not trusted: {error.verify_message}."
+            return SourceError(fault, remedy="Name its authority in SSL_CERT_FILE.")
         if isinstance(error, TimeoutError):
             return unavailable(request, "timed out")
         return unavailable(request, str(getattr(error, "strerror", None) or error).rstrip("."))

@@ -69,7 +69,6 @@ def redirected(location: Location, target: str) -> Location:
     except ValueError:
         raise SourceError(f"{location.shown} redirects to a target that is not an http(s) URL.") from None
     if before.scheme == "https" and after.scheme == "http":
-        raise SourceError(
-            f"{location.shown} redirects to {after}, away from TLS.", remedy="Redirect to https instead."
-        )
+        fault = f"{location.shown} redirects to {after}, away from TLS."
+        raise SourceError(fault, remedy="Redirect to https instead.")
     return Location(url, location.headers if after == before else {})

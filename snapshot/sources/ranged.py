@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from abc import ABC, abstractmethod
+from contextlib import closing
 
 from ...errors import SourceUnavailable
 from .source import Connection, ObjectInfo
@@ -31,18 +32,15 @@ class Ranged(ABC):
         info = self.stat(name)
         end = min(info.size_bytes, offset + len(view))
         at, retries = offset, Retries()
-        connection = self.connect()
-        try:
+        with closing(self.connect()) as connection:
             while at < end:
                 try:
                     connection.begin(name, at, end, info.version)
                     while at < end and (count := connection.read_into(view[at - offset : end - offset])):
                         at += count
-                        retries.reset()
+                        retries = Retries()
                 except SourceUnavailable as error:
                     retries.wait(error)
-        finally:
-            connection.close()
         return max(0, at - offset)
 
 
@@ -50,10 +48,6 @@ class Retries:
     """Counts the consecutive failures of one operation, and waits before each retry."""
 
     def __init__(self) -> None:
-        self._failures = 0
-
-    def reset(self) -> None:
-        """Count from zero again, because the operation made progress."""
         self._failures = 0
 
     def wait(self, error: SourceUnavailable) -> None:

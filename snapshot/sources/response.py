@@ -10,14 +10,13 @@ from email.utils import parsedate_to_datetime
 
 from ...errors import (
     PilotflameError,
-    SnapshotChanged,
     SourceDenied,
     SourceError,
     SourceMissing,
     SourceUnavailable,
 )
 from .exchange import Head
-from .source import ObjectInfo, same_version
+from .source import ObjectInfo, changed, same_version
 
 OK, PARTIAL = 200, 206
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -38,15 +37,10 @@ class RangeRequest:
 
 def object_info(head: Head, request: RangeRequest) -> ObjectInfo:
     """Return the size and version of the whole object. Raises SourceError if the response does not tell the size."""
-    if head.status == OK:
-        size = _content_length(head)
-    else:
-        _, _, size = _content_range(head)
+    size = _content_length(head) if head.status == OK else _content_range(head)[2]
     if size is None:
-        raise SourceError(
-            f"{request.url} does not tell how large it is.",
-            remedy="Serve it as a static file, with Content-Length and ranges.",
-        )
+        remedy = "Serve it as a static file, with Content-Length and ranges."
+        raise SourceError(f"{request.url} does not tell how large it is.", remedy=remedy)
     return ObjectInfo(size, _version(head.headers))
 
 
@@ -57,43 +51,38 @@ def check(head: Head, request: RangeRequest, size_bytes: int | None) -> None:
     """
     encoding = head.headers.get("content-encoding", "identity").lower()
     if encoding != "identity":
-        raise SourceError(
-            f"{request.url} is sent with Content-Encoding {encoding[:40]}.",
-            remedy="Serve safetensors files without compression.",
-        )
+        fault = f"{request.url} is sent with Content-Encoding {encoding[:40]}."
+        raise SourceError(fault, remedy="Serve safetensors files without compression.")
     total = _check_whole(head, request, size_bytes) if head.status == OK else _check_range(head, request)
     if size_bytes is not None and total is not None and total != size_bytes:
-        raise changed(request, f"it has {total} bytes, and had {size_bytes}")
-    _check_version(head, request)
+        raise changed(request.url, request.name, f"it has {total} bytes, and had {size_bytes}")
+    received = _version(head.headers)
+    if request.version and not received:
+        raise unavailable(request, "the response has no ETag and no Last-Modified")
+    if request.version and not same_version(received, request.version):
+        raise changed(request.url, request.name, "its version is another")
 
 
 def refusal(head: Head, request: RangeRequest) -> PilotflameError:
     """Return the error for a status that is neither a success nor a redirect."""
     status, url = head.status, request.url
-    details = {"object": request.name, "status": status}
-    if status in {412, 416}:
-        return changed(
-            request, "it is another version than requested" if status == 412 else "it is shorter now"
-        )
-    if status in {404, 410}:
-        return SourceMissing(
-            f"{url} is not there (HTTP {status}).",
-            remedy="Check the URL; the manifest names files relative to it.",
-            details=details,
-        )
-    if status in {401, 403, 407}:
-        return SourceDenied(
-            f"{url} may not be read (HTTP {status}).",
-            remedy="Check the credentials, and that they may read this object.",
-            details=details,
-        )
+    cls: type[SourceError]
+    if status == 412:
+        return changed(request.url, request.name, "it is another version than requested")
+    if status == 416:
+        return changed(request.url, request.name, "it is shorter now")
     if status in _TRANSIENT or status >= 500:
         return unavailable(request, f"the server responds with HTTP {status}", head)
-    return SourceError(
-        f"The response for {url} is HTTP {status}, not a range of bytes.",
-        remedy="Check that the URL is that of a file server.",
-        details=details,
-    )
+    if status in {404, 410}:
+        cls, fault = SourceMissing, f"{url} is not there (HTTP {status})."
+        remedy = "Check the URL; the manifest names files relative to it."
+    elif status in {401, 403, 407}:
+        cls, fault = SourceDenied, f"{url} may not be read (HTTP {status})."
+        remedy = "Check the credentials, and that they may read this object."
+    else:
+        cls, fault = SourceError, f"The response for {url} is HTTP {status}, not a range of bytes."
+        remedy = "Check that the URL is that of a file server."
+    return cls(fault, remedy=remedy, details={"object": request.name, "status": status})
 
 
 def unavailable(request: RangeRequest, fault: str, head: Head | None = None) -> SourceUnavailable:
@@ -101,22 +90,10 @@ def unavailable(request: RangeRequest, fault: str, head: Head | None = None) -> 
     details: dict[str, object] = {"object": request.name}
     if head is not None:
         details["status"] = head.status
-        wanted_s = _retry_after_s(head.headers.get("retry-after", ""), time.time())
-        if wanted_s is not None:
+        if (wanted_s := _retry_after_s(head.headers.get("retry-after", ""))) is not None:
             details["retry_after_s"] = wanted_s
-    return SourceUnavailable(
-        f"{request.url}, bytes {request.begin} to {request.end}: {fault}.",
-        remedy="Try again. If it persists, check that the server can be reached.",
-        details=details,
-    )
-
-
-def changed(request: RangeRequest, how: str) -> SnapshotChanged:
-    return SnapshotChanged(
-        f"{request.url} changed while it was read: {how}.",
-        remedy="Publish new weights under a new name, with a new manifest.",
-        details={"object": request.name},
-    )
+    where = f"{request.url}, bytes {request.begin} to {request.end}"
+    return SourceUnavailable(f"{where}: {fault}.", remedy="Try again, or check the server.", details=details)
 
 
 def _content_length(head: Head) -> int | None:
@@ -137,12 +114,12 @@ def _version(headers: Mapping[str, str]) -> str:
     return headers.get("etag") or headers.get("last-modified", "")
 
 
-def _retry_after_s(text: str, now_s: float) -> float | None:
-    """Parse Retry-After, seconds or a date; None if it is neither. `now_s` is time.time()."""
+def _retry_after_s(text: str) -> float | None:
+    """Parse Retry-After, seconds or a date; None if it is neither."""
     if text.isascii() and text.isdigit() and len(text) < 10:
         return float(text)
     try:
-        return max(0.0, parsedate_to_datetime(text).timestamp() - now_s)
+        return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
     except ValueError:
         return None
 
@@ -151,11 +128,9 @@ def _check_whole(head: Head, request: RangeRequest, size_bytes: int | None) -> i
     length = _content_length(head)
     total = length if length is not None else size_bytes
     if request.begin != 0 or total is None or total != request.end:
-        raise SourceError(
-            f"{request.url} is not served in ranges: the response is the whole object.",
-            remedy="Serve it from a server that supports Range requests (nginx, any object storage).",
-            details={"object": request.name},
-        )
+        fault = f"{request.url} is not served in ranges: the response is the whole object."
+        remedy = "Serve it from a server that supports Range requests (nginx, any object storage)."
+        raise SourceError(fault, remedy=remedy, details={"object": request.name})
     return total
 
 
@@ -167,13 +142,3 @@ def _check_range(head: Head, request: RangeRequest) -> int | None:
     if length is not None and length != end - begin:
         raise unavailable(request, f"the response has {length} bytes")
     return total
-
-
-def _check_version(head: Head, request: RangeRequest) -> None:
-    if not request.version:
-        return
-    received = _version(head.headers)
-    if not received:
-        raise unavailable(request, "the response has no ETag and no Last-Modified")
-    if not same_version(received, request.version):
-        raise changed(request, "its version is another")

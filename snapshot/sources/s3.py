@@ -6,10 +6,8 @@ a third of the speed, because its bodies pass through several layers of `bytes`.
 
 from __future__ import annotations
 
-import io
 import re
 import threading
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -20,14 +18,12 @@ from .exchange import Head
 from .http import WebSource
 from .location import Location
 from .response import RangeRequest, refusal, unavailable
-from .source import name_fault
+from .source import name_fault, opened
 
 if TYPE_CHECKING:
     from .s3_client import S3Client
 
 SIGNED_FOR_S = 3600
-# Signing takes 0.2 ms, so URLs are signed again long before they expire.
-KEPT_FOR_S = 900.0
 _CODE = re.compile(rb"<Code>\s*([A-Za-z0-9._]{1,64})\s*</Code>")
 _BUCKET_REGION = re.compile(rb"<Region>\s*([a-z0-9-]{2,32})\s*</Region>")
 
@@ -38,6 +34,9 @@ class S3Source(WebSource):
     Credentials, endpoint and region come from where boto3 finds them (environment, profile, instance role). Requests are
     unsigned if PILOTFLAME_S3_ANONYMOUS is 1 or there are no credentials.
     """
+
+    # Signing takes 0.2 ms, so URLs are signed again long before they expire.
+    kept_for_s = 900.0
 
     def __init__(self, url: str) -> None:
         super().__init__()
@@ -50,26 +49,15 @@ class S3Source(WebSource):
         self._region: str | None = None
         self._opening = threading.Lock()
         self._opened: S3Client | None = None
-        self._signed: dict[str, tuple[Location, float]] = {}
 
     @property
     def url(self) -> str:
         return f"s3://{self._bucket}/{self._prefix}".rstrip("/")
 
-    def locate(self, name: str, *, fresh: bool) -> Location:
-        now_s = time.monotonic()
-        with self._lock:
-            kept, until_s = self._signed.get(name, (None, 0.0))
-        if kept is not None and now_s < until_s and not fresh:
-            return kept
+    def resolve(self, name: str) -> Location:
         target = {"Bucket": self._bucket, "Key": self._key(name)}
         with self._boto(name) as boto:
-            location = Location(
-                boto.generate_presigned_url("get_object", Params=target, ExpiresIn=SIGNED_FOR_S)
-            )
-        with self._lock:
-            self._signed[name] = (location, now_s + KEPT_FOR_S)
-        return location
+            return Location(boto.generate_presigned_url("get_object", Params=target, ExpiresIn=SIGNED_FOR_S))
 
     def explain(self, request: RangeRequest, head: Head, body: bytes) -> PilotflameError:
         code = _found(_CODE, body)
@@ -82,12 +70,9 @@ class S3Source(WebSource):
         known = client.error(code or str(head.status), key, details, region)
         if known is not None:
             return known
-        fault = f"{plain.message.rstrip('.')}{f' ({code})' if code else ''}"
-        return type(plain)(
-            f"s3://{self._bucket}/{key}: {fault}, requested {client.credentials}.",
-            remedy=plain.remedy,
-            details={**plain.details, "bucket": self._bucket, "code": code},
-        )
+        fault = f"s3://{self._bucket}/{key}: {plain.message.rstrip('.')}{f' ({code})' if code else ''}"
+        details = {**plain.details, "bucket": self._bucket, "code": code}
+        return type(plain)(f"{fault}, requested {client.credentials}.", remedy=plain.remedy, details=details)
 
     def names(self) -> list[str]:
         """See Listing. Leaves out the keys that stand for empty folders."""
@@ -100,12 +85,9 @@ class S3Source(WebSource):
 
     def put(self, name: str, content: Path | bytes, sent: Callable[[int], None] | None = None) -> None:
         """See Writable. Large objects are sent in parts. Raises OSError if reading `content` fails."""
-        with (
-            io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as stream,
-            self._boto(name) as boto,
-        ):
+        with opened(content) as stream, self._boto(name) as boto:
             boto.upload_fileobj(stream, self._bucket, self._key(name), Callback=sent)
-        self.forget(name)
+        self._infos.pop(name, None)
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}" if self._prefix and name else self._prefix or name

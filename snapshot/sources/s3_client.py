@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from ...errors import (
     PilotflameError,
@@ -26,63 +27,48 @@ try:
     from botocore import UNSIGNED, exceptions
     from botocore.config import Config
 except ImportError as missing:
-    raise SourceError(
-        "boto3, which provides the credentials for S3, is not installed.", remedy="pip install boto3"
-    ) from missing
+    raise SourceError("S3 needs boto3, which is not installed.", remedy="pip install boto3") from missing
 
-CONNECT_TIMEOUT_S = 10.0
-TIMEOUT_S = 30.0
+_AMAZON = (".amazonaws.com", ".amazonaws.com.cn", ".api.aws")
 
 _GRANT = "Grant s3:GetObject on it (and s3:ListBucket, so that a missing key is distinguished from a forbidden one)."
 _RENEW = "Log in again, or refresh the session token."
 _BUCKET = "Check the bucket's name and the endpoint."
 _REPUBLISH = "Publish new weights under a new name, with a new manifest."
 _REGION = "Set the bucket's region: AWS_REGION, or the profile's `region`."
+_SIGNING = "Check the secret key, and that no proxy rewrites the host or the path."
 _LATER = "Try again. If it persists, use less concurrency."
 
-# By code. Numbers are the codes of HEAD responses, which have no body.
-_CODES: dict[str, tuple[type[PilotflameError], str, str]] = {
-    "NoSuchBucket": (SourceMissing, "there is no such bucket", _BUCKET),
-    "NoSuchKey": (SourceMissing, "there is no such key", "Check the prefix; the manifest names keys below it."),
-    "404": (SourceMissing, "there is no such key, or no such bucket", _BUCKET),
-    "AccessDenied": (SourceDenied, "access is denied", _GRANT),
-    "AllAccessDisabled": (SourceDenied, "access is denied to everybody", _GRANT),
-    "403": (SourceDenied, "access is denied", _GRANT),
-    "ExpiredToken": (SourceDenied, "the session token has expired", _RENEW),
-    "TokenRefreshRequired": (SourceDenied, "the session token has expired", _RENEW),
-    "InvalidToken": (SourceDenied, "the session token is not valid", _RENEW),
-    "InvalidAccessKeyId": (SourceDenied, "the access key is unknown", "Check the access key's id."),
-    "SignatureDoesNotMatch": (
-        SourceDenied,
-        "the signature does not match",
-        "Check the secret key, and that no proxy rewrites the host or the path.",
-    ),
-    "RequestTimeTooSkewed": (SourceDenied, "this machine's clock is too far off", "Set this machine's clock."),
-    "InvalidObjectState": (SourceDenied, "the object is archived", "Restore it from the archive first."),
-    "PreconditionFailed": (SnapshotChanged, "the object changed while it was read", _REPUBLISH),
-    "412": (SnapshotChanged, "the object changed while it was read", _REPUBLISH),
-    "InvalidRange": (SnapshotChanged, "the object is shorter now", _REPUBLISH),
-    "PermanentRedirect": (SourceError, "the bucket is in another region", _REGION),
-    "AuthorizationHeaderMalformed": (SourceError, "the bucket is in another region", _REGION),
-    "AuthorizationQueryParametersError": (SourceError, "the bucket is in another region", _REGION),
-    "301": (SourceError, "the bucket is in another region", _REGION),
-    "SlowDown": (SourceUnavailable, "the bucket receives too many requests", _LATER),
-    "ServiceUnavailable": (SourceUnavailable, "the store is busy", _LATER),
-    "InternalError": (SourceUnavailable, "the store failed", _LATER),
-    "RequestTimeout": (SourceUnavailable, "the store waited too long for the request", _LATER),
-}  # fmt: skip
-
+# Numbers are the codes of HEAD responses, which have no body.
+_ERRORS: tuple[tuple[str, type[PilotflameError], str, str], ...] = (
+    ("NoSuchBucket", SourceMissing, "there is no such bucket", _BUCKET),
+    ("NoSuchKey", SourceMissing, "there is no such key", "Check the prefix; the manifest names keys below it."),
+    ("404", SourceMissing, "there is no such key, or no such bucket", _BUCKET),
+    ("AccessDenied 403", SourceDenied, "access is denied", _GRANT),
+    ("AllAccessDisabled", SourceDenied, "access is denied to everybody", _GRANT),
+    ("ExpiredToken TokenRefreshRequired", SourceDenied, "the session token has expired", _RENEW),
+    ("InvalidToken", SourceDenied, "the session token is not valid", _RENEW),
+    ("InvalidAccessKeyId", SourceDenied, "the access key is unknown", "Check the access key's id."),
+    ("SignatureDoesNotMatch", SourceDenied, "the signature does not match", _SIGNING),
+    ("RequestTimeTooSkewed", SourceDenied, "this machine's clock is too far off", "Set this machine's clock."),
+    ("InvalidObjectState", SourceDenied, "the object is archived", "Restore it from the archive first."),
+    ("PreconditionFailed 412", SnapshotChanged, "the object changed while it was read", _REPUBLISH),
+    ("InvalidRange", SnapshotChanged, "the object is shorter now", _REPUBLISH),
+    ("PermanentRedirect 301", SourceError, "the bucket is in another region", _REGION),
+    ("AuthorizationHeaderMalformed", SourceError, "the bucket is in another region", _REGION),
+    ("AuthorizationQueryParametersError", SourceError, "the bucket is in another region", _REGION),
+    ("SlowDown", SourceUnavailable, "the bucket receives too many requests", _LATER),
+    ("ServiceUnavailable", SourceUnavailable, "the store is busy", _LATER),
+    ("InternalError", SourceUnavailable, "the store failed", _LATER),
+    ("RequestTimeout", SourceUnavailable, "the store waited too long for the request", _LATER),
+)  # fmt: skip
 
 # Credentials are missing, or expired and cannot be renewed.
 _CREDENTIAL_ERRORS = (
-    exceptions.NoCredentialsError,
-    exceptions.PartialCredentialsError,
-    exceptions.CredentialRetrievalError,
-    exceptions.ProfileNotFound,
-    exceptions.SSOError,
-    exceptions.TokenRetrievalError,
+    exceptions.NoCredentialsError, exceptions.PartialCredentialsError, exceptions.CredentialRetrievalError,
+    exceptions.ProfileNotFound, exceptions.SSOError, exceptions.TokenRetrievalError,
     exceptions.RefreshWithMFAUnsupportedError,
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +92,7 @@ class S3Client:
             session = boto3.Session(botocore_session=core, region_name=region)
             config = _config(signed=found is not None)
             boto = session.client("s3", config=config)
-            amazon = _is_amazon(boto.meta.endpoint_url)
+            amazon = (urlsplit(boto.meta.endpoint_url).hostname or "").endswith(_AMAZON)
             if amazon and "." not in bucket:
                 # Path-style URLs are signed for the global endpoint, which redirects to a regional host that the
                 # signature does not cover. Names with dots do not match Amazon's certificates.
@@ -114,10 +100,8 @@ class S3Client:
         except _CREDENTIAL_ERRORS as error:
             raise _no_credentials(bucket, "", error) from error
         except (exceptions.BotoCoreError, ValueError) as error:
-            raise SourceError(
-                f"s3://{bucket}: boto3 is not set up: {_kind(error)}.",
-                remedy="Check the AWS settings and the endpoint.",
-            ) from error
+            fault = f"s3://{bucket}: boto3 is not set up: {type(error).__name__}."
+            raise SourceError(fault, remedy="Check the AWS settings and the endpoint.") from error
         ca_bundle = core.get_config_variable("ca_bundle")
         origin = _credentials_origin(core, found, anonymous)
         return S3Client(boto, bucket, origin, str(ca_bundle) if ca_bundle else None, amazon)
@@ -129,26 +113,24 @@ class S3Client:
             yield self.boto
         except exceptions.ClientError as error:
             code = str(error.response.get("Error", {}).get("Code", ""))
-            refused = SourceError(
-                f"s3://{self.bucket}/{key}: the store refuses the request ({code}), made {self.credentials}."
-            )
-            raise self.error(code, key) or refused from error
+            refused = f"the store refuses the request ({code}), made {self.credentials}"
+            raise self.error(code, key) or SourceError(f"s3://{self.bucket}/{key}: {refused}.") from error
         except _CREDENTIAL_ERRORS as error:
             raise _no_credentials(self.bucket, key, error) from error
         except exceptions.BotoCoreError as error:
+            fault = f"{type(error).__name__}: {self.boto.meta.endpoint_url} does not respond"
             raise SourceUnavailable(
-                f"s3://{self.bucket}/{key}: {_kind(error)}: {self.boto.meta.endpoint_url} does not respond.",
-                remedy="Check the endpoint and the network; try again.",
-                details={"object": key},
+                f"s3://{self.bucket}/{key}: {fault}.", remedy="Check the endpoint.", details={"object": key}
             ) from error
 
     def error(
         self, code: str, key: str, details: dict[str, object] | None = None, region: str = ""
     ) -> PilotflameError | None:
         """Return the error for a code of S3, or None for an unknown code."""
-        if code not in _CODES:
+        found = next((entry for entry in _ERRORS if code in entry[0].split()), None)
+        if found is None:
             return None
-        cls, meaning, remedy = _CODES[code]
+        _, cls, meaning, remedy = found
         if cls is SourceDenied:
             meaning = f"{meaning}, requested {self.credentials}"
         if remedy is _REGION and region:
@@ -162,25 +144,21 @@ def _config(*, signed: bool) -> Config:
     # stores, and the manifest's digests replace them.
     return Config(
         signature_version="s3v4" if signed else UNSIGNED,
-        connect_timeout=CONNECT_TIMEOUT_S,
-        read_timeout=TIMEOUT_S,
+        connect_timeout=10.0,
+        read_timeout=30.0,
         retries={"mode": "standard", "total_max_attempts": 5},
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
     )
 
 
+# Messages name the class of a boto3 error: its text may quote a signed URL.
 def _no_credentials(bucket: str, key: str, error: Exception) -> SourceDenied:
     return SourceDenied(
-        f"s3://{bucket}/{key}: no credentials are available: {_kind(error)}.",
+        f"s3://{bucket}/{key}: no credentials are available: {type(error).__name__}.",
         remedy="Check AWS_PROFILE and the profile's login, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.",
         details={"object": key, "bucket": bucket},
     )
-
-
-def _kind(error: Exception) -> str:
-    """Return the name of a boto3 error. Its text may quote a signed URL."""
-    return type(error).__name__
 
 
 def _credentials_origin(core: Any, found: Any, anonymous: bool) -> str:
@@ -191,8 +169,3 @@ def _credentials_origin(core: Any, found: Any, anonymous: bool) -> str:
     if found.method in {"shared-credentials-file", "config-file", "sso", "assume-role", "custom-process"}:
         return f"with the credentials of profile {core.profile or 'default'!r}"
     return f"with the credentials of {found.method}"
-
-
-def _is_amazon(endpoint: str) -> bool:
-    host = endpoint.partition("://")[2].partition("/")[0].partition(":")[0]
-    return host.endswith((".amazonaws.com", ".amazonaws.com.cn", ".api.aws"))

@@ -7,14 +7,16 @@ caller: the class of an error says whether it may help.
 
 from __future__ import annotations
 
+import io
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import IO, Protocol, runtime_checkable
+
+from ...errors import SnapshotChanged
 
 MAX_NAME_CHARS = 1024
-_FIRST_PRINTABLE = 0x20
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in total."""
 
@@ -37,18 +39,15 @@ class Connection(Protocol):
         Raises SnapshotChanged if the object is no longer of `version`, SourceMissing, SourceDenied, and
         SourceUnavailable if a retry may help.
         """
-        ...
 
     def read_into(self, view: memoryview) -> int:
         """Read the next bytes of the range into `view` and return their count, which is 0 only at the range's end.
 
         Raises SourceUnavailable if the range ends early, or nothing arrives before the source's timeout.
         """
-        ...
 
     def close(self) -> None:
         """Close. A read that waits in another thread raises SourceUnavailable at once. May be called twice."""
-        ...
 
 
 class Source(Protocol):
@@ -57,23 +56,18 @@ class Source(Protocol):
     @property
     def url(self) -> str:
         """The URL for messages and for keys; without credentials."""
-        ...
 
     def stat(self, name: str) -> ObjectInfo:
         """Return the size and version of `name`. Raises SourceMissing."""
-        ...
 
     def size(self, name: str) -> int:
         """Return the size of `name` in bytes. Raises SourceMissing."""
-        ...
 
     def read_into(self, name: str, offset: int, view: memoryview) -> int:
         """Fill `view` from `offset` on. Return the count of bytes, smaller than `view` only at the object's end."""
-        ...
 
     def connect(self) -> Connection:
         """Return a new connection. It may be established lazily, by the first `begin`."""
-        ...
 
 
 @runtime_checkable
@@ -82,7 +76,6 @@ class Listing(Protocol):
 
     def names(self) -> list[str]:
         """Return the names of all objects below the URL, sorted and relative to it."""
-        ...
 
 
 @runtime_checkable
@@ -91,7 +84,6 @@ class Writable(Source, Listing, Protocol):
 
     def put(self, name: str, content: Path | bytes, sent: Callable[[int], None] | None = None) -> None:
         """Store the bytes, or those of a file, as `name`, completely or not at all. `sent` receives counts of bytes."""
-        ...
 
 
 class ByteCounter:
@@ -110,6 +102,23 @@ class ByteCounter:
                 self._progress(min(self._done_bytes, self._total_bytes), self._total_bytes)
 
 
+def opened(content: Path | bytes) -> IO[bytes]:
+    return io.BytesIO(content) if isinstance(content, bytes) else content.open("rb")
+
+
+def read_all(source: Source, name: str, most_bytes: int) -> bytes:
+    """Return an object's bytes, at most the first `most_bytes`."""
+    text = bytearray(min(source.size(name), most_bytes))
+    return bytes(text[: source.read_into(name, 0, memoryview(text))])
+
+
+def changed(url: str, name: str, how: str) -> SnapshotChanged:
+    remedy = "Publish new weights under a new name, with a new manifest."
+    return SnapshotChanged(
+        f"{url} changed while it was read: {how}.", remedy=remedy, details={"object": name}
+    )
+
+
 def same_version(one: str, other: str) -> bool:
     """Return True if two versions name the same bytes. Proxies may weaken an ETag (W/"..."), keeping its opaque part."""
     return one.removeprefix("W/") == other.removeprefix("W/")
@@ -121,7 +130,7 @@ def name_fault(name: str) -> str | None:
         return "it is empty"
     if len(name) > MAX_NAME_CHARS:
         return f"it is longer than {MAX_NAME_CHARS} characters"
-    if "\\" in name or any(ord(char) < _FIRST_PRINTABLE or "\ud800" <= char <= "\udfff" for char in name):
+    if "\\" in name or any(char < " " or "\ud800" <= char <= "\udfff" for char in name):
         return "it holds a backslash, a control character or half a character"
     if name.startswith("/"):
         return "it is absolute"

@@ -51,19 +51,19 @@ class Wire:
         raise failure
 
     def send(self, data: bytes) -> None:
-        connected = self._enter()
+        connected = self._begin_use()
         try:
             connected.sendall(data)
         finally:
-            self._leave()
+            self._end_use()
 
     def receive(self, view: memoryview, limit: int = 0) -> int:
         """Receive available bytes into `view`, at most `limit` (0: no limit); 0 means that the server closed."""
-        connected = self._enter()
+        connected = self._begin_use()
         try:
             return connected.recv_into(view, limit)
         finally:
-            self._leave()
+            self._end_use()
 
     def quiet(self) -> bool:
         """Return True if the socket is open and has nothing to read, neither bytes nor an end."""
@@ -108,30 +108,32 @@ class Wire:
             raise
         with self._lock:
             self._socket = raw
-        connected = self._enter()
+        connected = self._begin_use()
         try:
             connected.connect(address)
             connected.settimeout(self._timeout_s)
         finally:
-            self._leave()
+            self._end_use()
         self.origin = origin
 
-    def _enter(self) -> socket.socket:
+    # Not a context manager: `receive` runs for every piece that arrives, and a generator would cost each a microsecond.
+    def _begin_use(self) -> socket.socket:
         with self._lock:
-            if self._closed:
-                self._discard()
-                raise ConnectionAbortedError("closed")
+            self._check_open()
             if self._socket is None:
                 raise ConnectionError("not connected")
             self._busy = True
             return self._socket
 
-    def _leave(self) -> None:
+    def _end_use(self) -> None:
         with self._lock:
             self._busy = False
-            if self._closed:
-                self._discard()
-                raise ConnectionAbortedError("closed")
+            self._check_open()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            self._discard()
+            raise ConnectionAbortedError("closed")
 
     def _discard(self) -> None:
         if self._socket is not None:

@@ -222,7 +222,7 @@ def test_the_sound_manifest_holds() -> None:
 
 
 def check_header(header: Header) -> None:
-    end = 0
+    end = header.data_offset_bytes
     for tensor in header.tensors:
         count = 1
         for length in tensor.shape:
@@ -230,7 +230,7 @@ def check_header(header: Header) -> None:
         assert tensor.size_bytes == count * DTYPES[tensor.dtype].itemsize_bytes
         assert tensor.offset_bytes == end
         end += tensor.size_bytes
-    assert header.data_offset_bytes + end == header.file_bytes
+    assert end == header.file_bytes
     assert len({tensor.name for tensor in header.tensors}) == len(header.tensors)
 
 

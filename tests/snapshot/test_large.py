@@ -81,7 +81,7 @@ def sparse_model(folder: Path) -> Manifest:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)
     header = read_header(FolderSource(folder), NAME)
-    begins = {tensor.name: header.data_offset_bytes + tensor.offset_bytes for tensor in header.tensors}
+    begins = {tensor.name: tensor.offset_bytes for tensor in header.tensors}
     pieces = {begins["norm"]: norm()}
     for block in range(BLOCKS):
         for at in (0, ROWS // 2, ROWS - 1):
@@ -105,7 +105,7 @@ def _described(folder: Path, header: Any, pieces: dict[int, torch.Tensor]) -> Ma
     tensors = [
         TensorEntry(
             name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, shard=0,
-            offset_bytes=header.data_offset_bytes + tensor.offset_bytes, size_bytes=tensor.size_bytes,
+            offset_bytes=tensor.offset_bytes, size_bytes=tensor.size_bytes,
         )
         for tensor in header.tensors
     ]  # fmt: skip

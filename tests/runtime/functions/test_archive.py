@@ -49,11 +49,8 @@ def into(tmp_path: Path) -> Path:
     return tmp_path / "into"
 
 
-def test_a_plain_archive_from_a_path(into: Path, tmp_path: Path) -> None:
-    (tmp_path / "a.tar.gz").write_bytes(
-        archive(("dir", "./", ""), ("file", "./handler.py", "x"), ("dir", "e/", ""))
-    )
-    unpack(tmp_path / "a.tar.gz", into)
+def test_a_plain_archive(into: Path) -> None:
+    unpack(archive(("dir", "./", ""), ("file", "./handler.py", "x"), ("dir", "e/", "")), into)
     assert (into / "handler.py").read_text() == "x"
     assert (into / "e").is_dir()
     assert (into / "handler.py").stat().st_mode & 0o7777 == 0o755
@@ -81,14 +78,14 @@ def test_links_inside_are_kept(into: Path) -> None:
     [
         ([("file", "../evil", "x")], "'../evil' leaves the folder"),
         ([("file", "a/../../evil", "x")], "leaves the folder"),
-        ([("file", "/tmp/evil", "x")], "'/tmp/evil' is an absolute path"),
-        ([("dir", "/tmp/evil", "")], "is an absolute path"),
-        ([("sym", "a", "../secret")], "'a' is a link that leaves the folder"),
-        ([("sym", "a", "/etc/passwd")], "'a' is a link to the absolute path"),
-        ([("sym", "a", ".."), ("file", "a/evil", "x")], "'a' is"),
+        ([("file", "/tmp/evil", "x")], "'/tmp/evil' leaves the folder"),
+        ([("dir", "/tmp/evil", "")], "leaves the folder"),
+        ([("sym", "a", "../secret")], "'a' leaves the folder, to '../secret'"),
+        ([("sym", "a", "/etc/passwd")], "'a' leaves the folder, to '/etc/passwd'"),
+        ([("sym", "a", ".."), ("file", "a/evil", "x")], "'a' leaves the folder"),
         (
             [("sym", "a", "b"), ("file", "a/evil", "x"), ("dir", "b", "")],
-            "'a/evil' is below a, which is not a folder",
+            "'a/evil' is below a file or a link",
         ),
         (
             [("dir", "d", ""), ("sym", "a", "d"), ("sym", "b", "a/../secret")],
@@ -98,8 +95,8 @@ def test_links_inside_are_kept(into: Path) -> None:
         ([("sym", "d/a", "../d")], "'d/a' is a link to a folder that holds it"),
         ([("sym", "a", "a")], "'a' is a link to 'a', which is no file or folder"),
         ([("sym", "a", "b"), ("sym", "b", "a")], "'a' is a link to 'b', which is no file or folder"),
-        ([("hard", "a", "../secret")], "'../secret' leaves the folder"),
-        ([("hard", "a", "/etc/passwd")], "'/etc/passwd' is an absolute path"),
+        ([("hard", "a", "../secret")], "'a' leaves the folder, to '../secret'"),
+        ([("hard", "a", "/etc/passwd")], "'a' leaves the folder, to '/etc/passwd'"),
         ([("hard", "a", "b"), ("file", "b", "x")], "'a' is a hard link to 'b', which is no earlier file"),
         ([("dir", "d", ""), ("sym", "b", "d"), ("hard", "a", "b")], "'a' is a hard link to 'b'"),
         ([("fifo", "a", "")], "'a' is neither a file"),
@@ -108,7 +105,7 @@ def test_links_inside_are_kept(into: Path) -> None:
         ([("file", "a", "x"), ("file", "a", "y")], "'a' is a duplicate"),
         ([("file", "a", "x"), ("file", "./a", "y")], "'./a' is a duplicate"),
         ([("file", "a", "x"), ("dir", "a", "")], "'a' is a duplicate"),
-        ([("file", "a", "x"), ("file", "a/b", "y")], "'a/b' is below a"),
+        ([("file", "a", "x"), ("file", "a/b", "y")], "'a/b' is below a file"),
         ([("dir", "a", ""), ("sym", "a", "..")], "'a' is a duplicate"),
         ([("file", ".", "x")], "'.' is a duplicate"),
         ([("file", "a" * 256, "x")], "is longer than"),

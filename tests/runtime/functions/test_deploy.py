@@ -13,13 +13,12 @@ from pilotflame.errors import CodeError, PilotflameError, RequirementsError, Set
 from pilotflame.runtime.functions.deploy import (
     MANIFEST_FILE,
     Deployment,
-    Prepared,
     fair_threads,
     heavy_imports,
     prepare,
     worker_spec,
 )
-from pilotflame.runtime.functions.store import RevisionRecord, Store
+from pilotflame.runtime.functions.store import RevisionFields, RevisionRecord, Store
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
 from safetensors.torch import save_file
 
@@ -28,7 +27,7 @@ HANDLER = "def handler(event): return event\n"
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    store = Store(tmp_path / "state", report=lambda _text: None)
+    store = Store(tmp_path / "state", lambda _text: None)
     store.start()
     return store
 
@@ -41,12 +40,12 @@ def folder(tmp_path: Path) -> Path:
     return root
 
 
-def prepared(store: Store, folder: Path | None = None, **request: Any) -> Prepared:
+def prepared(store: Store, folder: Path | None = None, **request: Any) -> tuple[Path, RevisionFields]:
     return prepare(store, (folder and folder.parent / "env") or Path("/nowhere"), Deployment(path=folder, **request), lambda _text: None)  # fmt: skip
 
 
-def published(store: Store, made: Prepared) -> RevisionRecord:
-    record = store.place(made.staged, made.fields)
+def published(store: Store, made: tuple[Path, RevisionFields]) -> RevisionRecord:
+    record = store.place(*made)
     store.promote(record)
     return record
 
@@ -70,8 +69,8 @@ def test_a_folder_is_copied_and_described(store: Store, folder: Path) -> None:
     (folder / "pilotflame.toml").write_text('name = "chime"\nconcurrency = 3\nthreads = 2\n[env]\nA = "1"\n')
     made = prepared(store, folder)
     (folder / "handler.py").write_text("changed after")
-    assert (made.staged / "code/handler.py").read_text() == HANDLER
-    assert (made.fields.settings.name, made.fields.python) == ("chime", Path(sys.executable))
+    assert (made[0] / "code/handler.py").read_text() == HANDLER
+    assert (made[1].settings.name, made[1].python) == ("chime", Path(sys.executable))
     record = published(store, made)
     spec = worker_spec(store, record, Path("cache"))
     assert (spec.function, spec.revision, spec.concurrency, spec.threads) == ("chime", record.revision, 3, 2)
@@ -82,19 +81,19 @@ def test_a_folder_is_copied_and_described(store: Store, folder: Path) -> None:
 def test_an_archive_is_the_same_as_its_folder(store: Store, folder: Path) -> None:
     (folder / "pilotflame.toml").write_text('name = "tone"\n')
     uploaded = prepared(store, archive=archive({"handler.py": HANDLER, "pilotflame.toml": 'name = "tone"\n'}))
-    assert uploaded.fields.code_digest == prepared(store, folder).fields.code_digest
-    assert uploaded.fields.settings.name == "tone"
+    assert uploaded[1].code_digest == prepared(store, folder)[1].code_digest
+    assert uploaded[1].settings.name == "tone"
 
 
 def test_the_same_content_has_the_same_digest_and_other_content_another(store: Store, folder: Path) -> None:
     first, second = prepared(store, folder), prepared(store, folder)
     (folder / "handler.py").write_text("def handler(event): return 2\n")
-    assert first.fields.code_digest == second.fields.code_digest != prepared(store, folder).fields.code_digest
+    assert first[1].code_digest == second[1].code_digest != prepared(store, folder)[1].code_digest
 
 
 def test_overrides_win_over_the_file(store: Store, folder: Path) -> None:
     (folder / "pilotflame.toml").write_text("concurrency = 3\n[scale]\nmax = 2\n")
-    settings = prepared(store, folder, overrides={"scale.max": 7}).fields.settings
+    settings = prepared(store, folder, overrides={"scale.max": 7})[1].settings
     assert (settings.scale.max, settings.concurrency) == (7, 3)
 
 
@@ -179,7 +178,7 @@ def test_weights_elsewhere_stay_there_and_get_a_manifest_of_the_revision(
 def test_weights_inside_the_folder_are_not_copied(store: Store, folder: Path, weights: Path) -> None:
     weights.rename(folder / "weights")
     made = prepared(store, folder, overrides={"snapshot": "weights"})
-    assert not (made.staged / "code/weights").exists()
+    assert not (made[0] / "code/weights").exists()
     assert worker_spec(store, published(store, made), Path("cache")).snapshot == folder / "weights"
 
 

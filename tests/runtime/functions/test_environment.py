@@ -203,7 +203,7 @@ def test_uv_has_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         "import subprocess, sys, time\nprint('begun', flush=True)\n"
         f"subprocess.Popen([{sys.executable!r}, '-c', 'import time; time.sleep(600)'])\ntime.sleep(600)\n",
     )
-    with pytest.raises(RequirementsError, match=r"did not finish .* within 1 s.*\n") as caught:
+    with pytest.raises(RequirementsError, match=r"did not finish within 1 s .*\n") as caught:
         ensure_environment(tmp_path / "envs", "tinything", lambda _: None, deadline_s=1)
     assert caught.value.remedy
 
