@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, with_config
+from pydantic import BaseModel, ConfigDict, Field, with_config
 from typing_extensions import TypedDict
 
-from ...errors import BadInput
 from ..access.keyring import Keyring
 from ..access.keys import NewKey, Scope, parse_new_key
 from ..access.secrets import MAX_VALUE_BYTES, Secrets
 from ..functions.registry import Functions
-from .requests import read_body
+from .requests import load_json, read_body, validate
 from .responses import Handler, Timestamp, json_response
 from .routes import Route
 
@@ -55,11 +55,11 @@ class CreatedKey(ShownKey):
     key: str
 
 
+@dataclass(frozen=True, slots=True)
 class AccessControl:
-    def __init__(self, keyring: Keyring, secrets: Secrets, functions: Functions) -> None:
-        self._keyring = keyring
-        self._secrets = secrets
-        self._functions = functions
+    keyring: Keyring
+    secrets: Secrets
+    functions: Functions
 
     def routes(self) -> list[Route]:
         def row(
@@ -68,15 +68,14 @@ class AccessControl:
             scope = Scope.ADMIN if path.startswith("/v1/keys") else Scope.DEPLOY
             return Route(method, path, handler, scope, summary, response, errors=ERRORS, **fields)
 
-        secrets, secret = "/v1/functions/{function}/secrets", "/v1/functions/{function}/secrets/{key}"
+        keys, secrets = "/v1/keys", "/v1/functions/{function}/secrets"
+        secret = f"{secrets}/{{key}}"
         names, revoked = {"function": str, "secrets": list[str]}, {"revoked": str, "name": str}
         was_set = {"function": str, "secret": str, "replaced": bool, "deployed": bool}
         was_unset = {"function": str, "unset": str}
         return [
-            row(
-                "POST", "/v1/keys", self.create_key, "Create an API key.", CreatedKey, status=201, body=NewKey
-            ),
-            row("GET", "/v1/keys", self.list_keys, "List the API keys.", {"keys": list[ShownKey]}),
+            row("POST", keys, self.create_key, "Create an API key.", CreatedKey, status=201, body=NewKey),
+            row("GET", keys, self.list_keys, "List the API keys.", {"keys": list[ShownKey]}),
             row("DELETE", "/v1/keys/{id}", self.revoke_key, "Revoke an API key.", revoked),
             row("GET", secrets, self.list_secrets, "List the names of a function's secrets.", names),
             row("PUT", secret, self.set_secret, "Set a secret for new workers.", was_set, body=SecretValue),
@@ -85,37 +84,30 @@ class AccessControl:
 
     async def create_key(self, request: web.Request) -> web.StreamResponse:
         new = parse_new_key(await read_body(request, MAX_BODY_BYTES, BODY_TIMEOUT_S, remedy=""))
-        key, token = await asyncio.to_thread(self._keyring.create, new, time.time())
+        key, token = await asyncio.to_thread(self.keyring.create, new, time.time())
         return json_response({**key.shown(), "key": token}, status=201, no_store=True)
 
     async def list_keys(self, _request: web.Request) -> web.StreamResponse:
-        return json_response({"keys": [key.shown() for key in self._keyring.all()]}, no_store=True)
+        return json_response({"keys": [key.shown() for key in self.keyring.all()]}, no_store=True)
 
     async def revoke_key(self, request: web.Request) -> web.StreamResponse:
-        key = await asyncio.to_thread(self._keyring.revoke, request.match_info["id"])
+        key = await asyncio.to_thread(self.keyring.revoke, request.match_info["id"])
         return json_response({"revoked": key.id, "name": key.name})
 
     async def list_secrets(self, request: web.Request) -> web.StreamResponse:
         function = request.match_info["function"]
-        return json_response({"function": function, "secrets": sorted(self._secrets.of(function))})
+        return json_response({"function": function, "secrets": sorted(self.secrets.of(function))})
 
     async def set_secret(self, request: web.Request) -> web.StreamResponse:
         function, key = request.match_info["function"], request.match_info["key"]
-        value = _parse_value(await read_body(request, MAX_BODY_BYTES, BODY_TIMEOUT_S, remedy=""))
-        replaced = await asyncio.to_thread(self._secrets.set, function, key, value)
-        deployed = any(live.record.function == function for live in self._functions.all())
+        body = await read_body(request, MAX_BODY_BYTES, BODY_TIMEOUT_S, remedy="")
+        sent = validate(SecretValue, load_json(body), 'Send {"value": "…"}, UTF-8.')
+        replaced = await asyncio.to_thread(self.secrets.set, function, key, sent.value)
+        deployed = any(live.record.function == function for live in self.functions.all())
         result = {"function": function, "secret": key, "replaced": replaced, "deployed": deployed}
         return json_response(result, no_store=True)
 
     async def unset_secret(self, request: web.Request) -> web.StreamResponse:
         function, key = request.match_info["function"], request.match_info["key"]
-        await asyncio.to_thread(self._secrets.unset, function, key)
+        await asyncio.to_thread(self.secrets.unset, function, key)
         return json_response({"function": function, "unset": key})
-
-
-def _parse_value(body: bytes) -> str:
-    try:
-        return SecretValue.model_validate_json(body).value
-    # pydantic's message would quote the value.
-    except ValidationError:
-        raise BadInput("The body is not a secret's.", remedy='Send {"value": "…"}, UTF-8.') from None

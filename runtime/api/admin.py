@@ -9,22 +9,22 @@ from typing import Any, Literal
 
 import orjson
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from ...errors import BadInput, CodeError, SettingsError, UnsupportedMedia
+from ...errors import CodeError, SettingsError, UnsupportedMedia
 from ...handlers.codec import JSON_TYPE
 from ..access.keys import Scope
 from ..functions.deploy import Deployment
 from ..functions.live import FunctionStatus, Workers
 from ..functions.registry import Functions
 from ..telemetry.metrics import Metrics
-from .parameters import Flag, Number, Parameter
-from .requests import caller_of, media_type_of, problems, read_body
+from .requests import caller_of, load_json, media_type_of, read_body, validate
 from .responses import json_response
-from .routes import Route
+from .routes import Flag, Number, Parameter, Route
 
 MAX_ARCHIVE_BYTES = 256 << 20
 UPLOAD_TIMEOUT_S = 600.0
+DEPLOY_REMEDY = 'Send {"path": "/folder"} as application/json, or a tar.gz as application/gzip.'
 ARCHIVE_REMEDY = "Put weights in a snapshot folder, which is not uploaded."
 MAX_LOG_LINES = 10_000
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -34,7 +34,7 @@ INSTALL = Flag("install", "Of an upload: install its requirements.")
 CHECK = Flag("check", "Of an upload: start a worker before the function goes live.", default=True)
 MEMORY = Flag("memory", "Include the function's processes and their memory.")
 WORKERS = Number("workers", "The number of workers, scale.max at most.", 1)
-LINES = Number("lines", "The largest number of lines.", 100, most=MAX_LOG_LINES)
+LINES = Number("lines", "The largest number of lines.", 100, maximum=MAX_LOG_LINES)
 FOLLOW = Flag("follow", "Go on with new lines: such a response does not end.")
 
 
@@ -60,7 +60,9 @@ class Admin:
 
     def routes(self) -> list[Route]:
         functions, function, deploy = "/v1/functions", "/v1/functions/{function}", Scope.DEPLOY
-        listing, readiness = {"functions": list[FunctionStatus]}, {"status": Literal["ready", "draining"]}
+        listing, ready = {"functions": list[FunctionStatus]}, {"status": Literal["ready", "draining"]}
+        lines: Any = {"application/x-ndjson": str}
+        probe: Any = {"public": True, "errors": ()}
         return [
             Route(
                 "POST", functions, self.deploy, deploy, "Deploy a folder or a tar.gz.", FunctionStatus, 201,
@@ -68,27 +70,18 @@ class Admin:
                 errors=(400, 408, 413, 415, 422, 500, 502, 503, 507),
             ),
             Route("GET", functions, self.list, deploy, "List the functions.", listing),
-            Route(
-                "GET", function, self.status, deploy, "Show a function.", FunctionStatus,
-                parameters=(MEMORY,),
-            ),
+            Route("GET", function, self.status, deploy, "Show a function.", FunctionStatus, parameters=(MEMORY,)),
             Route("DELETE", function, self.delete, deploy, "Delete a function.", {"deleted": str}),
             Route(
-                "GET", f"{function}/logs", self.logs, deploy, "Return printed lines, a JSON object each.",
-                {"application/x-ndjson": str}, parameters=(LINES, FOLLOW),
+                "GET", f"{function}/logs", self.logs, deploy, "Return printed lines, a JSON object each.", lines,
+                parameters=(LINES, FOLLOW),
             ),
             Route(
                 "POST", "/v2/{function}/warmup", self.warmup, Scope.INVOKE, "Start workers ahead of calls.",
                 {"workers": Workers}, parameters=(WORKERS,),
             ),
-            Route(
-                "GET", "/healthz", self.health, None, "Liveness.", {"status": Literal["alive"]},
-                public=True, errors=(),
-            ),
-            Route(
-                "GET", "/readyz", self.ready, None, "Readiness.", readiness, other_responses={503: readiness},
-                public=True, errors=(),
-            ),
+            Route("GET", "/healthz", self.health, None, "Liveness.", {"status": Literal["alive"]}, **probe),
+            Route("GET", "/readyz", self.ready, None, "Readiness.", ready, other_responses={503: ready}, **probe),
             Route("GET", "/metrics", self.metrics, Scope.ADMIN, "Prometheus metrics.", {"text/plain": str}),
         ]  # fmt: skip
 
@@ -98,9 +91,8 @@ class Admin:
         return json_response(live.status().model_dump(mode="json"), status=201)
 
     async def list(self, request: web.Request) -> web.StreamResponse:
-        return json_response(
-            {"functions": [status.model_dump(mode="json") for status in self.statuses(request)]}
-        )
+        found = [status.model_dump(mode="json") for status in self.statuses(request)]
+        return json_response({"functions": found})
 
     async def status(self, request: web.Request) -> web.StreamResponse:
         live = self._functions.get(request.match_info["function"])
@@ -120,9 +112,8 @@ class Admin:
     async def logs(self, request: web.Request) -> web.StreamResponse:
         book = self._functions.get(request.match_info["function"]).logs
         count, follow = LINES.read(request), FOLLOW.read(request)
-        response = web.StreamResponse(
-            headers={"Content-Type": "application/x-ndjson", "Cache-Control": "no-store"}
-        )
+        headers = {"Content-Type": "application/x-ndjson", "Cache-Control": "no-store"}
+        response = web.StreamResponse(headers=headers)
         await response.prepare(request)
         if not follow:
             for line in book.tail(count):
@@ -157,23 +148,13 @@ class Admin:
             body = await read_body(request, MAX_ARCHIVE_BYTES, UPLOAD_TIMEOUT_S, remedy=ARCHIVE_REMEDY)
             return Deployment(archive=body, overrides=overrides, install=install, check=check)
         if kind != JSON_TYPE:
-            raise UnsupportedMedia(
-                f"A deploy cannot be {kind[:64]!r}." if kind else "A deploy needs a Content-Type.",
-                remedy='Send {"path": "/folder"} as application/json, or a tar.gz as application/gzip.',
-            )
+            raise UnsupportedMedia(f"A deploy cannot be of type {kind[:64]!r}.", remedy=DEPLOY_REMEDY)
         body = await read_body(request, MAX_ARCHIVE_BYTES, UPLOAD_TIMEOUT_S)
-        try:
-            wanted = DeployRequest.model_validate_json(body)
-        except ValidationError as error:
-            field, problem = problems(error)[0]
-            raise BadInput(
-                f"The deploy request is invalid: {field}: {problem}.",
-                remedy='Send {"path": "/folder"}, or a tar.gz with Content-Type application/gzip.',
-            ) from None
+        wanted = validate(DeployRequest, load_json(body), DEPLOY_REMEDY)
         if not self._local:
+            remedy = "Upload the folder: pilotflame deploy --upload."
             raise CodeError(
-                "This gateway listens beyond this machine, so it does not read folders by path.",
-                remedy="Upload the folder: pilotflame deploy --upload.",
+                "This gateway takes no folders by path: it listens beyond its machine.", remedy=remedy
             )
         return Deployment(**dict(wanted))
 
@@ -181,7 +162,5 @@ class Admin:
 def _pair(text: str) -> tuple[str, str]:
     key, sign, value = text.partition("=")
     if not sign:
-        raise SettingsError(
-            f"set={text[:80]!r} is not key=value.", remedy="Write for example set=scale.max=8."
-        )
+        raise SettingsError(f"set={text[:80]!r} is not key=value.", remedy="Write set=scale.max=8.")
     return key, value

@@ -17,16 +17,14 @@ from ..jobs.jobs import Jobs
 from ..serving.invocation import Invocation
 from ..serving.revision import Revision
 from ..telemetry.metrics import Metrics
-from .parameters import Parameter, header
 from .requests import MAX_KEY_CHARS, caller_of, idempotency_of, read_body, traceparent_of
+from .routes import Parameter, header
 
 ASYNC_BODY_BYTES = 10 << 20
 """The limit of a body that is stored and run later."""
-_IDEMPOTENCY = "The same key with the same body is the same job."
-SUBMIT_PARAMETERS: tuple[Parameter, ...] = (
-    header("Idempotency-Key", _IDEMPOTENCY, type="string", maxLength=MAX_KEY_CHARS),
-    header("traceparent"),
-)
+_SAME = "The same key with the same body is the same job."
+_KEY = header("Idempotency-Key", _SAME, type="string", maxLength=MAX_KEY_CHARS)
+SUBMIT_PARAMETERS: tuple[Parameter, ...] = (_KEY, header("traceparent"))
 REPLAYED = {"Idempotent-Replayed": "true"}
 """The header of a response whose job existed before."""
 REPLAYED_HEADER = {"Idempotent-Replayed": {"schema": {"type": "string", "const": "true"}}}
@@ -61,9 +59,12 @@ class Backend:
         body = await read_body(request, most if limit is None else min(most, limit), self.body_timeout_s)
         return self.functions.get(function), body
 
-    async def submit(self, request: web.Request, live: Live, body: bytes, **fields: Any) -> tuple[Job, bool]:
-        """Store a job; return it and whether it existed. `fields` are those of NewJob that the request names."""
-        return await self.jobs.submit(new_job(request, live, body, **fields))
+    async def submit(
+        self, request: web.Request, live: Live, body: bytes, **fields: Any
+    ) -> tuple[Job, dict[str, str]]:
+        """Store a job; return it and the headers of its response, which say if it existed. `fields` are NewJob's."""
+        job, replayed = await self.jobs.submit(new_job(request, live, body, **fields))
+        return job, dict(REPLAYED) if replayed else {}
 
     def record(
         self, name: str, status: int, invocation: Invocation, error: PilotflameError | None = None

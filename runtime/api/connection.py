@@ -7,17 +7,16 @@ serves when `missing_internals` finds that the installed aiohttp has changed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from http import HTTPStatus
-from typing import Protocol, cast
+from typing import cast
 
 from aiohttp import helpers, http_writer, web
 from aiohttp.http import SERVER_SOFTWARE, RawRequestMessage
-from aiohttp.streams import StreamReader
 from multidict import CIMultiDict
 
-from ...errors import GatewayError, MalformedRequest, PilotflameError
-from .responses import Response, error_response
+from ...errors import MalformedRequest, OutputInvalid, PilotflameError
+from .fast_path import FastPath, FastRequest
+from .responses import Handler, Response, error_reply
 
 MAX_REASON_CHARS = 200
 KEEPALIVE_S = 75.0
@@ -30,31 +29,8 @@ INTERNALS = (
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}" for status in HTTPStatus}
 
 
-class PendingRequest(Protocol):
-    """A request that the fast path has taken and not answered yet."""
-
-    def abandon(self) -> None:
-        """Cancel it: the caller has closed the connection."""
-
-
-class FastTaker(Protocol):
-    """The fast path, as a connection sees it."""
-
-    def take(
-        self,
-        message: RawRequestMessage,
-        payload: StreamReader,
-        transport: asyncio.Transport,
-        send: Callable[[bytes], None],
-    ) -> PendingRequest | None:
-        """Take a request and call `send` with the whole response later, or return None to leave it to aiohttp."""
-
-
 class ClientConnection(web.RequestHandler):
-    """Close the connection if its first request's header does not arrive within `header_timeout_s`.
-
-    aiohttp has no such limit: without it, a client that sends a byte now and then holds a connection for ever.
-    """
+    """Close a connection whose first request's header does not arrive in time: aiohttp has no limit for that."""
 
     __slots__ = ("_header_timeout_s", "_header_timer")
 
@@ -77,7 +53,7 @@ class ClientConnection(web.RequestHandler):
     def handle_error(
         self,
         request: web.BaseRequest,
-        status: int = HTTPStatus.INTERNAL_SERVER_ERROR,
+        status: int = 500,
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
@@ -90,10 +66,8 @@ class ClientConnection(web.RequestHandler):
             response = super().handle_error(request, status, exc, message)
             if status != HTTPStatus.INTERNAL_SERVER_ERROR:
                 return response
-            error = PilotflameError(
-                "The gateway failed.", remedy="This is a bug; the gateway's log has the details."
-            )
-        response = error_response(error)
+            error = PilotflameError("The gateway failed.", remedy="This is a bug; see the gateway's log.")
+        response = error_reply(error).response()
         response.force_close()
         return response
 
@@ -108,17 +82,14 @@ class ClientConnection(web.RequestHandler):
 
 
 class FastConnection(ClientConnection):
-    """Offer each complete, plain request to the fast path before aiohttp starts a task for it.
-
-    aiohttp has parsed and checked the request as it does all others. The header limit holds for every request.
-    """
+    """Offer each complete, plain request, which aiohttp has parsed and checked like all others, to the fast path."""
 
     __slots__ = ("_fast_path", "_parked_waiter", "_pending")
 
-    def __init__(self, server: web.Server, fast_path: FastTaker, *, header_timeout_s: float) -> None:
+    def __init__(self, server: web.Server, fast_path: FastPath, *, header_timeout_s: float) -> None:
         super().__init__(server, header_timeout_s=header_timeout_s)
         self._fast_path = fast_path
-        self._pending: PendingRequest | None = None
+        self._pending: FastRequest | None = None
         # aiohttp's own wait for the next request, withheld while the fast path has one.
         self._parked_waiter: asyncio.Future[None] | None = None
 
@@ -158,11 +129,9 @@ class FastConnection(ClientConnection):
         if parser is None or manager is None or transport is None:
             return False
         message, payload = self._messages[0]
-        if (
-            not isinstance(message, RawRequestMessage)
-            or not payload.is_eof()
-            or payload.exception() is not None
-        ):
+        if not isinstance(message, RawRequestMessage):
+            return False
+        if not payload.is_eof() or payload.exception() is not None:
             return False
         pending = self._fast_path.take(message, payload, transport, self._send)
         if pending is None:
@@ -175,7 +144,7 @@ class FastConnection(ClientConnection):
         self._request_in_progress = True
         return True
 
-    def _send(self, response: bytes) -> None:
+    def _send(self, response: Response) -> None:
         """Send the response of the pending request; from here on aiohttp waits for the next one again."""
         self._pending, self._waiter, self._parked_waiter = None, self._parked_waiter, None
         self._request_in_progress = False
@@ -183,35 +152,16 @@ class FastConnection(ClientConnection):
             self._handler_waiter.set_result(None)
         if self.transport is None or self._waiter is None:
             return
-        self.transport.write(response)
+        self.transport.write(encode(response))
+        # A shutdown has begun meanwhile.
         if self._close:
-            # A shutdown has begun meanwhile.
             self.force_close()
         elif self._messages:
             self._waiter.set_result(None)
         else:
-            self._await_next()
-
-    def _await_next(self) -> None:
-        close_s = self._loop.time() + self._keepalive_timeout
-        self._next_keepalive_close_time = close_s
-        if self._keepalive_handle is None:
-            self._keepalive_handle = self._loop.call_at(close_s, self._process_keepalive)
-
-
-def connection_factory(
-    runner: web.AppRunner, fast_path: FastTaker | None, header_timeout_s: float
-) -> Callable[[], asyncio.Protocol]:
-    """Return what `create_server` calls for each connection. Without a fast path, all requests go to aiohttp."""
-
-    def connection() -> asyncio.Protocol:
-        if runner.server is None:
-            raise GatewayError("The gateway is shutting down.")
-        if fast_path is None:
-            return ClientConnection(runner.server, header_timeout_s=header_timeout_s)
-        return FastConnection(runner.server, fast_path, header_timeout_s=header_timeout_s)
-
-    return connection
+            close_s = self._next_keepalive_close_time = self._loop.time() + self._keepalive_timeout
+            if self._keepalive_handle is None:
+                self._keepalive_handle = self._loop.call_at(close_s, self._process_keepalive)
 
 
 def missing_internals() -> list[str]:
@@ -221,9 +171,7 @@ def missing_internals() -> list[str]:
 
 
 @web.middleware
-async def header_timer(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
+async def header_timer(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Tell the connection that a header has arrived. `FastConnection` knows; `ClientConnection` has no public way to."""
     if isinstance(request.protocol, ClientConnection):
         request.protocol.header_arrived()
@@ -231,13 +179,13 @@ async def header_timer(
 
 
 def encode(response: Response) -> bytes:
-    """Return the response as aiohttp writes it. Raise ValueError if a header holds a line break."""
-    headers = {
-        **response.headers,
-        "Content-Length": str(len(response.body)),
-        "Date": helpers.rfc822_formatted_time(),
-        "Server": SERVER_SOFTWARE,
-    }
+    """Return the response as aiohttp writes it; an error instead of one whose header holds a line break."""
+    fixed = {"Date": helpers.rfc822_formatted_time(), "Server": SERVER_SOFTWARE}
+    headers = {**response.headers, "Content-Length": str(len(response.body)), **fixed}
     fields = cast("CIMultiDict[str]", headers)
-    head: bytes = http_writer._serialize_headers(_STATUS_LINES[response.status], fields)  # noqa: SLF001
+    try:
+        head: bytes = http_writer._serialize_headers(_STATUS_LINES[response.status], fields)  # noqa: SLF001
+    except ValueError:
+        error = OutputInvalid("The answer's Content-Type holds a line break.", remedy="Return another one.")
+        return encode(error_reply(error, response.headers["X-Request-Id"]))
     return head + response.body

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 import struct
-from collections.abc import AsyncIterator, Callable, Mapping
-from typing import NotRequired
+from collections.abc import Callable, Iterable, Sequence
+from typing import NotRequired, TypeAlias
 
 import orjson
 from aiohttp import web
 from typing_extensions import TypedDict
 
 from ...errors import PilotflameError
+from ..jobs.job import Job
+from ..jobs.jobs import Jobs
 from ..serving.invocation import Invocation, Stream
 
 EVENT_STREAM_TYPE = "text/event-stream"
@@ -24,6 +25,9 @@ HEARTBEAT = b": waiting\n\n"
 LAST_EVENT_S = 2.0
 # SO_LINGER of zero seconds: the kernel discards what the reader has not taken.
 NO_LINGER = struct.pack("ii", 1, 0)
+_HEADERS = {"Content-Type": EVENT_STREAM_TYPE, "Cache-Control": "no-store"}
+JobEncoder: TypeAlias = Callable[[Job, Sequence[tuple[int, bytes]]], Iterable[bytes]]
+"""Makes the events of a job and of the pieces of its output that are new."""
 
 
 class ServerSentEvent(TypedDict):
@@ -48,26 +52,20 @@ def accepts_events(request: web.Request) -> bool:
     return EVENT_STREAM_TYPE in request.headers.get("Accept", "")
 
 
-def last_event_id(request: web.Request) -> int:
-    """Return the number of the last event that the reader has seen; 0 if the header is missing or invalid."""
-    text = request.headers.get("Last-Event-ID", "0")
-    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
-
-
-@contextlib.asynccontextmanager
-async def open_stream(
-    request: web.Request, headers: Mapping[str, str] | None = None
-) -> AsyncIterator[web.StreamResponse]:
-    """Open a stream of events and end it after the block. An error in the block becomes an `error` event."""
-    response = web.StreamResponse(
-        headers={"Content-Type": EVENT_STREAM_TYPE, "Cache-Control": "no-store", **(headers or {})}
-    )
+async def send_job(request: web.Request, jobs: Jobs, job: Job, encode: JobEncoder) -> web.StreamResponse:
+    """Send what `encode` makes of the job's changes and new pieces until it ends. An error becomes an `error` event."""
+    response = web.StreamResponse(headers=_HEADERS | {"X-Job-Id": job.id})
     await response.prepare(request)
+    # An invalid header means the beginning.
+    text = request.headers.get("Last-Event-ID", "0")
+    last = int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
     try:
-        yield response
+        async for changed, pieces in jobs.follow(job.function, job.id, last, every_s=HEARTBEAT_S):
+            await response.write(b"".join(encode(changed, pieces)) or HEARTBEAT)
     except PilotflameError as error:
         await response.write(event("error", orjson.dumps(error.to_wire())))
     await response.write_eof()
+    return response
 
 
 class EventStream:
@@ -77,9 +75,7 @@ class EventStream:
         self, request: web.Request, invocation: Invocation, headers: Callable[[Invocation], dict[str, str]]
     ) -> None:
         self.response: web.StreamResponse | None = None
-        self._request = request
-        self._invocation = invocation
-        self._headers = headers
+        self._request, self._invocation, self._headers = request, invocation, headers
         self._number = 0
 
     async def send_pieces(self, stream: Stream) -> None:
@@ -87,9 +83,8 @@ class EventStream:
         while pieces := await self._next(stream):
             first = self._number + 1
             self._number += len(pieces)
-            await self._write(
-                b"".join([event("output", piece, number) for number, piece in enumerate(pieces, first)])
-            )
+            events = [event("output", piece, number) for number, piece in enumerate(pieces, first)]
+            await self._write(b"".join(events))
             stream.consumed(len(pieces))
 
     async def end(self, error: PilotflameError | None) -> web.StreamResponse:
@@ -123,7 +118,6 @@ class EventStream:
     async def _open(self) -> web.StreamResponse:
         """Send the header. Its Server-Timing ends where the first piece left."""
         if self.response is None:
-            headers = {"Content-Type": EVENT_STREAM_TYPE, "Cache-Control": "no-store"}
-            self.response = web.StreamResponse(headers=self._headers(self._invocation) | headers)
+            self.response = web.StreamResponse(headers=self._headers(self._invocation) | _HEADERS)
             await self.response.prepare(self._request)
         return self.response

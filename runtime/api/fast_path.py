@@ -8,27 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from typing import TypeAlias
 
 from aiohttp import hdrs
 from aiohttp.http import HttpVersion11, RawRequestMessage
 from aiohttp.streams import StreamReader
 from multidict import istr
 
-from ...errors import OutputInvalid, PilotflameError
+from ...errors import PilotflameError
 from ...handlers.codec import JSON_TYPE
 from ..functions.registry import Functions
 from ..serving.invocation import Invocation
 from ..serving.revision import Revision
-from .connection import encode
 from .guard import Admitted, Guard
 from .invoke import Gateway
-from .requests import request_id_of
-from .responses import MAX_ON_LOOP_BYTES, Response, choose_coding, compress_now, error_reply, pays
+from .openapi import INVOKE_PATH
+from .requests import Headers, request_id_of
+from .responses import MAX_ON_LOOP_BYTES, Response, choose_coding, compress_now, pays
 
 BEGINNING = "/invoke/"
-ROUTE = "/invoke/{function}"
 PREFER = istr("Prefer")
+Send: TypeAlias = Callable[[Response], None]
 
 
 class FastPath:
@@ -37,54 +38,39 @@ class FastPath:
     def __init__(self, gateway: Gateway, functions: Functions, guard: Guard) -> None:
         self.gateway = gateway
         self._functions, self._guard = functions, guard
-        self._outgoing: list[tuple[Callable[[bytes], None], bytes]] = []
+        self._outgoing: list[tuple[Send, Response]] = []
 
     def take(
-        self,
-        message: RawRequestMessage,
-        payload: StreamReader,
-        transport: asyncio.Transport,
-        send: Callable[[bytes], None],
+        self, message: RawRequestMessage, payload: StreamReader, transport: asyncio.Transport, send: Send
     ) -> FastRequest | None:
-        """Start the invocation, or return None for a request that aiohttp should handle.
-
-        `send` is called with the whole response, after this method has returned.
-        """
+        """Start the invocation, or return None: aiohttp handles the request. `send` gets the response afterwards."""
         received_s = time.monotonic()
         revision = self._revision(message)
         if revision is None or payload.total_bytes > self.gateway.most(revision):
             return None
-        name, headers = revision.spec.function, message.headers
+        headers = message.headers
         try:
-            admitted = self._guard.admit(headers, ROUTE, name, transport)
+            admitted = self._guard.admit(headers, INVOKE_PATH, revision.spec.function, transport)
         except PilotflameError:
             # The guard refuses it again on the ordinary way, and answers the caller there.
             return None
-        request = FastRequest(self, name, admitted, send)
+        request = FastRequest(self, revision, admitted, send)
         request.begin(headers, payload.read_nowait(), received_s)
         return request
 
-    def send(self, send: Callable[[bytes], None], response: Response) -> None:
+    def send(self, send: Send, response: Response) -> None:
         """Send a response at the end of this turn of the event loop, right after the turn's others.
 
-        Callers are often one process. Responses sent one by one would wake it up for each of them, which costs the kernel
-        several times as much as the sending.
+        Callers are often one process, and waking it up for each response costs the kernel more than the sending.
         """
-        try:
-            encoded = encode(response)
-        except ValueError:
-            error = OutputInvalid(
-                "The answer's Content-Type holds a line break.", remedy="Return another one."
-            )
-            encoded = encode(error_reply(error, response.headers["X-Request-Id"]))
         if not self._outgoing:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._outgoing.append((send, encoded))
+        self._outgoing.append((send, response))
 
     def _flush(self) -> None:
         outgoing, self._outgoing = self._outgoing, []
-        for send, encoded in outgoing:
-            send(encoded)
+        for send, response in outgoing:
+            send(response)
 
     def _revision(self, message: RawRequestMessage) -> Revision | None:
         """Return the revision that a plain request calls, or None if the request is not plain."""
@@ -107,33 +93,23 @@ class FastRequest:
     """One request on the fast path."""
 
     __slots__ = (
-        "_accept_encoding",
-        "_admitted",
-        "_done",
-        "_fast_path",
-        "_invocation",
-        "_name",
-        "_revision",
-        "_send",
-    )
+        "_accept_encoding", "_admitted", "_fast_path", "_invocation", "_name", "_revision", "_send",
+    )  # fmt: skip
 
-    def __init__(
-        self, fast_path: FastPath, name: str, admitted: Admitted, send: Callable[[bytes], None]
-    ) -> None:
-        self._fast_path, self._name, self._admitted, self._send = fast_path, name, admitted, send
+    def __init__(self, fast_path: FastPath, revision: Revision, admitted: Admitted, send: Send) -> None:
+        self._fast_path, self._revision, self._admitted, self._send = fast_path, revision, admitted, send
+        self._name = revision.spec.function
         self._invocation: Invocation | None = None
-        self._revision: Revision | None = None
-        self._done = False
         self._accept_encoding = ""
 
-    def begin(self, headers: Mapping[str, str], body: bytes, received_s: float) -> None:
+    def begin(self, headers: Headers, body: bytes, received_s: float) -> None:
         """Submit the invocation; an error becomes the response."""
         request_id = request_id_of(headers)
         self._accept_encoding = headers.get(hdrs.ACCEPT_ENCODING, "")
-        gateway = self._fast_path.gateway
+        gateway, caller = self._fast_path.gateway, self._admitted.caller
         try:
             self._revision, invocation = gateway.begin(
-                self._name, headers, request_id, body, received_s, self._admitted.caller, self._on_answer
+                self._name, headers, request_id, body, received_s, caller, self._on_answer
             )
         except PilotflameError as error:
             self._end(gateway.refused(self._name, error, request_id))
@@ -144,39 +120,31 @@ class FastRequest:
 
     def abandon(self) -> None:
         """Cancel the invocation: the caller has closed the connection."""
-        if self._done:
-            return
-        self._done = True
-        self._admitted.leave()
-        if self._revision is not None and self._invocation is not None:
-            self._revision.cancel(self._invocation)
+        invocation, self._invocation = self._invocation, None
+        if invocation is not None:
+            self._admitted.leave()
+            self._revision.cancel(invocation)
 
     def _on_answer(self) -> None:
-        if self._invocation is not None and not self._done:
-            self._end(self._fast_path.gateway.answered(self._name, self._invocation))
+        invocation, self._invocation = self._invocation, None
+        if invocation is not None:
+            self._end(self._fast_path.gateway.answered(self._name, invocation))
 
     def _end(self, response: Response) -> None:
-        self._done = True
         self._admitted.leave()
         media_type = response.headers.get("Content-Type", JSON_TYPE).partition(";")[0]
         if not pays(response.body, media_type):
             self._fast_path.send(self._send, response)
-        elif coding := choose_coding(self._accept_encoding):
-            self._compress(response, coding)
-        else:
-            self._fast_path.send(self._send, _varied(response, {}))
-
-    def _compress(self, response: Response, coding: str) -> None:
-        def finish(body: bytes) -> None:
-            compressed = _varied(response._replace(body=body), {"Content-Encoding": coding})
-            self._fast_path.send(self._send, compressed)
-
-        if len(response.body) <= MAX_ON_LOOP_BYTES:
-            finish(compress_now(response.body, coding))
             return
-        packing = asyncio.get_running_loop().run_in_executor(None, compress_now, response.body, coding)
-        packing.add_done_callback(lambda done: finish(done.result()))
+        coding = choose_coding(self._accept_encoding)
+        if not coding or len(response.body) <= MAX_ON_LOOP_BYTES:
+            self._finish(response, coding, compress_now(response.body, coding) if coding else response.body)
+        else:
+            packing = asyncio.get_running_loop().run_in_executor(None, compress_now, response.body, coding)
+            packing.add_done_callback(lambda done: self._finish(response, coding, done.result()))
 
-
-def _varied(response: Response, headers: Mapping[str, str]) -> Response:
-    return response._replace(headers={**response.headers, "Vary": "Accept-Encoding", **headers})
+    def _finish(self, response: Response, coding: str, body: bytes) -> None:
+        headers = {**response.headers, "Vary": "Accept-Encoding"}
+        if coding:
+            headers["Content-Encoding"] = coding
+        self._fast_path.send(self._send, Response(response.status, headers, body))

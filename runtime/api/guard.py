@@ -8,10 +8,11 @@ control socket need none: who can open that socket owns the gateway.
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -22,7 +23,7 @@ from ...addresses import is_loopback
 from ...errors import Forbidden, GatewayError, PilotflameError, QuotaExceeded, Unauthorized
 from ..access.keyring import Held, Keyring, Meter
 from ..access.keys import ANYBODY, Caller, Scope
-from .requests import CALLER
+from .requests import CALLER, Headers
 from .responses import Handler
 from .routes import Route, scopes_by_path
 
@@ -30,10 +31,6 @@ SIGNED = "AWS4-"
 # AWS's clients sign with a secret that is not stored here. The session token that they send along may be the API key.
 SESSION_TOKEN = "X-Amz-Security-Token"  # noqa: S105
 _FETCH_SITE = istr("Sec-Fetch-Site")
-_ORIGIN_REMEDY = (
-    "Call it as http://127.0.0.1:PORT or http://localhost:PORT, and not from a web page of another origin; or create an"
-    " API key (pilotflame keys create NAME --scope admin) and send it, then any name works."
-)
 
 
 class Admitted(NamedTuple):
@@ -50,51 +47,34 @@ class Admitted(NamedTuple):
 UNKNOWN_CALLER = Admitted(ANYBODY)
 
 
-class OriginCheck:
-    """Refuses requests of web pages of other origins.
+def check_origin(headers: Headers) -> None:
+    """Raise Forbidden for a request of a web page of another origin.
 
     A browser sends what any page asks for to 127.0.0.1, too, and a page's own name may be made to resolve to it. The
     browser states the name that it called (Host) and for whom (Origin, Sec-Fetch-Site), and no page can forge those.
     """
-
-    def __init__(self) -> None:
-        # Most callers send the same Host.
-        self._last_good = ""
-
-    def check(self, headers: Mapping[str, str]) -> None:
-        """Raise Forbidden. A request without Host, Origin and Sec-Fetch-Site is not a browser's."""
-        host = headers.get(hdrs.HOST)
-        if host is not None and host != self._last_good:
-            if not _names_loopback(f"//{host}"):
-                raise _forbidden(f"answers only to this machine's own names, not to {host[:80]!a}")
-            self._last_good = host
-        origin = headers.get(hdrs.ORIGIN)
-        if origin is not None and not _names_loopback(origin):
-            raise _forbidden(f"answers no web page of {origin[:80]!a}")
-        if headers.get(_FETCH_SITE) == "cross-site":
-            raise _forbidden("answers no web page of another origin")
+    host, origin = headers.get(hdrs.HOST), headers.get(hdrs.ORIGIN)
+    if host is not None and not _names_loopback(f"//{host}"):
+        raise _forbidden(f"answers only to this machine's own names, not to {host[:80]!a}")
+    if origin is not None and not _names_loopback(origin):
+        raise _forbidden(f"answers no web page of {origin[:80]!a}")
+    if headers.get(_FETCH_SITE) == "cross-site":
+        raise _forbidden("answers no web page of another origin")
 
 
 class Guard:
     """`required` says that keys are required even if none exists."""
 
     def __init__(
-        self,
-        keyring: Keyring,
-        tasks: asyncio.TaskGroup,
-        routes: Sequence[Route],
-        *,
-        required: bool,
+        self, keyring: Keyring, tasks: asyncio.TaskGroup, routes: Sequence[Route], *, required: bool,
         on_quota: Callable[[str, PilotflameError], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`on_quota` is called with the function of a request that exceeds its key's quota."""
-        self._keyring = keyring
-        self._tasks = tasks
+        self._keyring, self._tasks = keyring, tasks
         self._public = {route.path for route in routes if route.public}
         self._scopes = scopes_by_path(routes)
         self._required = required
         self._on_quota = on_quota
-        self._origins = OriginCheck()
 
     @property
     def closed(self) -> bool:
@@ -103,7 +83,8 @@ class Guard:
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        path = _registered_path(request)
+        resource = request.match_info.route.resource
+        path = resource.canonical if resource is not None else ""
         if path in self._public:
             return await handler(request)
         function = request.match_info.get("function")
@@ -120,19 +101,12 @@ class Guard:
             admitted.leave()
 
     def admit(
-        self,
-        headers: Mapping[str, str],
-        path: str,
-        function: str | None,
-        transport: asyncio.BaseTransport | None,
+        self, headers: Headers, path: str, function: str | None, transport: asyncio.BaseTransport | None
     ) -> Admitted:
-        """Admit a request; its `leave` must follow. `path` is the route's as it was registered, "" if none matches.
-
-        Raises Unauthorized, Forbidden, QuotaExceeded, UnknownFunction.
-        """
+        """Admit a request to a route's registered path; `leave` must follow. Raises the PilotflameError of a refusal."""
         if not self.closed:
             try:
-                self._origins.check(headers)
+                check_origin(headers)
             except Forbidden:
                 if not _on_control_socket(transport):
                     raise
@@ -140,7 +114,10 @@ class Guard:
         held = self._find_key(headers, transport)
         if held is None:
             return UNKNOWN_CALLER
-        _enter(held)
+        if wait_s := held.meter.enter(time.monotonic()):
+            remedy = "Try again after the seconds in Retry-After, or ask for a larger quota."
+            details = {"retry_after_s": wait_s}
+            raise QuotaExceeded("This API key's quota is used up.", remedy=remedy, details=details)
         try:
             if path and (scope := self._scopes.get(path, Scope.ADMIN)) is not None:
                 held.caller.check_scope(scope)
@@ -151,26 +128,22 @@ class Guard:
             raise
         return Admitted(held.caller, held.meter)
 
-    def _find_key(self, headers: Mapping[str, str], transport: asyncio.BaseTransport | None) -> Held | None:
+    def _find_key(self, headers: Headers, transport: asyncio.BaseTransport | None) -> Held | None:
         """Return the key of a request; None on the control socket. Raises Unauthorized."""
         sent = headers.get("Authorization")
         if sent is None:
             if _on_control_socket(transport):
                 return None
-            raise Unauthorized(
-                "This gateway requires an API key.",
-                remedy="Send `Authorization: Bearer KEY`, or set PILOTFLAME_API_KEY; `pilotflame keys create` makes one.",
-            )
+            remedy = "Send `Authorization: Bearer KEY`, or set PILOTFLAME_API_KEY; `pilotflame keys create` makes one."
+            raise Unauthorized("This gateway requires an API key.", remedy=remedy)
         now_s = time.time()
         # A signature can be verified only with its secret.
         if sent.startswith(SIGNED):
             sent = headers.get(SESSION_TOKEN, "")
         held = self._keyring.find(token_in(sent), now_s)
         if held is None:
-            raise Unauthorized(
-                "The API key is not one of this gateway's, was revoked, or has expired.",
-                remedy="See `pilotflame keys list` on the gateway's machine.",
-            )
+            remedy = "See `pilotflame keys list` on the gateway's machine."
+            raise Unauthorized("The API key is unknown, was revoked, or has expired.", remedy=remedy)
         if held.used(now_s):
             self._tasks.create_task(asyncio.to_thread(self._save))
         return held
@@ -189,25 +162,13 @@ def token_in(header: str) -> str:
     return rest.strip() if space and scheme.lower() == "bearer" else header.strip()
 
 
-def _registered_path(request: web.Request) -> str:
-    resource = request.match_info.route.resource
-    return resource.canonical if resource is not None else ""
-
-
-def _enter(held: Held) -> None:
-    wait_s = held.meter.enter(time.monotonic())
-    if wait_s:
-        raise QuotaExceeded(
-            "This API key's quota is used up.",
-            remedy="Try again after the seconds in Retry-After, or ask for a larger quota.",
-            details={"retry_after_s": wait_s},
-        )
-
-
 def _forbidden(what: str) -> Forbidden:
-    return Forbidden(f"Without API keys this gateway {what}.", remedy=_ORIGIN_REMEDY)
+    remedy = "Call http://localhost:PORT, or send an API key (pilotflame keys create NAME --scope admin)."
+    return Forbidden(f"Without API keys this gateway {what}.", remedy=remedy)
 
 
+# Most callers send the same Host.
+@functools.lru_cache(maxsize=16)
 def _names_loopback(address: str) -> bool:
     """Return True if an address such as //localhost:8600 or http://[::1] is this machine."""
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
@@ -16,15 +16,15 @@ from ...handlers.codec import JSON_TYPE
 from ..access.keys import Caller, Scope
 from ..serving.invocation import Invocation, Stream
 from ..serving.revision import Revision
-from .backend import ASYNC_BODY_BYTES, REPLAYED, Accepted, Backend
+from .backend import ASYNC_BODY_BYTES, Accepted, Backend
 from .event_stream import EVENTS, LAST_EVENT_S, EventStream
 from .openapi import INVOKE_PATH
-from .parameters import Parameter, header
 from .requests import (
+    Headers,
     accept_of,
     caller_of,
-    check_json,
     content_type_of,
+    load_json,
     media_type_of,
     priority_of,
     read_body,
@@ -33,8 +33,8 @@ from .requests import (
     timeout_of,
     traceparent_of,
 )
-from .responses import Response, error_reply, error_response, json_response
-from .routes import Route
+from .responses import Response, error_reply, json_response
+from .routes import Parameter, Route, header
 
 HOLD = istr("X-Scale-Up-Timeout")
 MAX_HOLD_S = 3600.0
@@ -106,19 +106,21 @@ class Gateway:
         return self.answered(name, invocation).response()
 
     def begin(
-        self,
-        name: str,
-        headers: Mapping[str, str],
-        request_id: str,
-        body: bytes,
-        received_s: float,
-        caller: Caller,
+        self, name: str, headers: Headers, request_id: str, body: bytes, received_s: float, caller: Caller,
         on_end: Callable[[], None] | None = None,
-    ) -> tuple[Revision, Invocation]:
+    ) -> tuple[Revision, Invocation]:  # fmt: skip
         """Submit an invocation. Raises PilotflameError, for which `refused` makes the response."""
         # Another revision may have become live while the body arrived.
         revision = self._functions.live(name)
-        invocation = _invocation(headers, revision, request_id, body, received_s, caller, on_end)
+        policy = revision.policy
+        invocation = Invocation(
+            request_id, body, now_s=received_s,
+            deadline_s=received_s + timeout_of(headers, policy.timeout_s),
+            hold_until_s=received_s + seconds(headers, HOLD, policy.hold_s, MAX_HOLD_S),
+            content_type=content_type_of(headers), traceparent=traceparent_of(headers), accept=accept_of(headers),
+            streaming=revision.streaming, tenant=caller.owner, on_end=on_end,
+            priority=priority_of(headers, urgent=caller.urgent),
+        )  # fmt: skip
         revision.submit(invocation)
         return revision, invocation
 
@@ -141,17 +143,12 @@ class Gateway:
         """`Prefer: respond-async`: the body becomes a job. Respond with 202 and where to look."""
         live, body = await self._backend.read_body(request, request.match_info["function"], ASYNC_BODY_BYTES)
         # Without a Content-Type, only the handler can tell what the body is.
-        kind = media_type_of(request.headers)
+        kind, content_type = media_type_of(request.headers), content_type_of(request.headers)
         if kind == JSON_TYPE or kind.endswith("+json"):
-            check_json(body)
-        content_type = content_type_of(request.headers)
+            load_json(body)
         job, replayed = await self._backend.submit(request, live, body, content_type=content_type)
-        headers = {
-            "X-Request-Id": job.id,
-            "Location": f"/v2/{job.function}/status/{job.id}",
-            "Preference-Applied": "respond-async",
-            **(REPLAYED if replayed else {}),
-        }
+        headers = replayed | {"X-Request-Id": job.id, "Preference-Applied": "respond-async"}
+        headers["Location"] = f"/v2/{job.function}/status/{job.id}"
         return json_response(Accepted(id=job.id, status=job.state), status=202, headers=headers)
 
     async def _stream(
@@ -167,41 +164,13 @@ class Gateway:
                 error = failure if isinstance(failure, PilotflameError) else None
                 self._backend.record(name, error.status if error is not None else 200, invocation, error)
                 if error is not None and events.response is None:
-                    return error_response(error, invocation.id, _headers(invocation))
+                    return error_reply(error, invocation.id, _headers(invocation)).response()
                 return await events.end(error)
         except TimeoutError:
             events.abort()
             if not invocation.timeline.responded_s:
                 self._backend.record(name, DeadlineExceeded.status, invocation)
             return events.response or web.Response(status=DeadlineExceeded.status)
-
-
-def _invocation(
-    headers: Mapping[str, str],
-    revision: Revision,
-    request_id: str,
-    body: bytes,
-    received_s: float,
-    caller: Caller,
-    on_end: Callable[[], None] | None,
-) -> Invocation:
-    policy = revision.policy
-    timeout_s = timeout_of(headers, policy.timeout_s)
-    hold_s = seconds(headers, HOLD, policy.hold_s, MAX_HOLD_S)
-    return Invocation(
-        request_id,
-        body,
-        now_s=received_s,
-        deadline_s=received_s + timeout_s,
-        hold_until_s=received_s + hold_s,
-        content_type=content_type_of(headers),
-        traceparent=traceparent_of(headers),
-        streaming=revision.streaming,
-        tenant=caller.owner,
-        priority=priority_of(headers, urgent=caller.urgent),
-        accept=accept_of(headers),
-        on_end=on_end,
-    )
 
 
 def _headers(invocation: Invocation) -> dict[str, str]:

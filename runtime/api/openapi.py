@@ -17,14 +17,14 @@ from ...handlers.arrays import NPY_TYPE, SAFETENSORS_TYPE
 from ...handlers.codec import BYTES_TYPE, JSON_TYPE
 from ..functions.live import FunctionStatus
 from .event_stream import EVENT_STREAM_TYPE
-from .parameters import Parameter
 from .responses import json_response
-from .routes import Route
+from .routes import Parameter, Route
 
 INVOKE_PATH = "/invoke/{function}"
 _REFERENCE = "#/components/schemas/"
 _GUARD_ERRORS = (401, 403, 404, 429)
 _SECURITY_SCHEMES = {"key": {"type": "http", "scheme": "bearer", "description": "An API key: pf_…"}}
+_INFO = {"title": "pilotflame", "version": __version__, "description": "Functions that start when called."}
 _Mode = Literal["validation", "serialization"]
 
 
@@ -44,16 +44,8 @@ class OpenApi:
         if invoke := paths.pop(INVOKE_PATH, None):
             for function in functions:
                 paths[f"/invoke/{function.name}"] = {"post": _invoke(invoke["post"], function, schemas)}
-        return {
-            "openapi": "3.1.0",
-            "info": {
-                "title": "pilotflame",
-                "version": __version__,
-                "description": "Functions that start when called.",
-            },
-            "paths": paths,
-            "components": {"schemas": schemas, "securitySchemes": _SECURITY_SCHEMES},
-        }
+        components = {"schemas": schemas, "securitySchemes": _SECURITY_SCHEMES}
+        return {"openapi": "3.1.0", "info": _INFO, "paths": paths, "components": components}
 
     async def _respond(self, request: web.Request) -> web.StreamResponse:
         return json_response(self.document(self._statuses(request)))
@@ -115,9 +107,8 @@ def _operation(route: Route, types: _Types) -> dict[str, Any]:
             operation["requestBody"]["required"] = True
     errors = types.content(route.error_type, "serialization")
     statuses = set(route.errors) if route.public else {*route.errors, *_GUARD_ERRORS}
-    responses = {
-        str(status): {"description": "A typed error.", "content": errors} for status in sorted(statuses)
-    }
+    refused = {"description": "A typed error.", "content": errors}
+    responses: dict[str, Any] = dict.fromkeys(map(str, sorted(statuses)), refused)
     for status, body in {route.status: route.response, **route.other_responses}.items():
         response: dict[str, Any] = {"description": HTTPStatus(status).phrase}
         if body is not None:
@@ -154,17 +145,14 @@ def _name_by_title(
 
 def _invoke(operation: dict[str, Any], function: FunctionStatus, schemas: dict[str, Any]) -> dict[str, Any]:
     """Return the operation that calls one function, and add the definitions of its schemas to `schemas`."""
+    taken = _hoist(f"{function.name}.input", function.input_schema, schemas)
     output = _hoist(f"{function.name}.output", function.output_schema, schemas)
     described = {
         **operation,
         "operationId": f"invoke_{function.name}",
         "summary": f"Call {function.name} ({function.revision}) and wait for its output.",
         "parameters": [one for one in operation["parameters"] if one["in"] != "path"],
-        "requestBody": {
-            "content": {
-                JSON_TYPE: {"schema": _hoist(f"{function.name}.input", function.input_schema, schemas)}
-            }
-        },
+        "requestBody": {"content": {JSON_TYPE: {"schema": taken}}},
     }
     success = operation["responses"]["200"]
     if function.streaming:

@@ -7,14 +7,14 @@ import math
 import re
 import secrets
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import orjson
 from aiohttp import hdrs, web
 from multidict import istr
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
-from ...errors import BadInput, InputTimeout, InputTooLarge
+from ...errors import BadInput, InputTimeout, InputTooLarge, PilotflameError
 from ...handlers.arrays import NPY_TYPE, SAFETENSORS_TYPE
 from ...handlers.codec import BYTES_TYPE, JSON_TYPE
 from ..access.keys import ANYBODY, Caller
@@ -22,6 +22,8 @@ from ..serving.invocation import NORMAL
 from ..telemetry.timeline import TRACEPARENT
 
 CALLER = web.RequestKey("caller", Caller)
+Headers: TypeAlias = Mapping[str, str]
+M = TypeVar("M", bound=BaseModel)
 
 # multidict looks up an `istr` without folding its case again.
 REQUEST_ID_HEADER = istr("X-Request-Id")
@@ -34,10 +36,9 @@ STAINLESS = istr("x-stainless-read-timeout")
 IDEMPOTENCY = "Idempotency-Key"
 MAX_KEY_CHARS = 255
 MAX_ACCEPT_CHARS = 1000
+MAX_PROBLEMS = 20
 ARRAY_TYPES = (NPY_TYPE, BYTES_TYPE, SAFETENSORS_TYPE)
-TOO_LARGE_REMEDY = (
-    "Send a reference (an object's address) instead, or raise max_body_bytes in pilotflame.toml."
-)
+TOO_LARGE_REMEDY = "Send the address of an object instead, or raise max_body_bytes in pilotflame.toml."
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _ID_BYTES = 8
 _IDS_AT_ONCE = 256
@@ -56,10 +57,7 @@ def caller_of(request: web.Request) -> Caller:
 async def read_body(
     request: web.Request, limit: int, timeout_s: float, *, remedy: str = TOO_LARGE_REMEDY
 ) -> bytes:
-    """Return the whole body.
-
-    Raises InputTooLarge with `remedy` as soon as it exceeds `limit` bytes, InputTimeout, and BadInput if it breaks off.
-    """
+    """Return the body. Raises InputTooLarge with `remedy` as soon as it exceeds `limit`, InputTimeout, BadInput."""
     if (request.content_length or 0) > limit:
         raise too_large(limit, remedy)
     if not request.can_read_body:
@@ -72,9 +70,7 @@ async def read_body(
             async with asyncio.timeout(timeout_s):
                 body = await _collect(request, limit)
     except TimeoutError:
-        raise InputTimeout(
-            f"The body did not arrive within {timeout_s:.0f} s.", remedy="Send it faster, or send less."
-        ) from None
+        raise InputTimeout(f"The body took longer than {timeout_s:.0f} s.", remedy="Send less.") from None
     except web.RequestPayloadError as error:
         raise BadInput(f"The body broke off or is malformed: {error}.") from None
     if len(body) > limit:
@@ -97,11 +93,10 @@ def too_large(limit: int, remedy: str = TOO_LARGE_REMEDY) -> InputTooLarge:
     return InputTooLarge(f"The body is larger than {limit} bytes.", remedy=remedy)
 
 
-def check_json(body: bytes) -> None:
-    """Raise BadInput if the body is neither empty nor JSON."""
+def load_json(body: bytes) -> Any:
+    """Parse JSON; an empty body is None. Raises BadInput."""
     try:
-        if body:
-            orjson.loads(body)
+        return orjson.loads(body) if body else None
     except orjson.JSONDecodeError as error:
         raise BadInput(f"The body is not JSON: {error}.", remedy="Send JSON.") from None
 
@@ -114,13 +109,21 @@ def dump_json(value: Any) -> bytes:
         raise BadInput(f"The body cannot be stored: {error}.", remedy="Nest it less deeply.") from None
 
 
+def validate(model: type[M], found: Any, remedy: str, invalid: type[PilotflameError] = BadInput) -> M:
+    """Return a parsed JSON body as `model`. Raises `invalid`."""
+    try:
+        return model.model_validate(found)
+    except ValidationError as error:
+        wrong = [{"field": field, "problem": problem} for field, problem in problems(error)[:MAX_PROBLEMS]]
+        message = "The body is invalid: {field}: {problem}.".format_map(wrong[0])
+        details = {"field": wrong[0]["field"], "problems": wrong}
+        raise invalid(message, remedy=remedy, details=details) from None
+
+
 def problems(error: ValidationError) -> list[tuple[str, str]]:
     """Return each invalid field and what is wrong with it, without quoting its value."""
     found = error.errors(include_url=False, include_input=False, include_context=False)
     return [(".".join(map(str, one["loc"])) or "the body", one["msg"]) for one in found]
-
-
-# -- identity
 
 
 def _generate_ids() -> Iterator[str]:
@@ -134,37 +137,32 @@ def _generate_ids() -> Iterator[str]:
 _ids = _generate_ids()
 
 
-def request_id_of(headers: Mapping[str, str]) -> str:
+def request_id_of(headers: Headers) -> str:
     """Return the id that the caller sent if it is well-formed, else a new one."""
     sent = headers.get(REQUEST_ID_HEADER)
     return sent if sent is not None and REQUEST_ID.fullmatch(sent) else next(_ids)
 
 
-def traceparent_of(headers: Mapping[str, str]) -> str:
+def traceparent_of(headers: Headers) -> str:
     """Return the W3C trace context; "" if there is none or it is malformed."""
     sent = headers.get(TRACEPARENT_HEADER, "")
     return sent if TRACEPARENT.fullmatch(sent) else ""
 
 
-def idempotency_of(headers: Mapping[str, str]) -> str:
+def idempotency_of(headers: Headers) -> str:
     """Return the idempotency key of a job; "" without the header. Raises BadInput if it is too long."""
     key = headers.get(IDEMPOTENCY, "")
     if len(key) > MAX_KEY_CHARS:
-        raise BadInput(
-            f"The header {IDEMPOTENCY} has {len(key)} characters.", remedy=f"Send at most {MAX_KEY_CHARS}."
-        )
+        raise BadInput(f"{IDEMPOTENCY} has {len(key)} characters.", remedy=f"Send at most {MAX_KEY_CHARS}.")
     return f"key:{key}" if key else ""
 
 
-# -- media types
-
-
-def media_type_of(headers: Mapping[str, str]) -> str:
+def media_type_of(headers: Headers) -> str:
     """Return the body's media type in lower case and without parameters; "" without the header."""
     return headers.get(hdrs.CONTENT_TYPE, "").partition(";")[0].strip().lower()
 
 
-def content_type_of(headers: Mapping[str, str]) -> str:
+def content_type_of(headers: Headers) -> str:
     """Return the body's Content-Type, "" for JSON. Raises BadInput if it is not ASCII."""
     found = headers.get(hdrs.CONTENT_TYPE, "")
     if not found.isascii():
@@ -172,25 +170,16 @@ def content_type_of(headers: Mapping[str, str]) -> str:
     return "" if found == JSON_TYPE else found
 
 
-def accept_of(headers: Mapping[str, str]) -> str:
+def accept_of(headers: Headers) -> str:
     """Return the Accept header if it names a type of arrays, which is all that a worker negotiates; else ""."""
     accept = headers.get(hdrs.ACCEPT)
-    if accept is None:
-        return ""
-    if len(accept) > MAX_ACCEPT_CHARS or not accept.isascii():
+    if accept is None or len(accept) > MAX_ACCEPT_CHARS or not accept.isascii():
         return ""
     lower = accept.lower()
     return lower if any(kind in lower for kind in ARRAY_TYPES) else ""
 
 
-# -- deadline and priority
-#
-# HTTP has no standard header for a deadline. Ours is X-Request-Timeout. Callers that follow the conventions of gRPC, Envoy
-# or the OpenAI client send theirs, which count too; an invalid one is ignored, because a proxy or a library may have
-# added it without the caller's knowledge.
-
-
-def seconds(headers: Mapping[str, str], name: str, default: float, most: float) -> float:
+def seconds(headers: Headers, name: str, default: float, most: float) -> float:
     """Return a header that holds seconds, limited to `most`. Raises BadInput if it is not a positive number."""
     text = headers.get(name)
     if text is None:
@@ -204,14 +193,14 @@ def seconds(headers: Mapping[str, str], name: str, default: float, most: float) 
     return min(found, most)
 
 
-def timeout_of(headers: Mapping[str, str], most: float) -> float:
-    """Return the seconds within which the caller needs the response: the smallest that a header names, `most` at most.
-
-    Raises BadInput if X-Request-Timeout is not a positive number.
-    """
+def timeout_of(headers: Headers, most: float) -> float:
+    """Return the seconds until the caller needs the response: the least that a header names. Raises BadInput."""
     found = seconds(headers, TIMEOUT, most, most)
+    # The headers of gRPC, Envoy and the OpenAI client count, too. A proxy or a library may have added them without the
+    # caller's knowledge, so an invalid one is ignored.
     if (text := headers.get(GRPC)) is not None:
-        found = min(found, _grpc_seconds(text) or found)
+        grpc = _GRPC.fullmatch(text)
+        found = min(found, (int(grpc[1]) * _GRPC_UNITS[grpc[2]] if grpc else 0.0) or found)
     if (text := headers.get(ENVOY)) is not None:
         found = min(found, _decimal(text) / 1000 or found)
     if (text := headers.get(STAINLESS)) is not None:
@@ -219,26 +208,14 @@ def timeout_of(headers: Mapping[str, str], most: float) -> float:
     return found
 
 
-def priority_of(headers: Mapping[str, str], *, urgent: bool = True) -> int:
-    """Return the priority: 1 is served first, 5 last. Only `urgent` callers get one above the default.
-
-    Raises BadInput.
-    """
+def priority_of(headers: Headers, *, urgent: bool = True) -> int:
+    """Return the priority. Only `urgent` callers get one above the default. Raises BadInput."""
     text = headers.get(PRIORITY)
     if text is None:
         return NORMAL
     if (found := _PRIORITIES.get(text)) is None:
-        raise BadInput(
-            f"The header {PRIORITY} is {text[:40]!r}.",
-            remedy="It must be a number from 1 (first) to 5 (last).",
-        )
+        raise BadInput(f"The header {PRIORITY} is {text[:40]!r}.", remedy="Send 1 (first) to 5 (last).")
     return found if urgent else max(NORMAL, found)
-
-
-def _grpc_seconds(text: str) -> float:
-    """Return seconds; 0 if the text is not a gRPC timeout."""
-    found = _GRPC.fullmatch(text)
-    return int(found[1]) * _GRPC_UNITS[found[2]] if found is not None else 0.0
 
 
 def _decimal(text: str) -> float:

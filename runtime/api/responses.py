@@ -35,8 +35,6 @@ _GZIP_BITS = zlib.MAX_WBITS | 16
 _COMPRESSIBLE = ("application/json", "application/xml", "application/javascript", "application/x-ndjson")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-ErrorFormat = Callable[[PilotflameError, str], web.Response]
-"""Makes the response of an error and a request id."""
 Timestamp = Annotated[str, WithJsonSchema({"type": "string", "format": "date-time"})]
 
 
@@ -68,13 +66,15 @@ class Response(NamedTuple):
         return web.Response(status=self.status, headers=self.headers, body=self.body)
 
 
+ErrorFormat = Callable[[PilotflameError, str], Response]
+"""Makes the response of an error and a request id."""
+
+
 def json_response(
     body: Any, *, status: int = 200, headers: Mapping[str, str] | None = None, no_store: bool = False
 ) -> web.Response:
     """Return `body` as JSON. `no_store` keeps it out of caches: it holds a secret, or is soon out of date."""
-    response = web.Response(
-        body=orjson.dumps(body), status=status, headers=headers, content_type="application/json"
-    )
+    response = web.Response(body=orjson.dumps(body), status=status, headers=headers, content_type=JSON_TYPE)
     if no_store:
         response.headers["Cache-Control"] = "no-store"
     return response
@@ -83,9 +83,6 @@ def json_response(
 def timestamp(at_s: float) -> Timestamp:
     """Return a Unix timestamp as an ISO 8601 string with milliseconds."""
     return datetime.fromtimestamp(at_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
-# -- errors
 
 
 def error_reply(
@@ -99,28 +96,16 @@ def error_reply(
     return Response(error.status, sent, orjson.dumps(body))
 
 
-def error_response(
-    error: PilotflameError, request_id: str = "", headers: Mapping[str, str] | None = None
-) -> web.Response:
-    return error_reply(error, request_id, headers).response()
-
-
 def retry_headers(error: PilotflameError) -> dict[str, str]:
     """Return when a refused caller may retry: in whole seconds as HTTP requires, and in milliseconds."""
     if error.status not in RETRY_AFTER_S:
         return {}
-    wait_s = float(error.details.get("retry_after_s", RETRY_AFTER_S[error.status]))
-    return {
-        "Retry-After": str(max(1, math.ceil(wait_s))),
-        "retry-after-ms": str(max(1, math.ceil(wait_s * 1000))),
-    }
+    wait_s = max(0.001, float(error.details.get("retry_after_s", RETRY_AFTER_S[error.status])))
+    return {"Retry-After": str(math.ceil(wait_s)), "retry-after-ms": str(math.ceil(wait_s * 1000))}
 
 
 class ErrorResponses:
-    """Turns the errors that the guard and the routes raise into responses, also where no route matches.
-
-    `formats` maps the beginning of a path to the form in which errors below it are sent.
-    """
+    """Turns all errors into responses, in the form that `formats` has for the beginning of the path."""
 
     def __init__(self, formats: Mapping[str, ErrorFormat]) -> None:
         self._formats = formats
@@ -142,25 +127,19 @@ class ErrorResponses:
             return self._response(request, UnknownRoute(message, remedy="/openapi.json lists the routes."))
 
     def _response(self, request: web.Request, error: PilotflameError) -> web.Response:
-        path = request.path
-        make = next(
-            (form for prefix, form in self._formats.items() if path.startswith(prefix)), error_response
-        )
-        response = make(error, request_id_of(request.headers))
+        formats = [form for prefix, form in self._formats.items() if request.path.startswith(prefix)]
+        response = [*formats, error_reply][0](error, request_id_of(request.headers)).response()
         if isinstance(error, Unauthorized):
             response.headers[hdrs.WWW_AUTHENTICATE] = "Bearer"
         return response
 
 
-# -- compression
-#
-# aiohttp's own knows neither quality values nor zstd. Event streams are left alone, because their pieces are small and
-# needed at once. So are images, archives and arrays of floats, which do not get smaller.
-
-
 @web.middleware
 async def compressed(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Compress the response of any route if that pays and the caller accepts it."""
+    """Compress the response of any route if that pays and the caller accepts it.
+
+    aiohttp's own compression knows neither quality values nor zstd.
+    """
     response = await handler(request)
     if not isinstance(response, web.Response) or not isinstance(response.body, bytes):
         return response
@@ -197,7 +176,7 @@ def compress_now(body: bytes, coding: str) -> bytes:
 
 
 def pays(body: bytes, kind: str) -> bool:
-    """Return True if a body of this media type (without parameters) is worth compressing."""
+    """Return True if a body of this media type is worth compressing: images, archives and arrays are not."""
     return len(body) >= MIN_COMPRESSED_BYTES and (
         kind.startswith("text/") or kind in _COMPRESSIBLE or kind.endswith(("+json", "+xml"))
     )

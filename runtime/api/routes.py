@@ -1,21 +1,100 @@
-"""The route table: one row for each method and path that the gateway answers.
+"""The route table: one row for each method and path that the gateway answers, with its parameters.
 
 aiohttp's routes, the scopes that the guard requires and /openapi.json are all derived from these rows.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from operator import attrgetter
+from typing import Any, Generic, TypeVar
 
 from aiohttp import web
 
-from ...errors import UnsupportedMedia
+from ...errors import BadInput, UnsupportedMedia
 from ..access.keys import Scope
-from .parameters import Parameter
 from .responses import ErrorBody, ErrorFormat, Handler
+
+MAX_DIGITS = 9
+_FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}
+
+E = TypeVar("E", bound=enum.StrEnum)
+
+
+class Parameter:
+    """A parameter in the query, in a header or in the path. `schema` is JSON Schema; without it the value is text."""
+
+    def __init__(
+        self, name: str, description: str = "", *, place: str = "query", required: bool = False, **schema: Any
+    ) -> None:
+        self.name = name
+        self.spec: dict[str, Any] = {"name": name, "in": place, "schema": schema or {"type": "string"}}
+        if description:
+            self.spec["description"] = description
+        if required or place == "path":
+            self.spec["required"] = True
+
+
+def header(name: str, description: str = "", *, required: bool = False, **schema: Any) -> Parameter:
+    return Parameter(name, description, place="header", required=required, **schema)
+
+
+class Flag(Parameter):
+    """A query parameter that is on or off."""
+
+    def __init__(self, name: str, description: str, *, default: bool = False) -> None:
+        super().__init__(name, description, type="string", enum=["0", "1"])
+        self._default = default
+
+    def read(self, request: web.Request) -> bool:
+        """Raises BadInput."""
+        text = request.query.get(self.name)
+        if text is None:
+            return self._default
+        if (on := _FLAGS.get(text.lower())) is None:
+            raise BadInput(f"{self.name} is {text[:40]!r}.", remedy="It must be 1 or 0.")
+        return on
+
+
+class Number(Parameter):
+    """A query parameter that is a whole number, from `least` to `most` if there is a `most`; 0 without a default."""
+
+    def __init__(self, name: str, description: str, default: int | None = None, **limits: int) -> None:
+        """`limits` are JSON Schema's `minimum`, which is 0 if it is missing, and `maximum`."""
+        self._default, self._limits = default or 0, {"minimum": 0, **limits}
+        schema: dict[str, Any] = self._limits if default is None else self._limits | {"default": default}
+        super().__init__(name, description, type="integer", **schema)
+
+    def read(self, request: web.Request, *, most: int | None = None) -> int:
+        """Raises BadInput. `most` is a limit that the route table does not know."""
+        least, most = self._limits["minimum"], self._limits.get("maximum", most)
+        text = request.query.get(self.name)
+        if text is None:
+            return self._default
+        if text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS:
+            number = int(text)
+            if least <= number and (most is None or number <= most):
+                return number
+        limits = f"from {least}" if most is None else f"from {least} to {most}"
+        raise BadInput(f"{self.name} is {text[:40]!r}.", remedy=f"It must be a whole number {limits}.")
+
+
+class Choices(Parameter, Generic[E]):
+    """A query parameter that may be sent several times, each time with a member of an enumeration."""
+
+    def __init__(self, name: str, description: str, kind: type[E]) -> None:
+        super().__init__(name, description, type="array", items={"type": "string", "enum": list(kind)})
+        self._kind = kind
+
+    def read(self, request: web.Request) -> list[E]:
+        """Raises BadInput."""
+        try:
+            return [self._kind(text.upper()) for text in request.query.getall(self.name, [])]
+        except ValueError as error:
+            raise BadInput(f"{self.name}: {error}.", remedy=f"One of {', '.join(self._kind)}.") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +135,9 @@ class Route:
 
 def aiohttp_routes(routes: Sequence[Route]) -> list[web.RouteDef]:
     """Return the routes in the order of their paths, which puts a fixed path before one with a variable part."""
-    return [
-        web.route(method, path, _choose(tuple(rows)))
-        for (path, method), rows in groupby(sorted(routes, key=_key), _key)
-    ]
+    key = attrgetter("path", "method")
+    grouped = groupby(sorted(routes, key=key), key)
+    return [web.route(method, path, _choose(tuple(rows))) for (path, method), rows in grouped]
 
 
 def scopes_by_path(routes: Sequence[Route]) -> dict[str, Scope | None]:
@@ -74,10 +152,6 @@ def scopes_by_path(routes: Sequence[Route]) -> dict[str, Scope | None]:
 def error_formats(routes: Sequence[Route]) -> dict[str, ErrorFormat]:
     """Return the format of errors for each beginning of a path that has its own."""
     return {route.path.partition("{")[0]: route.error_format for route in routes if route.error_format}
-
-
-def _key(route: Route) -> tuple[str, str]:
-    return route.path, route.method
 
 
 def _choose(rows: tuple[Route, ...]) -> Handler:

@@ -14,37 +14,33 @@ from aiohttp.typedefs import Middleware
 
 from ...errors import GatewayError
 from .admin import MAX_ARCHIVE_BYTES
-from .connection import connection_factory, header_timer, missing_internals
+from .connection import ClientConnection, FastConnection, header_timer, missing_internals
 from .fast_path import FastPath
 from .routes import Route, aiohttp_routes
 
 BACKLOG = 1024
 NO_FAST_PATH = (
-    "pilotflame: aiohttp {version} lacks {names}: plain calls are answered in aiohttp's ordinary way, which"
-    " takes more time each. Install an aiohttp that pilotflame's pyproject.toml allows.\n"
+    "pilotflame: aiohttp {version} lacks {names}, so plain calls take more time. Install an aiohttp that pilotflame's"
+    " pyproject.toml allows.\n"
 )
 
 
 def bind(host: str, port: int) -> socket.socket:
     """Return a bound socket. Raise GatewayError if the address is in use or not of this machine."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
         sock = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise GatewayError(
-            f"{host} is no address of this machine: {error}.", remedy="Use --host 127.0.0.1."
-        ) from None
+        remedy = "Use --host 127.0.0.1."
+        raise GatewayError(f"{host} is no address of this machine: {error}.", remedy=remedy) from None
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind(address)
     except OSError as error:
         sock.close()
-        raise GatewayError(
-            f"Cannot listen on {host}:{port}: {error.strerror}.",
-            remedy="Choose another --port (0 picks a free one), or stop the program that listens there.",
-        ) from None
+        remedy = "Choose another --port (0 picks a free one), or stop the program that listens there."
+        raise GatewayError(f"Cannot listen on {host}:{port}: {error.strerror}.", remedy=remedy) from None
     return sock
 
 
@@ -55,12 +51,9 @@ def url_of(sock: socket.socket) -> str:
 
 @contextlib.asynccontextmanager
 async def http_server(
-    socks: Sequence[socket.socket],
-    routes: Sequence[Route],
-    middlewares: Sequence[Middleware],
-    fast_path: FastPath,
-    header_timeout_s: float,
-) -> AsyncIterator[None]:
+    socks: Sequence[socket.socket], routes: Sequence[Route], middlewares: Sequence[Middleware],
+    fast_path: FastPath, header_timeout_s: float,
+) -> AsyncIterator[None]:  # fmt: skip
     """Serve inside the block."""
     if missing := missing_internals():
         sys.stderr.write(NO_FAST_PATH.format(version=aiohttp.__version__, names=", ".join(missing)))
@@ -69,7 +62,14 @@ async def http_server(
     app.add_routes(aiohttp_routes(routes))
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
     await runner.setup()
-    accept = connection_factory(runner, None if missing else fast_path, header_timeout_s)
+
+    def accept() -> asyncio.Protocol:
+        if runner.server is None:
+            raise GatewayError("The gateway is shutting down.")
+        if missing:
+            return ClientConnection(runner.server, header_timeout_s=header_timeout_s)
+        return FastConnection(runner.server, fast_path, header_timeout_s=header_timeout_s)
+
     loop = asyncio.get_running_loop()
     servers = [await loop.create_server(accept, sock=sock, backlog=BACKLOG) for sock in socks]
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -13,14 +14,13 @@ from ..access.keys import Scope
 from ..functions.registry import Functions
 from ..jobs.jobs import Jobs
 from ..jobs.webhook_delivery import Delivery, DeliveryState
-from .parameters import Choices, Number, Parameter
 from .responses import Timestamp, json_response, timestamp
-from .routes import Route
+from .routes import Choices, Number, Parameter, Route
 
 MAX_LISTED = 1000
 JOB = Parameter("job", "Only deliveries of this job.")
 STATE = Choices("state", "Only deliveries in these states.", DeliveryState)
-LIMIT = Number("limit", f"The largest number of deliveries, {MAX_LISTED} at most.", 100, least=1)
+LIMIT = Number("limit", f"The largest number of deliveries, {MAX_LISTED} at most.", 100, minimum=1)
 SigningSecret = Annotated[str, StringConstraints(pattern="^whsec_")]
 
 
@@ -50,26 +50,18 @@ class ShownDelivery(TypedDict):
     log: list[ShownAttempt]
 
 
+@dataclass(frozen=True, slots=True)
 class WebhooksApi:
-    def __init__(self, functions: Functions, jobs: Jobs) -> None:
-        self._functions = functions
-        self._jobs = jobs
+    functions: Functions
+    jobs: Jobs
 
     def routes(self) -> list[Route]:
         base, deploy = "/v1/functions/{function}/webhooks", Scope.DEPLOY
         again, secret = f"{base}/{{delivery}}/redeliver", f"{base}/secret"
         listing, signing = {"deliveries": list[ShownDelivery]}, {"function": str, "secret": SigningSecret}
-        chosen_by = (JOB, STATE, LIMIT)
+        summary, of = "List deliveries, newest first.", (JOB, STATE, LIMIT)
         return [
-            Route(
-                "GET",
-                base,
-                self.list,
-                deploy,
-                "List deliveries, newest first.",
-                listing,
-                parameters=chosen_by,
-            ),
+            Route("GET", base, self.list, deploy, summary, listing, parameters=of),
             Route("GET", secret, self.secret, deploy, "Return the secret that signs the webhooks.", signing),
             Route("POST", again, self.redeliver, deploy, "Send a delivery again.", ShownDelivery),
         ]
@@ -77,22 +69,21 @@ class WebhooksApi:
     async def list(self, request: web.Request) -> web.StreamResponse:
         function, job_id = request.match_info["function"], request.query.get("job", "")
         limit = min(LIMIT.read(request), MAX_LISTED)
-        found = await self._jobs.store.deliveries(function, STATE.read(request), job_id, limit)
+        found = await self.jobs.store.deliveries(function, STATE.read(request), job_id, limit)
         # The deliveries of a deleted function can still be listed.
         if not found:
-            self._functions.get(function)
+            self.functions.get(function)
         return json_response({"deliveries": [shown(delivery) for delivery in found]})
 
     async def secret(self, request: web.Request) -> web.StreamResponse:
         function = request.match_info["function"]
-        self._functions.get(function)
-        return json_response(
-            {"function": function, "secret": self._jobs.webhook_secret(function)}, no_store=True
-        )
+        self.functions.get(function)
+        signing = {"function": function, "secret": self.jobs.webhook_secret(function)}
+        return json_response(signing, no_store=True)
 
     async def redeliver(self, request: web.Request) -> web.StreamResponse:
         function, delivery_id = request.match_info["function"], request.match_info["delivery"]
-        return json_response(shown(await self._jobs.store.redeliver(function, delivery_id)))
+        return json_response(shown(await self.jobs.store.redeliver(function, delivery_id)))
 
 
 def shown(delivery: Delivery) -> ShownDelivery:
@@ -108,13 +99,8 @@ def shown(delivery: Delivery) -> ShownDelivery:
         "last_status": delivery.last_status or None,
         "last_error": delivery.last_error,
         "log": [
-            {
-                "at": timestamp(tried.at_s),
-                "status": tried.status or None,
-                "error": tried.error,
-                "ms": tried.ms,
-            }
-            for tried in delivery.log
+            {"at": timestamp(one.at_s), "status": one.status or None, "error": one.error, "ms": one.ms}
+            for one in delivery.log
         ],
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 import time
 from typing import Any, Literal
 
@@ -14,12 +15,11 @@ from .... import errors
 from ....errors import BadInput, OutputInvalid, PilotflameError, RevisionRetired, UnknownFunction
 from ....handlers.codec import JSON_TYPE
 from ...access.keys import Scope
-from ...api.backend import ASYNC_BODY_BYTES, REPLAYED, Backend
+from ...api.backend import ASYNC_BODY_BYTES, Backend
 from ...api.invoke import PRIORITY_PARAMETER, TIMEOUT_PARAMETER
-from ...api.parameters import Parameter, header
-from ...api.requests import caller_of, check_json, priority_of, request_id_of, timeout_of, traceparent_of
-from ...api.responses import ErrorBody, json_response, retry_headers
-from ...api.routes import Route
+from ...api.requests import caller_of, load_json, priority_of, request_id_of, timeout_of, traceparent_of
+from ...api.responses import ErrorBody, Response, retry_headers
+from ...api.routes import Parameter, Route, header
 from ...functions.live import Live
 from ...serving.invocation import Invocation, Output
 
@@ -28,6 +28,7 @@ MAX_STREAMED_BYTES = 20 << 20
 TAIL_BYTES = 4096
 TAIL_LINES = 200
 INVOCATION_TYPES = ("RequestResponse", "Event", "DryRun")
+_BEFORE_NAME = re.compile(r"^(arn(:[^:]*){4}:|\d+:(?=function:))?(function:)?")
 NAME = Parameter("name", "A name or an ARN.", place="path")
 QUALIFIER = Parameter("Qualifier")
 INVOCATION_TYPE = header(
@@ -49,8 +50,7 @@ ERROR_NAMES = (
     (errors.UnknownFunction, "ResourceNotFoundException"),
     (errors.BadInput, "InvalidRequestContentException"),
     (errors.InputTooLarge, "RequestTooLargeException"),
-    (errors.QueueFull, "TooManyRequestsException"),
-    (errors.QuotaExceeded, "TooManyRequestsException"),
+    ((errors.QueueFull, errors.QuotaExceeded), "TooManyRequestsException"),
     (errors.Unauthorized, "UnrecognizedClientException"),
     (errors.Forbidden, "AccessDeniedException"),
 )
@@ -63,22 +63,19 @@ class LambdaError(TypedDict):
     Message: str
 
 
-def aws_error(error: PilotflameError, request_id: str = "") -> web.Response:
+def aws_error(error: PilotflameError, request_id: str) -> Response:
     """Return the response; its status is the same as on other routes."""
     ours = error.status >= 500
     name = next((name for cls, name in ERROR_NAMES if isinstance(error, cls)), "")
-    headers = {"x-amzn-ErrorType": name or ("ServiceException" if ours else "InvalidParameterValueException")}
-    if request_id:
-        headers["x-amzn-RequestId"] = request_id
-    headers.update(retry_headers(error))
+    name = name or ("ServiceException" if ours else "InvalidParameterValueException")
+    headers = {"x-amzn-ErrorType": name, "x-amzn-RequestId": request_id, "Content-Type": JSON_TYPE}
     body = LambdaError(Type="Service" if ours else "User", Message=str(error))
-    return json_response(body, status=error.status, headers=headers)
+    return Response(error.status, headers | retry_headers(error), orjson.dumps(body))
 
 
 class LambdaApi:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._functions = backend.functions
 
     def routes(self) -> list[Route]:
         # Not {function}: the name may be an ARN with a version. `_live` checks what the key covers.
@@ -103,41 +100,32 @@ class LambdaApi:
                 return await self._submit(request, live)
             if kind == "RequestResponse":
                 return await self._wait(request, live, request_id)
-            raise BadInput(
-                f"X-Amz-Invocation-Type is {kind[:40]!r}.", remedy=f"One of {', '.join(INVOCATION_TYPES)}."
-            )
+            remedy = f"One of {', '.join(INVOCATION_TYPES)}."
+            raise BadInput(f"X-Amz-Invocation-Type is {kind[:40]!r}.", remedy=remedy)
         # Not left to the middleware: the error must carry the id under which the invocation ran.
         except PilotflameError as error:
-            return aws_error(error, request_id)
+            return aws_error(error, request_id).response()
 
     async def _submit(self, request: web.Request, live: Live) -> web.Response:
         """Respond when the job is stored."""
         _, body = await self._backend.read_body(request, live.record.function, ASYNC_BODY_BYTES)
         # The qualifier may no longer match if the function was deployed anew while the body arrived.
         live = self._live(request)
-        check_json(body)
+        load_json(body)
         job, replayed = await self._backend.submit(request, live, body)
-        headers = _headers(job.id) | {"X-Job-Id": job.id} | (REPLAYED if replayed else {})
-        return web.Response(status=202, headers=headers)
+        return web.Response(status=202, headers=_headers(job.id) | {"X-Job-Id": job.id} | replayed)
 
     async def _wait(self, request: web.Request, live: Live, request_id: str) -> web.Response:
         received_s, name = time.monotonic(), live.record.function
         live, body = await self._backend.read_body(request, name)
-        policy, revision = live.revision.policy, live.revision
+        revision, policy = live.revision, live.revision.policy
         headers, caller = request.headers, caller_of(request)
+        # The payload is the event itself, as in a job.
         invocation = Invocation(
-            request_id,
-            body,
-            now_s=received_s,
-            deadline_s=received_s + timeout_of(headers, policy.timeout_s),
-            hold_until_s=received_s + policy.hold_s,
-            traceparent=traceparent_of(headers),
-            streaming=revision.streaming,
-            # The payload is the event itself, as in a job.
-            extra={"bare": True},
-            tenant=caller.owner,
-            priority=priority_of(headers, urgent=caller.urgent),
-        )
+            request_id, body, now_s=received_s, deadline_s=received_s + timeout_of(headers, policy.timeout_s),
+            hold_until_s=received_s + policy.hold_s, traceparent=traceparent_of(headers), extra={"bare": True},
+            streaming=revision.streaming, tenant=caller.owner, priority=priority_of(headers, urgent=caller.urgent),
+        )  # fmt: skip
         try:
             revision.submit(invocation)
         except PilotflameError as error:
@@ -183,25 +171,18 @@ class LambdaApi:
     def _live(self, request: web.Request) -> Live:
         name, qualifier = parse_name(request.match_info["name"])
         caller_of(request).check(name)
-        live = self._functions.get(name)
+        live = self._backend.functions.get(name)
         wanted = request.query.get("Qualifier", "") or qualifier
         if wanted not in ("", VERSION, live.record.revision):
-            raise UnknownFunction(
-                f"Function {name!r} has no version {wanted[:64]!r}.", remedy=f"Omit it, or send {VERSION}."
-            )
+            remedy = f"Omit it, or send {VERSION}."
+            raise UnknownFunction(f"Function {name!r} has no version {wanted[:64]!r}.", remedy=remedy)
         return live
 
 
 def parse_name(text: str) -> tuple[str, str]:
     """Return (name, qualifier) of `name`, `name:qualifier`, `account:function:name…`, or an ARN with any of these."""
-    parts = text.split(":")
-    if parts[0] == "arn":
-        parts = parts[5:]
-    elif parts[0].isdecimal() and parts[1:2] == ["function"]:
-        parts = parts[1:]
-    if parts[:1] == ["function"] and len(parts) > 1:
-        parts = parts[1:]
-    return (parts[0] if parts else "", ":".join(parts[1:]))
+    name, _, qualifier = _BEFORE_NAME.sub("", text).partition(":")
+    return name, qualifier
 
 
 def function_error(error: PilotflameError, request_id: str) -> dict[str, object]:
@@ -227,10 +208,8 @@ async def _collect(invocation: Invocation) -> Output:
         invocation.stream.consumed(len(some))
         size += sum(map(len, some)) + len(some)
         if size > MAX_STREAMED_BYTES:
-            raise OutputInvalid(
-                f"The output is larger than {MAX_STREAMED_BYTES} bytes.",
-                remedy="Call /invoke, which streams it.",
-            )
+            message = f"The output is larger than {MAX_STREAMED_BYTES} bytes."
+            raise OutputInvalid(message, remedy="Call /invoke, which streams it.")
         pieces += some
     await invocation.output
     return Output(b"[" + b",".join(pieces) + b"]", JSON_TYPE)

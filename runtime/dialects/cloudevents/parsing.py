@@ -11,11 +11,12 @@ from typing import Annotated, Any, Literal
 from urllib.parse import unquote
 
 import orjson
+from aiohttp import hdrs
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from ....errors import EventInvalid, InputTooLarge, UnsupportedMedia
 from ....handlers.codec import BYTES_TYPE, JSON_TYPE
-from ...api.requests import problems
+from ...api.requests import Headers, media_type_of, problems
 
 STRUCTURED = "application/cloudevents+json"
 BATCHED = "application/cloudevents-batch+json"
@@ -38,6 +39,7 @@ _TIME = re.compile(
     re.ASCII,
 )
 _QUOTED = re.compile(r"\\(.)")
+_CHARSET = re.compile(r";\s*charset\s*=\s*\"?([^\s;\"]*)", re.IGNORECASE)
 
 
 def _matching(pattern: re.Pattern[str], wanted: str) -> AfterValidator:
@@ -86,42 +88,28 @@ class ReceivedEvent:
         return f"ce:{self.attributes['source']}\n{self.attributes['id']}"
 
 
-def is_event(headers: Mapping[str, str]) -> bool:
+def is_event(headers: Headers) -> bool:
     """Return True if a request holds events, in any mode."""
-    return _is_formatted(headers) or any(name.lower() in ("ce-specversion", "ce-type") for name in headers)
+    return _is_formatted(headers) or "ce-specversion" in headers or "ce-type" in headers
 
 
-def parse(headers: Mapping[str, str], body: bytes) -> list[ReceivedEvent]:
+def parse(headers: Headers, body: bytes) -> list[ReceivedEvent]:
     """Return the events of a request. Raises EventInvalid, UnsupportedMedia, InputTooLarge."""
-    sent = [(name.lower(), value) for name, value in headers.items()]
-    content_type = _content_type(headers)
-    if _is_formatted(headers):
-        return _formatted(_media_type(content_type), content_type, body)
-    return [_binary(sent, content_type, body)]
+    return _formatted(headers, body) if _is_formatted(headers) else [_binary(headers, body)]
 
 
-def _is_formatted(headers: Mapping[str, str]) -> bool:
-    return _media_type(_content_type(headers)).startswith("application/cloudevents")
+def _is_formatted(headers: Headers) -> bool:
+    return media_type_of(headers).startswith("application/cloudevents")
 
 
-def _content_type(headers: Mapping[str, str]) -> str:
-    return next((value for name, value in headers.items() if name.lower() == "content-type"), "")
-
-
-def _media_type(content_type: str) -> str:
-    return content_type.partition(";")[0].strip().lower()
-
-
-def _formatted(media: str, content_type: str, body: bytes) -> list[ReceivedEvent]:
+def _formatted(headers: Headers, body: bytes) -> list[ReceivedEvent]:
+    media = media_type_of(headers)
     if media not in (STRUCTURED, BATCHED):
-        raise UnsupportedMedia(
-            f"CloudEvents as {media!r} are not supported.", remedy=f"Send {STRUCTURED} or {BATCHED}."
-        )
-    charset = re.search(r";\s*charset\s*=\s*\"?([^\s;\"]*)", content_type, re.IGNORECASE)
+        remedy = f"Send {STRUCTURED} or {BATCHED}."
+        raise UnsupportedMedia(f"CloudEvents as {media!r} are not supported.", remedy=remedy)
+    charset = _CHARSET.search(headers[hdrs.CONTENT_TYPE])
     if charset is not None and charset[1].lower() not in ("utf-8", "us-ascii"):
-        raise UnsupportedMedia(
-            f"The Content-Type names the charset {charset[1][:40]!r}.", remedy="Send JSON as UTF-8."
-        )
+        raise UnsupportedMedia(f"The charset is {charset[1][:40]!r}.", remedy="Send JSON as UTF-8.")
     try:
         found = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -135,20 +123,18 @@ def _formatted(media: str, content_type: str, body: bytes) -> list[ReceivedEvent
     return [_structured(one, f"event {number}: ") for number, one in enumerate(found)]
 
 
-# -- binary mode: attributes in headers, data as the body
-
-
-def _binary(sent: list[tuple[str, str]], content_type: str, body: bytes) -> ReceivedEvent:
+def _binary(headers: Headers, body: bytes) -> ReceivedEvent:
+    """Parse binary mode: attributes in headers, data as the body."""
     attributes: dict[str, Any] = {}
-    for header, value in sent:
-        if header.startswith(PREFIX):
-            name = header.removeprefix(PREFIX)
+    for header, value in headers.items():
+        prefix, name = header[: len(PREFIX)].lower(), header[len(PREFIX) :].lower()
+        if prefix == PREFIX:
             if name in attributes:
                 raise EventInvalid(f"The header {header} was sent twice.", remedy="Send each attribute once.")
             if name in ("data", "datacontenttype"):
                 raise EventInvalid(f"{header} is not an attribute.", remedy="Use the body and Content-Type.")
             attributes[name] = _decode(header, value)
-    if content_type:
+    if content_type := headers.get(hdrs.CONTENT_TYPE, ""):
         attributes["datacontenttype"] = content_type
     checked, kind = _check(attributes, ""), _kind(content_type)
     return ReceivedEvent(checked, body if kind else _normalize(body, ""), kind)
@@ -162,19 +148,13 @@ def _decode(header: str, value: str) -> str:
     try:
         return unquote(value, errors="strict")
     except UnicodeDecodeError:
-        raise EventInvalid(
-            f"{header} holds percent-encoded bytes that are not UTF-8.", remedy="Encode UTF-8."
-        ) from None
-
-
-# -- structured mode: one JSON object holds attributes and data
+        raise EventInvalid(f"{header} is percent-encoded, but not UTF-8.", remedy="Encode UTF-8.") from None
 
 
 def _structured(found: Any, where: str = "") -> ReceivedEvent:
+    """Parse structured mode: one JSON object holds attributes and data."""
     if not isinstance(found, dict):
-        raise EventInvalid(
-            f"{where}The event is not a JSON object.", remedy="An event is an object of attributes."
-        )
+        raise EventInvalid(f"{where}The event is not a JSON object.", remedy="Send an object of attributes.")
     sent = {name: value for name, value in found.items() if value is not None and name not in DATA}
     attributes = _check(sent, where)
     content_type = str(attributes.get("datacontenttype", ""))
@@ -201,18 +181,13 @@ def _decode_base64(data: Any, where: str) -> bytes:
     raise EventInvalid(f"{where}data_base64 is not Base64.", remedy="Encode it with padding.")
 
 
-# -- both modes
-
-
 def _normalize(data: bytes, where: str) -> bytes:
     """Return JSON in one form: the same event in another mode must give the same job. Empty data stays empty."""
     try:
         return _dump(orjson.loads(data), where) if data else b""
     except orjson.JSONDecodeError as error:
-        raise EventInvalid(
-            f"{where}The data is not JSON: {error}.",
-            remedy="Name its type in Content-Type or datacontenttype.",
-        ) from None
+        remedy = "Name its type in Content-Type or datacontenttype."
+        raise EventInvalid(f"{where}The data is not JSON: {error}.", remedy=remedy) from None
 
 
 def _dump(data: Any, where: str) -> bytes:
@@ -220,14 +195,13 @@ def _dump(data: Any, where: str) -> bytes:
         return orjson.dumps(data)
     # orjson parses deeper nesting than it writes.
     except orjson.JSONEncodeError as error:
-        raise EventInvalid(
-            f"{where}The data cannot be stored: {error}.", remedy="Nest it less deeply."
-        ) from None
+        remedy = "Nest it less deeply."
+        raise EventInvalid(f"{where}The data cannot be stored: {error}.", remedy=remedy) from None
 
 
 def _kind(content_type: str) -> str:
     """Return the type of the handler's body: "" for any JSON."""
-    media = _media_type(content_type)
+    media = content_type.partition(";")[0].strip().lower()
     return "" if media in ("", JSON_TYPE, "text/json") or media.endswith("+json") else content_type
 
 
@@ -237,18 +211,14 @@ def _check(attributes: dict[str, Any], where: str) -> dict[str, Any]:
         CloudEvent.model_validate(attributes)
     except ValidationError as error:
         field, problem = problems(error)[0]
-        raise EventInvalid(
-            f"{where}The attribute {field.partition('.')[0][:64]!r} is invalid: {problem}.",
-            remedy="Send the attributes of CloudEvents 1.0.",
-        ) from None
+        message = f"{where}The attribute {field.partition('.')[0][:64]!r} is invalid: {problem}."
+        raise EventInvalid(message, remedy="Send the attributes of CloudEvents 1.0.") from None
     if wrong := next((name for name in attributes if not _NAME.fullmatch(name)), None):
-        raise EventInvalid(
-            f"{where}{wrong[:64]!r} is not the name of an attribute.", remedy="Use 1 to 64 of a-z and 0-9."
-        )
+        remedy = "Use 1 to 64 of a-z and 0-9."
+        raise EventInvalid(f"{where}{wrong[:64]!r} is not the name of an attribute.", remedy=remedy)
     size = sum(len(name) + len(str(value).encode()) for name, value in attributes.items())
     if len(attributes) > MAX_ATTRIBUTES or size > MAX_CONTEXT_BYTES:
-        raise InputTooLarge(
-            f"{where}The event has {len(attributes)} attributes with {size} bytes.",
-            remedy=f"Send at most {MAX_ATTRIBUTES}, with {MAX_CONTEXT_BYTES} bytes; move some into data.",
-        )
+        message = f"{where}The event has {len(attributes)} attributes with {size} bytes."
+        remedy = f"Send at most {MAX_ATTRIBUTES}, with {MAX_CONTEXT_BYTES} bytes; move some into data."
+        raise InputTooLarge(message, remedy=remedy)
     return attributes

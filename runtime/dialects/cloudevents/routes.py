@@ -12,10 +12,9 @@ from aiohttp import web
 from ....errors import EventInvalid, PilotflameError
 from ...access.keys import Scope
 from ...api.backend import ASYNC_BODY_BYTES, REPLAYED, Accepted, Backend, new_job
-from ...api.parameters import header
 from ...api.requests import traceparent_of
 from ...api.responses import json_response
-from ...api.routes import Route
+from ...api.routes import Route, header
 from ...functions.live import Live
 from ...jobs.job import Job, JobState, NewJob
 from .parsing import BATCHED, STRUCTURED, CloudEvent, ReceivedEvent, is_event, parse
@@ -49,23 +48,16 @@ class EventsApi:
         self._backend.functions.live(request.match_info["function"])
         origin, rate = request.headers.get(ORIGIN, ""), request.headers.get(RATE)
         if not origin or len(origin) > MAX_ORIGIN_CHARS or not origin.isprintable() or not origin.isascii():
-            raise EventInvalid(
-                f"The header {ORIGIN} is missing or invalid.",
-                remedy="Send the name of the system that will send events.",
-            )
+            remedy = "Send the name of the system that will send events."
+            raise EventInvalid(f"The header {ORIGIN} is missing or invalid.", remedy=remedy)
         if rate is not None and (not rate.isascii() or not rate.isdecimal() or int(rate[:20]) < 1):
-            raise EventInvalid(
-                f"The header {RATE} is {rate[:40]!r}.",
-                remedy="It must be a whole number of requests a minute.",
-            )
+            remedy = "It must be a whole number of requests a minute."
+            raise EventInvalid(f"The header {RATE} is {rate[:40]!r}.", remedy=remedy)
         allowed = {"WebHook-Allowed-Origin": origin, "WebHook-Allowed-Rate": "*"}
         return web.Response(headers={"Allow": "POST, OPTIONS", **allowed})
 
     async def submit(self, request: web.Request) -> web.StreamResponse:
-        """Respond when the jobs of all events are stored.
-
-        If one is refused, others may have been stored: a sender that repeats the request gets the same jobs.
-        """
+        """Respond when all jobs are stored. If one is refused, the request can be repeated: it gives the same jobs."""
         name = request.match_info["function"]
         live, body = await self._backend.read_body(request, name, ASYNC_BODY_BYTES)
         new = [_event_job(request, live, event) for event in parse(request.headers, body)]
@@ -73,7 +65,7 @@ class EventsApi:
             async with asyncio.TaskGroup() as tasks:
                 pending = [tasks.create_task(self._backend.jobs.submit(one)) for one in new]
         except* PilotflameError as refused:
-            raise _first(refused) from None
+            raise refused.exceptions[0] from None
         return _accepted(request, [one.result() for one in pending])
 
 
@@ -101,8 +93,3 @@ def _accepted(request: web.Request, found: list[tuple[Job, bool]]) -> web.Respon
     jobs = [Accepted(id=job.id, status=job.state) for job, _ in found]
     single = dict(jobs[0]) if len(jobs) == 1 else {}
     return json_response({"jobs": jobs, **single}, status=202, headers=headers)
-
-
-def _first(group: BaseExceptionGroup[PilotflameError]) -> PilotflameError:
-    found = group.exceptions[0]
-    return _first(found) if isinstance(found, BaseExceptionGroup) else found

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal, NotRequired
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat
 from typing_extensions import TypedDict
 
-from ....errors import BadInput, InputInvalid
-from ...api.requests import problems
+from ....errors import InputInvalid
 from ...api.responses import Timestamp
-from ...jobs.job import EVENTS, Job, JobState
+from ...jobs.job import EVENTS, Job, JobState, Webhook
 
 MAX_WAIT_S = 300.0
-MAX_PROBLEMS = 20
 # An id that a caller chooses must not look like a generated one.
 ID = re.compile(r"(?!job-)[A-Za-z0-9._~-]{1,128}")
+WebhookEvent = Literal["start", "output", "logs", "completed"]
 PredictionState = Literal["starting", "processing", "succeeded", "failed", "canceled"]
 STATUSES: dict[JobState, PredictionState] = {
     JobState.IN_QUEUE: "starting",
@@ -43,32 +41,26 @@ class PredictionRequest(BaseModel):
     id: str | None = Field(None, max_length=1024)
     version: str | None = Field(None, max_length=256)
     webhook: str | None = Field(None, max_length=2048)
-    webhook_events_filter: list[Literal["start", "output", "logs", "completed"]] | None = Field(
-        None, max_length=100
-    )
+    webhook_events_filter: list[WebhookEvent] | None = Field(None, max_length=100)
 
-    @property
-    def events(self) -> tuple[str, ...]:
-        """The events that the webhook is sent: all unless the filter names fewer."""
-        return tuple(self.webhook_events_filter or EVENTS)
+    def wanted_id(self, path_id: str | None) -> str:
+        """Return the id that the caller chose; "" if they did not. Raises InputInvalid."""
+        if path_id is not None and self.id not in (None, path_id):
+            raise InputInvalid("The id in the body is not the one in the path.", remedy="Send one of them.")
+        wanted = path_id or self.id or ""
+        if wanted and not ID.fullmatch(wanted):
+            remedy = "Use 1 to 128 of A-Z a-z 0-9 . _ ~ and -, and do not begin with job-."
+            raise InputInvalid(f"{wanted[:128]!r} cannot be a prediction's id.", remedy=remedy)
+        return wanted
 
-
-def parse(body: bytes) -> PredictionRequest:
-    """Raises BadInput if the body is not JSON, InputInvalid if a field is invalid."""
-    try:
-        return PredictionRequest.model_validate_json(body or b"{}")
-    except ValidationError as error:
-        found = [{"field": field, "problem": problem} for field, problem in problems(error)[:MAX_PROBLEMS]]
-        first = found[0]
-        if error.errors()[0]["type"] == "json_invalid":
-            raise BadInput(
-                f"The body is not JSON: {first['problem']}.", remedy='Send {"input": …}.'
-            ) from None
-        raise InputInvalid(
-            f"The prediction is invalid: {first['field']}: {first['problem']}.",
-            remedy='Send for example {"input": {"text": "hello"}}.',
-            details={"problems": found},
-        ) from None
+    def fields(self, wanted_id: str, owner: str) -> dict[str, Any]:
+        """Return the fields of NewJob that differ from the function's settings."""
+        fields: dict[str, Any] = {"wanted_id": stored_id(wanted_id, owner)}
+        if wanted_id:
+            fields["idempotency"] = f"prediction:{wanted_id}"
+        if self.webhook:
+            fields["webhook"] = Webhook(self.webhook, tuple(self.webhook_events_filter or EVENTS))
+        return fields
 
 
 class PredictionMetrics(TypedDict):
@@ -92,27 +84,17 @@ class Prediction(TypedDict):
     webhook: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class Preference:
-    """The header Prefer: `wait_s` 0 means not to wait, None to wait until the prediction ends."""
-
-    wait_s: float | None = None
-
-    @classmethod
-    def of(cls, headers: Iterable[str]) -> Preference:
-        """Combine all lines of the header (RFC 7240); unknown preferences are ignored."""
-        parts = [part.split(";")[0].strip().lower() for line in headers for part in line.split(",")]
-        waits = [float(found[1]) for part in parts if (found := _WAIT.fullmatch(part)) is not None]
-        if waits:
-            return cls(min(waits[0], MAX_WAIT_S))
-        return cls(0.0 if "respond-async" in parts else None)
+def preferred_wait(headers: Iterable[str]) -> float | None:
+    """Return the seconds to wait for the end after all lines of the header Prefer (RFC 7240); None: without limit."""
+    parts = [part.split(";")[0].strip().lower() for line in headers for part in line.split(",")]
+    waits = [float(found[1]) for part in parts if (found := _WAIT.fullmatch(part)) is not None]
+    if waits:
+        return min(waits[0], MAX_WAIT_S)
+    return 0.0 if "respond-async" in parts else None
 
 
 def stored_id(wanted: str, owner: str) -> str:
-    """Return the id under which a job is stored whose caller chose `wanted`.
-
-    It includes the owner, so that a refusal does not reveal which ids others chose.
-    """
+    """Return the stored job's id. It includes the owner, so that a refusal does not reveal which ids others chose."""
     return f"{wanted}~{owner}" if wanted and owner else wanted
 
 

@@ -1,26 +1,31 @@
 """The routes of RunPod's queue API. None waits for a cold start, and a handler's failure is data, not an error."""
 
+# ruff: noqa: N815
+
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal, NotRequired
 
 import orjson
 from aiohttp import web
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, with_config
+from typing_extensions import TypedDict
 
+from ....errors import BadInput, InputInvalid
 from ....handlers.codec import JSON_TYPE
 from ...access.keys import Scope
-from ...api import event_stream
-from ...api.backend import ASYNC_BODY_BYTES, REPLAYED, REPLAYED_HEADER, SUBMIT_PARAMETERS, Accepted, Backend
-from ...api.event_stream import EVENTS, HEARTBEAT, event
-from ...api.parameters import Choices, Number, Parameter, header
-from ...api.requests import dump_json
-from ...api.responses import Handler, json_response
-from ...api.routes import Route
+from ...api.backend import ASYNC_BODY_BYTES, REPLAYED_HEADER, SUBMIT_PARAMETERS, Accepted, Backend
+from ...api.event_stream import EVENTS, JobEncoder, accepts_events, event, send_job
+from ...api.requests import dump_json, load_json, validate
+from ...api.responses import ErrorFields, Handler, Timestamp, json_response, timestamp
+from ...api.routes import Choices, Number, Parameter, Route, header
 from ...functions.live import Live
-from ...jobs.job import Job, JobState
-from .bodies import HEALTH, JOBS, MAX_LISTED, PIECES, PURGED, JobRequest, JobStatus, parse, shown
+from ...jobs.job import BATCH_PRIORITY, LOW_PRIORITY, Job, JobState, Webhook
 
+MAX_LISTED = 1000
 MIN_WAIT_MS, MAX_WAIT_MS = 1000, 300_000
 MAX_POLLERS = 10_000
 PIECES_PER_POLL = 1000
@@ -31,6 +36,106 @@ LIMIT = Number("limit", f"The largest number of jobs, {MAX_LISTED} at most.", 10
 BEFORE = Parameter("before", "A job's id: only older ones.")
 SUBMIT_ERRORS = (400, 404, 408, 409, 413, 422, 503)
 JOB_ERRORS = (404, 410, 503)
+_PRIORITIES = {"normal": 0, "low": LOW_PRIORITY, "batch": BATCH_PRIORITY}
+
+
+class JobPolicy(BaseModel):
+    """How a job is treated; times in milliseconds."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    executionTimeout: int | None = Field(None, ge=1, le=7 * 86_400_000)
+    ttl: int | None = Field(None, ge=1, le=365 * 86_400_000)
+    lowPriority: bool = False
+    priority: Literal["normal", "low", "batch"] | None = None
+
+
+class JobRequest(BaseModel):
+    """A job as it is submitted. Unknown keys are ignored, as RunPod does."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", title="JobOrder")
+
+    input: Any
+    webhook: str | None = Field(None, max_length=2048)
+    webhook_events: tuple[Literal["start", "output", "logs", "completed"], ...] = ("completed",)
+    policy: JobPolicy = JobPolicy()
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of NewJob that differ from the function's settings."""
+        policy = self.policy
+        priority = _PRIORITIES[policy.priority] if policy.priority else int(policy.lowPriority)
+        fields: dict[str, Any] = {"priority": priority}
+        for name, ms in (("execution_timeout_s", policy.executionTimeout), ("ttl_s", policy.ttl)):
+            if ms is not None:
+                fields[name] = ms / 1000
+        if self.webhook:
+            fields["webhook"] = Webhook(self.webhook, self.webhook_events)
+        return fields
+
+
+def parse(body: bytes) -> JobRequest:
+    """Raises BadInput if the body is not a JSON object with an input, InputInvalid if another field is invalid."""
+    found, remedy = load_json(body), 'Send {"input": …}.'
+    if not isinstance(found, dict) or "input" not in found:
+        raise BadInput("The body has no input.", remedy=remedy)
+    return validate(JobRequest, found, remedy, InputInvalid)
+
+
+@with_config(title="Job")
+class JobStatus(TypedDict):
+    """A job. How its handler failed is data, with status 200."""
+
+    id: str
+    status: JobState
+    function: str
+    output: NotRequired[Annotated[Any, Field(description="While the job runs, its progress.")]]
+    output_type: NotRequired[
+        Annotated[str, Field(description="Of an output that is not JSON, which is Base64.")]
+    ]
+    error: NotRequired[str]
+    errorDetails: NotRequired[ErrorFields]
+    pieces: NotRequired[NonNegativeInt]
+    delayTime: NonNegativeInt
+    executionTime: NonNegativeInt
+    workerId: str
+    attempts: NonNegativeInt
+    retries: NonNegativeInt
+    createdAt: Timestamp
+    logs: NotRequired[str]
+
+
+class JobPiece(TypedDict):
+    """A piece of a streamed output."""
+
+    output: Any
+    number: PositiveInt
+
+
+JOBS = {"requests": Annotated[list[JobStatus], Field(max_length=MAX_LISTED)]}
+PIECES = {"id": str, "status": JobState, "stream": list[JobPiece]}
+PURGED = {"removed": NonNegativeInt, "status": Literal["completed"]}
+HEALTH = {
+    "jobs": dict.fromkeys(
+        ("completed", "failed", "inProgress", "inQueue", "retried", "cancelled"), NonNegativeInt
+    ),
+    "workers": dict.fromkeys(
+        ("idle", "running", "initializing", "ready", "throttled", "unhealthy", "draining"), NonNegativeInt
+    ),
+}
+
+
+def shown(job: Job) -> dict[str, Any]:
+    """Return a JobStatus for orjson. `error` is text, as RunPod's clients expect; `errorDetails` is all of it."""
+    found = job.status(time.time()) | {
+        "attempts": job.attempts,
+        "retries": job.retries,
+        "createdAt": timestamp(job.created_s),
+    }
+    if job.logs:
+        found["logs"] = job.logs
+    if job.error is not None:
+        found["error"], found["errorDetails"] = str(job.error.get("message", "")), dict(job.error)
+    return found
 
 
 class QueueApi:
@@ -69,18 +174,15 @@ class QueueApi:
         ]
 
     async def run(self, request: web.Request) -> web.StreamResponse:
-        job, replayed = await self._submit(request, ASYNC_BODY_BYTES)
-        return _job_response(job, Accepted(id=job.id, status=job.state), replayed=replayed)
+        job, headers = await self._submit(request, ASYNC_BODY_BYTES)
+        return json_response(Accepted(id=job.id, status=job.state), headers=headers)
 
     async def runsync(self, request: web.Request) -> web.StreamResponse:
-        """Respond with the job when it has ended, or when `?wait=` is over.
-
-        RunPod's own status is then IN_PROGRESS. Here a job that still waits is IN_QUEUE; RunPod's clients poll on either.
-        """
+        """Respond when the job has ended or `?wait=` is over. RunPod says IN_PROGRESS then, also of one that waits."""
         wait_s = min(max(WAIT.read(request), MIN_WAIT_MS), MAX_WAIT_MS) / 1000
-        job, replayed = await self._submit(request)
+        job, headers = await self._submit(request)
         job = await self._jobs.wait(job.function, job.id, wait_s)
-        return _job_response(job, shown(job), replayed=replayed)
+        return json_response(shown(job), headers=headers)
 
     async def status(self, request: web.Request) -> web.StreamResponse:
         return json_response(shown(await self._job(request)))
@@ -124,8 +226,8 @@ class QueueApi:
     async def stream(self, request: web.Request) -> web.StreamResponse:
         """Return the pieces since the last poll; all of them, as events, to a caller that accepts these."""
         job = await self._job(request)
-        if event_stream.accepts_events(request):
-            return await self._send_events(request, job)
+        if accepts_events(request):
+            return await send_job(request, self._jobs, job, _encoder())
         polls = "after" not in request.query
         after = self._polled.get(job.id, 0) if polls else AFTER.read(request)
         pieces = await self._jobs.store.pieces(job.id, after, PIECES_PER_POLL)
@@ -146,23 +248,6 @@ class QueueApi:
         elif job.state.final:
             self._polled.pop(job.id, None)
 
-    async def _send_events(self, request: web.Request, job: Job) -> web.StreamResponse:
-        state = None
-        async with event_stream.open_stream(request) as response:
-            last = event_stream.last_event_id(request)
-            news = self._jobs.follow(job.function, job.id, last, every_s=event_stream.HEARTBEAT_S)
-            async for job, pieces in news:  # noqa: PLR1704
-                if job.state is not state and not job.state.final:
-                    state = job.state
-                    await response.write(event("status", orjson.dumps({"status": state})))
-                elif not pieces and not job.state.final:
-                    await response.write(HEARTBEAT)
-                for number, piece in pieces:
-                    await response.write(event("output", piece, number))
-            name = "completed" if job.state is JobState.COMPLETED else "error"
-            await response.write(event(name, orjson.dumps(shown(job))))
-        return response
-
     def _live(self, request: web.Request) -> Live:
         return self._backend.functions.get(request.match_info["function"])
 
@@ -170,11 +255,26 @@ class QueueApi:
         """Return a job, also one of a function that was deleted."""
         return await self._jobs.store.get(request.match_info["function"], request.match_info["job"])
 
-    async def _submit(self, request: web.Request, limit: int | None = None) -> tuple[Job, bool]:
+    async def _submit(self, request: web.Request, limit: int | None = None) -> tuple[Job, dict[str, str]]:
         live, body = await self._backend.read_body(request, request.match_info["function"], limit)
         wanted = parse(body)
-        return await self._backend.submit(request, live, dump_json(wanted.input), **wanted.fields())
+        body = dump_json(wanted.input)
+        job, replayed = await self._backend.submit(request, live, body, **wanted.fields())
+        return job, replayed | {"X-Request-Id": job.id}
 
 
-def _job_response(job: Job, body: Any, *, replayed: bool = False) -> web.Response:
-    return json_response(body, headers={"X-Request-Id": job.id, **(REPLAYED if replayed else {})})
+def _encoder() -> JobEncoder:
+    state = None
+
+    def encode(job: Job, pieces: Sequence[tuple[int, bytes]]) -> Iterator[bytes]:
+        nonlocal state
+        if job.state is not state and not job.state.final:
+            state = job.state
+            yield event("status", orjson.dumps({"status": state}))
+        for number, piece in pieces:
+            yield event("output", piece, number)
+        if job.state.final and not pieces:
+            name = "completed" if job.state is JobState.COMPLETED else "error"
+            yield event(name, orjson.dumps(shown(job)))
+
+    return encode

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from cloudevents.core.formats.json import JSONFormat
 from cloudevents.core.v1.event import CloudEvent
 from hypothesis import given
 from hypothesis import strategies as st
+from multidict import CIMultiDict
 from pilotflame.errors import EventInvalid, InputTooLarge, PilotflameError, UnsupportedMedia
 from pilotflame.runtime.dialects.cloudevents.parsing import (
     BATCHED,
@@ -19,8 +21,8 @@ from pilotflame.runtime.dialects.cloudevents.parsing import (
     STRUCTURED,
     ReceivedEvent,
     is_event,
-    parse,
 )
+from pilotflame.runtime.dialects.cloudevents.parsing import parse as parse_request
 
 PLAIN = {"specversion": "1.0", "id": "1", "source": "/mine", "type": "made"}
 FORBIDDEN = "".join(chr(code) for code in [*range(0x20), *range(0x7F, 0xA0), 0xFDD0, 0xFFFE, 0xFFFF])
@@ -32,6 +34,10 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=8,
 )
+
+
+def parse(headers: Mapping[str, str], body: bytes) -> list[ReceivedEvent]:
+    return parse_request(CIMultiDict(headers), body)
 
 
 def binary(**changes: str | None) -> dict[str, str]:

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import BadInput, InputInvalid
-from pilotflame.runtime.dialects.cog.prediction import STATUSES, Preference, parse, shown
+from pilotflame.runtime.api.requests import load_json, validate
+from pilotflame.runtime.dialects.cog.prediction import STATUSES, PredictionRequest, preferred_wait, shown
 from pilotflame.runtime.jobs.job import EVENTS, Job, JobState, Webhook
 
 # -- preferences
@@ -25,23 +26,38 @@ from pilotflame.runtime.jobs.job import EVENTS, Job, JobState, Webhook
     ],
 )  # fmt: skip
 def test_preferences(lines: list[str], wait_s: float | None):
-    assert Preference.of(lines).wait_s == wait_s
+    assert preferred_wait(lines) == wait_s
 
 
 @given(st.lists(st.text(max_size=30), max_size=3))
 def test_any_preference_is_parsed(lines: list[str]):
-    wait_s = Preference.of(lines).wait_s
+    wait_s = preferred_wait(lines)
     assert wait_s is None or 0 <= wait_s <= 300
 
 
 # -- requests
 
 
+def parse(body: bytes) -> PredictionRequest:
+    return validate(PredictionRequest, load_json(body), "", InputInvalid)
+
+
 def test_defaults() -> None:
-    order = parse(b"")
-    assert (order.input, order.id, order.events) == ({}, None, EVENTS)
-    assert parse(b'{"webhook_events_filter": []}').events == EVENTS
-    assert parse(b'{"webhook_events_filter": ["start"], "unknown": 1}').events == ("start",)
+    request = parse(b"{}")
+    assert (request.input, request.id, request.fields("", "")) == ({}, None, {"wanted_id": ""})
+
+
+@pytest.mark.parametrize(
+    ("more", "events"),
+    [
+        ("", EVENTS),
+        (', "webhook_events_filter": []', EVENTS),
+        (', "webhook_events_filter": ["start"], "unknown": 1', ("start",)),
+    ],
+)
+def test_the_filter_chooses_the_events_of_the_webhook(more: str, events: tuple[str, ...]) -> None:
+    request = parse(f'{{"webhook": "http://here"{more}}}'.encode())
+    assert request.fields("", "")["webhook"] == Webhook("http://here", events)
 
 
 def test_an_invalid_request_is_refused_with_its_field() -> None:
