@@ -26,6 +26,7 @@ class Child(ABC):
         self._loop = asyncio.get_running_loop()
         self._exit_code: asyncio.Future[int | None] = self._loop.create_future()
         self._kill_timer: asyncio.TimerHandle | None = None
+        self._kill_at_s = 0.0
 
     @abstractmethod
     def kill(self) -> None:
@@ -33,11 +34,13 @@ class Child(ABC):
 
     def kill_after(self, timeout_s: float) -> None:
         """Kill the process unless it ends in time. Of several calls the earliest deadline counts."""
+        kill_at_s = self._loop.time() + timeout_s
         if self._kill_timer is not None:
-            if self._kill_timer.when() <= self._loop.time() + timeout_s:
+            if self._kill_at_s <= kill_at_s:
                 return
             self._kill_timer.cancel()
         if not self.gone.is_set():
+            self._kill_at_s = kill_at_s
             self._kill_timer = self._loop.call_later(timeout_s, self.kill)
 
     async def cause(self) -> str:

@@ -62,6 +62,7 @@ class Revision(RevisionEvents):
         self._on_activation = on_activation
         self._sufficient_load = 0.0
         self._scale_timer: asyncio.TimerHandle | None = None
+        self._scale_at_s = 0.0
         self._prewarm = 0
         self._unexplained_deaths = 0
         self._backoff_until_s = 0.0
@@ -134,9 +135,11 @@ class Revision(RevisionEvents):
     def _scale_at(self, when_s: float, now_s: float) -> None:
         """Scale again then. An earlier timer is kept: that costs less than moving it each time."""
         if self._scale_timer is not None:
-            if self._scale_timer.when() <= when_s:
+            # Not `TimerHandle.when`: for a delay of zero, uvloop returns a handle without it.
+            if self._scale_at_s <= when_s:
                 return
             self._scale_timer.cancel()
+        self._scale_at_s = when_s
         self._scale_timer = self._loop.call_later(max(0.0, when_s - now_s), self._on_scale_timer)
 
     def _on_scale_timer(self) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 
 import psutil
 import pytest
 from live import gateway_here
+from pilotflame.runtime.launching.launcher import Child
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 LOOK = """
+import asyncio
 import os
 environment = dict(os.environ)
 def handler(event):
@@ -80,3 +83,19 @@ async def test_processes_name_themselves(deploy):
     revision = (await function.status())["revision"]
     for pid, role in ((answer["pid"], "worker"), (answer["ppid"], "zygote")):
         assert psutil.Process(pid).cmdline()[0].startswith(f"pilotflame: {role} {function.name} {revision}")
+
+
+async def test_of_several_kill_deadlines_the_earliest_counts():
+    """A deadline of zero too: uvloop makes no timer for it."""
+    killed = asyncio.Event()
+
+    class Victim(Child):
+        def kill(self) -> None:
+            killed.set()
+
+    victim = Victim(None, 1, "victim")  # type: ignore[arg-type]
+    victim.kill_after(60.0)
+    victim.kill_after(0.0)
+    victim.kill_after(60.0)
+    async with asyncio.timeout(5):
+        await killed.wait()
