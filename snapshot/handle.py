@@ -38,8 +38,8 @@ class Snapshot:
         """Describe a snapshot in `cache`, the folder of the node's cache, or else in folder `root`.
 
         With `cache`, the shards are in that cache or are still being fetched into it, and `root` holds only
-        the assets. Without `cache`, `root` holds all files. Then `verified` has one entry per shard: what
-        `FolderSource.stat` returned for the verified file. `open` refuses a shard whose `stat` differs.
+        the assets. Without `cache`, `root` holds all files. Then `verified`, if given, has one entry per
+        shard: what `FolderSource.stat` returned for the verified file. `open` refuses a shard that differs.
         """
         self.root = root
         self.manifest = manifest
@@ -84,9 +84,9 @@ class Snapshot:
             restore(plan, self._mapping)
 
     def blank(self) -> None:
-        """Set the weights of the modules that `build` restored to zeros, which take no memory.
+        """Give the modules for which `build` called `restore` weights of zeros, which take no memory.
 
-        A standby worker calls it before `rehearse`, since it has no weights yet.
+        A standby worker calls it before `rehearse`, because the real weights are set only later, by `open`.
         """
         from .restoring.plan import blank  # noqa: PLC0415
 
@@ -135,7 +135,10 @@ class Snapshot:
             self._arrival.wait(0, self._arrival.count - 1, timeout_s)
 
     def record(self, run: Callable[[], Any]) -> Manifest:
-        """Call `run`. Return a manifest whose `first_touch` is the order in which it read the tensors."""
+        """Call `run`. Return a manifest whose `first_touch` has the order in which `run` read the tensors.
+
+        Reads on other threads are not recorded.
+        """
         from .restoring.touch import record_first_touch  # noqa: PLC0415
 
         if self._mapping is None:

@@ -16,7 +16,7 @@ from ..errors import CacheError, SnapshotError
 
 @contextmanager
 def publish(path: Path, mode: int = 0o644, *, durable: bool = True) -> Iterator[IO[bytes]]:
-    """Yield a stream whose bytes become file `path` when the block ends. If the block raises, they do not.
+    """Yield a stream to write file `path`, which does not change before the block ends without an error.
 
     Without `durable`, nothing is synced: after a power loss, `path` may have its earlier state or incomplete
     bytes.

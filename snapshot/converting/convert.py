@@ -21,8 +21,8 @@ from .writer import CASTS, write_shards
 SHARD_BYTES = 5_000_000_000
 _TORCH_INDEX = "pytorch_model.bin.index.json"
 _TORCH_FILE = "pytorch_model.bin"
-# Files whose names start with one of these are not weights, even if their suffix is: training scripts save
-# them.
+# Files whose names start with one of these are not weights, even if they have a suffix of weights. Training
+# scripts save them.
 _TRAINING = ("training_args", "optimizer", "scheduler", "rng_state", "scaler", "trainer_state")
 
 
@@ -81,7 +81,7 @@ def convert(
 
 
 def convert_to_tensorizer(path_in: Path, path_out: Path, *, progress: Progress | None = None) -> int:
-    """Write the tensors of `path_in` (see `convert`) to tensorizer file `path_out`. Return their bytes."""
+    """Write the tensors of `path_in` (see `convert`) to tensorizer file `path_out`. Return their size."""
     if path_out.exists():
         raise SnapshotError(f"{path_out} is there already.", remedy="Choose a path that does not exist.")
     return tensorizer_file.export(_find(path_in).origin(), path_out, progress)

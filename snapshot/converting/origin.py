@@ -87,9 +87,10 @@ def raw(tensor: torch.Tensor) -> memoryview:
 
 
 def check_names(where: str, names: Sequence[str]) -> None:
-    """Raise SnapshotError unless one snapshot can hold tensors of these names: some, all unique and valid.
+    """Raise SnapshotError unless one snapshot can hold tensors of these names.
 
-    `where` is the file or the folder that holds them, for the message.
+    There must be at least one name, not too many, and each must be valid and unique. `where` is the file or
+    the folder that holds the tensors, for the message.
     """
     if not names:
         raise SnapshotError(f"{where} holds no tensors.", remedy="Check the path.")

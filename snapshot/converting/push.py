@@ -16,7 +16,7 @@ _FORCE = "Push to another prefix, or overwrite it with --force."
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """How many files and bytes a push sent, and how many were already there. Without the manifest."""
+    """How many files and bytes a push sent, and how many were already there. The manifest is not counted."""
 
     sent_files: int
     sent_bytes: int

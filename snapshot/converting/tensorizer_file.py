@@ -113,7 +113,7 @@ def _library() -> Any:
 
 @contextmanager
 def _reading(path: Path, **options: Any) -> Iterator[tuple[Any, int]]:
-    """Yield the library's reader of file `path`, and the file's size. Turn its errors into SnapshotError."""
+    """Yield the library's reader of file `path`, and its size. Raise SnapshotError if reading fails."""
     # One reader: with more, the library would open the file again by its name, which may be another file by
     # then.
     options |= {"device": "cpu", "lazy_load": True, "num_readers": 1, "verify_hash": True}

@@ -21,8 +21,8 @@ _MAX_WRAPPED = 4
 _SAVE = "Save tensors only: torch.save(model.state_dict(), path)."
 _ZIP = b"PK\x03\x04"
 # Tensors may be views that repeat their storage (`expand`), so a file of a kilobyte could become a terabyte.
-# A file is refused if its tensors have more bytes than _MAX_GROWTH times its storages and _FREE_GROWTH_BYTES
-# together.
+# A file is refused if the bytes of its tensors are more than _MAX_GROWTH times the bytes of its storages,
+# plus _FREE_GROWTH_BYTES.
 _MAX_GROWTH = 4
 _FREE_GROWTH_BYTES = 64 << 20
 

@@ -49,7 +49,7 @@ def chunk_digests(
 
 
 def file_digest(source: Source, name: str, size_bytes: int, buffer: memoryview) -> tuple[str, int]:
-    """Read at most `size_bytes` of file `name` through `buffer`. Return their digest and their number."""
+    """Read at most `size_bytes` of file `name` through `buffer`. Return these bytes' digest and number."""
     state, done_bytes = xxhash.xxh3_128(), 0
     while done_bytes < size_bytes:
         view = buffer[: size_bytes - done_bytes]

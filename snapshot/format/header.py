@@ -119,7 +119,7 @@ def _read(source: Source, name: str, offset: int, size_bytes: int) -> bytes:
 
 
 def bulk_fault(text: bytes) -> str | None:
-    """Return why parsing this JSON could take far more memory than its size suggests, or None.
+    """Return a fault if parsing this JSON could take much more memory than it should, else None.
 
     Call it before parsing. It only counts characters, also those inside strings, which takes 1 ms per
     megabyte.

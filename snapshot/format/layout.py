@@ -32,8 +32,9 @@ _IGNORED = frozenset(
 class Layout:
     """The names of a snapshot's files.
 
-    `index` is the name of the index file, or "" if there is none. `places` is what it says: tensor to file.
-    `assets` are chosen only by name, so some of them may turn out to be too large for an asset.
+    `index` is the name of the index file, or "" if there is none. `places` maps tensors to files as the index
+    says, and is empty without one. `assets` are chosen only by name, so some of them may be too large for an
+    asset.
     """
 
     shards: tuple[str, ...]

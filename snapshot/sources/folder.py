@@ -156,6 +156,6 @@ class FolderConnection:
 
 
 def object_info(descriptor: int) -> ObjectInfo:
-    """Return an open file's size and version, which changes if the file is written to or replaced."""
+    """Return the size and version of an open file. Writing to or replacing the file changes the version."""
     status = os.fstat(descriptor)
     return ObjectInfo(status.st_size, f"{status.st_ino}-{status.st_mtime_ns}-{status.st_size}")

@@ -61,8 +61,8 @@ class WebSource(Ranged):
     def locate(self, name: str, *, fresh: bool) -> Location:
         """Return the location of `name`, usually a remembered one.
 
-        With `fresh`, it is resolved again: pass it after the server refused a request for the remembered
-        location.
+        Pass `fresh` after the server has refused a request to the remembered location: `name` is resolved
+        again.
         """
         location, until_s = self._locations.get(name, (None, 0.0))
         if location is None or fresh or time.monotonic() >= until_s:
@@ -110,9 +110,9 @@ class WebSource(Ranged):
 class HttpSource(WebSource):
     """The objects below `http(s)://host/prefix` on a web server.
 
-    `headers` are sent with every request, and also the URL's user and password, but after a redirect only if
-    it leads to the same host. If the URL has a query, it is added to the URL of each object. Raises
-    SourceError if `url` is not an http(s) URL.
+    Every request has `headers`, and the user and password of `url`. They are not sent to another server to
+    which a redirect leads. If `url` has a query, the URL of each object gets the same query.
+    Raises SourceError if `url` is not an http(s) URL.
     """
 
     def __init__(

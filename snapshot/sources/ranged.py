@@ -28,7 +28,7 @@ class Ranged(ABC):
         return self.stat(name).size_bytes
 
     def read_into(self, name: str, offset: int, view: memoryview) -> int:
-        """See Source. Retries temporary failures, at most ATTEMPTS of them without a byte in between."""
+        """See Source. Retries temporary failures. Raises after ATTEMPTS of them in a row."""
         info = self.stat(name)
         end = min(info.size_bytes, offset + len(view))
         at, retries = offset, Retries()
@@ -60,10 +60,11 @@ class Retries:
 
 
 def delay_s(attempt: int, retry_after_s: float | None = None) -> float:
-    """Return how long to wait after `attempt` failures in a row: a random time, whose maximum doubles.
+    """Return how long to wait after `attempt` failures in a row: a random time.
 
-    It is at least the Retry-After of the response, of which at most twice LONGEST_DELAY_S counts. The method
-    is "full jitter" of M. Brooker, "Exponential backoff and jitter" (AWS architecture blog, 2015).
+    Its maximum is FIRST_DELAY_S * 2**attempt, but not more than LONGEST_DELAY_S. Its minimum is the
+    Retry-After of the response, but not more than 2 * LONGEST_DELAY_S. The method is called full jitter: M.
+    Brooker, "Exponential backoff and jitter" (AWS architecture blog, 2015).
     """
     drawn_s = random.uniform(0, min(LONGEST_DELAY_S, FIRST_DELAY_S * 2**attempt))  # noqa: S311  not a secret
     return max(drawn_s, min(retry_after_s or 0.0, 2 * LONGEST_DELAY_S))

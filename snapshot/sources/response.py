@@ -128,7 +128,7 @@ def _version(headers: Mapping[str, str]) -> str:
 
 
 def _retry_after_s(text: str) -> float | None:
-    """Return the value of a Retry-After header, a number or a date, in seconds; or None if it is neither."""
+    """Return the delay in seconds that a Retry-After header gives, or None if the header is not valid."""
     if text.isascii() and text.isdigit() and len(text) < 10:
         return float(text)
     try:

@@ -35,7 +35,7 @@ class Connection(Protocol):
     def begin(self, name: str, begin: int, end: int, version: str = "") -> ObjectInfo:
         """Request bytes [begin, end) of object `name`, 0 <= begin < end <= size, and wait for the response.
 
-        Returns the size and version that the response tells. If the earlier range was not read to its end,
+        Returns the size and version that the response tells. If the previous range was not read to its end,
         its rest is dropped. Raises SnapshotChanged if `version` is not "" and the object has another version.
         Raises SourceMissing, SourceDenied, another SourceError or, if a retry may help, SourceUnavailable.
         """
@@ -70,7 +70,7 @@ class Source(Protocol):
     def read_into(self, name: str, offset: int, view: memoryview) -> int:
         """Fill `view` with the bytes of object `name` that start at `offset`, and return their number.
 
-        The number is smaller than `view` only if the object ends before.
+        The number is smaller than `view` only if the object ends before `view` is full.
         """
 
     def connect(self) -> Connection:

@@ -62,7 +62,7 @@ class Wire:
             self._end_use()
 
     def receive(self, view: memoryview, limit: int = 0) -> int:
-        """Wait for bytes and receive them into `view`. Return their number: 0 if the server has closed.
+        """Wait for bytes and receive them into `view`. Return their number: 0 at the end of the stream.
 
         At most `limit` bytes are received, or as many as fit into `view` if `limit` is 0.
         """
@@ -90,7 +90,7 @@ class Wire:
     def close(self) -> None:
         """Close the socket, so that the wire cannot be used again.
 
-        If `send` or `receive` runs in another thread, it raises an OSError at once.
+        If `send` or `receive` runs in another thread, it raises ConnectionAbortedError at once.
         """
         with self._lock:
             self._closed = True
