@@ -1,6 +1,8 @@
-"""Snapshots: ordinary safetensors files with a manifest beside them, restored by mapping. A library without the runtime.
+"""Creates, stores, fetches and restores snapshots: safetensors files with a manifest in the same folder.
 
-`handle` is what handlers see. Below it, `caching` keeps snapshots on a node, `restoring` maps them into modules,
-`converting` reads and writes other formats, `fetching` downloads chunks, `format` has the manifest, `sources` reads
-folders, web servers and S3, and `publish` writes files atomically. Nothing here knows `handlers` or `runtime`.
+Handlers use only `handle`. It uses these packages: `caching` stores snapshots on a node, `restoring` maps
+their files into memory and sets the weights of modules, `converting` reads and writes other formats,
+`fetching` downloads chunks, `format` defines the manifest, and `sources` reads folders, web servers and S3.
+The module `publish` writes files atomically. This package can be used as a library: it imports nothing of
+`handlers` and `runtime`.
 """

@@ -1,7 +1,8 @@
-"""The snapshot that a handler receives as `context.snapshot`.
+"""Defines the object that a handler receives as `context.snapshot`.
 
-In `build`, which runs in the zygote without weights, `restore` only computes a plan. A worker applies the plans right
-after its fork. From then on, `restore` acts at once.
+The handler's `build` runs in the zygote, where no weights are mapped: there, `restore` only computes a plan.
+Each worker is forked from the zygote, and applies these plans in `open`. After `open`, `restore` sets weights
+immediately.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Snapshot:
-    """The weights of one function on this node. `manifest` describes them."""
+    """The weights of one function, on this node. The attribute `manifest` describes them."""
 
     def __init__(
         self,
@@ -34,9 +35,11 @@ class Snapshot:
         *,
         cache: Path | None = None,
     ) -> None:
-        """With `cache`, the shards are in the node's cache or arriving there, and `root` holds the assets.
+        """Describe a snapshot in `cache`, the folder of the node's cache, or else in folder `root`.
 
-        Without it, `verified` is what `FolderSource.stat` returned for the files that `open` accepts.
+        With `cache`, the shards are in that cache or are still being fetched into it, and `root` holds only
+        the assets. Without `cache`, `root` holds all files. Then `verified`, if given, has one entry per
+        shard: what `FolderSource.stat` returned for the verified file. `open` refuses a shard that differs.
         """
         self.root = root
         self.manifest = manifest
@@ -48,11 +51,14 @@ class Snapshot:
 
     @property
     def path(self) -> Path:
-        """The folder with the assets (config.json, tokenizer) and, without a cache, the weights."""
+        """The folder with the assets (config.json, tokenizer). Without a cache, it also holds the weights."""
         return self.root if self.root.is_dir() else self.root.parent
 
     def skeleton(self) -> AbstractContextManager[None]:
-        """Create modules inside this context with weights on the meta device (no memory) and real computed buffers."""
+        """Return a context in which new modules have their parameters on the meta device, without memory.
+
+        Buffers that a module computes are real tensors.
+        """
         from .restoring.skeleton import skeleton  # noqa: PLC0415  only restoring loads torch
 
         return skeleton()
@@ -60,11 +66,14 @@ class Snapshot:
     def restore(
         self, module: torch.nn.Module, *, prefix: str = "", ignore: Sequence[str] = (), cast: bool = False
     ) -> None:
-        """Set the module's weights to views of the mapped snapshot, private and copy-on-write.
+        """Set the module's weights to views of the mapped snapshot.
 
-        `prefix` is prepended to the module's names. `ignore` are patterns of tensors that the module may lack. `cast`
-        copies floating-point weights to the module's dtype; without it, the dtypes must be equal. In `build`, the
-        weights are set later, in each worker. Raises SnapshotMismatch, which names the tensors.
+        The mapping is private and copy-on-write: writing to a weight changes no file and no other process.
+        `prefix` is prepended to the module's tensor names to find them in the snapshot. `ignore` has regular
+        expressions: a tensor of the snapshot that the module does not have is an error unless one of them is
+        found in its name. With `cast`, floating-point weights of another dtype are copied to the module's
+        dtype. Without it, the dtypes must be equal. In `build`, the weights are set later, in each worker.
+        Raises SnapshotMismatch, which names the tensors, if module and snapshot do not fit.
         """
         from .restoring.plan import make_plan, restore  # noqa: PLC0415
 
@@ -75,14 +84,20 @@ class Snapshot:
             restore(plan, self._mapping)
 
     def blank(self) -> None:
-        """Set the weights that `build` planned to zeros that take no memory: for `rehearse`, in a standby."""
+        """Give the modules for which `build` called `restore` weights of zeros, which take no memory.
+
+        A standby worker calls it before `rehearse`, because the real weights are set only later, by `open`.
+        """
         from .restoring.plan import blank  # noqa: PLC0415
 
         for plan in self._plans:
             blank(plan)
 
     def open(self) -> None:
-        """Map the files and apply the plans of `build`. Raises SnapshotChanged if the files are not the verified ones."""
+        """Map the files into memory and apply the plans that `build` made.
+
+        Raises SnapshotChanged if a file was replaced or written to after it was verified.
+        """
         from .restoring.mapping import Mapping  # noqa: PLC0415
         from .restoring.plan import restore  # noqa: PLC0415
 
@@ -99,11 +114,11 @@ class Snapshot:
 
     @property
     def arriving(self) -> bool:
-        """True while bytes are arriving. Operations outside a `gate` may then read zeros."""
+        """True while some bytes are not fetched yet. Then operations outside a `gate` may read zeros."""
         return self._arrival is not None and not self._arrival.complete
 
     def gate(self) -> AbstractContextManager[Any]:
-        """Make operations inside this context, on this thread, wait for the bytes of their tensors."""
+        """Return a context in which each operation of this thread waits for the bytes of its tensors."""
         if self._mapping is None or self._arrival is None or not self.arriving:
             return nullcontext()
         from .restoring.gate import Gate  # noqa: PLC0415
@@ -111,12 +126,19 @@ class Snapshot:
         return Gate(self._mapping, self._arrival)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until all bytes have arrived. Raises the error of the fetch if it fails."""
+        """Wait until all bytes have arrived.
+
+        Raises the error of the fetch if the fetch fails, and SourceUnavailable if it takes longer than
+        `timeout_s`.
+        """
         if self._arrival is not None and self._arrival.count:
             self._arrival.wait(0, self._arrival.count - 1, timeout_s)
 
     def record(self, run: Callable[[], Any]) -> Manifest:
-        """Call `run`, and return the manifest with the order in which it read the tensors, on this thread."""
+        """Call `run`. Return a manifest whose `first_touch` has the order in which `run` read the tensors.
+
+        Reads on other threads are not recorded.
+        """
         from .restoring.touch import record_first_touch  # noqa: PLC0415
 
         if self._mapping is None:

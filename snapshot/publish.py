@@ -1,4 +1,4 @@
-"""Publishing a file or a folder atomically and durably: it appears complete or not at all, even after a power loss."""
+"""Writes files and folders atomically and durably: each is complete or not there, even after a power loss."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from ..errors import CacheError, SnapshotError
 
 @contextmanager
 def publish(path: Path, mode: int = 0o644, *, durable: bool = True) -> Iterator[IO[bytes]]:
-    """Yield a stream whose bytes become file `path` when the block ends. If it raises, `path` does not change.
+    """Yield a stream to write file `path`, which does not change before the block ends without an error.
 
-    Without `durable`, a power loss may undo or tear it.
+    Without `durable`, nothing is synced: after a power loss, `path` may have its earlier state or incomplete
+    bytes.
     """
     with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name[:100]}.", delete=False) as stream:
         try:
@@ -37,9 +38,11 @@ def publish(path: Path, mode: int = 0o644, *, durable: bool = True) -> Iterator[
 
 @contextmanager
 def publish_folder(path: Path) -> Iterator[Path]:
-    """Yield a new folder that becomes `path` when the block ends. The caller syncs its files (`publish` does).
+    """Yield a new folder, which is renamed to `path` when the block ends.
 
-    Raises SnapshotError if `path` exists and is not an empty folder, CacheError if it cannot be written.
+    The caller must sync the files that it writes into the folder, for example by writing them with `publish`.
+    Raises SnapshotError if `path` exists and is not an empty folder. Raises CacheError for any OSError, also
+    of the block.
     """
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise SnapshotError(f"{path} is there and not empty.", remedy="Choose a folder that does not exist.")
@@ -54,12 +57,12 @@ def publish_folder(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise cannot_write(path, error) from error
     finally:
-        # It is gone if it was published.
+        # After a successful rename there is no folder `made`, and nothing is removed.
         shutil.rmtree(made, ignore_errors=True)
 
 
 def sync(path: Path) -> None:
-    """Flush a file's bytes, or the names in a folder, to the disk."""
+    """Flush to the disk: the bytes if `path` is a file, the list of names if it is a folder."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Converting weights of any supported format, to a snapshot folder or to a tensorizer file."""
+"""Converts weights of any supported format to a snapshot folder or to a tensorizer file."""
 
 from __future__ import annotations
 
@@ -21,13 +21,17 @@ from .writer import CASTS, write_shards
 SHARD_BYTES = 5_000_000_000
 _TORCH_INDEX = "pytorch_model.bin.index.json"
 _TORCH_FILE = "pytorch_model.bin"
-# Files that training scripts save with the suffixes of weights.
+# Files whose names start with one of these are not weights, even if they have a suffix of weights. Training
+# scripts save them.
 _TRAINING = ("training_args", "optimizer", "scheduler", "rng_state", "scaler", "trainer_state")
 
 
 @dataclass(frozen=True, slots=True)
 class _Input:
-    """What to convert in `source`: safetensors files, if it has them, the origin of all tensors, and assets."""
+    """What to convert in the folder `source`.
+
+    `shards` are its safetensors files, empty for any other format. `origin` opens the origin of all tensors.
+    """
 
     source: FolderSource
     shards: tuple[str, ...]
@@ -43,12 +47,15 @@ def convert(
     shard_bytes: int = SHARD_BYTES,
     progress: Progress | None = None,
 ) -> Manifest:
-    """Make folder `path_out` a snapshot of `path_in`, completely or not at all.
+    """Convert `path_in` to a snapshot in folder `path_out`, which must be new or empty. Write all or nothing.
 
-    `path_in` is a file of safetensors, torch.save or tensorizer, or a folder in a layout of Hugging Face, whose assets
-    are copied. `dtype` (bf16, fp16, fp32) casts floating-point tensors of 16 to 64 bits. Without it, safetensors files
-    are copied; other formats are written as files of about `shard_bytes`, with one tensor in memory at a time.
-    `progress` counts written bytes. Raises SnapshotError, HeaderError, CacheError.
+    `path_in` is a file of safetensors, torch.save or tensorizer, or a folder in a layout of Hugging Face. The
+    assets of a folder are copied. `dtype` (bf16, fp16, fp32) is what floating-point tensors of 16 to 64 bits
+    are cast to. Without `dtype`, safetensors files are copied as they are. In all other cases, tensors are
+    written to new safetensors files of about `shard_bytes` each, with one tensor in memory at a time.
+    `progress` is called with the bytes of weights that are written, and their total. Raises SnapshotError if
+    `path_in` cannot be converted (HeaderError for a safetensors file or an index that is not valid), and
+    CacheError if `path_out` cannot be written.
     """
     if dtype is not None and dtype not in CASTS:
         raise SnapshotError(f"dtype {dtype!r} is unknown.", remedy=f"Use one of {', '.join(CASTS)}.")
@@ -63,7 +70,8 @@ def convert(
             written = ByteCounter(sum(spec.size_bytes for spec in origin.specs), progress)
             cast = CASTS[dtype] if dtype else None
             write_shards(folder, origin, shard_bytes=shard_bytes, cast=cast, wrote=written.add)
-            # The writer wrote another index.
+            # The index files at the top of `path_in` describe the old files. `write_shards` wrote a new one
+            # if needed.
             assets = tuple(name for name in assets if "/" in name or not name.endswith(".index.json"))
         _copy(found.source, assets, folder, None)
         provenance = Provenance(created_by=f"pilotflame {__version__}", source=str(path_in)[:4096])
@@ -73,7 +81,7 @@ def convert(
 
 
 def convert_to_tensorizer(path_in: Path, path_out: Path, *, progress: Progress | None = None) -> int:
-    """Write the tensors of `path_in` (see `convert`) as tensorizer file `path_out`, and return their bytes."""
+    """Write the tensors of `path_in` (see `convert`) to tensorizer file `path_out`. Return their size."""
     if path_out.exists():
         raise SnapshotError(f"{path_out} is there already.", remedy="Choose a path that does not exist.")
     return tensorizer_file.export(_find(path_in).origin(), path_out, progress)
@@ -90,7 +98,7 @@ def _find(path: Path) -> _Input:
     weights = [name for name in top if _is_foreign(name)]
     is_safetensors = any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in top)
     if is_safetensors or not (weights or _TORCH_INDEX in top):
-        # Raises if the folder holds no weights at all.
+        # A folder without any weights gets here too: then `lay_out` raises the SnapshotError that says so.
         layout = lay_out(source, names)
         return _Input(source, layout.shards, lambda: SafetensorsOrigin(source, layout), layout.assets)
     assets = tuple(name for name in names if is_asset(name))

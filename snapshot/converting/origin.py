@@ -1,4 +1,7 @@
-"""Origins: the tensors to convert, one at a time, in any format."""
+"""Defines TensorOrigin, the interface to read tensors of any format one at a time.
+
+Its implementation for safetensors is here too.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor without its values. `dtype` is the safetensors name."""
+    """Name, type and shape of a tensor. `dtype` is the safetensors name of its type, such as BF16."""
 
     name: str
     dtype: str
@@ -42,14 +45,17 @@ class TensorOrigin(Protocol):
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        """Further names of tensors: alias to a spec's name."""
+        """Further names of tensors (tied weights). Maps each alias to the name of a spec."""
 
     def tensors(self, names: Sequence[str]) -> Iterator[torch.Tensor]:
-        """Yield these tensors in order, contiguous and on the CPU. Each is valid until the next is requested."""
+        """Yield the tensors of these names in this order, contiguous and on the CPU.
+
+        The caller must not use a tensor after it has requested the next one.
+        """
 
 
 class SafetensorsOrigin:
-    """The tensors of a layout's shards, read one by one."""
+    """The tensors in the safetensors files of a layout. Each is read when it is requested."""
 
     def __init__(self, source: Source, layout: Layout) -> None:
         self._source = source
@@ -76,12 +82,16 @@ class SafetensorsOrigin:
 
 
 def raw(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor, without a copy."""
+    """Return a view of the bytes of a contiguous tensor."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def check_names(where: str, names: Sequence[str]) -> None:
-    """Raise SnapshotError unless these are names of the tensors of one snapshot."""
+    """Raise SnapshotError unless one snapshot can hold tensors of these names.
+
+    There must be at least one name, not too many, and each must be valid and unique. `where` is the file or
+    the folder that holds the tensors, for the message.
+    """
     if not names:
         raise SnapshotError(f"{where} holds no tensors.", remedy="Check the path.")
     if len(names) > MAX_TENSORS:
@@ -101,5 +111,5 @@ def open_weights(path: Path) -> IO[bytes]:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of a library's error, for a message."""
+    """Return the first line of a library's error, without its final period, to use it in a message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200].rstrip(".")

@@ -1,4 +1,4 @@
-"""Pushing a snapshot's files to a destination, the manifest last: a prefix that has a manifest is complete."""
+"""Copies (pushes) a snapshot to a destination. The manifest is sent last: if it is there, all files are."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FORCE = "Push to another prefix, or overwrite it with --force."
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """The files and bytes that a push sent, and those that were there already, without the manifest."""
+    """How many files and bytes a push sent, and how many were already there. The manifest is not counted."""
 
     sent_files: int
     sent_bytes: int
@@ -33,12 +33,15 @@ def push(
     verified: bool = False,
     progress: Progress | None = None,
 ) -> Pushed:
-    """Copy the snapshot in `folder` to `destination`, which must be Writable: shards, assets, then the manifest.
+    """Copy the snapshot in `folder` to `destination`: shards, assets, then the manifest.
 
-    Verifies the files first unless they are already `verified`. Does not send files that the destination's manifest
-    lists with the same digests and that have the same size there. Overwrites the manifest of another snapshot only with
-    `force`, because its readers then see a change. `progress` counts sent bytes.
-    Raises SnapshotCorrupt, SnapshotError, SourceError, CacheError.
+    Verifies the files first, unless the caller has done so and passes `verified`. Does not send a file that
+    the destination already has: its manifest lists the file with the same digests, and the file has the right
+    size there. If the destination's manifest is of another snapshot or cannot be read, it is overwritten only
+    with `force`, because processes that read that snapshot then fail. `progress` is called with the bytes
+    that are sent, and their total. Raises SnapshotCorrupt if a file does not match `manifest`, SnapshotError
+    if `force` is needed or `destination` is not Writable, and SourceError or CacheError if the destination
+    cannot be read or written.
     """
     if not isinstance(destination, Writable):
         fault = f"{destination.url} cannot be written to."
@@ -52,7 +55,8 @@ def push(
         fault = f"{destination.url} holds another snapshot, {existing.digest[:12]}."
         raise SnapshotError(fault, remedy=_FORCE)
     known: set[Shard | Asset] = set(existing.assets if existing else ())
-    # With another chunk size, equal digests are of other bytes.
+    # Shards are comparable only if both manifests have the same chunk size, since each digest is that of one
+    # chunk.
     if existing is not None and existing.chunk_bytes == manifest.chunk_bytes:
         known.update(existing.shards)
     sent = [file for file in manifest.files if file not in known or sizes.get(file.name) != file.size_bytes]

@@ -1,4 +1,4 @@
-"""CoreWeave's tensorizer files (`.tensors`): an origin and an export, both bit for bit."""
+"""Reads and writes CoreWeave's tensorizer files (`.tensors`), without changing a bit of the tensors."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from .origin import DTYPE_NAMES, TensorOrigin, TensorSpec, check_names, first_li
 
 SUFFIX = ".tensors"
 
-# The library keeps every tensor that it read until it is closed, so it is opened again for each batch.
+# Tensors are read in batches of at most this many bytes, or of one larger tensor. The library's reader holds
+# all tensors that it has read in memory until it is closed, so each batch gets a new reader.
 BATCH_BYTES = 256 << 20
 
 
 class TensorizerOrigin:
-    """The tensors of one `.tensors` file. Their hashes are checked as they are read."""
+    """The tensors of one `.tensors` file. The library checks the hash of each tensor when it is read."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -32,7 +33,7 @@ class TensorizerOrigin:
         self.aliases: dict[str, str] = {}
         self.specs: list[TensorSpec] = []
         with _reading(path) as (reader, size_bytes):
-            # No public method returns types without reading the tensors.
+            # A private attribute, because no public method returns the types without reading the tensors.
             for key, entry in reader._metadata.items():  # noqa: SLF001
                 self._add(key, entry, size_bytes)
         check_names(str(path), [spec.name for spec in self.specs])
@@ -48,7 +49,7 @@ class TensorizerOrigin:
 
     def _add(self, key: Any, entry: Any, size_bytes: int) -> None:
         path = tuple(key)
-        # The parameters of a bare module have names like ".weight".
+        # If a single layer was saved, the names of its parameters start with a dot: ".weight".
         name = ".".join(str(step) for step in path).removeprefix(".")
         shape = tuple(int(length) for length in entry.shape)
         spec = TensorSpec(name, _dtype(self._path, name, entry.dtype), shape)
@@ -73,7 +74,10 @@ class TensorizerOrigin:
 
 
 def export(origin: TensorOrigin, path: Path, progress: Progress | None = None) -> int:
-    """Write an origin's tensors, once for each of their names, as file `path`, and return their bytes."""
+    """Write an origin's tensors to file `path`, and return their total bytes.
+
+    The format has no aliases: a tensor that has several names is written once for each.
+    """
     library = _library()
     sizes = {spec.name: spec.size_bytes for spec in origin.specs}
     for spec in origin.specs:
@@ -98,7 +102,7 @@ def export(origin: TensorOrigin, path: Path, progress: Progress | None = None) -
 
 def _library() -> Any:
     try:
-        # An optional dependency.
+        # Imported only here, because it is an optional dependency.
         import tensorizer  # noqa: PLC0415
         import tensorizer.serialization  # noqa: PLC0415
     except ImportError as error:
@@ -109,8 +113,9 @@ def _library() -> Any:
 
 @contextmanager
 def _reading(path: Path, **options: Any) -> Iterator[tuple[Any, int]]:
-    """Yield the library's reader of a file, and the file's size. Its errors become SnapshotError."""
-    # With several readers, the library would open the file again by its name.
+    """Yield the library's reader of file `path`, and its size. Raise SnapshotError if reading fails."""
+    # One reader: with more, the library would open the file again by its name, which may be another file by
+    # then.
     options |= {"device": "cpu", "lazy_load": True, "num_readers": 1, "verify_hash": True}
     library = _library()
     with open_weights(path) as stream:
@@ -125,7 +130,11 @@ def _reading(path: Path, **options: Any) -> Iterator[tuple[Any, int]]:
 
 
 def _dtype(path: Path, tensor: str, text: str) -> str:
-    """Return the safetensors name of numpy's dtype `text`, which has torch's behind a NUL if numpy has none."""
+    """Return the safetensors name of a tensor's type, which a tensorizer file stores as `text`.
+
+    `text` is the name of a numpy dtype. If numpy has no such type, a NUL character and torch's name of it
+    follow.
+    """
     plain, _, opaque = text.partition("\0")
     try:
         if opaque:

@@ -1,4 +1,4 @@
-"""Files of torch.save as an origin: tensors only, never code, mapped rather than read."""
+"""Reads the tensors in files of torch.save. Never runs code that such a file contains."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from .origin import DTYPE_NAMES, TensorSpec, check_names, first_line, open_weigh
 
 SUFFIXES = frozenset({".pt", ".pth", ".bin", ".ckpt"})
 
-# The keys under which training scripts save a state dict, beside epochs and optimizers.
+# Training scripts often save a dict that has the state dict under one of these keys, and epochs, optimizers
+# and the like under others. State dicts are looked for in at most _MAX_WRAPPED nested dicts.
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 _MAX_WRAPPED = 4
 _SAVE = "Save tensors only: torch.save(model.state_dict(), path)."
 _ZIP = b"PK\x03\x04"
-# Tensors may be views that repeat their storage (`expand`): a kilobyte could become a terabyte.
+# Tensors may be views that repeat their storage (`expand`), so a file of a kilobyte could become a terabyte.
+# A file is refused if the bytes of its tensors are more than _MAX_GROWTH times the bytes of its storages,
+# plus _FREE_GROWTH_BYTES.
 _MAX_GROWTH = 4
 _FREE_GROWTH_BYTES = 64 << 20
 
@@ -27,9 +30,10 @@ _FREE_GROWTH_BYTES = 64 << 20
 class TorchOrigin:
     """The tensors in the state dicts of one or more files of torch.save.
 
-    Files of torch >= 1.6 are mapped, older ones loaded whole. Tensors over the same bytes (tied weights) become one
-    tensor and aliases; views that share part of their bytes become separate tensors. Of {"state_dict": …} or
-    {"model": …}, only that entry is used.
+    Files of torch 1.6 and later are mapped into memory. Older files are read whole. Tensors that are the same
+    view of the same bytes (tied weights) become one tensor and aliases. Tensors that share only part of their
+    bytes become separate tensors. If a file holds a dict such as {"state_dict": …, "epoch": 3}, only the
+    state dict in it is used.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -61,7 +65,8 @@ class TorchOrigin:
             place = (storage.data_ptr(), tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())
             flipped = tensor.is_conj() or tensor.is_neg()
             first = name if flipped or not tensor.numel() else seen.setdefault(place, name)
-            # Aliases are written to the metadata, where the key "format" is reserved.
+            # A tensor named "format" cannot become an alias: aliases are written as keys of the safetensors
+            # metadata, where "format" has another meaning. It is stored as a separate tensor.
             if name not in (first, "format"):
                 self.aliases[name] = first
                 continue
@@ -79,7 +84,7 @@ def _load(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:
-        # A broken or hostile pickle raises anything.
+        # Exception, because a broken or hostile pickle may raise an exception of any class.
         fault = f"{path} is not a file of torch.save that can be read safely: {first_line(error)}."
         remedy = "Fetch it again, or save the state dict again with torch.save."
         if named := re.search(r"GLOBAL ([\w.]+)", str(error)):
@@ -110,7 +115,7 @@ def _is_state(value: Any) -> bool:
 
 
 def _fault(value: Any) -> str | None:
-    """Return why safetensors cannot hold a value, or None if it can."""
+    """Return why `value` cannot be stored in a safetensors file, or None if it can."""
     if not isinstance(value, torch.Tensor):
         return f"it is a {type(value).__name__}, not a tensor"
     if value.layout is not torch.strided or value.is_quantized:

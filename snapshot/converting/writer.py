@@ -1,4 +1,4 @@
-"""Writing safetensors files, one tensor in memory at a time."""
+"""Writes safetensors files, with one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ..format.header import DTYPES, LENGTH_BYTES
 from ..publish import publish
 from .origin import TORCH_DTYPES, TensorOrigin, TensorSpec, raw
 
-# The data starts at a multiple of the largest element size.
+# The data of a file starts at a multiple of this, which is the size of the largest element type.
 ALIGNMENT_BYTES = 8
 WRITE_BYTES = 16 << 20
 
 CASTS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
-# 8-bit floats are not cast: their scales are separate tensors.
+# 8-bit floats are not cast, because they mean nothing without their scales, which are separate tensors.
 _CAST_FROM = frozenset({"F16", "BF16", "F32", "F64"})
 
 Wrote = Callable[[int], None]
@@ -29,9 +29,10 @@ Wrote = Callable[[int], None]
 def write_shards(
     folder: Path, origin: TensorOrigin, *, shard_bytes: int, cast: str | None = None, wrote: Wrote
 ) -> None:
-    """Write all tensors as model.safetensors, or as several files and an index if they are over `shard_bytes`.
+    """Write all tensors to model.safetensors or, if over `shard_bytes`, to several files and an index.
 
-    `cast` is the safetensors dtype to cast floating-point tensors to. `wrote` is called with each count of bytes.
+    `cast` is the safetensors name of the dtype that floating-point tensors are cast to. `wrote` is called
+    with the number of bytes of each part that was written.
     """
     written = [
         replace(spec, dtype=cast) if cast and spec.dtype in _CAST_FROM else spec for spec in origin.specs
@@ -49,7 +50,8 @@ def write_shards(
             stream.write(len(header).to_bytes(LENGTH_BYTES, "little") + header)
             tensors = origin.tensors([spec.name for spec in specs])
             for spec in specs:
-                # Bind no name to the tensor: it would stay in memory while the next one is created.
+                # Do not assign the tensor to a variable: it would stay in memory while the next one is
+                # created.
                 _write(stream, spec, next(tensors), wrote)
     if len(plan) > 1:
         places = {spec.name: name for name, specs in zip(names, plan, strict=True) for spec in specs}
@@ -80,7 +82,10 @@ def _header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
 
 
 def _plan(specs: Sequence[TensorSpec], shard_bytes: int) -> list[list[TensorSpec]]:
-    """Distribute tensors over files, in order. Only a single larger tensor makes a file larger than `shard_bytes`."""
+    """Distribute the tensors over files, and return the tensors of each file.
+
+    A file has at most `shard_bytes` of data, unless it holds a single tensor that is larger.
+    """
     plan: list[list[TensorSpec]] = [[]]
     filled_bytes = 0
     for spec in specs:
@@ -89,7 +94,8 @@ def _plan(specs: Sequence[TensorSpec], shard_bytes: int) -> list[list[TensorSpec
             filled_bytes = 0
         plan[-1].append(spec)
         filled_bytes += spec.size_bytes
-    # Largest elements first, which aligns every tensor to its element size.
+    # In each file, tensors with larger elements come first. So every tensor starts at a multiple of its
+    # element size.
     return [sorted(part, key=lambda spec: -DTYPES[spec.dtype].itemsize_bytes) for part in plan]
 
 

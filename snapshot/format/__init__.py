@@ -1,4 +1,5 @@
-"""The snapshot format: the manifest, safetensors headers, creating and verifying. docs/snapshot-format.md specifies it.
+"""Implements the snapshot format, which docs/snapshot-format.md specifies: manifests and safetensors headers.
 
-Enter at `manifest`, `create` or `verify`. Torch is never imported here: converting and restoring do that.
+The entry points are the modules `manifest`, `create` (makes a manifest of files) and `verify` (compares files
+with their manifest). This package never imports torch. The packages `converting` and `restoring` do.
 """

@@ -1,4 +1,4 @@
-"""Creating a manifest: read safetensors files once, headers and digests. The files stay where and what they are."""
+"""Creates a manifest of existing safetensors files, without changing them, from their headers and digests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from .manifest import (
     TensorEntry,
 )
 
-# One stream seldom fills a network link. Each reader holds one chunk in memory.
+# Remote files are read by this many threads, because one stream seldom uses all the bandwidth of a network
+# link. Each thread holds one chunk in memory.
 REMOTE_READERS = 4
 
 
@@ -37,11 +38,14 @@ def create(
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     progress: Progress | None = None,
 ) -> Manifest:
-    """Describe the safetensors files of a folder or a source, or a single file. Nothing is written or copied.
+    """Return a manifest of the safetensors files at `where`: a folder, a source or one file. Writes nothing.
 
-    The top level holds one `*.safetensors`, or several and the `*.safetensors.index.json` that lists them; `file`
-    selects one. `files` lists everything in a source that cannot be listed. `progress` counts bytes of shards.
-    Raises SnapshotError if the files are ambiguous, HeaderError, SourceError, SnapshotChanged.
+    The top folder must hold one `*.safetensors`, or several and the `*.safetensors.index.json` that lists
+    them. With `file`, only that file is used. If the source cannot be listed (a web server), `files` must
+    have the names of all its files. `progress` is called with the bytes of shards that are read, and their
+    total. Raises SnapshotError if it is not clear which files to use, HeaderError if a file is not valid,
+    SourceError if one cannot be read, SnapshotChanged if one changes meanwhile, and ManifestError if the
+    format does not allow the result.
     """
     if not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
         remedy = f"Use a value from {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES}."
@@ -101,7 +105,8 @@ def _names(source: Source, files: Sequence[str] | None, file: str | None) -> lis
 
 
 def _check_index(layout: Layout, headers: dict[str, Header]) -> None:
-    # Tensors that the index does not list are used too, as transformers does.
+    # A tensor that is in a shard, but not in the index, is no fault: it becomes part of the snapshot.
+    # transformers loads such tensors too.
     holders: dict[str, str] = {}
     for file, header in headers.items():
         for tensor in header.tensors:
@@ -130,7 +135,7 @@ def _digest_shards(
 
 
 def _asset(source: Source, name: str, buffer: memoryview) -> Asset | None:
-    """Return None for a file that is too large to be an asset."""
+    """Return file `name` as an asset, read through `buffer`; or None if it is too large to be an asset."""
     size_bytes = source.size(name)
     if size_bytes > MAX_ASSET_BYTES:
         return None

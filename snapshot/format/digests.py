@@ -1,4 +1,4 @@
-"""Digests of a source's files, read through a few reused buffers: of each chunk of a shard, of each asset as a whole."""
+"""Computes digests of a source's files: one for each chunk of a shard, and one for each asset."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ ASSET_BUFFER_BYTES = 1 << 20
 
 
 class DigestedChunk(NamedTuple):
-    """The digest of chunk number `position` of file `name`. `size_bytes` is less than expected if the file ended early."""
+    """The digest of chunk number `position` of file `name`.
+
+    `size_bytes` counts the bytes that were read: fewer than the chunk should have if the file has become
+    shorter.
+    """
 
     name: str
     position: int
@@ -29,8 +33,12 @@ class DigestedChunk(NamedTuple):
 def chunk_digests(
     source: Source, sizes: Mapping[str, int], chunk_bytes: int, readers: int = 1
 ) -> Iterator[DigestedChunk]:
-    """Digest every chunk of the files in `sizes` (name to bytes), in order, with `readers` threads."""
-    # A buffer is never larger than the largest file: page faults of fresh memory cost more than reading into it.
+    """Yield the digest of every chunk of the files in `sizes`, in the order of files and chunks.
+
+    `sizes` maps names to sizes in bytes. `readers` is the number of threads that read.
+    """
+    # A buffer is not larger than the largest file, because new memory is slow: its page faults take longer
+    # than reading a file into it.
     buffer_bytes = min(chunk_bytes, max(sizes.values(), default=0))
     jobs = (
         partial(_digest_chunk, source, name, index, min(chunk_bytes, size_bytes - begin), begin)
@@ -41,7 +49,7 @@ def chunk_digests(
 
 
 def file_digest(source: Source, name: str, size_bytes: int, buffer: memoryview) -> tuple[str, int]:
-    """Return the digest and the length of file `name`, of which at most `size_bytes` are read, through `buffer`."""
+    """Read at most `size_bytes` of file `name` through `buffer`. Return these bytes' digest and number."""
     state, done_bytes = xxhash.xxh3_128(), 0
     while done_bytes < size_bytes:
         view = buffer[: size_bytes - done_bytes]
@@ -54,9 +62,10 @@ def file_digest(source: Source, name: str, size_bytes: int, buffer: memoryview) 
 
 
 def in_order(jobs: Iterable[Callable[[memoryview], T]], readers: int, buffer_bytes: int) -> Iterator[T]:
-    """Yield the jobs' results in order. Each is called with a buffer of `buffer_bytes`, at most `readers` at once.
+    """Call each job with a buffer of `buffer_bytes`, and yield the results in the order of the jobs.
 
-    One reader needs no thread. The first job to fail, in the jobs' order, ends the iteration with its error.
+    At most `readers` jobs run at once, each on a thread. With one reader, they run on the caller's thread. If
+    a job raises, the results of the jobs before it are yielded, then its exception is raised.
     """
     if readers == 1:
         buffer = memoryview(bytearray(buffer_bytes))
@@ -67,7 +76,7 @@ def in_order(jobs: Iterable[Callable[[memoryview], T]], readers: int, buffer_byt
         buffers.put(memoryview(bytearray(buffer_bytes)))
 
     def run(job: Callable[[memoryview], T]) -> T:
-        # Never empty: there are as many buffers as threads.
+        # There is always a free buffer, because there are as many buffers as threads.
         buffer = buffers.get_nowait()
         try:
             return job(buffer)

@@ -1,8 +1,9 @@
-"""The header of a safetensors file, read and validated: which tensors the file holds, and where.
+"""Reads and validates the header of a safetensors file, which says which tensors the file holds, and where.
 
-A file is: 8 bytes, the little-endian length N of the header; N bytes of JSON, `{name: {dtype, shape,
-data_offsets}}` and optionally `__metadata__` (strings to strings), padded with spaces; then the data, which
-the tensors cover without gap or overlap. Only the header is read. Every defect is a HeaderError.
+A file consists of three parts. The first 8 bytes are the little-endian length N of the header. The next N
+bytes are the header: a JSON object that maps the name of each tensor to its dtype, shape and data_offsets,
+and may map `__metadata__` to an object of strings. It may end with spaces. The rest is data, which the
+tensors cover without gap or overlap. Only the header is read here. Every defect raises HeaderError.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from ...errors import HeaderError
 from ..sources.source import Source
 
 LENGTH_BYTES = 8
-# The limit of the safetensors library.
+# The safetensors library has the same limit.
 MAX_HEADER_BYTES = 100_000_000
 MAX_TENSORS = 1 << 18
-# The limit of torch.
+# The most dimensions that a tensor may have. Torch has the same limit.
 MAX_RANK = 64
 MAX_TENSOR_NAME_CHARS = 1024
 MAX_FILE_BYTES = 1 << 53
-# A JSON parser allocates up to 350 bytes for a bracket and 120 for a comma.
+# The numbers of opening brackets and commas are limited before parsing: a JSON parser allocates up to 350
+# bytes for an opening bracket and 120 for a comma.
 MAX_BRACKETS = 1 << 20
 MAX_COMMAS = 1 << 22
 _METADATA = "__metadata__"
@@ -35,13 +37,14 @@ _REMEDY = "Save the file again with the safetensors library, or fetch it again."
 
 
 class Dtype(NamedTuple):
-    """An element type: the bytes of an element, and its name in torch."""
+    """An element type: the size of one element in bytes, and torch's name of the type."""
 
     itemsize_bytes: int
     torch_name: str
 
 
-# Without F4, F6_E2M3 and F6_E3M2: their elements are not whole bytes, and torch has no type for them.
+# The element types by their safetensors names. F4, F6_E2M3 and F6_E3M2 are not supported: their elements are
+# smaller than a byte, and torch has no type for them.
 DTYPES: dict[str, Dtype] = {
     "BOOL": Dtype(1, "bool"), "U8": Dtype(1, "uint8"), "I8": Dtype(1, "int8"),
     "F8_E4M3": Dtype(1, "float8_e4m3fn"), "F8_E4M3FNUZ": Dtype(1, "float8_e4m3fnuz"),
@@ -54,7 +57,7 @@ DTYPES: dict[str, Dtype] = {
 
 
 class TensorHeader(NamedTuple):
-    """One tensor. `offset_bytes` counts from the file's first byte."""
+    """One tensor of a header. `offset_bytes` is its position, counted from the file's first byte."""
 
     name: str
     dtype: str
@@ -65,7 +68,7 @@ class TensorHeader(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A whole header, with the tensors in the order of their bytes."""
+    """A whole header. `tensors` are in the order of their bytes. The data starts at `data_offset_bytes`."""
 
     data_offset_bytes: int
     file_bytes: int
@@ -74,7 +77,7 @@ class Header:
 
 
 def read_header(source: Source, name: str) -> Header:
-    """Read the header of file `name`, and nothing else."""
+    """Return the header of file `name`. Reads nothing else of it. Raises HeaderError if it is not valid."""
     file_bytes = source.size(name)
     if file_bytes < LENGTH_BYTES:
         _refuse(name, f"it has {file_bytes} bytes, fewer than the {LENGTH_BYTES} of a header's length")
@@ -87,7 +90,10 @@ def read_header(source: Source, name: str) -> Header:
 
 
 def parse_header(text: bytes, *, file: str, file_bytes: int) -> Header:
-    """Parse a header's JSON text. `file` is the name for messages."""
+    """Parse `text`, the JSON of a header, and return the header. Raises HeaderError if it is not valid.
+
+    `file` is the name of the file for messages, and `file_bytes` its size.
+    """
     if file_bytes > MAX_FILE_BYTES:
         _refuse(file, f"it has {file_bytes} bytes, over the limit of {MAX_FILE_BYTES}")
     entries = _entries(text, file)
@@ -98,7 +104,7 @@ def parse_header(text: bytes, *, file: str, file_bytes: int) -> Header:
         _refuse(file, f"it holds {len(entries)} tensors, over the limit of {MAX_TENSORS}")
     data_offset_bytes = LENGTH_BYTES + len(text)
     tensors = [_tensor(file, name, entry, data_offset_bytes) for name, entry in entries.items()]
-    # Sort by size too: an empty tensor precedes the tensor that starts at the same offset.
+    # Sort by size too, so that an empty tensor comes before the tensor that starts at the same offset.
     tensors.sort(key=lambda tensor: (tensor.offset_bytes, tensor.size_bytes))
     _check_cover(file, tensors, data_offset_bytes, file_bytes)
     return Header(data_offset_bytes, file_bytes, tuple(tensors), metadata)
@@ -113,9 +119,10 @@ def _read(source: Source, name: str, offset: int, size_bytes: int) -> bytes:
 
 
 def bulk_fault(text: bytes) -> str | None:
-    """Return why JSON would take far more memory to parse than legitimate JSON does, or None if it would not.
+    """Return a fault if parsing this JSON could take much more memory than it should, else None.
 
-    Counting characters, also those inside strings, takes 1 ms a megabyte and happens before parsing.
+    Call it before parsing. It only counts characters, also those inside strings, which takes 1 ms per
+    megabyte.
     """
     brackets = text.count(b"[") + text.count(b"{")
     if brackets > MAX_BRACKETS:
@@ -132,7 +139,7 @@ def _entries(text: bytes, file: str) -> dict[str, Any]:
     try:
         # Decode explicitly: json.loads on bytes would also guess UTF-16 and UTF-32.
         unique = partial(_unique, file)
-        # JSON that starts with '{' is an object.
+        # The result is a dict, because JSON that starts with '{' is an object.
         return json.loads(text.decode(), object_pairs_hook=unique, parse_constant=_no_constant)  # type: ignore[no-any-return]
     except (ValueError, RecursionError) as error:
         _refuse(file, f"its header is not JSON ({_short(str(error))})")
@@ -173,14 +180,18 @@ def _naturals(file: str, name: str, field: str, values: Any, limit: int) -> tupl
     if not isinstance(values, list) or len(values) > limit:
         _refuse(file, f"its {field} is not a list of at most {limit} numbers", name)
     for value in values:
-        # In Python, bool is an int. The bound keeps all later products and sums small.
+        # Compare the type itself, because isinstance would accept a bool. With the limit, no product or sum
+        # of these numbers becomes too large to compute quickly.
         if type(value) is not int or not 0 <= value <= MAX_FILE_BYTES:
             _refuse(file, f"its {field} holds {_short(str(value))}, not a whole number in range", name)
     return tuple(values)
 
 
 def _check_cover(file: str, tensors: list[TensorHeader], end_bytes: int, file_bytes: int) -> None:
-    """Check that the tensors follow each other from `end_bytes`, where the data starts, to the end of the file."""
+    """Raise HeaderError unless the tensors cover all of the data, each starting where the one before it ends.
+
+    `end_bytes` is where the data starts.
+    """
     for tensor in tensors:
         if tensor.offset_bytes < end_bytes:
             _refuse(file, "its bytes overlap those of the tensor before it", tensor.name)
@@ -195,7 +206,10 @@ def _check_cover(file: str, tensors: list[TensorHeader], end_bytes: int, file_by
 
 
 def aliases_of(headers: Iterable[Header], stored: Set[str]) -> dict[str, str]:
-    """Return the aliases that safetensors.torch.save_model wrote into the metadata, mapped to stored tensors."""
+    """Return the aliases that safetensors.torch.save_model wrote into the metadata: alias to tensor.
+
+    `stored` has the names of all tensors. Entries of the metadata that are not aliases of them are left out.
+    """
     return {
         alias: target
         for header in headers
@@ -205,13 +219,13 @@ def aliases_of(headers: Iterable[Header], stored: Set[str]) -> dict[str, str]:
 
 
 def repeated(names: Iterable[str]) -> str | None:
-    """Return the first name that occurs twice, if any."""
+    """Return the first name that occurs more than once, or None if all are unique."""
     return next((name for name, count in Counter(names).items() if count > 1), None)
 
 
 def name_is_sound(name: str) -> bool:
-    """Return True if a tensor's name can be printed and stored."""
-    # json.loads accepts half a surrogate pair, which cannot be encoded.
+    """Return True if `name` is allowed as a tensor's name: not empty, not too long, and valid in UTF-8."""
+    # json.loads accepts half of a surrogate pair, which cannot be encoded in UTF-8.
     return 0 < len(name) <= MAX_TENSOR_NAME_CHARS and not any("\ud800" <= char <= "\udfff" for char in name)
 
 
@@ -221,6 +235,6 @@ def _refuse(file: str, fault: str, tensor: str | None = None, remedy: str = _REM
 
 
 def _short(text: str) -> str:
-    """Return at most 80 characters of untrusted text, safe for a message."""
+    """Return at most 80 characters of untrusted text for a message, all of them encodable in UTF-8."""
     clean = text.encode(errors="backslashreplace").decode()
     return clean if len(clean) <= 80 else f"{clean[:77]}..."

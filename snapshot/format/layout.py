@@ -1,4 +1,4 @@
-"""The layout of a prefix: which files are shards, what their index lists, and which are assets."""
+"""Finds out which files of a source are shards and which are assets, and reads the index of the shards."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .manifest import MANIFEST_NAME, MAX_ASSET_DEPTH, MAX_ASSETS
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 
-# Weights in other formats, which are never assets.
+# The suffixes of weights in other formats. Such files are never assets.
 FOREIGN = frozenset(
     {".bin", ".pt", ".pth", ".ckpt", ".h5", ".hdf5", ".keras", ".msgpack", ".gguf", ".ggml", ".onnx", ".onnx_data"}
     | {".tensors", ".tflite", ".pb", ".npz", ".npy", ".ot", ".pkl", ".pickle", ".engine", ".mlmodel", ".pte"}
 )  # fmt: skip
-# Partial downloads, caches and archives, which no handler reads; and code, which belongs to the function: editing it
-# must not change the snapshot.
+# The suffixes of further files that are never assets: partial downloads, caches and archives, since no
+# handler reads them, and code, since it belongs to the function, and editing it must not change the snapshot.
 _IGNORED = frozenset(
     {".py", ".pyc", ".lock", ".incomplete", ".part", ".tmp", ".log", ".zip", ".tar", ".gz", ".tgz", ".zst"}
 )
@@ -30,9 +30,11 @@ _IGNORED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The files of a snapshot. `places` maps tensors to files as the index does, and is empty without an `index`.
+    """The names of a snapshot's files.
 
-    `assets` are chosen by name; some may turn out to be too large.
+    `index` is the name of the index file, or "" if there is none. `places` maps tensors to files as the index
+    says, and is empty without one. `assets` are chosen only by name, so some of them may be too large for an
+    asset.
     """
 
     shards: tuple[str, ...]
@@ -42,9 +44,11 @@ class Layout:
 
 
 def lay_out(source: Source, names: Sequence[str], file: str | None = None) -> Layout:
-    """Return the layout of `names`, everything in `source`. With `file`, that file is the only shard.
+    """Return the layout of the files in `source`. `names` are the names of all of them.
 
-    Otherwise the names hold one `*.safetensors`, or several and the `*.safetensors.index.json` that lists them.
+    With `file`, that file is the only shard. Without it, the top folder must hold one `*.safetensors`, or
+    several and the `*.safetensors.index.json` that lists them. Raises SnapshotError if it does not, and
+    HeaderError if the index is not valid.
     """
     assets = tuple(sorted(name for name in names if is_asset(name)))
     if len(assets) > MAX_ASSETS:
@@ -67,7 +71,7 @@ def lay_out(source: Source, names: Sequence[str], file: str | None = None) -> La
 
 
 def is_asset(name: str) -> bool:
-    """Return True if a file of this name, beside weights, is an asset of theirs."""
+    """Return True if a file of this name, in the folder of the weights or below it, is an asset."""
     path = PurePosixPath(name)
     if path.name == MANIFEST_NAME or len(path.parts) > MAX_ASSET_DEPTH + 1 or name_fault(name) is not None:
         return False
@@ -77,10 +81,10 @@ def is_asset(name: str) -> bool:
 
 
 def read_index(source: Source, name: str) -> dict[str, str]:
-    """Return the weight_map of index file `name`: tensor to file. Raises HeaderError."""
+    """Return the weight_map of index file `name`: tensor to file. Raises HeaderError if it is not valid."""
     where = f"{source.url}/{name}"
     try:
-        # An index over the limit is cut, and then no valid JSON.
+        # If the index is larger than the limit, only its beginning is read, which is not valid JSON.
         text = read_all(source, name, MAX_HEADER_BYTES)
         index: Any = None if bulk_fault(text) else json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -101,8 +105,9 @@ def _indexed(
 ) -> Layout:
     places = read_index(source, index)
     shards = tuple(sorted(set(places.values())))
-    # Files that the index does not list (consolidated.safetensors, an adapter) are ignored. A whole
-    # model.safetensors beside its own index is ambiguous.
+    # Safetensors files that the index does not list (consolidated.safetensors, an adapter) are ignored. But
+    # the file that has the name of the index (model.safetensors) could hold all weights too: then it is not
+    # clear which to use.
     whole = index.removesuffix(".index.json")
     if whole in files and whole not in shards:
         raise ambiguous(source, [whole, index])

@@ -1,8 +1,8 @@
-"""The manifest, a small JSON file that makes the safetensors files beside it a snapshot.
+"""Defines the manifest: a JSON file that makes the safetensors files in its folder a snapshot.
 
-It holds the place of each tensor, so that restoring parses no headers, and the digest of each chunk, so that fetching
-verifies bytes as they arrive. It is untrusted input: sizes and counts have limits, fields are checked against each
-other, and each fault is a ManifestError.
+It says where each tensor is, so that restoring parses no headers. It has the digest of each chunk, so that
+fetching can verify each chunk when it arrives. A manifest is untrusted input: sizes and counts have limits,
+fields are checked against each other, and each fault raises ManifestError.
 """
 
 from __future__ import annotations
@@ -33,17 +33,20 @@ DEFAULT_CHUNK_BYTES = 4 << 20
 MAX_ASSETS = 1024
 MAX_ASSET_BYTES = 64 << 20
 MAX_ASSETS_BYTES = 512 << 20
-# Folders around an asset.
+# An asset may be in at most this many nested folders.
 MAX_ASSET_DEPTH = 4
 
-# Lists fail at their first fault, so only hostile input has more.
+# If pydantic finds more faults than this, the message only says how many. Validation of a list stops at its
+# first fault, so only hostile input has this many.
 _FAULTS_LISTED = 100
+# JSON of at most this size cannot cause enough faults to exhaust the memory: `_crowd_fault` does not check
+# it.
 _LARGE_BYTES = 1 << 20
 _REMEDY = "Make the manifest anew: pilotflame snapshot create."
 
 
 def _file_name(name: str) -> str:
-    # Readers keep their own notes in hidden files.
+    # Names of hidden files are reserved for readers: a cache stores the state of a download in such a file.
     hidden = "it is hidden" if "/." in f"/{name}" else None
     if fault := name_fault(name) or hidden:
         raise ValueError(f"not a file inside the snapshot: {fault}")
@@ -66,7 +69,8 @@ def _must(hold: Callable[[str], bool], fault: str) -> AfterValidator:
 Bytes = Annotated[int, Field(ge=0, le=MAX_FILE_BYTES)]
 FileName = Annotated[str, AfterValidator(_file_name)]
 TensorName = Annotated[str, _must(name_is_sound, "not a tensor's name")]
-# xxh3-128 does 30 GB/s a core, sha256 1.8. It detects corruption; against tampering, sign the manifest.
+# Digests are xxh3-128, because it processes 30 GB/s per core and sha256 only 1.8. It detects corruption, but
+# not tampering.
 ChunkDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
 
@@ -75,7 +79,7 @@ class _Frozen(BaseModel):
 
 
 class Shard(_Frozen):
-    """A safetensors file. Its chunks begin at its first byte, header included."""
+    """A safetensors file. `chunks` has a digest per chunk. The first chunk includes the header's bytes."""
 
     name: FileName
     size_bytes: Bytes
@@ -84,7 +88,7 @@ class Shard(_Frozen):
 
 
 class TensorEntry(_Frozen):
-    """A tensor. `offset_bytes` counts from its shard's first byte."""
+    """A tensor. Its file is `Manifest.shards[shard]`. `offset_bytes` is its position in that file."""
 
     name: TensorName
     dtype: Annotated[str, _must(DTYPES.__contains__, "unknown dtype")]
@@ -95,7 +99,7 @@ class TensorEntry(_Frozen):
 
 
 class Asset(_Frozen):
-    """A small file beside the weights, such as config.json or a tokenizer. It has one digest."""
+    """A small file that belongs to the weights, such as config.json. `digest` is that of the whole file."""
 
     name: Annotated[FileName, _must(_is_shallow, f"an asset is at most {MAX_ASSET_DEPTH} folders deep")]
     size_bytes: Annotated[int, Field(ge=0, le=MAX_ASSET_BYTES)]
@@ -103,18 +107,19 @@ class Asset(_Frozen):
 
 
 class Provenance(_Frozen):
-    """What created the snapshot, and from what. Not part of its digest."""
+    """What created the snapshot, and from which files. The snapshot's digest does not depend on it."""
 
     created_by: Annotated[str, Field(max_length=200)] = ""
     source: Annotated[str, Field(max_length=4096)] = ""
 
 
 class Manifest(_Frozen):
-    """The description of a whole snapshot. Snapshots of the same files have the same `digest`."""
+    """The description of a snapshot. Manifests of the same files and chunk size have the same `digest`."""
 
     version: Literal[1] = 1
     algorithm: Literal["xxh3-128"] = "xxh3-128"
-    # Whole pages: a private write at the end of a chunk must not copy the start of the next before that has arrived.
+    # A multiple of the page size: a write to a private mapping copies the whole page. If the page had bytes
+    # of the next chunk too, the copy could lack them, because that chunk has not arrived yet.
     chunk_bytes: Annotated[
         int, Field(ge=MIN_CHUNK_BYTES, le=MAX_CHUNK_BYTES, multiple_of=MIN_CHUNK_BYTES)
     ] = DEFAULT_CHUNK_BYTES
@@ -129,7 +134,7 @@ class Manifest(_Frozen):
 
     @staticmethod
     def parse(text: bytes) -> Manifest:
-        """Parse the JSON form. Raises ManifestError."""
+        """Return the manifest of which `text` is the JSON form. Raises ManifestError if it is not valid."""
         if len(text) > MAX_MANIFEST_BYTES:
             fault = f"The manifest is over the limit of {MAX_MANIFEST_BYTES} bytes."
             raise ManifestError(fault, remedy=_REMEDY)
@@ -142,7 +147,10 @@ class Manifest(_Frozen):
 
     @staticmethod
     def build(**fields: Any) -> Manifest:
-        """Create a manifest of these fields. Raises ManifestError where the constructor raises ValidationError."""
+        """Return a manifest of these fields. Raises ManifestError if they are not valid.
+
+        The constructor would raise pydantic's ValidationError instead.
+        """
         try:
             return Manifest(**fields)
         except ValidationError as error:
@@ -150,7 +158,10 @@ class Manifest(_Frozen):
 
     @staticmethod
     def read(path: Path) -> Manifest:
-        """Read the manifest at `path`, a file or its folder."""
+        """Return the manifest in the file `path` or in the folder `path`.
+
+        Raises ManifestError if it is missing or not valid.
+        """
         file = path / MANIFEST_NAME if path.is_dir() else path
         try:
             with file.open("rb") as stream:
@@ -163,13 +174,13 @@ class Manifest(_Frozen):
         return self.model_dump_json().encode() + b"\n"
 
     def write(self, path: Path) -> None:
-        """Publish as file `path`; see `publish`."""
+        """Write the JSON form to file `path`, completely or not at all."""
         with publish(path) as stream:
             stream.write(self.to_json())
 
     @property
     def digest(self) -> str:
-        """The sha256 (hex) of the canonical JSON without the hints, which are provenance and first touch."""
+        """The sha256 (hex) of the canonical JSON, without the hints, which are provenance and first_touch."""
         plain = self.model_dump(mode="json", exclude={"provenance", "first_touch"})
         text = json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return hashlib.sha256(text.encode()).hexdigest()
@@ -203,7 +214,11 @@ class Manifest(_Frozen):
 
 
 def read_manifest(source: Source) -> Manifest:
-    """Read the manifest beside a source's shards. Raises SourceMissing, ManifestError."""
+    """Return the manifest in `source`.
+
+    Raises SourceMissing if there is none, ManifestError if it is not valid, and SourceError if it cannot be
+    read.
+    """
     try:
         text = read_all(source, MANIFEST_NAME, MAX_MANIFEST_BYTES + 1)
     except SourceMissing as error:
@@ -219,7 +234,10 @@ def read_manifest(source: Source) -> Manifest:
 
 
 def _crowd_fault(text: bytes) -> str | None:
-    """Return why pydantic would collect millions of faults, a kilobyte each, in a large text; None if it would not."""
+    """Return why pydantic could find millions of faults in a large `text`, or None if it could not.
+
+    Such a text must not reach pydantic, which takes a kilobyte of memory for each fault.
+    """
     if len(text) <= _LARGE_BYTES:
         return None
     try:
@@ -251,7 +269,7 @@ def _check_files(files: Sequence[Shard | Asset]) -> None:
     _check_unique("file", (file.name for file in files))
     if any(file.name == MANIFEST_NAME for file in files):
         raise ValueError(f"{MANIFEST_NAME!r} is the manifest's own name")
-    # In this order a folder is followed by its contents.
+    # Sorted like this, a path is directly followed by the paths below it, if there are any.
     paths = sorted(name.split("/") for name in (MANIFEST_NAME, *(file.name for file in files)))
     for one, two in pairwise(paths):
         if two[: len(one)] == one:
@@ -290,7 +308,8 @@ def _check_tensor(tensor: TensorEntry, shards: tuple[Shard, ...]) -> None:
 
 
 def _check_overlap(tensors: tuple[TensorEntry, ...], shards: tuple[Shard, ...]) -> None:
-    # Two tensors over the same bytes would see each other's writes. Intended sharing is written as an alias.
+    # If two tensors had bytes in common, writing to one would change the other. Tensors that share all bytes
+    # on purpose are one tensor and an alias.
     placed = [tensor for tensor in tensors if tensor.size_bytes]
     placed.sort(key=lambda tensor: (tensor.shard, tensor.offset_bytes))
     for one, two in pairwise(placed):
@@ -313,7 +332,7 @@ def _check_names(manifest: Manifest) -> None:
 
 
 def _first_fault(error: ValidationError) -> str:
-    # errors() makes a dict of a kilobyte for each fault.
+    # Do not call errors() for many faults: it creates a dict of a kilobyte for each.
     if error.error_count() > _FAULTS_LISTED:
         return f"The manifest is not valid: it has {error.error_count()} faults."
     fault = error.errors(include_url=False, include_context=False, include_input=False)[0]

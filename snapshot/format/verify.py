@@ -1,4 +1,4 @@
-"""Verifying a snapshot: read every byte, compare every digest, and name the damage by shard, chunk and tensor."""
+"""Verifies a snapshot: reads every byte, compares every digest, and reports where the first fault is."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _REMEDY = "Fetch the file again."
 
 
 def verify(root: Path, manifest: Manifest, progress: Progress | None = None) -> None:
-    """Read all shards and assets in folder `root`. `progress` counts bytes of shards.
+    """Compare all files in folder `root` with the manifest. Raises SnapshotCorrupt for the first fault.
 
-    Raises SnapshotCorrupt for the first fault.
+    `progress` is called with the bytes of shards that are read, and their total.
     """
     source = FolderSource(root)
     positions = {shard.name: index for index, shard in enumerate(manifest.shards)}
@@ -34,7 +34,10 @@ def verify(root: Path, manifest: Manifest, progress: Progress | None = None) -> 
 
 
 def chunk_tensors(manifest: Manifest, shard: int, chunk: int) -> list[str]:
-    """Return the names of the tensors that have bytes in a chunk, in the order of their bytes."""
+    """Return the names of the tensors that have bytes in chunk number `chunk` of shard number `shard`.
+
+    They are in the order of their bytes.
+    """
     begin_bytes = chunk * manifest.chunk_bytes
     end_bytes = begin_bytes + manifest.chunk_bytes
     before = [one for one in manifest.tensors if one.shard == shard and one.offset_bytes < end_bytes]
@@ -50,7 +53,7 @@ def corrupt_chunk(manifest: Manifest, index: int, chunk: int) -> SnapshotCorrupt
 
 
 def holding(names: list[str]) -> str:
-    """Return "holds a, b, c and 4 more tensors", for a message."""
+    """Return which tensors a chunk holds, for a message: for example "holds a, b, c and 4 more tensors"."""
     if not names:
         return "holds the header only"
     shown = ", ".join(name[:120] for name in names[:3])

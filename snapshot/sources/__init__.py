@@ -1,4 +1,5 @@
-"""Sources: where the bytes of snapshots are read from, a folder, a web server or S3.
+"""Reads the files of snapshots from sources: folders, web servers and S3. Writes to folders and S3.
 
-Enter at `locate.open_source`; `source` has the interface. Nothing here knows what the bytes mean.
+The entry point is `locate.open_source`. The module `source` defines the interface. This package handles any
+bytes: it knows nothing about manifests or tensors.
 """

@@ -1,4 +1,7 @@
-"""GET requests over one HTTP/1.1 connection. h11 writes requests and parses heads; bodies go straight into memory."""
+"""Sends GET requests over one HTTP/1.1 connection. h11 formats the requests and parses the responses' heads.
+
+The bodies are received directly into the caller's memory.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,14 @@ import h11
 
 from .wire import Wire
 
-# Holds a head and the body bytes received with it. The rest of a body is received into the caller's memory.
+# The buffer holds the head of a response and the first bytes of the body, which arrive together with it. The
+# rest of the body is received into the caller's memory.
 _BUFFER_BYTES = 16 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A response's status and headers. Names are in lower case; repeated headers are joined by commas."""
+    """A response's status and headers. Names are in lower case. Repeated headers are joined by commas."""
 
     status: int
     headers: Mapping[str, str]
@@ -26,28 +30,37 @@ class StaleError(ConnectionError):
 
 
 class Exchange:
-    """Requests and responses over one wire. Methods raise OSError and h11.RemoteProtocolError."""
+    """Sends requests and receives responses over one wire, one after another.
+
+    Methods raise OSError if the connection fails, and h11.RemoteProtocolError if the response is not valid
+    HTTP.
+    """
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
-        # Bytes that the last receive put into the buffer.
+        # The number of bytes that the last `_receive` put into the buffer.
         self._received = 0
-        # Body bytes to return before receiving more: received with the head, or decoded from a chunked body.
+        # Bytes of the body that are received but not read: they came with the head, or from a chunked body.
         self._held = self._buffer[:0]
-        # Bytes left of a body of known length, including those held.
+        # The number of bytes of the body that are not read yet, including `_held`. It stays 0 if the length
+        # is unknown.
         self._left = 0
-        # The parser of a body of unknown length.
+        # The parser of a body whose length is unknown (for example chunked); None for any other body, and
+        # after its end.
         self._parser: h11.Connection | None = None
         self._kept = False
 
     @property
     def clean(self) -> bool:
-        """Whether the last body was read to its end and the server keeps the connection open."""
+        """True if another request can be sent: the last body was read and the server keeps the connection."""
         return self._kept and self._parser is None and self._left == 0 and not len(self._held)
 
     def get(self, target: str, headers: Sequence[tuple[str, str]]) -> Head:
-        """Send a GET of `target` (path and query), and wait for the response's head."""
+        """Send a GET request for `target` (path and query), wait for the head of the response, and return it.
+
+        Raises StaleError if the connection was closed before any response, so that a new connection may help.
+        """
         self._kept, self._held, self._left, self._parser = False, self._buffer[:0], 0, None
         parser = h11.Connection(h11.CLIENT)
         request = parser.send(h11.Request(method="GET", target=target, headers=list(headers))) or b""
@@ -67,7 +80,10 @@ class Exchange:
         return self._start(parser, event)
 
     def read_into(self, view: memoryview, limit: int) -> int:
-        """Read at most `limit` (> 0) bytes of the body; 0 is its end. Raises ConnectionError if it ends early."""
+        """Read at most `limit` (> 0) bytes of the body into `view`. Return their number: 0 at the body's end.
+
+        Raises ConnectionError if the connection ends before the body.
+        """
         if self._parser is not None and not len(self._held):
             self._next_piece(self._parser)
         if held := min(len(self._held), limit):
@@ -84,7 +100,7 @@ class Exchange:
         return count
 
     def read_rest(self, limit: int) -> bytes:
-        """Return the rest of the body, at most `limit` bytes."""
+        """Read and return the rest of the body, or its next `limit` bytes if it is longer."""
         rest, done = memoryview(bytearray(limit)), 0
         while done < limit and (count := self.read_into(rest[done:], limit - done)):
             done += count
@@ -99,9 +115,10 @@ class Exchange:
         if "content-length" in headers and "transfer-encoding" not in headers:
             self._left = int(headers["content-length"])
             ahead = len(parser.trailing_data[0])
-            # All bytes ahead came with the last receive, since the head was incomplete before it.
+            # The first bytes of the body came with the last `_receive`, because the head was incomplete
+            # before it.
             self._held = self._buffer[self._received - ahead : self._received]
-            # More bytes than the body has: the connection cannot be trusted further.
+            # If the server sent more bytes than the body has, the connection must not be used again.
             if ahead > self._left:
                 self._held, self._kept = self._held[: self._left], False
         else:
@@ -114,11 +131,12 @@ class Exchange:
         if isinstance(event, h11.Data):
             self._held = memoryview(event.data)
         else:
-            # EndOfMessage.
+            # The event is EndOfMessage: the body has ended.
             self._parser = None
             self._kept = self._kept and not parser.trailing_data[0] and not parser.trailing_data[1]
 
     def _receive(self, parser: h11.Connection) -> None:
         self._received = self._wire.receive(self._buffer)
-        # No bytes mean that the server closed, which h11 refuses inside a head or a chunked body.
+        # If there are no bytes, the server has closed the connection. Inside a head or a chunked body, h11
+        # then raises.
         parser.receive_data(bytes(self._buffer[: self._received]))

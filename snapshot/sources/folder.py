@@ -1,4 +1,4 @@
-"""A folder of this machine as a source."""
+"""Defines the source that reads and writes a folder of this machine."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ _COPY_BYTES = 1 << 20
 
 
 class FolderSource:
-    """A folder. Each read opens, preads and closes (10 µs), so there is no state.
+    """A folder. Each read opens and closes the file (10 µs), so no file stays open.
 
-    The last component of a name may be a symlink to anywhere: the Hugging Face cache keeps its blobs outside the
-    snapshot folder, and whoever can place a link here can place weights here. A hostile manifest controls only names,
-    which must stay inside: no `..`, not absolute, and each directory in a name must resolve to one inside.
+    The last component of a name may be a symlink to anywhere: the Hugging Face cache stores its blobs outside
+    the snapshot folder. This is safe, because whoever can create a link in this folder can also create
+    weights in it. But names may come from a hostile manifest, so they must not lead out of the folder: a name
+    must not be absolute or contain `..`, and its directories must not be links that lead out.
     """
 
     def __init__(self, root: Path) -> None:
@@ -41,7 +42,10 @@ class FolderSource:
         return self.stat(name).size_bytes
 
     def names(self) -> list[str]:
-        """Return all regular files below, sorted, without hidden files and those in hidden or linked folders."""
+        """Return the names of all files in this folder and its subfolders, sorted.
+
+        Hidden files and the contents of hidden or linked subfolders are left out.
+        """
         found = []
         for folder, folders, files in os.walk(self._root):
             folders[:] = [name for name in folders if not name.startswith(".")]
@@ -53,7 +57,7 @@ class FolderSource:
         return FolderConnection(self)
 
     def put(self, name: str, content: Path | bytes, sent: Callable[[int], None] | None = None) -> None:
-        """See Writable. Raises CacheError if the file cannot be written."""
+        """See Writable. Raises CacheError if `content` cannot be read or the file cannot be written."""
         path = self._path(name)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -78,7 +82,7 @@ class FolderSource:
         return done
 
     def open(self, name: str) -> int:
-        """Open the regular file `name` for reading and return its descriptor."""
+        """Open file `name` and return its descriptor. Raises SourceMissing if there is no regular file."""
         path = self._path(name)
         try:
             # O_NONBLOCK prevents a hang on a FIFO, and has no effect on regular files.
@@ -103,7 +107,7 @@ class FolderSource:
 
 
 class FolderConnection:
-    """One open file at a time. It stays the same file even if its name is replaced."""
+    """See Connection. Has at most one open file, and reads from it even if another file gets its name."""
 
     def __init__(self, source: FolderSource) -> None:
         self._source = source
@@ -142,7 +146,8 @@ class FolderConnection:
 
     def close(self) -> None:
         if threading.get_ident() != self._owner:
-            # Leave the descriptor open: a read in progress would continue with the next file of that number.
+            # Leave the descriptor open. If it were closed now, a file that is opened next could get its
+            # number, and a read in progress would read from that file.
             self._interrupted = True
             return
         descriptor, self._descriptor = self._descriptor, -1
@@ -151,6 +156,6 @@ class FolderConnection:
 
 
 def object_info(descriptor: int) -> ObjectInfo:
-    """Return the size of an open file, and a version that changes when it is replaced or written to."""
+    """Return the size and version of an open file. Writing to or replacing the file changes the version."""
     status = os.fstat(descriptor)
     return ObjectInfo(status.st_size, f"{status.st_ino}-{status.st_mtime_ns}-{status.st_size}")

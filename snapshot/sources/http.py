@@ -1,4 +1,4 @@
-"""Web servers as sources: range requests over kept-alive HTTP/1.1, received straight into the caller's memory."""
+"""Defines the source that reads from a web server, with range requests over kept-alive connections."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ MAX_ERROR_BYTES = 64 << 10
 
 
 class WebSource(Ranged):
-    """A source whose objects are read with HTTP GET. It locates objects and remembers their size and version."""
+    """A source whose objects are read with HTTP GET. It remembers their locations, sizes and versions."""
 
+    # A location is used for at most this time. Then `resolve` is called again.
     kept_for_s = math.inf
 
     def __init__(
@@ -44,7 +45,8 @@ class WebSource(Ranged):
         self._timeout_s = timeout_s
         self._connect_timeout_s = connect_timeout_s
         self._ssl_context = ssl_context
-        # Shared with the connections. Single operations of a dict are atomic.
+        # All connections use these dicts too, on other threads. No lock is needed: single operations of a
+        # dict are atomic.
         self._infos: dict[str, ObjectInfo] = {}
         self._locations: dict[str, tuple[Location, float]] = {}
 
@@ -54,10 +56,14 @@ class WebSource(Ranged):
 
     @abstractmethod
     def resolve(self, name: str) -> Location:
-        """Return the address of `name`, before redirects."""
+        """Return the location at which to request `name` first. The server may redirect from there."""
 
     def locate(self, name: str, *, fresh: bool) -> Location:
-        """Return where `name` is. With `fresh`, resolve it again, because the last location was refused."""
+        """Return the location of `name`, usually a remembered one.
+
+        Pass `fresh` after the server has refused a request to the remembered location: `name` is resolved
+        again.
+        """
         location, until_s = self._locations.get(name, (None, 0.0))
         if location is None or fresh or time.monotonic() >= until_s:
             location = self.resolve(name)
@@ -65,16 +71,20 @@ class WebSource(Ranged):
         return location
 
     def note(self, name: str, location: Location) -> None:
-        """Keep a location, which may be where redirects lead, for `kept_for_s`."""
+        """Remember the location of `name` for `kept_for_s`. It may be the target of a redirect."""
         self._locations[name] = location, time.monotonic() + self.kept_for_s
 
     def explain(self, request: RangeRequest, head: Head, body: bytes) -> PilotflameError:
-        """Return the error for a refusal. `body` holds its first 64 KiB."""
+        """Return the error for a response that refuses `request`. `body` has at most 64 KiB of its body."""
         del body
         return refusal(head, request)
 
     def stat(self, name: str) -> ObjectInfo:
-        """See Source. Retries what may pass, and asks the server once until the object changes."""
+        """See Source. Retries temporary failures.
+
+        Sends a request only the first time. Later calls return the same info, until a read finds the object
+        changed.
+        """
         if (info := self._infos.get(name)) is not None:
             return info
         retries = Retries()
@@ -98,10 +108,11 @@ class WebSource(Ranged):
 
 
 class HttpSource(WebSource):
-    """Objects below `http(s)://host/prefix`.
+    """The objects below `http(s)://host/prefix` on a web server.
 
-    Only that host receives `headers`, and the URL's user and password. A query in the URL is sent with every request.
-    Raises SourceError for a URL that is not one of a web server.
+    Every request has `headers`, and the user and password of `url`. They are not sent to another server to
+    which a redirect leads. If `url` has a query, the URL of each object gets the same query.
+    Raises SourceError if `url` is not an http(s) URL.
     """
 
     def __init__(
@@ -135,10 +146,13 @@ class HttpSource(WebSource):
 
 
 class HttpConnection:
-    """One kept-alive connection; see Connection. It follows redirects."""
+    """See Connection. It uses one kept-alive HTTP connection, and follows redirects."""
 
     def __init__(self, source: WebSource, wire: Wire, infos: dict[str, ObjectInfo]) -> None:
-        """`infos` has the first info of each object, until it changes."""
+        """`infos`, which all connections of `source` share, has the first info seen of each object.
+
+        When a read finds that an object has changed, its info is removed.
+        """
         self._source = source
         self._wire = wire
         self._infos = infos
@@ -161,7 +175,10 @@ class HttpConnection:
         return info
 
     def stat(self, name: str) -> ObjectInfo:
-        """Return size and version. Gets the first byte, because a URL signed for GET refuses HEAD."""
+        """Return the size and version of `name`.
+
+        Requests the first byte with GET, because the server refuses HEAD if the URL is signed for GET.
+        """
         head, request = self._get(name, 0, 1, empty=True)
         info = object_info(head, request)
         if head.status == PARTIAL:
@@ -187,9 +204,11 @@ class HttpConnection:
     def _get(
         self, name: str, begin: int, end: int, version: str = "", *, empty: bool = False
     ) -> tuple[Head, RangeRequest]:
-        """Return the head of a success, or with `empty` of a refusal because the object is empty. Raises the error.
+        """Request a range. Return the head of the successful response, and the request that it responds to.
 
-        If a location is refused, try a fresh one once.
+        If the server refuses the remembered location of the object, tries once more with a fresh one. Raises
+        the error of the last refusal. With `empty`, a refusal because the object is empty is returned like a
+        success.
         """
         if fault := name_fault(name):
             raise SourceMissing(f"{name[:80]!r} is not a name below {self._source.url}: {fault}.")
@@ -227,7 +246,8 @@ class HttpConnection:
         headers = _headers(origin, location, request)
         try:
             if self._wire.origin == origin and self._exchange.clean and self._wire.quiet():
-                # The server may have closed a kept connection, which is no failure.
+                # If the server has closed the connection since the last request, open a new one: this is no
+                # failure.
                 with suppress(StaleError):
                     return self._exchange.get(target, headers)
             self._wire.connect(origin)
@@ -235,7 +255,7 @@ class HttpConnection:
         except (OSError, h11.RemoteProtocolError) as error:
             raise self._failed(request, error) from error
         except h11.LocalProtocolError:
-            # Drop h11's message: it quotes the header, which may be a secret.
+            # Do not show h11's message: it quotes the header, which may be a secret.
             fault = f"The URL or a header of the request for {request.url} holds what HTTP does not allow."
             raise SourceError(fault, remedy="Remove line ends and control characters.") from None
 
@@ -243,7 +263,7 @@ class HttpConnection:
         try:
             return self._exchange.read_rest(MAX_ERROR_BYTES)
         except (OSError, h11.RemoteProtocolError):
-            # The status is enough for an error.
+            # The body is only needed for the text of an error. The status is enough to choose the error.
             return b""
 
     def _failed(self, request: RangeRequest, error: Exception) -> PilotflameError:
@@ -263,7 +283,7 @@ def _headers(origin: ServerAddress, location: Location, request: RangeRequest) -
         ("Accept-Encoding", "identity"),
         ("Range", f"bytes={request.begin}-{request.end - 1}"),
     ]
-    # If-Match does not accept weak ETags and dates.
+    # Only a strong ETag starts with a quotation mark. If-Match does not accept weak ETags and dates.
     if request.version.startswith('"'):
         headers.append(("If-Match", request.version))
     return [*headers, *location.headers.items()]

@@ -1,4 +1,4 @@
-"""Opening a source by its URL or path."""
+"""Creates a source from its URL or path."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from .source import Source
 
 
 def is_remote(url: str) -> bool:
-    """Return True if `url` is not a folder of this machine."""
+    """Return True if `url` is of S3 or a web server. Anything else is a path on this machine."""
     return url.startswith(("s3://", "http://", "https://"))
 
 
 def open_source(url: str) -> Source:
-    """Return the source at `s3://bucket/prefix`, `http(s)://host/prefix` or a folder's path."""
+    """Return the source for `url`: `s3://bucket/prefix`, `http(s)://host/prefix` or the path of a folder."""
     if url.startswith("s3://"):
         from .s3 import S3Source  # noqa: PLC0415  ssl and h11 take time to import
 

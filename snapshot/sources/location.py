@@ -1,4 +1,4 @@
-"""URLs of objects, which may hold secrets: the server's address, redirects, and the part that messages may show."""
+"""Handles the URLs of objects: the server's address, redirects, and the removal of secrets for messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from urllib.parse import quote, urljoin, urlsplit
 
 from ...errors import SourceError
 
-# Characters that quoting leaves as they are: the path is encoded already, except for what no URL may hold.
+# `quote` must not change these characters, which include %: a given URL is already percent-encoded. Only
+# characters that are not allowed in a URL at all are encoded.
 PATH = "/%:@!$&'()*+,;=~"
 QUERY = PATH + "?[]"
 _PORTS = {"http": 80, "https": 443}
@@ -16,7 +17,7 @@ _PORTS = {"http": 80, "https": 443}
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """The origin of a URL: scheme, host and port."""
+    """The address of a web server: scheme, host and port, which are the origin of its URLs."""
 
     scheme: str
     host: str
@@ -24,7 +25,7 @@ class ServerAddress:
 
     @staticmethod
     def of(url: str) -> ServerAddress:
-        """Return the origin of an http(s) URL. Raises ValueError for any other."""
+        """Return the address of the server of `url`. Raises ValueError if it is not an http(s) URL."""
         parts = urlsplit(url)
         if parts.scheme not in _PORTS or not parts.hostname:
             raise ValueError("not an http(s) URL")
@@ -33,7 +34,7 @@ class ServerAddress:
 
     @property
     def authority(self) -> str:
-        """The value of the Host header."""
+        """The value of the Host header: the host, and the port unless it is the default of the scheme."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == _PORTS[self.scheme] else f"{host}:{self.port}"
 
@@ -43,7 +44,7 @@ class ServerAddress:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """The current place of an object: a URL, possibly signed, and headers that only its host may receive."""
+    """Where to read an object: a URL, which may be signed, and headers, which only its server may receive."""
 
     url: str
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -54,7 +55,7 @@ class Location:
 
 
 def shown(url: str) -> str:
-    """Return a URL without credentials, query and fragment."""
+    """Return a URL without user, password, query and fragment, so that a message may show it."""
     base = url.partition("?")[0].partition("#")[0]
     scheme, mark, rest = base.partition("://")
     authority, slash, path = rest.partition("/")
@@ -62,7 +63,11 @@ def shown(url: str) -> str:
 
 
 def redirected(location: Location, target: str) -> Location:
-    """Return where a redirect from `location` leads, by its Location header `target`. Headers stay with their host."""
+    """Return the location to which `location` redirects. `target` is the Location header of the response.
+
+    It has the headers of `location` only if it is on the same server. Raises SourceError if the target is not
+    an http(s) URL, or if the redirect leads from https to http.
+    """
     try:
         url = urljoin(location.url, quote(target, safe=QUERY + "#"))
         before, after = ServerAddress.of(location.url), ServerAddress.of(url)

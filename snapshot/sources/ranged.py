@@ -1,4 +1,4 @@
-"""Reading a source by ranges, with retries: `size` and `read_into` built from `stat` and `connect`."""
+"""Implements the methods `size` and `read_into` of sources, with retries, by `stat` and `connect`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LONGEST_DELAY_S = 10.0
 
 
 class Ranged(ABC):
-    """A source whose subclasses implement `stat` and `connect`; see Source."""
+    """The base class of remote sources; see Source. Subclasses implement `stat` and `connect`."""
 
     @abstractmethod
     def stat(self, name: str) -> ObjectInfo: ...
@@ -28,7 +28,7 @@ class Ranged(ABC):
         return self.stat(name).size_bytes
 
     def read_into(self, name: str, offset: int, view: memoryview) -> int:
-        """See Source. Retries what may pass, giving up after six failures in a row."""
+        """See Source. Retries temporary failures. Raises after ATTEMPTS of them in a row."""
         info = self.stat(name)
         end = min(info.size_bytes, offset + len(view))
         at, retries = offset, Retries()
@@ -51,18 +51,20 @@ class Retries:
         self._failures = 0
 
     def wait(self, error: SourceUnavailable) -> None:
-        """Count a failure and wait until the next attempt is due. Raises `error` after the last attempt."""
+        """Count a failure and wait before the next attempt. Raise `error` if there is no further attempt."""
         self._failures += 1
         if self._failures >= ATTEMPTS:
             raise error
-        # Never set: only the timeout ends the wait.
+        # Nothing sets this event: only the timeout ends the wait.
         threading.Event().wait(delay_s(self._failures, error.retry_after_s))
 
 
 def delay_s(attempt: int, retry_after_s: float | None = None) -> float:
-    """Return the delay before attempt `attempt` + 1: exponential with full jitter, at least the source's Retry-After.
+    """Return how long to wait after `attempt` failures in a row: a random time.
 
-    Source: M. Brooker, "Exponential backoff and jitter" (AWS architecture blog, 2015).
+    Its maximum is FIRST_DELAY_S * 2**attempt, but not more than LONGEST_DELAY_S. Its minimum is the
+    Retry-After of the response, but not more than 2 * LONGEST_DELAY_S. The method is called full jitter: M.
+    Brooker, "Exponential backoff and jitter" (AWS architecture blog, 2015).
     """
     drawn_s = random.uniform(0, min(LONGEST_DELAY_S, FIRST_DELAY_S * 2**attempt))  # noqa: S311  not a secret
     return max(drawn_s, min(retry_after_s or 0.0, 2 * LONGEST_DELAY_S))

@@ -1,4 +1,4 @@
-"""A web server's response to a range request, checked: it holds the bytes requested, or becomes an error."""
+"""Checks that the response to a range request has the requested bytes. Turns other responses into errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ _CONTENT_RANGE = re.compile(r"bytes (?:(\d{1,19})-(\d{1,19})|\*)/(\d{1,19}|\*)\s
 
 @dataclass(frozen=True, slots=True)
 class RangeRequest:
-    """A request for bytes [begin, end) of object `name` at `url`, which messages may show."""
+    """A request for bytes [begin, end) of object `name`. `url` has no secrets, so messages may show it.
+
+    If `version` is not "", the object must have this version.
+    """
 
     name: str
     url: str
@@ -36,7 +39,10 @@ class RangeRequest:
 
 
 def object_info(head: Head, request: RangeRequest) -> ObjectInfo:
-    """Return the size and version of the whole object. Raises SourceError if the response does not tell the size."""
+    """Return the size and version of the whole object, from the head of the response to `request`.
+
+    Raises SourceError if the head does not tell the size.
+    """
     size = _content_length(head) if head.status == OK else _content_range(head)[2]
     if size is None:
         remedy = "Serve it as a static file, with Content-Length and ranges."
@@ -45,9 +51,10 @@ def object_info(head: Head, request: RangeRequest) -> ObjectInfo:
 
 
 def check(head: Head, request: RangeRequest, size_bytes: int | None) -> None:
-    """Raise unless the response holds exactly the requested range of the requested version, without encoding.
+    """Raise a SourceError or SnapshotChanged unless the response has exactly what was requested.
 
-    `size_bytes` is the size of the object, if known.
+    It must have the requested range of the requested version, without a content encoding such as gzip.
+    `size_bytes` is the size of the object, or None if it is unknown.
     """
     encoding = head.headers.get("content-encoding", "identity").lower()
     if encoding != "identity":
@@ -64,7 +71,7 @@ def check(head: Head, request: RangeRequest, size_bytes: int | None) -> None:
 
 
 def refusal(head: Head, request: RangeRequest) -> PilotflameError:
-    """Return the error for a status that is neither a success nor a redirect."""
+    """Return the error for a response whose status is neither a success nor a redirect."""
     status, url = head.status, request.url
     cls: type[SourceError]
     if status == 412:
@@ -86,7 +93,10 @@ def refusal(head: Head, request: RangeRequest) -> PilotflameError:
 
 
 def unavailable(request: RangeRequest, fault: str, head: Head | None = None) -> SourceUnavailable:
-    """Return an error for which a retry may help, with the Retry-After of `head`."""
+    """Return a SourceUnavailable, which tells the caller that a retry may help.
+
+    If `head` is given, the details have its status and its Retry-After.
+    """
     details: dict[str, object] = {"object": request.name}
     if head is not None:
         details["status"] = head.status
@@ -102,7 +112,10 @@ def _content_length(head: Head) -> int | None:
 
 
 def _content_range(head: Head) -> tuple[int, int, int | None]:
-    """Return begin, exclusive end and total; [0, 0) if there is no range, and None for an unknown total."""
+    """Return what Content-Range says: begin and exclusive end of the range, and the total size.
+
+    Begin and end are 0 if the header has no range. The total is None if it is unknown.
+    """
     found = _CONTENT_RANGE.fullmatch(head.headers.get("content-range", ""))
     if found is None:
         return 0, 0, None
@@ -115,7 +128,7 @@ def _version(headers: Mapping[str, str]) -> str:
 
 
 def _retry_after_s(text: str) -> float | None:
-    """Parse Retry-After, seconds or a date; None if it is neither."""
+    """Return the delay in seconds that a Retry-After header gives, or None if the header is not valid."""
     if text.isascii() and text.isdigit() and len(text) < 10:
         return float(text)
     try:

@@ -1,7 +1,8 @@
-"""S3 as a source. boto3 finds credentials and endpoint, lists, writes and signs; reading uses our own connections.
+"""Defines the source that reads and writes S3. boto3 does everything except reading: it only signs the URLs.
 
-Reads are presigned GETs. Only the host is signed, so a request may add Range and If-Match. Reading through boto3 reaches
-a third of the speed, because its bodies pass through several layers of `bytes`.
+To read, HttpConnection sends GET requests to presigned URLs. The signature covers no header but Host, so that
+a request may have the headers Range and If-Match. Reading through boto3 has only a third of the speed,
+because it copies bodies several times.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ _BUCKET_REGION = re.compile(rb"<Region>\s*([a-z0-9-]{2,32})\s*</Region>")
 
 
 class S3Source(WebSource):
-    """Objects below `s3://bucket/prefix`.
+    """The objects below `s3://bucket/prefix`.
 
-    Credentials, endpoint and region come from where boto3 finds them (environment, profile, instance role). Requests are
-    unsigned if PILOTFLAME_S3_ANONYMOUS is 1 or there are no credentials.
+    boto3 finds credentials, endpoint and region (in the environment, a profile or the instance role).
+    Requests are not signed if PILOTFLAME_S3_ANONYMOUS is 1 or boto3 finds no credentials.
     """
 
-    # Signing takes 0.2 ms, so URLs are signed again long before they expire.
+    # URLs are signed again long before they expire (SIGNED_FOR_S), because signing takes only 0.2 ms.
     kept_for_s = 900.0
 
     def __init__(self, url: str) -> None:
@@ -45,7 +46,7 @@ class S3Source(WebSource):
         self._prefix = prefix.strip("/")
         if scheme != "s3" or not self._bucket or "@" in self._bucket:
             raise SourceError(f"{scheme}://… is not a URL of S3.", remedy="Write s3://bucket/prefix.")
-        # Where the bucket turned out to be, if that is not the configured region.
+        # The bucket's region, if a response said that it is not the configured one.
         self._region: str | None = None
         self._opening = threading.Lock()
         self._opened: S3Client | None = None
@@ -65,7 +66,7 @@ class S3Source(WebSource):
         if region:
             self._move(region)
         plain, client, key = refusal(head, request), self._client(), self._key(request.name)
-        # With Retry-After, whatever the status is.
+        # These details include Retry-After, which `refusal` reads only for some statuses.
         details = unavailable(request, "", head).details
         known = client.error(code or str(head.status), key, details, region)
         if known is not None:
@@ -75,7 +76,7 @@ class S3Source(WebSource):
         return type(plain)(f"{fault}, requested {client.credentials}.", remedy=plain.remedy, details=details)
 
     def names(self) -> list[str]:
-        """See Listing. Leaves out the keys that stand for empty folders."""
+        """See Listing. Leaves out keys that are not valid names, such as those of empty folders."""
         below = f"{self._prefix}/" if self._prefix else ""
         with self._boto("") as boto:
             pages = boto.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=below)
@@ -84,7 +85,7 @@ class S3Source(WebSource):
         return sorted(name for name in names if name_fault(name) is None)
 
     def put(self, name: str, content: Path | bytes, sent: Callable[[int], None] | None = None) -> None:
-        """See Writable. Large objects are sent in parts. Raises OSError if reading `content` fails."""
+        """See Writable. Sends large objects in parts. Raises OSError if the file `content` cannot be read."""
         with opened(content) as stream, self._boto(name) as boto:
             boto.upload_fileobj(stream, self._bucket, self._key(name), Callback=sent)
         self._infos.pop(name, None)
@@ -93,7 +94,7 @@ class S3Source(WebSource):
         return f"{self._prefix}/{name}" if self._prefix and name else self._prefix or name
 
     def _move(self, region: str) -> None:
-        """Sign for `region` from now on, unless the endpoint is another than Amazon's."""
+        """Sign URLs for `region` from now on. Does nothing if the endpoint is not Amazon's."""
         with self._opening:
             if self._opened is not None and self._opened.amazon and self._region != region:
                 self._region, self._opened = region, None
@@ -105,7 +106,8 @@ class S3Source(WebSource):
         return self._client().ca_bundle
 
     def _client(self) -> S3Client:
-        # A source that is never read, because its snapshot is cached, does not import boto3.
+        # Imported only here: a source is never read if its snapshot is in the cache, and then boto3 is not
+        # needed.
         from .s3_client import S3Client  # noqa: PLC0415
 
         with self._opening:
@@ -115,6 +117,9 @@ class S3Source(WebSource):
 
 
 def _found(pattern: re.Pattern[bytes], body: bytes) -> str:
-    """Return the first group in an error's XML body, or "". Uses no XML parser, because the body is untrusted."""
+    """Return the first group of the first match in `body`, the XML of an error, or "" if there is none.
+
+    Uses no XML parser, because the body is untrusted.
+    """
     found = pattern.search(body)
     return found[1].decode("ascii") if found else ""

@@ -1,6 +1,6 @@
-"""The boto3 client of one S3 bucket: where its credentials and endpoint come from, and what S3's error codes mean.
+"""Creates the boto3 client of one S3 bucket, and turns S3's error codes into errors of pilotflame.
 
-Import it only to use S3: boto3 takes a quarter of a second to import.
+Import this module only where S3 is used, because it imports boto3, which takes a quarter of a second.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ _REGION = "Set the bucket's region: AWS_REGION, or the profile's `region`."
 _SIGNING = "Check the secret key, and that no proxy rewrites the host or the path."
 _LATER = "Try again. If it persists, use less concurrency."
 
-# Numbers are the codes of HEAD responses, which have no body.
+# Each entry has the codes of S3, the class of the error, its meaning and the remedy. A number is the HTTP
+# status, which is used as the code if the response has no body, for example to HEAD.
 _ERRORS: tuple[tuple[str, type[PilotflameError], str, str], ...] = (
     ("NoSuchBucket", SourceMissing, "there is no such bucket", _BUCKET),
     ("NoSuchKey", SourceMissing, "there is no such key", "Check the prefix; the manifest names keys below it."),
@@ -63,7 +64,7 @@ _ERRORS: tuple[tuple[str, type[PilotflameError], str, str], ...] = (
     ("RequestTimeout", SourceUnavailable, "the store waited too long for the request", _LATER),
 )  # fmt: skip
 
-# Credentials are missing, or expired and cannot be renewed.
+# The errors of boto3 that mean: credentials are missing, incomplete, or expired and cannot be renewed.
 _CREDENTIAL_ERRORS = (
     exceptions.NoCredentialsError, exceptions.PartialCredentialsError, exceptions.CredentialRetrievalError,
     exceptions.ProfileNotFound, exceptions.SSOError, exceptions.TokenRetrievalError,
@@ -73,18 +74,22 @@ _CREDENTIAL_ERRORS = (
 
 @dataclass(frozen=True, slots=True)
 class S3Client:
-    """A boto3 client. `credentials` says for messages where they come from, never what they are."""
+    """A boto3 client. `credentials` has no secrets: it says in messages where the credentials come from."""
 
     boto: Any
     bucket: str
     credentials: str
     ca_bundle: str | None
-    # True if the endpoint is Amazon's.
+    # True if the endpoint is one of Amazon's, False for another store with the interface of S3.
     amazon: bool
 
     @staticmethod
     def open(bucket: str, region: str | None = None) -> S3Client:
-        """Create a client as environment and profile say. Raises SourceDenied, SourceError."""
+        """Create a client with the settings of environment and profile. `region` overrides their region.
+
+        Raises SourceDenied if the credentials cannot be loaded, and SourceError if the settings are not
+        valid.
+        """
         try:
             core = botocore.session.Session()
             anonymous = os.environ.get("PILOTFLAME_S3_ANONYMOUS") == "1"
@@ -94,8 +99,9 @@ class S3Client:
             boto = session.client("s3", config=config)
             amazon = (urlsplit(boto.meta.endpoint_url).hostname or "").endswith(_AMAZON)
             if amazon and "." not in bucket:
-                # Path-style URLs are signed for the global endpoint, which redirects to a regional host that the
-                # signature does not cover. Names with dots do not match Amazon's certificates.
+                # Put the bucket's name into the host. boto3 signs other (path-style) URLs for the global
+                # endpoint, which redirects to a regional host, for which the signature is not valid. But a
+                # bucket's name with dots in the host would not match Amazon's certificates.
                 boto = session.client("s3", config=config.merge(Config(s3={"addressing_style": "virtual"})))
         except _CREDENTIAL_ERRORS as error:
             raise _no_credentials(bucket, "", error) from error
@@ -108,7 +114,7 @@ class S3Client:
 
     @contextmanager
     def call(self, key: str) -> Iterator[Any]:
-        """Yield the boto3 client. Its exceptions become errors about `key`."""
+        """Yield the boto3 client. If the block raises an error of boto3, raise our error, about `key`."""
         try:
             yield self.boto
         except exceptions.ClientError as error:
@@ -126,7 +132,10 @@ class S3Client:
     def error(
         self, code: str, key: str, details: dict[str, object] | None = None, region: str = ""
     ) -> PilotflameError | None:
-        """Return the error for a code of S3, or None for an unknown code."""
+        """Return the error for S3's error code `code`, or None if the code is unknown.
+
+        `details` are added to those of the error. `region` is the bucket's region, if the response says it.
+        """
         found = next((entry for entry in _ERRORS if code in entry[0].split()), None)
         if found is None:
             return None
@@ -140,8 +149,8 @@ class S3Client:
 
 
 def _config(*, signed: bool) -> Config:
-    # boto3 uses path style for other endpoints than Amazon's. Its default checksums in trailers are refused by other
-    # stores, and the manifest's digests replace them.
+    # Checksums are sent only when required. By default, boto3 sends them in trailers, which other stores than
+    # Amazon's refuse. They are not needed, because the manifest has digests.
     return Config(
         signature_version="s3v4" if signed else UNSIGNED,
         connect_timeout=10.0,
@@ -152,7 +161,7 @@ def _config(*, signed: bool) -> Config:
     )
 
 
-# Messages name the class of a boto3 error: its text may quote a signed URL.
+# Messages show only the class of a boto3 error, because its text may have a signed URL.
 def _no_credentials(bucket: str, key: str, error: Exception) -> SourceDenied:
     return SourceDenied(
         f"s3://{bucket}/{key}: no credentials are available: {type(error).__name__}.",

@@ -1,8 +1,8 @@
-"""The interface of a source: named, immutable byte strings below one URL, read in ranges.
+"""Defines the interface of a source: objects, which are named and immutable byte strings, below one URL.
 
-The backends are `folder`, `http` and `s3`. A source knows sizes and versions, and opens connections that stream one
-range after another into the caller's memory; parallel reading takes several connections. Retrying is left to the
-caller: the class of an error says whether it may help.
+The modules `folder`, `http` and `s3` implement it. A source tells the sizes and versions of objects, and
+opens connections. A connection reads one range of bytes after another into the caller's memory: to read in
+parallel, open several. A connection does not retry. The caller may, if the error is SourceUnavailable.
 """
 
 from __future__ import annotations
@@ -23,39 +23,43 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """The size of an object, and its version (such as an ETag), which changes when its bytes do."""
+    """The size and version of an object. The version (such as an ETag) changes when the bytes change."""
 
     size_bytes: int
     version: str = ""
 
 
 class Connection(Protocol):
-    """One stream of ranges. Not thread-safe, except that any thread may call `close`."""
+    """Reads one range of bytes after another. Not thread-safe, except that any thread may call `close`."""
 
     def begin(self, name: str, begin: int, end: int, version: str = "") -> ObjectInfo:
         """Request bytes [begin, end) of object `name`, 0 <= begin < end <= size, and wait for the response.
 
-        Returns what the response says of the object. An earlier range that was not read to its end is dropped.
-        Raises SnapshotChanged if the object is no longer of `version`, SourceMissing, SourceDenied, and
-        SourceUnavailable if a retry may help.
+        Returns the size and version that the response tells. If the previous range was not read to its end,
+        its rest is dropped. Raises SnapshotChanged if `version` is not "" and the object has another version.
+        Raises SourceMissing, SourceDenied, another SourceError or, if a retry may help, SourceUnavailable.
         """
 
     def read_into(self, view: memoryview) -> int:
-        """Read the next bytes of the range into `view` and return their count, which is 0 only at the range's end.
+        """Read the next bytes of the range into `view`. Return their number: 0 only at the range's end.
 
-        Raises SourceUnavailable if the range ends early, or nothing arrives before the source's timeout.
+        Raises SourceUnavailable if the response ends before the range, or if nothing arrives for the source's
+        timeout.
         """
 
     def close(self) -> None:
-        """Close. A read that waits in another thread raises SourceUnavailable at once. May be called twice."""
+        """Close the connection. It may be closed already.
+
+        If another thread waits in `read_into`, that call raises SourceUnavailable at once.
+        """
 
 
 class Source(Protocol):
-    """Named, immutable byte strings. Thread-safe."""
+    """A set of objects, which are named and immutable byte strings. Any thread may use it."""
 
     @property
     def url(self) -> str:
-        """The URL for messages and for keys; without credentials."""
+        """The URL of the source, without credentials. It is shown in messages, and identifies the source."""
 
     def stat(self, name: str) -> ObjectInfo:
         """Return the size and version of `name`. Raises SourceMissing."""
@@ -64,10 +68,13 @@ class Source(Protocol):
         """Return the size of `name` in bytes. Raises SourceMissing."""
 
     def read_into(self, name: str, offset: int, view: memoryview) -> int:
-        """Fill `view` from `offset` on. Return the count of bytes, smaller than `view` only at the object's end."""
+        """Fill `view` with the bytes of object `name` that start at `offset`, and return their number.
+
+        The number is smaller than `view` only if the object ends before `view` is full.
+        """
 
     def connect(self) -> Connection:
-        """Return a new connection. It may be established lazily, by the first `begin`."""
+        """Return a new connection. The network connection may be opened only by its first `begin`."""
 
 
 @runtime_checkable
@@ -83,11 +90,14 @@ class Writable(Source, Listing, Protocol):
     """A source that can be written to: a folder, S3."""
 
     def put(self, name: str, content: Path | bytes, sent: Callable[[int], None] | None = None) -> None:
-        """Store the bytes, or those of a file, as `name`, completely or not at all. `sent` receives counts of bytes."""
+        """Store `content` (bytes, or the path of a file) as object `name`, completely or not at all.
+
+        `sent` is called with the number of bytes of each part that was written.
+        """
 
 
 class ByteCounter:
-    """Adds up bytes that are done and reports them. Thread-safe."""
+    """Adds up the bytes that are done, and calls `progress` with this sum and the total. Thread-safe."""
 
     def __init__(self, total_bytes: int, progress: Progress | None) -> None:
         self._total_bytes = total_bytes
@@ -107,7 +117,7 @@ def opened(content: Path | bytes) -> IO[bytes]:
 
 
 def read_all(source: Source, name: str, most_bytes: int) -> bytes:
-    """Return an object's bytes, at most the first `most_bytes`."""
+    """Return the bytes of object `name`, or its first `most_bytes` if it is larger."""
     text = bytearray(min(source.size(name), most_bytes))
     return bytes(text[: source.read_into(name, 0, memoryview(text))])
 
@@ -120,12 +130,12 @@ def changed(url: str, name: str, how: str) -> SnapshotChanged:
 
 
 def same_version(one: str, other: str) -> bool:
-    """Return True if two versions name the same bytes. Proxies may weaken an ETag (W/"..."), keeping its opaque part."""
+    """Return True if two versions mean the same bytes. Ignores the W/ that a proxy may prepend to an ETag."""
     return one.removeprefix("W/") == other.removeprefix("W/")
 
 
 def name_fault(name: str) -> str | None:
-    """Return why a file's name is not a plain relative one, or None if it is."""
+    """Return why `name` is not allowed as the relative name of a file, or None if it is allowed."""
     if not name:
         return "it is empty"
     if len(name) > MAX_NAME_CHARS:

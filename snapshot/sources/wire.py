@@ -1,4 +1,4 @@
-"""A socket to a web server, which one thread uses and reconnects, and which any thread may close."""
+"""Defines Wire, a socket to a web server. One thread uses and reconnects it. Any thread may close it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from .location import ServerAddress
 
 
 class Wire:
-    """At most one socket at a time. Not thread-safe, except that any thread may call `close`.
+    """At most one socket at a time. Only one thread may use it, except that any thread may call `close`.
 
-    All other methods raise OSError. While a call is in progress, `close` only shuts the socket down, and the calling
-    thread closes the descriptor: a closed descriptor's number may be reused at once.
+    `connect`, `send` and `receive` raise OSError. While one of them runs, `close` only shuts the socket down,
+    and the thread that runs it closes the descriptor afterwards. If `close` closed the descriptor itself, a
+    file that is opened next could get its number, and the running method would use that file.
     """
 
     def __init__(self, timeout_s: float, connect_timeout_s: float, tls: Callable[[], ssl.SSLContext]) -> None:
@@ -31,7 +32,10 @@ class Wire:
         self._closed = False
 
     def connect(self, origin: ServerAddress) -> None:
-        """Connect to `origin`, with TLS for https, after dropping the current connection."""
+        """Close the current socket and connect a new one to `origin`, with TLS for https.
+
+        Tries all addresses of the host, together for at most the connect timeout.
+        """
         self.drop()
         deadline_s = time.monotonic() + self._connect_timeout_s
         failure: OSError = OSError(f"{origin.host} has no address")
@@ -58,7 +62,10 @@ class Wire:
             self._end_use()
 
     def receive(self, view: memoryview, limit: int = 0) -> int:
-        """Receive available bytes into `view`, at most `limit` (0: no limit); 0 means that the server closed."""
+        """Wait for bytes and receive them into `view`. Return their number: 0 at the end of the stream.
+
+        At most `limit` bytes are received, or as many as fit into `view` if `limit` is 0.
+        """
         connected = self._begin_use()
         try:
             return connected.recv_into(view, limit)
@@ -66,7 +73,7 @@ class Wire:
             self._end_use()
 
     def quiet(self) -> bool:
-        """Return True if the socket is open and has nothing to read, neither bytes nor an end."""
+        """Return True if the socket is open and idle: the server has sent no more bytes and not closed it."""
         poll = select.poll()
         with self._lock:
             if self._socket is None:
@@ -75,13 +82,16 @@ class Wire:
             return not poll.poll(0)
 
     def drop(self) -> None:
-        """Close the socket. `connect` may open another."""
+        """Close the current socket, if there is one. Afterwards, `connect` may open another."""
         with self._lock:
             self.origin = None
             self._discard()
 
     def close(self) -> None:
-        """Close for good. A call in another thread raises ConnectionAbortedError at once."""
+        """Close the socket, so that the wire cannot be used again.
+
+        If `send` or `receive` runs in another thread, it raises ConnectionAbortedError at once.
+        """
         with self._lock:
             self._closed = True
             if self._socket is None:
@@ -89,15 +99,16 @@ class Wire:
             if not self._busy:
                 self._discard()
                 return
-            # OSError: it is not connected.
+            # An OSError means that the socket is not connected yet.
             with suppress(OSError):
-                # Not SSLSocket.shutdown, which removes TLS first: a reader might receive ciphertext.
+                # Do not call SSLSocket.shutdown: it removes TLS first, and a reader could then receive
+                # ciphertext.
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def _open(
         self, origin: ServerAddress, raw: socket.socket, address: tuple[object, ...], left_s: float
     ) -> None:
-        # Wrap the socket in TLS before it connects, so that `close` can shut down the handshake too.
+        # Wrap the socket in TLS before it connects. Then `close` can interrupt the handshake too.
         try:
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if origin.scheme == "https":
@@ -116,7 +127,8 @@ class Wire:
             self._end_use()
         self.origin = origin
 
-    # Not a context manager: `receive` runs for every piece that arrives, and a generator would cost each a microsecond.
+    # A context manager would be shorter, but its generator takes a microsecond, and `receive` is called very
+    # often.
     def _begin_use(self) -> socket.socket:
         with self._lock:
             self._check_open()
