@@ -1,1 +1,4 @@
-"""Snapshots kept on a node: tiers with budgets, one fetch for all openers, eviction. Enter at `Cache`."""
+"""Stores snapshots on a node, in tiers with budgets, and fetches each once for all openers.
+
+Start at `Cache`.
+"""

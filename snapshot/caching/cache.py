@@ -1,10 +1,10 @@
-"""The cache of snapshots on a node: one that is here is used, another is fetched once for all openers.
+"""Caches snapshots on a node. A snapshot that is missing is fetched once for all that open it.
 
     cache = Cache([Tier(Path("/dev/shm/weights"), 8 << 30, "tmpfs"), Tier(Path("/var/weights"), 200 << 30)])
     with cache.open(manifest, open_source("s3://bucket/prefix")) as lease:
         mapping = Mapping(lease.root, lease.manifest, keep=lease.hold)
 
-No process owns the cache: all state is in locks and files, so any process may be killed at any moment.
+All state is in files and locks, which no process owns. So any process may be killed at any time.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from .tier import Tier
 
 @dataclass(eq=False)
 class Lease:
-    """A snapshot in use. Its files are there at full size; `arrival` says which of their chunks have landed.
+    """A snapshot in use. Its files exist at full size; `arrival` says which of their chunks have landed.
 
-    `root` is not evicted until the lease is closed and every Mapping that was given its `hold` is gone.
-    Closing a lease stops its fetch; others that wait for the snapshot, in any process, continue it.
+    `root`, their folder, is not evicted before the lease is closed and every Mapping that was given `hold` is
+    gone. Closing a lease stops its fetch. If another lease in any process waits for the snapshot, that one
+    continues the fetch.
     """
 
     root: Path
@@ -49,20 +50,22 @@ class Lease:
 
     @property
     def hold(self) -> Hold:
-        """A reference to this protects the files from eviction."""
+        """The object that protects the files from eviction for as long as it is referenced."""
         if self._hold is None:
             raise CacheError("The lease is closed.", remedy="Map the files before closing it.")
         return self._hold
 
     @property
     def stats(self) -> FetchStats | None:
-        """The figures of the fetch, once it is done and if this lease fetched."""
+        """What the fetch did. None before its end, and if this lease did not fetch."""
         return self._pull.stats if self._pull is not None else None
 
     def wait(self, timeout_s: float | None = None, *, copied: bool = False) -> None:
-        """Block until the snapshot is published; with `copied`, until the copy on the disk is too.
+        """Block until the snapshot is published and, with `copied`, until its copy on the disk is too.
 
-        Raise what prevented it; SourceUnavailable if either of the two takes longer than `timeout_s`.
+        Returns at once if the snapshot was published when it was opened. Raises the error of the fetch or of
+        the copy, SourceUnavailable if one of them is not done within `timeout_s`, and CacheError if the copy
+        is not even begun within `timeout_s`.
         """
         if self._pull is not None:
             self._pull.wait(timeout_s)
@@ -85,10 +88,10 @@ class Lease:
                 part.close()
 
     def copy_to(self, tiers: Sequence[Tier]) -> None:
-        """Start a copy to the first of `tiers` that takes it. Called once the snapshot is published."""
+        """Start to copy the published snapshot to the first of `tiers` that has room, if there are any."""
         try:
             if tiers:
-                # Like a fetch: resumed, verified chunk by chunk, published last.
+                # The copy is a fetch from this tier's folder: also resumable, verified and published last.
                 copy = Cache(tiers).open(self.manifest, FolderSource(self.root), tee=False)
                 with self._lock:
                     self._copy, closed = copy, self._hold is None
@@ -107,7 +110,7 @@ class Lease:
 
 
 class Cache:
-    """Snapshots in `tiers`, the fastest first."""
+    """The snapshots in `tiers`, which are given with the fastest first."""
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
         self.tiers = tuple(tiers)
@@ -117,10 +120,11 @@ class Cache:
     ) -> Lease:
         """Return a lease of the snapshot as soon as its files can be mapped; its bytes may still be arriving.
 
-        A snapshot that is ready in any tier is used there: nothing is read, no thread is started. One that is
-        being fetched is followed. Otherwise the first tier that takes it fetches it from `source`, and then,
-        unless `tee` is False, copies it to a disk tier. CacheError if no tier takes it; SourceError,
-        SnapshotCorrupt if an asset cannot be had.
+        If the snapshot is published in a tier, it is used from there, without reading bytes or starting a
+        thread. If another lease is fetching it, this lease waits for the same bytes. Otherwise this lease
+        fetches it from `source` into the first tier that has room. In both cases, if the tier is in memory
+        and `tee` is True, the snapshot is then copied to a disk tier. Raises CacheError if no tier has room,
+        and SourceError or SnapshotCorrupt if an asset cannot be fetched.
         """
         digest = manifest.digest
         for tier in self.tiers:
@@ -141,16 +145,17 @@ class Cache:
         return lease
 
     def list(self) -> Sequence[Stored]:
-        """Every snapshot of every tier, published or being fetched."""
+        """Return every snapshot of every tier, complete or not."""
         return [stored for tier in self.tiers for stored in tier.list()]
 
     def evict(self, digest: str) -> None:
-        """Drop a snapshot from every tier; CacheError if it is in use."""
+        """Remove a snapshot from every tier. Raises CacheError if it is in use."""
         for tier in self.tiers:
             tier.evict(digest)
 
     def _pull(self, digest: str, manifest: Manifest, source: Source) -> tuple[Tier, Pull]:
-        # A tier that is fetching it already comes first: one fetch for all, and less left of it.
+        # Try first the tiers that hold a part of it: a fetch that is running is shared, and one that broke
+        # off has less left to fetch.
         tiers = sorted(self.tiers, key=lambda tier: not tier.has(digest))
         refusals = []
         for tier in tiers:
@@ -168,7 +173,7 @@ class Cache:
 
 
 def _report(manifest: Manifest, arrival: Arrival, progress: Progress) -> None:
-    """Call `progress` as chunks land. The bytes never decrease."""
+    """Call `progress` for every chunk that lands, with a number of bytes that never decreases."""
     lock = threading.Lock()
 
     def landed(_chunk: int) -> None:

@@ -1,8 +1,9 @@
-"""A download brings a snapshot into a user's own folder: resumable, and never over files of others.
+"""Downloads a snapshot into a user's own folder. A download can be resumed, and replaces no other files.
 
-While a download runs, the folder holds `.pilotflame.pull`: locked by the downloading process, with the digest
-of the snapshot in it. After a crash, the next download thus knows that half a file is a beginning and not
-other weights. The manifest is written last.
+While a download runs, the folder holds a mark: the file `.pilotflame.pull`, which the downloading process has
+locked, and which contains the digest of the snapshot. If that process is killed, the mark tells the next
+download that the files in the folder are a part of this snapshot and not other weights. The manifest is
+written last.
 """
 
 from __future__ import annotations
@@ -43,11 +44,13 @@ def download(
     connections: int | None = None,
     part_bytes: int | None = None,
 ) -> FetchStats:
-    """Bring the snapshot into `folder`, and block until it is there. Files that fit its digests are kept.
+    """Download the snapshot into `folder`, and block until it is complete. Chunks already there are kept.
 
-    CacheError, with nothing changed, if the folder holds another snapshot's manifest, or links or other bytes
-    under names of the snapshot; `force` removes those. Other errors as of `fetch`, and SnapshotCorrupt for an
-    asset. A download that was broken off, even by kill -9, is resumed by the next.
+    Raises CacheError, without changing any file, if the folder holds the manifest of another snapshot, or if
+    a name of this snapshot is taken by a link, a file of another size, or a shard with other bytes. With
+    `force`, those files are removed instead. An asset of the right size with other bytes is always replaced.
+    Raises SnapshotCorrupt for an asset that differs from the manifest, and the errors of `fetch`. A download
+    that was interrupted, even by kill -9, is resumed by the next one into the same folder.
     """
     stopped = cancelled or threading.Event()
     if isinstance(source, FolderSource) and Path(source.url).resolve() == folder.resolve():
@@ -66,7 +69,7 @@ def download(
                 work.manifest, source, work.targets, work.arrival,
                 connections=connections, part_bytes=part_bytes, progress=progress, cancelled=stopped,
             )  # fmt: skip
-            # The files first: a folder that has a manifest is whole.
+            # Before the manifest is written: a folder with a manifest must be complete.
             sync_files(folder, manifest)
             work.manifest.write(folder / MANIFEST_NAME)
             (folder / MARK_NAME).unlink()
@@ -76,15 +79,15 @@ def download(
 
 
 class _Download:
-    """The files of one download, alone in its folder."""
+    """The files of one download. No other download writes to the folder, since its mark is locked."""
 
     def __init__(self, manifest: Manifest, folder: Path, mark: int, *, force: bool) -> None:
-        """`mark` is an open file with the digest of the snapshot that was downloaded here before, if any."""
+        """`mark` is the descriptor of the mark, which may hold the digest of an interrupted download."""
         self._folder = folder
         self._mark = mark
         self._force = force
         self._present, self._other = _present(folder, manifest)
-        # An order of first touch that was recorded here is kept if the snapshot was published without one.
+        # If the snapshot was published without an order of first touch, keep the folder's own.
         touched = self._present.first_touch if self._present and not manifest.first_touch else ()
         self.manifest = manifest.model_copy(update={"first_touch": touched}) if touched else manifest
         self._known = self._present is not None or os.pread(mark, _MARK_BYTES, 0) == manifest.digest.encode()
@@ -92,7 +95,11 @@ class _Download:
         self.arrival = Arrival(manifest)
 
     def accept(self, opened: ExitStack, cancelled: threading.Event) -> None:
-        """Open the files at full size and land the chunks that fit. Nothing changes before the checks."""
+        """Open the shards' files at full size, and record as landed the chunks that they hold.
+
+        Raises CacheError if files in the folder may not be replaced, or if the disk has too little room. No
+        file is replaced or removed before these checks, and new files are removed again if one fails.
+        """
         if self._other and not self._force:
             fault = f"{self._folder} holds the manifest of another snapshot ({self._other})."
             raise CacheError(fault, remedy=_ELSEWHERE)
@@ -121,7 +128,10 @@ class _Download:
             os.fsync(self._mark)
 
     def _foreign_files(self) -> Sequence[Path]:
-        """The files that have a name of the snapshot's and cannot be a beginning of it."""
+        """Return the paths of this snapshot's files at which something else must be removed first.
+
+        Raises CacheError if a link leads out of the folder or, without `force`, if there are such paths.
+        """
         found = []
         for file in self.manifest.files:
             path = self._folder / file.name
@@ -129,7 +139,9 @@ class _Download:
                 raise CacheError(f"{path} leads out of the folder by a link.", remedy="Remove the link.")
             if (fault := self._fault(path, file.size_bytes)) and not self._force:
                 raise CacheError(f"{path} is not the snapshot's: {fault}.", remedy=_ELSEWHERE)
-            # Never write into an inode that may be mapped elsewhere: a finetune's file has the same size.
+            # With `force`, also remove a file of the right size if no download of this snapshot began here.
+            # It may be of a finetune and mapped by a process, so that writing to it would change that
+            # process's weights.
             if fault or (self._force and not self._known and path.is_file()):
                 found.append(path)
         return found
@@ -141,7 +153,7 @@ class _Download:
             return ""
         if not stat.S_ISREG(status.st_mode):
             return "it is no regular file"
-        # An empty file is what a crash leaves between creating a file and giving it its size.
+        # A file may be empty because the process was killed after creating it and before setting its size.
         if status.st_size in {0, size_bytes} or self._known:
             return ""
         return f"it has {status.st_size} bytes, {size_bytes} expected"
@@ -151,14 +163,17 @@ class _Download:
         for file in self.manifest.files:
             path = self._folder / file.name
             missing_bytes = file.size_bytes - (allocated_bytes(path.lstat()) if path.is_file() else 0)
-            # A foreign file is removed, which frees its bytes.
+            # Removing a foreign file frees its bytes, so this difference may be negative.
             needed_bytes += missing_bytes if path in foreign else max(0, missing_bytes)
         if needed_bytes > (free_bytes := shutil.disk_usage(self._folder).free):
             fault = f"{self._folder} has {free_bytes} bytes free, and {needed_bytes} are still to come."
             raise CacheError(fault, remedy="Make room, or name a folder on another disk.")
 
     def _open(self, shard: Shard, opened: ExitStack, undo: ExitStack) -> bool:
-        """Open one shard's file at full size. Return True if it had bytes."""
+        """Open one shard's file at full size, and append its target. Return True if it had bytes before.
+
+        `opened` closes the file at the end. `undo` removes it if it is new and the checks fail.
+        """
         path = self._folder / shard.name
         path.parent.mkdir(parents=True, exist_ok=True)
         new = not path.exists()
@@ -173,7 +188,11 @@ class _Download:
         return held_bytes > 0
 
     def _check_held(self, held: Sequence[bool], cancelled: threading.Event) -> None:
-        """Refuse files that no download began and that differ from the snapshot anywhere (a finetune's)."""
+        """Raise CacheError if a file that was there before differs from the snapshot in any chunk.
+
+        This is called if the files are not known to be a part of this snapshot: they may be of a finetune.
+        `held` says for each shard whether its file was there with bytes.
+        """
         if cancelled.is_set():
             raise Cancelled("The download was cancelled.")
         for index, shard in enumerate(self.manifest.shards):
@@ -185,7 +204,10 @@ class _Download:
 
 @contextmanager
 def _mark(folder: Path) -> Iterator[int]:
-    """Open and lock the folder's mark: no other download writes into the folder meanwhile."""
+    """Open and lock the folder's mark, so that no other download writes to the folder. Yield its descriptor.
+
+    Raises CacheError if another download has locked it.
+    """
     path = folder / MARK_NAME
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
@@ -195,7 +217,7 @@ def _mark(folder: Path) -> Iterator[int]:
         try:
             yield descriptor
         except BaseException:
-            # An empty mark: refused before anything was begun.
+            # The mark is empty if the download was refused before it changed any file.
             if not os.fstat(descriptor).st_size:
                 path.unlink(missing_ok=True)
             raise
@@ -204,7 +226,10 @@ def _mark(folder: Path) -> Iterator[int]:
 
 
 def _present(folder: Path, manifest: Manifest) -> tuple[Manifest | None, str]:
-    """The folder's manifest if it is this snapshot's, and what to call it if it is another's."""
+    """Return (manifest, "") if the folder's manifest is this snapshot's; else None and words for it.
+
+    The words are empty if the folder has no manifest.
+    """
     if not os.path.lexists(folder / MANIFEST_NAME):
         return None, ""
     try:

@@ -1,8 +1,7 @@
-"""Locks that the kernel releases when their holder dies: flock on an open file or folder.
+"""Locks files and folders with flock, which the kernel releases when the process that holds the lock dies.
 
-A lock belongs to the open file, not to the process: two openings in one process exclude each other as two
-processes do, and a forked child that inherited the descriptor holds the lock with its parent until both have
-closed it.
+A lock belongs to the opened file, not to the process. If one process opens a file twice, the two exclude each
+other like two processes. If a forked child inherits the descriptor, the lock is held until both close it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ LOCK_TIMEOUT_S = 60.0
 
 
 def try_lock(descriptor: int, *, exclusive: bool) -> bool:
-    """Lock the open file at once; return False if another lock is in the way."""
+    """Lock the open file without waiting. Return False if another lock prevents it."""
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -30,7 +29,10 @@ def try_lock(descriptor: int, *, exclusive: bool) -> bool:
 
 @contextmanager
 def locked_file(path: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[int]:
-    """Open, or make, file `path` and lock it exclusively. CacheError if its holder keeps it for too long."""
+    """Open or create file `path`, lock it exclusively, and yield its descriptor.
+
+    Raises CacheError if another holder does not release the lock within `timeout_s`.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         if not try_lock(descriptor, exclusive=True):
@@ -41,8 +43,9 @@ def locked_file(path: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[int]:
 
 
 def _wait_for_lock(descriptor: int, path: Path, timeout_s: float) -> None:
-    # flock has no timeout, so a thread waits for it. One that waits in vain ends with the holder: the kernel
-    # keeps the open file for it, and releases the lock at once, as nothing else has the file open by then.
+    # flock has no timeout, so a thread calls it. After a timeout that thread waits on, until the holder
+    # releases the lock. The lock that it then gets is released at once: the caller has closed the descriptor,
+    # so only the running flock still keeps the file open.
     waiter = threading.Thread(target=fcntl.flock, args=(descriptor, fcntl.LOCK_EX), daemon=True)
     waiter.start()
     waiter.join(timeout_s)
@@ -52,9 +55,9 @@ def _wait_for_lock(descriptor: int, path: Path, timeout_s: float) -> None:
 
 
 class Hold:
-    """A shared lock on a folder, which protects it from eviction. Released with the last reference.
+    """A shared lock on a folder, which protects it from eviction while anything refers to this object.
 
-    Mapped memory keeps a reference, so tensors protect their files for as long as they live.
+    Mapped memory refers to it, so the files of a tensor are protected for as long as the tensor exists.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -62,13 +65,16 @@ class Hold:
         self._pid = os.getpid()
 
     def __del__(self) -> None:
-        # In a forked child that closed what it inherited, the number may name another file by now.
+        # A forked child may have closed the inherited descriptor, and its number may now be another file's.
         if os.getpid() == self._pid:
             os.close(self.descriptor)
 
 
 def lock_folder(folder: Path, *, exclusive: bool) -> int | None:
-    """Open and lock `folder`; None if it is not there, is being moved away, or another lock is in the way."""
+    """Open and lock `folder`, and return the descriptor.
+
+    Returns None if the folder is absent or was moved away, or if another lock prevents it.
+    """
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
@@ -80,13 +86,13 @@ def lock_folder(folder: Path, *, exclusive: bool) -> int | None:
 
 
 def hold(folder: Path) -> Hold | None:
-    """Hold `folder`; None if it is not there, is being moved away, or is locked exclusively."""
+    """Return a hold on `folder`; None if it is absent or locked exclusively."""
     descriptor = lock_folder(folder, exclusive=False)
     return None if descriptor is None else Hold(descriptor)
 
 
 def is_at(descriptor: int, path: Path) -> bool:
-    """Return True if the open file or folder is still the one at `path`."""
+    """Return True if `path` still names the open file or folder, which may have been renamed or removed."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:

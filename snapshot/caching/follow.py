@@ -1,10 +1,11 @@
-"""Following: the process that fetches a snapshot tells others, over a unix socket, which chunks have landed.
+"""Tells followers, over a unix socket, which chunks of a snapshot have landed in the process that fetches it.
 
-Messages are whole (SOCK_SEQPACKET). From the fetching process: LANDED and chunk numbers, four bytes each,
-first those that have landed already; at the end, ENDED and a JSON object: the error's wire form, or `{}` when
-all is published. From a follower: the first and the last chunk that it waits for. A connection that closes
-without ENDED means that the fetching process died or was cancelled: any follower may take over. The bytes
-themselves are in the files, which both have mapped.
+The socket keeps the boundaries of messages (SOCK_SEQPACKET). The fetching process sends messages of LANDED
+and chunk numbers of four bytes, at first of the chunks that have landed already. Its last message is ENDED
+and a JSON object: the error's wire form, or `{}` if the snapshot is published. A follower sends the first and
+the last chunk that it waits for. If a connection closes without ENDED, the fetching process died or was
+cancelled, and any follower may take over the fetch. The bytes themselves are not sent: both processes use the
+same files.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from ..fetching.arrival import Arrival
 SOCKET_NAME = "socket"
 LANDED, ENDED = b"L", b"E"
 END_TIMEOUT_S = 5.0
-"""How long followers may take to read the end. One that is stopped finds out later, from the files."""
+"""How long the fetching process waits for followers to read the last messages. A follower that does not read
+them, such as a stopped process, learns the end later from the files."""
 _NUMBERS_PER_MESSAGE = 8192
 _MESSAGE_BYTES = 64 << 10
 _DEMAND = struct.Struct("!II")
@@ -33,10 +35,16 @@ _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 
 class Feed:
-    """The sending side, in the process that holds the fetch lock. It listens once it is constructed."""
+    """The sending side, in the process that holds the fetch lock.
+
+    Followers can connect once it is constructed.
+    """
 
     def __init__(self, folder: int, arrival: Arrival) -> None:
-        """`folder` is an open folder: a socket's address is too short for some paths."""
+        """`folder` is the descriptor of the snapshot's folder.
+
+        Its path may be too long for a socket's address.
+        """
         self._folder, self._arrival = folder, arrival
         self._listener = _socket()
         try:
@@ -55,13 +63,16 @@ class Feed:
             self._selector.register(end, _READ)
         self._waker.setblocking(False)
         self._followers: dict[socket.socket, int] = {}
-        """How many of the landed chunks each follower was told."""
+        """For each follower, how many entries of `_landed` were sent to it."""
         arrival.on_land(self._on_land)
         self._thread = threading.Thread(target=self._run, name="snapshot-feed", daemon=True)
         self._thread.start()
 
     def close(self, error: PilotflameError | None = None, *, dropped: bool = False) -> None:
-        """End: all is published, or `error` happened. With `dropped`, a follower may take over."""
+        """Tell the followers the end: `error`, or that the snapshot is published if it is None. Then stop.
+
+        With `dropped`, close the connections without telling an end, so that a follower takes over the fetch.
+        """
         _unlink_socket(self._folder)
         self._end = b"" if dropped else ENDED + _wire(error)
         self._wake()
@@ -70,13 +81,13 @@ class Feed:
             end.close()
 
     def _on_land(self, chunk: int) -> None:
-        # Appending to a list, and slicing it, are atomic.
+        # No lock: appending to a list and slicing it are atomic, and this list only grows.
         self._landed.append(chunk)
         if self._end is None:
             self._wake()
 
     def _wake(self) -> None:
-        # A full socket will wake the thread anyway; a closed one means that it has ended.
+        # If the socket is full, the thread will wake anyway. If it is closed, the thread has ended.
         with suppress(OSError):
             self._waker.send(b"!")
 
@@ -95,7 +106,7 @@ class Feed:
         self._finish()
 
     def _accept(self) -> None:
-        # Out of descriptors, a follower is not accepted; it learns the end from the closed connection.
+        # If descriptors run out, this follower is not accepted, and its connection closes at the end.
         with suppress(OSError):
             follower = self._listener.accept()[0]
             follower.setblocking(False)
@@ -117,7 +128,10 @@ class Feed:
             self._arrival.demand(first, last)
 
     def _send_pending(self, follower: socket.socket) -> None:
-        """Send what the follower's socket takes now, and the rest when it is writable."""
+        """Send the chunks that the follower was not told of.
+
+        If its socket is full, continue once it is writable.
+        """
         try:
             self._send_landed(follower)
             self._selector.modify(follower, _READ, follower)
@@ -138,7 +152,7 @@ class Feed:
         follower.close()
 
     def _finish(self) -> None:
-        """Send the last chunks and the end, also to followers that are not accepted yet."""
+        """Send the last chunks and the end to all followers, accepting those that still wait. Then close."""
         with suppress(OSError):
             while True:
                 self._followers[self._listener.accept()[0]] = 0
@@ -153,10 +167,13 @@ class Feed:
 
 
 class Following:
-    """The receiving side. It is connected once it is constructed."""
+    """The receiving side, in a follower. It is connected once it is constructed."""
 
     def __init__(self, folder: int) -> None:
-        """Raise ConnectionError or FileNotFoundError if there is no feed in the open folder `folder`."""
+        """Connect to the Feed in the folder with descriptor `folder`.
+
+        Raises ConnectionError or FileNotFoundError if there is none.
+        """
         self._socket = _socket()
         try:
             self._socket.connect(_address(folder))
@@ -165,9 +182,10 @@ class Following:
             raise
 
     def run(self, arrival: Arrival) -> bool:
-        """Land chunks as they are announced. Return True if all is published, False if the feed was dropped.
+        """Record in `arrival` the chunks that have landed, until the fetch ends.
 
-        Raise the error that the fetch failed with.
+        Returns True if the snapshot is published, and False if the connection closed without an end. Raises
+        the error that the fetch failed with, or LinkError for a malformed message.
         """
         try:
             while message := self._socket.recv(_MESSAGE_BYTES):
@@ -185,12 +203,15 @@ class Following:
         return False
 
     def demand(self, first: int, last: int) -> None:
-        """Tell the fetching process what is waited for: a hint, dropped if it cannot be sent at once."""
+        """Tell the fetching process which chunks are waited for.
+
+        Nothing is sent if the socket is full or closed.
+        """
         with suppress(OSError):
             self._socket.send(_DEMAND.pack(first, last), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
     def cancel(self) -> None:
-        """End `run` in another thread, as if the feed had been dropped."""
+        """Make `run`, in another thread, return False. It may be called from any thread."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -219,7 +240,10 @@ def _wire(error: PilotflameError | None) -> bytes:
 
 
 def _numbers(message: bytes, count: int) -> tuple[int, ...]:
-    """The chunk numbers in a LANDED message; LinkError if it is malformed."""
+    """Return the chunk numbers in a LANDED message.
+
+    Raises LinkError if it is malformed or one is not below `count`.
+    """
     body = message[1:]
     if message[:1] != LANDED or len(body) % 4:
         raise LinkError("The process that fetches the snapshot sent a malformed message.")

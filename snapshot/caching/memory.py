@@ -1,9 +1,9 @@
-"""A node's memory as a file system: a tmpfs with huge pages, where the kernel lets this process mount one.
+"""Makes folders in a node's memory: a tmpfs with huge pages, if the kernel allows this process to mount one.
 
-A fetch into fresh memory waits mostly for page faults, one for each 4 KiB. With pages of 2 MiB the same bytes
-come in faster, and are mapped with a five-hundredth of the faults (docs/snapshot-choices.md). Shared memory
-has small pages unless its mount says otherwise, and only root may mount. Other users get a folder in it; an
-administrator can give that huge pages with `mount -o remount,huge=within_size /dev/shm`.
+A fetch into new memory waits mostly for page faults, one for each page of 4 KiB. With pages of 2 MiB the same
+bytes are received faster, and mapping them causes a five-hundredth of the faults (docs/snapshot-choices.md).
+/dev/shm has small pages unless it is mounted otherwise, and only root may mount. Other users get a plain
+folder in /dev/shm; for huge pages there, an administrator runs `mount -o remount,huge=within_size /dev/shm`.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  a private folder is made below it
 LEFT_AFTER_S = 3600.0
-"""How long an empty root must be unchanged before it counts as left behind."""
+"""An empty root that was unchanged for this long was left by a process that was killed."""
 SLACK_BYTES = 16 << 20
-"""For manifests, locks and rounding: budgets count shards alone."""
+"""Size of the mount beyond the budget, for manifests, locks and rounding, which no budget includes."""
 
-# From <sys/mount.h>. Nothing on this file system is ever executed, or a device.
+# Flags from <sys/mount.h>. No file on this file system is a program or a device.
 _NOSUID, _NODEV, _NOEXEC = 2, 4, 8
 _UMOUNT_NOFOLLOW = 8
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def prepare(root: Path, size_bytes: int) -> bool:
-    """Make folder `root` in shared memory, with huge pages if possible. Return True if it is private.
+    """Make folder `root` in shared memory, if possible with huge pages. Return `is_ours(root)`.
 
-    A root that exists stays as it is. Only one process at a time may call this.
+    If `root` exists already, it is not changed. Only one process at a time may call this.
     """
     if not root.parent.is_dir() or not os.access(root.parent, os.W_OK):
         return False
@@ -42,7 +42,10 @@ def prepare(root: Path, size_bytes: int) -> bool:
 
 
 def is_ours(root: Path) -> bool:
-    """Return True if only this user can write to folder `root`: in shared memory any user may make it."""
+    """Return True if folder `root` belongs to this user and no other user has access to it.
+
+    This must be checked because any user can make a folder of this name in shared memory.
+    """
     with suppress(OSError):
         status = root.lstat()
         return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
@@ -52,7 +55,8 @@ def is_ours(root: Path) -> bool:
 def mount(folder: Path, size_bytes: int) -> bool:
     """Mount a tmpfs with huge pages on `folder`. Return True if that was allowed.
 
-    within_size: a huge page only where a file fills it, so that no file takes more than its size.
+    With `huge=within_size`, a file has a huge page only where it fills that page, so that it does not use
+    more memory than its size.
     """
     options = f"huge=within_size,mode=0700,size={size_bytes}".encode()
     flags = _NOSUID | _NODEV | _NOEXEC
@@ -60,7 +64,7 @@ def mount(folder: Path, size_bytes: int) -> bool:
 
 
 def unmount(folder: Path) -> bool:
-    """Unmount `folder`, with all that is in it. Return True if it was mounted and not in use."""
+    """Unmount `folder`, which deletes all files in it. Return False if it is not mounted or is in use."""
     return bool(_libc.umount2(os.fsencode(folder), _UMOUNT_NOFOLLOW) == 0)
 
 
@@ -73,13 +77,14 @@ def give_back(root: Path) -> None:
 
 
 def sweep(roots: Iterable[Path], own: Path) -> None:
-    """Give back the empty roots that killed processes left, except `own`.
+    """Unmount and remove those of `roots` that are empty, were left by killed processes, and are not `own`.
 
-    A young root is kept: another process may have just made it. The kernel keeps a mount that is in use.
+    A root that changed recently is not touched: another process may have just made it. The kernel does not
+    unmount one that is in use.
     """
     before_s = time.time() - LEFT_AFTER_S
     for root in roots:
-        # Another process may sweep too.
+        # Another process may remove it at the same time.
         with suppress(OSError):
             status = root.lstat()
             if root != own and is_ours(root) and max(status.st_mtime, status.st_ctime) < before_s:
@@ -87,7 +92,7 @@ def sweep(roots: Iterable[Path], own: Path) -> None:
 
 
 def has_huge_pages(folder: Path) -> bool:
-    """Return True if files in `folder` get huge pages, by the mount options of its file system."""
+    """Return True if the mount options of the file system that holds `folder` give its files huge pages."""
     device = f"{os.major(folder.stat().st_dev)}:{os.minor(folder.stat().st_dev)}"
     lines = (line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines())
     options = [option for line in lines if line[2] == device for option in line[-1].split(",")]

@@ -1,4 +1,4 @@
-"""The node's usual cache: one folder on disk, and before it a part of the memory."""
+"""Makes the usual cache of a node: the first tier is in its memory, the second is a folder on disk."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ _MEMORY_PREFIX = "pilotflame-"
 def node_cache(folder: Path) -> Cache:
     """Return the cache whose disk tier is `folder`, to fetch into. Processes with the same folder share it.
 
-    Budgets are taken from the machine: a quarter of its memory, four fifths of what the disk could give.
+    The budgets are a quarter of the machine's memory, and four fifths of the bytes on the disk that are free
+    or used by this cache.
     """
     disk, own = _disk_tier(folder), _memory_root(folder)
     sweep(SHARED_MEMORY.glob(f"{_MEMORY_PREFIX}{os.getuid()}-*"), own)
-    # A disk that cannot be written to can still be read.
+    # If the disk is read-only, its snapshots can still be used.
     with suppress(OSError, CacheError), disk.locked():
         prepare(own, _memory_budget_bytes())
     tiers = node_tiers(folder)
@@ -38,7 +39,7 @@ def node_cache(folder: Path) -> Cache:
 
 
 def node_tiers(folder: Path) -> list[Tier]:
-    """The tiers of that cache: memory first, if this machine has a file system in memory; then the disk."""
+    """Return the tiers of that cache: the memory tier, if `node_cache` has made it, then the disk tier."""
     disk, root = _disk_tier(folder), _memory_root(folder)
     if not is_ours(root):
         return [disk]
@@ -48,7 +49,7 @@ def node_tiers(folder: Path) -> list[Tier]:
 
 def _disk_tier(folder: Path) -> Tier:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # What the cache itself takes counts as available, so that a full cache does not shrink its own budget.
+    # Bytes that the cache itself uses count as available. Otherwise its budget would shrink as it fills.
     could_give_bytes = shutil.disk_usage(folder).free + Tier(folder, 0, "disk").used_bytes()
     return Tier(folder, int(DISK_SHARE * could_give_bytes), "disk")
 
@@ -63,29 +64,32 @@ def _memory_budget_bytes() -> int:
 
 
 def release_memory(cache: Cache) -> None:
-    """Give back the memory of snapshots that are not in use and are on the disk too."""
+    """Remove from memory the unused snapshots that are also on the disk. Then unmount it if it is empty."""
     disks = [tier for tier in cache.tiers if tier.kind == "disk"]
     on_disk = {stored.digest for tier in disks for stored in tier.list() if stored.ready}
     for tier in (tier for tier in cache.tiers if tier.kind == "tmpfs"):
         for digest in on_disk:
-            # CacheError: it is in use.
+            # CacheError means that the snapshot is in use.
             with suppress(CacheError):
                 tier.evict(digest)
         tier.release()
     for tier in disks:
-        # With the lock held, no other process prepares the root meanwhile.
+        # While this process holds the lock, no other one calls `prepare` on the root.
         with suppress(OSError, CacheError), tier.locked():
             give_back(_memory_root(tier.root))
 
 
 def follow(folder: Path, manifest: Manifest) -> Lease:
-    """Return a lease of a snapshot that another process of this node holds, or is fetching."""
-    # Not swept: the fetching process does that, and here a cold start waits.
+    """Return a lease of a snapshot that another process of this node has fetched or is fetching."""
+    # The tiers are not swept here, since a cold start waits for this. The fetching process sweeps them.
     return Cache(node_tiers(folder)).open(manifest, _NoSource(), tee=False)
 
 
 class _NoSource(Ranged):
-    """The source of processes that have no credentials: the process that holds the snapshot fetches it."""
+    """The source of a process without credentials: its methods always raise.
+
+    Another process of the node fetches for such processes.
+    """
 
     url = "the node's fetcher"
 

@@ -1,8 +1,8 @@
-"""A pull brings one snapshot into one tier, for one opener. It fetches, or it follows the pull that fetches.
+"""Brings one snapshot into one tier for one lease: a pull fetches it, or follows another that does.
 
-The pull that gets the fetch lock fetches. The kernel releases that lock however its holder ends; then a
-follower gets it and goes on from what is in the files. Openers in one process are no different from openers
-in two.
+The pull that gets the fetch lock fetches. If its process ends in any way, the kernel releases that lock. Then
+one of the followers gets it and continues the fetch with what is in the files. Two leases in one process work
+like leases in two processes.
 """
 
 from __future__ import annotations
@@ -31,13 +31,17 @@ from .stored import is_whole, sync_files
 from .tier import Tier
 
 TAKEOVER_TIMEOUT_S = 30.0
-"""How long an ending process may keep the fetch lock after it closed its feed."""
+"""How long a pull waits for the fetch lock while its holder has no feed, as at the holder's end."""
+# How long `close` waits for the thread to end.
 CLOSE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Fetching:
-    """The role of the pull that holds the fetch lock. `new`: its files were just made and are empty."""
+    """The role of the pull that holds the fetch lock, which is on `descriptor`.
+
+    `new` is True if this pull has just created the files, so that they hold no chunks.
+    """
 
     descriptor: int
     feed: Feed
@@ -45,9 +49,10 @@ class _Fetching:
 
 
 class Pull:
-    """Once constructed, files are there at full size and assets are complete; shards arrive in a thread.
+    """One pull. Once it is constructed, all files exist at full size and the assets are complete.
 
-    Raise CacheError if the tier cannot take it, SourceError or SnapshotCorrupt if an asset cannot be had.
+    Its thread, which `start` starts, brings the shards. The constructor raises CacheError if the tier has no
+    room, and SourceError or SnapshotCorrupt if an asset cannot be fetched.
     """
 
     def __init__(self, tier: Tier, digest: str, manifest: Manifest, source: Source) -> None:
@@ -55,11 +60,11 @@ class Pull:
         self.files = tier.folder(digest) / "files"
         self.arrival = Arrival(manifest)
         self.stats: FetchStats | None = None
-        """The figures of the fetch, if this pull fetched."""
+        """What the fetch did. None before its end, and if this pull did not fetch."""
         self._digest, self._manifest, self._source = digest, manifest, source
         self._error: PilotflameError | None = None
         self.hold: Hold | None = None
-        """Protects the files from eviction; None once this is closed."""
+        """Protects the files from eviction. None once the pull is closed."""
         self._cancelled = threading.Event()
         self._over = threading.Event()
         self._role: _Fetching | Following | None = None
@@ -75,34 +80,44 @@ class Pull:
         self.arrival.on_demand(self._demand)
 
     def start(self, on_published: Callable[[], None]) -> None:
-        """Start the thread that brings the shards; it calls `on_published` once all is published."""
+        """Start the thread that brings the shards. It calls `on_published` once the snapshot is published."""
         self._thread = threading.Thread(
             target=self._run, args=(on_published,), name="snapshot-pull", daemon=True
         )
         self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Block until all is published. Raise what prevented it, or SourceUnavailable in time."""
+        """Block until the snapshot is published.
+
+        Raises the pull's error, or SourceUnavailable after `timeout_s`.
+        """
         if not self._over.wait(timeout_s):
             raise SourceUnavailable(f"The weights did not arrive within {timeout_s:.0f} s.")
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
-        """Stop fetching or following. Landed chunks stay; a follower continues from there."""
+        """Stop fetching or following.
+
+        Chunks that have landed stay in the files, and a follower fetches the others.
+        """
         self._cancelled.set()
         if isinstance(role := self._role, Following):
             role.cancel()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(CLOSE_TIMEOUT_S)
         if self._over.is_set():
-            # Released here: listeners and arrival refer to each other, so garbage collection may be late.
+            # Drop the reference now: this object and `arrival` refer to each other, so it may be collected
+            # late.
             self.hold = None
 
     # -- the role
 
     def _take_role(self) -> _Fetching | Following | None:
-        """Take the fetch lock, or follow its holder; None if all is published by now."""
+        """Take the fetch lock, or follow the pull that has it. Return None if all is published by now.
+
+        Raises CacheError if the tier has no room, or if the fetch lock stays locked without a feed to follow.
+        """
         deadline_s = time.monotonic() + TAKEOVER_TIMEOUT_S
         while True:
             with self.tier.locked(), ExitStack() as undo:
@@ -126,12 +141,15 @@ class Pull:
                     return role
                 with suppress(ConnectionError, FileNotFoundError):
                     return Following(self.hold.descriptor)
-            # There is no feed, but the lock is held: by a process that is just ending.
+            # The fetch lock is held, but there is no feed: the holder is ending. Wait for the lock and retry.
             with locked_file(folder / "fetching", max(0.0, deadline_s - time.monotonic())):
                 pass
 
     def _drop_role(self, error: PilotflameError | None, *, dropped: bool = False) -> None:
-        """End fetching or following. `error` and `dropped` are for the followers (see Feed.close)."""
+        """End fetching or following.
+
+        `error` and `dropped` are what the followers are told (see Feed.close).
+        """
         role, self._role = self._role, None
         if isinstance(role, _Fetching):
             role.feed.close(error, dropped=dropped)
@@ -167,14 +185,19 @@ class Pull:
 
     def _fail(self, error: PilotflameError) -> None:
         self._error = error
-        # A follower may have better credentials than this pull.
+        # If access was denied, let a follower take over: it may have other credentials.
         self._drop_role(error, dropped=self._cancelled.is_set() or isinstance(error, SourceDenied))
         self.arrival.fail(error)
 
     def _play_role(self) -> bool:
-        """Fetch or follow until that ends. Return True if all is published."""
+        """Fetch or follow to the end.
+
+        Returns True if the snapshot is published. Returns False if the pull that fetched has gone before
+        that.
+        """
         role = self._role
-        # Checked after the role was taken: `close` sets the event first, then cancels the role.
+        # Check this only after taking the role. `close` sets the event and then cancels the role, so that one
+        # of the two always ends this thread.
         if self._cancelled.is_set():
             remedy = "Open it again: what has arrived is kept."
             raise CacheError("The snapshot was closed before all of it had arrived.", remedy=remedy)
@@ -207,8 +230,11 @@ class Pull:
         return ShardTarget(str(self.files / name), descriptor, memory, fresh=fresh)
 
     def _publish(self) -> None:
-        """All chunks are verified: write the manifest; on a disk, once the files are synced."""
-        # What a process that was killed while writing the manifest left.
+        """Publish the snapshot, whose chunks are all verified: write its manifest.
+
+        On a disk, sync the files first.
+        """
+        # Temporary files of a process that was killed while it wrote the manifest.
         for rest in self.files.glob(f".{MANIFEST_NAME}.*"):
             rest.unlink()
         if self.tier.kind == "disk":
@@ -219,9 +245,9 @@ class Pull:
 
 
 def _unmap(memory: memoryview) -> None:
-    """Unmap at once rather than when the last reference goes: while it is mapped, the file is in use."""
+    """Unmap now, and not only when the last reference to the mapping goes: a mapped file counts as in use."""
     mapped = memory.obj
-    # The traceback of a failed thread may still refer to a slice of it.
+    # BufferError: something, such as the traceback of a failed thread, still refers to a slice of it.
     with suppress(BufferError):
         memory.release()
         if isinstance(mapped, mmap):

@@ -1,11 +1,11 @@
-"""Spare files: those of snapshots evicted from a tmpfs, kept for their pages.
+"""Keeps spare files: those of snapshots that were evicted from a tmpfs, whose memory pages are used again.
 
-Writing over existing pages is faster than allocating new ones, most of all through a mapping whose page
-tables are filled (docs/snapshot-choices.md). A reused spare has another snapshot's bytes in it, so none of
-them counts before it is verified.
+Writing to existing pages is faster than allocating new ones, most of all through a mapping whose page tables
+are filled (docs/snapshot-choices.md). A spare that is used again still contains bytes of another snapshot, so
+no byte of it is used before its chunk is verified.
 
-A file becomes a spare only after its snapshot's folder was locked exclusively and renamed: nothing maps it
-any more.
+A file becomes a spare only after its snapshot's folder was locked exclusively and renamed. By then no process
+maps the file any more.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .stored import allocated_bytes
 
 
 class Spares:
-    """The spare files in `folder`. All methods but `map_pages` are called with the tier locked."""
+    """The spare files in `folder`. Lock the tier before calling any method except `map_pages`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._mapped: dict[tuple[int, int], memoryview] = {}
 
     def files(self) -> list[tuple[int, Path]]:
-        """Bytes and path of every spare, the largest first."""
+        """Return size and path of every spare, the largest first."""
         try:
             found = [(entry.stat().st_size, Path(entry)) for entry in os.scandir(self._folder)]
         except FileNotFoundError:
@@ -37,19 +37,19 @@ class Spares:
         return sum(size_bytes for size_bytes, _ in self.files())
 
     def put(self, file: Path) -> None:
-        """Take over `file`, which nothing has open or mapped."""
+        """Move `file`, which no process may have open or mapped, to the spares."""
         self._folder.mkdir(exist_ok=True)
         file.replace(self._folder / uuid4().hex)
 
     def take(self, size_bytes: int, path: Path) -> None:
-        """Move the best fitting spare to `path`, if any: the smallest that suffices, else the largest."""
+        """Move a spare, if there is one, to `path`: the smallest that is large enough, else the largest."""
         files = self.files()
         if files and size_bytes:
             enough = [spare for found_bytes, spare in files if found_bytes >= size_bytes]
             (enough[-1] if enough else files[0][1]).replace(path)
 
     def trim(self, limit_bytes: int) -> None:
-        """Delete spares, the smallest first, until the rest has at most `limit_bytes`."""
+        """Delete spares, the smallest first, until the others have at most `limit_bytes` together."""
         files = self.files()
         left_bytes = sum(size_bytes for size_bytes, _ in files)
         while files and left_bytes > limit_bytes:
@@ -59,15 +59,19 @@ class Spares:
             path.unlink()
 
     def map_ahead(self) -> None:
-        """Map the spares in this process now, so that the next fetch need not."""
+        """Map all spares now, so that the next fetch in this process need not wait for that."""
         for _, path in self.files():
             with path.open("r+b") as stream:
                 if (memory := self.map_pages(stream.fileno())) is not None:
                     self._mapped[_key(os.fstat(stream.fileno()))] = memory
 
     def map_pages(self, descriptor: int) -> memoryview | None:
-        """Map the open file shared, with all pages present and in the page tables; None if it has holes."""
-        # Writing through a hole of a full tmpfs would kill the process (SIGBUS); pwrite fails with ENOSPC.
+        """Map the open file shared and fill the page tables.
+
+        Return None if the file is empty or has holes.
+        """
+        # A file with holes is not mapped: if the tmpfs is full, writing to a hole through a mapping would
+        # kill the process (SIGBUS), while pwrite only fails with ENOSPC.
         status = os.fstat(descriptor)
         memory = self._mapped.pop(_key(status), None)
         if not 0 < status.st_size <= allocated_bytes(status):

@@ -1,4 +1,4 @@
-"""What a tier's folders hold: snapshots, as their files say."""
+"""Reads from the files of a tier which snapshots it holds, and syncs files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from ..publish import sync
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A snapshot in a tier. `used_s`: when it was last opened, seconds since the epoch."""
+    """A snapshot in a tier, complete or not; `ready` is True if it is published.
+
+    The sizes are those of its shards and assets: `size_bytes` in full, `allocated_bytes` without holes.
+    `used_s` is when it was last opened, in seconds since the epoch.
+    """
 
     digest: str
     folder: Path
@@ -25,21 +29,21 @@ class Stored:
 
     @property
     def outstanding_bytes(self) -> int:
-        """What the file system must still allocate for it."""
+        """How many bytes the file system must still allocate until the snapshot is complete."""
         return 0 if self.ready else max(0, self.size_bytes - self.allocated_bytes)
 
 
 def allocated_bytes(status: os.stat_result) -> int:
-    """What the file system has allocated for a file: without holes."""
-    # The unit of st_blocks, whatever the file system's own blocks are.
+    """Return how many bytes the file system has allocated for a file. Holes do not count."""
+    # The unit of st_blocks is always 512 bytes, even if the file system's own blocks are larger.
     return status.st_blocks * 512
 
 
 def read_stored(folder: Path) -> Stored:
-    """Describe the snapshot whose folder is `folder`."""
+    """Return what the files say of the snapshot in `folder`. Raises FileNotFoundError if there is none."""
     sizes = []
     for path in (folder / "files").rglob("*"):
-        # An asset's temporary file may be renamed meanwhile.
+        # The temporary file of an asset may be renamed meanwhile.
         with suppress(FileNotFoundError):
             status = path.lstat()
             if stat.S_ISREG(status.st_mode) and path.name != MANIFEST_NAME:
@@ -55,7 +59,7 @@ def read_stored(folder: Path) -> Stored:
 
 
 def is_whole(files: Path, manifest: Manifest) -> bool:
-    """Return True if a snapshot was published in folder `files`, and its files have their sizes."""
+    """Return True if folder `files` holds a manifest, and all files of `manifest` in their full size."""
     try:
         return (files / MANIFEST_NAME).is_file() and all(
             (files / file.name).stat().st_size == file.size_bytes for file in manifest.files
@@ -65,7 +69,7 @@ def is_whole(files: Path, manifest: Manifest) -> bool:
 
 
 def sync_files(files: Path, manifest: Manifest) -> None:
-    """Sync the shards and assets in folder `files`, then `files` and the folders in it."""
+    """Sync to the disk the shards and assets in folder `files`, and the folders that hold them."""
     paths = [files / file.name for file in manifest.files]
     folders = {folder for path in paths for folder in path.parents if folder.is_relative_to(files)}
     for path in (*paths, *folders):

@@ -1,15 +1,16 @@
-"""A tier: a folder on this machine that holds snapshots, within a budget of bytes.
+"""Manages a tier: a folder on this machine that holds snapshots, within a budget of bytes.
 
-    <root>/lock                       held while room is made and while snapshots are evicted; never for long
-    <root>/snapshots/<digest>/        one snapshot, locked (flock) shared to use it, exclusively to evict it
+    <root>/lock                       locked, for a short time, to make room, start a fetch, or evict
+    <root>/snapshots/<digest>/        one snapshot; users lock it (flock) shared, eviction exclusively
         files/                        its shards at full size and its assets; its manifest once published
-        fetching                      locked exclusively by the process that fetches
+        fetching                      locked exclusively by the process that fetches the snapshot
         socket                        where that process tells followers which chunks have landed
-    <root>/trash/                     evicted, being deleted
-    <root>/spare/                     files of evicted snapshots that are kept for their pages (tmpfs)
+    <root>/trash/                     snapshots that were evicted and are being deleted
+    <root>/spare/                     files of evicted snapshots, kept to use their pages again (tmpfs only)
 
-A snapshot never moves: publishing writes the manifest, last and atomically, so paths and mappings stay valid.
-All accounting is read from the files themselves: there is no counter or journal that a crash could spoil.
+A snapshot is published by writing its manifest, last and atomically. Its files never move, so paths and
+mappings stay valid. Sizes are always read from the files: there is no counter or journal that could be wrong
+after a crash.
 """
 
 from __future__ import annotations
@@ -37,10 +38,11 @@ LEAST_SPARE_BYTES = 64 << 10
 
 @dataclass(eq=False)
 class Tier:
-    """Snapshots under folder `root`, at most `budget_bytes` of shards and spare files.
+    """Snapshots in folder `root`: at most `budget_bytes` of shards, assets and spare files.
 
-    `kind` "tmpfs": files are lost with power, so nothing is synced, and up to `spare_bytes` of evicted files
-    are kept for their pages. "disk": a snapshot is published only once it is on the disk.
+    `kind` is "tmpfs" for memory: files do not survive a power loss anyway, so nothing is synced, and up to
+    `spare_bytes` of evicted files are kept to use their pages again. `kind` is "disk" for a disk: a
+    snapshot's files are synced before it is published.
     """
 
     root: Path
@@ -55,62 +57,70 @@ class Tier:
         return self.root / "snapshots" / digest
 
     def has(self, digest: str) -> bool:
-        """Return True if the snapshot is here, or being fetched."""
-        # Path.is_dir raises where a folder may not be read.
+        """Return True if the snapshot has a folder here: complete, being fetched, or left incomplete."""
+        # Path.is_dir would raise if a parent folder may not be read.
         return os.path.isdir(self.folder(digest))  # noqa: PTH112
 
     def used_bytes(self) -> int:
-        """What of the budget is taken, spare files included."""
+        """Return the size of all snapshots and spare files.
+
+        Snapshots that are being fetched count in full.
+        """
         return sum(stored.size_bytes for stored in self.list()) + self.spares.total_bytes()
 
     @contextmanager
     def locked(self, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
-        """Hold the tier's lock: no other process or thread makes room, starts a fetch or evicts meanwhile."""
+        """Hold the tier's lock: no other process or thread makes room, starts a fetch or evicts meanwhile.
+
+        Raises CacheError if another one holds the lock for longer than `timeout_s`.
+        """
         path = self.root / "lock"
         while True:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             with locked_file(path, timeout_s) as descriptor:
-                # The file may have been removed while this waited for it.
+                # The file may have been removed during the wait (see `release`); then lock the new one.
                 if is_at(descriptor, path):
                     yield
                     return
 
     def ready(self, digest: str, manifest: Manifest) -> Hold | None:
-        """Protect a published snapshot from eviction; None if it is not here, or not whole."""
+        """Return a hold on the snapshot, against eviction; None if it is not published or not complete."""
         folder = self.folder(digest)
         try:
             held = hold(folder)
             if held is None and folder.is_dir():
-                # It is being checked for eviction, with the tier locked: wait for the lock.
+                # Another process locked it to evict it, and holds the tier's lock too. Try again after that.
                 with self.locked():
                     held = hold(folder)
             if held is None or not is_whole(folder / "files", manifest):
                 return None
         except OSError:
-            # The error is raised when a snapshot is stored here.
+            # Here it counts as absent. If a snapshot is to be stored in this tier, the error is raised then.
             return None
-        # A cache that cannot be written to can be read. time_ns is finer than the kernel's clock for files.
+        # Record the time of use. It cannot be written if the cache is read-only, which is allowed. time_ns is
+        # finer than the time that the kernel would set.
         with suppress(OSError):
             os.utime(held.descriptor, ns=(time.time_ns(),) * 2)
         return held
 
     def list(self) -> Sequence[Stored]:
-        """Everything here, the least recently used first."""
+        """Return all snapshots of this tier, complete or not, the least recently used first."""
         try:
             folders = [Path(entry) for entry in os.scandir(self.root / "snapshots")]
         except (FileNotFoundError, PermissionError):
             return []
         found = []
         for folder in folders:
-            # One may be evicted meanwhile.
+            # A snapshot may be evicted meanwhile.
             with suppress(FileNotFoundError):
                 found.append(read_stored(folder))
         return sorted(found, key=lambda stored: stored.used_s)
 
     def make_room(self, digest: str, manifest: Manifest) -> None:
-        """Make files of full size for a snapshot, evicting others if need be. Called with the tier locked.
+        """Create the snapshot's files at full size, evicting others to make room. Lock the tier first.
 
-        CacheError or OSError if that fails; nothing was evicted in vain then, and no new folder stays behind.
+        Raises CacheError, without evicting any, if even that would not make enough room. Raises OSError if a
+        file cannot be created. In both cases, a folder that did not exist before is not left behind.
         """
         size_bytes, folder = manifest.total_bytes + manifest.assets_bytes, self.folder(digest)
         if size_bytes > self.budget_bytes:
@@ -130,7 +140,7 @@ class Tier:
             self._trim(digest, size_bytes)
 
     def evict(self, digest: str) -> None:
-        """Drop a snapshot if it is here; CacheError if it is in use."""
+        """Remove a snapshot if it is here. Raises CacheError if it is in use."""
         folder = self.folder(digest)
         if not folder.is_dir():
             return
@@ -145,7 +155,7 @@ class Tier:
                 raise CacheError(f"Snapshot {digest} in {self.root} is in use.", remedy=remedy)
 
     def release(self) -> None:
-        """Delete the spare files, and the tier's folders if they hold no snapshots."""
+        """Delete the spare files and, if the tier holds no snapshots, its folders. Errors are ignored."""
         with suppress(OSError), self.locked():
             self.spares.trim(0)
             for name in ("snapshots", "trash", "spare"):
@@ -155,7 +165,7 @@ class Tier:
             self.root.rmdir()
 
     def sweep(self) -> None:
-        """Clear what crashes left: trash, and fetches that nothing has continued for a day."""
+        """Delete what crashes left: the trash, and incomplete snapshots that were unused for a day."""
         if not self.root.is_dir():
             return
         with suppress(OSError, CacheError), self.locked(SWEEP_TIMEOUT_S):
@@ -165,12 +175,15 @@ class Tier:
             locked = [(folder, lock_folder(folder, exclusive=True)) for folder in stale]
             gone = [(folder, descriptor) for folder, descriptor in locked if descriptor is not None]
             self._discard(gone)
-            # Otherwise spares are left alone: another process may keep more of them than this one.
+            # Only in this case: `_trim` uses this process's limits, and another one may keep more spares.
             if gone:
                 self._trim()
 
     def _free(self, digest: str, size_bytes: int) -> None:
-        """Evict until `size_bytes` fit into the budget and onto the file system."""
+        """Evict others until snapshot `digest` of `size_bytes` fits into the budget and onto the file system.
+
+        Raises CacheError, without evicting any, if that is impossible.
+        """
         stored = self.list()
         own_bytes = sum(item.allocated_bytes for item in stored if item.digest == digest)
         others = [item for item in stored if item.digest != digest]
@@ -192,7 +205,7 @@ class Tier:
         self._discard(chosen)
 
     def _available_bytes(self, stored: Sequence[Stored]) -> int:
-        """What the file system can still give: free or in spare files, less what `stored` will still take."""
+        """Return the bytes that are free or in spare files, less those still to be allocated for `stored`."""
         free_bytes = shutil.disk_usage(self.root).free
         return free_bytes + self.spares.total_bytes() - sum(item.outstanding_bytes for item in stored)
 
@@ -204,9 +217,10 @@ class Tier:
         return CacheError(fault, remedy="Make room on it, or put the cache elsewhere.")
 
     def _discard(self, folders: Sequence[tuple[Path, int]]) -> None:
-        """Remove snapshots that are locked exclusively by these descriptors, and close them.
+        """Delete snapshots: pairs of a folder and the descriptor that locks it exclusively.
 
-        Renamed first, so that a kill in between leaves nothing half evicted that looks like a snapshot.
+        Closes the descriptors. A folder is renamed before it is emptied: if the process is killed in between,
+        no incomplete folder is left that looks like a snapshot.
         """
         for folder, descriptor in folders:
             gone = self.root / "trash" / uuid4().hex
@@ -217,7 +231,7 @@ class Tier:
                 os.close(descriptor)
             if self.kind == "tmpfs":
                 for file in list((gone / "files").rglob("*")):
-                    # Smaller files are not worth keeping for their pages.
+                    # Using the pages of smaller files again would save too little.
                     if (
                         file.is_file()
                         and file.stat().st_size >= LEAST_SPARE_BYTES
@@ -227,7 +241,10 @@ class Tier:
             shutil.rmtree(gone, ignore_errors=True)
 
     def _trim(self, digest: str = "", size_bytes: int = 0) -> None:
-        """Hold the spares to their limit, and to what the budget leaves beside all snapshots."""
+        """Delete spares beyond `spare_bytes`, and those for which the budget or the file system has no room.
+
+        If `digest` is given, that snapshot counts as `size_bytes`, whatever its folder holds.
+        """
         stored = self.list()
         used_bytes = sum(item.size_bytes for item in stored if item.digest != digest) + size_bytes
         left_bytes = min(self.budget_bytes - used_bytes, self._available_bytes(stored))
@@ -242,7 +259,8 @@ class Tier:
             if os.fstat(descriptor).st_size != size_bytes:
                 os.ftruncate(descriptor, size_bytes)
             if size_bytes and self.kind == "disk":
-                # Fails with ENOSPC now rather than later. Allocated, unwritten bytes still show as holes.
+                # If the disk is full, this fails with ENOSPC now, not during the fetch. Allocated bytes that
+                # were never written still read as holes (see `land_existing`).
                 os.posix_fallocate(descriptor, 0, size_bytes)
         finally:
             os.close(descriptor)

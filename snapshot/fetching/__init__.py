@@ -1,1 +1,4 @@
-"""A snapshot's bytes into files, over several connections. Enter at `fetch.fetch`; knows no cache."""
+"""Fetches a snapshot into files over several connections, without a cache.
+
+The entry point is `fetch.fetch`.
+"""

@@ -1,4 +1,7 @@
-"""Which chunks of a snapshot have landed. Waiting threads wake when their chunks have."""
+"""Records which chunks of a snapshot have landed, and wakes the threads that wait for them.
+
+A chunk has landed once its bytes are in the file and verified.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from .ranges import Chunks
 
 
 class Arrival:
-    """The chunks that are in place and verified, never written again. Thread-safe."""
+    """The record of the landed chunks of one snapshot. A landed chunk is never written again. Thread-safe."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.chunks = Chunks(manifest)
@@ -33,11 +36,11 @@ class Arrival:
         return bool(self._landed[chunk])
 
     def has(self, first: int, last: int) -> bool:
-        """Return True if chunks [first, last] have landed."""
+        """Return True if all chunks from `first` to `last`, both included, have landed."""
         return self._missing == 0 or all(self._landed[first : last + 1])
 
     def land(self, chunk: int) -> None:
-        """Mark `chunk` as in place and verified."""
+        """Record that `chunk` is in the file and verified, and call the listeners (see `on_land`)."""
         extent = self.chunks.extent(chunk)
         with self._changed:
             if self._landed[chunk]:
@@ -51,7 +54,7 @@ class Arrival:
             listener(chunk)
 
     def land_all(self) -> None:
-        """Mark every chunk as in place and verified."""
+        """Record that every chunk is in the files and verified, and call the listeners (see `on_land`)."""
         with self._changed:
             new = [chunk for chunk, landed in enumerate(self._landed) if not landed] if self._on_land else []
             self._landed = bytearray(b"\1") * self.count
@@ -64,14 +67,20 @@ class Arrival:
                 listener(chunk)
 
     def fail(self, error: PilotflameError) -> None:
-        """Raise `error` in every thread that waits for a missing chunk. Only the first error counts."""
+        """Raise `error` in every thread that waits, now or later, for a missing chunk.
+
+        If this is called again, the first error is still the one that is raised.
+        """
         with self._changed:
             if self.error is None:
                 self.error = error
             self._changed.notify_all()
 
     def wait(self, first: int, last: int, timeout_s: float | None = None) -> None:
-        """Block until chunks [first, last] have landed. Raise their error, or SourceUnavailable in time."""
+        """Block until chunks `first` to `last`, both included, have landed.
+
+        Raises the error given to `fail`, or SourceUnavailable if they have not landed within `timeout_s`.
+        """
         if self.has(first, last):
             return
         self.demand(first, last)
@@ -82,7 +91,7 @@ class Arrival:
             raise self.error or SourceUnavailable(f"The weights did not arrive within {timeout_s:.0f} s.")
 
     def on_land(self, listener: Callable[[int], None]) -> None:
-        """Call `listener(chunk)` for every chunk that has landed, and for each that lands from now on."""
+        """Call `listener(chunk)` for every chunk that has landed already, and for each that lands later."""
         with self._changed:
             already = [chunk for chunk, landed in enumerate(self._landed) if landed]
             self._on_land.append(listener)
@@ -90,10 +99,10 @@ class Arrival:
             listener(chunk)
 
     def demand(self, first: int, last: int) -> None:
-        """Ask for chunks [first, last] to be fetched next."""
+        """Ask that chunks `first` to `last`, both included, are fetched next."""
         for listener in list(self._on_demand):
             listener(first, last)
 
     def on_demand(self, listener: Callable[[int, int], None]) -> None:
-        """Call `listener(first, last)` when a thread starts to wait for these chunks."""
+        """Call `listener(first, last)` at each later `demand`, such as when a thread starts to wait."""
         self._on_demand.append(listener)

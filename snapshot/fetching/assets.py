@@ -1,4 +1,7 @@
-"""Assets: the small files beside the weights that a handler reads by name. Fetched before shards."""
+"""Fetches assets: the small files beside the weights that a handler reads by name.
+
+They are fetched before the shards.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,11 @@ from ..sources.source import Source
 
 
 def fetch_assets(manifest: Manifest, source: Source, files: Path) -> None:
-    """Fetch and verify the assets that folder `files` does not hold. Two processes may do this at once."""
+    """Fetch and verify the assets that folder `files` does not hold.
+
+    Two processes may do so at the same time. Raises SnapshotCorrupt if an asset differs from the manifest,
+    CacheError if one cannot be written, and the errors of Source.read_into.
+    """
     for asset in manifest.assets:
         path = files / asset.name
         if not _is_there(path, asset):
@@ -30,7 +37,7 @@ def _is_there(path: Path, asset: Asset) -> bool:
 
 def _read(asset: Asset, source: Source) -> bytearray:
     content = bytearray(asset.size_bytes)
-    # As with chunks, bytes that differ once may be an accident on the way.
+    # Try twice, as with chunks: wrong bytes may come from a single error in the transfer.
     for _ in range(2):
         count = source.read_into(asset.name, 0, memoryview(content))
         if count == asset.size_bytes and xxhash.xxh3_128_hexdigest(content) == asset.digest:
@@ -45,7 +52,8 @@ def _read(asset: Asset, source: Source) -> bytearray:
 def _write(path: Path, content: bytearray) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Not synced: a tier on a disk syncs all files before it publishes them, and a cold start waits here.
+        # Not durable: a disk tier syncs all files before it publishes the snapshot, and a cold start waits
+        # for this write.
         with publish(path, durable=False) as stream:
             stream.write(content)
     except OSError as error:

@@ -1,8 +1,9 @@
-"""How many connections a fetch opens, how much each asks for, and how long a silence counts as a stall.
+"""Decides how many connections a fetch opens, how much each requests, and when a connection is stalled.
 
-Pure decisions from what is measured; nothing is asked of the user. A few connections are opened at first.
-Then, window by window, there are twice as many (four times while this machine is mostly idle), as long as the
-rate follows. When it does not, the number before is kept.
+It decides only from measurements that the caller passes, and does no I/O. A fetch starts with a few
+connections. The rate is measured over short windows of time. After each window the number of connections is
+doubled (or quadrupled, if this machine is mostly idle), as long as the rate grows enough. If it does not, the
+number goes back to the one before, and stays there for a while.
 """
 
 from __future__ import annotations
@@ -10,32 +11,38 @@ from __future__ import annotations
 MIN_PART_BYTES = 8 << 20
 MAX_PART_BYTES = 64 << 20
 FIRST_CONNECTIONS = 2
-"""Enough for two cores where the server is near; where it is far, growing from two takes only a moment."""
+"""How many connections a fetch starts with. With a near server, two keep two cores busy. With a far one, the
+number grows within milliseconds (see FAR)."""
 MAX_CONNECTIONS = 32
 
 FIRST_WINDOW_S = 0.03
 WINDOW_S = 0.04
 FAR: tuple[tuple[float, int], ...] = ((0.005, 8), (0.015, 16), (0.05, 32))
-"""Seconds without a first byte, and the connections to open by then: many hide a far source's latency."""
+"""Pairs: if nothing was received for this many seconds since the start, open this many connections. The
+source is far then, and many parallel requests hide its latency."""
 PAYS = 0.3
-"""Growing n-fold pays if the rate grows by at least this share of n - 1."""
+"""Growing to n times as many connections is kept if the rate grew by a factor of at least
+1 + PAYS * (n - 1)."""
 BUSY = 0.85
-"""A share of all processors. Above it this machine is the bottleneck, and more connections make it slower."""
+"""If a larger share than this of all processor time is used, the number does not grow: this machine is then
+the bottleneck, and more connections would make it slower."""
+# If a smaller share than this is used, the number is quadrupled rather than doubled.
 IDLE = 0.5
 AGAIN_S = 2.0
-"""How long a settled number is kept before more connections are tried again."""
+"""How long the fetch waits, after growing did not help, before it tries more connections again."""
 
+# Receiving a part should take this many times as long as waiting for its first byte.
 LATENCIES_A_PART = 24
 LEAST_SPLIT_BYTES = 1 << 20
 STALL_S = 0.05
 STALL_LATENCIES = 5
 UNKNOWN_STALL_S = 1.0
-"""The stall limit before the first answer, when the latency is unknown."""
+"""How long a part may receive nothing while no request was answered yet, so that the latency is unknown."""
 UPDATE_S = 0.025
 
 
 class ConcurrencyControl:
-    """The decisions of one fetch. `connections` and `part_bytes` fix what is otherwise measured."""
+    """The decisions for one fetch. If `connections` or `part_bytes` is given, that number does not change."""
 
     def __init__(self, *, connections: int | None = None, part_bytes: int | None = None) -> None:
         self._fixed = connections is not None
@@ -43,33 +50,37 @@ class ConcurrencyControl:
         self.connections = connections or FIRST_CONNECTIONS
         self.latency_s = 0.0
         self.rate = 0.0
-        """Bytes a second in the last window, all connections together."""
+        """Bytes per second in the last window, summed over all connections."""
         self._before = (0, 0.0)
-        """The connections and the rate before the growth that is being tried; none: (0, 0)."""
+        """The number of connections and the rate before a raise that is not judged yet; else (0, 0)."""
         self._settled_s: float | None = None
         self._began_s: float | None = None
         self._window: tuple[float, int, float] | None = None
-        """When the window began, and the bytes received and the idle seconds until then."""
+        """When the window began, and the totals of received bytes and of idle seconds at that time."""
         self._from_s = 0.0
         self._length_s = FIRST_WINDOW_S
 
     @property
     def settled_connections(self) -> int:
-        """The connections, without a growth that is still being tried."""
+        """The number of connections. While a raise is not judged yet, the number before it."""
         return self._before[0] or self.connections
 
     def add_latency(self, waited_s: float) -> None:
-        """Count one answer whose first byte came after `waited_s`."""
+        """Include in the average latency one request whose answer began after `waited_s`."""
         self.latency_s = waited_s if not self.latency_s else 0.8 * self.latency_s + 0.2 * waited_s
 
     def next_update_s(self, now_s: float) -> float:
-        """In how many seconds `update` is to be called next."""
+        """Return in how many seconds `update` is to be called next."""
         if self._window is None:
             return FAR[0][0]
         return min(UPDATE_S, max(0.005, self._window[0] + self._length_s - now_s))
 
     def update(self, now_s: float, received_bytes: int, idle_s: float, processors: int) -> None:
-        """End the window if it is over, and decide. Both `received_bytes` and `idle_s` are totals."""
+        """If the window is over, measure the rate, decide on the connections, and begin the next window.
+
+        `received_bytes` and `idle_s` are totals since the start of the fetch and of the machine. `idle_s` is
+        summed over all processors, of which there are `processors`.
+        """
         if received_bytes == 0:
             self._grow_while_waiting(now_s)
             return
@@ -89,7 +100,10 @@ class ConcurrencyControl:
             self._decide(now_s, busy)
 
     def part_bytes(self, waiting_bytes: int) -> int:
-        """How much to request at once: enough to hide the latency, little enough that all end together."""
+        """Return how many bytes to request at once, if `waiting_bytes` are not requested yet.
+
+        Large parts hide the latency, small ones let all connections end at about the same time.
+        """
         if self._part_bytes is not None:
             return self._part_bytes
         wanted = LATENCIES_A_PART * self.latency_s * self.rate / max(1, self.connections)
@@ -99,18 +113,24 @@ class ConcurrencyControl:
         return int(min(max(wanted, MIN_PART_BYTES), max(fair, MIN_PART_BYTES), MAX_PART_BYTES))
 
     def least_split_bytes(self, active: int) -> int:
-        """The least half of a part that is worth requesting anew: its transfer must outlast the request."""
+        """Return the least size of a half of a part for another connection to take it (see Ranges.split).
+
+        Receiving it must take longer than requesting it. `active` is the number of parts that are being read.
+        """
         return max(LEAST_SPLIT_BYTES, int(self.rate / max(1, active) * (self.latency_s + 0.02)))
 
     def stall_s(self, *, started: bool, attempts: int) -> float:
-        """How long a part may be silent before its connection is given up; doubles with each attempt."""
+        """Return how long a part may receive nothing before it is given up.
+
+        Each failed attempt doubles this time.
+        """
         usual_s = STALL_LATENCIES * self.latency_s if self.latency_s else UNKNOWN_STALL_S
         if started and self.rate:
             usual_s = max(usual_s, 8 * (1 << 20) * self.connections / self.rate)
         return max(STALL_S, usual_s) * float(1 << min(attempts, 16))
 
     def _grow_while_waiting(self, now_s: float) -> None:
-        """Nothing has been received yet: the longer that lasts, the more connections."""
+        """Raise the number of connections by the time for which nothing has been received (see FAR)."""
         self._began_s = now_s if self._began_s is None else self._began_s
         if not self._fixed:
             wanted = [count for after_s, count in FAR if now_s - self._began_s >= after_s]
@@ -127,5 +147,6 @@ class ConcurrencyControl:
         factor = 4 if busy < IDLE else 2
         self._before = (self.connections, self.rate)
         self.connections = min(MAX_CONNECTIONS, self.connections * factor)
-        # New connections must first open and be answered: the window that judges them begins after that.
+        # The new connections must first be opened and answered, so the window that measures them begins
+        # later.
         self._window, self._from_s = None, now_s + 1.5 * self.latency_s

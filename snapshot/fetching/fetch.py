@@ -1,9 +1,10 @@
-"""A fetch brings the chunks of a snapshot from a source into files, and verifies each as it lands.
+"""Fetches the chunks of a snapshot from a source into files, and verifies each chunk once it is complete.
 
-One thread per connection takes the most wanted range, reads it into place and takes the next. The calling
-thread supervises: it gives up the connection of a part that is silent for much longer than usual, and that
-connection's thread puts back what is left for another. A thread that finds nothing to take halves the longest
-part that is still being read, so that all end together. Memory: one buffer of 512 KiB per connection.
+Each connection has a thread, which takes the next range, receives it into its file, and repeats. The calling
+thread supervises: if a part receives nothing for much longer than usual, it closes that part's connection.
+The connection's thread then puts the unread bytes back, for any thread to take. If no range waits, a thread
+takes over half of the longest part that is still being read, so that all threads end at about the same time.
+A fetch needs memory for one buffer of 512 KiB per connection.
 """
 
 from __future__ import annotations
@@ -26,15 +27,21 @@ from .landing import BOUNCE_BYTES, DIRECT_BYTES, Landing, ShardTarget
 from .ranges import Part, Ranges, wanted_order
 
 ATTEMPTS = 8
-"""Failures in a row, with hardly a byte in between, before a range is given up."""
+"""The fetch fails after this many failures in a row of one range. A failure after at least PROGRESS_BYTES
+were received counts as the first again."""
 STALLS = 12
-"""Connections given up in a row for one range: the stall limit doubles each time, to minutes."""
+"""Used instead of ATTEMPTS if the last failure was a stall: a connection that received nothing was closed.
+The limit for that time doubles with each failure, up to minutes."""
 PROGRESS_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class FetchStats:
-    """What a fetch did. Bytes that came twice are received twice; `connections` is the settled number."""
+    """What a fetch did.
+
+    `fetched_bytes` is the size of the chunks that were missing. `received_bytes` also counts bytes that had
+    to be received again. `connections` is the number that was found best (see ConcurrencyControl).
+    """
 
     fetched_bytes: int
     received_bytes: int
@@ -57,10 +64,12 @@ def fetch(
     progress: Progress | None = None,
     cancelled: threading.Event | None = None,
 ) -> FetchStats:
-    """Fetch every chunk that has not landed, in the order of first touch. Block until all have or one fails.
+    """Fetch every chunk that has not landed, in the order of first touch. Block until all have landed.
 
-    `connections` and `part_bytes` fix what is otherwise measured. Whatever fails is passed to `arrival` and
-    raised: SnapshotCorrupt, SnapshotChanged, SourceMissing, SourceDenied, FetchFailed, CacheError, Cancelled.
+    `connections` and `part_bytes` replace the numbers that are otherwise chosen by measuring. If the fetch
+    fails, the error is raised here and in the threads that wait for chunks (see Arrival.fail):
+    SnapshotCorrupt, SnapshotChanged, SourceMissing, SourceDenied, FetchFailed, CacheError or, once
+    `cancelled` is set, Cancelled. For any other exception, the waiting threads get Cancelled.
     """
     control = ConcurrencyControl(connections=connections, part_bytes=part_bytes)
     try:
@@ -86,7 +95,7 @@ class _Fetch:
 
     def __post_init__(self) -> None:
         self._changed = threading.Condition()
-        """Guards all below. Notified when a range comes back, when a thread ends, and at the end."""
+        """Guards the attributes below. Notified when a part, a thread or the fetch ends."""
         missing = [chunk for chunk in wanted_order(self.manifest) if not self.arrival.landed(chunk)]
         self._ranges = Ranges(self.manifest, missing)
         self._landing = Landing(
@@ -132,13 +141,13 @@ class _Fetch:
                 wait_s = self.control.next_update_s(before_s)
                 self._changed.wait(wait_s)
                 now_s = time.monotonic()
-                # The second number is the idle time of all processors since the machine started.
+                # The second number in the file is the idle time since boot, summed over all processors.
                 idle_s = float(os.pread(uptime.fileno(), 64, 0).split()[1])
                 self.control.update(now_s, self._received_bytes, idle_s, processors)
                 self._give_up_silent(now_s, late_s=now_s - before_s - wait_s)
 
     def _open_connections(self) -> None:
-        """Start threads up to the wanted number, as long as there is a waiting chunk for each."""
+        """Start threads up to the wanted number, but not more new ones than chunks are waiting."""
         chunks = -(-self._ranges.waiting_bytes // self.manifest.chunk_bytes)
         wanted = min(self.control.connections, self._working + chunks)
         while self._working < wanted:
@@ -148,7 +157,11 @@ class _Fetch:
             thread.start()
 
     def _give_up_silent(self, now_s: float, late_s: float) -> None:
-        """Break off parts that are silent for longer than usual, less the time this thread was late."""
+        """Close the connection of each part that received nothing for longer than its limit.
+
+        `late_s` is by how much this thread woke too late. A busy machine delays the others as much, so that
+        time is not counted.
+        """
         for part in self._ranges.active:
             if late_s > 0.01:
                 part.asked_s += late_s
@@ -183,7 +196,7 @@ class _Fetch:
             while (part := self._next(number)) is not None:
                 self._fetch_part(connection, part, buffer)
                 if part.broken_off:
-                    # The supervisor closed this connection, for good.
+                    # The supervisor closed this connection, so it cannot be used again.
                     connection.close()
                     connection = self.source.connect()
         except BaseException as error:  # noqa: BLE001  raised again by the supervisor
@@ -197,7 +210,11 @@ class _Fetch:
                 self._changed.notify_all()
 
     def _next(self, number: int) -> Part | None:
-        """Wait for the next part to fetch, and return it; None if connection `number` is not needed."""
+        """Wait for the next part to fetch and return it; None if the thread should end.
+
+        It should end if the fetch is over or has failed, or if `number`, which counts connections from 1, is
+        more than are wanted.
+        """
         ranges, control = self._ranges, self.control
         with self._changed:
             while not (self._over or self._error or ranges.idle or number > control.connections):
@@ -234,7 +251,7 @@ class _Fetch:
 
     def _on_bytes(self, part: Part, count: int) -> None:
         part.asked_s = time.monotonic()
-        # Not under the lock: an increment that another thread overwrites only bends a measured rate.
+        # Without the lock: if another thread overwrites an increment, the measured rate is slightly wrong.
         self._received_bytes += count
 
     def _put_back(self, part: Part, problem: SourceUnavailable | None, begun: int) -> None:
@@ -250,7 +267,7 @@ class _Fetch:
         self._changed.notify_all()
 
     def _check_version(self, part: Part, info: ObjectInfo) -> None:
-        """Raise SnapshotChanged unless the object has its size, and the version that the first answer had."""
+        """Raise SnapshotChanged if the size is not the manifest's or the version not the first answer's."""
         shard = self.manifest.shards[part.shard]
         with self._changed:
             version = self._versions.setdefault(part.shard, info.version)

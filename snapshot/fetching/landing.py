@@ -1,4 +1,4 @@
-"""Where received bytes land: in files, written, hashed on the way and verified chunk by chunk."""
+"""Writes received bytes into files, hashes them as they arrive, and verifies each chunk when complete."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from .arrival import Arrival
 from .ranges import Part, Ranges
 
 BOUNCE_BYTES = 512 << 10
-"""Half of a core's second-level cache: received, hashed and written while still in it."""
+"""Size of the buffer of a connection: half of a core's second-level cache, so that bytes are still in the
+cache when they are hashed and written."""
 DIRECT_BYTES = 1 << 20
 _RESUME_BUFFER_BYTES = 1 << 20
 
@@ -28,9 +29,10 @@ _RESUME_BUFFER_BYTES = 1 << 20
 class ShardTarget:
     """The open file of one shard, of exactly its size.
 
-    `memory`: the same bytes mapped shared, to receive into directly: pages that were used before, or huge
-    ones. With `fresh`, its pages may still have to be allocated. Fresh small pages are faster to fill by
-    pwrite than through a mapping, which faults for every one (docs/snapshot-choices.md).
+    `memory` is a shared mapping of the same file, into which bytes are received directly. It is given only if
+    its pages exist already or are huge pages. If `fresh` is True, its pages may still have to be allocated.
+    New small pages are filled faster by pwrite than through a mapping, because a mapping causes a page fault
+    for each of them (docs/snapshot-choices.md): then `memory` is None.
     """
 
     name: str
@@ -39,9 +41,10 @@ class ShardTarget:
     fresh: bool = False
 
     def reserve(self, begin: int, end: int) -> None:
-        """Allocate the pages of bytes [begin, end) before writing `memory`; OSError if the disk is full.
+        """Allocate the pages of bytes [begin, end), if needed. Call it before writing to `memory`.
 
-        Writing through a hole of a full tmpfs would kill the process (SIGBUS).
+        Raises OSError if the file system is full. Without this, writing to a page that a full tmpfs cannot
+        allocate would kill the process (SIGBUS).
         """
         if self.fresh and begin < end:
             os.posix_fallocate(self.descriptor, begin, end - begin)
@@ -52,7 +55,10 @@ class ShardTarget:
             view, offset = view[count:], offset + count
 
     def digest(self, begin: int, end: int, buffer: memoryview) -> str:
-        """Return the digest of bytes [begin, end) as they are in the file, read through `buffer`."""
+        """Return the digest of bytes [begin, end) of the file.
+
+        `buffer` is memory to read them into, piece by piece.
+        """
         hasher, at = xxhash.xxh3_128(), begin
         while at < end and (count := os.preadv(self.descriptor, [buffer[: end - at]], at)):
             hasher.update(buffer[:count])
@@ -62,24 +68,30 @@ class ShardTarget:
 
 @dataclass(slots=True)
 class Landing:
-    """What all threads of one fetch receive. Bytes are counted per chunk; a full chunk is verified."""
+    """Receives the bytes of one fetch, for all its threads.
+
+    Verifies each chunk once all its bytes are received.
+    """
 
     manifest: Manifest
     targets: Sequence[ShardTarget]
     arrival: Arrival
     ranges: Ranges
     lock: threading.Condition
-    """Guards `ranges`, and is notified when a range comes back."""
+    """Guards `ranges` and the counts below. Notified when a chunk has to be fetched again."""
     on_bytes: Callable[[Part, int], None]
-    """Called with the part and the number of bytes that were just received."""
+    """Called with the part and the number of its bytes that were just received."""
     verify: bool
     progress: Progress | None
     _filled: dict[int, int] = field(default_factory=dict)
-    """Bytes received so far of chunks that come in pieces."""
+    """For each incomplete chunk that arrives in several pieces, the number of bytes received so far."""
     _bad: set[int] = field(default_factory=set)
 
     def receive(self, connection: Connection, part: Part, buffer: memoryview) -> None:
-        """Read `part` to its end, which may be lowered meanwhile. CacheError if it cannot be written."""
+        """Receive `part` up to its end, which another thread may lower meanwhile.
+
+        Raises CacheError if the bytes cannot be written, and the errors of Connection.read_into.
+        """
         try:
             while part.at < part.end:
                 self._receive_piece(connection, part, buffer)
@@ -87,7 +99,7 @@ class Landing:
             raise cannot_write(Path(self.targets[part.shard].name), error) from error
 
     def _receive_piece(self, connection: Connection, part: Part, buffer: memoryview) -> None:
-        """Read to the end of the chunk that `part` is in, or to the end of the part."""
+        """Receive `part` up to its end, or up to the end of the current chunk if that is before it."""
         chunk = self.arrival.chunks.at(part.shard, part.at)
         extent, target = self.arrival.chunks.extent(chunk), self.targets[part.shard]
         begin, whole = part.at, part.at == extent.begin
@@ -113,7 +125,10 @@ class Landing:
             self._settle(chunk, part.at - begin, digest, buffer)
 
     def _settle(self, chunk: int, count: int, digest: str | None, buffer: memoryview) -> None:
-        """Count `count` more bytes of `chunk`, and land it if it is full and verified."""
+        """Count `count` more bytes of `chunk`. If it is complete, verify it and record that it has landed.
+
+        `digest` is that of the whole chunk, or None if it was received in pieces and must be read again.
+        """
         extent = self.arrival.chunks.extent(chunk)
         with self.lock:
             filled = self._filled.pop(chunk, 0) + count
@@ -141,7 +156,7 @@ class Landing:
         raise corrupt_chunk(self.manifest, extent.shard, extent.begin // self.manifest.chunk_bytes)
 
     def _reread(self, chunk: int, buffer: memoryview) -> str:
-        """The digest of a chunk that came in pieces, from where it was written to."""
+        """Return the digest of a chunk that was received in pieces, read from the memory or file."""
         extent = self.arrival.chunks.extent(chunk)
         target = self.targets[extent.shard]
         if target.memory is not None:
@@ -152,10 +167,11 @@ class Landing:
 def land_existing(
     manifest: Manifest, targets: Sequence[ShardTarget], arrival: Arrival, cancelled: threading.Event
 ) -> None:
-    """Land every chunk whose bytes are in the files already. Holes are skipped.
+    """Record as landed every chunk that the files already hold. Parts that were never written are not read.
 
-    No journal says what has landed, so none can be wrong: what survived a crash, whole, torn or stale, is
-    read and hashed (5 GB/s from memory), and lands only if its digest fits.
+    There is no journal that could be wrong after a crash: whatever the files contain is read and hashed
+    (5 GB/s from memory), and a chunk counts as landed only if its digest is the manifest's. Returns early,
+    without an error, once `cancelled` is set.
     """
     buffer = memoryview(bytearray(_RESUME_BUFFER_BYTES))
     shard = data_at = -1
@@ -175,7 +191,10 @@ def land_existing(
 
 
 def _next_data(descriptor: int, offset: int, size_bytes: int) -> int:
-    """Where the first bytes from `offset` on are that were ever written; the file's size if none were."""
+    """Return the first offset, from `offset` on, that was written; `size_bytes` if there is none.
+
+    Returns `offset` if the file system cannot tell.
+    """
     try:
         return os.lseek(descriptor, offset, os.SEEK_DATA)
     except OSError as error:

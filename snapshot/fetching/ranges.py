@@ -1,8 +1,8 @@
-"""The byte ranges of a fetch: which are still wanted, in what order, and which a connection is reading.
+"""Keeps account of the byte ranges of a fetch: which ones wait, in what order, and which ones are being read.
 
-Pure bookkeeping, without threads or a clock. Every byte is in exactly one place: in a waiting range, in one
-part that a connection is reading, or done. So bytes can be counted, and no two connections write the same
-ones.
+It uses no threads and no clock: callers lock, and pass the time. Every byte is in exactly one state: in a
+waiting range, in one part that a connection is reading, or done. So bytes can be counted, and no two
+connections write the same bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from ..format.manifest import Manifest
 
 @dataclass(slots=True)
 class Range:
-    """Bytes [begin, end) of one shard. `attempts` failed in a row; not to be tried again before `due_s`."""
+    """Bytes [begin, end) of one shard, to be fetched.
+
+    The last `attempts` attempts failed. The next one must not start before the time `due_s`.
+    """
 
     shard: int
     begin: int
@@ -29,20 +32,25 @@ class Range:
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """A range that one connection is reading. `at` is how far it got; `end` may be lowered meanwhile."""
+    """Bytes of a shard that one connection is reading: those before `at` are done, [at, end) are not.
+
+    Another thread may lower `end` meanwhile (see Ranges.split). `attempts` counts the failures in a row.
+    """
 
     shard: int
     at: int
     end: int
     attempts: int = 0
     asked_s: float = 0.0
-    """When it was requested; from the first byte on, when the last bytes came."""
+    """When the part was requested. Once the answer has begun: when bytes were last received."""
+    # True once the source has answered the request.
     started: bool = False
+    # True if the supervisor closed the connection, because nothing was received for too long.
     broken_off: bool = False
 
 
 class Chunks:
-    """The chunks of a snapshot, numbered through all shards."""
+    """The chunks of a snapshot, numbered from 0 through all shards in the manifest's order."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._chunk_bytes = manifest.chunk_bytes
@@ -56,25 +64,25 @@ class Chunks:
         return [digest for shard in self._shards for digest in shard.chunks]
 
     def extent(self, chunk: int) -> Range:
-        """The bytes of chunk number `chunk`."""
+        """Return the bytes of chunk number `chunk`."""
         shard = bisect_right(self._first, chunk) - 1
         begin = (chunk - self._first[shard]) * self._chunk_bytes
         return Range(shard, begin, min(begin + self._chunk_bytes, self._sizes[shard]))
 
     def at(self, shard: int, offset: int) -> int:
-        """The number of the chunk that holds byte `offset` of a shard."""
+        """Return the number of the chunk that holds byte `offset` of shard number `shard`."""
         return self._first[shard] + offset // self._chunk_bytes
 
     def covering(self, shard: int, begin: int, end: int) -> tuple[int, int]:
-        """The numbers of the first and the last chunk of bytes [begin, end) of a shard; `begin` < `end`."""
+        """Return the first and the last chunk that hold bytes [begin, end) of a shard; `begin` < `end`."""
         return self.at(shard, begin), self.at(shard, end - 1)
 
 
 class Ranges:
-    """The waiting ranges, the most wanted first."""
+    """The waiting ranges, in the order in which they will be fetched, and the parts that are being read."""
 
     def __init__(self, manifest: Manifest, missing: Iterable[int]) -> None:
-        """`missing` are the numbers of the chunks to fetch, the most wanted first."""
+        """`missing` are the numbers of the chunks to fetch, in the order in which they are wanted."""
         self._chunks = Chunks(manifest)
         self._chunk_bytes = manifest.chunk_bytes
         self._waiting: list[Range] = []
@@ -92,11 +100,15 @@ class Ranges:
 
     @property
     def idle(self) -> bool:
-        """True if nothing waits and nothing is being read."""
+        """True if no range waits and no part is being read."""
         return not self._waiting and not self.active
 
     def take(self, limit_bytes: int, now_s: float) -> Part | None:
-        """Take the most wanted due range, at most `limit_bytes` of it, cut between chunks where possible."""
+        """Return the next part to read; None if no waiting range is due at `now_s`.
+
+        It is the first due range. If that is larger than `limit_bytes`, it is cut, between chunks if
+        possible.
+        """
         for index, item in enumerate(self._waiting):
             if item.due_s > now_s:
                 continue
@@ -115,23 +127,28 @@ class Ranges:
         return None
 
     def next_due_s(self) -> float | None:
-        """When the first of the waiting ranges is due; None if nothing waits."""
+        """Return the earliest time at which a waiting range is due; None if no range waits."""
         return min((item.due_s for item in self._waiting), default=None)
 
     def finish(self, part: Part, *, attempts: int = 0, due_s: float = 0.0) -> None:
-        """End the reading of `part`. What is left of it waits again, before everything else."""
+        """Record that `part` is no longer read. Its unread bytes, if any, become the first waiting range.
+
+        That range gets `attempts` and `due_s`.
+        """
         self.active.remove(part)
         if part.at < part.end:
             self._waiting.insert(0, Range(part.shard, part.at, part.end, attempts, due_s))
 
     def again(self, chunk: int) -> None:
-        """Fetch `chunk` once more, next."""
+        """Make the whole of `chunk` the first waiting range, to fetch it once more."""
         self._waiting.insert(0, self._chunks.extent(chunk))
 
     def split(self, least_bytes: int, margin_bytes: int) -> Part | None:
-        """Take over half of what is left of the longest part, if that is at least `least_bytes`.
+        """Cut the part with the most unread bytes in two. Return its second half as a new part.
 
-        The `margin_bytes` that its connection may be in the middle of reading stay with it.
+        The next `margin_bytes` of the part, which its connection may just be reading, are not counted: they
+        stay with the first half. Returns None if no part is being read, if the connection of that part was
+        closed, or if a half would be smaller than `least_bytes`.
         """
         longest = max(self.active, key=lambda part: part.end - part.at, default=None)
         if longest is None or longest.broken_off or longest.end - longest.at < 2 * least_bytes + margin_bytes:
@@ -139,7 +156,8 @@ class Ranges:
         middle = (longest.at + margin_bytes + longest.end) // 2
         aligned = middle // self._chunk_bytes * self._chunk_bytes
         cut = aligned if aligned >= longest.at + margin_bytes + least_bytes else middle
-        # Cut first, check afterwards: the other thread keeps reading, and stops at the cut from here on.
+        # Set the new end first, then check `at`: the other thread goes on reading, but from here on stops at
+        # the cut. If it has come too close to the cut meanwhile, the old end is restored.
         end, longest.end = longest.end, cut
         if longest.at + margin_bytes > cut:
             longest.end = end
@@ -149,12 +167,12 @@ class Ranges:
         return half
 
     def demand(self, first: int, last: int) -> None:
-        """Move what waits of chunks [first, last] to the front."""
+        """Move those bytes of chunks `first` to `last` that wait to the front. Both chunks are included."""
         low, high = self._chunks.extent(first), self._chunks.extent(last)
         wanted: list[Range] = []
         others: list[Range] = []
         for item in self._waiting:
-            # Places are ordered by shard, then by byte.
+            # Compare positions as pairs of shard and byte.
             begin = max((item.shard, item.begin), (low.shard, low.begin))
             end = min((item.shard, item.end), (high.shard, high.end))
             if begin >= end:
@@ -167,7 +185,7 @@ class Ranges:
 
 
 def wanted_order(manifest: Manifest) -> list[int]:
-    """The numbers of all chunks: in the order of first touch where that was recorded, then in file order."""
+    """Return the numbers of all chunks: those in the recorded order of first touch, then the others."""
     chunks = Chunks(manifest)
     tensors = {tensor.name: tensor for tensor in manifest.tensors}
     order: dict[int, None] = {}

@@ -1,1 +1,5 @@
-"""From files to tensors: a `skeleton`, a plan, a `Mapping`, then `restore`; a `Gate` while bytes arrive."""
+"""Gives a module its weights from files.
+
+The steps are `skeleton`, `make_plan`, `Mapping` and `restore`. While bytes still arrive, run the module
+in a `Gate`.
+"""

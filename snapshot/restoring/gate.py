@@ -1,11 +1,12 @@
-"""The gate executes a module while its weights arrive: every operation waits for its own tensors' bytes only.
+"""Runs a module while its weights arrive: every operation waits for the bytes of its own tensors only.
 
-torch calls `__torch_dispatch__` for every operation of the thread that entered the mode, whether it comes
-from Python or C++, with the tensors that it is about to read. Modules need no hooks and no names: a weight
-used by a module that does not own it (tied, or inside a fused layer) is waited for like any other. Memory
-that is read without an operation (`.numpy()`, `.tolist()`, an address) is waited for when it is requested.
-Starting a thread inside waits until everything has arrived. The gate does not see threads that were started
-before, each of which needs its own gate, and addresses that were taken before.
+torch calls `__torch_dispatch__` before every operation of the thread that entered the gate, from Python or
+C++, with the tensors that the operation will read. So modules need neither hooks nor known names: the gate
+also waits for a weight that is used by a module other than its owner (tied, or inside a fused layer). Some
+methods give access to memory without an operation (`.numpy()`, `.tolist()`, `.data_ptr()`): these wait when
+they are called. Starting a thread inside the gate waits until all bytes have arrived. The gate does not see
+the operations of threads that were started before (each needs its own gate), nor reads through addresses that
+were taken before.
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ from .touch import Touched
 
 
 class Gate(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """`with Gate(mapping, arrival): model(x)`. Once everything has arrived, it can be left out.
+    """The context for operations on tensors of `mapping`: `with Gate(mapping, arrival): model(x)`.
 
-    Operations raise what the fetch failed with, or SourceUnavailable if their tensors do not arrive within
-    `timeout_s`.
+    Operations in it raise the error of the fetch if it failed, or SourceUnavailable if their tensors do not
+    arrive within `timeout_s`. Once all bytes have arrived, no gate is needed.
     """
 
     def __init__(self, mapping: Mapping, arrival: Arrival, *, timeout_s: float = 600.0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        # The thread that entered the gate; 0 while the gate waits and may start threads itself.
+        # The thread that entered the gate. It is 0 while the gate waits: a thread that it starts meanwhile
+        # must not wait for the bytes (see `_start`).
         self.thread = 0
         self._touched = Touched(mapping)
         self._arrival = arrival
@@ -55,13 +57,13 @@ class Gate(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def wait_for(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Block until the bytes that `func` is about to read or write have landed."""
+        """Block until the bytes that `func` will read or write have landed."""
         if not self._arrival.complete:
             for extent in self._touched.extents(func, args, kwargs):
                 self._wait(*self._arrival.chunks.covering(*extent))
 
     def wait_for_all(self) -> None:
-        """Block until everything has landed, for threads that have no gate."""
+        """Block until all chunks have landed, for the sake of a new thread, which has no gate."""
         self._wait(0, self._arrival.count - 1)
 
     def _wait(self, first: int, last: int) -> None:
@@ -73,12 +75,13 @@ class Gate(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.thread = thread
 
 
-# While any gate is entered, the methods that hand out memory, and the start of threads, are patched. Not a
-# TorchFunctionMode: under one, torch does not use its fused kernels, and results differ in the last bits.
+# While at least one gate is entered, the methods of Tensor that give access to memory are patched, and so is
+# Thread.start. A TorchFunctionMode would see these methods too, but within one torch does not use its fused
+# kernels, and results differ in the last bits.
 _READS: dict[str, Any] = {
     name: vars(Tensor).get(name) for name in ("tolist", "numpy", "data_ptr", "__array__", "__dlpack__")
 }
-"""The methods, and what the class itself defines; None for what it inherits."""
+"""The patched methods, with the function that Tensor itself defines. None if Tensor inherits the method."""
 _START = threading.Thread.start
 _lock = threading.Lock()
 _gates: list[Gate] = []

@@ -1,4 +1,4 @@
-"""A snapshot's shards as memory: mapped private, copy-on-write, paged in when touched."""
+"""Maps the shards of a snapshot into memory: private, copied on write, and paged in on first access."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ..format.manifest import Manifest, Shard
 from ..sources.folder import FolderSource, object_info
 from ..sources.source import ObjectInfo
 
-# Not in Python's mmap module before 3.13. Without it the kernel's heuristic refuses a writable private
-# mapping larger than memory, though hardly a page of it is ever written.
+# Python's mmap module does not have this constant before 3.13. Without the flag, the kernel's heuristic
+# refuses a writable private mapping larger than the memory, although hardly a page of it is ever written.
 _MAP_NORESERVE = 0x4000
 
 
 class Mapping:
-    """Opened shards. Tensors made from it keep their shard mapped: there is nothing to close.
+    """The mapped shards of a snapshot. There is nothing to close: a shard stays mapped while tensors use it.
 
-    Never MAP_POPULATE: on a private writable mapping it copies every page (55-80 ms for 90 MB). Nor
-    MADV_POPULATE_READ, which gains nothing: the kernel maps 16 pages around each fault anyway.
+    MAP_POPULATE is not used, because on a private writable mapping it copies every page (55-80 ms for 90 MB).
+    MADV_POPULATE_READ is not used, because it saves no time: the kernel maps 16 pages at each fault anyway.
     """
 
     def __init__(
@@ -36,10 +36,13 @@ class Mapping:
         keep: object = None,
         arrival: Arrival | None = None,
     ) -> None:
-        """Map the shards in folder `root`; SnapshotChanged if they are not the `verified` files (see `stat`).
+        """Map the shards in folder `root`.
 
-        `keep`, a lease's hold, lives as long as anything that is mapped: what protects files outlives their
-        lease. With an `arrival`, bytes may still be arriving: call `wait` before reading any.
+        `verified` is what `FolderSource.stat` returned for each shard when it was verified. Raises
+        SnapshotChanged if a shard differs from that, is missing, or does not have its size. `keep`, such as
+        the hold of a lease, is referenced as long as any shard is mapped, so that the files stay protected
+        after the lease is closed. If `arrival` is given, bytes may still be arriving: call `wait` before
+        reading them.
         """
         self.manifest = manifest
         self.arrival = arrival
@@ -49,16 +52,16 @@ class Mapping:
         source = FolderSource(root)
         files: Sequence[ObjectInfo | None] = verified or [None] * len(manifest.shards)
         self.flats = [_map(source, *pair, keep) for pair in zip(manifest.shards, files, strict=True)]
-        """Each whole shard from its first byte, as a flat tensor of uint8."""
+        """For each shard, all its bytes as a one-dimensional tensor of uint8."""
 
     def wait(self, shard: int, begin: int, end: int) -> None:
-        """Block until bytes [begin, end) of a shard have landed. Raise what prevented it."""
+        """Block until bytes [begin, end) of a shard have landed. Raises the errors of Arrival.wait."""
         if self.arrival is not None and begin < end:
             self.arrival.wait(*self.arrival.chunks.covering(shard, begin, end), 600.0)
 
 
 class _Memory(mmap.mmap):
-    """A mapped shard. Tensors refer to it, and it refers to what protects its file."""
+    """A mapped shard. Its tensors refer to it, and it refers to `keep`, which protects its file."""
 
     keep: object = None
 
@@ -77,7 +80,7 @@ def _map(source: FolderSource, shard: Shard, verified: ObjectInfo | None, keep: 
             remedy = "Verify the snapshot again, and publish new weights under a new name."
             raise SnapshotChanged(f"Shard {shard.name} was replaced or written to.", remedy=remedy)
         if not found.size_bytes:
-            # Neither mmap nor frombuffer makes something empty.
+            # Neither mmap nor frombuffer accepts a size of zero.
             return torch.empty(0, dtype=torch.uint8)
         flags, prot = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
         memory = _Memory(descriptor, found.size_bytes, flags=flags, prot=prot)

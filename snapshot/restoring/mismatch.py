@@ -1,4 +1,4 @@
-"""What does not fit between a module and a snapshot, collected into one error."""
+"""Collects all differences between a module and a snapshot, and makes one error of them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ Shape = tuple[int, ...]
 
 @dataclass(slots=True)
 class Mismatches:
-    """All misfits, by kind."""
+    """The names of the tensors that do not fit, in one list for each kind of difference."""
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     shapes: list[tuple[str, Shape, Shape]] = field(default_factory=list)
-    """Name, the snapshot's, the module's."""
+    """The tensor's name, its shape in the snapshot, and its shape in the module; the same for `dtypes`."""
     dtypes: list[tuple[str, str, str]] = field(default_factory=list)
     unfilled: list[str] = field(default_factory=list)
-    """Non-persistent buffers on meta that the snapshot does not hold."""
+    """Non-persistent buffers on the meta device that the snapshot does not hold."""
     lazy: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
@@ -33,7 +33,11 @@ class Mismatches:
 def describe(
     found: Mismatches, module: str, stored: Collection[str], wanted: list[str], prefix: str
 ) -> SnapshotMismatch:
-    """Build the error that names all misfits. `stored` and `wanted` are all names, for a hint at a prefix."""
+    """Return the error that names everything that does not fit.
+
+    `module` is the name of its class. `stored` and `wanted` are all tensor names of the snapshot and of the
+    module, from which a missing prefix is guessed.
+    """
     kinds = [kind for kind in _kinds(found) if kind[1]]
     misfits = [
         f"{len(names)} {'tensor is' if len(names) == 1 else 'tensors are'} {what} ({_first(names)})"
@@ -53,7 +57,7 @@ def describe(
 
 
 def _kinds(found: Mismatches) -> list[tuple[str, list[str], str]]:
-    """Each kind in words, its tensors, and its remedy."""
+    """Return each kind of difference in words, with its tensors and its remedy."""
     dtypes = sorted({has for _, has, _ in found.dtypes})
     return [
         ("missing from it", found.missing, "Make the snapshot from a checkpoint of this very class."),
@@ -76,7 +80,7 @@ def _pattern(unexpected: list[str]) -> str:
 
 
 def _prefix_hint(found: Mismatches, stored: Collection[str], wanted: list[str], prefix: str) -> str:
-    """The remedy if all names differ by one common prefix; else empty."""
+    """Return the remedy if the names differ only by a prefix, on either side; else an empty string."""
     if not found.missing or not found.unexpected:
         return ""
     name = found.missing[0].removeprefix(prefix)

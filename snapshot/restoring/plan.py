@@ -1,7 +1,7 @@
-"""The restore plan says which attribute of which module views which bytes; `restore` applies it.
+"""Makes plans, which say which attribute of which module gets which bytes of a snapshot, and applies them.
 
-A plan is made once, in the zygote, before the fork: pure matching of names, shapes and dtypes, without
-opening a file. All that can fail fails here, so that a forked worker is left with a loop of views.
+A plan is made once, in the zygote, before the fork, by comparing names, shapes and dtypes. No file is opened.
+Whatever does not fit is found then, so that a forked worker only makes the views, in a loop (`restore`).
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ _TORCH_DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A place that holds a tensor: `_parameters` or `_buffers` of a module, and the attribute's name."""
+    """A place in a module that holds a tensor: the attribute, and the dict in which the module stores it."""
 
     module: nn.Module
     attribute: str
     store: MutableMapping[str, Any]
-    """The dict itself: writing into it skips nn.Module.__setattr__, which costs more than making the view."""
+    """The module's `_parameters` or `_buffers`. Writing to the dict avoids nn.Module.__setattr__, which takes
+    longer than making the view."""
     watched: bool
-    """The class has its own `__setattr__`, which must be called (nn.LSTM keeps a list of its weights)."""
+    """True if the module's class has its own `__setattr__`, which must be called, as in nn.LSTM."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreStep:
-    """One tensor to restore: where its bytes are, its shape, and every slot that shares it."""
+    """One tensor to restore: where its bytes are, its shape, and all slots that hold it."""
 
     name: str
     shard: int
@@ -52,26 +53,31 @@ class RestoreStep:
     stride: tuple[int, ...]
     offset_bytes: int
     offset_elements: int
-    """From the shard's first byte; -1 if the tensor must be copied: cast, or not aligned for its dtype."""
+    """The offset from the shard's first byte, in elements. It is -1 if the tensor must be copied, because its
+    dtype is converted or its bytes are not aligned for its dtype."""
     tensor: torch.Tensor
-    """The parameter or buffer that the module gets; empty until `restore` points it at its bytes."""
+    """The parameter or buffer that the module gets. It is empty until `restore` makes it view its bytes."""
     slots: tuple[Slot, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything `restore` does. It belongs to this module object, not to copies of it."""
+    """All steps of a restore. They are for the object `module` and not for copies of it."""
 
     module: nn.Module
     manifest: Manifest
     steps: tuple[RestoreStep, ...]
     replaced: tuple[torch.Tensor, ...]
-    """The skeleton's tensors, kept as freeing them in a forked child copies their pages (0.3 ms for MiniLM)."""
+    """The tensors of the skeleton, which nothing else needs. They are kept because freeing them in a forked
+    child would copy their pages (0.3 ms for MiniLM)."""
 
 
 @dataclass(slots=True)
 class _Held:
-    """One tensor object of the module, with all the names and slots it is reached under."""
+    """One tensor object of the module, with all its names and slots.
+
+    If `needed`, the snapshot must hold it.
+    """
 
     tensor: torch.Tensor
     is_parameter: bool
@@ -83,12 +89,14 @@ class _Held:
 def make_plan(
     module: nn.Module, manifest: Manifest, *, prefix: str = "", ignore: Sequence[str] = (), cast: bool = False
 ) -> Plan:
-    """Match `module` with `manifest`, or raise one SnapshotMismatch that names all misfits.
+    """Return the plan that restores `module` from the snapshot of `manifest`.
 
-    `prefix` is what the snapshot's names start with and the module's do not. Tensors that the module does not
-    use are refused unless a regex of `ignore` is found in their name (`re.search`, as in transformers). With
-    `cast`, floating-point tensors are converted to the module's type, which costs memory and time
-    (`pilotflame snapshot convert --dtype` does it once). A tensor with several names needs only one of them.
+    Raises one SnapshotMismatch that names everything that does not fit. `prefix` is put before each name in
+    the module to get its name in the snapshot. A tensor of the snapshot that the module does not use is a
+    mismatch, unless one of the regular expressions `ignore` is found in its name (`re.search`, as in
+    transformers). With `cast`, floating-point tensors are converted to the module's type. That takes memory
+    and time at each restore, while `pilotflame snapshot convert --dtype` does it once. If the module has a
+    tensor under several names, the snapshot needs only one of them.
     """
     stored = {tensor.name: tensor for tensor in manifest.tensors}
     stored |= {alias: stored[target] for alias, target in manifest.aliases.items()}
@@ -120,11 +128,11 @@ def _unexpected(manifest: Manifest, used: set[str], ignore: Sequence[str]) -> li
 
 
 def _named(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, MutableMapping[str, Any]]]:
-    """Every name of a parameter or buffer, with its module, attribute, and the dict that holds it."""
-    # With duplicates: a shared module, like a shared tensor, may be saved under any of its names.
+    """Yield every name of a parameter or buffer, with its module, its attribute and the dict that has it."""
+    # Duplicates are kept: a module or tensor with several names may be saved under any of them.
     for path, owner in module.named_modules(remove_duplicate=False):
         dot = f"{path}." if path else ""
-        # named_parameters and named_buffers hide the owner.
+        # Not named_parameters and named_buffers, which do not return the owner.
         stores: tuple[MutableMapping[str, Any], ...] = (owner._parameters, owner._buffers)  # noqa: SLF001
         for store in stores:
             for attribute, tensor in store.items():
@@ -162,14 +170,14 @@ def _check_fit(held: _Held, entry: TensorEntry, found: Mismatches, *, cast: bool
 
 def _step(held: _Held, entry: TensorEntry) -> RestoreStep:
     dtype = _TORCH_DTYPES.get(entry.dtype, torch.uint8)
-    # An empty tensor may be at the end of the file, where a view would start outside.
+    # An empty tensor may be at the end of the file, where no view can begin. So its view begins at 0.
     offset_elements, rest = divmod(entry.offset_bytes if entry.size_bytes else 0, dtype.itemsize)
     return RestoreStep(
         name=entry.name,
         shard=entry.shard,
         dtype=dtype,
         shape=entry.shape,
-        # The strides of a contiguous tensor; on meta it takes no memory.
+        # The strides of a contiguous tensor of this shape. On the meta device, making one takes no memory.
         stride=torch.empty(entry.shape, device="meta").stride(),
         offset_bytes=entry.offset_bytes,
         offset_elements=-1 if rest or dtype != held.tensor.dtype else offset_elements,
@@ -179,17 +187,20 @@ def _step(held: _Held, entry: TensorEntry) -> RestoreStep:
 
 
 def _empty(held: _Held) -> torch.Tensor:
-    """A tensor without memory, of the type and kind of `held`, with the attributes that were set on it."""
+    """Return an empty tensor or parameter with the dtype and the added attributes of `held.tensor`."""
     tensor = torch.empty(0, dtype=held.tensor.dtype)
     if held.is_parameter:
-        # nn.Parameter calls the same after its checks.
+        # nn.Parameter makes the same call after some checks.
         tensor = torch.Tensor._make_subclass(nn.Parameter, tensor, held.tensor.requires_grad)  # noqa: SLF001
     tensor.__dict__.update(held.tensor.__dict__)
     return tensor
 
 
 def restore(plan: Plan, mapping: Mapping) -> None:
-    """Give `plan.module` its weights. Writing to them changes no file and no other process."""
+    """Give `plan.module` its weights from `mapping`. Writing to them changes no file and no other process.
+
+    Raises SnapshotMismatch if the plan was made for another manifest.
+    """
     if mapping.manifest is not plan.manifest and mapping.manifest.digest != plan.manifest.digest:
         raise SnapshotMismatch("The plan has another manifest than the mapping.", remedy="Use one for both.")
     shard, storage = -1, torch.empty(0).untyped_storage()
@@ -198,7 +209,7 @@ def restore(plan: Plan, mapping: Mapping) -> None:
             if step.shard != shard:
                 storage, shard = mapping.flats[step.shard].untyped_storage(), step.shard
             if step.offset_elements >= 0:
-                # One operation; making a view and a parameter of it would be three (infra/bench/local.py).
+                # One operation. To make a view and a parameter of it takes three (infra/bench/local.py).
                 step.tensor.set_(storage, step.offset_elements, step.shape, step.stride)
             else:
                 copied = _copied(step, mapping)
@@ -207,9 +218,9 @@ def restore(plan: Plan, mapping: Mapping) -> None:
 
 
 def blank(plan: Plan) -> None:
-    """Give `plan.module` weights of zeros that take no memory, for a rehearsal.
+    """Give `plan.module` weights of zeros that take no memory, to run it in a rehearsal.
 
-    All view one region that is never written: reading it maps the kernel's page of zeros.
+    All weights view one region of memory that is never written: the kernel maps its one page of zeros there.
     """
     largest = max((step.tensor.itemsize * math.prod(step.shape) for step in plan.steps), default=0)
     if not largest:
@@ -231,8 +242,9 @@ def _place(step: RestoreStep) -> None:
 
 
 def _copied(step: RestoreStep, mapping: Mapping) -> torch.Tensor:
-    # The module has another type, or the file does not align the tensor to its elements (a header without
-    # padding), which torch's kernels read on some processors only. Saving the file again aligns it.
+    # Either the module has another dtype, or the tensor's bytes are not aligned for its dtype, since the
+    # file's header has no padding. torch's kernels can read such a tensor on some processors only. If the
+    # file is saved again, its tensors are aligned.
     end_bytes = step.offset_bytes + step.dtype.itemsize * math.prod(step.shape)
     mapping.wait(step.shard, step.offset_bytes, end_bytes)
     piece = mapping.flats[step.shard][step.offset_bytes : end_bytes].clone()

@@ -1,8 +1,9 @@
-"""A module without its weights: parameters are on the meta device, computed tensors are real.
+"""Builds modules without their weights: parameters are on the meta device, computed tensors are real.
 
-`torch.device("meta")` puts everything there, also the buffers that a module computes and never saves (a
-rotary embedding's frequencies, position ids), which could not be restored. Here only tensors without a value
-go to meta: those of the uninitialised and random factories that layers allocate parameters with.
+`torch.device("meta")` puts all tensors on the meta device. That includes buffers that a module computes and
+never saves (a rotary embedding's frequencies, position ids): those could not be restored. Here only
+tensors without a meaningful value are on the meta device: those from the functions for uninitialised and
+random tensors, with which layers allocate their parameters.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from torch.overrides import TorchFunctionMode
 
 _VALUELESS: frozenset[Callable[..., Any]] = frozenset(
     {
-        # Not empty_like, rand_like, Tensor.new_empty: they follow the device of the tensor that they are
-        # given. For a real one they give scratch space: nn.init.trunc_normal_ of torch.zeros draws into it.
+        # Not empty_like, rand_like and Tensor.new_empty: their result is on the device of the tensor that
+        # they are given. For a real tensor it must be real: nn.init.trunc_normal_ of torch.zeros draws values
+        # into it.
         torch.empty,
         torch.empty_strided,
         torch.empty_permuted,
@@ -26,13 +28,14 @@ _VALUELESS: frozenset[Callable[..., Any]] = frozenset(
     }
 )
 
-# What initialisers do to a tensor. On meta it either has no effect, or is an error for a real operand.
+# The methods by which initialisers fill a tensor. On a meta tensor they have no effect, or raise an error if
+# another operand is real. So they are skipped.
 _FILLING_METHODS = (
     "__setitem__", "copy_", "fill_", "zero_", "masked_fill_", "index_fill_", "add_", "sub_", "mul_",
     "div_", "neg_", "exp_", "erfinv_", "clamp_", "clamp_min_", "clamp_max_", "clip_", "normal_",
     "uniform_", "random_", "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_",
 )  # fmt: skip
-# The functions of nn.init that dispatch on overrides: caught whole, they cost nothing.
+# The functions of nn.init that a TorchFunctionMode sees as one call. Skipping the whole call saves time.
 _FILLING_INITS = ("uniform_", "normal_", "constant_", "kaiming_uniform_")
 _FILLING: frozenset[Callable[..., Any]] = frozenset(
     [getattr(torch.Tensor, name) for name in _FILLING_METHODS]
@@ -46,7 +49,7 @@ class _SkeletonMode(TorchFunctionMode):
     ) -> Any:
         options = dict(kwargs or {})
         if func in _VALUELESS:
-            # With the caller's own generator or `out`, the values matter.
+            # If the caller passes a generator or `out`, the values matter, and the tensor stays real.
             if options.get("generator") is None and options.get("out") is None:
                 options["device"] = "meta"
                 options.pop("pin_memory", None)
@@ -58,10 +61,10 @@ class _SkeletonMode(TorchFunctionMode):
 
 
 def skeleton() -> AbstractContextManager[Any]:
-    """Modules built inside have their parameters on the meta device and their computed tensors real.
+    """Return a context. Modules built in it have parameters on the meta device, and real computed tensors.
 
-    `torch.empty`, `rand` and `randn` make meta tensors, unless called with a generator or `out`. A parameter
-    of real values (`nn.Parameter(torch.zeros(n))`) is real until it is restored. Initialising a meta tensor
-    does nothing.
+    In it, `torch.empty`, `rand` and `randn` make meta tensors, unless called with a generator or `out`. A
+    parameter made from real values (`nn.Parameter(torch.zeros(n))`) is real until it is restored.
+    Initialising a meta tensor does nothing.
     """
     return _SkeletonMode()

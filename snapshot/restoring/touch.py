@@ -1,4 +1,4 @@
-"""Which bytes of a mapping an operation touches: to wait for them, and to record their order."""
+"""Finds which bytes of a mapping an operation reads or writes, to wait for them or to record their order."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from ..format.manifest import Manifest
 from .mapping import Mapping
 
 Extent = tuple[int, int, int]
-"""Shard, first byte, byte after the last."""
+"""The number of the shard, the first byte, and the byte after the last."""
 
 
 class Touched:
-    """Finds the bytes of one mapping behind tensors that view it, whatever code made the views."""
+    """Finds the bytes of one mapping that a tensor views, whatever code made the view."""
 
     def __init__(self, mapping: Mapping) -> None:
-        # Every view keeps the storage of its shard, which begins where the shard is mapped.
+        # A view has the same storage as its shard, which begins at the address where the shard is mapped.
         flats = enumerate(mapping.flats)
         self._shards = {flat.untyped_storage().data_ptr(): shard for shard, flat in flats if len(flat)}
 
     def extents(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Extent]:
-        """The bytes of the mapping that operation `func` reads or writes."""
+        """Yield the bytes of the mapping that operation `func` reads or writes."""
         if _makes_view(func):
             return
         if func is torch.ops.aten.embedding.default:
-            # The indices must have landed before their values are read.
+            # The indices may be in the mapping too. Yield them first: they must land before they are read.
             yield from self._extent(args[1])
             if (rows := self._rows(args)) is not None:
                 yield from rows
@@ -54,7 +54,10 @@ class Touched:
         yield shard, begin * tensor.itemsize, (begin + reach) * tensor.itemsize
 
     def _rows(self, args: tuple[Any, ...]) -> list[Extent] | None:
-        """The rows that an embedding looks up, not its table, often the largest tensor; None if unknown."""
+        """Return the rows of the table that an embedding looks up; None if they cannot be found.
+
+        The whole table is often the largest tensor of the snapshot, so waiting for it would take long.
+        """
         table, indices = args[:2]
         if indices.device.type != "cpu" or table.dim() != 2 or not table.is_contiguous():
             return None
@@ -68,9 +71,9 @@ class Touched:
 
 
 def record_first_touch(mapping: Mapping, run: Callable[[], Any]) -> Manifest:
-    """Call `run`, which uses modules restored from `mapping`; return the manifest with the order.
+    """Call `run`, which uses modules restored from `mapping`. Return the manifest with the recorded order.
 
-    The digest of the manifest stays: the order is a hint. Tensors that `run` does not touch are not in it.
+    Tensors that `run` does not use are not in the order. The digest of the manifest does not depend on it.
     """
     with _Recorder(mapping) as recorder:
         run()
@@ -116,9 +119,9 @@ _NEVER_COPIES = frozenset(
 
 @cache
 def _makes_view(func: Any) -> bool:
-    """Return True if `func` only makes another view of its argument, and touches none of its bytes.
+    """Return True if `func` only makes another view of its argument, without reading or writing its bytes.
 
-    Looked up in a list, since schemas do not tell: `to`, `contiguous` and `reshape` may return their argument
-    or a copy.
+    The list is needed because the schema of an operation does not tell: `to`, `contiguous` and `reshape` may
+    return a view or a copy.
     """
     return getattr(func, "overloadpacket", None) in _NEVER_COPIES
