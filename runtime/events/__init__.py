@@ -1,5 +1,5 @@
-"""Event sources: messages of a queue (SQS) run as jobs.
+"""This package runs the messages of event sources, which are SQS queues, as jobs.
 
-Enter at `sources.py`. A `Consumer` takes messages from a `MessageQueue`, submits each as a job and passes the output
-to a `Sink`. The room must not know HTTP routes.
+Start reading at `sources.py`. A `Consumer` receives messages from a `MessageQueue`, submits each message as a
+job and passes the job's output to a `Sink`. This package must not depend on HTTP routes.
 """

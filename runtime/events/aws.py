@@ -1,4 +1,4 @@
-"""An AWS client: boto3 with the gateway's credentials, called in threads, with its errors as BusFailed."""
+"""Calls AWS with boto3 and the gateway's credentials, in threads. Errors of boto3 are raised as BusFailed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from ..settings.event_source import EventSource
 T = TypeVar("T")
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 30.0
-"""Longer than the longest poll."""
+"""How long boto3 waits for a response. It must be longer than a poll, `POLL_S` in sqs.py."""
 CONNECTIONS = 32
+"""The most connections that boto3 keeps open for reuse."""
 THREAD_NAME = "pilotflame-aws"
 
 _CHECK_QUEUE = "Check the queue's URL, and the region."
@@ -34,7 +35,10 @@ _REMEDIES = {
 
 
 class AwsClient:
-    """A client of "sqs" or "s3", created at its first call. `purpose` begins its error messages."""
+    """A client of the service "sqs" or "s3". Its error messages start with `purpose`.
+
+    The boto3 client inside is created by the first call.
+    """
 
     def __init__(self, service: str, purpose: str, source: EventSource) -> None:
         self._service = service
@@ -44,11 +48,17 @@ class AwsClient:
         self._client: Any = None
 
     async def call(self, request: Callable[[Any], T], on_abandoned: Callable[[T], object] | None = None) -> T:
-        """Run `request(client)` in a thread. See `call_in_thread` for `on_abandoned`."""
+        """Return `request(client)`, run in a thread. `on_abandoned` is explained at `call_in_thread`.
+
+        Raises BusFailed.
+        """
         return await call_in_thread(lambda: self.call_blocking(request), on_abandoned)
 
     def call_blocking(self, request: Callable[[Any], T]) -> T:
-        """Run `request(client)` in this thread."""
+        """Return `request(client)`, run in this thread. Raises BusFailed.
+
+        Blocks: do not call it on the event loop.
+        """
         with self._translated_errors():
             return request(self._opened())
 
@@ -59,7 +69,7 @@ class AwsClient:
     def _opened(self) -> Any:
         with self._opening:
             if self._client is None:
-                # Imported here: boto3 takes 250 ms, which only functions with event sources should pay.
+                # Imported only when it is needed, because the import of boto3 takes 250 ms.
                 import boto3  # noqa: PLC0415
                 from botocore.config import Config  # noqa: PLC0415
 
@@ -78,7 +88,7 @@ class AwsClient:
 
     @contextmanager
     def _translated_errors(self) -> Iterator[None]:
-        """Raise boto3's errors as BusFailed, without their text, which may quote signed requests."""
+        """Raise boto3's errors as BusFailed. Their text is left out, because it may quote signed requests."""
         from botocore import exceptions as boto  # noqa: PLC0415
 
         service = self._service.upper()
@@ -100,12 +110,14 @@ class AwsClient:
 
 
 async def call_in_thread(call: Callable[[], T], on_abandoned: Callable[[T], object] | None = None) -> T:
-    """Run a blocking call in a daemon thread, so that the gateway can exit during a poll of 20 s.
+    """Run a blocking call in a daemon thread and return its result.
 
-    If the caller is cancelled, the call goes on, and `on_abandoned` gets its result in another thread.
+    The thread is a daemon so that the gateway can exit during a poll, which lasts up to 20 s. If the caller
+    is cancelled, the call goes on. When it returns, `on_abandoned` is called with its result in another
+    thread.
     """
     result: Future[T] = Future()
-    # A running future cannot be cancelled, so it always gets the call's result.
+    # A future in the state "running" cannot be cancelled, so the result can always be set.
     result.set_running_or_notify_cancel()
 
     def run() -> None:

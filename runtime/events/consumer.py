@@ -1,8 +1,10 @@
-"""A consumer takes as many messages from a queue as its function has room for and runs each as a stored job.
+"""Receives as many messages from a queue as its function can run, and runs each message as a stored job.
 
-A message is deleted only after its job is COMPLETED and its output is stored. Otherwise it is left to the queue,
-which counts deliveries and dead-letters a message after too many. A second delivery of a message maps to the same job
-by its idempotency key: a COMPLETED job is not run again, a running one is awaited, a failed one is retried.
+A message is deleted from the queue only after its job is COMPLETED and the output was passed to the sink.
+Otherwise the message stays in the queue, which delivers it again and, after too many deliveries, moves it to
+its dead-letter queue. All deliveries of a message have the same idempotency key and so the same job. If the
+message is delivered again, a COMPLETED job is not run again, a queued or running job is awaited, and a FAILED
+or TIMED_OUT job is retried. Only a CANCELLED job is replaced by a new one.
 """
 
 from __future__ import annotations
@@ -23,15 +25,17 @@ from .sinks import Sink
 from .sqs import Message, MessageQueue
 
 EXTENSIONS = 3
-"""How many times a message is extended within its visibility timeout."""
+"""How many times per visibility timeout the timeouts of messages in progress are renewed."""
 RETRY_S = 1.0
+"""The first pause after a failure to receive messages. Each further pause is twice as long."""
 MAX_RETRY_S = 60.0
-"""The longest pause between attempts to reach the queue."""
+"""The longest pause after a failure to receive messages."""
 MAX_BACKOFF_S = 900
+"""The longest time for which a message whose job failed is hidden before its next delivery."""
 
 
 class Consumer:
-    """One source of one function. `log` writes to the function's log."""
+    """The consumer of one event source of one function. `log` writes a line to the function's log."""
 
     def __init__(
         self,
@@ -49,12 +53,14 @@ class Consumer:
         self._sink = sink
         self._log = log
         self._messages: dict[str, Message] = {}
-        """The latest delivery of each message whose job has not ended."""
+        """By message id, the latest delivery of each message that is in progress."""
         self._news: dict[str, asyncio.Event] = {}
-        """Per message: set when its job changes or the consumer stops."""
+        """By message id, an event that is set when the message's job changes or the consumer stops."""
         self._running: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
+        """Set when a message was added to or removed from `_messages`."""
         self._visibility = asyncio.Lock()
+        """Held while visibility timeouts are changed."""
         self._stopping = False
         self._polling: asyncio.Task[None]
         self._extending: asyncio.Task[None]
@@ -64,11 +70,14 @@ class Consumer:
         self._extending = tasks.create_task(self._extend())
 
     def update(self, settings: FunctionSettings) -> None:
-        """Use the settings of a new revision for the next messages."""
+        """Use the settings of a new revision for messages that are received from now on."""
         self._settings = settings
 
     async def close(self, deadline_s: float) -> None:
-        """Stop polling, let running jobs end within the deadline, and release all other messages."""
+        """Stop receiving, and wait up to `deadline_s` seconds until running jobs have ended.
+
+        The other messages are released, so that the queue delivers them again.
+        """
         self._stopping = True
         self._polling.cancel()
         for news in self._news.values():
@@ -99,7 +108,7 @@ class Consumer:
                     self._accept(message, tasks)
                 retry_s, logged = RETRY_S, ""
             except Exception as error:  # noqa: BLE001  one broken source must not end the gateway
-                # A lasting error is logged once.
+                # An error that repeats is logged only once.
                 if _text_of(error) != logged:
                     logged = _text_of(error)
                     self._log(logged)
@@ -112,7 +121,8 @@ class Consumer:
 
     def _accept(self, message: Message, tasks: asyncio.TaskGroup) -> None:
         running = message.id in self._messages
-        # Only the latest delivery of a message, which was not extended in time, can be extended and deleted.
+        # If the timeout of a message was not renewed in time, the queue delivers it again. Then only the
+        # receipt of the latest delivery can be used to renew the timeout and to delete the message.
         self._messages[message.id] = message
         if not running:
             self._changed.set()
@@ -121,7 +131,7 @@ class Consumer:
             task.add_done_callback(self._running.discard)
 
     async def _extend(self) -> None:
-        """Keep the messages in flight hidden from others."""
+        """Renew the visibility timeouts of messages in progress, so that no other consumer receives them."""
         while True:
             while not self._messages:
                 self._changed.clear()
@@ -138,7 +148,8 @@ class Consumer:
 
     async def _release(self, messages: list[Message], delay_s: int) -> None:
         try:
-            # An extension that is on its way would hide the messages again. BusFailed: their timeout shows them.
+            # The lock waits for a renewal that is running, because it would hide the messages again.
+            # BusFailed is ignored: the messages become visible when their timeout ends.
             async with self._visibility:
                 with contextlib.suppress(BusFailed):
                     await self._queue.release(messages, delay_s)
@@ -155,7 +166,7 @@ class Consumer:
                     await self._sink.put(message, job)
                 await self._queue.delete(self._messages[message.id])
             elif self._stopping and job.state is JobState.CANCELLED:
-                # It did not run, so others may have it at once.
+                # The job did not run, so the message may be delivered to another consumer immediately.
                 await self._release([self._messages[message.id]], 0)
             else:
                 why = f" ({job.error.get('message', '')})" if job.error else ""
@@ -172,12 +183,17 @@ class Consumer:
             self._changed.set()
 
     async def _leave(self, message: Message, why: str) -> None:
+        """Log why the message stays in the queue, and hide it for a time that doubles with each delivery."""
         self._log(f"message {message.id}: {why}")
         backoff_s = min(MAX_BACKOFF_S, self.source.backoff_s << min(message.received - 1, 16))
         await self._release([self._messages[message.id]], backoff_s)
 
     async def _ended_job(self, message: Message) -> Job:
-        """Return the message's job once it is final. If the consumer stops, cancel a job that is still queued."""
+        """Submit the message's job, wait until it is final and return it.
+
+        If the consumer stops while the job is queued, the job is cancelled.
+        Raises TimeoutError if the job has not ended after MAX_VISIBILITY_S.
+        """
         job = await self._submit(message)
         with self._jobs.watch(job.id) as news:
             self._news[message.id] = news
@@ -197,7 +213,7 @@ class Consumer:
         if replayed and job.state in (JobState.FAILED, JobState.TIMED_OUT):
             return await self._jobs.store.retry(job.function, job.id)
         if replayed and job.state is JobState.CANCELLED:
-            # A cancelled job cannot be retried, so this delivery gets a job of its own.
+            # A CANCELLED job cannot be retried, so this delivery is submitted as a new job with another key.
             job, _ = await self._jobs.submit(self._new_job(message, f"{key}:{message.received}"))
         return job
 
@@ -206,7 +222,7 @@ class Consumer:
         return NewJob.for_function(
             self._settings,
             _job_input(message.body),
-            # The queue counts the attempts.
+            # One attempt per delivery: the queue counts deliveries and limits their number.
             max_attempts=1,
             idempotency=key,
             traceparent=traceparent if TRACEPARENT.fullmatch(traceparent) else "",
@@ -214,7 +230,7 @@ class Consumer:
 
 
 def _job_input(body: bytes) -> bytes:
-    """Return the body if it is JSON, else the body as a JSON string."""
+    """Return the body unchanged if it is JSON, else encoded as a JSON string."""
     try:
         orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -223,7 +239,10 @@ def _job_input(body: bytes) -> bytes:
 
 
 def _text_of(error: Exception) -> str:
-    """Return an error's text for the log; of an unexpected one the type only, as its text may quote secrets."""
+    """Return an error's text for the log.
+
+    An unexpected error is logged only with its type, because its text may quote secrets.
+    """
     if isinstance(error, PilotflameError):
         return str(error)
     return f"Unexpected error ({type(error).__name__}); please report it as a bug of Pilotflame."

@@ -1,4 +1,4 @@
-"""The sinks of outputs: another queue, or S3."""
+"""Defines the sinks, which send the outputs of jobs to another queue or to S3."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .sqs import Message
 
 
 class QueueSink:
-    """Sends outputs to a queue: JSON and text as they are, all else as base64."""
+    """A sink that sends each output to a queue. JSON and text are sent unchanged, other outputs as base64."""
 
     def __init__(self, source: EventSource) -> None:
         self._result = source.result or ""
@@ -21,7 +21,7 @@ class QueueSink:
         self._aws = AwsClient("sqs", f"Outputs to {self._result}", source)
 
     async def put(self, message: Message, job: Job) -> None:
-        """Send the output of a COMPLETED job. A repeated call sends it again."""
+        """Send the output of a COMPLETED job. If it is called again for the same message, it sends again."""
         await self._aws.call(lambda client: self._send(client, message, job))
 
     async def close(self) -> None:
@@ -48,7 +48,10 @@ class QueueSink:
 
 
 class ObjectSink:
-    """Puts each output to an object named after its message, so that repeated outputs are one object."""
+    """A sink that writes each output to an S3 object. The object is named after the id of the message.
+
+    So a second output of the same message replaces the first.
+    """
 
     def __init__(self, source: EventSource) -> None:
         result = source.result or ""
@@ -82,7 +85,7 @@ Sink = QueueSink | ObjectSink
 
 
 def open_sink(source: EventSource) -> Sink | None:
-    """Return the sink that the source names, or None."""
+    """Return the sink for the source's `result` setting, or None if it has none."""
     if source.result is None:
         return None
     return ObjectSink(source) if source.result.startswith("s3://") else QueueSink(source)

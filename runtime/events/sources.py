@@ -1,4 +1,4 @@
-"""The event sources of a gateway: a consumer for each source in the settings of each live function."""
+"""Runs one consumer for each event source in the settings of the live functions."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from .sinks import open_sink
 from .sqs import MessageQueue
 
 SETTLE_S = 2.0
-"""Time after the drain to store how cancelled jobs ended and to release their messages."""
+"""How much longer than the drain a consumer may take to end.
+
+In this time the results of jobs that the drain cancelled are stored and their messages released.
+"""
 
 
 class Sources:
-    """Starts and stops consumers. `log(function, text)` writes to a function's log."""
+    """The consumers of all live functions. `log(function, text)` writes a line to a function's log."""
 
     def __init__(
         self, jobs: Jobs, tasks: asyncio.TaskGroup, log: Callable[[str, str], None], *, drain_s: float
@@ -32,7 +35,7 @@ class Sources:
         self._closed = False
 
     def start(self, name: str, settings: FunctionSettings) -> None:
-        """Start consumers for new sources of a live function and stop those whose source is gone."""
+        """Start consumers for the new sources of a live function. Stop consumers whose source was removed."""
         if self._closed:
             return
         before = {consumer.source: consumer for consumer in self._consumers.pop(name, [])}
@@ -40,7 +43,7 @@ class Sources:
         for source in dict.fromkeys(settings.source):
             consumer = before.pop(source, None)
             if consumer is not None:
-                # Messages in flight are not affected by a new revision.
+                # The consumer of an unchanged source goes on, so a new revision does not affect its messages.
                 consumer.update(settings)
             elif problem := missing_package():
                 self._log(name, f"source {source.queue}: {problem}")
@@ -57,11 +60,11 @@ class Sources:
         self._close(list(before.values()))
 
     def stop(self, name: str) -> None:
-        """Stop the consumers of a deleted function. Messages whose jobs do not run are released."""
+        """Stop the consumers of a deleted function, in the background; see `Consumer.close`."""
         self._close(self._consumers.pop(name, []))
 
     async def close(self) -> None:
-        """Stop all consumers and wait until running jobs have ended and all other messages are released."""
+        """Stop all consumers, and wait until each has ended; see `Consumer.close`."""
         self._closed = True
         for name in list(self._consumers):
             self.stop(name)

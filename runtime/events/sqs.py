@@ -1,4 +1,4 @@
-"""A message queue of SQS with at-least-once delivery. Its methods raise BusFailed."""
+"""Receives and deletes messages of an SQS queue, which delivers each message at least once."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ..settings.event_source import MAX_VISIBILITY_S, EventSource
 from .aws import AwsClient
 
 POLL_S = 20
-"""The longest poll that SQS allows, for the fewest requests while the queue is empty."""
+"""How long a request waits for messages: as long as SQS allows, so that an empty queue needs few requests."""
 BATCH = 10
-"""The most messages in one request."""
+"""The most messages that SQS allows in one request."""
 _COUNT = "ApproximateReceiveCount"
 _MAX_COUNT_CHARS = 10
 _REQUIRED = ("MessageId", "ReceiptHandle", "Body")
@@ -22,7 +22,7 @@ _REQUIRED = ("MessageId", "ReceiptHandle", "Body")
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One delivery of a message. `receipt` identifies the delivery when the message is deleted."""
+    """One delivery of a message. `receipt` identifies the delivery in later requests to SQS."""
 
     id: str
     receipt: str
@@ -33,7 +33,7 @@ class Message:
 
 
 class MessageQueue:
-    """The queue of an event source."""
+    """The queue of an event source. All methods raise BusFailed if a request fails."""
 
     def __init__(self, source: EventSource) -> None:
         self._url = source.queue
@@ -41,7 +41,7 @@ class MessageQueue:
         self._aws = AwsClient("sqs", f"The queue {source.queue}", source)
 
     async def receive(self, limit: int) -> Sequence[Message]:
-        """Wait for messages and return up to `limit`, or none after POLL_S.
+        """Wait up to POLL_S for messages and return up to `limit` of them, at most BATCH.
 
         Messages that arrive after the caller was cancelled are released.
         """
@@ -57,7 +57,10 @@ class MessageQueue:
         return await self._aws.call(poll, self._release_abandoned)
 
     async def extend(self, messages: Sequence[Message]) -> Sequence[str]:
-        """Hide messages from others for another visibility timeout. Return the ids of those that failed."""
+        """Hide messages from other consumers for another visibility timeout.
+
+        Return the ids of the messages for which this failed.
+        """
         return await self._aws.call(lambda client: self._hide(client, messages, self._visibility_s))
 
     async def delete(self, message: Message) -> None:
@@ -66,14 +69,17 @@ class MessageQueue:
         )
 
     async def release(self, messages: Sequence[Message], delay_s: int) -> None:
-        """Make messages visible to others after a delay. SQS may dead-letter them instead."""
+        """Make messages visible to other consumers after a delay.
+
+        If they were delivered too often, SQS moves them to the dead-letter queue instead.
+        """
         await self._aws.call(lambda client: self._hide(client, messages, delay_s))
 
     async def close(self) -> None:
         await self._aws.close()
 
     def _hide(self, client: Any, messages: Sequence[Message], visibility_s: int) -> list[str]:
-        """Set the visibility timeout of messages. Return the ids of those that failed."""
+        """Set the visibility timeout of messages. Return the ids of the messages for which this failed."""
         failed: list[str] = []
         for begin in range(0, len(messages), BATCH):
             batch = messages[begin : begin + BATCH]
@@ -107,6 +113,9 @@ class MessageQueue:
         )
 
     def _release_abandoned(self, messages: Sequence[Message]) -> None:
-        """Release messages that arrived after the poll was cancelled, or let their visibility time out."""
+        """Release messages that arrived after the poll was cancelled.
+
+        If this fails, they become visible when their visibility timeout ends.
+        """
         with contextlib.suppress(BusFailed):
             self._aws.call_blocking(lambda client: self._hide(client, messages, 0))

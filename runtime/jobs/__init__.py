@@ -1,5 +1,7 @@
-"""Jobs: invocations stored in SQLite before their id is returned, and the webhooks that report their events.
+"""This package stores jobs, runs them and reports their events to webhooks.
 
-Enter at `jobs.py`. `transaction.py` explains why no job is lost; every change of a job's state goes through it.
-Webhook deliveries are rows of the same database, written in the same transactions. The room must not know HTTP routes.
+A job is an invocation that is stored in SQLite before its id is returned. Start reading at `jobs.py`.
+Every change of a job's state goes through `transaction.py`, which explains why no job is lost. Webhook
+deliveries are rows of the same database and are written in the same transactions.
+This package must not depend on HTTP routes.
 """

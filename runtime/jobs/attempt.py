@@ -1,4 +1,4 @@
-"""An attempt: one run of a job on a worker, whose start, output and end are stored under its fence."""
+"""Runs one attempt of a job on a worker, and stores its start, output and end with the attempt's fence."""
 
 from __future__ import annotations
 
@@ -28,24 +28,30 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MAX_AGGREGATE_BYTES = 20 << 20
-"""The largest streamed output that is also stored as one list, the job's output."""
+"""A streamed output up to this size is also stored as the job's output, as one JSON list of all pieces."""
 MAX_STREAM_BYTES = 256 << 20
-"""The largest streamed output; a larger one fails the job."""
+"""A job with a larger streamed output fails."""
 ROW_BYTES = 32
-"""The overhead of storing a piece, so that many tiny pieces count too."""
+"""The overhead of a row. It is added to the size of each piece, so that tiny pieces count too."""
 BACKOFF_S = 2.0
+"""The delay before the second attempt if no worker could start. Each further delay is 4 times longer."""
 MAX_BACKOFF_S = 300.0
 LOG_LINES = 20
+"""How many of the worker's last log lines are stored with a job that FAILED or TIMED_OUT."""
 STORE_RETRY_S = 5.0
+"""The pause before a failed call of the store is repeated."""
 
 
 class JobAttempt:
-    """Submits a job's invocation to a revision and stores what becomes of it."""
+    """The invocation of a job at a revision, whose progress and result this object stores."""
 
     def __init__(
         self, job: Job, live: Live, store: JobStore, tasks: asyncio.TaskGroup, closing: asyncio.Event
     ) -> None:
-        """Once `closing` is set, a write that the disk refuses is not repeated: the next start recovers the job."""
+        """Create the invocation; the caller submits it to the revision of `live`.
+
+        After `closing` is set, a failed write to the store is not repeated: the next start recovers the job.
+        """
         self._tasks = tasks
         self.job = job
         self._revision = revision = live.revision
@@ -70,21 +76,24 @@ class JobAttempt:
         self.invocation.output.add_done_callback(self._on_sent)
 
     def cancel(self) -> None:
-        """Cancel the invocation of a job that is CANCELLED in the store."""
+        """Cancel the invocation. This does not change the job in the store."""
         self._revision.cancel(self.invocation)
 
     def log(self, text: str) -> None:
-        """Write to the function's log what becomes of the job."""
+        """Write a line about the job to the function's log."""
         self._log_book.write("gateway", f"job {self.job.id} {text}")
 
     async def run(self) -> None:
-        """Store the attempt until it ends. JobStoreFailed if the gateway closes while the disk refuses."""
+        """Store what the attempt produces, until it has ended.
+
+        Raises JobStoreFailed if the store cannot be written while the gateway closes.
+        """
         try:
             await self._run()
         except JobStoreFailed:
             raise
         except Exception as error:  # noqa: BLE001
-            # Without an end, callers would wait for the job forever.
+            # The job must end: otherwise its callers would wait forever.
             self.log(f"was given up: {type(error).__name__}: {error}")
             self.cancel()
             internal = GatewayError(f"The job's result could not be stored: {type(error).__name__}.")
@@ -95,14 +104,14 @@ class JobAttempt:
         await self._sent
         try:
             if (self.invocation.worker or not output.done()) and not await self._store_pieces():
-                # Another attempt holds the job, or it has ended.
+                # The job has ended, is queued again or is run by another attempt.
                 self.cancel()
                 return
         except OutputInvalid as too_large:
             self.cancel()
             await self._finish(JobOutcome(JobState.FAILED, error=too_large.to_wire(), logs=self._logs()))
             return
-        # `wait` does not raise the exception of the future.
+        # `wait` is used because, unlike `await output`, it does not raise the exception of the future.
         await asyncio.wait([output])
         if output.cancelled():
             return
@@ -111,7 +120,7 @@ class JobAttempt:
         else:
             await self._complete(output.result())
 
-    # -- progress: only the latest report is stored, by one write at a time
+    # -- progress: only the latest report is stored, and only one write runs at a time
 
     def _store_progress(self, progress: bytes | None = None) -> None:
         self._progress = progress or self._progress
@@ -120,16 +129,16 @@ class JobAttempt:
             self._progress_writer = self._tasks.create_task(self._write_progress())
 
     async def _write_progress(self) -> None:
-        # A failed progress report harms nothing: a broken store is reported when the result is stored.
+        # A progress report may be lost. If the store is broken, this is reported when the result is stored.
         with contextlib.suppress(Exception):
             while (progress := self._progress) is not None:
                 self._progress = None
                 await self._store.set_progress(self.job.id, self._fence, progress)
 
-    # -- what the store records
+    # -- what is stored
 
     async def _take(self) -> bool:
-        """Record the attempt's start once. Return False if the job is no longer queued."""
+        """Store the start of the attempt if it is not stored yet. Return False if the job was not queued."""
         if not self._fence:
             fence = await self._retried(self._store.take, self.job.id, self.invocation.worker)
             self._fence = fence or 0
@@ -137,7 +146,11 @@ class JobAttempt:
         return bool(self._fence)
 
     async def _store_pieces(self) -> bool:
-        """Store start and streamed output. Return False if the job was lost; OutputInvalid if it is too large."""
+        """Store the start of the attempt and its streamed output.
+
+        Return False if this is not, or no longer, the job's running attempt.
+        Raises OutputInvalid if the output is larger than MAX_STREAM_BYTES.
+        """
         if not await self._take():
             return False
         stream, number = self.invocation.stream, 1
@@ -163,7 +176,10 @@ class JobAttempt:
         await self._finish(JobOutcome(JobState.COMPLETED, payload, output_type))
 
     async def _aggregate(self) -> bytes:
-        """Return all pieces as one JSON list; an empty list if they are too large or not wanted."""
+        """Return all pieces as one JSON list.
+
+        The list is empty if the handler does not want it or the pieces are larger than MAX_AGGREGATE_BYTES.
+        """
         if not self._revision.policy.aggregates or self._stored_bytes > MAX_AGGREGATE_BYTES:
             return b"[]"
         pieces: list[bytes] = []
@@ -182,16 +198,18 @@ class JobAttempt:
         elif isinstance(error, (RevisionRetired, GatewayError)):
             await self._requeue(wire, counted=False)
         elif not self.invocation.worker:
-            # No worker could start. A later one may.
+            # No worker could start. The job is delayed, since a worker may be able to start later.
             await self._requeue(wire, min(MAX_BACKOFF_S, BACKOFF_S * 4.0**self.job.attempts))
         elif isinstance(error, WorkerDied):
-            # A revision that retires kills workers that are late, which is not the job's fault.
+            # A retiring revision kills workers that do not end in time. The job did not cause this.
             await self._requeue(wire, counted=not self._revision.retiring)
         else:
             await self._finish(JobOutcome(JobState.FAILED, error=wire, logs=self._logs()))
 
     async def _requeue(self, error: dict[str, object], delay_s: float = 0.0, *, counted: bool = True) -> None:
-        # The store still has a job without a fence in its queue.
+        # Without a fence, no start was stored and the job is still queued. An attempt that does not count
+        # then needs no write. An attempt that counts is started first, because its start increments
+        # `attempts`.
         if (self._fence or counted) and await self._take():
             requeue = partial(
                 self._store.requeue, error=error, delay_s=delay_s, counted=counted, logs=self._logs()
@@ -203,7 +221,10 @@ class JobAttempt:
             await self._retried(self._store.finish, self.job.id, self._fence, outcome)
 
     async def _retried(self, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Repeat a call of the store while the disk refuses, so that finished work does not run again."""
+        """Repeat a call of the store until it succeeds, so that the result of a finished job is not lost.
+
+        Raises JobStoreFailed if the call fails after `closing` was set.
+        """
         while True:
             try:
                 return await call(*args, **kwargs)

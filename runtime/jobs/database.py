@@ -1,6 +1,6 @@
-"""The jobs database: one SQLite file with a writer thread and a reader thread, both off the event loop.
+"""Runs reads and writes of the jobs database, an SQLite file, in two threads outside the event loop.
 
-Writes use group commit, see transaction.py.
+One thread writes, the other reads. Writes use group commit; see transaction.py.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ T = TypeVar("T")
 Change = Callable[[sqlite3.Connection], T]
 
 MAX_GROUP = 512
+"""The most queued calls that one transaction commits together."""
 BUSY_TIMEOUT_S = 10.0
 WAL_PAGES = 4000
-"""The size at which the log is copied into the file: 16 MB."""
+"""When the write-ahead log (WAL) has this many pages (16 MB), SQLite copies it into the file."""
 _SETTINGS = (
-    # Must precede the first table and the WAL.
+    # This setting has an effect only before the first table exists and before the WAL is enabled.
     "auto_vacuum=INCREMENTAL",
     "journal_mode=WAL",
-    # A commit that returned is on the disk.
+    # When a commit returns, it is durably on disk.
     "synchronous=FULL",
     "temp_store=MEMORY",
     "cache_size=-32768",
@@ -40,7 +41,7 @@ _SETTINGS = (
 
 @dataclass(slots=True, eq=False)
 class _QueuedCall:
-    """A change or query that waits for its thread, and its result."""
+    """A change or query that is queued for its thread, and later its result."""
 
     run: Change[Any]
     committed: Callable[[Any], object] | None
@@ -53,7 +54,7 @@ _Calls = queue.SimpleQueue[_QueuedCall | None]
 
 
 class Database:
-    """One file. `scripts[n]` upgrades it from version n to n + 1."""
+    """The database file and its two threads. `scripts[n]` upgrades the file from version n to n + 1."""
 
     def __init__(self, path: Path, scripts: Sequence[str]) -> None:
         self._path = path
@@ -65,7 +66,10 @@ class Database:
         self._lock = threading.Lock()
 
     def open(self) -> None:
-        """Open or create the file and upgrade it. Blocks. JobStoreFailed if the file cannot be used."""
+        """Open or create the file and upgrade it. Raise JobStoreFailed if the file cannot be used.
+
+        Blocks: do not call it on the event loop.
+        """
         with ExitStack() as opened:
             try:
                 writer = self._connect(opened)
@@ -77,9 +81,10 @@ class Database:
                     f"The store of jobs, {self._path}, cannot be used: {error}.",
                     remedy="Check the disk and the state folder's permissions; a damaged file can be moved away.",
                 ) from error
-            # From here on each thread closes its connection.
+            # From here on, each thread closes its own connection, so the ExitStack must not.
             opened.pop_all()
-        # `close` ends the writer last: only a writable connection copies the log into the file.
+        # `close` ends the threads in this order. The connection that is closed last copies the WAL into the
+        # file, which only the writer's connection may do.
         for name, connection, calls, run_group in (
             ("jobs-reader", reader, self._reads, _read),
             ("jobs-writer", writer, self._writes, _commit),
@@ -91,7 +96,10 @@ class Database:
             self._threads.append((calls, thread))
 
     def close(self) -> None:
-        """Finish all queued calls and close the file; refuse later ones. Blocks."""
+        """Finish all queued calls and close the file. Later calls raise JobStoreFailed.
+
+        Blocks: do not call it on the event loop.
+        """
         with self._lock:
             threads, self._threads = self._threads, []
         for calls, thread in threads:
@@ -99,21 +107,22 @@ class Database:
             thread.join()
 
     async def write(self, change: Change[T], committed: Callable[[T], object] | None = None) -> T:
-        """Run `change` in a transaction and return its result once it is on the disk.
+        """Run `change` in a transaction and return its result once the transaction is durably on disk.
 
-        `change` runs in the writer thread, a second time if its group's commit failed. If it raises, its changes
-        are undone and those of other callers stay. `committed` gets the result on the event loop after the commit, even if the
-        caller was cancelled. JobStoreFailed if the disk refuses.
+        `change` runs in the writer thread. It runs a second time if the commit of its group failed. If it
+        raises, its own changes are undone, but not those of other callers in the group. `committed` is called
+        with the result on the event loop after the commit, even if the caller was cancelled.
+        Raises JobStoreFailed if the database cannot be written.
         """
         return await self._call(self._writes, change, committed)
 
     async def read(self, query: Change[T]) -> T:
-        """Run a read-only `query` in the reader thread."""
+        """Run `query`, which must not write, in the reader thread and return its result."""
         return await self._call(self._reads, query, None)
 
     async def _call(self, calls: _Calls, run: Change[T], committed: Callable[[T], object] | None) -> T:
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        # A call that was queued behind the None that ends the thread would never return.
+        # `close` queues None to end a thread. A call that is queued after it would never be run.
         with self._lock:
             if not self._threads:
                 raise JobStoreFailed("The store of jobs is closed.")
@@ -145,7 +154,7 @@ _RunGroup = Callable[[sqlite3.Connection, list[_QueuedCall]], None]
 
 
 def _serve(connection: sqlite3.Connection, calls: _Calls, run_group: _RunGroup) -> None:
-    """Run queued calls until None is queued."""
+    """Run queued calls in groups until None is taken from the queue, then close the connection."""
     for group in _groups(calls):
         run_group(connection, group)
         _deliver(group)
@@ -153,7 +162,7 @@ def _serve(connection: sqlite3.Connection, calls: _Calls, run_group: _RunGroup) 
 
 
 def _groups(calls: _Calls) -> Iterator[list[_QueuedCall]]:
-    """Wait for a call and yield it with all others that are queued, until None is queued."""
+    """Yield the queued calls in groups of up to MAX_GROUP. Wait while the queue is empty; end at None."""
     call = calls.get()
     while call is not None:
         group = [call]
@@ -169,7 +178,10 @@ def _read(connection: sqlite3.Connection, group: list[_QueuedCall]) -> None:
 
 
 def _commit(connection: sqlite3.Connection, group: list[_QueuedCall]) -> None:
-    """Commit a group in one transaction. If that fails, commit each call alone: only the cause fails."""
+    """Commit a group in one transaction. If that fails, commit each call in its own transaction.
+
+    Then only the call that caused the failure fails.
+    """
     failure = _try_commit(connection, group)
     if failure is None:
         return
@@ -182,14 +194,14 @@ def _commit(connection: sqlite3.Connection, group: list[_QueuedCall]) -> None:
 
 
 def _try_commit(connection: sqlite3.Connection, group: list[_QueuedCall]) -> sqlite3.Error | None:
-    """Commit the group, or return the error after a rollback."""
+    """Commit the group in one transaction and return None. If that fails, roll back and return the error."""
     try:
         connection.execute("BEGIN IMMEDIATE")
         for call in group:
             connection.execute("SAVEPOINT call")
             _run(connection, call)
             if call.error is not None:
-                # Raises if SQLite has rolled back the whole transaction.
+                # If SQLite has already rolled back the whole transaction, this raises: the group fails.
                 connection.execute("ROLLBACK TO call")
             connection.execute("RELEASE call")
         connection.execute("COMMIT")
@@ -204,7 +216,7 @@ def _run(connection: sqlite3.Connection, call: _QueuedCall) -> None:
     try:
         call.result = call.run(connection)
     except sqlite3.IntegrityError as error:
-        # The caller knows what a constraint means.
+        # Not translated: the caller knows which constraint this is and what its violation means.
         call.error = error
     except sqlite3.Error as error:
         call.error = _refused(error)
@@ -220,9 +232,9 @@ def _refused(error: sqlite3.Error) -> JobStoreFailed:
 
 
 def _deliver(group: list[_QueuedCall]) -> None:
-    """Resolve all futures of a group, with one wake-up of their event loop."""
+    """Resolve the futures of all calls in a group, waking their event loop only once."""
     for loop, calls in groupby(group, lambda call: call.future.get_loop()):
-        # RuntimeError: the loop is closed, so no caller is left on it.
+        # RuntimeError means that the loop is closed: no caller waits any more.
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(_settle, list(calls))
 
@@ -230,10 +242,10 @@ def _deliver(group: list[_QueuedCall]) -> None:
 def _settle(calls: list[_QueuedCall]) -> None:
     for call in calls:
         if call.error is None and call.committed is not None:
-            # Scheduled, so that an exception in it reaches no other caller.
+            # Not called directly: if `committed` raised, the remaining calls would get no result.
             call.future.get_loop().call_soon(call.committed, call.result)
         if call.future.done():
-            # The caller was cancelled. The change is committed.
+            # The caller was cancelled, so nobody reads the result. The change stays committed.
             continue
         if call.error is not None:
             call.future.set_exception(call.error)

@@ -1,7 +1,8 @@
-"""The dispatcher hands stored jobs to the live revisions of their functions.
+"""Submits stored jobs to the live revisions of their functions.
 
-Each function with jobs has a task. It reads the next jobs when it is woken (a job was submitted, one ended, a delayed
-one is due) and submits only as many as the revision can hold: direct invocations never queue behind a backlog.
+Each function with jobs has a task. The task is woken when a job was submitted, when a job ended and when a
+delayed job is due. It then reads the next jobs from the store. The number of jobs that are submitted at a
+time is limited, so that a direct invocation does not wait behind all stored jobs.
 """
 
 from __future__ import annotations
@@ -19,13 +20,21 @@ from .job import Job
 from .store import JobStore
 
 MIN_PREFETCH = 8
-"""Jobs are prefetched, one for each that the workers run at a time, and at least this many."""
+"""The smallest prefetch. The prefetch is how many submitted jobs may wait until a worker is free.
+
+Normally it is the number of jobs that all workers together can run at the same time, if that is larger.
+"""
 MAX_SUBMITTED = 1024
+"""The most jobs of one function that are submitted at a time."""
 FULL_RETRY_S = 1.0
+"""The pause after the revision refused a job, because its queue was full or it was being replaced."""
 
 
 class JobDispatcher:
-    """Runs jobs. `live` returns a live function or raises UnknownFunction or GatewayError."""
+    """Runs the stored jobs of all functions, with one task per function that has jobs.
+
+    `live(name)` returns a live function. It raises UnknownFunction, or GatewayError during shutdown.
+    """
 
     def __init__(self, store: JobStore, live: Callable[[str], Live], tasks: asyncio.TaskGroup) -> None:
         self._store = store
@@ -36,7 +45,7 @@ class JobDispatcher:
         self._runs: set[asyncio.Task[None]] = set()
 
     def wake(self, function: str) -> None:
-        """Look for jobs of a function."""
+        """Read the next jobs of a function from the store, in its task, and run them."""
         if self._closing.is_set():
             return
         if function not in self._functions:
@@ -48,21 +57,21 @@ class JobDispatcher:
         self._functions[function].news.set()
 
     def cancel(self, function: str, job_id: str) -> None:
-        """Stop the attempt of a job that was cancelled in the store."""
+        """Cancel the attempt of a job that was cancelled in the store, if it has one."""
         if (jobs := self._functions.get(function)) is not None:
-            # A read of the store that is on its way may show the job as queued.
+            # A read of the store that started before may still return the job as queued. `ended` excludes it.
             jobs.ended.add(job_id)
             if job_id in jobs.attempts:
                 jobs.attempts[job_id].cancel()
 
     def stop(self) -> None:
-        """Take no more jobs from the store."""
+        """Submit no more jobs. Attempts that have started go on."""
         self._closing.set()
         for jobs in self._functions.values():
             jobs.news.set()
 
     async def join(self, timeout_s: float) -> None:
-        """After `stop`, wait until all attempts have ended and are stored."""
+        """Wait, up to `timeout_s`, until all attempts have ended and are stored. Call `stop` before."""
         if self._runs:
             await asyncio.wait(self._runs, timeout=timeout_s)
 
@@ -75,7 +84,7 @@ class JobDispatcher:
 
 @dataclass(eq=False)
 class _FunctionJobs:
-    """The jobs of one function that are submitted to its revision."""
+    """The task state of one function, with the attempts of the jobs that are submitted to its revision."""
 
     function: str
     store: JobStore
@@ -83,12 +92,14 @@ class _FunctionJobs:
     tasks: asyncio.TaskGroup
     closing: asyncio.Event
     news: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the store should be read again, and at shutdown."""
     attempts: dict[str, JobAttempt] = field(default_factory=dict)
+    """By job id, the attempts that are not yet stored completely."""
     ended: set[str] = field(default_factory=set)
-    """Ids of the jobs that ended or were cancelled since the last read of the store."""
+    """The ids of the jobs that ended or were cancelled since the latest read of the store began."""
 
     async def run(self) -> None:
-        """Submit jobs until there are none, and none is delayed."""
+        """Submit jobs. Return when no attempt runs and nothing is left to submit, now or later."""
         while True:
             self.news.clear()
             delay_s = None if self.closing.is_set() else await self._submit_next()
@@ -99,7 +110,10 @@ class _FunctionJobs:
                     await self.news.wait()
 
     async def _submit_next(self) -> float | None:
-        """Submit as many jobs as the revision can hold. Return the seconds until the next read; None: at `news`."""
+        """Submit as many jobs as there is room for.
+
+        Return the seconds after which to call this again, or None if only `news` requires it.
+        """
         try:
             room = self._room()
             if room <= 0:
@@ -107,14 +121,16 @@ class _FunctionJobs:
             self.ended.clear()
             now_s = time.time()
             jobs = await self.store.due(self.function, room + len(self.attempts), now_s)
-            # `jobs` holds all that were due at `now_s`, so only later ones need a timer.
+            # Jobs that were due at `now_s` are in `jobs`, or are read when there is room again. So the timer
+            # is for jobs that are due later.
             due_s = await self.store.next_due(self.function, now_s)
-            # A job that ended during the read may appear as queued. Its end has set `news`: the next read follows.
+            # A job that ended during the read may be in `jobs` as queued, so it is left out. If it was really
+            # queued again, the next read finds it: its end has set `news`.
             known = self.attempts.keys() | self.ended
             for job in [job for job in jobs if job.id not in known][:room]:
                 self._start(job)
         except (UnknownFunction, GatewayError):
-            # The function was deleted or the gateway shuts down. `wake` is called when it is live again.
+            # The function was deleted or the gateway shuts down. If it is live again, `wake` is called.
             return None
         except (QueueFull, RevisionRetired):
             return FULL_RETRY_S
@@ -123,9 +139,10 @@ class _FunctionJobs:
         return None if due_s is None else max(0.0, due_s - time.time())
 
     def _room(self) -> int:
+        """Return how many more jobs may be submitted now."""
         scale = self.live(self.function).revision.policy.scale
         capacity = scale.max * scale.concurrency
-        # An attempt whose invocation has ended only waits for the store.
+        # An attempt whose invocation has ended waits only for the store and uses no worker.
         outstanding = sum(not attempt.invocation.ended for attempt in self.attempts.values())
         room = min(MAX_SUBMITTED, capacity + max(capacity, MIN_PREFETCH)) - outstanding
         return min(room, MAX_SUBMITTED - len(self.attempts))
@@ -142,7 +159,7 @@ class _FunctionJobs:
         self.tasks.create_task(self._attend(attempt))
 
     async def _attend(self, attempt: JobAttempt) -> None:
-        """Run an attempt to its end. No error of one job may end the gateway."""
+        """Run an attempt to its end. Errors are only logged: an exception would end the gateway."""
         job_id = attempt.job.id
         try:
             await attempt.run()

@@ -1,4 +1,4 @@
-"""HTTP POST to URLs that callers name, with redirects, and to allowed addresses only."""
+"""Sends HTTP POST requests to URLs of callers, and follows redirects, but only to allowed addresses."""
 
 from __future__ import annotations
 
@@ -24,20 +24,26 @@ from .webhook_delivery import DeliveryAttempt
 MAX_URL_CHARS = 2048
 MAX_ERROR_CHARS = 300
 REDIRECTS = frozenset({301, 302, 307, 308})
-"""All are followed with the same POST: a GET would carry no message."""
+"""These statuses are followed with the same POST, also 301 and 302: a GET would not contain the message."""
 MAX_REDIRECTS = 3
 CONNECT_TIMEOUT_S = 5.0
 KEEP_ALIVE_S = 4.0
-"""Shorter than the keep-alive of servers, so that few requests meet a connection that is being closed."""
+"""How long an unused connection is kept. It is shorter than the keep-alive time of most servers.
+
+So a request is rarely sent on a connection that the server is closing.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class AddressPolicy(Addresses):
-    """Allows public addresses and the `allowed` networks."""
+    """Decides to which addresses webhooks may be sent: public addresses and the `allowed` networks."""
 
     @classmethod
     def parse(cls, networks: Sequence[str]) -> Self:
-        """Return a policy that allows networks such as `10.1.0.0/16`. SettingsError names an invalid one."""
+        """Return a policy that also allows `networks`, written as `10.1.0.0/16`.
+
+        Raises SettingsError, which quotes the first invalid network.
+        """
         try:
             return cls.of(networks)
         except ValueError as error:
@@ -47,10 +53,11 @@ class AddressPolicy(Addresses):
             ) from error
 
     def socket(self, info: tuple[Any, ...]) -> socket.socket:
-        """Return a socket for a result of `getaddrinfo`; this is aiohttp's `socket_factory`.
+        """Return a socket for one result of `getaddrinfo`. aiohttp calls this method as its `socket_factory`.
 
-        :raises PermissionError: if the address is not allowed. As an OSError, it makes aiohttp try the name's
-            other addresses. It does not show the address, which would reveal names inside our network.
+        :raises PermissionError: if the address is not allowed. It is an OSError, so aiohttp tries the host's
+            next address. It does not show the address, because that would reveal how names resolve in our
+            network.
         """
         family, kind, protocol, _, address = info
         if reason := self.fault(str(address[0])):
@@ -58,9 +65,9 @@ class AddressPolicy(Addresses):
         return socket.socket(family, kind, protocol)
 
     def check(self, url: str) -> URL:
-        """Return the parsed URL. WebhookRefused if its text is not allowed.
+        """Return the parsed URL. Raise WebhookRefused if its text is not allowed.
 
-        Names are not resolved here: `socket` checks their addresses at each connection.
+        Host names are not resolved here: `socket` checks their addresses when a connection is opened.
         """
         try:
             parsed = URL(url)
@@ -76,7 +83,7 @@ class AddressPolicy(Addresses):
         if host == "localhost" or host.endswith(".localhost"):
             host = "127.0.0.1"
         try:
-            # C libraries accept 127.1, 0x7f000001 and 017700000001 as addresses, too.
+            # `inet_aton` also understands 127.1, 0x7f000001 and 017700000001, which C libraries connect to.
             address = host if ":" in host else socket.inet_ntoa(socket.inet_aton(host))
         except OSError:
             return None
@@ -94,7 +101,7 @@ class HttpPoster:
         self._timeout_s = timeout_s
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
-                # The sender limits how many requests run at a time.
+                # 0 means no limit: the webhook sender limits how many requests run at a time.
                 limit=0,
                 resolver=resolver,
                 socket_factory=policy.socket,
@@ -104,7 +111,7 @@ class HttpPoster:
             cookie_jar=aiohttp.DummyCookieJar(),
             headers={"Content-Type": "application/json", "User-Agent": f"pilotflame/{__version__}"},
             auto_decompress=False,
-            # The policy cannot check connections of a proxy from the environment.
+            # No proxy from the environment is used: the policy could not check where the proxy connects to.
             trust_env=False,
         )
 
@@ -115,7 +122,7 @@ class HttpPoster:
         await self._session.close()
 
     async def post(self, url: str, headers: Mapping[str, str], body: bytes, now_s: float) -> DeliveryAttempt:
-        """Send the body once. Every failure is returned as an attempt, never raised."""
+        """Send the body once and return the attempt. A failure is not raised but described in the attempt."""
         started_s = time.monotonic()
         status, error, wish_s = 0, "", 0.0
         try:
@@ -132,10 +139,13 @@ class HttpPoster:
         return DeliveryAttempt(now_s, status, _printable(error), ms, wish_s)
 
     async def _follow(self, url: str, headers: Mapping[str, str], body: bytes) -> tuple[int, str]:
-        """Return the status of the last redirect's target, and its Retry-After."""
+        """Send the body and follow redirects. Return the status and Retry-After header of the last response.
+
+        Raises WebhookRefused if a target is not allowed or there are too many redirects.
+        """
         target = self._policy.check(url)
         for _ in range(MAX_REDIRECTS + 1):
-            # The response body is not read: aiohttp closes the connection if it is long.
+            # The response body is not read. If it is long, aiohttp closes the connection.
             async with self._session.post(
                 target, data=body, headers=headers, allow_redirects=False
             ) as response:
@@ -156,7 +166,10 @@ class HttpPoster:
 
 
 def parse_retry_after(text: str, now_s: float) -> float:
-    """Return the seconds that a Retry-After header asks for, a number or a date; 0 if it is invalid."""
+    """Return how many seconds a Retry-After header asks to wait. Return 0 if the header is invalid or "".
+
+    The header is a number of seconds or a date.
+    """
     text = text.strip()
     if text.isascii() and text.isdecimal():
         return float(text[:9])
@@ -164,7 +177,7 @@ def parse_retry_after(text: str, now_s: float) -> float:
         date = parsedate_to_datetime(text)
     except (ValueError, OverflowError):
         return 0.0
-    # HTTP dates are in GMT, with or without the zone.
+    # HTTP dates are always in GMT, even if they name no zone.
     return max(0.0, date.replace(tzinfo=date.tzinfo or UTC).timestamp() - now_s)
 
 
@@ -190,5 +203,5 @@ def _refusal(fault: str) -> WebhookRefused:
 
 
 def _printable(text: str) -> str:
-    """Return text from a foreign server, cut and without control characters, for logs."""
+    """Return a text from a foreign server for logs: at most MAX_ERROR_CHARS, control characters replaced."""
     return "".join(char if char.isprintable() else " " for char in text[:MAX_ERROR_CHARS])

@@ -1,4 +1,4 @@
-"""A job: a stored invocation, its states and ids, and how a caller describes a new one."""
+"""Defines jobs, which are stored invocations, with their states and ids. A caller submits a `NewJob`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 LOW_PRIORITY = 1
 BATCH_PRIORITY = 2
-"""A job with a larger number runs later; the default is 0."""
+"""Priorities: jobs with a smaller number run first. The default is 0."""
 
 EVENTS = ("start", "output", "logs", "completed")
 """The events that a webhook may subscribe to."""
 
 ID_PREFIX = "job-"
-"""How generated ids begin."""
+"""The prefix of generated ids."""
 
 
 class JobState(enum.StrEnum):
@@ -38,7 +38,7 @@ class JobState(enum.StrEnum):
 
     @property
     def final(self) -> bool:
-        """Return True if only a retry can change the state."""
+        """True if the job has ended. Then only a retry, of a FAILED or TIMED_OUT job, changes the state."""
         return self not in (JobState.IN_QUEUE, JobState.IN_PROGRESS)
 
 
@@ -50,12 +50,15 @@ TRANSITIONS: Mapping[JobState, frozenset[JobState]] = {
     JobState.CANCELLED: frozenset(),
     JobState.TIMED_OUT: frozenset({JobState.IN_QUEUE}),
 }
-"""The states that may follow each state. A job returns to the queue when its worker dies, or by a retry."""
+"""The states that may follow each state.
+
+A job returns to the queue by a retry, or because its attempt failed and another one is allowed.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Webhook:
-    """The URL that is notified of a job's events, and which events."""
+    """A URL to which events of a job are sent, and the names of these events."""
 
     url: str
     events: tuple[str, ...] = ("completed",)
@@ -63,32 +66,34 @@ class Webhook:
 
 @dataclass(frozen=True, slots=True)
 class NewJob:
-    """A job as a caller submits it. Times are in seconds; `owner` is the id of an API key, or ""."""
+    """A job as a caller submits it. Times are in seconds."""
 
     function: str
     input: bytes
     execution_timeout_s: float
     ttl_s: float
     content_type: str = ""
-    """"" means JSON."""
+    """The media type of the input; "" means JSON."""
     owner: str = ""
+    """The id of the caller's API key; "" if there is none."""
     priority: int = 0
     max_attempts: int = 3
     webhook: Webhook | None = None
     idempotency: str = ""
-    """A second submit with the same key, owner and function returns the first job."""
+    """The idempotency key: a second submit with the same key, owner and function returns the first job."""
     wanted_id: str = ""
+    """The job's id if the caller chose it; with "" an id is generated."""
     traceparent: str = ""
     extra: Mapping[str, Any] | None = None
-    """JSON that the handler reads from `context.extra`, for example the attributes of a CloudEvent."""
+    """A JSON object that the handler reads from `context.extra`, such as the attributes of a CloudEvent."""
     max_queued: int | None = None
-    """Refuse the job if its function has this many jobs in the queue."""
+    """The job is refused if the function's queue has this many jobs already. None: no limit."""
     max_queued_bytes: int | None = None
-    """Refuse the job if the inputs in its function's queue would exceed this size."""
+    """The job is refused if the inputs in the function's queue would exceed this size. None: no limit."""
 
     @classmethod
     def for_function(cls, settings: FunctionSettings, body: bytes, **fields: Any) -> NewJob:
-        """Return a job for a function with its configured limits. `fields` of NewJob override them."""
+        """Return a job with the function's configured limits. `fields` sets and overrides fields."""
         limits = {"execution_timeout_s": settings.timeout_s, "ttl_s": settings.ttl_s}
         queue = {"max_queued": settings.max_jobs, "max_queued_bytes": settings.max_jobs_bytes}
         configured: dict[str, Any] = {**limits, **queue, "max_attempts": settings.attempts}
@@ -97,7 +102,11 @@ class NewJob:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A stored job. Times are Unix timestamps in seconds, 0 for what has not happened yet."""
+    """A stored job.
+
+    `created_s`, `started_s`, `ended_s`, `due_s` and `expires_s` are Unix timestamps. They are 0 while
+    unknown.
+    """
 
     id: str
     function: str
@@ -111,21 +120,21 @@ class Job:
     max_attempts: int
     created_s: float
     attempts: int = 0
-    """How many attempts have started. The number of the running attempt is its fence; see transaction.py."""
+    """How many attempts have started. While one runs, this is its number, the fence; see transaction.py."""
     retries: int = 0
-    """How many retries a caller has requested."""
+    """How many times a caller has requested a retry."""
     started_s: float = 0.0
     ended_s: float = 0.0
     due_s: float = 0.0
-    """In the queue: the earliest start."""
+    """The earliest start of a queued job; 0 if it may start now."""
     worker: str = ""
     output: bytes | None = None
     output_type: str = ""
-    """"" means JSON."""
+    """The media type of the output; "" means JSON."""
     error: Mapping[str, Any] | None = None
     """The result of `PilotflameError.to_wire()`."""
     progress: bytes | None = None
-    """JSON: the handler's latest progress report."""
+    """The handler's latest progress report, as JSON."""
     logs: str = ""
     """The last log lines of a failed job."""
     pieces: int = 0
@@ -134,10 +143,10 @@ class Job:
     traceparent: str = ""
     extra: Mapping[str, Any] | None = None
     expires_s: float = 0.0
-    """When a final job and its result are deleted."""
+    """When the job and its result are deleted; 0 until the job is final."""
 
     def status(self, now_s: float) -> dict[str, Any]:
-        """Return the job's status for orjson. Times are in milliseconds."""
+        """Return the job's status with durations in milliseconds. Only orjson can serialise it."""
         fields = {"id": self.id, "status": str(self.state), "function": self.function} | self._output()
         if self.error is not None:
             fields["error"] = dict(self.error)
@@ -149,7 +158,10 @@ class Job:
         return {**fields, **times, "workerId": self.worker}
 
     def _output(self) -> dict[str, Any]:
-        """Return the output, or the progress of a running job. Output that is not JSON becomes base64."""
+        """Return the status fields with the output, or with the progress while the job runs.
+
+        An output that is not JSON is encoded as base64.
+        """
         if self.state is JobState.IN_PROGRESS and self.progress:
             return {"output": orjson.Fragment(self.progress)}
         if not self.output:
@@ -161,7 +173,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class JobOutcome:
-    """How an attempt ended: the job's final state and its result."""
+    """The result of an attempt that ends its job: the job's final state and its output or error."""
 
     state: JobState
     output: bytes | None = None
@@ -172,7 +184,7 @@ class JobOutcome:
 
 @dataclass(frozen=True, slots=True)
 class JobCounts:
-    """A function's jobs by state. The counts of final states include deleted jobs."""
+    """The number of a function's jobs in each state. The counts of final states include deleted jobs."""
 
     in_queue: int = 0
     in_progress: int = 0
@@ -181,27 +193,31 @@ class JobCounts:
     """Includes jobs that timed out."""
     cancelled: int = 0
     retried: int = 0
+    """How many retries were requested."""
 
 
 def new_job_id(now_s: float) -> str:
-    """Return an id with 80 random bits that sorts by time, so that inserts append to the index of ids."""
+    """Return an id made of the time and 80 random bits.
+
+    Ids sort by time, so that a new id is appended to the index of ids.
+    """
     time_ms = max(0, int(now_s * 1000)) % (1 << 48)
     number = time_ms.to_bytes(6, "big") + secrets.token_bytes(10)
     return ID_PREFIX + base64.b32hexencode(number).decode().lower().rstrip("=")
 
 
 def idempotency_digest(function: str, owner: str, key: str) -> bytes | None:
-    """Return the digest under which an idempotency key is stored; None without a key."""
+    """Return the digest under which an idempotency key is stored, or None if `key` is empty."""
     return _digest(16, function, owner, key) if key else None
 
 
 def tombstone_key(function: str, job_id: str) -> int:
-    """Return the 64-bit digest that stays of a deleted job's id."""
+    """Return the 64-bit digest of function and id that the tombstone of a deleted job stores."""
     return int.from_bytes(_digest(8, function, job_id), "big", signed=True)
 
 
 def _digest(size: int, *parts: str) -> bytes:
-    # Lengths separate the parts. Header values may contain surrogates.
+    # The length before each part makes the text unambiguous. Header values may contain surrogates.
     encoded = [part.encode("utf-8", "surrogatepass") for part in parts]
     whole = b"".join(b"%d:%s" % (len(part), part) for part in encoded)
     return hashlib.blake2b(whole, digest_size=size).digest()

@@ -1,4 +1,4 @@
-"""Jobs, as routes and event sources use them: submit, read, wait, cancel, retry, and webhook deliveries."""
+"""Offers jobs to routes and event sources: submit, read, wait, cancel, retry and webhook deliveries."""
 
 from __future__ import annotations
 
@@ -23,11 +23,16 @@ from .webhook_signing import SigningKey
 
 DATABASE_FILE = "jobs.sqlite3"
 CLOSE_TIMEOUT_S = 10.0
+"""How long `close` waits for attempts to be stored, and then as long for webhook requests."""
 EXPIRY_RETRY_S = 5.0
+"""The pause after the expiry of jobs failed."""
 
 
 class Jobs:
-    """All jobs of a gateway. Every result is on the disk: a returned id can be looked up after a crash."""
+    """All jobs of a gateway.
+
+    Every returned id and state is durably on disk, so a returned id can be looked up after a crash.
+    """
 
     def __init__(
         self,
@@ -37,7 +42,7 @@ class Jobs:
         tasks: asyncio.TaskGroup,
         settings: GatewaySettings,
     ) -> None:
-        """`key` signs webhooks."""
+        """`key` signs webhooks. `live` returns a live function by name; see `JobDispatcher`."""
         self._database = Database(state / DATABASE_FILE, SCRIPTS)
         self._tasks = tasks
         self._keep_s = settings.keep_result_s
@@ -63,21 +68,27 @@ class Jobs:
         self._expiry = self._tasks.create_task(self._expire())
 
     def stop(self) -> None:
-        """Hand no more jobs to workers. Call it before the functions are closed."""
+        """Submit no more jobs to workers. Call it before the functions are closed."""
         self._dispatcher.stop()
 
     async def close(self) -> None:
-        """Store the ends of all attempts and close the store. Call it after the functions are closed."""
+        """Wait until the results of all attempts are stored, and close the store.
+
+        Call it after the functions are closed.
+        """
         self.stop()
         await self._dispatcher.join(CLOSE_TIMEOUT_S)
         self._expiry.cancel()
         await self._sender.close(deadline_s=CLOSE_TIMEOUT_S)
         await asyncio.to_thread(self._database.close)
 
-    # -- what callers do; reads, cancels, retries and redeliveries are methods of `store`
+    # -- for callers, who use `store` directly to read, cancel and retry jobs and to redeliver webhooks
 
     async def submit(self, new: NewJob) -> tuple[Job, bool]:
-        """Queue a new job; see `transitions.submit`. WebhookRefused if its webhook may not be called."""
+        """Queue a new job as `transitions.submit` does, and raise what it raises.
+
+        Also raises WebhookRefused if the URL of the webhook is not allowed.
+        """
         if new.webhook is not None:
             self._addresses.check(new.webhook.url)
         job, replayed = await self.store.submit(new)
@@ -86,7 +97,10 @@ class Jobs:
 
     @contextlib.contextmanager
     def watch(self, job_id: str) -> Iterator[asyncio.Event]:
-        """Yield an event that is set when state, progress or pieces change. Read the job after entering."""
+        """Yield an event that is set when the job's state, progress or pieces change.
+
+        Read the job inside the `with` block: a change before the block does not set the event.
+        """
         news = asyncio.Event()
         self._watchers.setdefault(job_id, set()).add(news)
         try:
@@ -98,7 +112,7 @@ class Jobs:
                 del self._watchers[job_id]
 
     async def wait(self, function: str, job_id: str, timeout_s: float) -> Job:
-        """Return the job once it is final, or as it is after `timeout_s`."""
+        """Wait until the job is final, but not longer than `timeout_s`, and return the job."""
         with self.watch(job_id) as news, contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not (job := await self.store.get(function, job_id)).state.final:
@@ -110,7 +124,10 @@ class Jobs:
     async def follow(
         self, function: str, job_id: str, after: int, *, every_s: float = MAX_SLEEP_S
     ) -> AsyncIterator[tuple[Job, list[tuple[int, bytes]]]]:
-        """Yield the job and its pieces numbered above `after`, at each change and every `every_s`, until it is final."""
+        """Yield the job and its new pieces, numbered above `after`, until the job is final.
+
+        Yields at each change of the job, and after `every_s` without one.
+        """
         with self.watch(job_id) as news:
             while True:
                 news.clear()
@@ -124,14 +141,14 @@ class Jobs:
                     await wait(news, every_s)
 
     async def purge(self, function: str) -> int:
-        """Cancel all queued jobs, even if the caller is cancelled. Return how many."""
-        # Not in the task group, which an error would end.
+        """Cancel all queued jobs of a function and return how many. It goes on if the caller is cancelled."""
+        # The task is not in the task group, because an error of the task would end the group.
         return await asyncio.shield(asyncio.create_task(self.store.purge(function)))
 
-    # -- what happens to functions
+    # -- for functions that are deployed or deleted
 
     def wake(self, function: str) -> None:
-        """Run the queued jobs of a function that is live."""
+        """Run the queued jobs of a function that has become live."""
         self._dispatcher.wake(function)
 
     def forget(self, function: str) -> None:

@@ -1,8 +1,9 @@
-"""The outbox: webhook deliveries as rows, added in the transaction that causes their event.
+"""Stores webhook deliveries as rows, which are added in the transaction that causes their event (an outbox).
 
-The events of a job are sent in order. After a failed attempt the job's later events wait with the failed one, until
-it has failed HELD_TRIES times; then they go ahead of it. Of the pending "output" events of a job only the latest is
-kept, so a slow receiver gets fewer of them, and none that is out of date.
+The events of a job are sent in order. If a delivery fails, the job's later deliveries wait until it is sent
+again. After it has failed HELD_TRIES times, the later deliveries no longer wait for it. Of a job's pending
+deliveries of "output" only the latest is kept, so that a slow receiver gets fewer of them and no outdated
+ones.
 """
 
 from __future__ import annotations
@@ -21,20 +22,22 @@ from .job import Job
 from .webhook_delivery import Delivery, DeliveryAttempt, DeliveryState, RetrySchedule
 
 HELD_TRIES = 3
+"""After this many failed attempts, a delivery no longer delays later deliveries of its job."""
 MAX_LOG = 20
-"""How many of its latest attempts a delivery keeps."""
+"""How many attempts are stored in a delivery's log. The oldest are dropped."""
 KEEP_ENDED_S = 7 * 86400.0
-"""How long ended deliveries are kept, unless their job is deleted before."""
+"""Deliveries that have ended are deleted this long after they were added, or earlier with their job."""
 MAX_DELETED = 4
-"""How many old rows are deleted for each delivery that ends: more than one, so that old rows run out."""
+"""How many old rows are deleted when a delivery ends. With more than one, the old rows become fewer."""
 MAX_HOSTS = 256
-"""How many hosts a query for due deliveries covers: those with the earliest deliveries."""
+"""How many hosts `due` examines: those whose deliveries are due earliest."""
 
 _COLUMNS = ", ".join(field.name for field in dataclasses.fields(Delivery) if field.name != "body")
 _INSERT = """
 INSERT INTO deliveries (id, job_id, function, event, url, host, body, state, attempts, next_s, created_s, last_status,
     last_error, log) VALUES (?, ?, ?, ?, ?, ?, ?, 'PENDING', ?, ?, ?, 0, '', ?)"""
-# Steps from host to host through the index, however many rows each host has.
+# Lists the hosts with pending deliveries. Each step finds the next host in the index, so the time does not
+# depend on the number of deliveries of a host.
 _HOSTS = """
 WITH RECURSIVE hosts (host) AS (
     SELECT min(host) FROM deliveries WHERE state = 'PENDING'
@@ -43,7 +46,8 @@ WITH RECURSIVE hosts (host) AS (
         WHERE hosts.host IS NOT NULL
 ) SELECT host, (SELECT min(next_s) FROM deliveries WHERE state = 'PENDING' AND host = hosts.host) AS first_s
 FROM hosts WHERE host IS NOT NULL ORDER BY first_s LIMIT ?"""
-# Only columns before the body: SQLite reaches those behind it by reading the body.
+# `next_s` is read from the index, and `job_id` precedes `body` in the row. To reach a column after `body`,
+# SQLite would have to read the body.
 _DUE = """
 SELECT rowid, job_id, next_s FROM deliveries WHERE state = 'PENDING' AND host = ? AND next_s <= ? ORDER BY next_s, rowid"""
 _DELETE_OLDEST = """
@@ -59,7 +63,8 @@ def add(connection: sqlite3.Connection, job: Job, event: str, now_s: float) -> N
         return
     attempts, next_s, log = 0, max(now_s, _held_until(connection, job.id)), "[]"
     if event == "output" and (earlier := _take_superseded(connection, job.id)) is not None:
-        # Continue its retries, so that a receiver that is down gets no more requests than for one event.
+        # The new delivery continues the retries of the one that it replaces. So a receiver that is down gets
+        # no more requests than for a single delivery.
         attempts, next_s, log = earlier["attempts"], max(next_s, earlier["next_s"]), earlier["log"]
     parts = urlsplit(webhook.url)
     host = f"{parts.scheme}://{parts.netloc}".lower()
@@ -68,9 +73,10 @@ def add(connection: sqlite3.Connection, job: Job, event: str, now_s: float) -> N
 
 
 def message(job: Job, event: str, now_s: float) -> bytes:
-    """Return an event's message after Standard Webhooks: `type`, `timestamp`, and `data`, the job's status.
+    """Return the body of an event as Standard Webhooks defines it, with `type`, `timestamp` and `data`.
 
-    The fields of `data` are repeated at the top, with `error` as text, for receivers written for RunPod.
+    `data` is the job's status. Its fields are repeated at the top level, where `error` is only a text, for
+    receivers that were written for RunPod.
     """
     data = job.status(now_s)
     if job.logs and event in ("logs", "completed"):
@@ -88,13 +94,15 @@ def due(
     room_per_host: int,
     busy: Collection[tuple[str, str]] = (),
 ) -> tuple[list[Delivery], float | None]:
-    """Return what to send now, oldest first, and when hosts with room have more due (None: never).
+    """Return up to `room` deliveries that may be sent now, the longest due first, and when to look again.
 
-    `busy` holds (host, job id) of the deliveries on their way. A job has at most one at a time.
+    `busy` holds (host, job id) of the deliveries that are being sent. At most one delivery of a job is sent
+    at a time. The second result is the earliest time after `now_s` at which a host with room has a delivery
+    due, or None.
     """
     found: list[tuple[float, int]] = []
     later_s: list[float] = []
-    # Busy hosts may have nothing to send now, so they do not count against the limit.
+    # A host that is busy may be in the list with nothing to send now, so the limit is raised by their number.
     hosts = connection.execute(_HOSTS, (MAX_HOSTS + len(busy),)).fetchall()
     for host, first_s in hosts:
         jobs = {job_id for busy_host, job_id in busy if busy_host == host}
@@ -117,7 +125,7 @@ def record(
     schedule: RetrySchedule,
     now_s: float,
 ) -> DeliveryState | None:
-    """Record an attempt and return the delivery's new state; None if the delivery was deleted."""
+    """Store an attempt and return the delivery's new state, or None if the delivery was deleted."""
     query = "SELECT rowid, job_id, attempts, log FROM deliveries WHERE id = ?"
     row = connection.execute(query, (delivery_id,)).fetchone()
     if row is None:
@@ -140,7 +148,10 @@ def record(
 
 
 def redeliver(connection: sqlite3.Connection, function: str, delivery_id: str, now_s: float) -> Delivery:
-    """Make a delivery pending again, with its id and all tries. UnknownDelivery."""
+    """Make a delivery pending again with the same id and a new count of attempts. Return the delivery.
+
+    Raises UnknownDelivery if the function has no delivery with this id.
+    """
     changed = connection.execute(
         "UPDATE deliveries SET state = 'PENDING', attempts = 0, next_s = ? WHERE id = ? AND function = ?",
         (now_s, delivery_id, function),
@@ -161,7 +172,10 @@ def newest(
     job_id: str = "",
     limit: int = 100,
 ) -> list[Delivery]:
-    """Return the function's deliveries in these states (default: all) without bodies, newest first."""
+    """Return up to `limit` deliveries of the function in these states (default: all), newest first.
+
+    With `job_id`, only those of this job. The bodies are left out.
+    """
     states = states or tuple(DeliveryState)
     marks = ", ".join("?" * len(states))
     where, values = f"function = ? AND state IN ({marks})", [function, *states]
@@ -175,14 +189,20 @@ def newest(
 
 
 def delete_orphans(connection: sqlite3.Connection, before_s: float, limit: int) -> None:
-    """Delete deliveries added before that time that ended after their job was deleted."""
+    """Delete up to `limit` ended deliveries that were added before `before_s` and whose job was deleted.
+
+    These were still pending when their job was deleted.
+    """
     connection.execute(
         _DELETE_OLDEST % "AND NOT EXISTS (SELECT 1 FROM jobs WHERE id = job_id)", (before_s, limit)
     )
 
 
 def _held_until(connection: sqlite3.Connection, job_id: str) -> float:
-    """Return when an earlier event of the job, which failed, is sent again."""
+    """Return the time until which a new delivery of the job must wait for the job's earlier deliveries.
+
+    Return 0.0 if none is pending with fewer than HELD_TRIES attempts.
+    """
     (next_s,) = connection.execute(
         "SELECT max(next_s) FROM deliveries WHERE job_id = ? AND state = 'PENDING' AND attempts < ?",
         (job_id, HELD_TRIES),
@@ -191,7 +211,10 @@ def _held_until(connection: sqlite3.Connection, job_id: str) -> float:
 
 
 def _take_superseded(connection: sqlite3.Connection, job_id: str) -> sqlite3.Row | None:
-    """Delete the job's pending "output" and return its row. An attempt on its way is not recorded."""
+    """Delete the job's pending delivery of "output" and return its row; None if there is none.
+
+    If the delivery is being sent, its attempt is not recorded: `record` will not find it.
+    """
     row: sqlite3.Row | None = connection.execute(
         "SELECT id, attempts, next_s, log FROM deliveries"
         " WHERE job_id = ? AND event = 'output' AND state = 'PENDING'",
@@ -205,7 +228,10 @@ def _take_superseded(connection: sqlite3.Connection, job_id: str) -> sqlite3.Row
 def _due_at(
     connection: sqlite3.Connection, host: str, now_s: float, busy_jobs: Collection[str], room: int
 ) -> Iterator[tuple[float, int]]:
-    """Yield (when it was due, rowid) of up to `room` deliveries to a host, one per job."""
+    """Yield (due time, rowid) of up to `room` due deliveries to a host, one per job.
+
+    Jobs in `busy_jobs` are left out.
+    """
     jobs = set(busy_jobs)
     rows = connection.execute(_DUE, (host, now_s))
     while room > 0 and (row := rows.fetchone()) is not None:
@@ -216,7 +242,7 @@ def _due_at(
 
 
 def _read(connection: sqlite3.Connection, where: str, key: str | int) -> Delivery | None:
-    """Return a delivery with its body."""
+    """Return the delivery that `where` selects, with its body, or None."""
     select = f"SELECT {_COLUMNS}, body FROM deliveries WHERE {where}"  # noqa: S608
     row = connection.execute(select, (key,)).fetchone()
     return _delivery(row) if row is not None else None

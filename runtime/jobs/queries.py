@@ -1,4 +1,4 @@
-"""The queries on jobs: what the reader thread reads, each through an index."""
+"""Queries on jobs, which `JobStore` runs in the reader thread. Each query uses an index."""
 
 from __future__ import annotations
 
@@ -16,18 +16,24 @@ _DELAYED = _READY.replace("due_s = 0", "due_s > 0 AND due_s <= ?")
 _NEWEST = "WHERE function = ? AND state = ? AND jobs.number < ? ORDER BY jobs.number DESC LIMIT ?"
 _MAX_NUMBER = 1 << 62
 PIECES_BYTES = 4 << 20
-"""The size at which a read of a streamed output ends."""
+"""`pieces` adds no more pieces to its result when the result has reached this size."""
 
 
 def get(connection: sqlite3.Connection, function: str, job_id: str) -> Job:
-    """Return a function's job. UnknownJob, or JobExpired if it was deleted."""
+    """Return a function's job with its input and result.
+
+    Raises JobExpired if a tombstone shows that the job was deleted, or UnknownJob.
+    """
     return job_of(row_of(connection, function, job_id, SELECT_WHOLE))
 
 
 def find(
     connection: sqlite3.Connection, job_id: str, allows: Callable[[str], bool], among: Collection[str]
 ) -> Job:
-    """Return the job of a function that `allows`. UnknownJob, or JobExpired if one in `among` had it."""
+    """Return the job with this id if `allows(function)` is true for its function.
+
+    Raises JobExpired if a function in `among` has a tombstone of the job, else UnknownJob.
+    """
     row = find_row(connection, job_id, SELECT_WHOLE)
     if row is not None and allows(row["function"]):
         return job_of(row)
@@ -38,16 +44,21 @@ def find(
 
 
 def unknown(job_id: str) -> UnknownJob:
-    """Return the error for a job that does not exist; the same for one that the caller may not see."""
+    """Return the error for a job that does not exist or that the caller may not see.
+
+    It is the same for both, so that it does not reveal which ids exist.
+    """
     return UnknownJob(
         f"There is no job {job_id[:128]!r}.", remedy="Check the id, and which functions the API key covers."
     )
 
 
 def due(connection: sqlite3.Connection, function: str, limit: int, now_s: float) -> list[Job]:
-    """Return queued jobs that may start, by priority, then age, without those whose ttl has passed.
+    """Return up to `limit` queued jobs that may start, ordered by priority, then by age.
 
-    The index of jobs without a delay has this order; delayed jobs, which wait for another attempt, are few.
+    Jobs whose ttl has passed are left out. Jobs without a delay are read in the order of their index. Jobs
+    whose delay has ended are read separately and sorted in: they are few, as only repeated attempts are
+    delayed.
     """
     rows = connection.execute(SELECT_WHOLE + _READY, (function, now_s, limit)).fetchall()
     rows += connection.execute(SELECT_WHOLE + _DELAYED, (function, now_s, now_s, limit)).fetchall()
@@ -56,7 +67,7 @@ def due(connection: sqlite3.Connection, function: str, limit: int, now_s: float)
 
 
 def next_due(connection: sqlite3.Connection, function: str, after_s: float = 0.0) -> float | None:
-    """Return when the first delayed job that is due after `after_s` may start, or None."""
+    """Return the earliest time after `after_s` at which a delayed job may start, or None."""
     query = (
         "SELECT min(due_s) FROM jobs WHERE function = ? AND state = 'IN_QUEUE' AND due_s > 0 AND due_s > ?"
     )
@@ -71,9 +82,12 @@ def newest(
     limit: int = 100,
     before_id: str = "",
 ) -> list[Job]:
-    """Return jobs in these states (default: all), newest first, without input, output and logs."""
+    """Return up to `limit` jobs in these states (default: all), newest first, without input, output and logs.
+
+    With `before_id`, return only jobs that are older than that job.
+    """
     before = row_of(connection, function, before_id)["number"] if before_id else _MAX_NUMBER
-    # The index is ordered by number within each state.
+    # One query per state, because the index is ordered by number only within a state.
     rows: list[sqlite3.Row] = []
     for state in set(states) or set(JobState):
         rows += find_rows(connection, _NEWEST, function, state.value, before, limit)
@@ -84,7 +98,10 @@ def newest(
 def pieces(
     connection: sqlite3.Connection, job_id: str, after: int, limit: int = 1000
 ) -> list[tuple[int, bytes]]:
-    """Return (number, piece) of a streamed output with numbers above `after`, ending at PIECES_BYTES."""
+    """Return (number, piece) for the next pieces of a streamed output, starting after the number `after`.
+
+    The list ends at `limit` pieces, or with the piece that makes it reach PIECES_BYTES.
+    """
     cursor = connection.execute(
         "SELECT pieces.number, body FROM jobs JOIN pieces ON pieces.job = jobs.number "
         "WHERE id = ? AND pieces.number > ? ORDER BY pieces.number LIMIT ?",
@@ -100,14 +117,14 @@ def pieces(
 
 
 def counts(connection: sqlite3.Connection, function: str) -> JobCounts:
-    """Return the function's jobs by state."""
+    """Return how many jobs the function has in each state."""
     columns = "in_queue, in_progress, completed, failed, cancelled, retried"
     row = connection.execute(f"SELECT {columns} FROM counters WHERE function = ?", (function,)).fetchone()  # noqa: S608
     return JobCounts(*row) if row is not None else JobCounts()
 
 
 def queue_size(connection: sqlite3.Connection, function: str) -> tuple[int, int]:
-    """Return how many jobs are in the function's queue and the total size of their inputs in bytes."""
+    """Return the number of jobs in the function's queue and the total size of their inputs in bytes."""
     query = "SELECT in_queue, queued_bytes FROM counters WHERE function = ?"
     row = connection.execute(query, (function,)).fetchone()
     return (row["in_queue"], row["queued_bytes"]) if row is not None else (0, 0)
@@ -120,6 +137,6 @@ def functions_waiting(connection: sqlite3.Connection) -> list[str]:
 
 
 def last_number(connection: sqlite3.Connection) -> int:
-    """Return the number of the newest job."""
+    """Return the row number (`jobs.number`) of the newest job; 0 if there is no job."""
     (number,) = connection.execute("SELECT max(number) FROM jobs").fetchone()
     return number or 0

@@ -1,8 +1,9 @@
-"""The schema of the jobs database: its tables, one script per version of the file, and the jobs of its rows.
+"""Defines the tables of the jobs database, its upgrade scripts, and the conversion of rows to jobs and back.
 
-A row of `jobs` is rewritten at each change of state, so it is small: input, result and streamed pieces have other
-tables. `number` is the order of arrival. `until_s` is when the row expires: the end of the ttl in the queue, the end
-of retention in a final state, NULL while the job runs.
+A row of `jobs` is rewritten at each change of state. So it is small: the input, result and streamed pieces
+are in other tables. `jobs.number` increases in the order of arrival. `until_s` is the time at which `expire`
+handles the row: the end of the ttl while the job is queued, the end of the retention in a final state, NULL
+while it runs.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ CREATE INDEX deliveries_job ON deliveries (job_id);
 CREATE INDEX deliveries_function ON deliveries (function, created_s);
 """
 
-# The total size of the inputs in a function's queue, initialised from the jobs that are already in it.
+# Adds `queued_bytes`, the total size of the inputs in a function's queue, and computes its present value.
 _QUEUED_BYTES = """
 ALTER TABLE counters ADD COLUMN queued_bytes INTEGER NOT NULL DEFAULT 0;
 UPDATE counters SET queued_bytes = (
@@ -105,7 +106,7 @@ UPDATE counters SET queued_bytes = (
 """
 
 SCRIPTS = (_TABLES, _QUEUED_BYTES)
-"""`SCRIPTS[n]` upgrades a file from version n to n + 1. A released script is never edited."""
+"""`SCRIPTS[n]` upgrades a file from version n to n + 1. Do not edit a released script: add a new one."""
 
 _COLUMNS = (
     "jobs.number, id, function, state, owner, priority, content_type, execution_timeout_s, ttl_s, max_attempts, "
@@ -114,7 +115,7 @@ _COLUMNS = (
 )
 _RESULT = "results.body AS output, type AS output_type, logs FROM jobs LEFT JOIN results ON results.number = jobs.number"
 
-# Each is followed by a WHERE clause. The columns and joins are constants.
+# Callers append a WHERE clause to these queries. The columns and joins are constants, so the SQL is safe.
 SELECT_WHOLE = (
     f"SELECT {_COLUMNS}, inputs.body AS input, {_RESULT} LEFT JOIN inputs ON inputs.number = jobs.number "
 )
@@ -129,7 +130,7 @@ _SHARED_FIELDS = (
 
 
 def insert_job(connection: sqlite3.Connection, new: NewJob, job_id: str, now_s: float) -> Job:
-    """Insert a new job in state IN_QUEUE."""
+    """Insert a new job in state IN_QUEUE, and its input. Return the job."""
     shared: dict[str, Any] = {name: getattr(new, name) for name in _SHARED_FIELDS}
     shared |= {"id": job_id, "state": JobState.IN_QUEUE, "created_s": now_s}
     stale_s = now_s + new.ttl_s
@@ -151,26 +152,29 @@ def insert_job(connection: sqlite3.Connection, new: NewJob, job_id: str, now_s: 
 def find_row(
     connection: sqlite3.Connection, job_id: str, select: str = SELECT_WITHOUT_BODIES
 ) -> sqlite3.Row | None:
-    """Return the row of a job, or None."""
+    """Return the row of the job with this id, or None. `select` is one of the queries above."""
     row: sqlite3.Row | None = None
-    # A URL may contain bytes that are not UTF-8. No id does.
+    # An id from a URL may contain bytes that are not UTF-8. No stored id does, so there is no such job.
     with suppress(UnicodeEncodeError):
         row = connection.execute(select + "WHERE id = ?", (job_id,)).fetchone()
     return row
 
 
 def find_rows(connection: sqlite3.Connection, where: str, *values: object) -> list[sqlite3.Row]:
-    """Return the rows of jobs, without input, output and logs."""
+    """Return the rows of the jobs that match `where`, without input, output and logs.
+
+    `where` is the end of the query, from WHERE on, and `values` are its parameters.
+    """
     return connection.execute(SELECT_WITHOUT_BODIES + where, values).fetchall()
 
 
 def read_job(connection: sqlite3.Connection, number: int, select: str) -> Job:
-    """Return a job that is known to exist."""
+    """Return the job with a row number that is known to exist. `select` is one of the queries above."""
     return job_of(connection.execute(select + "WHERE jobs.number = ?", (number,)).fetchone())
 
 
 def job_of(row: sqlite3.Row) -> Job:
-    """Return the job of a selected row."""
+    """Convert a row of one of the queries above to a job."""
     fields = {name: row[name] for name in _JOB_FIELDS}
     fields["state"] = JobState(fields["state"])
     fields["output_type"] = fields["output_type"] or ""
@@ -182,7 +186,7 @@ def job_of(row: sqlite3.Row) -> Job:
 
 
 def webhook_of(row: sqlite3.Row) -> Webhook | None:
-    """Return the webhook of the job in a row."""
+    """Return the webhook of the job in a row, or None if the job has none."""
     if row["webhook"] is None:
         return None
     fields = orjson.loads(row["webhook"])

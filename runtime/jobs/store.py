@@ -1,4 +1,4 @@
-"""The store of jobs: transitions run in the writer thread, queries in the reader thread."""
+"""Stores jobs. Transitions run in the database's writer thread, queries in its reader thread."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 def _transition(
     change: Callable[Concatenate[Transaction, P], T],
 ) -> Callable[Concatenate[JobStore, P], Coroutine[Any, Any, T]]:
-    """Return a method of JobStore that runs `change` in a transaction and returns after the commit."""
+    """Return a method of JobStore that runs `change` and returns its result after the commit."""
 
     @wraps(change)
     async def method(self: JobStore, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -31,7 +31,7 @@ def _transition(
 def _query(
     query: Callable[Concatenate[sqlite3.Connection, P], T],
 ) -> Callable[Concatenate[JobStore, P], Coroutine[Any, Any, T]]:
-    """Return a method of JobStore that runs `query` in the reader thread."""
+    """Return a method of JobStore that runs `query` in the reader thread and returns its result."""
 
     @wraps(query)
     async def method(self: JobStore, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -41,10 +41,11 @@ def _query(
 
 
 class JobStore:
-    """The jobs of all functions. Every result was committed; JobStoreFailed if the disk refuses.
+    """The stored jobs of all functions.
 
-    Each method takes the arguments of its function in `transitions` or `queries`, without the first.
-    `on_commit` is called on the event loop after each transaction, even if its caller was cancelled.
+    Most methods run a function of `transitions`, `queries` or `outbox`. They take the arguments of this
+    function except the first, and return its result after the commit. All methods raise JobStoreFailed if the
+    database cannot be read or written.
     """
 
     def __init__(
@@ -55,6 +56,10 @@ class JobStore:
         on_commit: Callable[[Transaction], object] = lambda _: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        """Jobs are kept for `keep_s` after their end.
+
+        `on_commit` is called on the event loop after each transition, even if its caller was cancelled.
+        """
         self._database = database
         self._keep_s = keep_s
         self._on_commit = on_commit
@@ -85,9 +90,10 @@ class JobStore:
     deliveries = _query(outbox.newest)
 
     async def purge(self, function: str, *, running: bool = False) -> int:
-        """Cancel the jobs that are queued now, or also the running ones, and return how many.
+        """Cancel a function's queued jobs, with `running` also its running ones. Return how many.
 
-        Other writers run between the slices. Jobs that are submitted meanwhile are left out.
+        Jobs that are submitted after the start of the purge are not cancelled. The purge uses several
+        transactions, so that other writers can run between them.
         """
         last, cancelled = await self._database.read(queries.last_number), 0
         while count := await self._purge_slice(function, last, running=running):
@@ -96,7 +102,7 @@ class JobStore:
 
     async def _commit(self, change: Callable[[Transaction], T]) -> T:
         def run(connection: sqlite3.Connection) -> tuple[Transaction, T]:
-            # A second run, after a failed group commit, starts from an empty transaction.
+            # If the group commit failed, `run` is called again: it starts with a new, empty Transaction.
             transaction = Transaction(connection, self._clock(), self._keep_s)
             return transaction, change(transaction)
 

@@ -1,17 +1,19 @@
-"""A transaction on jobs: the only place where a job's state changes.
+"""Changes the states of jobs in a transaction. No other module changes a job's state.
 
 Three mechanisms make a stored job safe:
 
-Group commit. The writer thread takes all changes that wait, runs each in a savepoint of one SQLite transaction and
-commits once, with synchronous=FULL. A caller resumes after that commit, so every id and state that it sees is on
-the disk, and all callers of a group share the cost of one fsync.
+Group commit: the writer thread takes all queued changes as one group, runs each in its own savepoint of one
+SQLite transaction, and commits once, with synchronous=FULL. A caller gets its result after that commit. So
+every id and state that a caller sees is durably on disk, and all callers of the group share one fsync.
 
-Fence. Each attempt of a job increments `attempts`, and its number is the attempt's fence. Reports of an attempt
-carry the fence; `running_row` finds no job for an old one. So a worker that returns after its job was requeued
-changes nothing.
+Fence: when an attempt of a job starts, the job's `attempts` is incremented. The new value is the number of
+the attempt and is called its fence. The attempt passes its fence with every change that it requests, and
+`running_row` returns None if the fence is no longer the current one. So an attempt that reports after its job
+was requeued changes nothing.
 
-Counters. The table `counters` has one row per function with its jobs by state. `move` updates it in the transaction
-that changes a state, so counts are exact after a crash and reading them costs one row.
+Counters: the table `counters` has one row per function, with the number of its jobs in each state. `add` and
+`move` update it in the transaction that changes the state. So the counts are exact even after a crash, and
+reading the counts of a function reads only one row.
 """
 
 from __future__ import annotations
@@ -41,30 +43,33 @@ COUNTERS = {
 
 @dataclass(slots=True)
 class Transaction:
-    """One caller's changes within the writer's transaction, and what to notify after the commit.
+    """The changes of one caller within a group's SQLite transaction.
 
-    Jobs that end in it are kept for `keep_s`. `queued` holds the functions that have more to run, `cancelled`
-    (function, job id) of jobs whose attempts are to be stopped, `changed` the ids of jobs whose state, progress or
-    pieces changed; `notified` is True if deliveries may be due.
+    It also collects what must be notified after the commit.
     """
 
     connection: sqlite3.Connection
     now_s: float
     keep_s: float
+    """How long the jobs that end in this transaction are kept."""
     queued: set[str] = field(default_factory=set)
+    """The functions to whose queue a job was added or returned."""
     cancelled: list[tuple[str, str]] = field(default_factory=list)
+    """(function, job id) of the jobs that were cancelled, so that their attempts must be stopped."""
     changed: list[str] = field(default_factory=list)
+    """The ids of the jobs whose state, progress or pieces changed."""
     notified: bool = False
+    """True if webhook deliveries may be due."""
 
     def running_row(self, job_id: str, fence: int) -> sqlite3.Row | None:
-        """Return the row of a job that runs in the attempt `fence`, else None."""
+        """Return the row of the job if it runs and its current attempt has this fence, else None."""
         row = find_row(self.connection, job_id)
         if row is None or row["state"] != JobState.IN_PROGRESS or row["attempts"] != fence:
             return None
         return row
 
     def add(self, new: NewJob) -> Job:
-        """Insert a job into the queue."""
+        """Insert a new job into its function's queue and return it."""
         job = insert_job(self.connection, new, new.wanted_id or new_job_id(self.now_s), self.now_s)
         self.connection.execute(
             "INSERT INTO counters (function, in_queue, queued_bytes) VALUES (?, 1, ?) ON CONFLICT (function) "
@@ -75,7 +80,11 @@ class Transaction:
         return job
 
     def move(self, row: sqlite3.Row, to: JobState, *, retried: bool = False, **fields: Any) -> None:
-        """Change the state of a job and set `fields`. JobConflict if TRANSITIONS does not allow it."""
+        """Change the state of the job in `row` and set the columns in `fields`.
+
+        Set `retried` if a caller requested a retry, so that the retry is counted.
+        Raises JobConflict if TRANSITIONS does not allow this change.
+        """
         was = JobState(row["state"])
         if to not in TRANSITIONS[was]:
             raise JobConflict(f"Job {row['id']} is {was}: it cannot become {to}.")
@@ -85,7 +94,7 @@ class Transaction:
             self._clear(row)
 
     def end(self, row: sqlite3.Row, outcome: JobOutcome) -> None:
-        """Move a job to a final state, store its result and notify its webhook."""
+        """Move a job to a final state, store its result and add the webhook delivery of "completed"."""
         error = orjson.dumps(outcome.error).decode() if outcome.error is not None else None
         self.move(row, outcome.state, error=error)
         if outcome.state is JobState.CANCELLED:
@@ -98,12 +107,18 @@ class Transaction:
         self.notify(row, "completed")
 
     def touch(self, row: sqlite3.Row, **fields: Any) -> None:
-        """Set `fields` of a running job whose output has grown, and notify its webhook."""
+        """Set the columns in `fields` after a running job sent progress or pieces of its output.
+
+        Adds the webhook delivery of the event "output".
+        """
         self._update(row, fields)
         self.notify(row, "output")
 
     def notify(self, row: sqlite3.Row, event: str) -> None:
-        """Add a webhook delivery if the job subscribes to the event. Only then is its result read."""
+        """Add a webhook delivery if the job's webhook subscribes to the event.
+
+        Only in this case the job's result is read from the database.
+        """
         if (webhook := webhook_of(row)) is not None and event in webhook.events:
             job = read_job(self.connection, row["number"], SELECT_WITH_RESULT)
             outbox.add(self.connection, job, event, self.now_s)
@@ -138,7 +153,7 @@ class Transaction:
         if less != more:
             assignments += [f"{less} = {less} - 1", f"{more} = {more} + 1"]
         if (was is JobState.IN_QUEUE) != (to is JobState.IN_QUEUE):
-            # SQLite knows the length of a blob without reading it.
+            # `length(body)` is cheap: SQLite knows the length of a blob without reading the blob.
             sign = "-" if was is JobState.IN_QUEUE else "+"
             size = "(SELECT length(body) FROM inputs WHERE number = ?)"
             assignments.append(f"queued_bytes = queued_bytes {sign} {size}")
@@ -148,7 +163,7 @@ class Transaction:
             self.connection.execute(update, (*values, row["function"]))
 
     def _clear(self, row: sqlite3.Row) -> None:
-        """Delete the result and pieces of a job that returns to the queue."""
+        """Delete result and pieces of a job that returns to the queue. Add its function to `queued`."""
         self.connection.execute("DELETE FROM results WHERE number = ?", (row["number"],))
         if row["pieces"]:
             self.connection.execute("DELETE FROM pieces WHERE job = ?", (row["number"],))
@@ -158,7 +173,10 @@ class Transaction:
 def row_of(
     connection: sqlite3.Connection, function: str, job_id: str, select: str = SELECT_WITHOUT_BODIES
 ) -> sqlite3.Row:
-    """Return the row of a function's job. UnknownJob, or JobExpired if it was deleted."""
+    """Return the row of a function's job. `select` is one of the queries in schema.py.
+
+    Raises JobExpired if a tombstone shows that the job was deleted, or UnknownJob.
+    """
     row = find_row(connection, job_id, select)
     if row is None or row["function"] != function:
         raise missing(connection, function, job_id)
@@ -166,7 +184,10 @@ def row_of(
 
 
 def missing(connection: sqlite3.Connection, function: str, job_id: str) -> UnknownJob | JobExpired:
-    """Return the error for a job that the function does not have."""
+    """Return the error for a job that the function does not have.
+
+    This is JobExpired if the job has a tombstone, which means that it was deleted, else UnknownJob.
+    """
     key = tombstone_key(function, job_id)
     if connection.execute("SELECT 1 FROM tombstones WHERE key = ?", (key,)).fetchone():
         return JobExpired(

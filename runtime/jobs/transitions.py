@@ -1,4 +1,4 @@
-"""The transitions of jobs, from submit to deletion. `JobStore` runs each function in one Transaction."""
+"""Changes jobs, from submit to deletion. `JobStore` runs each public function here in one Transaction."""
 
 from __future__ import annotations
 
@@ -18,22 +18,27 @@ from .transaction import Transaction, row_of
 from .webhook_delivery import Delivery
 
 PURGE_SLICE = 500
-"""Jobs that one transaction cancels, so that other writers wait briefly."""
+"""The most jobs that one transaction cancels. The limit keeps the waiting time of other writers short."""
 EXPIRY_SLICE_S = 0.05
-"""The longest that one transaction spends on expiry."""
+"""A transaction that expires jobs handles no further job after this time."""
 MAX_TOMBSTONES = 1_000_000
+"""If there are more tombstones than this, the oldest are deleted before they expire."""
 SPARE_PAGES = 1024
-"""Free pages that the file keeps for reuse, if that is more than a quarter of it."""
+"""This many free pages stay in the file for reuse, or a quarter of its pages if that is more."""
 VACUUM_PAGES = 256
+"""The most free pages that one transaction returns to the file system."""
 _INCREMENTAL = 2
+"""The value of `PRAGMA auto_vacuum` for INCREMENTAL."""
 
 
 def submit(transaction: Transaction, new: NewJob) -> tuple[Job, bool]:
-    """Queue a new job. Return it and False, or the job with the same idempotency key and True.
+    """Queue a new job and return (job, False).
+
+    If a job with the same idempotency key exists, return (that job, True) and queue nothing.
 
     :raises IdempotencyConflict: if the job with the same key has another input.
-    :raises JobConflict: if the wanted id is taken.
-    :raises QueueFull: if the queue holds as much as `new` allows.
+    :raises JobConflict: if another job has the wanted id.
+    :raises QueueFull: if the job would exceed the limits `max_queued` or `max_queued_bytes` of `new`.
     """
     earlier = _submitted(transaction, new) if new.idempotency else None
     if earlier is not None:
@@ -59,7 +64,10 @@ def _submitted(transaction: Transaction, new: NewJob) -> Job | None:
 
 
 def _check_room(transaction: Transaction, new: NewJob) -> None:
-    """Raise QueueFull if the function's queue has no room. An empty queue takes an input of any size."""
+    """Raise QueueFull if the job would exceed a limit of the queue.
+
+    An empty queue accepts an input of any size.
+    """
     jobs, size_bytes = queries.queue_size(transaction.connection, new.function)
     if new.max_queued is not None and jobs >= new.max_queued:
         raise QueueFull(
@@ -75,7 +83,7 @@ def _check_room(transaction: Transaction, new: NewJob) -> None:
 
 
 def take(transaction: Transaction, job_id: str, worker: str = "") -> int | None:
-    """Start an attempt and return its fence. None if the job is not queued."""
+    """Start an attempt on `worker` and return its fence. Return None if the job is not in the queue."""
     row = find_row(transaction.connection, job_id)
     if row is None or row["state"] != JobState.IN_QUEUE:
         return None
@@ -85,7 +93,7 @@ def take(transaction: Transaction, job_id: str, worker: str = "") -> int | None:
 
 
 def finish(transaction: Transaction, job_id: str, fence: int, outcome: JobOutcome) -> bool:
-    """End an attempt and its job. Return False if this attempt no longer runs the job."""
+    """End the attempt `fence` and its job. Return False if this is no longer the job's running attempt."""
     if not outcome.state.final:
         raise JobConflict(f"A job cannot end as {outcome.state}.")
     row = transaction.running_row(job_id, fence)
@@ -104,10 +112,11 @@ def requeue(
     counted: bool = True,
     logs: str = "",
 ) -> bool:
-    """End an attempt and queue the job again; end it as FAILED, with error and logs, after its last attempt.
+    """End the attempt `fence` and queue the job again, to start after `delay_s`.
 
-    An attempt that failed through no fault of the job is not `counted`: the job gets one more.
-    Return False if this attempt no longer runs the job.
+    If this was the last attempt that the job may have, end the job as FAILED with `error` and `logs` instead.
+    With `counted=False`, for a failure that the job did not cause, the job may have one attempt more.
+    Return False if this is no longer the job's running attempt.
     """
     row = transaction.running_row(job_id, fence)
     if row is None:
@@ -126,7 +135,10 @@ def requeue(
 
 
 def recover(transaction: Transaction) -> int:
-    """Requeue jobs that ran when the gateway died; FAILED after the last attempt. Return their number."""
+    """Queue the jobs again that were running when the gateway died. Return how many were running.
+
+    A job whose last attempt was running ends as FAILED.
+    """
     running = find_rows(transaction.connection, "WHERE state = 'IN_PROGRESS'")
     for row in running:
         if row["attempts"] < row["max_attempts"]:
@@ -143,9 +155,10 @@ def recover(transaction: Transaction) -> int:
 def add_pieces(
     transaction: Transaction, job_id: str, fence: int, first_number: int, pieces: Sequence[bytes]
 ) -> bool:
-    """Store pieces of a streamed output, numbered from 1; skip those that are stored already.
+    """Store pieces of a streamed output. Pieces are numbered from 1, and `pieces[0]` has `first_number`.
 
-    Return False if this attempt no longer runs the job. JobConflict if `first_number` would leave a gap.
+    Pieces that are already stored are skipped. Return False if `fence` is no longer the job's running
+    attempt. Raises JobConflict if there would be a gap between the stored pieces and `first_number`.
     """
     row = transaction.running_row(job_id, fence)
     if row is None:
@@ -161,7 +174,7 @@ def add_pieces(
 
 
 def set_progress(transaction: Transaction, job_id: str, fence: int, progress: bytes) -> bool:
-    """Store a progress report. Return False if this attempt no longer runs the job."""
+    """Store a progress report. Return False if `fence` is no longer the job's running attempt."""
     row = transaction.running_row(job_id, fence)
     if row is not None:
         transaction.touch(row, progress=progress)
@@ -169,7 +182,10 @@ def set_progress(transaction: Transaction, job_id: str, fence: int, progress: by
 
 
 def cancel(transaction: Transaction, function: str, job_id: str) -> Job:
-    """End a job as CANCELLED unless it is final."""
+    """End a job as CANCELLED unless it is already final. Return the job.
+
+    Raises JobExpired if a tombstone shows that the job was deleted, or UnknownJob.
+    """
     row = row_of(transaction.connection, function, job_id)
     if not JobState(row["state"]).final:
         transaction.end(row, JobOutcome(JobState.CANCELLED))
@@ -177,7 +193,11 @@ def cancel(transaction: Transaction, function: str, job_id: str) -> Job:
 
 
 def retry(transaction: Transaction, function: str, job_id: str) -> Job:
-    """Queue a failed job again under its id, with new attempts and ttl. JobConflict in other states."""
+    """Queue a FAILED or TIMED_OUT job again under its id, with new attempts and a new ttl. Return the job.
+
+    Raises JobConflict if the job is in another state.
+    Raises JobExpired if a tombstone shows that the job was deleted, or UnknownJob.
+    """
     row = row_of(transaction.connection, function, job_id)
     if row["state"] not in (JobState.FAILED, JobState.TIMED_OUT):
         raise JobConflict(
@@ -192,7 +212,10 @@ def retry(transaction: Transaction, function: str, job_id: str) -> Job:
 
 
 def purge(transaction: Transaction, function: str, last: int, *, running: bool) -> int:
-    """Cancel up to PURGE_SLICE jobs with numbers up to `last`, running ones only on request. Return how many."""
+    """Cancel up to PURGE_SLICE queued jobs, with `running` also running ones. Return how many were cancelled.
+
+    Only jobs whose row number is at most `last` are cancelled.
+    """
     where = "WHERE function = ? AND state IN ('IN_QUEUE', ?) AND jobs.number <= ? LIMIT ?"
     also = JobState.IN_PROGRESS if running else ""
     rows = find_rows(transaction.connection, where, function, also, last, PURGE_SLICE)
@@ -202,15 +225,20 @@ def purge(transaction: Transaction, function: str, last: int, *, running: bool) 
 
 
 def redeliver(transaction: Transaction, function: str, delivery_id: str) -> Delivery:
-    """Send a delivery again with its id, whatever its state. UnknownDelivery."""
+    """Send a webhook delivery again with the same id, whatever its state is. Return the delivery.
+
+    Raises UnknownDelivery if the function has no delivery with this id.
+    """
     transaction.notified = True
     return outbox.redeliver(transaction.connection, function, delivery_id, transaction.now_s)
 
 
 def expire(transaction: Transaction, limit: int = 200) -> int:
-    """Time out queued jobs whose ttl has passed and delete final jobs whose retention has passed.
+    """Time out queued jobs whose ttl has passed, and delete final jobs whose retention has passed.
 
-    Handles at most `limit` jobs and tombstones each and returns their number. Repeat while `next_expiry` is due.
+    Also delete old tombstones and deliveries of deleted jobs, and give free pages back to the file system.
+    One call handles at most `limit` jobs and `limit` tombstones, and returns how many jobs and tombstones it
+    handled. Call it again while the time that `next_expiry` returns has been reached.
     """
     until_s = time.monotonic() + EXPIRY_SLICE_S
     where, done = "WHERE until_s <= ? ORDER BY until_s LIMIT ?", 0
@@ -225,13 +253,16 @@ def expire(transaction: Transaction, limit: int = 200) -> int:
     deleted = _delete_tombstones(transaction, limit)
     outbox.delete_orphans(transaction.connection, transaction.now_s - transaction.keep_s, limit)
     if pages := min(_excess_pages(transaction.connection), VACUUM_PAGES):
-        # Each fetched row releases one page.
+        # The pragma releases one page for each row that is fetched, so all rows must be fetched.
         transaction.connection.execute(f"PRAGMA incremental_vacuum({pages})").fetchall()
     return done + deleted
 
 
 def next_expiry(connection: sqlite3.Connection, now_s: float) -> float:
-    """Return when `expire` has work to do; infinity if nothing will expire."""
+    """Return the time at which `expire` has something to do, or infinity if nothing will expire.
+
+    This is now if the file has too many free pages.
+    """
     if _excess_pages(connection):
         return now_s
     first = connection.execute("SELECT until_s FROM jobs WHERE until_s IS NOT NULL ORDER BY until_s LIMIT 1")
@@ -247,7 +278,7 @@ def _ttl_passed(row: sqlite3.Row) -> dict[str, object]:
 
 
 def _delete(transaction: Transaction, row: sqlite3.Row) -> None:
-    """Delete a job and leave a tombstone. Deliveries that are still pending stay."""
+    """Delete a job and its ended webhook deliveries, and add a tombstone. Pending deliveries are kept."""
     execute, number = transaction.connection.execute, (row["number"],)
     for table in ("jobs", "inputs", "results"):
         execute(f"DELETE FROM {table} WHERE number = ?", number)  # noqa: S608
@@ -262,7 +293,10 @@ def _delete(transaction: Transaction, row: sqlite3.Row) -> None:
 
 
 def _delete_tombstones(transaction: Transaction, limit: int) -> int:
-    """Delete the oldest tombstones, which have expired or exceed MAX_TOMBSTONES. Return how many."""
+    """Delete tombstones that have expired or exceed MAX_TOMBSTONES, and return how many.
+
+    Only the `limit` oldest tombstones are examined.
+    """
     execute = transaction.connection.execute
     (last,) = execute("SELECT max(number) FROM tombstones").fetchone()
     oldest = execute("SELECT number, until_s FROM tombstones ORDER BY number LIMIT ?", (limit,))
@@ -274,7 +308,10 @@ def _delete_tombstones(transaction: Transaction, limit: int) -> int:
 
 
 def _excess_pages(connection: sqlite3.Connection) -> int:
-    """Return how many free pages exceed the spare ones."""
+    """Return how many free pages the file has in addition to those that it keeps for reuse (see SPARE_PAGES).
+
+    Return 0 for a file that was created without incremental vacuum, as its pages cannot be released.
+    """
     (vacuum,) = connection.execute("PRAGMA auto_vacuum").fetchone()
     if vacuum != _INCREMENTAL:
         return 0

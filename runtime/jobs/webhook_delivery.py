@@ -1,4 +1,4 @@
-"""A webhook delivery: one event of one job, its attempts, and the schedule of retries."""
+"""Defines webhook deliveries, each of one event of one job, their attempts and the schedule of retries."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 MAX_RETRY_AFTER_S = 86400.0
-"""The longest Retry-After that is honoured."""
+"""If a receiver asks to wait longer than this, the delivery waits only this long."""
 GONE = 410
-"""The HTTP status of a receiver that wants no further attempts."""
+"""The HTTP status with which a receiver asks for no further attempts."""
 
 
 class DeliveryState(enum.StrEnum):
-    """The state of a delivery."""
+    """The state of a delivery: it is to be sent, was accepted, or is given up."""
 
     PENDING = "PENDING"
     DELIVERED = "DELIVERED"
@@ -23,22 +23,25 @@ class DeliveryState(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DeliveryAttempt:
-    """One HTTP request. `status` is 0 if no response came; then `error` says why.
+    """One attempt to send a delivery, by an HTTP request and its redirects.
 
-    Stored as JSON under these names, so a rename would break existing databases.
+    Attempts are stored as JSON with these field names: do not rename fields, since databases contain them.
     """
 
     at_s: float
     status: int
+    """The HTTP status of the last response; 0 if there was none."""
     error: str
+    """Why there was no response, else ""."""
     ms: int
+    """The duration in milliseconds."""
     wish_s: float = 0.0
-    """What the receiver's Retry-After header asks for."""
+    """How many seconds the receiver asks to wait, in the header Retry-After; 0 if it does not ask."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """A row of `deliveries`. Times are Unix timestamps in seconds. The id is sent as `webhook-id`."""
+    """A row of the table `deliveries`. Times are Unix timestamps. The id is sent as `webhook-id`."""
 
     id: str
     job_id: str
@@ -48,23 +51,27 @@ class Delivery:
     host: str
     state: DeliveryState
     attempts: int
-    """Since the delivery was added, or since it was redelivered on request."""
+    """How many attempts were made since the delivery was added or, on request, redelivered.
+
+    A delivery of "output" continues the count of the one that it replaced.
+    """
     next_s: float
+    """The earliest time of the next attempt."""
     created_s: float
     last_status: int
     last_error: str
     log: tuple[DeliveryAttempt, ...]
     """The latest attempts, oldest first."""
     body: bytes = b""
-    """Left out of lists."""
+    """The message. It is empty in lists of deliveries."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetrySchedule:
-    """Exponential backoff with full jitter, for at most `tries` attempts.
+    """A schedule of at most `tries` attempts, with random pauses that grow exponentially.
 
-    The n-th pause is drawn from 0 to `first_s * factor ** (n - 1)`, at most `max_s`. The default schedule lasts
-    25 hours on average.
+    The pause after attempt number n is a random number from 0 to the smaller of `max_s` and
+    `first_s * factor ** (n - 1)`. The pauses of the default schedule are 25 hours in total, on average.
     """
 
     tries: int = 16
@@ -72,12 +79,13 @@ class RetrySchedule:
     factor: float = 3.0
     max_s: float = 6 * 3600.0
     draw: Callable[[], float] = random.random
-    """Returns the random part of a pause, from 0 to 1."""
+    """Returns a random number from 0 to 1, which the longest possible pause is multiplied by."""
 
     def next_state(self, attempt: DeliveryAttempt, tried: int, now_s: float) -> tuple[DeliveryState, float]:
-        """Return a delivery's state after its attempt number `tried`, and when it is due again.
+        """Return a delivery's state after its attempt number `tried`, and the time of its next attempt.
 
-        The pause is never shorter than the receiver's Retry-After, up to MAX_RETRY_AFTER_S.
+        The pause is not shorter than the receiver asks for, but a request for more than MAX_RETRY_AFTER_S is
+        treated as MAX_RETRY_AFTER_S.
         """
         if 200 <= attempt.status < 300:
             return DeliveryState.DELIVERED, now_s

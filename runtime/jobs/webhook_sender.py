@@ -1,7 +1,7 @@
-"""The webhook sender sends the deliveries in the outbox, and repeats them until each is accepted or given up.
+"""Sends the webhook deliveries in the outbox, and repeats each until it is accepted or given up.
 
-A delivery is sent at least once, with the same id each time, because all that must survive a crash is in the table.
-The sender itself only knows which requests are on their way.
+A delivery is sent at least once, and each time with the same id. This also holds after a crash, because the
+table `deliveries` contains everything that is needed. The sender keeps only the running requests in memory.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from .webhook_signing import SigningKey
 _log = logging.getLogger(__name__)
 
 MAX_SLEEP_S = 300.0
-"""The longest sleep until a wall-clock time, after which a clock that was set forward is noticed."""
+"""The longest sleep before the wall clock is read again, since the clock may have been set forward."""
 MAX_REQUESTS = 64
 MAX_REQUESTS_PER_HOST = 8
 TIMEOUT_S = 15.0
 PAUSE_S = 5.0
-"""The pause after the store refused: sending without recording would repeat requests."""
+"""The pause after the store failed. An attempt that cannot be stored would be sent again and again."""
 
 
 class WebhookSender:
-    """Sends deliveries in a task group. Call `wake` when one may be due."""
+    """Sends due deliveries in tasks of a task group. Call `wake` when a delivery may be due."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class WebhookSender:
         policy: AddressPolicy,
         schedule: RetrySchedule | None = None,
     ) -> None:
-        """`key` is the gateway's, from which each function's key is derived."""
+        """`key` is the gateway's key, from which the key of each function is derived."""
         self._database = database
         self._key = key
         self._policy = policy
@@ -48,20 +48,23 @@ class WebhookSender:
         self._awake = asyncio.Event()
         self._closing = asyncio.Event()
         self._requests: dict[asyncio.Task[None], tuple[str, str]] = {}
-        """Host and job id of the delivery that each task sends."""
+        """For each sending task, the host and the job id of its delivery."""
         self._running: asyncio.Task[None]
         self._paused = False
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
-        """Start to send, beginning with the pending deliveries of the previous run."""
+        """Start to send, also the deliveries that the previous run of the gateway left pending."""
         self._running = tasks.create_task(self._run(tasks), name="webhooks")
 
     def wake(self) -> None:
-        """Look for due deliveries. Call it on the event loop."""
+        """Make the sender look for due deliveries. Call it on the event loop."""
         self._awake.set()
 
     async def close(self, *, deadline_s: float) -> None:
-        """Start no more requests and cancel those that last longer. The next run sends these again."""
+        """Start no more requests, and cancel those that have not ended after `deadline_s` seconds.
+
+        The next run of the gateway sends the cancelled ones again.
+        """
         self._closing.set()
         self.wake()
         if self._requests:
@@ -78,15 +81,18 @@ class WebhookSender:
                 if self._paused:
                     self._paused = False
                     await wait(self._closing, PAUSE_S)
-            # The HTTP client stays open until its requests end; `close` cancels them at its deadline.
+            # The HTTP client must stay open until its requests end. `close` cancels them at its deadline.
             if self._requests:
                 await asyncio.wait(self._requests)
 
     async def _send_due(self, tasks: asyncio.TaskGroup, poster: HttpPoster) -> float:
-        """Start as many due deliveries as there is room for. Return the seconds until more are due."""
+        """Start to send as many due deliveries as MAX_REQUESTS and MAX_REQUESTS_PER_HOST allow.
+
+        Return the seconds after which to call this again, unless the sender is woken before.
+        """
         room = MAX_REQUESTS - len(self._requests)
         if room <= 0:
-            # The end of a request wakes the loop.
+            # When a request ends, `_ended` wakes the loop.
             return MAX_SLEEP_S
         now_s, busy = time.time(), list(self._requests.values())
         try:
@@ -102,7 +108,7 @@ class WebhookSender:
             task = tasks.create_task(self._send(delivery, poster), name=f"webhook {delivery.id}")
             self._requests[task] = (delivery.host, delivery.job_id)
             task.add_done_callback(self._ended)
-        # Due deliveries that found no room are read again when a request ends.
+        # Due deliveries for which there was no room are read again when a request ends.
         return MAX_SLEEP_S if next_s is None else max(0.0, next_s - time.time())
 
     async def _send(self, delivery: Delivery, poster: HttpPoster) -> None:
@@ -131,7 +137,7 @@ class WebhookSender:
 
 
 async def wait(event: asyncio.Event, timeout_s: float) -> None:
-    """Wait for the event, but not longer than `timeout_s` or MAX_SLEEP_S."""
+    """Wait for the event, but not longer than the smaller of `timeout_s` and MAX_SLEEP_S."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(min(timeout_s, MAX_SLEEP_S)):
             await event.wait()

@@ -1,6 +1,7 @@
-"""Signatures after Standard Webhooks (https://www.standardwebhooks.com), with one secret per function.
+"""Signs webhooks as https://www.standardwebhooks.com defines it, with one secret per function.
 
-A function's secret is derived from the gateway's secret, so a receiver of one function cannot sign for another.
+Each function's secret is derived from the gateway's secret. So a receiver, which knows the secret of one
+function, cannot sign messages of another function.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ PREFIX = "whsec_"
 SECRET_FILE = "webhook-secret"  # noqa: S105
 SECRET_BYTES = 32
 MIN_BYTES, MAX_BYTES = 24, 64
+"""The sizes of secrets that Standard Webhooks allows."""
 
 
 class SigningKey:
-    """Signs messages. Its repr does not show the secret."""
+    """A secret that signs messages. The repr does not show the secret."""
 
     __slots__ = ("_key", "_signer")
 
@@ -35,7 +37,7 @@ class SigningKey:
 
     @property
     def secret(self) -> str:
-        """The secret as receivers configure it. Never log it."""
+        """The secret in the text form that receivers configure. Never log it."""
         return PREFIX + base64.b64encode(self._key).decode()
 
     def of(self, function: str) -> SigningKey:
@@ -43,9 +45,12 @@ class SigningKey:
         return SigningKey(hmac.digest(self._key, function.encode(), hashlib.sha256))
 
     def headers(self, message_id: str, body: bytes, now_s: float) -> dict[str, str]:
-        """Return the three headers of a message. Retries have the same id and a timestamp of their own."""
+        """Return the three headers of a message: id, timestamp and signature.
+
+        If a message is sent again, its id stays the same, but `now_s` is new.
+        """
         sent_at = datetime.fromtimestamp(int(now_s), UTC)
-        # The signer takes text. A body that is not UTF-8 is not valid JSON, so no receiver would accept it.
+        # The signer needs text. A body that is not UTF-8 is not valid JSON: no receiver would accept it.
         text = body.decode("utf-8", "replace")
         return {
             "webhook-id": message_id,
@@ -55,7 +60,11 @@ class SigningKey:
 
 
 def load_key(state_dir: Path) -> SigningKey:
-    """Return the gateway's key from its state folder; create it at first use, for its owner only. Blocks."""
+    """Return the gateway's key from its state folder. Create the key if the folder has none.
+
+    Only the owner of its file can read it. Blocks: do not call it on the event loop. Raises GatewayError if
+    the file is damaged or cannot be used.
+    """
     path = state_dir / SECRET_FILE
     secret = private_files.read(path)
     if secret is None:
