@@ -1,7 +1,8 @@
-"""Which addresses a URL of a caller may lead to, so that callers cannot reach our own network through us.
+"""Decides which IP addresses may be connected to for a URL that a caller sent.
 
-A host name proves nothing: its owner may resolve it to another address the next time (DNS rebinding). So the check
-is made where a socket is opened, on the address that it is about to connect to.
+Without this check, callers could reach the gateway's own network through pilotflame. Checking the host name
+of a URL is not enough, since its owner can let it resolve to another address the next time (DNS rebinding).
+So the code that opens a socket checks the address that the socket is about to connect to.
 """
 
 from __future__ import annotations
@@ -15,9 +16,13 @@ Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
 
 INPUT_NETWORKS = "PILOTFLAME_INPUT_NETWORKS"
-"""A function's variable: networks, separated by commas, that input files may be fetched from besides public addresses."""
+"""The environment variable of a function that lists networks, separated by commas.
 
-# The special-purpose registries of IANA, written out because `is_global` differs between versions of Python.
+Input files may be fetched from public addresses and from these networks.
+"""
+
+# Networks that IANA reserves for special purposes, and one of a cloud. They are listed here because the
+# result of `is_global` differs between versions of Python.
 _REFUSED_4 = {
     "0.0.0.0/8": "this network",
     "10.0.0.0/8": "private",
@@ -39,7 +44,7 @@ _REFUSED_4 = {
     "224.0.0.0/4": "multicast",
     "240.0.0.0/4": "reserved",
 }
-# Only 2000::/3 of IPv6 is allocated to the public; the rest is refused as a whole.
+# Only 2000::/3 of IPv6 is public. Addresses outside it are refused, also if they are not listed here.
 _REFUSED_6 = {
     "::/128": "unspecified",
     "::1/128": "loopback",
@@ -60,17 +65,20 @@ _REFUSED: Sequence[tuple[Network, str]] = [
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Allows public addresses, and those in the `allowed` networks."""
+    """A rule for addresses: those that are public or in one of the `allowed` networks may be connected to."""
 
     allowed: tuple[Network, ...] = ()
 
     @classmethod
     def of(cls, networks: Iterable[str]) -> Self:
-        """Parse texts like `10.1.0.0/16` or `127.0.0.1`. Raise ValueError, which quotes the text."""
+        """Return the rule that allows `networks`, which are texts such as `10.1.0.0/16` or `127.0.0.1`.
+
+        Raise ValueError, which quotes the text, if one is not a network.
+        """
         return cls(tuple(ip_network(network) for network in networks))
 
     def fault(self, address: str) -> str | None:
-        """Return why a numeric address is refused, or None if it is allowed."""
+        """Return why `address`, a numeric address, is refused, or None if it is allowed."""
         try:
             found = ip_address(address.partition("%")[0])
         except ValueError:
@@ -85,7 +93,10 @@ class Addresses:
 
 
 def is_loopback(host: str) -> bool:
-    """Return True only if it is certain that no other machine can reach `host`, a name or an address."""
+    """Return True if no other machine can reach a server that listens on `host`, a name or an address.
+
+    That is certain only for `localhost` and loopback addresses. For any other host, return False.
+    """
     if host == "localhost":
         return True
     try:
@@ -95,7 +106,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _inner(address: Address) -> Address:
-    """Return the IPv4 address that an IPv6 address embeds (mapped, or NAT64), else the address itself."""
+    """Return the IPv4 address within an IPv4-mapped or NAT64 address. Return any other address unchanged."""
     if isinstance(address, IPv4Address):
         return address
     if address.ipv4_mapped is not None:

@@ -1,28 +1,30 @@
-"""The error tree: every error that pilotflame raises on purpose.
+"""Defines every error that pilotflame raises on purpose, as one tree of classes.
+
+The text beside a class says what has happened when it is raised.
 
     PilotflameError
     ├── SettingsError               pilotflame.toml, or a deploy request, is invalid
-    ├── RequirementsError           requirements.txt is not met in the function's environment
-    ├── CodeError                   the uploaded or named folder is not accepted
-    ├── HandlerError                the user's code, before any request
+    ├── RequirementsError           requirements.txt is refused, or not met in the function's environment
+    ├── CodeError                   the deployed folder or the uploaded archive is not accepted
+    ├── HandlerError                the user's code failed before it ran any request
     │   ├── HandlerImportError          handler.py cannot be imported
     │   ├── HandlerSignatureError       handler.py can be imported, but has no valid handler
     │   ├── HandlerBuildError           build(context) raised
     │   └── HandlerSetupError           setup(context) raised
-    ├── SnapshotError               weights
+    ├── SnapshotError               the weights cannot be used
     │   ├── ManifestError               the manifest is missing, malformed or of another version
     │   ├── HeaderError                 a safetensors file is malformed
-    │   ├── SnapshotMismatch            tensors are missing, unexpected, or of another shape or dtype
+    │   ├── SnapshotMismatch            tensors are missing or unexpected, or their shape or dtype differs
     │   ├── SnapshotChanged             a shard is no longer the file that the manifest describes
-    │   ├── SnapshotCorrupt             a chunk's digest differs
-    │   ├── SourceError                 reading from a source
-    │   │   ├── SourceMissing               no such bucket, object or file
+    │   ├── SnapshotCorrupt             the size or digest of stored data differs from the manifest
+    │   ├── SourceError                 a source of weights cannot be read
+    │   │   ├── SourceMissing               the bucket, object or file does not exist
     │   │   ├── SourceDenied                credentials are missing, expired or insufficient
-    │   │   ├── SourceUnavailable           the source is busy, silent or broke off: a retry may help
-    │   │   └── FetchFailed                 all retries failed; names object, chunk and tensors
+    │   │   ├── SourceUnavailable           the source is busy or silent, or broke off; a retry may help
+    │   │   └── FetchFailed                 all retries failed; it names object, chunk and tensors
     │   └── CacheError                  the cache is full, read-only or over its budget
-    ├── InvocationError             one request
-    │   ├── BadInput                    the body is not JSON
+    ├── InvocationError             one invocation was refused, or failed
+    │   ├── BadInput                    the body is not JSON, or a header, name or value is malformed
     │   ├── InputInvalid                the body does not fit the handler's annotated input
     │   ├── EventInvalid                the CloudEvent lacks a required attribute, or one is malformed
     │   ├── InputTooLarge               the body exceeds the limit
@@ -31,40 +33,40 @@
     │   ├── HandlerFailed               the handler raised
     │   ├── WorkerDied                  the worker died while it ran this invocation
     │   ├── ActivationFailed            no worker could be started
-    │   │   └── RevisionRetired             the revision was replaced, deleted or shut down first
+    │   │   └── RevisionRetired             the revision was replaced, deleted or shut down before it ran
     │   ├── ActivationTimeout           no worker was ready within the hold time
     │   ├── QueueFull                   the function's queue is at its limit
-    │   ├── Overloaded                  the deadline cannot be met: refused at once, or just before it ran
+    │   ├── Overloaded                  its deadline cannot be met, as found on arrival or just before it ran
     │   ├── DeadlineExceeded            the invocation ran out of time
     │   └── Cancelled                   the caller disconnected
-    ├── JobError                    stored invocations
-    │   ├── UnknownJob                  no such job, or not this caller's
+    ├── JobError                    a request about a job or its webhook was refused, or failed
+    │   ├── UnknownJob                  the job does not exist, or belongs to another caller
     │   ├── JobExpired                  the job's result is no longer kept
-    │   ├── JobConflict                 the job's state does not allow that
+    │   ├── JobConflict                 the job's state does not allow the change
     │   ├── IdempotencyConflict         the same idempotency key was sent with another body
-    │   ├── WebhookRefused              a webhook may not call this address
-    │   ├── UnknownDelivery             no such delivery of a webhook, or not this function's
+    │   ├── WebhookRefused              the URL of the webhook is not allowed
+    │   ├── UnknownDelivery             the webhook's delivery does not exist, or is another function's
     │   └── JobStoreFailed              the jobs database cannot be written or read
-    ├── BusFailed                   a message queue, or the destination of its results, failed
+    ├── BusFailed                   a message queue, or the destination of its results, could not be used
     ├── BatchFailed                 the input or output of a batch cannot be used
-    ├── AccessError                 callers and their keys
-    │   ├── Unauthorized                no API key, or an unknown one
+    ├── AccessError                 an API key or secret is missing, or the key does not suffice
+    │   ├── Unauthorized                the request has no API key, or an unknown or expired one
     │   ├── Forbidden                   the key's scopes or functions do not cover the request
     │   ├── QuotaExceeded               the key's rate or concurrency is used up
-    │   ├── UnknownKey                  no API key with this id
+    │   ├── UnknownKey                  no API key has this id
     │   └── UnknownSecret               the function has no secret of this name
     ├── UnsupportedMedia            the route does not accept the body's media type
     ├── MalformedRequest            the request is not valid HTTP
     ├── UnknownRoute                no route has this path
     ├── MethodNotAllowed            the route does not accept this method
-    ├── UnknownFunction             no such function
-    ├── LinkError                   the connection between gateway and worker broke, or its protocol was violated
-    ├── LauncherError               a zygote could not be started
-    └── GatewayError                the gateway cannot start, or broke off
+    ├── UnknownFunction             no function has this name
+    ├── LinkError                   the link of gateway and worker broke, or its protocol was violated
+    ├── LauncherError               a zygote, a worker or the fetcher could not be started, or ended
+    └── GatewayError                the gateway cannot start, shuts down, or broke off a response
         └── GatewayUnreachable          no gateway listens at this address
 
-Every error has a `code` (stable, for programs), a `message` (names the thing) and a `remedy` (what to do).
-`to_wire` and `from_wire` carry errors across processes as JSON.
+Every error has a `code`, which never changes and is for programs, a `message`, which names what failed, and a
+`remedy`, which says what the reader can do. `to_wire` and `from_wire` carry errors across processes as JSON.
 """
 
 from __future__ import annotations
@@ -75,7 +77,11 @@ _BY_CODE: dict[str, type[PilotflameError]] = {}
 
 
 class PilotflameError(Exception):
-    """The base class. `code` identifies the class; `status` is its HTTP status, inherited unless a class sets its own."""
+    """The base class of all errors.
+
+    Each class has its own `code`. `status` is the HTTP status of a response with this error. A class that
+    sets no status has that of its parent.
+    """
 
     code: ClassVar[str] = "error"
     status: ClassVar[int] = 500
@@ -96,7 +102,7 @@ class PilotflameError(Exception):
         return f"{self.message} {self.remedy}".strip()
 
     def to_wire(self) -> dict[str, Any]:
-        """Return the JSON form: `{"type", "message", "remedy", "details"}` without empty parts."""
+        """Return the error as JSON: `type` (its code), `message` and, unless empty, `remedy`, `details`."""
         wire: dict[str, Any] = {"type": self.code, "message": self.message}
         if self.remedy:
             wire["remedy"] = self.remedy
@@ -106,7 +112,10 @@ class PilotflameError(Exception):
 
     @staticmethod
     def from_wire(wire: dict[str, Any]) -> PilotflameError:
-        """Return a peer's error as the same class; an unknown code becomes a plain PilotflameError."""
+        """Return the error that another process encoded with `to_wire`, as an instance of the same class.
+
+        If this process does not know the code, return a PilotflameError.
+        """
         cls = _BY_CODE.get(str(wire.get("type")), PilotflameError)
         error = cls.__new__(cls)
         PilotflameError.__init__(
@@ -170,7 +179,7 @@ class SourceDenied(SourceError, code="source_denied", status=422): ...
 
 
 class SourceUnavailable(SourceError, code="source_unavailable", status=503):
-    """`retry_after_s` is the wait that the source asked for, if it did."""
+    """The source is busy or silent, or broke off. `details` may hold `retry_after_s`."""
 
     @property
     def retry_after_s(self) -> float | None:
@@ -224,7 +233,7 @@ class QueueFull(InvocationError, code="queue_full", status=429): ...
 
 
 class Overloaded(InvocationError, code="overloaded", status=503):
-    """`details` holds `retry_after_s`, the seconds until there will be room."""
+    """The deadline cannot be met. A retry after `details["retry_after_s"]` seconds may succeed."""
 
 
 class DeadlineExceeded(InvocationError, code="deadline_exceeded", status=504): ...
@@ -294,11 +303,14 @@ class MethodNotAllowed(PilotflameError, code="method_not_allowed", status=405): 
 
 
 class UnknownFunction(PilotflameError, code="unknown_function", status=404):
-    """Raised alike for a missing function and for one that the caller may not know of: see `named`."""
+    """The function does not exist, or the caller may not know that it exists.
+
+    In both cases the error comes from `named`, so that the caller cannot tell one from the other.
+    """
 
     @classmethod
     def named(cls, name: str) -> UnknownFunction:
-        """Return the error for the function `name`."""
+        """Return the error for a function `name` that is missing, or that the caller may not know of."""
         return cls(f"There is no function {name[:64]!r}.", remedy="See `pilotflame list`, or deploy it.")
 
 

@@ -1,4 +1,5 @@
-"""Who may do what: API keys, scopes, quotas, and the secrets of functions.
+"""Stores API keys, with their scopes and quotas, and the secrets of functions.
 
-Enter at `keyring.py` (keys) or `secrets.py`. It must not know HTTP: the guard and the routes are in `api`.
+Start reading at `keyring.py` (keys) or `secrets.py`. This package must not use HTTP: the code that checks the
+keys of requests, and the routes, are in `api`.
 """

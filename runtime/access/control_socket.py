@@ -1,4 +1,7 @@
-"""The control socket: a unix socket in the state folder. Whoever can open it owns the gateway and needs no key."""
+"""Opens and finds the control socket, a unix socket in the state folder on which a gateway serves HTTP.
+
+Only the user who runs the gateway can open it. Requests on it need no API key and may do everything.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,17 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-# Shorter than the path of the link's socket in the same folder: if that fits the limit of unix sockets, this does.
+# The path of a unix socket has a maximum length. The listener checks it for `run/link.sock` in the same state
+# folder, so this path must not be longer than that.
 _PATH = "run/own.sock"
 
 
 @contextlib.contextmanager
 def control_socket(state: Path) -> Iterator[socket.socket]:
-    """Yield the bound socket, and remove its file at the end. The caller has locked the state folder."""
+    """Yield the bound control socket, and remove its file when the block ends.
+
+    The caller must have locked the state folder: a file that a killed gateway left there is replaced.
+    """
     path = state / _PATH
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     path.unlink(missing_ok=True)
@@ -27,12 +34,12 @@ def control_socket(state: Path) -> Iterator[socket.socket]:
 
 
 def find_control_socket(state: Path) -> Path | None:
-    """Return the socket's path if a gateway listens on it now."""
+    """Return the path of the control socket, or None if no gateway listens on it."""
     path = state / _PATH
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         try:
             sock.connect(str(path))
-        # There is no socket, or its gateway was killed.
+        # The file does not exist, or its gateway was killed.
         except OSError:
             return None
     return path

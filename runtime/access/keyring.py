@@ -1,7 +1,8 @@
-"""All API keys of a gateway, in memory and in `access/keys.json` of its state folder.
+"""Holds all API keys of a gateway in memory, and stores them in `access/keys.json` of its state folder.
 
-The file holds only digests, which are not accepted as keys. It is kept when the last key is revoked, so that revoking keys never
-opens a closed gateway. To open it again, remove the file while no gateway runs.
+The file holds digests of the tokens, never a token, so reading the file does not give access. A gateway that
+has this file requires an API key from every caller. The file remains when the last key is revoked, so that
+revoking keys never lets callers in without one. To admit them again, stop the gateway and remove the file.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from ...errors import UnknownKey
 from . import private_files
 from .keys import NOBODY, TOKEN, ApiKey, Caller, NewKey, mint
 
-# The last use of a key is known to the hour: storing it needs an fsync, which must not happen for each request.
+# The time of a key's last use is rounded down to a multiple of this and saved only when that changes. Saving
+# it for each request would need an fsync for each request.
 USE_GRAIN_S = 3600.0
-# Sums of fractions are a hair too small. A caller who waits as long as `enter` returned must be admitted.
+# The bucket counts as holding a token if it lacks less than this. Otherwise a caller who waits exactly as
+# long as `enter` told them could be refused, because sums of fractions are rounded.
 _TOLERANCE = 1e-9
-# The wait for a caller with too many running requests, whose ends are unknown.
+# What callers with too many running requests are told to wait: nobody knows when these requests will end.
 CONCURRENCY_WAIT_S = 1.0
 
 
@@ -34,7 +37,12 @@ class KeysFile(BaseModel, frozen=True, extra="forbid"):
 
 
 class Meter:
-    """One key's use of its quota: running requests, and a token bucket of `burst` tokens refilled at `rate_per_s`."""
+    """Limits the requests of one API key to its quota.
+
+    It counts the running requests, of which `concurrency` are allowed. For the rate it has a token bucket,
+    which holds at most `burst` tokens and gains `rate_per_s` tokens per second. Each request takes one token
+    out of it.
+    """
 
     def __init__(
         self, rate_per_s: float | None, burst: int | None, concurrency: int | None, now_s: float
@@ -47,7 +55,10 @@ class Meter:
         self.running = 0
 
     def enter(self, now_s: float) -> float:
-        """Begin a request and return 0.0, and `leave` must follow; or return the seconds to wait before a retry."""
+        """Admit a request and return 0.0, or return the seconds after which the caller should retry.
+
+        After an admitted request has ended, the caller of this method must call `leave`.
+        """
         if self.running >= self._concurrency:
             return CONCURRENCY_WAIT_S
         if self._rate_per_s is not None:
@@ -65,7 +76,7 @@ class Meter:
 
 
 class Held:
-    """A key in memory, with its caller and its use of the quota."""
+    """An API key in memory: the stored key, the caller that it identifies, and the meter of its quota."""
 
     def __init__(self, key: ApiKey) -> None:
         self.key = key
@@ -75,7 +86,7 @@ class Held:
         self.last_used_s = key.last_used_s or 0.0
 
     def used(self, now_s: float) -> bool:
-        """Note a use. Return True if that should be saved."""
+        """Record that the key was used now. Return True if the rounded time of last use has changed."""
         before_s, self.last_used_s = self.last_used_s, max(self.last_used_s, now_s - now_s % USE_GRAIN_S)
         return self.last_used_s > before_s
 
@@ -84,17 +95,21 @@ class Held:
 
 
 class Keyring:
-    """The keys. Writing blocks until the disk has it. Safe to call from several threads."""
+    """The API keys of one gateway. All methods are safe to call from several threads.
+
+    `create`, `revoke` and `save` block until the file is durably on disk. They raise GatewayError if it
+    cannot be written.
+    """
 
     def __init__(self, state: Path) -> None:
         self.path = state / private_files.FOLDER / "keys.json"
         self.exists = False
-        """Whether there has ever been a key: from then on, callers without one are refused."""
+        """True once a key was created, even if all were revoked. Then callers without a key are refused."""
         self._held: dict[str, Held] = {}
         self._lock = threading.Lock()
 
     def load(self) -> None:
-        """Read the file. Raise GatewayError if it is damaged."""
+        """Read the keys from the file, if it exists. Raise GatewayError if it is damaged."""
         private_files.remove_leftovers(self.path.parent)
         if file := private_files.load(self.path, KeysFile):
             self._held = {key.id: Held(key) for key in file.keys}
@@ -105,20 +120,23 @@ class Keyring:
         return sorted((held.to_store() for held in self._held.values()), key=lambda key: key.created_s)
 
     def find(self, token: str, now_s: float) -> Held | None:
-        """Return the key of this token, or None if it is unknown or expired."""
+        """Return the key that `token` belongs to, or None if there is none or it has expired."""
         match = TOKEN.fullmatch(token)
         held = self._held.get(match[1]) if match else None
         return held if (held.key if held else NOBODY).opens(token, now_s) else None
 
     def create(self, new: NewKey, now_s: float) -> tuple[ApiKey, str]:
-        """Store a new key. Return it with its token, which is not stored."""
+        """Make and store a new key. Return the key and its token, which is not stored."""
         key, token = mint(new, now_s)
         with self._lock:
             self._replace([*self._held.values(), Held(key)])
         return key, token
 
     def revoke(self, key_id: str) -> ApiKey:
-        """Remove a key: its next request is refused. Raise UnknownKey."""
+        """Remove a key, so that requests with its token are refused from now on. Return the removed key.
+
+        Raise UnknownKey if no key has this id.
+        """
         with self._lock:
             if (held := self._held.get(key_id)) is None:
                 message = f"No API key has the id {key_id[:64]!r}."
@@ -127,7 +145,7 @@ class Keyring:
         return held.key
 
     def save(self) -> None:
-        """Store when the keys were last used."""
+        """Write the file again, with the times at which the keys were last used."""
         with self._lock:
             self._replace(self._held.values())
 

@@ -1,4 +1,4 @@
-"""The API key: what its owner, the caller, may do, and how it is stored without its token."""
+"""Defines API keys: what the callers who send their tokens may do, and what is stored of the keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..settings.function_settings import FunctionName
 from ..settings.validation import YEAR_S
 
 TOKEN = re.compile(r"pf_([0-9a-f]{12})_[0-9a-f]{64}")
-"""The text of a token; the group is its key's id."""
+"""Matches a token. Its only group is the id of the token's key."""
 
 
 class Scope(enum.StrEnum):
@@ -31,7 +31,12 @@ class Scope(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """`owner` is the id of the caller's API key; "" is an anonymous caller, or the gateway's own user."""
+    """Who sent a request, and what they may do.
+
+    `owner` is the id of the caller's API key. It is "" for a caller who needed no key: on the control socket,
+    or if the gateway requires none. `functions` are the names of the only functions that the caller may use.
+    None means all.
+    """
 
     owner: str = ""
     scopes: frozenset[Scope] = frozenset(Scope)
@@ -39,26 +44,29 @@ class Caller:
 
     @property
     def urgent(self) -> bool:
-        """Whether the caller may choose a high priority: an ordinary key could starve all other tenants."""
+        """True if the caller may choose a priority above the default.
+
+        With an ordinary key that is not possible, since its requests could starve those of all other callers.
+        """
         return not self.owner or Scope.ADMIN in self.scopes
 
     def allows(self, function: str) -> bool:
-        """Return True if the caller may know of this function."""
+        """Return True if the caller may use, and know of, this function."""
         return self.functions is None or function in self.functions
 
     def check(self, function: str) -> None:
-        """Raise UnknownFunction, as for a missing function, if the caller may not know of this one."""
+        """Raise UnknownFunction, as for a missing function, if the caller may not know of this function."""
         if not self.allows(function):
             raise UnknownFunction.named(function)
 
     def check_scope(self, scope: Scope) -> None:
-        """Raise Forbidden."""
+        """Raise Forbidden if the caller has neither `scope` nor the scope admin."""
         if scope not in self.scopes and Scope.ADMIN not in self.scopes:
             message = f"This API key lacks the scope {scope.value!r}."
             raise Forbidden(message, remedy="Ask the key's creator for one that has it.")
 
     def check_deploy(self, function: str) -> None:
-        """Raise Forbidden, the same whether or not there is such a function."""
+        """Raise Forbidden if the caller may not deploy under this name, even if no function has the name."""
         self.check_scope(Scope.DEPLOY)
         if not self.allows(function):
             remedy = "Deploy it under a name that the key covers (--name), or with another key."
@@ -66,11 +74,11 @@ class Caller:
 
 
 ANYBODY = Caller()
-"""The caller of a gateway that requires no key."""
+"""The caller of every request to a gateway that requires no key. They may do everything."""
 
 
 class KeyFields(BaseModel, frozen=True, extra="forbid"):
-    """What a key's creator chooses."""
+    """The fields of a key that its creator chooses."""
 
     name: str = Field(pattern=r"^[\x20-\x7e]{1,64}$", description="For people: who uses the key.")
     scopes: tuple[Scope, ...] = Field((Scope.INVOKE,), min_length=1)
@@ -100,31 +108,38 @@ class ApiKey(KeyFields):
     """A key as it is stored. Times are Unix timestamps in seconds."""
 
     id: str = Field(pattern=r"^[0-9a-f]{12}$")
-    # One round of SHA-256 suffices for 256 random bits. Slow hashes are for passwords, which can be guessed; this one is
-    # computed for every request.
+    # SHA-256 of the token, computed for every request. A slow hash would protect passwords, which can be
+    # guessed. A token has 256 random bits and cannot be guessed.
     digest: str = Field(pattern=r"^[0-9a-f]{64}$")
     created_s: float
     expires_s: float | None = None
     last_used_s: float | None = None
 
     def opens(self, token: str, now_s: float) -> bool:
-        """Return True if this is the key's token, and the key has not expired. Takes the same time for any token."""
+        """Return True if `token` belongs to this key and the key has not expired.
+
+        The time that this takes does not show how much of a wrong token was right.
+        """
         expired = self.expires_s is not None and now_s >= self.expires_s
         return hmac.compare_digest(self.digest, _digest(token)) and not expired
 
     def shown(self) -> dict[str, Any]:
-        """Return what callers who may list keys see."""
+        """Return the JSON that callers who may list keys see: neither the digest nor the token is in it."""
         fields = self.model_dump(mode="json", exclude={"digest", "created_s", "expires_s", "last_used_s"})
         times = {"created_at": self.created_s, "expires_at": self.expires_s, "last_used_at": self.last_used_s}
         return fields | {name: _date(at_s) for name, at_s in times.items()}
 
 
 NOBODY = ApiKey(name="nobody", id="0" * 12, digest=hashlib.sha256(b"").hexdigest(), created_s=0.0)
-"""Compared with tokens of unknown ids, so that they take as long as those of known ones."""
+"""A key that no token opens.
+
+Tokens with unknown ids are compared with it, so that refusing them takes as long as refusing tokens with
+known ids. Otherwise the time of the response would show which ids exist.
+"""
 
 
 def mint(new: NewKey, now_s: float) -> tuple[ApiKey, str]:
-    """Return a new key and its token, which its owner sends and which is shown only once."""
+    """Return a new key and its token. The key does not contain the token, which is shown only once."""
     key_id = secrets.token_hex(6)
     token = f"pf_{key_id}_{secrets.token_hex(32)}"
     expires_s = None if new.expires_in_s is None else now_s + new.expires_in_s
@@ -133,7 +148,7 @@ def mint(new: NewKey, now_s: float) -> tuple[ApiKey, str]:
 
 
 def parse_new_key(body: bytes) -> NewKey:
-    """Parse the JSON of a request. Raise BadInput."""
+    """Return the request for a key that `body` holds as JSON. Raise BadInput if it is not valid."""
     try:
         return NewKey.model_validate_json(body)
     except ValidationError as error:
@@ -144,7 +159,7 @@ def parse_new_key(body: bytes) -> NewKey:
 
 
 def _digest(token: str) -> str:
-    # Header bytes that are not UTF-8 arrive as halves of surrogate pairs.
+    # Header bytes that are not UTF-8 were decoded as lone surrogates. This turns them back into bytes.
     return hashlib.sha256(token.encode(errors="surrogateescape")).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Files that only their owner can read, each replaced as a whole."""
+"""Reads, replaces and removes files that only their owner can read. No file is changed in place."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ...errors import GatewayError
 from ...snapshot.publish import publish, sync
 
 FOLDER = "access"
-"""The folder of keys and secrets in the state folder."""
+"""The name of the folder in the state folder that holds keys and secrets."""
 _ModelT = TypeVar("_ModelT", bound=BaseModel)
 
 
 def write(path: Path, data: bytes) -> None:
-    """Replace the file; it is on the disk on return. Raise GatewayError."""
+    """Create or replace the file, which is durably on disk on return. Raise GatewayError if that fails."""
     with _reported("written", path):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with publish(path, 0o600) as stream:
@@ -26,25 +26,29 @@ def write(path: Path, data: bytes) -> None:
 
 
 def read(path: Path) -> bytes | None:
-    """Return the file's bytes, or None if there is no file. Raise GatewayError."""
+    """Return the file's bytes, or None if it does not exist. Raise GatewayError if it cannot be read."""
     with _reported("read", path):
         return path.read_bytes() if path.exists() else None
 
 
 def load(path: Path, model: type[_ModelT]) -> _ModelT | None:
-    """Return the file's JSON as `model`, or None if there is no file. Raise GatewayError, which quotes no value."""
+    """Return the file's JSON as an instance of `model`, or None if the file does not exist.
+
+    Raise GatewayError if it cannot be read or is not valid. The message quotes no value, since that may be
+    secret.
+    """
     data = read(path)
     try:
         return None if data is None else model.model_validate_json(data)
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
-        # Ignoring the file could admit callers that it shuts out.
+        # A damaged file of keys must not count as missing: then callers without a key could be admitted.
         message = f"{path} is damaged: {problem['type']} at {problem['loc']}."
         raise GatewayError(message, remedy="Restore it, or remove it.") from None
 
 
 def remove(path: Path) -> None:
-    """Remove the file if it exists; it is gone from the disk on return. Raise GatewayError."""
+    """Remove the file if it exists. The removal is durable on return. Raise GatewayError if that fails."""
     with _reported("removed", path):
         if path.exists():
             path.unlink()
@@ -52,7 +56,7 @@ def remove(path: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove half-written files of a crashed process, which may hold what was to be removed."""
+    """Remove temporary files that a crashed process left in `folder`, since they may hold keys or secrets."""
     for leftover in folder.glob(".*"):
         leftover.unlink(missing_ok=True)
 

@@ -1,9 +1,16 @@
-"""The secrets of functions, in memory and in `access/secrets/<function>.json` of the state folder.
+"""Holds the secrets of functions in memory, and stores them in the state folder.
 
-The files are plain text with mode 0600. A key to encrypt them would be stored beside them, and not protect them from
-anyone who can read them. Only a function's workers get its secrets, over their own link when they are activated. So no zygote
-and no standby holds one, no fork inherits one, and a change reaches workers that are activated after it. The workers of
-all functions run as one system user, who can read these files: functions that do not trust each other need containers.
+They are in the files `access/secrets/<function>.json`.
+
+The files are plain text with mode 0600. They are not encrypted: the gateway would have to store the
+encryption key on the same disk, where whoever can read the files could read the key too.
+
+A worker gets the secrets of its function when it is activated, over its link to the gateway. Zygotes and
+standbys hold no secrets, so a forked process inherits none. A changed secret reaches only workers that are
+activated afterwards.
+
+The workers of all functions run as the same system user, who can read these files. So functions that do not
+trust each other must run in separate containers, each with its own gateway.
 """
 
 from __future__ import annotations
@@ -31,7 +38,11 @@ class SecretsFile(BaseModel, frozen=True, extra="forbid", strict=True):
 
 
 class Secrets:
-    """The secrets by function. Writing blocks until the disk has it. Safe to call from several threads."""
+    """The secrets of all functions. All methods are safe to call from several threads.
+
+    `set`, `unset` and `forget` block until the change is durably on disk. They raise GatewayError if that
+    fails.
+    """
 
     def __init__(self, state: Path) -> None:
         self._folder = state / private_files.FOLDER / "secrets"
@@ -39,18 +50,22 @@ class Secrets:
         self._lock = threading.Lock()
 
     def load(self) -> None:
-        """Read all files. Raise GatewayError if one is damaged."""
+        """Read the files of all functions. Raise GatewayError if one is damaged."""
         private_files.remove_leftovers(self._folder)
         for path in self._folder.glob("*.json"):
             if name_problem(path.stem) is None and (file := private_files.load(path, SecretsFile)):
                 self._secrets[path.stem] = file.secrets
 
     def of(self, function: str) -> dict[str, str]:
-        """Return a function's secrets, by the names of their environment variables."""
+        """Return the values of a function's secrets by their names, which become environment variables."""
         return dict(self._secrets.get(function, {}))
 
     def set(self, function: str, key: str, value: str) -> bool:
-        """Store a secret. Return True if it replaces one. Raise BadInput."""
+        """Store a secret. Return True if a secret of this name existed and was replaced.
+
+        Raise SettingsError if the function's name is not valid. Raise BadInput if the secret's name or value
+        is not valid, or if the function has too many secrets.
+        """
         check_name(function)
         _check(key, value)
         with self._lock:
@@ -61,7 +76,7 @@ class Secrets:
         return key in known
 
     def unset(self, function: str, key: str) -> None:
-        """Raise UnknownSecret."""
+        """Remove a secret. Raise UnknownSecret if the function has none of this name."""
         with self._lock:
             known = self.of(function)
             if known.pop(key, None) is None:
@@ -70,7 +85,7 @@ class Secrets:
             self._write(function, known)
 
     def forget(self, function: str) -> None:
-        """Remove a function's secrets, so that a later function of the same name does not get them."""
+        """Remove all secrets of a function, so that a later function of the same name does not get them."""
         with self._lock:
             self._write(function, {})
 

@@ -1,4 +1,4 @@
-"""What is deployed: the registry of live functions, the store on disk, and every step of a deploy.
+"""Deploys functions: holds the registry of live functions, the store on disk, and every step of a deploy.
 
-Enter at `registry.py`. It must not know HTTP, jobs or event sources.
+Start reading at `registry.py`. This package must not use HTTP, jobs or event sources.
 """

@@ -1,8 +1,8 @@
-"""Unpacking an uploaded archive of code: a tar.gz that may be hostile.
+"""Unpacks an uploaded archive of code, which is a tar.gz and may be hostile.
 
-Only files, folders, and links to files or folders of the same archive are accepted. Every path is checked by its text
-alone, and links are made last, so no file is ever written through a link. The standard library's own filter has had
-holes (CVE-2025-4517).
+Only files, folders, and links to files or folders of the same archive are accepted. A path whose text leaves
+the folder is refused. Symbolic links are made after all files, so no file can be written through a link. The
+filters of `tarfile` are not relied on, because they have had security holes (CVE-2025-4517).
 """
 
 from __future__ import annotations
@@ -24,14 +24,18 @@ MAX_SEGMENT_BYTES = 255
 
 _PACK_REMEDY = "Pack the folder with `pilotflame deploy`, or with plain `tar czf`."
 _WEIGHTS_REMEDY = "Put weights in a snapshot folder."
-# Each member has at most a few blocks of headers and padding besides its content.
+# The limit of the decompressed stream. Besides its content, each member has a few blocks of headers and
+# padding, for which 4096 bytes suffice.
 _MAX_STREAM_BYTES = MAX_CODE_BYTES + MAX_FILES * 4096
-# What gzip and tarfile raise for a broken archive; ValueError and LookupError are malformed PAX headers.
+# What gzip and tarfile raise for a broken archive. ValueError and LookupError mean malformed PAX headers.
 _BROKEN = (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, ValueError, OverflowError, LookupError)
 
 
 def unpack(archive: bytes, into: Path) -> None:
-    """Unpack a tar.gz into the new or empty folder `into`. Remove `into` again if the archive is refused."""
+    """Unpack a tar.gz into the folder `into`, which must be empty or not exist.
+
+    Raise CodeError if the archive is refused. Then `into` is removed.
+    """
     make_empty(into)
     try:
         _Unpacker(into).run(archive)
@@ -43,7 +47,7 @@ def unpack(archive: bytes, into: Path) -> None:
 
 
 class _Bounded(gzip.GzipFile):
-    """A decompressed stream that raises CodeError once it exceeds the limit of an archive."""
+    """Decompresses a gzip stream. Raises CodeError if there are more bytes than an archive may have."""
 
     def read(self, size: int | None = -1) -> bytes:
         data = super().read(size)
@@ -57,7 +61,8 @@ class _Unpacker:
 
     def __init__(self, into: Path) -> None:
         self._into = into
-        # The targets of links, by the links' names. An empty file holds the place of each link.
+        # The target of each symbolic link, by the link's name. Until all files are written, an empty file
+        # stands in for each link.
         self._links: dict[str, str] = {}
         self._bytes = 0
 
@@ -67,7 +72,7 @@ class _Unpacker:
                 if count > MAX_FILES:
                     raise _refused(member.name, f"exceeds the limit of {MAX_FILES} members")
                 self._take(tar, member)
-            # gzip compares its checksum only at the end of the stream.
+            # Read to the end of the stream, since gzip verifies its checksum only there.
             while stream.read(1 << 16):
                 pass
         for name, target in self._links.items():
@@ -107,7 +112,7 @@ class _Unpacker:
             raise _refused(member.name, "is neither a file, nor a folder, nor a link")
 
     def _hardlink(self, path: Path, member: tarfile.TarInfo) -> None:
-        """Copy the earlier file, so that two names never share one file."""
+        """Make a hard link as a copy of the file that it names, so that no two names share a file on disk."""
         name = _checked_path(member.linkname, member)
         if name in self._links or not (self._into / name).is_file():
             raise _refused(member.name, f"is a hard link to {member.linkname!r}, which is no earlier file")
@@ -122,7 +127,10 @@ class _Unpacker:
 
 
 def _checked_path(path: str, member: tarfile.TarInfo) -> str:
-    """Return a path of the archive without `./`; "" is the root itself."""
+    """Return `path` relative to the archive's root, without `./`. The root itself is "".
+
+    Raise CodeError, which names `member`, if the path leaves the root or is too long.
+    """
     segments = [segment for segment in path.split("/") if segment not in ("", ".")]
     if path.startswith("/") or ".." in segments:
         raise _refused(member.name, f"leaves the folder, to {path!r}")

@@ -1,8 +1,8 @@
-"""The code of a revision: the files of a function's folder, selected, packed, copied and digested.
+"""Selects the files of a function's folder that are its code, and packs, copies and digests them.
 
-Only `select` decides which files belong to a function, so packing, copying and digesting agree. Links to files and
-folders inside the folder are followed, and the revision gets what they point at. Empty folders and file times are
-not part of the code.
+Only `select` decides which files belong to a function, so the packed, copied and digested files are the same.
+Links to files and folders inside the function's folder are followed: a revision contains copies of what they
+point at. Empty folders and file times are not part of the code.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ MAX_CODE_BYTES = 256 * 1024 * 1024
 MAX_FILES = 20_000
 IGNORE_FILE = ".pilotflameignore"
 
-# Patterns of a .gitignore. They come after those of the ignore file, which therefore cannot include them again.
+# Patterns, in the syntax of .gitignore, of files that are never code. In such a list later patterns win, and
+# these are appended to those of the ignore file, so an ignore file cannot include these files.
 _NEVER_CODE = (
     ".git", ".hg/", ".svn/", "__pycache__/", ".venv/", "node_modules/", ".idea/", ".vscode/", ".ipynb_checkpoints/",
     ".mypy_cache/", ".ruff_cache/", ".pytest_cache/", ".hypothesis/",
@@ -38,7 +39,7 @@ _WEIGHTS_REMEDY = f"Put weights in a snapshot folder (`snapshot = ...`), or list
 
 
 class CodeFile(NamedTuple):
-    """One file of a function, with its path inside the folder as `name`."""
+    """One file of a function. `name` is its path in the function's folder, `path` its real path."""
 
     name: str
     path: Path
@@ -47,15 +48,20 @@ class CodeFile(NamedTuple):
 
 
 def select(folder: Path, *, exclude: Path | None = None) -> list[CodeFile]:
-    """Return the files that are a function's code, sorted by name, without `exclude` (its snapshot)."""
+    """Return the files in `folder` that are a function's code, sorted by name.
+
+    `exclude`, the path of its snapshot, is left out with all that is inside it. Raise CodeError if the files
+    are too many or too big, or if one cannot be used.
+    """
     root = Path(os.path.realpath(folder))
     if not root.is_dir():
         raise CodeError(f"{folder} is not a folder.", remedy="Give the folder that holds handler.py.")
     excluded = Path(os.path.realpath(root / exclude)) if exclude is not None else None
-    # A snapshot that is the folder itself cannot be left out of it.
+    # If the snapshot is the function's folder itself, it is not left out, since then no file would remain.
     walk = _Walk(root, _ignored(root), None if excluded == root else excluded)
     files: list[CodeFile] = []
-    # Folders count too: links to folders of links could make the walk endless without a single file.
+    # Folders count too: folders that hold many links to each other could make the walk practically endless,
+    # even if there is no file in them.
     for count, file in enumerate(walk.entries(root, "", (root,)), 1):
         if count > MAX_FILES:
             raise CodeError(f"{folder} has over {MAX_FILES} files and folders.", remedy=_WEIGHTS_REMEDY)
@@ -70,7 +76,7 @@ def select(folder: Path, *, exclude: Path | None = None) -> list[CodeFile]:
 
 
 def pack(folder: Path, *, exclude: Path | None = None) -> bytes:
-    """Return the function's folder as a tar.gz; the same code gives the same bytes."""
+    """Return the code in the function's folder as a tar.gz. The same code always gives the same bytes."""
     packed = io.BytesIO()
     with (
         gzip.GzipFile(filename="", fileobj=packed, mode="wb", compresslevel=6, mtime=0) as zipped,
@@ -87,7 +93,7 @@ def pack(folder: Path, *, exclude: Path | None = None) -> bytes:
 
 
 def copy_folder(source: Path, target: Path, *, exclude: Path | None = None) -> None:
-    """Copy a function's code into the new or empty folder `target`."""
+    """Copy the code in the function's folder `source` into `target`, which must be empty or not exist."""
     files = select(source, exclude=exclude)
     make_empty(target)
     for file in files:
@@ -102,7 +108,7 @@ def copy_folder(source: Path, target: Path, *, exclude: Path | None = None) -> N
 
 
 def code_digest(folder: Path, *, exclude: Path | None = None) -> str:
-    """Return the hex SHA-256 over every file's path, executable bit and content."""
+    """Return a SHA-256, in hex, of the path, executable bit and content of every file of the code."""
     digest = hashlib.sha256()
     for file in select(folder, exclude=exclude):
         with _opened(file) as opened:
@@ -113,7 +119,7 @@ def code_digest(folder: Path, *, exclude: Path | None = None) -> str:
 
 
 def make_empty(folder: Path) -> None:
-    """Create the folder. Raise CodeError if it exists and holds something."""
+    """Create the folder if it does not exist. Raise CodeError if it exists and is not empty."""
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         raise CodeError(f"{folder} is not empty.", remedy="Choose a new or empty folder.")
@@ -136,14 +142,21 @@ def _unreadable(name: object, error: OSError) -> CodeError:
 
 @dataclass(frozen=True, slots=True)
 class _Walk:
-    """A walk over a function's folder that follows links and checks each entry."""
+    """Walks over a function's folder. Follows links, skips what is not code, and checks every other entry.
+
+    `root` is the folder's real path, and `excluded` the real path of the snapshot.
+    """
 
     root: Path
     ignored: GitIgnoreSpec
     excluded: Path | None
 
     def entries(self, folder: Path, prefix: str, above: tuple[Path, ...]) -> Iterator[CodeFile | None]:
-        """Yield the files below `folder`, and None for each folder; `above` are its real parents, root first."""
+        """Yield each file in `folder` and its subfolders, and None for each subfolder.
+
+        The names of the files begin with `prefix`. `above` are the real paths of the folders from the root
+        down to `folder`, which is the last. A link to one of them would make the walk endless.
+        """
         try:
             found = sorted(os.scandir(folder), key=lambda entry: entry.name)
         except OSError as error:
@@ -188,7 +201,7 @@ class _Walk:
 
 
 def _ignored(root: Path) -> GitIgnoreSpec:
-    # Imported here because it takes 10 ms or more, and only deploys need it.
+    # Imported here because the import takes at least 10 ms, and only deploys need it.
     from pathspec import GitIgnoreSpec  # noqa: PLC0415
 
     file = root / IGNORE_FILE
@@ -200,7 +213,7 @@ def _ignored(root: Path) -> GitIgnoreSpec:
 
 
 def utf8(name: str) -> bytes:
-    """Return the encoded name. Raise CodeError if it is not UTF-8."""
+    """Return `name` as UTF-8. Raise CodeError if the name on disk is not UTF-8."""
     try:
         return name.encode()
     except UnicodeEncodeError as error:

@@ -1,4 +1,8 @@
-"""Preparing a deploy: from a folder or an archive to the checked files of a revision. Blocking; starts no process."""
+"""Prepares a deploy: makes the checked files of a revision from a folder or an archive.
+
+`prepare` and `worker_spec` read and write files, so they block. They start no process of the function, but
+`prepare` may run uv to install its requirements.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +27,22 @@ from .environment import ensure_environment
 from .store import CODE_FOLDER, RevisionFields, RevisionRecord, Store
 
 MANIFEST_FILE = "manifest.json"
-# Files beside fetched weights: config, tokenizer.
+# Holds the files of a remote snapshot that are not weights, such as config and tokenizer.
 ASSETS_FOLDER = "assets"
 REQUIREMENTS_FILE = "requirements.txt"
-# Imports that functions share in a base zygote: they take seconds and many megabytes, and start no threads.
+# Packages that a base zygote imports once for several functions. Importing them takes seconds and many
+# megabytes. It starts no threads, so the base zygote can fork afterwards.
 HEAVY = ("numpy", "torch", "transformers")
 
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """A request to deploy a folder on this node, or an uploaded archive (tar.gz)."""
+    """A request to deploy a function.
+
+    Its code is the folder `path` on this node, or an uploaded `archive`, which is a tar.gz. `overrides` are
+    settings that take precedence over pilotflame.toml. With `install`, requirements that are not met are
+    installed. With `check`, a worker is started to see that it gets ready.
+    """
 
     path: Path | None = None
     archive: bytes | None = None
@@ -40,13 +50,17 @@ class Deployment:
     install: bool = False
     check: bool = True
     authorize: Callable[[str], None] | None = None
-    """Called with the function's name; raises if the caller may not deploy it."""
+    """Called with the function's name. It raises Forbidden if the caller may not deploy that function."""
 
 
 def prepare(
     store: Store, environments: Path, request: Deployment, log: Callable[[str], None]
 ) -> tuple[Path, RevisionFields]:
-    """Copy and check the code. Return its staged folder, and the fields of its record."""
+    """Copy and check what is needed for a revision. Return its staged folder and the fields of its record.
+
+    `environments` is the folder of the Python environments. `log` is called with lines for the function's
+    log. If an error is raised, the staged folder has been removed.
+    """
     staged = store.stage()
     staged_code = staged / CODE_FOLDER
     with contextlib.ExitStack() as undo:
@@ -78,11 +92,12 @@ def _fields(
     environment: tuple[Path, str],
     log: Callable[[str], None],
 ) -> RevisionFields:
-    """Put manifest and assets into the staged folder. Return the fields of its record."""
+    """Put the snapshot's manifest and assets into the staged folder. Return the fields of the record."""
     staged_code = staged / CODE_FOLDER
     if snapshot is not None:
         _write_manifest(snapshot, staged / MANIFEST_FILE, log)
-        # Uploaded weights relative to the code, because its folder moves when it is published.
+        # The path of weights in an uploaded archive is stored relative to the code, because the staged folder
+        # is moved to its place in the store later.
         if snapshot.is_relative_to(uploaded := staged_code.resolve()):
             snapshot = snapshot.relative_to(uploaded)
     if (url := settings.snapshot_url) is not None:
@@ -98,7 +113,7 @@ def _fields(
 
 
 def worker_spec(store: Store, record: RevisionRecord, cache: Path) -> WorkerSpec:
-    """Return what zygotes and workers of a stored revision need; fetched snapshots are in `cache`."""
+    """Return what zygotes and workers need to know of a revision. `cache` holds fetched snapshots."""
     settings, folder = record.settings, store.code(record)
     snapshot = folder.parent / ASSETS_FOLDER if record.snapshot_url else record.snapshot_root
     return WorkerSpec(
@@ -119,17 +134,21 @@ def worker_spec(store: Store, record: RevisionRecord, cache: Path) -> WorkerSpec
 
 
 def fair_threads(workers: int) -> int:
-    """Return the number of threads for each of `workers` workers: each gets the same share of the processors."""
-    # More threads than processors are far worse (MiniLM on 2 busy cores: 476 ms a forward with 2 threads, 11 with 1).
+    """Return how many threads each of `workers` workers should use to share the processors equally."""
+    # If all workers together had more threads than there are processors, they would be far slower. A forward
+    # pass of MiniLM took 476 ms with 2 threads, and 11 ms with 1, while 2 processors were busy.
     return max(1, len(os.sched_getaffinity(0)) // workers)
 
 
 def heavy_imports(file: Path) -> tuple[str, ...]:
-    """Return which heavy packages a handler's file imports, without running it; none if it does not parse."""
+    """Return those of the packages in `HEAVY` that a handler's file imports. The file is parsed and not run.
+
+    Return no packages if the file cannot be read or parsed.
+    """
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        # The zygote's import reports what is wrong, with the line.
+        # The zygote will fail to import the file, and that error names the line.
         return ()
     nodes = list(ast.walk(tree))
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
@@ -141,7 +160,7 @@ def heavy_imports(file: Path) -> tuple[str, ...]:
 
 
 def _source_folder(request: Deployment, staged_code: Path) -> Path:
-    """Return the folder on this node, or `staged_code` with the archive unpacked in it."""
+    """Return the request's folder. Or unpack its archive into `staged_code`, and return that folder."""
     if request.archive is not None:
         unpack(request.archive, staged_code)
         return staged_code
@@ -155,7 +174,10 @@ def _source_folder(request: Deployment, staged_code: Path) -> Path:
 def _environment(
     staged_code: Path, environments: Path, request: Deployment, log: Callable[[str], None]
 ) -> tuple[Path, str]:
-    """Return the function's Python and its requirements' digest."""
+    """Return the path of the Python that runs the function, and the digest of its requirements.
+
+    Raise RequirementsError if they are not met and are not to be installed, or if their installation fails.
+    """
     file = staged_code / REQUIREMENTS_FILE
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
     digest = requirements.requirements_digest(text)
@@ -165,13 +187,14 @@ def _environment(
         if not request.install:
             raise
         return ensure_environment(environments, text, log), digest
-    # With this interpreter, its zygote shares the base zygote of other functions.
+    # The gateway's own interpreter: with it, the function's zygote can be forked from the base zygote of
+    # other functions.
     return Path(sys.executable), digest
 
 
 def _write_manifest(snapshot: Path, target: Path, log: Callable[[str], None]) -> None:
-    """Keep a manifest with the revision: the one beside the weights, or else a new one."""
-    # Imported here so that only functions with weights pay for it.
+    """Write a manifest of the weights to `target`: a copy of the one beside them, or else a new one."""
+    # Imported here so that deploys of functions without weights do not have to wait for these imports.
     from ...snapshot.format.create import create  # noqa: PLC0415
     from ...snapshot.format.manifest import MANIFEST_NAME, Manifest  # noqa: PLC0415
 
@@ -183,7 +206,7 @@ def _write_manifest(snapshot: Path, target: Path, log: Callable[[str], None]) ->
 
 
 def _fetch_manifest(url: str, folder: Path, log: Callable[[str], None]) -> None:
-    """Fetch a remote snapshot's manifest and assets, which the zygote needs before the weights are here."""
+    """Fetch a remote snapshot's manifest and assets. The zygote needs them before the weights."""
     # Imported here for the same reason as in _write_manifest.
     from ...snapshot.fetching.assets import fetch_assets  # noqa: PLC0415
     from ...snapshot.format.manifest import read_manifest  # noqa: PLC0415

@@ -1,12 +1,16 @@
-"""The Python environment of a function: one virtual environment per set of requirements, made by uv.
+"""Makes the Python environments of functions: one virtual environment per set of requirements, with uv.
 
-Functions with the same requirements share an environment. It extends the current one: a .pth file makes the current
-environment's packages (torch, pilotflame itself) importable, so they are not installed again. Packages that are needed
-in another version precede them on the path. uv regards a package as installed only if it is in the environment's own
-site-packages; placeholders show it those of the current environment.
+Functions with the same requirements share a virtual environment. It extends the environment in which the
+gateway runs: a .pth file makes the gateway's packages, such as torch and pilotflame, importable, so they are
+not installed again. If a function needs another version of such a package, that is installed in the virtual
+environment, whose packages precede the gateway's on the path.
 
-Virtual environments hold absolute paths (scripts, pyvenv.cfg), so one is built where it will stay, under a lock. Its
-marker file is written last: an environment without a marker is unfinished and is built again.
+uv regards a package as installed only if it is in the site-packages of the virtual environment. So while uv
+installs, that folder holds a placeholder for each package of the gateway.
+
+Virtual environments hold absolute paths (in scripts and pyvenv.cfg) and cannot be moved. So each is built in
+its final place, under a lock. A marker file is written last: an environment without it is unfinished, and is
+built again.
 """
 
 from __future__ import annotations
@@ -39,9 +43,10 @@ from .requirements import check_requirements, installed_versions, parse_requirem
 
 _MARKER = "pilotflame-complete"
 _PLACEHOLDER = "pilotflame-placeholder\n"
-# .pth files are read in the order of their names. The last one adds its paths behind the environment's own.
+# Python reads .pth files in the order of their names. This name is the last, so that the gateway's packages
+# come after those of the virtual environment on the path.
 _BASE_PTH = "zzzz_pilotflame_base.pth"
-# Options of pip's configuration, and the variables that mean the same to uv.
+# By the names of pip's options: the environment variables of uv with the same meaning.
 _UV_VARIABLES = {
     "cert": "SSL_CERT_FILE",
     "constraint": "UV_CONSTRAINT",
@@ -56,9 +61,12 @@ _UV_VARIABLES = {
 def ensure_environment(
     root: Path, requirements: str, progress: Callable[[str], None], *, deadline_s: float = 900.0
 ) -> Path:
-    """Return the Python of the environment for `requirements` below `root`, and build it if it is not there yet.
+    """Return the path of the Python of the environment for `requirements`.
 
-    `progress` gets each line that uv writes. Blocks for as long as uv needs, at most `deadline_s` per command.
+    The environment is built if it does not exist, and completed if the gateway's packages no longer suffice.
+    All environments are in the folder `root`. `progress` is called with each line that uv writes. Blocks
+    until uv has finished, which takes at most `deadline_s` per command, and before that while another deploy
+    builds the same environment. Raise RequirementsError if uv fails.
     """
     digest = requirements_digest(requirements)
     folder = root.absolute() / _key(digest)
@@ -66,27 +74,27 @@ def ensure_environment(
     root.mkdir(parents=True, exist_ok=True)
     with _locked(folder.with_name(f"{folder.name}.lock"), progress) as lock_fd:
         uv = UvCommand(root, progress, lock_fd, deadline_s)
-        # The interpreter is a link to one outside, which an upgrade may have removed.
+        # The environment's interpreter is a link to the gateway's, which an upgrade may have removed.
         if not (folder / _MARKER).is_file() or not python.exists():
             _build(folder, requirements, uv)
             with publish(folder / _MARKER) as marker:
                 marker.write(f"{digest}\n".encode())
         elif not _met(folder, requirements):
-            # Not built anew: workers may be running in it.
+            # The existing environment is completed and not built again, since workers may be running in it.
             progress("the gateway's environment has changed: installing what it no longer has")
             _install(folder, uv)
     return python
 
 
 def _key(digest: str) -> str:
-    """Return the folder's name: the same requirements on another interpreter are another environment."""
+    """Return the name of the environment's folder, which depends on the requirements and the interpreter."""
     base = f"{digest}\n{sys.prefix}\n{sys.version}\n{os.pathsep.join(_base_paths())}".encode()
     version = f"{sys.version_info.major}{sys.version_info.minor}"
     return f"py{version}-{hashlib.sha256(base).hexdigest()[:16]}"
 
 
 def _base_paths() -> list[str]:
-    """Return the site-packages of the current environment."""
+    """Return the site-packages folders of the environment in which the gateway runs."""
     paths = site.getsitepackages()
     if site.ENABLE_USER_SITE:
         paths.insert(0, site.getusersitepackages())
@@ -108,7 +116,11 @@ def _met(folder: Path, requirements: str) -> bool:
 
 @contextlib.contextmanager
 def _locked(path: Path, progress: Callable[[str], None]) -> Iterator[int]:
-    """Hold the lock file, so that two deploys with the same requirements build their environment once."""
+    """Hold a lock on the file `path`, and yield its descriptor.
+
+    So of several deploys with the same requirements, only one builds their environment, and the others wait
+    for it.
+    """
     with path.open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -131,10 +143,10 @@ def _build(folder: Path, requirements: str, uv: UvCommand) -> None:
 
 
 def _install(folder: Path, uv: UvCommand) -> None:
-    """Install what the environment lacks of its requirements.txt. Raise RequirementsError."""
+    """Install what the environment lacks of its requirements.txt. Raise RequirementsError if uv fails."""
     file, pip_options = folder / "requirements.txt", _pip_options()
     arguments = ["--compile-bytecode", "--python", str(folder / "bin" / "python"), "-r", str(file)]
-    # As with pip, one hash means that every package must have one.
+    # As in pip: if any line has a hash, then every package needs one.
     if any(line.hashes for line in parse_requirements(file.read_text(encoding="utf-8"))):
         arguments.append("--require-hashes")
     if pip_options.get("no-index", "0").lower() in ("1", "on", "true", "yes"):
@@ -145,16 +157,23 @@ def _install(folder: Path, uv: UvCommand) -> None:
 
 @dataclass(frozen=True, slots=True)
 class UvCommand:
-    """Runs uv with its cache below `root`. Each line that uv writes goes to `progress`."""
+    """Runs commands of uv.
+
+    The cache of uv is in the folder `root`, unless UV_CACHE_DIR is set. `progress` is called with each line
+    that uv writes. A command that takes longer than `deadline_s` is killed.
+    """
 
     root: Path
     progress: Callable[[str], None]
     lock_fd: int
-    """Inherited by uv: if this process is killed, the lock is held for as long as uv writes."""
+    """The descriptor of the locked file. uv inherits it, which holds the lock if the gateway is killed."""
     deadline_s: float
 
     def run(self, *arguments: str, environ: Mapping[str, str] = {}) -> None:
-        """Run a command to its end. Raise RequirementsError if it fails or exceeds the deadline."""
+        """Run a command of uv until it ends. Raise RequirementsError if it fails or exceeds the deadline.
+
+        `environ` are additional variables. Variables of the gateway's environment take precedence over them.
+        """
         # Imported here because only installations need it.
         import uv  # noqa: PLC0415
 
@@ -171,8 +190,8 @@ class UvCommand:
             raise RequirementsError(message, remedy=remedy)
 
     def _wait(self, command: list[str], environ: Mapping[str, str], lines: deque[str]) -> int:
-        """Return the exit status; `lines` gets the output's last lines."""
-        # PYTHONPATH would show packages to uv that a worker does not see.
+        """Run the command, append the lines of its output to `lines`, and return its exit status."""
+        # With PYTHONPATH or PYTHONHOME, uv could find packages that a worker does not find.
         own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
         with subprocess.Popen(
             command,
@@ -182,7 +201,7 @@ class UvCommand:
             text=True,
             errors="replace",
             env={"UV_CACHE_DIR": str(self.root.absolute() / ".uv-cache"), **environ, **own},
-            # uv starts build backends: all are killed as one process group.
+            # uv starts processes that build packages. In a new process group, all can be killed together.
             start_new_session=True,
             pass_fds=(self.lock_fd,),
         ) as process:
@@ -196,12 +215,12 @@ class UvCommand:
             finally:
                 deadline.cancel()
                 deadline.join()
-                # Still running if `progress` raised.
+                # The process still runs if `progress` has raised.
                 _kill(process)
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    # Once the process is reaped, its group's number may belong to another process.
+    # Once the exit status of the process was read, another process group may get its number.
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -209,9 +228,10 @@ def _kill(process: subprocess.Popen[str]) -> None:
 
 @contextlib.contextmanager
 def _placeholders(site_packages: Path) -> Iterator[None]:
-    """Show uv the current environment's packages as installed in `site_packages`.
+    """During the block, make uv regard the gateway's packages as installed in `site_packages`.
 
-    Each gets a *.dist-info with its metadata, and a RECORD of nothing else, so that uv can also replace it.
+    The placeholder of a package is a *.dist-info folder with its metadata. Its RECORD lists only the files of
+    this folder, so that uv can remove the placeholder to install another version.
     """
     _remove_placeholders(site_packages)
     seen = {"", *installed_versions([str(site_packages)])}
@@ -241,18 +261,18 @@ def _write_placeholder(site_packages: Path, name: str, distribution: metadata.Di
 
 
 def _remove_placeholders(site_packages: Path) -> None:
-    """Remove the placeholders, also those that a killed process left."""
+    """Remove all placeholders, including those that a killed process has left."""
     for installer in site_packages.glob("*.dist-info/INSTALLER"):
         if installer.read_text(encoding="utf-8", errors="replace") == _PLACEHOLDER:
             shutil.rmtree(installer.parent)
 
 
 def _variables(pip_options: Mapping[str, str]) -> dict[str, str]:
-    """Return uv's environment variables that mean the same as pip's options."""
-    # pip separates values with blanks; so does uv, except for find-links.
+    """Return the environment variables that make uv do the same as `pip_options` make pip do."""
+    # Both separate the values of an option with blanks. Only for find-links, uv separates them with commas.
     variables: dict[str, str] = {}
     if "extra-index-url" in pip_options:
-        # As with pip, the best version of all indexes is chosen, not the first index that has the package.
+        # Choose the best version of all indexes, as pip does. uv's default is the first index with a package.
         variables["UV_INDEX_STRATEGY"] = "unsafe-best-match"
     for option, variable in _UV_VARIABLES.items():
         if value := pip_options.get(option):
@@ -261,11 +281,12 @@ def _variables(pip_options: Mapping[str, str]) -> dict[str, str]:
 
 
 def _pip_options() -> dict[str, str]:
-    """Return pip's options from its configuration files and the PIP_* variables, as `index-url`."""
+    """Return the options in pip's configuration files and PIP_* variables, by names such as `index-url`."""
     command = [sys.executable, "-m", "pip", "config", "list"]
     listed = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     options: dict[str, str] = {}
-    # Lines as `global.index-url='https://...'`, sorted: those of the section `install` come last and win.
+    # The lines are like `global.index-url='https://...'` and sorted. So those of the section `install` come
+    # after those of `global`, and override them.
     for line in listed.stdout.splitlines():
         key, _, value = line.partition("=")
         section, _, option = key.rpartition(".")

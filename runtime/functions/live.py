@@ -1,4 +1,4 @@
-"""A deployed function as it runs now, and its status for the control routes."""
+"""Holds a deployed function with its live revision, and describes its status for the control routes."""
 
 from __future__ import annotations
 
@@ -67,13 +67,16 @@ class FunctionStatus(BaseModel, frozen=True):
     processes: list[Process] = []
 
 
-# The facts of a handler that are in its status, and their values if it has none.
+# The facts of a handler that the status shows. These values are shown until the facts are known.
 _FACTS = {"dialect": "pilotflame", "entry": "", "kind": "plain", "streaming": False, "batch": None, "input_schema": {},
           "output_schema": {}}  # fmt: skip
 
 
 class Live:
-    """A function with its live revision."""
+    """A deployed function: the record of a revision, the revision itself, and the function's log.
+
+    During a deploy there is such an object for the new revision before it is live.
+    """
 
     def __init__(self, record: RevisionRecord, revision: Revision, logs: LogBook) -> None:
         self.record = record
@@ -83,7 +86,10 @@ class Live:
         self._last_cold: Timeline | None = None
 
     async def prove(self, *, check: bool) -> None:
-        """Start the zygote, and with `check` a worker, to see that both succeed."""
+        """Start the zygote and, with `check`, a worker. Raise the error if one of them fails to start.
+
+        The zygote also tells the facts of the handler. They are put into the record and the policy.
+        """
         source = await self.revision.pool.zygote.open()
         self.record = self.record.model_copy(update={"handler": source.facts})
         self.revision.configure(policy_of(self.record))
@@ -93,16 +99,16 @@ class Live:
             await self.revision.try_start()
 
     def note_cold(self, timeline: Timeline) -> None:
-        """Keep the timeline of a cold start for the status."""
+        """Remember the timeline of the latest cold start, which `status` shows."""
         self._last_cold = timeline
 
     def status(self, processes: list[Process] | None = None) -> FunctionStatus:
-        """Return the status, with `processes` if they were measured."""
+        """Return the status of the function. It shows `processes` if these were measured."""
         record, census, cold = self.record, self.revision.census(), self._last_cold
         facts, settings = record.handler, record.settings
         snapshot = str(record.snapshot_root) if record.snapshot_root else None
         if record.snapshot_url:
-            # Without the credentials that the URL may hold.
+            # The URL may hold credentials, which `shown` removes.
             snapshot = shown(record.snapshot_url)
             settings = settings.model_copy(update={"snapshot": snapshot})
         return FunctionStatus(
@@ -125,7 +131,7 @@ class Live:
         )
 
     async def processes(self) -> list[Process]:
-        """Measure each process of the function, in a thread because the kernel takes a while."""
+        """Measure the memory of the function's processes, in a thread, since that takes long system calls."""
         pool = self.revision.pool
         rows = [(replica.child.pid, "worker", replica.name) for replica in pool.replicas]
         zygote = pool.zygote
@@ -137,7 +143,7 @@ class Live:
 
 
 def policy_of(record: RevisionRecord) -> Policy:
-    """Return how the gateway treats a revision's invocations."""
+    """Return the policy by which the gateway queues, sends and limits the invocations of a revision."""
     settings, batch = record.settings, record.handler.get("batch") or 1
     scale, in_flight = settings.scale, settings.concurrency * batch
     return Policy(
@@ -158,7 +164,7 @@ def policy_of(record: RevisionRecord) -> Policy:
 
 
 def _measure(pid: int, role: str, name: str) -> Iterator[Process]:
-    """Yield nothing if the process has ended."""
+    """Yield the process with its memory. Yield nothing if it has ended or may not be measured."""
     with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
         memory = psutil.Process(pid).memory_full_info()
         sizes = {f"{kind}_mb": round(getattr(memory, kind) / (1 << 20), 1) for kind in ("rss", "uss", "pss")}

@@ -1,4 +1,4 @@
-"""The registry of deployed functions, each with its live revision. Deploys, replaces, deletes and restores them."""
+"""Holds the deployed functions with their live revisions. Deploys, deletes and restores functions."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from .store import RevisionRecord, Store
 
 @dataclass(frozen=True, slots=True)
 class FunctionEvents:
-    """Callbacks of the registry, called in order in the event loop. Append to a list to subscribe."""
+    """Lists of callbacks, which are called in their order on the event loop. Append to subscribe."""
 
     activated: list[Callable[[str, str], None]] = field(default_factory=list)
-    """A revision's activation ended: the function's name, and the outcome."""
+    """Called when the start of a worker has succeeded or failed, with the function's name and the outcome."""
     live: list[Callable[[str], None]] = field(default_factory=list)
-    """A deploy made a revision of this function live."""
+    """Called with a function's name when a deploy has made a revision of it live."""
     deleted: list[Callable[[str], None]] = field(default_factory=list)
-    """A delete of this function has begun, and it accepts no more requests."""
+    """Called with a function's name when its deletion begins. From then on it accepts no more requests."""
 
 
 @dataclass(eq=False)
 class Functions:
-    """All functions of one gateway. Used only in the event loop's thread."""
+    """All functions of one gateway. Its methods must be called in the thread of the event loop."""
 
     store: Store
     environments: Path
@@ -52,11 +52,14 @@ class Functions:
     _retirements: set[asyncio.Task[None]] = field(default_factory=set, init=False)
 
     def live(self, name: str) -> Revision:
-        """Return the live revision of `name`. Raise UnknownFunction."""
+        """Return the live revision of the function `name`. Raise what `get` raises."""
         return self.get(name).revision
 
     def get(self, name: str) -> Live:
-        """Raise UnknownFunction, or GatewayError while the gateway shuts down."""
+        """Return the function `name`.
+
+        Raise UnknownFunction if it does not exist. Raise GatewayError if the gateway is shutting down.
+        """
         if (live := self._live.get(name)) is None:
             raise UnknownFunction.named(name)
         self._check_open()
@@ -67,23 +70,24 @@ class Functions:
         return [self._live[name] for name in sorted(self._live)]
 
     def census(self) -> Mapping[str, Census]:
-        """Return the counts of each function."""
+        """Return the census of each function's live revision, by the function's name."""
         return {name: live.revision.census() for name, live in self._live.items()}
 
     def note_cold(self, name: str, timeline: Timeline) -> None:
-        """Keep the timeline of a cold start of a function, which may be deleted meanwhile."""
+        """Remember a function's latest cold start for its status, unless the function was deleted."""
         if (live := self._live.get(name)) is not None:
             live.note_cold(timeline)
 
     def log(self, name: str, text: str) -> None:
-        """Write a line into a function's log, as the gateway."""
+        """Write a line with the source `gateway` to the log of a function, if that exists."""
         if (live := self._live.get(name)) is not None:
             live.logs.write("gateway", text)
 
     async def deploy(self, request: Deployment) -> Live:
-        """Create a revision, prove that it starts, and make it live; the old one drains.
+        """Create a revision, check that it starts, make it live, and return its function.
 
-        If that fails, the error is raised and the old revision stays live.
+        The old revision finishes its invocations in the background. If the deploy fails, its error is raised
+        and the old revision stays live.
         """
         logs, loop = LogBook(), asyncio.get_running_loop()
 
@@ -109,6 +113,7 @@ class Functions:
             return live
 
     async def _go_live(self, name: str, live: Live, old: Live | None) -> None:
+        """Make a placed revision live, and begin to retire the old one."""
         await asyncio.to_thread(self.store.promote, live.record)
         self._live[name] = live
         live.revision.scale()
@@ -120,7 +125,7 @@ class Functions:
         retirement.add_done_callback(self._retirements.discard)
 
     async def _uninterrupted(self, change: Coroutine[Any, Any, None]) -> None:
-        """Run a change to its end, even if this caller is cancelled meanwhile."""
+        """Await `change` and raise its error. Cancelling the caller does not cancel `change`."""
 
         async def outcome() -> Exception | None:
             try:
@@ -137,7 +142,11 @@ class Functions:
             raise GatewayError("The gateway is shutting down.", remedy="Try again when it is up.")
 
     async def delete(self, name: str) -> None:
-        """Delete a function: it accepts nothing new, finishes what it accepted, then its files are removed."""
+        """Delete a function: refuse new invocations, finish the accepted ones, then remove secrets and files.
+
+        Accepted invocations have `drain_s` to finish, and fail after that. Raise what `get` raises, or
+        UnknownFunction if the function was deployed again or deleted while this waited for its lock.
+        """
         live = self.get(name)
         async with self._locks.setdefault(name, asyncio.Lock()):
             if self._live.get(name) is not live:
@@ -149,12 +158,13 @@ class Functions:
         for callback in self.events.deleted:
             callback(name)
         await live.revision.retire(self.drain_s)
-        # Before its files: after a crash in between, a new function of this name must not get the old secrets.
+        # The secrets are removed before the files. In the other order, a crash between the two would leave
+        # secrets for a new function of this name.
         await asyncio.to_thread(self.secrets.forget, name)
         await asyncio.to_thread(self.store.delete, name)
 
     async def restore(self) -> None:
-        """Load what the store holds, without starting a worker; zygotes start in the background."""
+        """Make the stored functions live. Their zygotes and workers (`scale.min`) start in the background."""
         for name, record in (await asyncio.to_thread(self.store.functions)).items():
             self._live[name] = live = await self._create(record, LogBook())
             if record.settings.scale.rest == "zygote":
@@ -162,19 +172,20 @@ class Functions:
             live.revision.scale()
 
     async def close(self) -> None:
-        """Refuse new requests, finish the accepted ones, end all processes."""
+        """Refuse new requests, finish the accepted ones within `drain_s`, and end all processes."""
         self._closing = True
         async with asyncio.TaskGroup() as tasks:
             for live in self._live.values():
                 tasks.create_task(live.revision.retire(self.drain_s))
-        # Replaced revisions may still be draining.
+        # Replaced revisions may still be finishing their invocations.
         if self._retirements:
             await asyncio.wait(self._retirements)
 
     async def _create(self, record: RevisionRecord, logs: LogBook) -> Live:
-        # In threads: both read files.
+        # `worker_spec` and `LatencyCurveStore.open` read files, so they run in threads.
         spec = await asyncio.to_thread(worker_spec, self.store, record, self.weights.cache)
-        # All that the speed of workers depends on, besides the weights and the machine.
+        # Measured latency curves are valid for revisions with the same `key` and the same weights. So the key
+        # holds all else of a revision that affects the speed of its workers.
         settings = f"{record.settings.concurrency} {record.settings.threads}"
         key = f"{record.code_digest} {record.requirements_digest} {settings}"
         curves = await asyncio.to_thread(LatencyCurveStore.open, self.store.curves, key, spec.manifest)
@@ -199,10 +210,11 @@ class Functions:
         return Live(record, revision, logs)
 
     async def _retire(self, name: str, old: Live | None) -> None:
+        """Retire the replaced revision, if there is one, and remove old revisions from the store."""
         if old is not None:
             await old.revision.retire(self.drain_s)
         try:
             await asyncio.to_thread(self.store.prune, name)
-        # Old files do no harm.
+        # Files of old revisions that cannot be removed do no harm, so this is only logged.
         except (OSError, PilotflameError) as error:
             (old or self._live[name]).logs.write("gateway", f"old revisions were not removed: {error}")

@@ -1,7 +1,8 @@
-"""The requirements of a function: parses its requirements.txt, and checks which lines are met.
+"""Parses the requirements.txt of a function, and checks which of its lines are met.
 
-Only names with versions, extras, markers and hashes are accepted: they can be checked, and mean the same tomorrow.
-Options, links and other files are refused.
+Only lines that name a package, with versions, extras, markers and hashes, are accepted. Whether such a line
+is met can be checked, and its meaning does not change over time. Options, links and references to other files
+are refused.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from packaging.version import InvalidVersion, Version
 
 from ...errors import RequirementsError
 
-# As in pip, a # inside a word is no comment.
+# As in pip, a # begins a comment only at the start of a line or after a blank.
 _COMMENT = re.compile(r"(^|\s+)#.*$")
 _HASH = re.compile(r"\s--hash[= ]([A-Za-z0-9]+:[A-Fa-f0-9]+)")
-# Lines without their hashes, and why each is refused; the first that matches counts.
+# Patterns of lines that are refused, and why. Hashes are removed from a line before. The first pattern that
+# matches gives the reason.
 _REFUSED = (
     (r"-(r|-requirement\b)", "another file is named; put its lines here"),
     (r"-(c|-constraint\b)", "a constraints file is named; put the versions here"),
@@ -40,7 +42,7 @@ _REFUSED = (
 
 
 class RequirementLine(NamedTuple):
-    """One requirement, and the number of its first line."""
+    """One requirement, and the number of the line in requirements.txt at which it begins."""
 
     number: int
     requirement: Requirement
@@ -48,7 +50,7 @@ class RequirementLine(NamedTuple):
 
     @property
     def normal(self) -> str:
-        """The line without differences of spacing, order, case and comments."""
+        """The requirement in a form that does not depend on spacing, order, case and comments."""
         name, marker = canonicalize_name(self.requirement.name), self.requirement.marker
         extras = ",".join(sorted(map(canonicalize_name, self.requirement.extras)))
         versions = ",".join(sorted(map(str, self.requirement.specifier)))
@@ -57,11 +59,11 @@ class RequirementLine(NamedTuple):
 
 
 def parse_requirements(text: str) -> list[RequirementLine]:
-    """Return the requirements in `text`. Raise a RequirementsError that names every line that is refused."""
+    """Return the requirements in `text`. Raise RequirementsError, which names all lines that are refused."""
     lines: list[RequirementLine] = []
     refused: list[str] = []
     for number, line in _logical_lines(text):
-        # Enforced while installing; there is nothing to check afterwards.
+        # uv enforces this option during the installation. Whether it was met cannot be checked afterwards.
         if line == "--require-hashes":
             continue
         try:
@@ -75,10 +77,10 @@ def parse_requirements(text: str) -> list[RequirementLine]:
 
 
 def check_requirements(text: str, installed: Mapping[str, str] | None = None) -> None:
-    """Raise a RequirementsError that names every unmet line of `text`.
+    """Raise RequirementsError, which names all unmet lines of `text`, if there are any.
 
-    `installed` maps names to versions. Without it, this interpreter's packages count, and the dependencies that
-    extras add are checked too.
+    `installed` are the versions of the installed packages by name. Without it, the packages of this
+    interpreter are used. Only then are the dependencies that extras add checked too.
     """
     present = installed_versions() if installed is None else installed
     versions = {str(canonicalize_name(name)): version for name, version in present.items()}
@@ -97,7 +99,7 @@ def check_requirements(text: str, installed: Mapping[str, str] | None = None) ->
 
 
 def requirements_digest(text: str) -> str:
-    """Return a hex SHA-256 that is the same for texts with the same requirements."""
+    """Return a SHA-256, in hex, which is the same for all texts with the same requirements."""
     lines = {line.normal for line in parse_requirements(text)}
     if any(line == "--require-hashes" for _, line in _logical_lines(text)):
         lines.add("--require-hashes")
@@ -105,17 +107,23 @@ def requirements_digest(text: str) -> str:
 
 
 def installed_versions(paths: list[str] | None = None) -> dict[str, str]:
-    """Map names to versions of what is on `paths` (None: sys.path); the first found wins, as in an import."""
+    """Return the versions of the packages on `paths` by name. Without `paths`, use sys.path.
+
+    If a package is on several paths, the first of them counts, as in an import.
+    """
     found: dict[str, str] = {}
     for distribution in metadata.distributions() if paths is None else metadata.distributions(path=paths):
-        # An interrupted installation leaves a *.dist-info without a name.
+        # An interrupted installation can leave a *.dist-info folder without the package's name.
         if name := distribution.metadata["Name"]:
             found.setdefault(canonicalize_name(name), distribution.version)
     return found
 
 
 def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yield lines with continuations joined and comments removed, each with the number it began at."""
+    """Yield each line that is not empty with its number. Comments are removed.
+
+    Lines that end with a backslash are joined with the next. A joined line has the number of its first line.
+    """
     start, joined = 0, ""
     for number, raw in enumerate([*text.removeprefix("\ufeff").splitlines(), ""], 1):
         start = start if joined else number
@@ -142,7 +150,10 @@ def _parsed(number: int, line: str) -> RequirementLine:
 
 
 def _with_extras(requirement: Requirement, *, follow: bool) -> Iterator[Requirement]:
-    """Yield the requirement if its marker applies; with `follow`, then what its extras add, and their extras."""
+    """Yield the requirement if its marker applies to this interpreter.
+
+    With `follow`, also yield the dependencies that its extras add, and what the extras of these add.
+    """
     pending = [(requirement, "")]
     seen: set[tuple[str, str]] = set()
     while pending:
@@ -154,7 +165,7 @@ def _with_extras(requirement: Requirement, *, follow: bool) -> Iterator[Requirem
         for wanted in sorted(current.extras) if follow else ():
             if (name, wanted) not in seen:
                 seen.add((name, wanted))
-                # A package that is not installed is itself reported as unmet.
+                # If a package is missing, its dependencies are unknown. It is itself reported as unmet.
                 with contextlib.suppress(metadata.PackageNotFoundError):
                     added = map(Requirement, metadata.requires(current.name) or [])
                     pending += [(item, wanted) for item in added if "extra" in str(item.marker)]
@@ -165,7 +176,7 @@ def _unmet(requirement: Requirement, versions: Mapping[str, str]) -> str | None:
     if (version := versions.get(canonicalize_name(requirement.name))) is None:
         return f"{shown} is not installed"
     try:
-        # An installed pre-release counts, as it does for pip.
+        # As in pip, a pre-release that is already installed can meet any requirement.
         met = requirement.specifier.contains(Version(version), prereleases=True)
     except InvalidVersion:
         met = not requirement.specifier

@@ -1,12 +1,13 @@
-"""The store of deployed functions on disk. It is consistent after a crash at any moment.
+"""Stores the deployed functions on disk. The stored files are consistent after a crash at any moment.
 
     <state dir>/functions/<name>/<revision>/code/            the function's folder as it was deployed
-    <state dir>/functions/<name>/<revision>/revision.json    the record
-    <state dir>/functions/<name>/current                     names the live revision
-    <state dir>/staging/                                     being made or being removed; emptied at start
+    <state dir>/functions/<name>/<revision>/revision.json    the record of the revision
+    <state dir>/functions/<name>/current                     holds the id of the live revision
+    <state dir>/staging/                                     folders being made or removed; emptied at start
 
-A revision is made under `staging`, synced to disk, then renamed to its place. Only then is `current` replaced, by a
-rename too. A removed folder is first renamed into `staging`. So a reader sees either the old revision or the new one.
+A revision is made under `staging`, synced to disk, and then moved to its place by a rename. Only after that
+is `current` replaced, also by a rename. To remove a folder, it is first moved into `staging` by a rename. So
+a reader sees either the complete old revision or the complete new one.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _CURRENT = "current"
 
 
 class RevisionFields(BaseModel, frozen=True, extra="forbid"):
-    """What a deploy knows of its revision before the store has a place for it."""
+    """The part of a revision's record that is known before the store gives the revision its id."""
 
     code_digest: str
     settings: FunctionSettings
@@ -49,7 +50,7 @@ class RevisionFields(BaseModel, frozen=True, extra="forbid"):
 
 
 class RevisionRecord(RevisionFields):
-    """One revision, as `revision.json` holds it; never changed after it became live."""
+    """The content of `revision.json`. It never changes once the revision is live."""
 
     function: str
     revision: str
@@ -58,21 +59,22 @@ class RevisionRecord(RevisionFields):
 
 
 class Store:
-    """All functions and revisions below one state folder, which the caller has locked.
+    """All functions and revisions in the state folder `root`, which the caller must have locked.
 
-    `report` gets a line for each record that cannot be read; such records are skipped. Safe to call from several threads.
+    Functions that cannot be read are skipped, and `report` is called with a line about each. All methods but
+    `start` are safe to call from several threads.
     """
 
     def __init__(self, root: Path, report: Callable[[str], None]) -> None:
         self.curves = root.absolute() / "curves"
-        """The folder of measured latency curves."""
+        """The folder that holds the measured latency curves."""
         self._functions = root.absolute() / "functions"
         self._staging = root.absolute() / "staging"
         self._report = report
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Make the folders, and remove what a crash left unfinished."""
+        """Make the store's folders, and remove unfinished files that a crash has left. Call this first."""
         self._functions.mkdir(parents=True, exist_ok=True, mode=0o700)
         if self._staging.exists():
             shutil.rmtree(self._staging)
@@ -80,18 +82,21 @@ class Store:
         for folder in self._functions.glob("*/"):
             for half_written in (*folder.glob(f".{_CURRENT}.*"), *folder.glob(f"*/.{_RECORD}.*")):
                 half_written.unlink()
-            # An empty folder is a first deploy that was cut off before its rename.
+            # The gateway crashed during this function's first deploy, before the revision was moved here.
             if not any(folder.iterdir()):
                 folder.rmdir()
 
     def stage(self) -> Path:
-        """Return a new folder in which to build a revision: its code goes to `code`, which does not exist yet."""
+        """Return a new, empty folder for a revision. The caller puts the code into its subfolder `code`."""
         path = self._aside("upload")
         path.mkdir(mode=0o700)
         return path
 
     def place(self, staged: Path, fields: RevisionFields) -> RevisionRecord:
-        """Give a staged folder its revision's id and place. Call `promote` or `withdraw` next."""
+        """Give the revision in a staged folder its id, move the folder to its place, and return its record.
+
+        The revision is not live yet. Afterwards call `promote` to make it live, or `withdraw` to remove it.
+        """
         with self._lock:
             record = self._new_record(fields)
             _write_record(staged, record)
@@ -104,7 +109,7 @@ class Store:
         return record
 
     def promote(self, record: RevisionRecord) -> None:
-        """Make a placed revision live. `record` may have gained `handler` since then."""
+        """Make a placed revision live. Its record is stored again, since it may have gained `handler`."""
         folder = self._folder(record.function)
         with self._lock:
             _write_record(folder / record.revision, record)
@@ -115,13 +120,13 @@ class Store:
         aside, folder = self._aside(record.function), self._folder(record.function)
         with self._lock:
             (folder / record.revision).rename(aside)
-            # Fails, and should, if the function has other revisions.
+            # If the function has other revisions, its folder must stay, and rmdir fails.
             with contextlib.suppress(OSError):
                 folder.rmdir()
         shutil.rmtree(aside)
 
     def functions(self) -> dict[str, RevisionRecord]:
-        """Return the live revision of every function, by the function's name."""
+        """Return the record of each function's live revision, by the function's name."""
         records = {}
         for folder in sorted(self._functions.iterdir()):
             if name_problem(folder.name) is not None or not folder.is_dir():
@@ -131,7 +136,7 @@ class Store:
         return records
 
     def current(self, name: str) -> RevisionRecord | None:
-        """Return the live revision, or None if there is none that can be read."""
+        """Return the record of a function's live revision. If there is none that can be read, return None."""
         folder = self._folder(name)
         try:
             if (revision := private_files.read(folder / _CURRENT)) is not None:
@@ -143,11 +148,11 @@ class Store:
         return None
 
     def code(self, record: RevisionRecord) -> Path:
-        """Return the folder with the revision's code."""
+        """Return the folder that holds the code of a revision."""
         return self._folder(record.function) / record.revision / CODE_FOLDER
 
     def delete(self, name: str) -> None:
-        """Remove a function with all its revisions."""
+        """Remove a function and all its revisions. Raise UnknownFunction if it does not exist."""
         aside = self._aside(check_name(name))
         with self._lock:
             try:
@@ -158,10 +163,14 @@ class Store:
         shutil.rmtree(aside)
 
     def prune(self, name: str, keep: int = 5) -> list[str]:
-        """Remove all but the newest `keep` (at least one) revisions and the live one. Return the removed ids."""
+        """Remove old revisions of a function, and return their ids.
+
+        The live revision and the newest `keep` remain, at least one of these. If the live revision cannot be
+        read, nothing is removed.
+        """
         with self._lock:
             live = self.current(name)
-            # Without a readable live revision, none is known to be superseded.
+            # If it is unknown which revision is live, no revision is known to be replaced.
             old = self._revision_ids(name)[: -max(keep, 1)] if live is not None else []
             removed = {id_: self._aside(name) for id_ in old if live is not None and id_ != live.revision}
             for revision, aside in removed.items():
@@ -177,9 +186,9 @@ class Store:
         return self._staging / f"{name}.{secrets.token_hex(8)}"
 
     def _revision_ids(self, name: str) -> list[str]:
-        """Return the ids of the revisions, readable or not, by number."""
+        """Return the ids of all revisions of a function, sorted by their numbers. No record is read."""
         found = [path.name for path in self._folder(name).glob("r*") if _REVISION.fullmatch(path.name)]
-        # The shorter number is the smaller one.
+        # Only the numbers in the ids differ in length, and of two numbers the shorter is the smaller.
         return sorted(found, key=lambda revision: (len(revision), revision))
 
     def _new_record(self, fields: RevisionFields) -> RevisionRecord:
@@ -195,7 +204,7 @@ class Store:
         )
 
     def _read(self, name: str, revision: str) -> RevisionRecord:
-        """Raise GatewayError if the record cannot be used."""
+        """Return the record of a revision. Raise GatewayError if it cannot be used."""
         if not _REVISION.fullmatch(revision):
             raise GatewayError(f"{revision!r}: that is not a revision's id.")
         folder = self._folder(name) / revision

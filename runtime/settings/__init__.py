@@ -1,4 +1,5 @@
-"""What may be configured: function settings (`pilotflame.toml`), gateway settings (environment), the state folder.
+"""Reads and validates the settings of functions and of the gateway, and locks the gateway's state folder.
 
-Enter at `function_settings.py` or `gateway_settings.py`. It must not know who uses a setting.
+Start reading at `function_settings.py` or `gateway_settings.py`. This package must not import code that uses
+a setting.
 """

@@ -1,4 +1,4 @@
-"""The settings of an event source: a `[[source]]` table of pilotflame.toml."""
+"""Defines and validates the settings of an event source, which is a `[[source]]` table of pilotflame.toml."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pydantic import BaseModel, Field
 from .validation import checked
 
 MAX_VISIBILITY_S = 43_200
-"""The longest visibility timeout of SQS."""
+"""The longest visibility timeout that SQS accepts, in seconds."""
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _QUEUE_NAME = re.compile(r"[A-Za-z0-9_-]{1,80}(\.fifo)?")
 _AMAZON_HOST = re.compile(r"sqs\.([a-z0-9-]+)\.amazonaws\.com(\.cn)?")
 
 
 def _url_problem(url: str) -> str | None:
-    """Return what is wrong with a URL, without quoting it: it may hold a password."""
+    """Return what is wrong with `url`, or None. The URL is not quoted, since it may hold a password."""
     try:
         parts = urlsplit(url)
         _ = parts.port
@@ -82,18 +82,21 @@ class EventSource(BaseModel, frozen=True, extra="forbid", strict=True):
 
     @property
     def region_name(self) -> str | None:
-        """The region, or else the one in the queue's URL."""
+        """The region that is set, or else the region in the queue's URL. None if there is neither."""
         found = _AMAZON_HOST.fullmatch(urlsplit(self.queue).hostname or "")
         return self.region or (found[1] if found else None)
 
     @property
     def sqs_endpoint(self) -> str | None:
-        """The endpoint of the queue; None for boto3's own default."""
+        """The endpoint of SQS: the one that is set, or else the queue's host.
+
+        None if no endpoint is set and the host is Amazon's. Then boto3 chooses the endpoint.
+        """
         parts = urlsplit(self.queue)
         is_amazon = (parts.hostname or "").endswith((".amazonaws.com", ".amazonaws.com.cn"))
         return self.endpoint_url if self.endpoint_url or is_amazon else f"{parts.scheme}://{parts.netloc}"
 
 
 def missing_package() -> str:
-    """Return which package of event sources is missing, and how to install it; "" if none is."""
+    """Return "" if boto3, which event sources need, is installed. Otherwise return how to install it."""
     return "" if find_spec("boto3") else "boto3 is not installed: pip install boto3"

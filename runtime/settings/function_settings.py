@@ -1,7 +1,8 @@
-"""Settings of a function: the file `pilotflame.toml`, and overrides from the command line or a deploy request.
+"""Reads the settings of a function from `pilotflame.toml` and from overrides.
 
-They are read once into a frozen object. All problems are reported together, by key: an option that silently has no
-effect is worse than an error.
+Overrides are options of the command line or fields of a deploy request. The settings are read once, into a
+frozen object. All problems are reported together, each with its key. An unknown key is an error too, because
+an option that silently has no effect would be worse.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .event_source import EventSource
 from .validation import ENV_PREFIX, PositiveSeconds, Seconds, checked, keys, unknown_key, validate
 
 SETTINGS_FILE = "pilotflame.toml"
-# The first segments of our own HTTP paths; a function of that name could not be reached.
+# First segments of the gateway's own HTTP paths. Requests to a function with such a name would not reach it.
 RESERVED_NAMES = frozenset({"models", "health", "repository"})
 
 _MIB = 1024 * 1024
@@ -36,7 +37,10 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def name_problem(name: str) -> str | None:
-    """Return why `name` cannot be a function's name, or None. Settings, paths and URLs all use this rule."""
+    """Return why `name` cannot be a function's name, or None if it can.
+
+    This check also makes the name safe to use in URLs and in paths on disk.
+    """
     if not _NAME.fullmatch(name):
         return f"name is {name!r}; allowed: 1 to 63 of a-z, 0-9 and -, neither first nor last a -"
     if name in RESERVED_NAMES:
@@ -48,7 +52,7 @@ FunctionName = Annotated[str, checked(name_problem)]
 
 
 def check_name(name: str) -> str:
-    """Return the name. Raise SettingsError if it cannot be a function's."""
+    """Return `name` unchanged. Raise SettingsError if it cannot be a function's name."""
     if problem := name_problem(name):
         raise SettingsError(f"The function's {problem}.", remedy="Choose another name.")
     return name
@@ -97,7 +101,7 @@ def _env_problem(env: dict[str, str]) -> str | None:
 
 
 def _variable_problem(name: str, value: str) -> str | None:
-    # The value may be a secret, so messages never show it.
+    # No message shows the value of the variable, which may be a secret.
     if not _VARIABLE.fullmatch(name):
         return f"env.{name} is not a variable's name; allowed: letters, digits and _, no digit first"
     if name.upper().startswith(ENV_PREFIX) and name != INPUT_NETWORKS:
@@ -149,21 +153,25 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
 
     @property
     def snapshot_url(self) -> str | None:
-        """The URL of a remote snapshot."""
+        """The setting `snapshot` if it is the URL of a remote snapshot, else None."""
         return self.snapshot if self.snapshot is not None and is_remote(self.snapshot) else None
 
     def snapshot_path(self, folder: Path) -> Path | None:
-        """Return the absolute path of weights on this node, for the function in `folder`."""
+        """Return the absolute path of weights on this node, or None if they are remote or there are none.
+
+        `folder` is the function's folder. A relative `snapshot` is relative to it.
+        """
         if self.snapshot is None or is_remote(self.snapshot):
             return None
         return (folder / Path(self.snapshot).expanduser()).resolve()
 
 
 def read_settings(folder: Path, *, overrides: Mapping[str, Any] | None = None) -> FunctionSettings:
-    """Return the settings of the function in `folder`. Raise SettingsError.
+    """Return the settings of the function in `folder`. Raise SettingsError, which names all problems.
 
-    `overrides` have dotted keys (`{"scale.max": "8", "env.MODE": "x"}`) and take precedence over the file. Text is
-    parsed by the key's type, empty text unsets an optional key, and None means not overridden.
+    `overrides` have dotted keys, as in `{"scale.max": "8", "env.MODE": "x"}`, and take precedence over the
+    file. A text is converted to the type of its key. An empty text sets an optional key to None. A key whose
+    value is None is not overridden.
     """
     if not folder.is_dir():
         raise SettingsError(f"{folder} is not a folder.", remedy="Give the folder that holds handler.py.")
@@ -174,7 +182,7 @@ def read_settings(folder: Path, *, overrides: Mapping[str, Any] | None = None) -
 
 
 def slug(text: str) -> str:
-    """Return a function's name made from a folder's, or "" if no character of it can be used."""
+    """Return a function's name made from `text`, or "" if no character of `text` can be used."""
     ascii_text = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
     return re.sub(r"[^a-z0-9]+", "-", ascii_text.lower()).strip("-")[:63].rstrip("-")
 
@@ -193,7 +201,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def _apply(raw: dict[str, Any], overrides: Mapping[str, Any]) -> Iterator[str]:
-    """Put the overrides into the raw settings. Yield the problems of their keys."""
+    """Put the overrides into `raw`, the settings of the file. Yield one problem per unknown key."""
     known = keys(FunctionSettings, lists=False)
     for key, value in overrides.items():
         if value is None:
@@ -203,19 +211,22 @@ def _apply(raw: dict[str, Any], overrides: Mapping[str, Any]) -> Iterator[str]:
             yield unknown_key(key, known)
             continue
         table = raw.setdefault(section, {}) if dot else raw
-        # If the file has no table here, validation reports that.
+        # If the file has another value where a table should be, the validation that follows reports it.
         if isinstance(table, dict):
             table[rest if dot else key] = _parsed(known[key], value) if key in known else value
 
 
 def _parsed(field: FieldInfo, value: Any) -> Any:
-    """Return an override's text as its key's type. Text that cannot be parsed is left for validation to report."""
+    """Return the value of an override, converted to the type of `field` if it is a text.
+
+    A text that cannot be converted is returned unchanged. The validation that follows reports it.
+    """
     if not isinstance(value, str):
         return value
     if not value and NoneType in get_args(field.annotation):
         return None
     from_text: Callable[[str], Any] = TypeAdapter(field.annotation or Any).validate_strings
-    # Lists of tables are JSON: --set source='[{"type": "sqs", ...}]'
+    # The text of a list of tables is JSON, as in: --set source='[{"type": "sqs", ...}]'
     for parse in (from_text, json.loads):
         with contextlib.suppress(ValueError):
             return parse(value)

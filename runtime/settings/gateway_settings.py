@@ -1,4 +1,4 @@
-"""Settings of the gateway: environment variables `PILOTFLAME_*` and options of the command line."""
+"""Reads the settings of the gateway from environment variables `PILOTFLAME_*` and command-line options."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _MIB = 1024 * 1024
 
 
 def default_state_dir(environ: Mapping[str, str]) -> Path:
-    """Return the user's XDG state folder for pilotflame."""
+    """Return the default state folder, which is `pilotflame` in the user's XDG state folder."""
     return _xdg(environ, "XDG_STATE_HOME", ".local/state") / "pilotflame"
 
 
 def _xdg(environ: Mapping[str, str], variable: str, below_home: str) -> Path:
     base = Path(environ.get(variable, ""))
-    # The XDG specification: a relative path is to be ignored.
+    # The XDG specification requires that a relative path is ignored.
     return base if base.is_absolute() else Path(environ.get("HOME") or Path.home()) / below_home
 
 
 class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
-    """The settings of one gateway process, each also PILOTFLAME_<KEY> in its environment."""
+    """The settings of one gateway process. Each can be set by the environment variable PILOTFLAME_<KEY>."""
 
     host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
     port: int = Field(8600, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
@@ -54,7 +54,7 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
     @field_validator("webhook_networks", mode="before")
     @classmethod
     def _split(cls, networks: Any) -> Any:
-        """Split the text of an environment variable at its commas."""
+        """Split a text, which is the value of an environment variable, at commas and blanks."""
         return tuple(networks.replace(",", " ").split()) if isinstance(networks, str) else networks
 
     @field_validator("state_dir", "cache_dir")
@@ -66,9 +66,11 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
 def read_gateway_settings(
     environ: Mapping[str, str], *, other_variables: Collection[str] = (), **overrides: Any
 ) -> GatewaySettings:
-    """Return the settings: keyword overrides (None: not set) first, then PILOTFLAME_*, then the defaults.
+    """Return the gateway's settings. Raise SettingsError, which names all problems.
 
-    `other_variables` are full names of PILOTFLAME_* variables that are not settings of the gateway.
+    A setting has the value of its override, else of its variable PILOTFLAME_<KEY> in `environ`, else its
+    default. An override of None does not count. Unknown variables PILOTFLAME_* are problems, except for the
+    names in `other_variables`, which have another purpose.
     """
     known = {ENV_PREFIX + key.upper(): key for key in GatewaySettings.model_fields}
     found = {name for name in environ if name.startswith(ENV_PREFIX)}.difference(other_variables)

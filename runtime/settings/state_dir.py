@@ -1,4 +1,4 @@
-"""The state folder of one gateway: private, and locked against a second gateway."""
+"""Makes the state folder of a gateway, and locks it so that no second gateway uses the same folder."""
 
 from __future__ import annotations
 
@@ -13,17 +13,22 @@ from ...errors import GatewayError
 
 @contextlib.contextmanager
 def locked_state_dir(path: Path) -> Iterator[Path]:
-    """Make the folder if needed, and own it until the block ends or the process dies. Yield its absolute path."""
+    """Make the folder if it does not exist, lock it, and yield its absolute path.
+
+    The lock is held until the block ends or the process dies. Raise GatewayError if another gateway holds it,
+    or if the folder cannot be used.
+    """
     path = path.absolute()
     try:
-        # Settings of functions and secrets are in it.
+        # Mode 0700, since the folder holds secrets and the settings of functions.
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         message = f"The state folder {path} cannot be used: {error.strerror}."
         remedy = "Set PILOTFLAME_STATE_DIR to a folder that can be written."
         raise GatewayError(message, remedy=remedy) from error
-    # The file is kept: after its removal, two gateways could lock different files of the same name.
+    # The lock file is never removed. Otherwise one gateway could still hold the lock of the removed file
+    # while another creates a new file of the same name and locks that.
     try:
         _lock(descriptor, path)
         yield path

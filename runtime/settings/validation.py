@@ -1,6 +1,6 @@
-"""Validation of settings: each problem names its key, and for a misspelt key the nearest valid one.
+"""Validates settings, and describes each problem with its key. For a misspelt key it suggests a similar one.
 
-Works for frozen pydantic models with nested tables and lists of tables. Keys are dotted: `scale.max`.
+Settings are pydantic models, which may hold tables and lists of tables. Keys are dotted, as in `scale.max`.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from pydantic_core import ErrorDetails
 from ...errors import SettingsError
 
 ENV_PREFIX = "PILOTFLAME_"
-"""How the names of environment variables that are settings begin."""
+"""The first part of the name of every environment variable that is a setting."""
 YEAR_S = 365 * 24 * 3600
-"""The longest time that a setting may hold."""
+"""One year in seconds, the longest time to which a setting can be set."""
 Seconds = Annotated[float, Field(ge=0, le=YEAR_S, allow_inf_nan=False)]
 PositiveSeconds = Annotated[float, Field(gt=0, le=YEAR_S, allow_inf_nan=False)]
 
 _ModelT = TypeVar("_ModelT", bound=BaseModel)
-# Where pydantic's message names a type of Python instead of one of TOML.
+# By the type of pydantic's error: what the value should be. In these errors, pydantic's own message names a
+# type of Python, where a reader of pilotflame.toml needs a type of TOML.
 _EXPECTED = {"dict_type": "a table", "model_type": "a table", "tuple_type": "a list of tables"}
 
 
 def checked(problem_of: Callable[[Any], str | None]) -> AfterValidator:
-    """Return a validator that raises the value's problem, if there is one."""
+    """Return a validator for a field. It raises ValueError if `problem_of(value)` returns a problem."""
 
     def check(value: Any) -> Any:
         if problem := problem_of(value):
@@ -41,7 +42,11 @@ def checked(problem_of: Callable[[Any], str | None]) -> AfterValidator:
 def validate(
     model: type[_ModelT], raw: dict[str, Any], problems: list[str], subject: str, remedy: str
 ) -> _ModelT:
-    """Return the model of `raw`. Raise one SettingsError for `problems` and all that is wrong with `raw`."""
+    """Return `raw`, a table of settings, as a `model`.
+
+    Raise SettingsError if `raw` is not valid or `problems`, which the caller has found before, is not empty.
+    It names all problems. Its message begins with `subject`, and its remedy is `remedy`.
+    """
     try:
         settings = model.model_validate(raw)
     except ValidationError as error:
@@ -56,7 +61,11 @@ def validate(
 
 
 def keys(model: type[BaseModel], prefix: str = "", *, lists: bool = True) -> dict[str, FieldInfo]:
-    """Return every dotted key that holds a value, and with `lists` those of tables in lists: `source.queue`."""
+    """Return the fields of `model` that hold values, by their dotted keys. Each key begins with `prefix`.
+
+    A list of tables is one such field. With `lists`, the keys of its tables are also returned, as
+    `source.queue`.
+    """
     found: dict[str, FieldInfo] = {}
     for name, field in model.model_fields.items():
         table, is_list = _table(field), get_origin(field.annotation) is tuple
@@ -68,7 +77,7 @@ def keys(model: type[BaseModel], prefix: str = "", *, lists: bool = True) -> dic
 
 
 def unknown_key(key: str, known: Iterable[str]) -> str:
-    """Return the problem that `key` is not a setting, with the nearest of the known ones."""
+    """Return a sentence that `key` is not a setting. It suggests the most similar of the `known` keys."""
     names = list(known)
     by_last = {name.rpartition(".")[2]: name for name in reversed(names)}
     last = key.rpartition(".")[2]
@@ -79,10 +88,10 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
 
 
 def _problem(details: ErrorDetails, known: dict[str, FieldInfo]) -> str:
-    """Return one of pydantic's findings as a sentence about one key."""
+    """Return a sentence for one error of pydantic's. `known` are all keys, as `keys` returns them."""
     loc = [part for part in details["loc"] if part != "[key]"]
     key = ".".join(map(str, loc))
-    # All tables of a list have the same keys.
+    # `key` without the indices of lists: all tables of a list have the same keys.
     plain = ".".join(part for part in loc if isinstance(part, str))
     kind, value = details["type"], repr(details["input"])
     if kind == "extra_forbidden":
@@ -90,16 +99,16 @@ def _problem(details: ErrorDetails, known: dict[str, FieldInfo]) -> str:
     if kind == "missing":
         return f"{key} is missing"
     if kind == "value_error":
-        # Our own validators name the key themselves.
+        # The message of a validator from `checked`, or of a model's own validator, already names the key.
         return str(details["ctx"]["error"])
     if plain not in known and key.partition(".")[0] in known:
-        # An environment variable's value may be a secret.
+        # An entry of the table `env`. Its value is not shown, since it may be a secret.
         return f"{key} is of type {type(details['input']).__name__}; it should be text"
     expected = f"should be {_EXPECTED[kind]}" if kind in _EXPECTED else details["msg"].removeprefix("Input ")
     return f"{key} is {value if len(value) <= 80 else f'{value[:77]}...'}; it {expected}"
 
 
 def _table(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the model of a nested table, or of the tables in a list."""
+    """Return the model of a nested table, or of the tables in a list. None if `field` holds neither."""
     kinds = (field.annotation, *get_args(field.annotation))
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)

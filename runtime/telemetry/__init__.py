@@ -1,4 +1,4 @@
-"""What is measured and logged: metrics, the timeline of an invocation, the log of a function.
+"""Holds what is measured and logged: metrics, the timelines of invocations and the logs of functions.
 
-Enter at the module of what you need. It must not know where the figures come from.
+Start reading at the module of what you need. This package must not import the code that measures or logs.
 """

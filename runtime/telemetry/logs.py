@@ -1,4 +1,4 @@
-"""The log of one function: the last lines that its processes printed, kept in memory and followed."""
+"""Keeps the last lines that a function's processes printed, and passes new lines to followers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ FOLLOWER_LINES = 1_000
 
 
 class LogLine(NamedTuple):
-    """`at` is Unix time in seconds, `source` the name of the worker or zygote."""
+    """A line of a function's log.
+
+    `at` is when it was received, as Unix time in seconds. `source` is the name of the worker or zygote that
+    printed it, or `gateway` or `deploy`.
+    """
 
     at: float
     source: str
@@ -25,14 +29,14 @@ class LogLine(NamedTuple):
 
 
 class LogBook:
-    """The last lines of a function, and its followers."""
+    """The log of one function: its last `kept` lines, and a queue of new lines for each follower."""
 
     def __init__(self, kept: int = KEPT_LINES) -> None:
         self._lines: deque[LogLine] = deque(maxlen=kept)
         self._followers: set[asyncio.Queue[LogLine]] = set()
 
     def write(self, source: str, text: str) -> None:
-        """Add a line. A follower that does not keep up misses lines; it delays nothing."""
+        """Add a line. A follower whose queue is full, because it reads too slowly, misses this line."""
         line = LogLine(time.time(), source, text)
         self._lines.append(line)
         for follower in self._followers:
@@ -43,7 +47,7 @@ class LogBook:
         return list(self._lines)[-count:] if count > 0 else []
 
     async def follow(self, count: int) -> AsyncIterator[LogLine]:
-        """Yield the last `count` lines, then every new one."""
+        """Yield the last `count` lines, then each new line, without end."""
         queue: asyncio.Queue[LogLine] = asyncio.Queue(FOLLOWER_LINES)
         self._followers.add(queue)
         try:
@@ -56,12 +60,12 @@ class LogBook:
 
 
 class LogStream:
-    """Reads one process's output from its socket and writes its lines to the log until it ends."""
+    """Reads the output of one process from a socket until its end, and writes the lines to a log."""
 
     def __init__(
         self, sock: socket.socket, loop: asyncio.AbstractEventLoop, book: LogBook, source: str, begun: bytes
     ) -> None:
-        """`begun` are bytes that were already received."""
+        """`source` is the process's name. `begun` is output that was received from the socket before."""
         sock.setblocking(False)
         self._sock, self._loop, self._book, self._source = sock, loop, book, source
         self._rest = b""
@@ -97,7 +101,8 @@ class LogStream:
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             self._write(line)
-        # A process that never ends its line must not fill the gateway's memory.
+        # The beginning of an overlong line is written now. Otherwise a process that prints no newline would
+        # fill the gateway's memory.
         if len(self._rest) > MAX_LINE_BYTES:
             self._write(self._rest)
             self._rest = b""

@@ -1,7 +1,7 @@
-"""What the gateway counts, as Prometheus metrics.
+"""Counts what the gateway does, and exports the counts as Prometheus metrics.
 
-Counting happens with every request and scraping every few seconds, so counts are plain numbers and become
-metrics when they are scraped.
+Each request is counted, but the metrics are read only every few seconds. So the counts are plain numbers, and
+objects of the Prometheus library are made from them only when the metrics are read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PHASES_HELP = (
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """Counts of a revision's invocations and workers, for status and metrics."""
+    """The number of invocations and workers of a revision at one moment, for its status and the metrics."""
 
     queued: int = 0
     in_flight: int = 0
@@ -41,15 +41,15 @@ class Census:
     ready: int = 0
     draining: int = 0
     busy_s: float = 0.0
-    """The seconds in which workers had work, of all workers so far."""
+    """The seconds in which workers had work, summed over all workers that the revision has had."""
     ready_s: float = 0.0
-    """The seconds for which workers were ready, of all workers so far."""
+    """The seconds for which workers were ready, summed over all workers that the revision has had."""
     standby: bool = False
     zygote: bool = False
 
 
 class _Histogram:
-    """Observations by bucket, and their sum."""
+    """Counts observed values by bucket, and sums them up. Each bound is the largest value of its bucket."""
 
     __slots__ = ("_bounds", "_counts", "sum")
 
@@ -63,7 +63,7 @@ class _Histogram:
         self.sum += value
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Return (bound, how many observations are at most that), as Prometheus has them."""
+        """Return a pair per bucket, as Prometheus needs: the bound, and how many values are at most that."""
         bounds = (*map(str, map(float, self._bounds)), "+Inf")
         return list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
 
@@ -96,9 +96,10 @@ class _FunctionCounts:
 
 
 class Metrics(Collector):
-    """Counts of one gateway, in a registry of its own: two gateways in one process do not mix."""
+    """The metrics of one gateway. Gateways in one process do not share them."""
 
     def __init__(self, census: Callable[[], Mapping[str, Census]]) -> None:
+        """`census` returns the census of each function by name. It is called when metrics are read."""
         self._census = census
         self._functions: defaultdict[str, _FunctionCounts] = defaultdict(_FunctionCounts)
         self._registry = CollectorRegistry()
@@ -107,28 +108,34 @@ class Metrics(Collector):
     def responded(
         self, function: str, code: int, timeline: Timeline, error: PilotflameError | None = None
     ) -> None:
-        """Count an invocation that was responded to with an HTTP status; `error` is what it failed with."""
+        """Count an invocation that has ended. `code` is the HTTP status of its response.
+
+        `error` is why it failed, if it did. The invocation also counts as refused if it failed before it was
+        sent to a worker, or if the error is Overloaded or QueueFull.
+        """
         self._functions[function].count(code, timeline)
         if error is not None and (not timeline.sent_s or isinstance(error, (Overloaded, QueueFull))):
             self.turned_away(function, error)
 
     def refused(self, function: str, error: PilotflameError) -> None:
-        """Count a request that never became an invocation."""
+        """Count a request that was answered with `error` because no invocation was accepted for it."""
         self._functions[function].codes[error.status] += 1
         self.turned_away(function, error)
 
     def turned_away(self, function: str, error: PilotflameError) -> None:
-        """Count a request, for an invocation or not, that was refused because of its caller."""
+        """Count a refusal by the code of its error. Unlike `refused`, do not count an answered request."""
         self._functions[function].refusals[error.code] += 1
 
     def activated(self, function: str, outcome: str) -> None:
+        """Count the start of a worker by its outcome."""
         self._functions[function].activations[outcome] += 1
 
     def text(self) -> bytes:
-        """Return the exposition for /metrics."""
+        """Return the body of the response to GET /metrics, in the text format of Prometheus."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterable[Metric]:
+        """Return all metrics. The registry calls this when the metrics are read."""
         return [*self._counters(), *self._histograms(), *self._states()]
 
     def _counters(self) -> Iterator[Metric]:

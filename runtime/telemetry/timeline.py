@@ -1,15 +1,20 @@
-"""The timeline of one invocation: its phases, which sum to its total.
+"""Measures the phases of one invocation, whose durations sum to its total.
 
-queue     from accepted until sent to a worker or, in a cold start, until the activation was requested
-fork      (cold) until the child has connected; 0 with a standby
-restore   (cold) until the worker is ready: weights are mapped and `setup` runs
-dispatch  (cold) until the invocation was sent
-link      to the worker and back
-wait      in the worker, until its batch starts
-exec      in the handler
-respond   from the worker's result to the response
+Phases marked "cold" exist only in a cold start, which means that the invocation waited for the start of a
+worker.
 
-Fetching weights is no phase: it runs beside the phases, and is reported with those it ran beside.
+queue     from its arrival until it is sent or, in a cold start, until the start of a worker is requested
+fork      (cold) then until the worker's process is connected, which takes no time if a standby is used; with
+          remote weights, also until their files can be mapped
+restore   (cold) then until the worker is ready, while it maps the weights and runs `setup`
+dispatch  (cold) then until the invocation is sent to the worker
+link      the transfers between gateway and worker, in both directions
+wait      from its arrival in the worker until its batch starts
+exec      while the handler runs
+respond   from the arrival of the worker's result in the gateway until the response
+
+Fetching weights is not a phase, because it runs at the same time as some of the phases. It is reported
+separately, with the time for which it ran during each phase.
 """
 
 from __future__ import annotations
@@ -18,19 +23,19 @@ import re
 from dataclasses import dataclass
 
 FETCH = "fetch"
-# The `traceparent` header of W3C Trace Context.
+# Matches the value of the `traceparent` header, as W3C Trace Context defines it.
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[\x21-\x7e]{0,256})?")
 PHASES = ("queue", "fork", "restore", "dispatch", "link", "wait", "exec", "respond")
 WARM_PHASES = ("queue", "link", "wait", "exec", "respond")
 _WARM = ", ".join(f"{name};dur=%.3f" for name in (*WARM_PHASES, "total"))
 
 WorkerTiming = tuple[float, float, int, float]
-"""A worker's measures of an invocation: seconds of waiting, seconds in the handler, batch size, cost."""
+"""What a worker measured of an invocation: seconds waiting, seconds in the handler, batch size, cost."""
 
 
 @dataclass(slots=True)
 class Fetch:
-    """A fetch of weights to this node, in monotonic seconds; `ended_s` is 0 while it runs."""
+    """A fetch of weights to this node. Its times are of the monotonic clock. `ended_s` is 0 while it runs."""
 
     started_s: float
     ended_s: float = 0.0
@@ -39,7 +44,7 @@ class Fetch:
 
 @dataclass(slots=True)
 class Activation:
-    """One start of a worker, in monotonic seconds; 0 for what has not happened yet."""
+    """One start of a worker: the monotonic times of its steps. A time is 0 until its step has ended."""
 
     asked_s: float
     forked_s: float = 0.0
@@ -58,20 +63,20 @@ class Activation:
 
 @dataclass(slots=True)
 class Timeline:
-    """When what happened to an invocation, in monotonic seconds; 0 for what has not happened yet."""
+    """The monotonic times of one invocation's steps. A time is 0 until its step has happened."""
 
     received_s: float
     sent_s: float = 0.0
     completed_s: float = 0.0
-    """When the worker's result arrived."""
+    """When the worker's result arrived in the gateway."""
     responded_s: float = 0.0
     wait_s: float = 0.0
-    """How long it waited in the worker, by the worker's clock, as `exec_s`."""
+    """How long it waited in the worker. The worker measures this and `exec_s`, the time in the handler."""
     exec_s: float = 0.0
     batch: int = 1
     cost: float = 1.0
     activation: Activation | None = None
-    """The activation that it waited for, if its start was cold."""
+    """The start of the worker that it waited for, or None if it did not have to wait for one."""
 
     def mark_sent(self, now_s: float, activation: Activation | None) -> None:
         self.sent_s, self.activation = now_s, activation
@@ -89,13 +94,18 @@ class Timeline:
 
     @property
     def total_s(self) -> float:
-        """Until the latest known time: the head of a stream is sent before the worker's result."""
+        """The seconds from its arrival until the latest step so far.
+
+        That is not always the response: the head of a stream is sent before the worker's result arrives.
+        """
         return max(self.received_s, self.sent_s, self.completed_s, self.responded_s) - self.received_s
 
     def warm_phases(self) -> tuple[float, float, float, float, float]:
-        """Return the seconds of each warm phase, with those of an activation in the first.
+        """Return the seconds of each phase in `WARM_PHASES`. The phase queue includes all of a cold start.
 
-        Without a worker's result (it died, or the deadline passed) the last phase lasts until the response.
+        If no result arrived, because the worker died or the deadline passed, then the time from sending the
+        invocation to the response counts as phase link. If it was never sent, all its time counts as phase
+        queue.
         """
         responded_s, wait_s, exec_s = self.responded_s, self.wait_s, self.exec_s
         completed_s = self.completed_s or responded_s
@@ -104,7 +114,11 @@ class Timeline:
         return queue_s, link_s, wait_s, exec_s, max(0.0, responded_s - completed_s) if responded_s else 0.0
 
     def phases(self) -> dict[str, float]:
-        """Return seconds by phase, in order. An activation already under way counts from the arrival."""
+        """Return the seconds of each phase, in the order of the phases.
+
+        If the start of the worker was requested before the invocation arrived, only the time since its
+        arrival counts.
+        """
         phases = dict(zip(WARM_PHASES, self.warm_phases(), strict=True))
         if (activation := self.activation) is None:
             return phases
@@ -118,7 +132,7 @@ class Timeline:
         return cold | phases
 
     def fetch_overlap(self) -> dict[str, float]:
-        """Return the seconds for which weights were fetched beside each phase, where there are any."""
+        """Return for how many seconds weights were fetched during each phase. Phases with 0 are left out."""
         fetch = self.activation.fetch if self.activation is not None else None
         if fetch is None:
             return {}
@@ -132,9 +146,9 @@ class Timeline:
         return beside
 
     def server_timing(self) -> str:
-        """Return the Server-Timing header: durations in milliseconds, and the total."""
+        """Return the value of the Server-Timing header: each phase and the total, in milliseconds."""
         if self.activation is None:
-            # In one formatting step: every response carries it.
+            # One formatting operation for all phases, because this runs for every response.
             queue_s, link_s, wait_s, exec_s, respond_s = self.warm_phases()
             return _WARM % (
                 queue_s * 1000, link_s * 1000, wait_s * 1000, exec_s * 1000, respond_s * 1000,
@@ -148,7 +162,7 @@ class Timeline:
 
 
 def parse_server_timing(header: str) -> dict[str, float]:
-    """Return milliseconds by phase from a Server-Timing header."""
+    """Return the milliseconds of each phase in `header`, the value of a Server-Timing header."""
     found = dict[str, float]()
     for part in header.split(","):
         name, _, duration = part.strip().partition(";dur=")
