@@ -1,6 +1,6 @@
-"""Pure policy of the queue: order, admission, forming batches, assigning them to workers.
+"""Decides which invocations are admitted, in which order they run, in which batches, and on which worker.
 
-Enter at `queue.py` and `assignment.py`. Nothing here does I/O or reads a clock: time is an argument, in
-seconds of one monotonic clock. The gateway and the simulator run the same code. It must not know HTTP,
-processes or the event loop.
+Start reading at `queue.py` and `assignment.py`. Nothing here does I/O or reads a clock: the current time is
+an argument, in seconds of one monotonic clock. So the gateway and the simulator can run the same code. This
+package must not know HTTP, processes or the event loop.
 """

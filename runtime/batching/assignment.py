@@ -1,4 +1,4 @@
-"""Assignment: which batch goes to which worker now. Pure: the caller sends, and sets timers."""
+"""Decides which batch goes to which worker now. It does no I/O: the caller sends and sets timers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any, Protocol, TypeVar
 from .outstanding import Outstanding
 from .queue import Item, Queue, Selection
 
-# A full batch is sent this long before a worker is free, to cover the way there and the event loop's work.
+# A full batch is sent this long before a worker is expected to be free: this covers the transfer over the
+# link and the work of the event loop. A worker is overdue if it was expected to be free longer ago than this.
 AHEAD_S = 0.003
-# Less than this from now is now: a timer that fires a rounding error early must not be set again for ever.
+# Tolerance: a time less than this far in the future counts as reached. Otherwise a timer that fires slightly
+# early, because of rounding, would be set again and again.
 NOW_S = 1e-4
 
 
@@ -26,9 +28,10 @@ W = TypeVar("W", bound=WorkerView)
 def assign(
     queue: Queue[T], pick: Callable[[], W | None], ready: Iterable[W], now_s: float
 ) -> Iterator[tuple[W | None, Selection[T]]]:
-    """Yield a worker and what to do; carry out each step before asking for the next.
+    """Yield pairs of a worker and a selection. Carry out each selection before you ask for the next pair.
 
-    `pick` returns a worker with room; `ready` are all that may have room soon.
+    `pick` returns a worker that has room for a batch, or None. `ready` are all ready workers, also the busy
+    ones. The worker is None if the selection only says until when to wait.
     """
     while len(queue):
         worker, start_s = pick(), now_s
@@ -46,12 +49,12 @@ def assign(
 
 
 def _next_free(queue: Queue[T], ready: Iterable[W], now_s: float) -> tuple[W | None, float]:
-    """Return the worker that will be free first, and when, if a full batch waits for it."""
+    """Return the worker that is expected to be free first, and when; None unless a full batch waits."""
     if queue.max_batch == 1 or len(queue) < queue.max_batch:
         return None, now_s
     full = [worker for worker in ready if worker.outstanding.batches == worker.outstanding.slots]
     expected = [worker.outstanding.expected_at(now_s, queue.curve) for worker in full]
-    # If one is overdue, it is not known when it will be free, or whether another will be free sooner.
+    # If a worker is overdue, it is not known which worker will be free first.
     if not full or min(expected) < now_s - AHEAD_S:
         return None, now_s
     soonest_s = min(expected)

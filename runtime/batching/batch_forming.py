@@ -1,7 +1,8 @@
-"""Forming a batch: run what waits at once, unless waiting for more items was learned to pay.
+"""Decides when a batch starts: immediately, unless past arrivals show that waiting reduces the total latency.
 
-Dispatch is work-conserving by default, as in Clipper (NSDI '17). Callers in a closed loop return
-together, a moment after their batch ended: there, the wait that gains the most is taken.
+By default no slot stays free while items wait, as in Clipper (NSDI '17). But callers that send a new request
+after each response all send it shortly after their batch ended. Then the wait with the largest gain is
+chosen.
 """
 
 from __future__ import annotations
@@ -10,37 +11,44 @@ from bisect import bisect_right
 
 from .latency_curve import LatencyCurve
 
-# A longer wait is considered only if it brings at least so many more items.
+# The shortest wait considered is expected to bring twice this number of items. A longer wait is considered
+# only if it is expected to bring at least this many items more than the last one considered.
 MIN_MORE = 0.25
-# Arrivals are counted at steps of 1/32 of what merging two batches into one saves, up to 3/4 of it.
+# The grid: let s be the seconds that one batch of two saves over two batches of one (see `saving`). Arrivals
+# are counted at STEPS points of time after the end of a batch: STEP * s, 2 * STEP * s, ... up to 3/4 s.
 STEPS = 24
 STEP = 1 / 32
+# The weight of the latest batch in the mean numbers of arrivals.
 SMOOTHING = 0.2
 
 
 class ArrivalPattern:
-    """A(t): the mean number of arrivals within t after the end of a batch, by batch size, for t on a grid."""
+    """The mean number of arrivals within t seconds after the end of a batch, for each t of the grid.
+
+    There is one list of means for each power-of-two class of the size of the batch that ended.
+    """
 
     def __init__(self) -> None:
         self._means: dict[int, list[float]] = {}
         self._offsets: list[float] = []
         self._size = 0
         self.ended_s: float | None = None
-        """When the last batch ended."""
+        """When the last batch ended; None before the first."""
 
     def observe_end(self, now_s: float, size: int, saved_s: float) -> None:
-        """A batch of `size` ended. `saved_s`, what merging two single items saves, is the grid's unit."""
+        """Learn that a batch of `size` items ended. `saved_s` is the present s of the grid."""
         if self.ended_s is not None and saved_s > 0:
             self._learn(saved_s)
         self.ended_s, self._size = now_s, size
         self._offsets.clear()
 
     def observe_arrival(self, now_s: float) -> None:
+        # The limit bounds the memory if many items arrive during a long batch.
         if self.ended_s is not None and len(self._offsets) < 4 * self._size + 16:
             self._offsets.append(now_s - self.ended_s)
 
     def expected(self) -> list[float]:
-        """Return the means for the last batch's size at each step of the grid; empty if not known."""
+        """Return the means for the last batch's size, one for each point of the grid; [] if unknown."""
         return self._means.get(self._octave(), [])
 
     def _learn(self, saved_s: float) -> None:
@@ -50,25 +58,28 @@ class ArrivalPattern:
         means[:] = [mean + SMOOTHING * (count - mean) for mean, count in zip(means, counts, strict=True)]
 
     def _octave(self) -> int:
-        """Return the octave of the last batch's size: similar sizes are followed by similar numbers."""
+        """Return the power-of-two class of the last batch's size: 0 for 1, 1 for 2, 2 for 3-4, 3 for 5-8."""
         return max(0, self._size - 1).bit_length()
 
 
 def wait_until(
     now_s: float, queued: int, max_batch: int, slack_s: float, curve: LatencyCurve, arrivals: ArrivalPattern
 ) -> float:
-    """Return until when to wait for more items; not after `now_s` means to run what waits now.
+    """Return until when to wait for more items. A time not after `now_s` means: run the waiting items now.
 
-    `slack_s` is how long the most urgent item could still wait before it must start.
+    `slack_s` is how long the most urgent item can wait before it must start to meet its deadline.
 
-    Waiting t for k items to join the n that wait pays if it shortens the sum of all their times:
-    n (L(n) - t - L(n+k)) + k (L(n) + L(k) - t - L(n+k)) > 0. The t with the largest sum is chosen.
+    Let n items wait (`queued`), and k more be expected within t seconds (`more`, `wait_s`). L is the median
+    of the latency curve. If the n items run now, they end after L(n), and the k items run after them and end
+    after L(n) + L(k). If all wait, they end after t + L(n+k). Waiting shortens the sum of all these times by
+    n (L(n) - t - L(n+k)) + k (L(n) + L(k) - t - L(n+k)). Of the t in the grid with a positive gain, the one
+    with the largest gain is chosen.
     """
     ended_s, expected = arrivals.ended_s, arrivals.expected()
     if queued >= max_batch or ended_s is None or not expected:
         return now_s
     step_s, elapsed_s = STEP * saving(curve), now_s - ended_s
-    # A saving may be too small to be divided into steps.
+    # The step is zero if batches save nothing, or if rounding made it zero.
     if step_s <= 0 or elapsed_s >= len(expected) * step_s:
         return now_s
     arrived = _interpolate(expected, elapsed_s / step_s)
@@ -90,12 +101,12 @@ def wait_until(
 
 
 def saving(curve: LatencyCurve) -> float:
-    """Return the seconds that one batch of two saves over two batches of one: 2 L(1) - L(2)."""
+    """Return the seconds that one batch of two items saves over two batches of one item: 2 L(1) - L(2)."""
     return 2 * curve.typical(1) - curve.typical(2)
 
 
 def _interpolate(expected: list[float], position: float) -> float:
-    """Return the mean at a position of the grid; 0 at 0."""
+    """Return the mean at `position`, in steps of the grid: `expected[0]` is at 1, and the mean at 0 is 0."""
     below = int(position)
     left = expected[below - 1] if below else 0.0
     right = expected[min(below, len(expected) - 1)]

@@ -1,8 +1,9 @@
-"""A fair queue: by priority, then between tenants by served cost, then earliest deadline first.
+"""Orders waiting items: first by priority, then by their tenants' served cost, then by deadline.
 
-Fairness is that of the virtual token counter (Sheng et al., OSDI '24): of the tenants that wait, the one with
-the least served cost is next. A tenant that was idle starts at the least served cost of the others, so
-idleness earns no credit.
+Tenants share as with the virtual token counter (Sheng et al., OSDI '24): each tenant has a counter of the
+cost of its served items, and of the tenants with waiting items the one with the smallest counter is next.
+When an idle tenant returns, its counter is raised to the smallest of the others: it has no advantage from
+having been idle.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Waiting(Protocol):
-    """What the fair queue reads of an item."""
+    """The attributes of an item that the fair queue reads."""
 
     tenant: str
     priority: int
@@ -26,16 +27,17 @@ class Waiting(Protocol):
 
 T = TypeVar("T", bound=Waiting)
 
-# Before the priorities of callers, which begin at 1.
+# A priority that is served before those of callers, which start at 1.
 FIRST = 0
-# Above so many tenants of one priority, idle ones are forgotten.
+# If one priority has more tenants than this, the idle ones are forgotten.
 MAX_TENANTS = 1024
-# A heap is rebuilt once it holds more than so many entries of items that were removed.
+# A tenant's heap is rebuilt when it has more than 2 n + MAX_REMOVED entries, where n is the number of the
+# tenant's waiting items. The other entries are of removed items.
 MAX_REMOVED = 64
 
 
 class FairQueue(Generic[T]):
-    """An item is in the queue at most once."""
+    """Waiting items in the order described above. An item is in the queue at most once."""
 
     def __init__(self) -> None:
         self._classes: dict[int, dict[str, _TenantQueue[T]]] = {}
@@ -47,11 +49,14 @@ class FairQueue(Generic[T]):
         return len(self._places)
 
     def __iter__(self) -> Iterator[T]:
-        """Yield all items, in no order."""
+        """Yield all items, in no particular order."""
         return (queue.items[number] for queue, number in list(self._places.values()))
 
     def add(self, item: T, *, first: bool = False) -> None:
-        """Add an item; those with equal deadlines keep their order. `first` goes before every priority."""
+        """Add an item; one tenant's items with equal deadlines keep their order.
+
+        If `first`, it is served before the items of all priorities of callers.
+        """
         priority = FIRST if first else item.priority
         tenants = self._classes.setdefault(priority, {})
         if (queue := tenants.get(item.tenant)) is None:
@@ -66,10 +71,11 @@ class FairQueue(Generic[T]):
             self._classes[priority] = {name: kept for name, kept in tenants.items() if kept.items}
 
     def _active(self, priority: int) -> Iterator[_TenantQueue[T]]:
+        """Yield the queues of a priority's tenants that have waiting items."""
         return (queue for queue in self._classes.get(priority, {}).values() if queue.items)
 
     def remove(self, item: T) -> bool:
-        """Remove an item; return False if it does not wait here."""
+        """Remove an item. Return False if it is not in the queue."""
         queue, number = self._places.pop(id(item), (None, 0))
         if queue is None:
             return False
@@ -80,7 +86,10 @@ class FairQueue(Generic[T]):
         return True
 
     def pop(self, cost: float = 1.0) -> T | None:
-        """Remove and return the next item and charge its tenant `cost`; return None if nothing waits."""
+        """Remove and return the next item, and charge its tenant `cost`.
+
+        Return None if the queue is empty.
+        """
         for priority in sorted(self._classes):
             queue = min(self._active(priority), key=lambda queue: queue.served, default=None)
             if queue is not None:
@@ -88,54 +97,57 @@ class FairQueue(Generic[T]):
                 self.remove(item)
                 queue.charge(cost)
                 return item
-            # Nothing of this priority waits: its tenants start again as equals.
+            # No item of this priority waits. Its tenants are forgotten, so they start again with equal
+            # counters.
             del self._classes[priority]
         return None
 
     def heads(self) -> list[T]:
-        """Return the next item of each tenant of each priority."""
+        """Return one item for each priority and tenant: the next one to be served."""
         return [queue.head() for priority in self._classes for queue in self._active(priority)]
 
     def count(self, tenant: str) -> int:
-        """Return how many items of a tenant wait."""
+        """Return the number of waiting items of a tenant, of all priorities."""
         return self._counts[tenant]
 
     @property
     def tenants(self) -> int:
-        """How many tenants have items that wait."""
+        """The number of tenants that have waiting items."""
         return len(self._counts)
 
     def charge(self, tenant: str, priority: int, cost: float) -> None:
-        """Correct what a tenant was charged by `cost`, which may be negative."""
+        """Add `cost`, which may be negative, to the served cost of a tenant in a priority."""
         if (queue := self._classes.get(priority, {}).get(tenant)) is not None:
             queue.charge(cost)
 
     def earliest_deadline_s(self) -> float:
-        """Return the earliest deadline of all items; infinity if nothing waits."""
+        """Return the earliest deadline of all items; infinity if the queue is empty."""
         return min((item.deadline_s for item in self.heads()), default=math.inf)
 
     def ahead(self, tenant: str, priority: int) -> int:
-        """Return how many items would be served before a new one with the latest deadline of its tenant."""
+        """Estimate how many items are served before a new one with the latest deadline of its tenant."""
         own = self._classes.get(priority, {}).get(tenant)
         own_count = len(own.items) if own is not None else 0
         more_urgent = (queue for other in self._classes if other < priority for queue in self._active(other))
         rivals = (queue for queue in self._active(priority) if queue is not own)
-        # Before the new item, each rival is served as often as its own tenant, plus once.
+        # The new item is number own_count + 1 of its tenant. If all items cost the same, another tenant is
+        # served at most own_count + 1 items before it.
         fair = sum(min(len(queue.items), own_count + 1) for queue in rivals)
         return sum(len(queue.items) for queue in more_urgent) + own_count + fair
 
 
 @dataclass(eq=False, slots=True)
 class _TenantQueue(Generic[T]):
-    """One tenant's items of one priority, each with a number in the order of arrival."""
+    """One tenant's waiting items of one priority. Each has a number, which grows with every item added."""
 
     items: dict[int, T] = field(default_factory=dict)
-    # Deadlines and numbers; the entry of a removed item stays until it reaches the top.
+    # (deadline, number) of each item. The entry of a removed item stays until it is at the top of the heap.
     _heap: list[tuple[float, int]] = field(default_factory=list)
     served: float = 0.0
+    """The tenant's counter: the total cost of its served items."""
 
     def restart(self, served: float) -> None:
-        """Wait again after being idle."""
+        """Prepare the empty queue for a new item: raise the counter to `served`, if it is lower."""
         self._heap.clear()
         self.served = max(self.served, served)
 
@@ -150,7 +162,7 @@ class _TenantQueue(Generic[T]):
             heapq.heapify(self._heap)
 
     def head(self) -> T:
-        """Return the next item; something must wait."""
+        """Return the next item. The queue must not be empty."""
         while self._heap[0][1] not in self.items:
             heapq.heappop(self._heap)
         return self.items[self._heap[0][1]]

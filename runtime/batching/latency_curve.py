@@ -1,7 +1,7 @@
-"""The latency curve L(n): how long a batch of n items takes on a revision's workers, learned from results.
+"""Learns the latency curve L(n) of a revision: how many seconds its workers take for a batch of n items.
 
-Clipper (NSDI '17) and Clockwork (OSDI '20) predict from such profiles too. Here the curve is the median and
-the 95th percentile by batch size, made non-decreasing by isotonic regression.
+Clipper (NSDI '17) and Clockwork (OSDI '20) predict from such profiles too. Here the curve consists of the
+median and the 95th percentile for each batch size. Isotonic regression makes both non-decreasing.
 """
 
 from __future__ import annotations
@@ -13,18 +13,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-# How many of the latest durations of each size count: the percentiles follow a machine that becomes slower.
+# The percentiles of a bucket are those of its latest durations, at most this many. So the curve adapts
+# if a machine becomes slower.
 KEPT = 64
-# The curve is computed again after so many observations, and after each of the first ones of a size.
+# The curve is computed again after this many observations, and after each one in a bucket that has fewer.
 RECOMPUTED_EVERY = 16
-# A loaded point weighs as much as so many durations; after so many new ones it no longer counts.
+# A loaded point counts as this many durations. Each new duration of its bucket replaces one of them.
 LOADED_WEIGHT = 32
+# The weight of the latest batch in the mean cost of an item.
 SMOOTHING = 0.1
+# The smallest size of a batch: zero has no logarithm.
 MIN_COST = 1e-6
 
 
 class Point(NamedTuple):
-    """A batch size, and the median and 95th percentile of the seconds that such batches took."""
+    """A batch size (its total cost), and the median and 95th percentile of the seconds it took."""
 
     size: float
     p50_s: float
@@ -32,25 +35,32 @@ class Point(NamedTuple):
 
 
 class LatencyCurve:
-    """Durations by size, in buckets half an octave wide; linear between the buckets' points."""
+    """The durations of batches, in buckets by size.
+
+    The sizes of one bucket differ by a factor of at most sqrt(2). Each bucket gives one point of the curve.
+    Between the points, the curve is linear.
+    """
 
     def __init__(self, points: Iterable[Point] = ()) -> None:
         self.mean_cost = 1.0
-        """The mean cost of an item, in tokens, say. A batch of three has the size 3 x mean_cost."""
+        """The mean cost of an item, for example in tokens.
+
+        For a batch of n items, the size n x mean_cost is assumed.
+        """
         self._buckets: defaultdict[int, _Bucket] = defaultdict(_Bucket)
         self.points: tuple[Point, ...] = ()
-        """By ascending size; no larger size is faster than a smaller one."""
+        """The points by ascending size. No time of a larger size is below that of a smaller one."""
         self._fresh = 0
         self.load(points)
 
     def load(self, points: Iterable[Point]) -> None:
-        """Take points that were measured before; newer durations of their size replace them."""
+        """Add points that were measured earlier. New durations of the same bucket gradually replace them."""
         for point in points:
             self._bucket(point.size).load(point)
         self._compute()
 
     def observe(self, count: int, cost: float, seconds: float) -> None:
-        """Learn that a batch of `count` items, of `cost` together, took `seconds`."""
+        """Learn that a batch of `count` items, which together cost `cost`, took `seconds`."""
         self.mean_cost += SMOOTHING * (cost / count - self.mean_cost)
         size = max(cost, MIN_COST)
         bucket = self._bucket(size)
@@ -60,11 +70,11 @@ class LatencyCurve:
             self._compute()
 
     def typical(self, count: float) -> float:
-        """Return the median seconds of a batch of `count` items; 0 while nothing is known."""
+        """Return the median duration of a batch of `count` items, in seconds; 0 if there is no point yet."""
         return self._at(count * self.mean_cost, 1)
 
     def bound(self, count: float) -> float:
-        """Return the 95th percentile in seconds of a batch of `count` items; 0 while nothing is known."""
+        """Return the 95th percentile of a batch of `count` items, in seconds; 0 if there is no point yet."""
         return self._at(count * self.mean_cost, 2)
 
     def _bucket(self, size: float) -> _Bucket:
@@ -91,8 +101,9 @@ class LatencyCurve:
         if size <= points[-1].size:
             right = bisect_left(points, (size,))
             return _interpolate(points[right - 1], points[right], size, column)
-        # Extrapolate along the chord of the whole curve: one odd point at the end does not tilt it. The chord
-        # of the medians may be the steeper one; the bound is never below the median.
+        # Extrapolate along the line from the first to the last point: one odd point near the end changes its
+        # slope little. The line of the medians may be steeper than that of the 95th percentiles, but the
+        # bound must not be below the median.
         first, last = points[0], points[-1]
         found = max(last[column], _interpolate(first, last, size, column))
         return found if column == 1 else max(found, _interpolate(first, last, size, 1))
@@ -104,9 +115,11 @@ def _interpolate(left: Point, right: Point, size: float, column: int) -> float:
 
 
 def isotonic(weighted: Sequence[tuple[float, float]]) -> list[float]:
-    """Return the non-decreasing sequence nearest to (value, weight) pairs, by pooling adjacent violators.
+    """Return the non-decreasing sequence that is nearest to the values of (value, weight) pairs.
 
-    A pool becomes its weighted median, not its mean, so one outlier does not tilt its neighbours.
+    Adjacent pools of values are merged while the first is greater than the second (the pool adjacent
+    violators algorithm). All values of a pool are replaced by its weighted median. With the mean, one outlier
+    would change its neighbours.
     """
     pools: list[list[tuple[float, float]]] = []
     for pair in weighted:
@@ -118,7 +131,7 @@ def isotonic(weighted: Sequence[tuple[float, float]]) -> list[float]:
 
 
 def _median(pool: list[tuple[float, float]]) -> float:
-    """Return the lower weighted median."""
+    """Return the weighted median of (value, weight) pairs; of two candidates the lower one."""
     if len(pool) == 1:
         return pool[0][0]
     half, below = sum(weight for _, weight in pool) / 2, 0.0
@@ -131,7 +144,7 @@ def _median(pool: list[tuple[float, float]]) -> float:
 
 @dataclass(eq=False, slots=True)
 class _Bucket:
-    """The latest durations of batches of about one size."""
+    """The latest durations of batches of similar size, their mean size, and the loaded point, if any."""
 
     _latest: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
     _size: float = 0.0
@@ -154,7 +167,7 @@ class _Bucket:
         latest, loaded = list(self._latest), self._loaded
         if loaded is None or len(latest) >= LOADED_WEIGHT:
             return Point(self._size, _percentile(latest, 0.5), _percentile(latest, 0.95))
-        # The loaded point stands for the durations that are still missing.
+        # The loaded point stands in for each duration that is missing from LOADED_WEIGHT.
         missing = LOADED_WEIGHT - len(latest)
         size = (self._size * len(latest) + loaded.size * missing) / LOADED_WEIGHT
         p50_s = _percentile(latest + [loaded.p50_s] * missing, 0.5)
@@ -162,7 +175,7 @@ class _Bucket:
 
 
 def _percentile(durations: list[float], share: float) -> float:
-    """Return a percentile; of three and more durations never the largest, which may be an outlier."""
+    """Return a percentile: never the largest duration, which may be an outlier, unless it is the only one."""
     ascending = sorted(durations)
     rank = min(math.ceil(share * len(ascending)), max(len(ascending) - 1, 1)) if len(ascending) > 2 else 1
     return ascending[rank - 1]

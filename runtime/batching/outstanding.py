@@ -1,4 +1,4 @@
-"""Outstanding: what one worker was sent and has not finished, by order and batch."""
+"""Records which items one worker was sent and has not ended, in which order and in which batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T", bound=Sent)
 
 
 class BatchEnd(NamedTuple):
-    """A batch that has ended: how many items it had, their cost, and how long it ran."""
+    """An ended batch: its number of items, their total cost, and how long it ran (0 if unknown)."""
 
     size: int
     cost: float
@@ -27,7 +27,10 @@ class BatchEnd(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _SentBatch:
-    """The channels of invocations that run together. `started_s` is 0 while another batch is before it."""
+    """A batch that a worker was sent. `channels` are those of the items that have not ended.
+
+    `started_s` is 0 while all slots of the worker are busy with earlier batches.
+    """
 
     channels: set[int]
     size: int
@@ -39,19 +42,22 @@ class _SentBatch:
         self.started_s = self.started_s or now_s
 
     def remove(self, channel: int, cost: float) -> None:
-        """Take out an item that has ended; `cost` is 0 if it failed, for then its cost is not known."""
+        """Remove an item that has ended. `cost` is 0 if it failed: then its cost is unknown."""
         self.channels.discard(channel)
         self._cost += cost
         self._known += cost > 0
 
     def end(self, now_s: float) -> BatchEnd:
-        """Return its totals; items of unknown cost count as much as the mean of the others."""
+        """Return the totals of the batch. An item of unknown cost counts with the mean cost of the others."""
         seconds = now_s - self.started_s if self.started_s and self._cost else 0.0
         return BatchEnd(self.size, self._cost * self.size / max(1, self._known), seconds)
 
 
 class Outstanding(Generic[T]):
-    """By channel. A worker runs `slots` items at a time or, if `batching`, `slots` batches at a time."""
+    """The items that one worker has, by channel.
+
+    The worker runs `slots` items at a time or, if `batching`, `slots` batches at a time.
+    """
 
     def __init__(self, slots: int = 1, *, batching: bool = False) -> None:
         self.calls: dict[int, T] = {}
@@ -72,7 +78,7 @@ class Outstanding(Generic[T]):
         self.slots = slots
 
     def add(self, item: T, now_s: float) -> int:
-        """Add one item that runs by itself; return its channel."""
+        """Add an item that is in no batch, and return its channel."""
         if not self.calls:
             self._busy_since_s = now_s
         self._last_channel += 1
@@ -80,7 +86,7 @@ class Outstanding(Generic[T]):
         return self._last_channel
 
     def add_batch(self, items: list[T], now_s: float) -> list[int]:
-        """Add items that run together; return their channels, in order."""
+        """Add items that run together in one batch, and return their channels in the same order."""
         channels = [self.add(item, now_s) for item in items]
         batch = _SentBatch(set(channels), len(channels), now_s if self.batches < self.slots else 0.0)
         self._batches.append(batch)
@@ -88,7 +94,10 @@ class Outstanding(Generic[T]):
         return channels
 
     def remove(self, channel: int, now_s: float, cost: float = 1.0) -> tuple[T | None, BatchEnd | None]:
-        """Remove an ended item and return it, and its batch if that has ended; `cost` is 0 if it failed."""
+        """Remove an item that has ended; `cost` is 0 if it failed.
+
+        Return the item, None if it is not here, and a BatchEnd if it was the last item of its batch to end.
+        """
         item = self.calls.pop(channel, None)
         self._removed_s = now_s
         if item is not None and not self.calls:
@@ -105,13 +114,13 @@ class Outstanding(Generic[T]):
         return item, batch.end(now_s)
 
     def running(self) -> set[int]:
-        """Return the channels that the worker has started, or may have started: the oldest ones."""
+        """Return the channels that the worker may have started: those of the oldest items or batches."""
         if not self.batching:
             return set(islice(self.calls, self.slots))
         return {channel for batch in self._batches[: self.slots] for channel in batch.channels}
 
     def started_s(self, channel: int) -> float | None:
-        """Return the earliest time at which an item can have started; None while it is behind another."""
+        """Return the earliest time at which an item can have started; None while it waits for a slot."""
         if channel not in self.running():
             return None
         if (batch := self._batch_of.get(channel)) is not None:
@@ -120,14 +129,14 @@ class Outstanding(Generic[T]):
         return max(sent_s, self._removed_s) if self.slots == 1 else sent_s
 
     def batch_of(self, channel: int) -> set[int]:
-        """Return the channels that run together with this one and have not ended, this one included."""
+        """Return the channels of the batch of `channel` that have not ended, `channel` included."""
         return set(self._batch_of[channel].channels) if channel in self._batch_of else {channel}
 
     def channel_of(self, item: T) -> int | None:
         return next((channel for channel, sent in self.calls.items() if sent is item), None)
 
     def clear(self, now_s: float) -> None:
-        """Forget all items: their worker is gone."""
+        """Forget all items, because their worker is dead."""
         if self.calls:
             self.busy_s += now_s - self._busy_since_s
         self.calls.clear()
@@ -135,11 +144,14 @@ class Outstanding(Generic[T]):
         self._batch_of.clear()
 
     def total_busy_s(self, now_s: float) -> float:
-        """Return for how many seconds anything was outstanding."""
+        """Return for how many seconds in total the worker had at least one item."""
         return self.busy_s + (now_s - self._busy_since_s if self.calls else 0.0)
 
     def expected_at(self, now_s: float, curve: LatencyCurve) -> float:
-        """Return when the curve predicts a free slot: `now_s` if one is free, in the past if it is overdue."""
+        """Return when a slot will be free, according to `curve`.
+
+        It is `now_s` if a slot is free, and in the past if an item or batch takes longer than predicted.
+        """
         if (self.batches if self.batching else len(self.calls)) < self.slots:
             return now_s
         if not self.batching:

@@ -1,17 +1,20 @@
-"""Prefetch: how many invocations a worker asks for at a time. A pure function."""
+"""Computes how many invocations a worker asks for at a time."""
 
 from __future__ import annotations
 
-# A worker with invocations shorter than the way to the gateway and back holds so many seconds of work.
+# If invocations take less than this, a worker prefetches as many as take this long together. It covers the
+# round trip to the gateway, during which the worker would be idle.
 PREFETCH_S = 0.002
+# The largest number of prefetched invocations.
 MAX_PREFETCH = 32
 
 
 def window(slots: int, exec_s: float | None) -> int:
-    """Return how many invocations a worker asks for: what it can run and, for short ones, some in advance.
+    """Return how many invocations a worker asks for: `slots`, plus some to prefetch if they are short.
 
-    `exec_s` is the recent duration of one invocation, None before the first. A longer invocation would wait
-    here while another worker is free. The number prefetched is a power of two, so that it changes seldom.
+    `exec_s` is the mean duration of recent invocations, None before the first. Invocations of PREFETCH_S and
+    longer are not prefetched: they would wait at this worker while another one may be free. The number of
+    prefetched ones is a power of two, so that it seldom changes.
     """
     if exec_s is None or exec_s >= PREFETCH_S:
         return slots

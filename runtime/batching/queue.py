@@ -1,7 +1,7 @@
-"""The queue of one revision: admits or refuses what arrives, and selects the next batch. Pure.
+"""Admits or refuses the invocations that arrive for one revision, and selects the next batch. It does no I/O.
 
-Admission predicts when an invocation would end and refuses those that would miss their deadline, as Clockwork
-(OSDI '20) does; order is that of the fair queue; batches are formed by `batch_forming.py`.
+Admission predicts when an invocation would end, and refuses it if that is after its deadline, as Clockwork
+(OSDI '20) does. `fair_queue.py` decides the order, and `batch_forming.py` decides when a batch starts.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from .fair_queue import FIRST, FairQueue, Waiting
 from .latency_curve import LatencyCurve
 from .reservations import Reservations
 
-# The limits of Retry-After.
+# The smallest and the largest Retry-After.
 MIN_RETRY_S, MAX_RETRY_S = 0.05, 60.0
+# The weight of the latest measurement in the mean response time.
 SMOOTHING = 0.1
 
 
 class Item(Waiting, Protocol):
-    """What the queue reads of an invocation."""
+    """The attributes of an invocation that the queue reads."""
 
     body: bytes
     patient: bool
-    """True if it waits as long as it takes, as a stored job does: it is never refused for being late."""
+    """True for stored jobs: it may wait for any time, and is never refused because it would be late."""
     timeout_s: float
     """The time from its arrival to its deadline."""
     max_batch: int
@@ -39,7 +40,7 @@ T = TypeVar("T", bound=Item)
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Where batches run: how many at a time, and when the next one can start (now, if a slot is free)."""
+    """How many batches can run at a time on all workers, and when the next one can start."""
 
     count: int
     free_at_s: float
@@ -47,7 +48,7 @@ class Slots:
 
 @dataclass(frozen=True, slots=True)
 class Selection(Generic[T]):
-    """Run `batch`, refuse each of `refused`, or ask again at `wait_until_s`."""
+    """What the caller must do: run `batch`, refuse `refused`, and ask again at `wait_until_s`, if set."""
 
     batch: list[T] = field(default_factory=list)
     refused: list[T] = field(default_factory=list)
@@ -68,7 +69,7 @@ class Queue(Generic[T]):
         self._arrivals = ArrivalPattern()
         self._reservations = Reservations()
         self._reserved: set[int] = set()
-        # The mean time from the end of a batch until all its callers have their responses.
+        # The mean number of seconds from the end of a batch until all its callers have their responses.
         self._response_s = 0.0
 
     def __len__(self) -> int:
@@ -84,7 +85,10 @@ class Queue(Generic[T]):
     # -- arrivals
 
     def admit(self, item: T, now_s: float, slots: Slots) -> None:
-        """Add an item that just arrived. Raise QueueFull, or Overloaded if it would miss its deadline."""
+        """Add an item that just arrived.
+
+        Raise QueueFull if there is no place for it. Raise Overloaded if it would miss its deadline.
+        """
         if len(self._waiting) >= self._max_queue and self._has_share(item.tenant):
             raise QueueFull(
                 f"Function {self._name!r} has {len(self)} invocations waiting, its limit.",
@@ -98,13 +102,20 @@ class Queue(Generic[T]):
         self._waiting.add(item, first=first)
 
     def _has_share(self, tenant: str) -> bool:
-        """Return True if a tenant fills its share of the queue: no tenant can fill it for the others."""
+        """Return True if a tenant has no place left in a full queue.
+
+        The places are shared equally, so that one tenant cannot take those of the others. A tenant below its
+        share may exceed the limit of the queue, up to twice the limit.
+        """
         own = self._waiting.count(tenant)
         tenants = self._waiting.tenants + (not own)
         return own * tenants >= self._max_queue or len(self._waiting) >= 2 * self._max_queue
 
     def _check(self, item: T, now_s: float, slots: Slots) -> bool:
-        """Return True if the item has a reservation. Raise Overloaded if it would end too late."""
+        """Return True if the item has a reservation that lets it end in time: then it is served first.
+
+        Raise Overloaded if it would end after its deadline.
+        """
         reserved = self._reservations.use(item.tenant, item.body, now_s, item.timeout_s)
         if reserved and self._finish_s(len(self._reserved), now_s, slots) <= item.deadline_s:
             self._reserved.add(id(item))
@@ -115,21 +126,22 @@ class Queue(Generic[T]):
         return False
 
     def _finish_s(self, ahead: int, now_s: float, slots: Slots) -> float:
-        """Return when an item typically ends: after the rest of what runs, full batches ahead, and its own.
+        """Return when an item with `ahead` items before it is expected to end.
 
-        A strict bound would refuse items that the batch they join could still serve.
+        Before that, a slot must become free, the full batches before it must run, and then its own batch.
+        This uses the medians: with the 95th percentiles, many items would be refused that can end in time.
         """
         rounds, own = divmod(ahead, self.max_batch * slots.count)
         start_s = max(now_s, slots.free_at_s) + rounds * self.curve.typical(self.max_batch)
         return start_s + self.curve.typical(min(self.max_batch, own + 1))
 
     def _drained_s(self, waiting: int, now_s: float, slots: Slots) -> float:
-        """Return when `waiting` items will have been started."""
+        """Return when the batches of `waiting` items are expected to have ended."""
         rounds = math.ceil(waiting / (self.max_batch * slots.count))
         return max(now_s, slots.free_at_s) + rounds * self.curve.typical(self.max_batch)
 
     def refusal(self, item: T, now_s: float, slots: Slots) -> Overloaded:
-        """Return the error for a caller whose deadline cannot be met, and reserve a place for their retry."""
+        """Return the error for an item that would miss its deadline, and add a reservation for its retry."""
         wait_s = self._retry_s(now_s, slots)
         self._reservations.make(item.tenant, item.body, now_s, wait_s, item.timeout_s)
         return Overloaded(
@@ -139,22 +151,23 @@ class Queue(Generic[T]):
         )
 
     def _retry_s(self, now_s: float, slots: Slots) -> float:
+        """Return the seconds until all waiting items and open reservations are expected to have run."""
         waiting = len(self._waiting) + self._reservations.pending(now_s)
         return min(MAX_RETRY_S, max(MIN_RETRY_S, self._drained_s(waiting, now_s, slots) - now_s))
 
     def requeue(self, item: T) -> None:
-        """Add an item that a worker was sent and did not run."""
+        """Add an item again that was sent to a worker. It is not checked for its deadline or the limit."""
         self._waiting.add(item)
 
     def remove(self, item: T) -> bool:
-        """Remove an item; return False if it does not wait here."""
+        """Remove an item. Return False if it is not in the queue."""
         self._reserved.discard(id(item))
         return self._waiting.remove(item)
 
     # -- the next batch
 
     def next_batch(self, start_s: float) -> Selection[T]:
-        """Return what to run in a slot that is free at `start_s`, or until when to wait for more."""
+        """Return the batch for a slot that is free at `start_s`, or until when to wait for more items."""
         if not len(self._waiting):
             return Selection()
         if self.max_batch > 1 and (until_s := self._wait_until(start_s)) > start_s:
@@ -164,12 +177,16 @@ class Queue(Generic[T]):
 
     def _wait_until(self, now_s: float) -> float:
         queued = len(self._waiting)
+        # The slack of the most urgent item is computed for a batch that doubles while it waits.
         run_s = self.curve.bound(min(self.max_batch, 2 * queued)) + self._response_s
         slack_s = self._waiting.earliest_deadline_s() - now_s - run_s
         return wait_until(now_s, queued, self.max_batch, slack_s, self.curve, self._arrivals)
 
     def _form(self, start_s: float) -> tuple[list[T], list[T]]:
-        """Take the next batch from the queue; return it, and the items on the way that would be late."""
+        """Remove the next batch from the queue.
+
+        Return it, and the removed items that would miss their deadlines.
+        """
         most, batch, late = self.max_batch, list[T](), list[T]()
         while len(batch) < most and (item := self._waiting.pop(self.curve.mean_cost)) is not None:
             if item.max_batch and len(batch) >= item.max_batch:
@@ -186,7 +203,7 @@ class Queue(Generic[T]):
         return batch, late
 
     def _remove_late(self, start_s: float) -> list[T]:
-        """Remove and return waiting items that would be late even if they started now."""
+        """Remove and return waiting items that would miss their deadlines if they started at `start_s`."""
         removed: list[T] = []
         while late := [item for item in self._waiting.heads() if self._late(item, start_s, len(self))]:
             for item in late:
@@ -195,13 +212,15 @@ class Queue(Generic[T]):
         return removed
 
     def _refund(self, item: T) -> None:
+        """Undo the charge for an item that was removed from the queue and is not run now."""
         priority = FIRST if id(item) in self._reserved else item.priority
         self._waiting.charge(item.tenant, priority, -self.curve.mean_cost)
 
     def _late(self, item: T, start_s: float, batch: int) -> bool:
-        """Return True if an item that starts now, in the largest possible batch, would miss its deadline.
+        """Return True if an item would be late in a batch of `batch` items that starts at `start_s`.
 
-        This is the early drop of Nexus (SOSP '19). An item that is alone is never refused: it delays no other.
+        Such items are dropped early, as in Nexus (SOSP '19). An item that would be alone is never dropped: it
+        delays no other item.
         """
         if batch == 1 or item.patient or id(item) in self._reserved:
             return False
@@ -211,15 +230,15 @@ class Queue(Generic[T]):
     # -- results
 
     def observe_batch(self, now_s: float, items: int, cost: float, seconds: float) -> None:
-        """Learn from a batch that ended at `now_s` after `seconds` in its slot."""
+        """Learn from a batch of `items` items that ended at `now_s`, after it ran for `seconds`."""
         self.curve.observe(items, cost, seconds)
         if self.max_batch > 1:
             self._arrivals.observe_end(now_s, items, saving(self.curve))
 
     def observe_response(self, seconds: float) -> None:
-        """Learn how long it takes from the end of a batch until all its callers have their responses."""
+        """Learn that all callers of a batch had their responses `seconds` after the batch ended."""
         self._response_s += SMOOTHING * (seconds - self._response_s)
 
     def charge(self, item: T, cost: float) -> None:
-        """Charge the item's tenant its real cost in place of the mean it was charged."""
+        """Replace the mean cost that an item's tenant was charged by the item's real cost."""
         self._waiting.charge(item.tenant, item.priority, cost - self.curve.mean_cost)

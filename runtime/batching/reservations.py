@@ -1,8 +1,9 @@
-"""Retry reservations: a refused caller who retries when told to is served before new callers.
+"""Records reservations: a refused caller who retries when told to is served before new callers.
 
-Without them, obeying Retry-After under lasting overload would be no better than retrying at random. A caller
-is recognised by the tenant and a digest of the body, so clients need not know of reservations. Being refused
-gains nothing: a reservation covers only a call that is no more patient than the refused one.
+Without reservations, a caller who follows Retry-After during a long overload would do no better than one who
+retries at random. A caller is recognised by the tenant and a digest of the body, so clients need not know of
+reservations. A reservation is not valid for a retry with a much longer timeout than that of the refused
+request: otherwise a caller could first send a request that is sure to be refused, and so be served earlier.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from dataclasses import dataclass
 
 import xxhash
 
-# How much earlier (a share of the wait) or later a retry may come: clocks differ, Retry-After is rounded.
+# Tolerances, because clocks differ and Retry-After is rounded. EARLY: a retry may come earlier by this share
+# of the wait, and its timeout may be longer by this share. LATE_S: a retry may come this many seconds later.
 EARLY = 0.1
 LATE_S = 5.0
 MAX_RESERVATIONS = 10_000
@@ -28,17 +30,20 @@ class _Reservation:
 
 
 class Reservations:
-    """When each refused caller was told to retry."""
+    """The reservations that are not used yet, and when each is valid."""
 
     def __init__(self) -> None:
-        # In the order in which they were made; those of one key are closed in this order too.
+        # All reservations in the order in which they were made. Those of one key are also used in this order.
         self._open: OrderedDict[_Reservation, None] = OrderedDict()
         self._by_key: dict[bytes, deque[_Reservation]] = {}
 
     def make(
         self, tenant: str, body: bytes, now_s: float, wait_s: float, timeout_s: float = math.inf
     ) -> None:
-        """Reserve a place for a retry after `wait_s`; beyond the limit the oldest is dropped."""
+        """Add a reservation for a retry after `wait_s`.
+
+        If there are too many reservations, the oldest is dropped.
+        """
         begins_s, ends_s = now_s + (1 - EARLY) * wait_s, now_s + wait_s + LATE_S
         made = _Reservation(_key(tenant, body), begins_s, ends_s, timeout_s * (1 + EARLY))
         self._open[made] = None
@@ -47,7 +52,7 @@ class Reservations:
             self._close(next(iter(self._open)))
 
     def use(self, tenant: str, body: bytes, now_s: float, timeout_s: float = 0.0) -> bool:
-        """Return True if this caller holds a reservation for this moment. A reservation is used once."""
+        """Use up a reservation of this caller that is valid now. Return False if there is none."""
         self._expire(now_s)
         key = _key(tenant, body) if self._open else b""
         while own := self._by_key.get(key):
@@ -60,16 +65,17 @@ class Reservations:
         return False
 
     def pending(self, now_s: float) -> int:
-        """Return how many reservations may still be used."""
+        """Return the number of reservations. It may include some that have ended but are not the oldest."""
         self._expire(now_s)
         return len(self._open)
 
     def _expire(self, now_s: float) -> None:
+        """Forget the oldest reservations, up to the first that has not ended."""
         while self._open and (oldest := next(iter(self._open))).ends_s < now_s:
             self._close(oldest)
 
     def _close(self, first: _Reservation) -> None:
-        """Forget the first reservation of its key."""
+        """Forget a reservation, which must be the oldest of its key."""
         del self._open[first]
         own = self._by_key[first.key]
         own.popleft()

@@ -1,7 +1,7 @@
-"""The simulator runs the gateway's queue on a simulated clock, against workers that only take time.
+"""Runs the gateway's queue with a simulated clock and simulated workers.
 
-Admission, order, batch forming and assignment are the gateway's own code; only the durations of batches are
-modelled. So it predicts how a trace of arrivals would have been served, in a fraction of the time.
+Admission, order, batch forming and assignment are the gateway's own code. Only the durations of batches come
+from a model. So the simulator predicts in a short time how a trace of arrivals would have been served.
 """
 
 from __future__ import annotations
@@ -20,31 +20,33 @@ from .latency_curve import LatencyCurve, Point
 from .outstanding import Outstanding
 from .queue import Queue, Slots
 
+# The priority of every simulated call: the default of the gateway.
 PRIORITY = 3
-# The batch sizes that a worker measures before it is ready.
+# The sizes that the curve of `SimulatedFunction.curve` has, up to max_batch: powers of two, as workers
+# measure.
 MEASURED = (1, 2, 4, 8, 16, 32)
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedCall:
-    """A call whose result is of no use later than `timeout_s` after `at_s`."""
+    """A call that arrives at `at_s`, and whose deadline is `timeout_s` later."""
 
     at_s: float
     timeout_s: float = math.inf
     tenant: str = ""
     body: bytes = b""
     tries: int = 1
-    """2 for a retry."""
+    """1 for the first try of a call, 2 for its retry."""
 
 
 class CallOutcome(Enum):
     ON_TIME = "on_time"
     LATE = "late"
-    """It ran, but ended after its deadline."""
+    """It was sent to a worker, but did not end by its deadline."""
     REFUSED = "refused"
-    """Refused on arrival: it would not have ended in time."""
+    """Refused on arrival, because it was predicted to miss its deadline."""
     DROPPED = "dropped"
-    """Refused while it waited, for the sake of those behind it."""
+    """Refused while it waited, because it would have missed its deadline and delayed others."""
     EXPIRED = "expired"
     """Its deadline passed while it waited."""
     FULL = "full"
@@ -52,7 +54,10 @@ class CallOutcome(Enum):
 
 
 class SimulatedAttempt:
-    """A call on its way through the queue, and its outcome."""
+    """A call in the queue or at a worker, and its outcome once it has ended.
+
+    It has the attributes of an Item.
+    """
 
     def __init__(self, call: SimulatedCall) -> None:
         self.call = call
@@ -74,7 +79,7 @@ class SimulatedAttempt:
 def poisson(
     rate: float, count: int, *, timeout_s: float = math.inf, tenant: str = "", seed: int = 1
 ) -> Iterator[SimulatedCall]:
-    """Yield `count` calls at random, `rate` a second on average, each with another body."""
+    """Yield `count` calls at random times, `rate` per second on average, each with a different body."""
     draw, at_s = random.Random(seed), 0.0  # noqa: S311  a model of chance
     for number in range(count):
         at_s += draw.expovariate(rate)
@@ -83,11 +88,15 @@ def poisson(
 
 @dataclass(frozen=True, slots=True)
 class DurationModel:
-    """How long batches take: linear between points (size, seconds) and beyond, times a random factor."""
+    """How long batches take: a mean for the size, times a random factor.
+
+    The mean is linear between the points, which are (size, seconds). Above the last point it continues the
+    last line, and up to the first point it is constant.
+    """
 
     points: tuple[tuple[float, float], ...]
     noise: float = 0.05
-    """The standard deviation of the factor."""
+    """The standard deviation of the factor, which has the mean 1."""
 
     def mean_s(self, size: float) -> float:
         points = self.points
@@ -103,7 +112,7 @@ class DurationModel:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedFunction:
-    """The function that the calls invoke."""
+    """The function that the calls invoke, and its workers."""
 
     durations: DurationModel
     max_batch: int = 32
@@ -112,11 +121,12 @@ class SimulatedFunction:
     """How many batches one worker runs at a time."""
     max_queue: int = 1000
     transit_s: float = 0.0005
-    """The time from the gateway to a worker, and back."""
+    """The time from the gateway to a worker. The way back takes the same time."""
     seed: int = 1
 
     def curve(self) -> LatencyCurve:
-        """Return the curve as the first worker would have measured it."""
+        """Return the latency curve that the first worker would have measured."""
+        # 95 % of normally distributed values are below the mean plus 1.645 standard deviations.
         spread = 1 + 1.645 * self.durations.noise
         means = [(size, self.durations.mean_s(size)) for size in MEASURED if size <= self.max_batch]
         transit_s = 2 * self.transit_s
@@ -124,14 +134,14 @@ class SimulatedFunction:
 
 
 class SimulatedWorker:
-    """A worker, and when each of its slots will have ended what it was sent."""
+    """A worker. `_free_s` says for each slot when it will have run all the batches it was given."""
 
     def __init__(self, slots: int) -> None:
         self.outstanding: Outstanding[SimulatedAttempt] = Outstanding(slots, batching=True)
         self._free_s = [0.0] * slots
 
     def run(self, arrives_s: float, seconds: float) -> float:
-        """Run a batch in the slot that is free first; return when it ends."""
+        """Run a batch, which takes `seconds`, in the slot that is free first. Return when it ends."""
         slot = self._free_s.index(min(self._free_s))
         self._free_s[slot] = max(arrives_s, self._free_s[slot]) + seconds
         return self._free_s[slot]
@@ -139,25 +149,25 @@ class SimulatedWorker:
 
 @dataclass(slots=True)
 class Run:
-    """The outcomes of a run."""
+    """The outcomes of a run. `sizes` are those of its batches, and `span_s` is the time of its last event."""
 
     attempts: list[SimulatedAttempt] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     busy_s: float = 0.0
-    """The sum over all slots."""
+    """The seconds in which batches ran, summed over all slots."""
     span_s: float = 0.0
     slots: int = 1
 
 
 class Simulator:
-    """One run of calls at given times, and of those that their callers make after them."""
+    """One run of calls at given times, and of further calls that their callers make after an outcome."""
 
     def __init__(
         self, function: SimulatedFunction, *, curve: LatencyCurve | None = None,
         queue_type: type[Queue[SimulatedAttempt]] = Queue,
         next_call: Callable[[SimulatedAttempt], SimulatedCall | None] = lambda _attempt: None,
     ) -> None:  # fmt: skip
-        """`next_call` returns what the caller of an ended attempt does next: a retry, or another call."""
+        """`next_call` returns what an ended attempt's caller sends next: a retry, another call, or None."""
         curve = curve or function.curve()
         limits = {"max_batch": function.max_batch, "max_queue": function.max_queue}
         self.queue = queue_type("simulated", curve=curve, **limits)
@@ -171,7 +181,7 @@ class Simulator:
         self._dispatch_s = math.inf
 
     def run(self, calls: Iterable[SimulatedCall], until_s: float = math.inf) -> Run:
-        """Run calls, which are in the order of their times, until the last has ended or the time is up."""
+        """Run calls, which must be ordered by time, until all have ended or the clock is at `until_s`."""
         self._arrive_next(iter(calls))
         now_s = 0.0
         while self._events and self._events[0][0] <= until_s:
@@ -193,7 +203,7 @@ class Simulator:
     def _at(self, when_s: float, happen: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (when_s, next(self._numbers), happen))
 
-    # -- the gateway, as runtime/serving/dispatcher.py does it
+    # -- the gateway: the same steps as in runtime/serving/dispatcher.py
 
     def _arrive(self, attempt: SimulatedAttempt, now_s: float) -> None:
         self._run.attempts.append(attempt)
@@ -239,7 +249,7 @@ class Simulator:
                 self._at(selection.wait_until_s, self._on_timer)
 
     def _on_timer(self, now_s: float) -> None:
-        """Dispatch, if this timer was not set again to a later time."""
+        """Dispatch, unless the timer was set to a later time meanwhile."""
         if now_s >= self._dispatch_s:
             self._dispatch_s = math.inf
             self._dispatch(now_s)

@@ -1,1 +1,1 @@
-"""Pure policy of the number of workers: `decide(spec, stats, now)`. No I/O and no clock."""
+"""Decides how many workers a revision has. It does no I/O and reads no clock."""

@@ -1,7 +1,7 @@
-"""The autoscaler decides how many workers a revision should have. Pure: no I/O, no clock.
+"""Decides how many workers a revision should have. It does no I/O and reads no clock.
 
-It scales on concurrency (invocations waiting and running for each worker), as Knative's pod autoscaler does,
-and scales down only after an idle timeout.
+The number depends on the load (the waiting and the running invocations) divided by the concurrency of one
+worker, as in Knative's pod autoscaler. A worker is stopped only after its idle timeout.
 """
 
 from __future__ import annotations
@@ -9,15 +9,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-# One more worker is wanted when this share of the workers' concurrency is in use, before all of it is.
+# The load should use at most this share of the workers' concurrency: above it one more worker is started,
+# before invocations have to wait.
 NEAR_LIMIT = 0.8
-# Idle workers that the load justifies are checked again after their idle timeout, at most this often.
+# Idle workers that the load needs are checked again after one idle timeout, but not sooner than after this.
 MIN_RECHECK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleSpec:
-    """The owner's limits. `concurrency` is how many invocations one worker runs at a time."""
+    """The owner's limits. `buffer` is how many workers to have above the need while there is any load.
+
+    `concurrency` is how many invocations one worker runs at a time, those of all its batches included.
+    """
 
     min: int = 0
     max: int = 4
@@ -28,7 +32,10 @@ class ScaleSpec:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """The present state. `idle_since_s` holds a time for each ready worker without work, oldest first."""
+    """The present state. `idle_since_s` has one time for each ready worker without work, the earliest first.
+
+    `prewarm` is the number of workers that are wanted now even without load.
+    """
 
     queued: int
     in_flight: int
@@ -40,7 +47,10 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Start and stop so many workers, the longest idle first; decide again at `wake_at_s`, if given."""
+    """How many workers to start, and how many to stop, the longest idle first.
+
+    Decide again at `wake_at_s`, if set.
+    """
 
     start: int = 0
     stop: int = 0
@@ -48,10 +58,11 @@ class Decision:
 
 
 def wanted(spec: ScaleSpec, stats: Stats) -> int:
-    """Return how many workers the present load needs, within the owner's limits."""
+    """Return how many workers the present load and `prewarm` need, within the owner's limits."""
     load = stats.queued + stats.in_flight
     need = math.ceil(load / spec.concurrency)
-    # A load of one is a single caller that sends one request after the other: no sign of more to come.
+    # A load of one is typically a single caller that sends its requests one after the other. It is no sign
+    # that the load will grow, so one worker is enough.
     if load > 1:
         need = max(need, math.ceil(load / (spec.concurrency * NEAR_LIMIT)))
     if load:
@@ -60,17 +71,17 @@ def wanted(spec: ScaleSpec, stats: Stats) -> int:
 
 
 def sufficient_load(spec: ScaleSpec, stats: Stats) -> float:
-    """Return the largest load, waiting and running, for which ready and starting workers suffice."""
+    """Return the largest load for which the present workers suffice; infinity if there are `max`."""
     have = stats.ready + stats.starting
     if have >= spec.max:
         return math.inf
-    # The buffer is started with the first load.
+    # Any load also needs the buffer. If only the buffer's workers are there, or fewer, no load suffices.
     enough = have - spec.buffer
     return max(1.0, enough * spec.concurrency * NEAR_LIMIT) if enough > 0 else 0.0
 
 
 def decide(spec: ScaleSpec, stats: Stats, now_s: float) -> Decision:
-    """Return what to do at `now_s`. Scaling up is never delayed, scaling down only by the idle timeout."""
+    """Return what to do at `now_s`. Workers start without a delay, and stop after the idle timeout."""
     have = stats.ready + stats.starting
     want = wanted(spec, stats)
     if want > have:
@@ -80,7 +91,8 @@ def decide(spec: ScaleSpec, stats: Stats, now_s: float) -> Decision:
     stop = min(spare, expired)
     left = stats.idle_since_s[stop:]
     wake = left[0] + spec.idle_timeout_s if left and spare > stop else None
-    # No event tells when the load that justifies the idle workers has become less.
+    # The load needs all the workers, idle ones included. No event reports that it has become less: check
+    # again later.
     if wake is None and left and stats.in_flight:
         wake = now_s + max(spec.idle_timeout_s, MIN_RECHECK_S)
     return Decision(stop=stop, wake_at_s=wake)

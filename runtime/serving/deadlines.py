@@ -1,7 +1,8 @@
-"""Deadlines: a timer for each invocation, and the errors of those that run out of time.
+"""Keeps a timer for each invocation, and has the errors of invocations whose time is over.
 
-Nearly all invocations end long before their deadline, so setting and cancelling must be cheap: a timer far
-ahead is one entry in a slot of a second, as in a timing wheel (Varghese and Lauck, SOSP '87).
+Nearly all invocations end long before their deadline, so it must be cheap to set and to cancel a timer. A
+time that is not soon is only an entry in a slot, which holds the invocations of one second. Their real timers
+start when the slot opens, as in a timing wheel (Varghese and Lauck, SOSP '87).
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ from collections.abc import Callable
 from ...errors import ActivationTimeout, DeadlineExceeded
 from .invocation import Invocation
 
-# An invocation gets its own timer only this long before it is due.
+# An invocation that is due within this time gets its own timer. A later one waits in a slot, which opens
+# SOON_S / 2 to SOON_S before it is due.
 SOON_S = 2.0
-# A timer may fire this much early.
+# Tolerance: a time at most this far in the future counts as reached, because timers may fire slightly early.
 EARLY_S = 0.001
 
 _Slot = dict[Invocation, float]
 
 
 class Deadlines:
-    """At most one timer for each invocation."""
+    """The timers of invocations, at most one for each. `on_due` is called with an invocation that is due."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_due: Callable[[Invocation], None]) -> None:
         self._loop = loop
@@ -31,7 +33,7 @@ class Deadlines:
         self._timers: dict[Invocation, asyncio.TimerHandle | _Slot] = {}
 
     def set(self, invocation: Invocation, when_s: float, now_s: float) -> None:
-        """Call `on_due` at `when_s`, and not at the time that was set before."""
+        """Make an invocation due at `when_s`. This replaces the time that was set before."""
         if invocation in self._timers:
             self.cancel(invocation)
         if when_s - now_s <= SOON_S:
@@ -59,14 +61,18 @@ class Deadlines:
         self._on_due(invocation)
 
     def _open(self, second: int) -> None:
-        """Start a timer for each invocation of a slot that still waits."""
+        """Start a timer for each invocation that is still in the slot of `second`."""
         now_s = time.monotonic()
         for invocation, when_s in self._slots.pop(second).items():
             self._start(invocation, when_s - now_s)
 
 
 def limit_s(invocation: Invocation, now_s: float) -> float:
-    """Return when to look at an invocation next: when its hold time, its call or its own time is over."""
+    """Return when to check an invocation next.
+
+    If a worker has it, that is its deadline or the end of its time for one handler call. If it waits, that is
+    its deadline or the end of its hold time, unless that is over.
+    """
     if invocation.worker:
         return min(invocation.deadline_s, invocation.execution_deadline_s)
     holding = invocation.hold_until_s > now_s + EARLY_S

@@ -1,6 +1,6 @@
-"""The dispatcher: the invocations of one revision that wait for a worker, and those that run.
+"""Queues the invocations of one revision, sends them to workers, and ends them.
 
-It alone changes an invocation's state: it queues, sends, limits, requeues and ends invocations.
+Only the dispatcher changes the state of an invocation.
 """
 
 from __future__ import annotations
@@ -24,29 +24,33 @@ from .latency_curve_store import LatencyCurveStore
 from .pool import Pool
 from .replica import Replica
 
+# How many attempts an idempotent invocation has if its workers die.
 MAX_ATTEMPTS = 3
+# A worker is replaced if it has not ended a cancelled invocation this long after the invocation's deadline.
 CANCEL_GRACE_S = 5.0
-# How long an async handler has to react to its interruption.
+# A worker is replaced if its async handler has not ended this long after it was interrupted.
 INTERRUPT_S = 1.0
+# The weight of the latest activation in the mean time of an activation.
 SMOOTHING = 0.3
-# The latency curve learns from one in so many single invocations: they are alike, and learning costs time.
+# Without batches, the latency curve learns from one in this many invocations of a worker: their durations are
+# similar, and learning takes processor time.
 OBSERVED_EVERY = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How a revision treats its invocations, from its settings and its handler."""
+    """How a revision treats its invocations. This follows from its settings and its handler."""
 
     scale: autoscaler.ScaleSpec
     timeout_s: float = 600.0
     execution_timeout_s: float | None = None
     max_batch: int = 1
-    """How many invocations a worker runs together."""
+    """The largest number of invocations in one batch; 1 if the handler takes no batches."""
     interruptible: bool = False
-    """True for async handlers."""
+    """True for async handlers, whose handler calls can be cancelled."""
     streaming: bool = False
     aggregates: bool = True
-    """True if all pieces of a streamed output together are a job's output."""
+    """True if the output of a job is the list of all pieces of a streamed output."""
     hold_s: float = 60.0
     max_queue: int = 1000
     max_body_bytes: int = 20 << 20
@@ -56,13 +60,16 @@ class Policy:
 
 
 class Dispatcher:
-    """Sends invocations to the workers of one revision and sees each to its end, on one event loop."""
+    """Sends the invocations of one revision to its workers, and ends each of them.
+
+    It runs on one event loop.
+    """
 
     def __init__(
         self, spec: WorkerSpec, policy: Policy, pool: Pool, curves: LatencyCurveStore,
         on_left: Callable[[], None],
     ) -> None:  # fmt: skip
-        """`on_left` is called when an invocation leaves without a result: fewer workers may be needed."""
+        """`on_left` is called when fewer workers may be needed: after a cancellation or a time limit."""
         self.queue: Queue[Invocation] = Queue(
             spec.function, max_batch=policy.max_batch, max_queue=policy.max_queue
         )
@@ -83,7 +90,10 @@ class Dispatcher:
         self.queue.configure(max_batch=policy.max_batch, max_queue=policy.max_queue)
 
     def close(self) -> None:
-        """Send nothing more; fail what waits, and what ending workers return."""
+        """Send nothing more.
+
+        Fail the waiting invocations, and later those that workers give back when they exit.
+        """
         self._closed = True
         self.fail_queued(self._retired())
         if self._batch_timer is not None:
@@ -92,7 +102,10 @@ class Dispatcher:
     # -- arrivals
 
     def submit(self, invocation: Invocation) -> bool:
-        """Send it to a free worker and return True, or queue it. Raise QueueFull, Overloaded, RevisionRetired."""
+        """Send an invocation to a free worker and return True, or queue it and return False.
+
+        Raise RevisionRetired after `close`. Raise QueueFull or Overloaded if the queue refuses it.
+        """
         if self._closed:
             raise self._retired()
         now_s = time.monotonic()
@@ -107,7 +120,11 @@ class Dispatcher:
         return False
 
     def _slots(self, now_s: float) -> Slots:
-        """Return the slots, those of starting workers included; a single invocation is a batch of one."""
+        """Return the slots of all workers, those of starting workers included.
+
+        Without batches, each invocation counts as a batch of one. If no worker is ready, a slot is expected
+        to be free when the oldest activation has taken the mean time of an activation.
+        """
         ready = self._pool.ready
         at_once = max(1, self._policy.scale.concurrency // self._policy.max_batch)
         count = sum(replica.outstanding.slots for replica in ready) + at_once * self._pool.starting
@@ -118,7 +135,7 @@ class Dispatcher:
         return Slots(max(count, at_once), max(now_s, asked_s + self._activation_s))
 
     def requeue(self, invocation: Invocation) -> None:
-        """Queue an invocation again that its worker did not run."""
+        """Queue an invocation again that its worker gave back or did not end."""
         if invocation.ended:
             return
         invocation.mark_requeued()
@@ -132,7 +149,7 @@ class Dispatcher:
     # -- to the workers
 
     def dispatch(self) -> None:
-        """Send what waits to workers that have room."""
+        """Send waiting invocations to workers that have room."""
         now_s = time.monotonic()
         for replica, selection in assign(self.queue, self._pool.pick, self._pool.ready, now_s):
             for invocation in selection.refused:
@@ -159,14 +176,15 @@ class Dispatcher:
                 invocation.on_sent()
 
     def cancel(self, invocation: Invocation) -> None:
-        """The caller has disconnected: remove the invocation from the queue, or cancel it at its worker."""
+        """Remove a disconnected caller's invocation from the queue, or cancel it at its worker."""
         self._deadlines.cancel(invocation)
         invocation.abandon()
         self._remove(invocation)
 
     def _remove(self, invocation: Invocation) -> None:
         if not self.queue.remove(invocation) and (replica := self._replica_of(invocation)) is not None:
-            # A plain handler cannot be interrupted: it may finish, but not outlive the deadline it was given.
+            # A plain handler cannot be interrupted. It may run until the invocation's deadline and
+            # CANCEL_GRACE_S longer, then its worker is replaced.
             left_s = max(0.0, invocation.deadline_s - time.monotonic())
             replica.cancel(invocation, left_s + CANCEL_GRACE_S)
         self._on_left()
@@ -175,7 +193,7 @@ class Dispatcher:
         return next((one for one in self._pool.replicas if one.name == invocation.worker), None)
 
     def fail_queued(self, error: PilotflameError) -> None:
-        """Fail all that wait: no worker will run them."""
+        """Fail all waiting invocations with `error`, because no worker will run them."""
         for invocation in list(self.queue):
             self.queue.remove(invocation)
             self._fail(invocation, error)
@@ -189,7 +207,7 @@ class Dispatcher:
             f"Revision {self._spec.revision} was stopped before this invocation could run."
         )
 
-    # -- limits of time
+    # -- time limits
 
     def _limit_execution(self, invocation: Invocation, now_s: float, until_s: float) -> None:
         invocation.limit_execution(until_s)
@@ -210,14 +228,20 @@ class Dispatcher:
             self._deadlines.set(invocation, deadlines.limit_s(invocation, now_s), now_s)
 
     def _on_overrun(self, invocation: Invocation, now_s: float) -> None:
-        """A call took longer than execution_timeout_s, or the invocation waited behind another."""
+        """Handle an invocation that was sent, or whose batch had a new handler call, execution_timeout_s ago.
+
+        If it started later, because it waited for other invocations at the worker, it gets more time.
+        Otherwise its handler call took too long: then it fails or, if it runs in a batch, the whole batch is
+        repeated.
+        """
         replica, limit_s = self._replica_of(invocation), self._policy.execution_timeout_s
         if replica is None or limit_s is None:
             return
         started_s = replica.started_s(invocation)
         if started_s is None or now_s < started_s + limit_s - EARLY_S:
             self._limit_execution(invocation, now_s, (now_s if started_s is None else started_s) + limit_s)
-        # One of the batch may be the cause: replacing the worker runs each of them again, alone.
+        # It is not known which invocation of the batch is the cause. Replace the worker: then each of them
+        # runs again, not in a batch.
         elif invocation.batch_size > 1:
             replica.replace(invocation)
         else:
@@ -229,7 +253,11 @@ class Dispatcher:
         self._on_left()
 
     def restart_execution(self, invocations: list[Invocation]) -> None:
-        """Their handler is called again, with fewer of them: each call has the full time."""
+        """Give `invocations`, the rest of a batch, the full execution_timeout_s again.
+
+        Their worker makes one more handler call for a part of them, and the limit applies to each handler
+        call.
+        """
         now_s, limit_s = time.monotonic(), self._policy.execution_timeout_s
         for invocation in invocations:
             if limit_s is not None and not invocation.ended:
@@ -241,7 +269,7 @@ class Dispatcher:
         self, replica: Replica, invocation: Invocation, outcome: Output | PilotflameError,
         timing: WorkerTiming, now_s: float, batch: BatchEnd | None,
     ) -> None:  # fmt: skip
-        """End an invocation, and learn from what it took."""
+        """End an invocation with its outcome, and learn from its duration and cost."""
         timeline = invocation.timeline
         timeline.mark_completed(now_s, timing)
         if replica.outstanding.batching:
@@ -262,22 +290,27 @@ class Dispatcher:
             return
         now_s = time.monotonic()
         self.queue.observe_batch(now_s, *batch)
-        # When this turn of the loop ends, all callers of the batch have their responses.
+        # At the end of this iteration of the event loop, the responses of the whole batch have been sent.
         if self._policy.max_batch > 1:
             self._loop.call_soon(self._observe_response, now_s)
 
     def _observe_response(self, ended_s: float) -> None:
-        """Learn what a response takes: this turn of the loop, and as much on the caller's side."""
+        """Learn the time from the end of a batch to its last response.
+
+        This assumes that receiving the responses takes the callers as long as this iteration of the event
+        loop.
+        """
         self.queue.observe_response(2 * (time.monotonic() - ended_s))
 
     def adopt(self, replica: Replica) -> None:
-        """A worker is ready: take its latency curve, or the stored one of its device, and dispatch."""
+        """Dispatch to a new ready worker. Load the curve it measured, or the stored one of its device."""
         self.limit_batch()
         curve = self.queue.curve
         if replica.measured:
             curve.load(replica.measured)
         else:
-            # The time of an activation that measured a curve is no typical one: it is measured once.
+            # An activation in which the curve was measured took longer than later ones, which do not measure.
+            # So it does not count in the mean.
             took_s = replica.activation.ready_s - replica.activation.asked_s
             self._activation_s += (SMOOTHING if self._activation_s else 1.0) * (took_s - self._activation_s)
             if replica.device != self._device:
@@ -286,22 +319,26 @@ class Dispatcher:
         self.dispatch()
 
     def limit_batch(self) -> None:
-        """A batch may go to any worker, so it must fit into the memory of each."""
+        """Limit batches to what fits into the memory of every ready worker: each may get any batch."""
         limits = [replica.batch_limit for replica in self._pool.ready if replica.batch_limit is not None]
         self.queue.configure(max_batch=max(1, min([self._policy.max_batch, *limits])))
 
     def recover(self, unstarted: list[Invocation], started: list[Invocation], cause: str) -> None:
-        """A worker died: requeue what it had not started; repeat or fail what it had."""
+        """Queue the unstarted invocations of a dead worker again. Repeat or fail those that it had started.
+
+        `cause` says how the worker ended.
+        """
         repeated = [invocation for invocation in started if self._may_repeat(invocation, cause)]
         for invocation in [*repeated, *unstarted]:
             self.requeue(invocation)
         self.dispatch()
 
     def _may_repeat(self, invocation: Invocation, cause: str) -> bool:
-        """Return True if an invocation may run again; otherwise fail it.
+        """Return True if an invocation whose worker died may run again. Otherwise fail it.
 
-        A batch is repeated one by one, whether idempotent or not: any one of it may have killed the worker,
-        and batch handlers are called again with a part of the batch after an error anyway.
+        The invocations of a batch are repeated one by one, also if they are not idempotent: it is not known
+        which of them killed the worker, and after an error batch handlers are called again with parts of the
+        batch anyway.
         """
         harmless = self._policy.idempotent and invocation.stream is None
         if invocation.batch_size > 1 or (harmless and invocation.attempt < MAX_ATTEMPTS):
@@ -315,7 +352,7 @@ class Dispatcher:
         return False
 
     async def store_curve(self) -> None:
-        """Write how fast the workers were, for the next activation; not if nothing new is known."""
+        """Store the latency curve for later activations, if it differs enough from the stored one."""
         points = self.queue.curve.points
         if points and self._curves.differs(self._device, points):
             await asyncio.to_thread(self._curves.write, self._device, points)

@@ -1,4 +1,4 @@
-"""An invocation: one request, from acceptance to response."""
+"""Defines an invocation: one request, from its acceptance to its response, and the stream of its output."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ from ...errors import PilotflameError
 from ..telemetry.timeline import Activation, Timeline
 
 NORMAL, LAST = 3, 5
-"""Priorities: the default, and the one of invocations that can wait. 1 is served first."""
+"""Priorities: NORMAL is the default, and LAST is for invocations that can wait. 1 is served first."""
 
 
 class Output(NamedTuple):
-    """What the handler returned, encoded by the worker; nothing on the way decodes it."""
+    """What the handler returned, as the worker encoded it. The gateway does not decode it."""
 
     payload: bytes
     content_type: str
 
 
 class Stream:
-    """The pieces of a streamed output on their way to the caller, bounded by the worker's credit."""
+    """The pieces of a streamed output that have arrived from the worker and were not read yet.
+
+    The worker may send only as much as its credit allows, which grows when pieces are consumed.
+    """
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
@@ -33,11 +36,11 @@ class Stream:
 
     @property
     def ready(self) -> bool:
-        """True if `take` returns at once."""
+        """True if `take` returns without waiting."""
         return bool(self._pieces) or self._closed
 
     def connect(self, grant: Callable[[int], None]) -> None:
-        """Call `grant` with how many more pieces the worker may send, from now on."""
+        """Set `grant`. It is called with the number of further pieces that the worker may send."""
         self._grant = grant
 
     def put(self, piece: bytes) -> None:
@@ -49,7 +52,10 @@ class Stream:
         self._arrived.set()
 
     async def take(self) -> list[bytes]:
-        """Wait for pieces and return all that have arrived; an empty list at the end. Safe to cancel."""
+        """Wait for pieces, and return all that have arrived; [] at the end of the stream.
+
+        If it is cancelled, no piece is lost.
+        """
         while not self._pieces:
             if self._closed:
                 return []
@@ -59,17 +65,18 @@ class Stream:
         return pieces
 
     def consumed(self, count: int) -> None:
-        """The reader has `count` of the taken pieces: let the worker send as many more."""
+        """Let the worker send `count` more pieces, because the reader has received as many."""
         if self._grant is not None:
             self._grant(count)
 
 
 @dataclass(eq=False, slots=True)
 class Invocation:
-    """A request, which never changes, and the state of its execution, which only the dispatcher changes.
+    """A request, and the state of its execution.
 
-    It ends once: with an output, with an error, or abandoned by its caller. The first end counts. Times are
-    in monotonic seconds.
+    The request never changes, and only the dispatcher changes the state. An invocation ends once: with an
+    output, with an error, or because its caller has gone. Later ends are ignored. Times are in monotonic
+    seconds.
     """
 
     id: str
@@ -77,27 +84,33 @@ class Invocation:
     _: KW_ONLY
     now_s: InitVar[float]
     deadline_s: float
-    """When it must have ended; with `execution_s`, when it must have been sent."""
+    """By when it must end.
+
+    If `execution_s` is set: by when it must be sent, and after that by when it must end.
+    """
     hold_until_s: float
-    """Until when it may wait while no worker is ready."""
+    """It fails if it waits and no worker is ready at this time."""
     content_type: str = ""
     accept: str = ""
     """The media types that the caller wants; "" for any."""
     traceparent: str = ""
     streaming: InitVar[bool] = False
     extra: Mapping[str, Any] | None = None
-    """JSON that the handler finds in `context.extra`."""
+    """Data that the handler can read from `context.extra`. It must be possible to encode it as JSON."""
     execution_s: float | None = None
-    """The time it has once it is sent, as a stored job has. It is never refused for being late."""
+    """Only for stored jobs: how many seconds it has to end after it was sent.
+
+    It is never refused as too late.
+    """
     tenant: str = ""
-    """It shares the workers fairly with other tenants."""
+    """Whose invocation it is. The queue shares the workers fairly between tenants."""
     priority: int = NORMAL
     on_sent: Callable[[], None] | None = None
-    """Called each time it is sent to a worker."""
+    """Called each time the invocation is sent to a worker."""
     on_progress: Callable[[bytes], None] | None = None
     """Called with each progress report, as JSON."""
     on_end: Callable[[], None] | None = None
-    """Called at once when it has an output or an error; not if it was abandoned."""
+    """Called as soon as the invocation has an output or an error, but not if its caller has gone."""
     output: asyncio.Future[Output] = field(init=False)
     stream: Stream | None = field(init=False)
     timeline: Timeline = field(init=False)
@@ -105,14 +118,14 @@ class Invocation:
     patient: bool = field(init=False)
     ended: bool = field(init=False, default=False)
     execution_deadline_s: float = field(init=False, default=math.inf)
-    """When the present call of the handler has taken too long; infinity while no worker has it."""
+    """When the present handler call exceeds its time limit; infinity without a limit or a worker."""
     attempt: int = field(init=False, default=1)
     max_batch: int = field(init=False, default=0)
     """The size of the largest batch it may run in; 0 for no limit."""
     batch_size: int = field(init=False, default=1)
-    """How many were sent to its worker together, itself included."""
+    """The number of invocations that were sent to its worker in one batch, itself included."""
     worker: str = field(init=False, default="")
-    """The name of the worker that has it, or had it when it ended."""
+    """The name of the worker that it was last sent to; "" while it waits."""
     _cold: bool = field(init=False, default=False)
 
     def __post_init__(self, now_s: float, streaming: bool) -> None:
@@ -127,7 +140,10 @@ class Invocation:
         return self.timeline.sent_s
 
     def head(self, now_s: float, more: int = 0) -> dict[str, Any]:
-        """Return what the worker gets beside the body; `more` invocations of its batch follow."""
+        """Return what is sent to the worker with the body.
+
+        `more` is the number of invocations of its batch that follow.
+        """
         head: dict[str, Any] = {"id": self.id, "remaining_s": self.deadline_s - now_s}
         if more:
             head["more"] = more
@@ -143,10 +159,10 @@ class Invocation:
             head["extra"] = self.extra
         return head
 
-    # -- transitions, in the order in which they happen; called by the dispatcher
+    # -- changes of state, in the order in which they happen; called by the dispatcher
 
     def mark_queued(self, *, cold: bool) -> None:
-        """It waits; `cold` if no worker is ready."""
+        """The invocation waits in the queue. `cold` is True if no worker is ready."""
         self._cold = cold
 
     def mark_sent(self, worker: str, batch_size: int, now_s: float, activation: Activation) -> None:
@@ -160,13 +176,16 @@ class Invocation:
         self.execution_deadline_s = deadline_s
 
     def mark_requeued(self) -> None:
-        """Its worker did not run it, or died: it waits for another."""
+        """The invocation waits again, because its worker gave it back or died."""
         self.worker, self.execution_deadline_s = "", math.inf
         if self.execution_s is not None:
             self.deadline_s = self.hold_until_s
 
     def mark_repeated(self) -> None:
-        """It runs again; alone, if it ran in a batch that killed its worker."""
+        """The invocation will run again.
+
+        If its worker died while it ran a batch, it will not run in a batch.
+        """
         self.attempt += 1
         if self.batch_size > 1:
             self.max_batch = self.batch_size = 1
@@ -186,11 +205,12 @@ class Invocation:
                 self.on_end()
 
     def abandon(self) -> None:
-        """The caller no longer waits."""
+        """The invocation ends because its caller has gone."""
         if self._end():
             self.output.cancel()
 
     def _end(self) -> bool:
+        """End the invocation. Return True if this is the first end and `output` was not cancelled."""
         if self.ended:
             return False
         self.ended = True

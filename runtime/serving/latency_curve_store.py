@@ -1,4 +1,4 @@
-"""Latency curves on disk: how fast one code with one snapshot is, by device."""
+"""Stores latency curves on disk: how fast a handler's code is with its weights, for each device."""
 
 from __future__ import annotations
 
@@ -15,29 +15,38 @@ from ...errors import SnapshotError
 from ...snapshot.publish import publish
 from ..batching.latency_curve import Point
 
+# At most this many points of each curve are read from a file.
 MAX_POINTS = 64
-# A median that moved by less than both is not written: workers start and stop often, and disks are slow.
+# A curve is written only if a median changed by more than MIN_CHANGE_S seconds and by more than this share of
+# the old median (MIN_CHANGE), or if the number of points changed: workers stop often, and disks are slow.
 MIN_CHANGE_S, MIN_CHANGE = 0.001, 0.2
-# The oldest files, which belong to revisions that are long gone, are removed.
+# If there are more files than this, the oldest are removed: they belong to revisions that were replaced long
+# ago.
 MAX_FILES = 500
 _FORMAT = TypeAdapter(dict[str, list[Point]])
 
 
 class LatencyCurveStore:
-    """The curves of one code and snapshot, in one JSON file. `open` and `write` block."""
+    """The curves of one code with one snapshot, in one JSON file.
+
+    `open` and `write` block: do not call them on the event loop.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._curves: dict[str, list[Point]] = {}
         self._lock = threading.Lock()
-        # A file that is missing or damaged holds nothing.
+        # A missing or damaged file counts as empty.
         with contextlib.suppress(OSError, ValidationError):
             stored = _FORMAT.validate_json(path.read_bytes())
             self._curves = {device: points[:MAX_POINTS] for device, points in stored.items()}
 
     @classmethod
     def open(cls, folder: Path, code: str, manifest: Path | None) -> LatencyCurveStore:
-        """Return the store of this code and these weights: the same for every revision that has both."""
+        """Return the store for a code and the weights of a manifest. All revisions with both share it.
+
+        `code` is text that identifies the code and the settings that its speed depends on.
+        """
         digest = hashlib.sha256(code.encode())
         if manifest is not None:
             with contextlib.suppress(OSError):
@@ -49,11 +58,11 @@ class LatencyCurveStore:
         return bool(self._curves)
 
     def of_device(self, device: str) -> Sequence[Point]:
-        """Return the points of workers with this device and dtype."""
+        """Return the points of workers on `device`, which names the device and the dtype."""
         return self._curves.get(device, ())
 
     def differs(self, device: str, points: Sequence[Point]) -> bool:
-        """Return True if the points differ enough from the stored ones to be written."""
+        """Return True if the points differ from the stored ones by enough to write them."""
         stored = self.of_device(device)
         return len(stored) != len(points) or any(
             abs(new.p50_s - old.p50_s) > max(MIN_CHANGE_S, MIN_CHANGE * old.p50_s)
@@ -61,7 +70,7 @@ class LatencyCurveStore:
         )
 
     def write(self, device: str, points: Sequence[Point]) -> None:
-        """Store the points. If the disk refuses, they are kept in memory only."""
+        """Store the points of a device. If they cannot be written to disk, they are kept in memory only."""
         with self._lock, contextlib.suppress(OSError, SnapshotError):
             self._curves[device] = list(points)
             self._path.parent.mkdir(parents=True, exist_ok=True)

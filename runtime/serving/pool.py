@@ -1,4 +1,4 @@
-"""The pool starts, picks and stops one revision's replicas; the revision decides when and how many."""
+"""Starts, picks and stops the replicas of one revision. The revision decides when and how many."""
 
 from __future__ import annotations
 
@@ -15,18 +15,22 @@ from ..telemetry.timeline import Activation
 from .replica import START_TIMEOUT_S, Replica, ReplicaState, RevisionEvents
 from .zygote_supervisor import ZygoteSupervisor
 
+# An idle worker that is stopped is killed if it has not exited after this time.
 STOP_TIMEOUT_S = 30.0
 
 
 class Pool:
-    """The workers of one revision, and the weights that they share on this node."""
+    """The workers of one revision, and their hold on the weights, which they share on this node."""
 
     def __init__(
         self, spec: WorkerSpec, launcher: Launcher, logs: LogBook, tasks: asyncio.TaskGroup,
         events: RevisionEvents, *, standby: bool, keep_zygote: bool, weights: FetcherClient,
         secrets: Callable[[], dict[str, str]], measure: bool,
     ) -> None:  # fmt: skip
-        """If `measure`, workers measure their latency curve until one has done so."""
+        """If `measure`, new workers measure their latency curve, until one worker has measured it.
+
+        `secrets` returns the environment variables that only workers get, by name.
+        """
         self.replicas: list[Replica] = []
         self.activations = 0
         self.zygote = ZygoteSupervisor(
@@ -49,19 +53,23 @@ class Pool:
 
     @property
     def starting(self) -> int:
-        """How many workers are being forked or restore their weights."""
+        """The number of workers that are not ready yet: they are being forked, or restore their weights."""
         return self._forking + sum(replica.state is ReplicaState.RESTORING for replica in self.replicas)
 
     @property
     def in_flight(self) -> int:
         count = 0
-        # A loop: this runs with every invocation, and a generator would cost as much again.
+        # A loop, because this runs for every invocation: with a generator it takes twice as long.
         for replica in self.replicas:
             count += len(replica.outstanding.calls)
         return count
 
     def worked_s(self, now_s: float) -> tuple[float, float]:
-        """Return for how long workers had work, and for how long they were ready; of all workers so far."""
+        """Return two sums over all workers, dead ones included.
+
+        The first is of their seconds with work, the second of their seconds from READY until now or their
+        death.
+        """
         busy_s, ready_s = self._past_busy_s, self._past_ready_s
         for replica in self.replicas:
             busy_s += replica.outstanding.total_busy_s(now_s)
@@ -69,15 +77,16 @@ class Pool:
         return busy_s, ready_s
 
     def idle(self) -> list[Replica]:
-        """Return ready workers without work, the longest idle first."""
+        """Return the ready workers without work, the one that is idle for the longest time first."""
         idle = [replica for replica in self.ready if not replica.outstanding.calls]
         return sorted(idle, key=lambda replica: replica.idle_since_s)
 
     def pick(self) -> Replica | None:
-        """Return the worker for the next invocation: the least busy; of idle ones the newest, so others stop.
+        """Return the worker for the next invocation or batch; None if no worker has room.
 
-        Of workers that prefetch it is the busiest with room: it is awake, while another process would have to
-        be woken and to wait for the processor.
+        It is the least busy worker. Of equally busy ones it is the newest, so that older ones stay idle and
+        can stop. If workers prefetch, it is the busiest one that has room: its process is awake, while
+        another process would first have to be woken and to wait for the processor.
         """
         if self._last is not None and self._last.can_prefetch:
             return self._last
@@ -91,7 +100,7 @@ class Pool:
     # -- starting
 
     def start(self, count: int) -> None:
-        """Start workers: the standby at once, others as soon as they are forked."""
+        """Start `count` workers. The standby becomes the first, and the others are forked."""
         for _ in range(count):
             activation = Activation(time.monotonic())
             self.activations += 1
@@ -117,7 +126,10 @@ class Pool:
         self._activate(child, activation)
 
     async def _fork_and_fetch(self, activation: Activation, standby: Child | None) -> Child:
-        """Return a child once its weights are held on this node; both are prepared at the same time."""
+        """Return a child, once its weights are held on this node. Forking and fetching run at the same time.
+
+        `standby` is the child, if there is one; otherwise a child is forked.
+        """
         if self._weights is None:
             return await self._child(standby)
         fork: asyncio.Task[Child] | None = None
@@ -139,19 +151,20 @@ class Pool:
 
     def _activate(self, child: Child, activation: Activation) -> None:
         activation.mark_forked(time.monotonic())
-        # While weights are fetched, `setup` may wait for them.
+        # `setup` may have to wait for weights that are still being fetched.
         timeout_s = START_TIMEOUT_S + (WEIGHTS_TIMEOUT_S if self._weights is not None else 0.0)
         env = self._secrets()
         self.replicas.append(Replica(child, activation, self._events, env, timeout_s, measure=self._measure))
 
     def note_ready(self, replica: Replica) -> None:
-        """A worker is ready; the next ones need not measure if it did."""
+        """Learn that a worker is ready. If it measured its latency curve, later workers do not measure."""
         self.zygote.reset_delay()
         self._measure = self._measure and not replica.measured
 
-    # -- weights: all workers of the pool share one hold
+    # -- weights: one hold on the snapshot, for all workers of the pool
 
     async def _hold(self, weights: FetcherClient) -> FetchProgress:
+        """Return the hold. It is made again if there is none, or if its fetch failed."""
         async with self._holding:
             if self._fetching is not None and self._fetching.error is not None:
                 self._release_weights()
@@ -165,7 +178,10 @@ class Pool:
             self._weights.release(fetching)
 
     def explain(self, error: PilotflameError) -> PilotflameError:
-        """Return the fetcher's error in place of a worker's that says only that its weights are missing."""
+        """Return `error`, or a better one if `error` only says that a worker's weights are missing.
+
+        The better one has the message of the fetcher, which knows why they are missing.
+        """
         cause = self._fetching.error if self._fetching is not None else None
         if cause is None or error.details.get("cause") != SourceDenied.code:
             return error
@@ -178,29 +194,29 @@ class Pool:
     # -- stopping
 
     def stop(self, count: int) -> None:
-        """Drain the workers that were idle longest."""
+        """Drain `count` idle workers, those that are idle for the longest time."""
         for replica in self.idle()[:count]:
             replica.drain(STOP_TIMEOUT_S)
 
     def remove(self, replica: Replica) -> None:
-        """Forget a worker that is dead."""
+        """Remove a dead worker from the replicas, and add its seconds to the sums."""
         self.replicas.remove(replica)
         self._last = None
         self._past_busy_s += replica.outstanding.busy_s
         if replica.activation.ready_s:
             self._past_ready_s += time.monotonic() - replica.activation.ready_s
-        # At zero the fork disturbs no invocation, and the next activation may be near.
+        # Without workers, forking a standby disturbs no invocation, and the next activation may come soon.
         if not self.replicas:
             self.zygote.replenish()
 
     def release(self) -> None:
-        """At zero: release the weights, which no worker maps; and the zygote, unless it is kept."""
+        """If there is no worker, release the weights, and end the zygote unless it is to be kept."""
         if not self.replicas and not self.starting:
             self._release_weights()
             self.zygote.release()
 
     async def close(self, timeout_s: float) -> None:
-        """Drain all workers, kill those that do not end in time, and end the zygote."""
+        """Drain all workers, kill those that do not exit within `timeout_s`, and end the zygote."""
         self.zygote.close()
         children = [replica.child for replica in self.replicas]
         for replica in list(self.replicas):
@@ -212,4 +228,5 @@ class Pool:
 
 
 def _preferred(replica: Replica, other: Replica) -> bool:
+    """Return True if `pick` prefers `replica` to an older one that also has room."""
     return replica.load > other.load if replica.prefetches else replica.load <= other.load

@@ -1,4 +1,4 @@
-"""A replica: the gateway's view of one worker."""
+"""Defines a replica, which is the gateway's view of one worker."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from ..link.frames import TIMING, Frame, FrameKind, Timing
 from ..telemetry.timeline import Activation, WorkerTiming
 from .invocation import Invocation, Output, Stream
 
-# How long a worker may take from ACTIVATE to READY, and from reporting a failure to its exit.
+# A worker is killed if it is not READY this long after ACTIVATE.
 START_TIMEOUT_S = 900.0
+# A worker is killed if it has not exited this long after it reported a failed start, or after it had to be
+# replaced.
 EXIT_TIMEOUT_S = 30.0
-# The timing of an invocation that failed, of which nothing was measured.
+# The timing of a failed invocation, which the worker does not measure: a cost of 0 means that it failed.
 UNKNOWN = Timing(0.0, 0.0, 1, 0.0)
 
 
@@ -31,35 +33,41 @@ class ReplicaState(enum.StrEnum):
 
 
 class RevisionEvents(Protocol):
-    """The facts that replicas and the pool report to their revision, on its event loop."""
+    """The events that replicas and the pool report to their revision, on its event loop."""
 
     def on_ready(self, replica: Replica) -> None: ...
     def on_end(
         self, replica: Replica, invocation: Invocation, outcome: Output | PilotflameError,
         timing: WorkerTiming, now_s: float, batch: BatchEnd | None,
     ) -> None:  # fmt: skip
-        """A worker ended an invocation; `batch` if all of its batch have ended now."""
+        """A worker ended an invocation. `batch` is set if it was the last invocation of its batch to end."""
 
     def on_returned(self, invocation: Invocation) -> None:
-        """A worker gave back an invocation that it had not started."""
+        """A worker gave back an invocation that it has not started."""
 
     def on_split(self, invocations: list[Invocation]) -> None:
-        """A worker calls the handler again with these, a part of a batch that failed."""
+        """A worker makes one more handler call for a batch.
+
+        `invocations` are those of the batch that have not ended.
+        """
 
     def on_start_failed(self, error: PilotflameError) -> None: ...
     def on_resized(self, replica: Replica) -> None: ...
     def on_lost(self, replica: Replica, unstarted: list[Invocation], started: list[Invocation]) -> None:
-        """A worker's link is closed; these were outstanding."""
+        """A worker's link is closed. It had started, or may have started, the `started` invocations."""
 
 
 class Replica:
-    """One worker: what it may be sent, and what is outstanding at it. It changes no invocation."""
+    """One worker: how much it may be sent, and what it was sent and has not ended.
+
+    It changes no invocation.
+    """
 
     def __init__(
         self, child: Child, activation: Activation, events: RevisionEvents, env: dict[str, str],
         start_timeout_s: float = START_TIMEOUT_S, *, measure: bool = False,
     ) -> None:  # fmt: skip
-        """If `measure`, the worker measures its latency curve before it is ready, if it can."""
+        """If `measure` and the handler has examples, the worker first measures its latency curve."""
         self.child = child
         self.name = child.name
         self.activation = activation
@@ -68,21 +76,22 @@ class Replica:
         self.idle_since_s = time.monotonic()
         self.completed = 0
         self.window = 0
-        """How many it may be sent at a time: invocations or, of a batch handler, batches."""
+        """How many invocations it may have at a time. If the handler takes batches: how many batches."""
         self.batch_limit: int | None = None
-        """The largest batch that fits into its memory, once it has reported one."""
+        """The largest batch that fits into its memory; None until it has reported one."""
         self.reported_failure = False
         self.device = ""
         """Its device and dtype."""
         self.measured: list[Point] = []
         """The latency curve that it measured before it was ready."""
         self._events = events
+        # The channels of invocations whose handler call does not end.
         self._stuck: set[int] = set()
-        # Without this timer, a worker that hangs while it starts would count as starting for ever.
+        # Otherwise a worker that hangs while it starts would count as starting for ever.
         self._start_timer = asyncio.get_running_loop().call_later(start_timeout_s, child.kill)
         child.link.bind(self._on_frame, self._on_lost)
         child.link.send_json(FrameKind.ACTIVATE, 0, {"env": env} | ({"measure": True} if measure else {}))
-        # It may have died as a standby before the link was bound.
+        # If the worker died while it was a standby, the link was closed before `_on_lost` was bound to it.
         if child.link.closed:
             asyncio.get_running_loop().call_soon(self._on_lost)
 
@@ -92,24 +101,24 @@ class Replica:
 
     @property
     def credit(self) -> int:
-        """How many more invocations it may be sent now; of a batch handler, how many batches."""
+        """How many more invocations it may be sent now. If the handler takes batches: how many batches."""
         return self.window - self.load if self.state is ReplicaState.READY else 0
 
     @property
     def prefetches(self) -> bool:
-        """True if its invocations are so short that it holds some in advance (batching/prefetch.py)."""
+        """True if it asks for more invocations than it can run, as they are short (batching/prefetch.py)."""
         return self.window > self.outstanding.slots
 
     @property
     def can_prefetch(self) -> bool:
-        """True if it prefetches, and has credit."""
+        """True if it prefetches, and may be sent an invocation now."""
         outstanding = self.outstanding
         return self.state is ReplicaState.READY and outstanding.slots < self.window > len(outstanding.calls)
 
     # -- commands
 
     def send(self, invocations: list[Invocation], now_s: float) -> None:
-        """Send invocations that are to run together; only one, if the handler takes no batches."""
+        """Send one batch of invocations. If the handler takes no batches, it must be one invocation."""
         link = self.child.link
         if not self.outstanding.batching:
             for invocation in invocations:
@@ -122,7 +131,8 @@ class Replica:
         for place, (channel, invocation) in enumerate(zip(channels, invocations, strict=True), start=1):
             head = invocation.head(now_s, len(channels) - place)
             link.send_json(FrameKind.INVOKE, channel, head, invocation.body)
-        # Do not wait for the end of this turn of the loop, which first sends the responses of the last batch.
+        # Send now. Otherwise the frames would be sent at the end of this iteration of the event loop, after
+        # the responses of the last batch.
         link.flush()
 
     def _connect(self, stream: Stream, channel: int) -> None:
@@ -133,18 +143,21 @@ class Replica:
         stream.connect(grant)
 
     def cancel(self, invocation: Invocation, kill_after_s: float) -> None:
-        """Cancel an invocation; replace the worker if it does not yield within `kill_after_s`."""
+        """Cancel an invocation. Replace the worker if the invocation has not ended after `kill_after_s`."""
         if (channel := self.outstanding.channel_of(invocation)) is not None:
             self.child.link.send(FrameKind.CANCEL, channel)
             asyncio.get_running_loop().call_later(kill_after_s, self._replace, channel)
 
     def started_s(self, invocation: Invocation) -> float | None:
-        """Return when the worker started an invocation; None if it has not."""
+        """Return the earliest time at which the worker can have started an invocation; None if it has not."""
         channel = self.outstanding.channel_of(invocation)
         return self.outstanding.started_s(channel) if channel is not None else None
 
     def replace(self, invocation: Invocation) -> None:
-        """Its call of the handler does not end: drain the worker, and kill it once nothing else runs."""
+        """Replace the worker, because the handler call of an invocation does not end.
+
+        The worker is drained, and killed as soon as it runs nothing else.
+        """
         if (channel := self.outstanding.channel_of(invocation)) is not None:
             self._replace(channel)
 
@@ -161,7 +174,10 @@ class Replica:
             self.child.kill()
 
     def drain(self, kill_after_s: float) -> None:
-        """Ask the worker to finish what runs and exit; kill it if that takes longer than `kill_after_s`."""
+        """Ask the worker to end the invocations that run, and to exit.
+
+        Kill it if it has not after `kill_after_s`.
+        """
         if self.state is not ReplicaState.DEAD:
             self.state = ReplicaState.DRAINING
             self.child.link.send(FrameKind.DRAIN)
@@ -219,7 +235,7 @@ class Replica:
         elif kind == FrameKind.WINDOW:
             self._on_window(head)
         elif kind == FrameKind.DRAIN:
-            # The worker wants to exit. The reply confirms that nothing more is on its way.
+            # The worker wants to exit. The reply confirms that the gateway will send it no more invocations.
             if self.state is not ReplicaState.DRAINING:
                 self.state = ReplicaState.DRAINING
                 self.child.link.send(FrameKind.DRAIN)
@@ -229,7 +245,7 @@ class Replica:
             self.child.kill_after(EXIT_TIMEOUT_S)
             self.state = ReplicaState.DRAINING
             self._events.on_start_failed(PilotflameError.from_wire(head))
-        # PRIMED arrives late from a standby that was needed before it was primed.
+        # PRIMED arrives here if a standby became a worker before it was primed.
         elif kind != FrameKind.PRIMED:
             raise LinkError(f"A worker sent a frame of kind {kind}, which workers do not send.")
 
@@ -263,7 +279,7 @@ class Replica:
         if self.state is ReplicaState.DEAD:
             return
         self._start_timer.cancel()
-        # A worker without a link is of no use, even if it still runs.
+        # A worker without a link is useless, even if its process still runs. A draining one exits by itself.
         if self.state is not ReplicaState.DRAINING:
             self.child.kill()
         self.state = ReplicaState.DEAD

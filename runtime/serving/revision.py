@@ -1,4 +1,4 @@
-"""A revision: one immutable version of a function, live. It owns its queue and the number of its workers."""
+"""Runs a revision, which is one immutable version of a function, and decides how many workers it has."""
 
 from __future__ import annotations
 
@@ -24,25 +24,32 @@ from .latency_curve_store import LatencyCurveStore
 from .pool import Pool
 from .replica import Replica, ReplicaState, RevisionEvents
 
-# After so many workers in a row that died while starting, without a report, the waiting invocations fail.
+# If this many workers in a row died while they started, without a report, the waiting invocations fail.
 MAX_UNEXPLAINED_DEATHS = 3
+# `try_start` fails if the worker is not ready after this time.
 FIRST_START_TIMEOUT_S = 900.0
-# What workers without work get for their `teardown`, even when the time to drain is over.
+# Workers have at least this long for their `teardown` (or the whole timeout of `retire`, if that is shorter),
+# even if all the time was used to end invocations.
 MIN_TEARDOWN_S = 2.0
-# How long workers that no invocation waits for (min, buffer) are not started after a failure; doubles.
+# After n failed starts in a row, workers that only `min` and `buffer` ask for are not started for
+# FIRST_BACKOFF_S x 2^n seconds, at most MAX_BACKOFF_S. Workers for waiting invocations are started without
+# this delay.
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 300.0
 
 
 class Revision(RevisionEvents):
-    """Takes invocations, holds them while there is no worker, has them run, and scales."""
+    """Accepts invocations, queues them, has workers run them, and starts and stops workers."""
 
     def __init__(
         self, spec: WorkerSpec, policy: Policy, launcher: Launcher, logs: LogBook, tasks: asyncio.TaskGroup,
         on_activation: Callable[[str], None], weights: FetcherClient, secrets: Callable[[], dict[str, str]],
         curves: LatencyCurveStore,
     ) -> None:  # fmt: skip
-        """`on_activation` gets the outcome of a worker's start; `secrets` returns its environment."""
+        """`on_activation` is called with "failed" when a worker could not be started.
+
+        `secrets` returns the environment variables that only workers get, by name.
+        """
         self.spec = spec
         self.policy = policy
         self.streaming = policy.streaming
@@ -53,13 +60,14 @@ class Revision(RevisionEvents):
         )  # fmt: skip
         self.dispatcher = Dispatcher(spec, policy, self.pool, curves, self.scale)
         self.failures = 0
-        """How many starts of workers have failed in a row."""
+        """The number of failed starts of workers since one was ready."""
         self.retiring = False
-        """True once it finishes what it has and takes nothing more."""
+        """True from the start of `retire`."""
         self._tasks = tasks
         self._loop = asyncio.get_running_loop()
         self._logs = logs
         self._on_activation = on_activation
+        # Up to this number of running invocations, `submit` need not scale.
         self._sufficient_load = 0.0
         self._scale_timer: asyncio.TimerHandle | None = None
         self._scale_at_s = 0.0
@@ -70,7 +78,7 @@ class Revision(RevisionEvents):
         self._empty = asyncio.Event()
 
     def configure(self, policy: Policy) -> None:
-        """Take the policy that is known once the handler was inspected."""
+        """Set the policy, which is known only after the handler was inspected."""
         self.policy, self.streaming = policy, policy.streaming
         self.dispatcher.configure(policy)
 
@@ -81,7 +89,7 @@ class Revision(RevisionEvents):
         try:
             sent = self.dispatcher.submit(invocation)
         except Overloaded:
-            # A caller who cannot wait for an activation and has to retry is a reason to start one.
+            # The caller could not wait for an activation. Start one nevertheless, for their retry.
             if not self.pool.ready:
                 self.warm(1)
             raise
@@ -89,7 +97,7 @@ class Revision(RevisionEvents):
             self.scale()
 
     def cancel(self, invocation: Invocation) -> None:
-        """The caller has disconnected."""
+        """Cancel an invocation, because its caller has disconnected."""
         self.dispatcher.cancel(invocation)
 
     def census(self) -> Census:
@@ -110,7 +118,10 @@ class Revision(RevisionEvents):
     # -- the number of workers
 
     def warm(self, workers: int) -> None:
-        """Start up to `workers` workers ahead of need; they stop as others do, after the idle timeout."""
+        """Start workers before they are needed, until there are `workers`.
+
+        They stop after the idle timeout.
+        """
         self._prewarm = workers
         self.scale()
         self._prewarm = 0
@@ -133,7 +144,10 @@ class Revision(RevisionEvents):
             self._empty.set()
 
     def _scale_at(self, when_s: float, now_s: float) -> None:
-        """Scale again then. An earlier timer is kept: that costs less than moving it each time."""
+        """Set the timer for scaling to `when_s`, unless it is set to an earlier time.
+
+        An earlier timer is not moved: one more call of `scale` takes less time than moving it each time.
+        """
         if self._scale_timer is not None:
             # Not `TimerHandle.when`: for a delay of zero, uvloop returns a handle without it.
             if self._scale_at_s <= when_s:
@@ -147,12 +161,17 @@ class Revision(RevisionEvents):
         self.scale()
 
     def _scale_spec(self, now_s: float) -> autoscaler.ScaleSpec:
-        """Return the owner's limits, with the concurrency that workers have learned or asked for."""
+        """Return the owner's limits, with the concurrency of the ready workers if that is higher.
+
+        There is no `min` and no `buffer` while the revision retires, or for a time after a failed start.
+        """
         spec, ready = self.policy.scale, self.pool.ready
         windows = [replica.window for replica in ready if replica.prefetches]
         slots = [replica.outstanding.slots for replica in ready if not replica.outstanding.batching]
         if windows:
-            # Prefetched invocations take no time: a full window is no sign that one more worker is needed.
+            # Prefetched invocations are very short. So a full window, of invocations that run or are
+            # prefetched, is no sign that one more worker is needed. The division makes a full window
+            # NEAR_LIMIT of the concurrency.
             spec = replace(spec, concurrency=math.ceil(min(windows) / autoscaler.NEAR_LIMIT))
         elif slots and min(slots) > spec.concurrency:
             spec = replace(spec, concurrency=min(slots))
@@ -172,7 +191,10 @@ class Revision(RevisionEvents):
     # -- start and end
 
     async def try_start(self) -> None:
-        """Start one worker to see that it gets ready, then let it go. Raise what it failed with."""
+        """Start one worker to prove that it gets ready, and then stop it, unless `min` workers need it.
+
+        Raise the error with which it failed. Raise ActivationFailed if it is not ready in time.
+        """
         self._first_start = self._loop.create_future()
         self.pool.start(1)
         try:
@@ -193,14 +215,17 @@ class Revision(RevisionEvents):
             self._first_start.set_result(error)
 
     async def retire(self, timeout_s: float) -> None:
-        """Take nothing new, finish what is here, and end the processes; what is not done in time fails."""
+        """Run the accepted invocations, and end the processes.
+
+        Invocations that have not ended after `timeout_s` fail.
+        """
         started_s = time.monotonic()
         self.retiring = True
         self.scale()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._empty.wait()
-        # Workers that end return invocations, which no other worker would run.
+        # From now on, invocations that exiting workers give back fail: no worker would run them.
         self.dispatcher.close()
         if self._scale_timer is not None:
             self._scale_timer.cancel()
@@ -221,12 +246,12 @@ class Revision(RevisionEvents):
         timing: WorkerTiming, now_s: float, batch: BatchEnd | None,
     ) -> None:  # fmt: skip
         self.dispatcher.complete(replica, invocation, outcome, timing, now_s, batch)
-        # Only the end of its last invocation makes a batch leave room.
+        # A batch leaves room for another only when its last invocation has ended.
         if batch is not None or not replica.outstanding.batching:
             self._on_room(replica)
 
     def _on_room(self, replica: Replica) -> None:
-        """A worker has room: dispatch, and scale unless the load clearly needs as many workers as before."""
+        """Dispatch to a worker that has room now. Scale only if the number of workers may have to change."""
         self.pool.zygote.schedule_standby()
         if waiting := len(self.dispatcher.queue):
             self.dispatcher.dispatch()
@@ -249,7 +274,7 @@ class Revision(RevisionEvents):
             self._on_room(replica)
 
     def on_start_failed(self, error: PilotflameError) -> None:
-        """Fail what waits, unless a worker is ready: the next start would fail too."""
+        """Fail the waiting invocations, unless a worker is ready: the next start would probably fail too."""
         error = self.pool.explain(error)
         self._count_failure()
         self._logs.write("gateway", f"activation failed: {error}")

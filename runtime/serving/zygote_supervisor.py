@@ -1,4 +1,4 @@
-"""The zygote supervisor: keeps one revision's zygote alive, forks its workers, and keeps a standby."""
+"""Keeps one revision's zygote running, forks its workers, and keeps a standby."""
 
 from __future__ import annotations
 
@@ -13,26 +13,37 @@ from ..link.frames import Frame, FrameKind
 from ..link.worker_spec import WorkerSpec
 from ..telemetry.logs import LogBook
 
+# A zygote that was closed is killed if it has not ended after this time.
 EXIT_TIMEOUT_S = 10.0
-# A zygote that keeps dying is launched again after ever longer delays.
+# A zygote that died is launched again: the first time without a delay, then after FIRST_RELAUNCH_DELAY_S,
+# then after twice the delay each time, up to LAST_RELAUNCH_DELAY_S. If a zygote lived longer than
+# STABLE_AFTER_S, the delays start again.
 FIRST_RELAUNCH_DELAY_S = 0.5
 LAST_RELAUNCH_DELAY_S = 60.0
 STABLE_AFTER_S = 30.0
+# To fork one child, the zygote is launched at most this many times.
 MAX_LAUNCHES = 3
-# The next standby is forked in a quiet moment: forking takes the processor from the requests that follow a
-# cold one. (MiniLM on 2 cores: up to 69 ms instead of 23.)
+# The next standby is forked when no invocation runs, which is checked every QUIET_S, or at the latest after
+# LATEST_STANDBY_S. Forking takes processor time from the requests that follow a cold start. (MiniLM on 2
+# cores: a request took up to 69 ms instead of 23 ms.)
 QUIET_S = 0.2
 LATEST_STANDBY_S = 2.0
 
 
 class ZygoteSupervisor:
-    """A standby is a forked child without weights; it becomes the next worker."""
+    """The zygote of one revision, and its standby, which becomes the next worker.
+
+    The standby is a forked child without weights.
+    """
 
     def __init__(
         self, spec: WorkerSpec, launcher: Launcher, logs: LogBook, tasks: asyncio.TaskGroup,
         busy: Callable[[], bool], *, with_standby: bool, keep: bool,
     ) -> None:  # fmt: skip
-        """`busy` returns True while invocations run. Unless `keep`, the zygote ends with the last worker."""
+        """`busy` returns True while invocations run.
+
+        Unless `keep`, the zygote is ended after the last worker.
+        """
         self.standby: Child | None = None
         self.standby_primed = False
         self._spec, self._launcher, self._logs, self._tasks, self._busy = spec, launcher, logs, tasks, busy
@@ -48,13 +59,13 @@ class ZygoteSupervisor:
 
     @property
     def source(self) -> WorkerSource | None:
-        """The zygote, while it lives."""
+        """The zygote; None if there is none, or if it died."""
         return self._source if self._source is not None and self._source.alive else None
 
     # -- the zygote
 
     async def open(self) -> WorkerSource:
-        """Return the zygote, launched if there is none. Raise HandlerError or LauncherError."""
+        """Return the zygote, and launch it if there is none. Raise HandlerError or LauncherError."""
         async with self._launching:
             if (source := self.source) is not None:
                 return source
@@ -68,12 +79,12 @@ class ZygoteSupervisor:
             return source
 
     def check_open(self) -> None:
-        """Raise LauncherError once closed."""
+        """Raise LauncherError after `close`."""
         if self._closed:
             raise LauncherError(f"Revision {self._spec.revision} has been stopped.")
 
     async def warm(self) -> None:
-        """Launch the zygote and its standby ahead of need; a failure is only logged."""
+        """Launch the zygote and its standby before they are needed. A failure is only logged."""
         try:
             await self.open()
         except PilotflameError as error:
@@ -96,38 +107,41 @@ class ZygoteSupervisor:
             self._tasks.create_task(self.warm())
 
     def reset_delay(self) -> None:
-        """A worker became ready, so the zygote works."""
+        """Relaunch the zygote without a delay if it dies next: a worker became ready, so the zygote works."""
         self._delay_s = 0.0
 
     def release(self) -> None:
-        """No workers are left: end the zygote, unless it is kept."""
+        """End the zygote, because there are no workers, unless it is to be kept."""
         if not self._keep and self._source is not None:
             self._drop_standby()
             self._source.close()
             self._source = None
 
     def close(self) -> None:
-        """Start nothing more."""
+        """Close the standby, and start no more processes."""
         self._closed = True
         if self._scheduled is not None:
             self._scheduled.cancel()
         self._drop_standby()
 
     async def wait_closed(self) -> None:
-        """End the zygote, and wait for it."""
+        """End the zygote, and wait until it has ended."""
         if self._source is not None:
             self._source.close()
             await self._source.wait_closed(EXIT_TIMEOUT_S)
 
-    # -- its children
+    # -- the zygote's children
 
     async def fork(self) -> Child:
-        """Return a new child; if the zygote dies meanwhile, a child of the next one."""
+        """Return a new child. If the zygote dies meanwhile, launch another zygote and return its child.
+
+        Raise HandlerError or LauncherError.
+        """
         for _ in range(MAX_LAUNCHES - 1):
             try:
                 return await self._fork(await self.open())
             except LauncherError as error:
-                # A zygote that still lives failed for another reason.
+                # If the zygote still runs, its death is not the cause.
                 if self._closed or self.source is not None:
                     raise
                 self._logs.write("gateway", f"starting a worker once more: {error}")
@@ -138,12 +152,12 @@ class ZygoteSupervisor:
         return await source.fork(name, self._logs)
 
     def take_standby(self) -> Child | None:
-        """Return the standby, if there is one; it belongs to the caller."""
+        """Return the standby, which then belongs to the caller; None if there is none."""
         child, self.standby = self.standby, None
         return child if child is not None and not child.link.closed else None
 
     def replenish(self) -> None:
-        """Fork the next standby, if one is wanted and there is none."""
+        """Fork a standby if there is none, unless the function wants none."""
         if self._closed or not self._with_standby or self._forking_standby or self.standby is not None:
             return
         if (source := self.source) is not None:
@@ -151,7 +165,7 @@ class ZygoteSupervisor:
             self._tasks.create_task(self._fork_standby(source))
 
     def schedule_standby(self) -> None:
-        """Fork the next standby once no invocation runs, or after a while."""
+        """Fork the next standby when no invocation runs, or at the latest after LATEST_STANDBY_S."""
         if self.standby is None and self._scheduled is None and self._with_standby and not self._closed:
             self._scheduled = self._tasks.create_task(self._replenish_when_quiet())
 
