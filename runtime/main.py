@@ -1,4 +1,4 @@
-"""The gateway's process: which parts it has, and its life in three verbs: startup, serve, shutdown."""
+"""Runs the gateway's process: creates its parts, connects them, serves, and shuts down."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ from .settings.gateway_settings import GatewaySettings
 from .settings.state_dir import locked_state_dir
 from .telemetry.metrics import Metrics
 
-# A request makes some twenty objects that the garbage collector counts, and nearly all of them end with it.
+# How many new objects trigger a garbage collection. A request creates about twenty objects that the collector
+# counts. Nearly all of them are freed when the request ends, so frequent collections would find nothing.
 YOUNG_OBJECTS = 20_000
 NO_KEY_YET = (
     "{url} can be reached by other machines, and there is no API key yet: all routes except /healthz and"
@@ -78,7 +79,8 @@ def run(
 ) -> None:
     """Serve until SIGINT or SIGTERM, then drain. A second signal ends the process at once.
 
-    With `folder`, deploy it at start and whenever it changes. Raise GatewayError if the gateway cannot start.
+    `on_listening` is called with the gateway's URL once it accepts requests. If `folder` is given, it is
+    deployed at the start and after each change. Raise GatewayError if the gateway cannot start.
     """
     if folder is not None and not folder.is_dir():
         raise GatewayError(f"{folder} is not a folder.", remedy="Give the folder that holds handler.py.")
@@ -101,7 +103,7 @@ def run(
 
 @contextlib.asynccontextmanager
 async def serve(settings: GatewaySettings) -> AsyncIterator[Server]:
-    """Accept requests inside the block, and drain after it."""
+    """Run a gateway: it accepts requests inside the `async with` block and drains when the block ends."""
     async with contextlib.AsyncExitStack() as stack:
         server = await startup(settings, stack)
         try:
@@ -111,7 +113,7 @@ async def serve(settings: GatewaySettings) -> AsyncIterator[Server]:
 
 
 async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -> Server:
-    """Start the parts, each after the ones it needs. `stack` closes them in reverse order."""
+    """Start each part after the parts that it uses. Closing `stack` closes them in reverse order."""
     state = stack.enter_context(locked_state_dir(settings.state_dir))
     store = Store(state, _write)
     await asyncio.to_thread(store.start)
@@ -168,7 +170,7 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
 
 
 async def shutdown(server: Server) -> None:
-    """Refuse new work, and finish what runs and what event sources have delivered."""
+    """Refuse new work, finish what runs, and release the messages of event sources whose jobs do not run."""
     server.admin.draining = True
     server.jobs.stop()
     async with asyncio.TaskGroup() as closing:
@@ -177,11 +179,11 @@ async def shutdown(server: Server) -> None:
 
 
 def _connect(events: FunctionEvents, functions: Functions, jobs: Jobs, sources: Sources) -> None:
-    """Let jobs and event sources follow which functions are live."""
+    """Tell jobs and event sources when a function becomes live and when it is deleted."""
 
     def live(name: str) -> None:
         jobs.wake(name)
-        # While the gateway shuts down, nothing starts any more.
+        # GatewayError: the gateway is shutting down, so no event source is started.
         with contextlib.suppress(GatewayError):
             sources.start(name, functions.get(name).record.settings)
 
@@ -196,7 +198,7 @@ def _connect(events: FunctionEvents, functions: Functions, jobs: Jobs, sources: 
 
 
 def _quota_counter(functions: Functions, metrics: Metrics) -> Callable[[str, PilotflameError], None]:
-    """Return a counter of refused requests, for existing functions only: anyone can invent names."""
+    """Return a callback that counts a refused request, if its function exists: callers can invent names."""
 
     def count(name: str, error: PilotflameError) -> None:
         with contextlib.suppress(UnknownFunction, GatewayError):
@@ -209,15 +211,15 @@ def _quota_counter(functions: Functions, metrics: Metrics) -> Callable[[str, Pil
 async def _follow(
     changes: AsyncGenerator[set[FileChange], None], functions: Functions, deployment: Deployment
 ) -> None:
-    """Deploy now and after each change until `changes` end, and print the function's log."""
+    """Deploy now and after each change, and print the function's log. Return when `changes` ends."""
     log: asyncio.Task[None] | None = None
     async with asyncio.TaskGroup() as tasks:
         changed = True
         while changed:
-            # Watch also during a deploy, so that no change is missed.
+            # Watch during the deploy too, so that no change is missed.
             change = tasks.create_task(_any(changes))
             live = await _deploy(functions, deployment)
-            # All revisions write to one log.
+            # All revisions of a function write to the same log, so it is followed only once.
             if log is None and live is not None:
                 log = tasks.create_task(_print_log(live))
             changed = await change
@@ -226,12 +228,12 @@ async def _follow(
 
 
 async def _any(changes: AsyncGenerator[set[FileChange], None]) -> bool:
-    """Return True after the next change, False if there are no more."""
+    """Wait for the next change and return True. Return False if `changes` has ended."""
     return await anext(changes, None) is not None
 
 
 async def _deploy(functions: Functions, deployment: Deployment) -> Live | None:
-    """Deploy, and print the outcome. If the deploy fails, the last good revision stays."""
+    """Deploy, and print the outcome. If it fails, return None; the previous revision stays live."""
     started_s = time.monotonic()
     try:
         live = await functions.deploy(deployment)
@@ -252,7 +254,7 @@ async def _print_log(live: Live) -> None:
 
 
 def _tune_garbage_collection() -> None:
-    """Exempt what exists now from collection, and collect new objects less often."""
+    """Exempt all objects that exist now from garbage collection, and collect new objects less often."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS)
@@ -260,7 +262,7 @@ def _tune_garbage_collection() -> None:
 
 @contextlib.contextmanager
 def _capture_signals(stop: asyncio.Event) -> Iterator[None]:
-    """Let SIGINT and SIGTERM set `stop`. A second signal ends the process."""
+    """Inside the block, the first SIGINT or SIGTERM sets `stop`, and the second one ends the process."""
     loop = asyncio.get_running_loop()
     numbers = (signal.SIGINT, signal.SIGTERM)
 

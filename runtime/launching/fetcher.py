@@ -1,15 +1,15 @@
-"""The fetcher is one process a node. It brings snapshots into the cache and holds them while they are mapped.
+"""Fetches snapshots into the node's cache, in one process per gateway, and protects them from eviction.
 
-Only the fetcher has the credentials of object storage; workers read the files that it writes. Requests are
-lines of JSON on standard input, events are lines of JSON on standard output:
+Workers have no credentials of object storage: they read the files that the fetcher writes. Requests are lines
+of JSON on standard input. Events are lines of JSON on standard output:
 
     {"op": "hold", "id": 1, "manifest": path, "url": "s3://..."}     fetch if needed; keep until released
-    {"op": "release", "id": 1}
+    {"op": "release", "id": 1}                  stop fetching; the snapshot may be evicted
     {"id": 1, "event": "held"}                  the files can be mapped; their bytes may still be arriving
-    {"id": 1, "event": "done", "bytes": n}      all bytes are here and verified; n were fetched now
+    {"id": 1, "event": "done", "bytes": n}      all bytes are here and verified; this hold fetched n of them
     {"id": 1, "event": "failed", "error": {...}}
 
-The fetcher ends when its standard input does: when the gateway closes it, or when the gateway has ended.
+The fetcher ends at the end of its standard input: when the gateway closes it or when the gateway has ended.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WAIT_TIMEOUT_S = 6 * 3600.0
 
 
 class Fetcher:
-    """The leases by the id of their request. Each hold runs on a thread."""
+    """Handles the requests. Each hold has its own thread, and its lease is kept until the release."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
@@ -42,7 +42,7 @@ class Fetcher:
         self._lock = threading.Lock()
 
     def handle(self, request: dict[str, Any]) -> None:
-        """Start one request. Events report its outcome."""
+        """Carry out a release, or start a hold, whose outcome is reported by events."""
         number = int(request["id"])
         if request["op"] == "release":
             self._release(number)
@@ -53,7 +53,7 @@ class Fetcher:
         threading.Thread(target=self._hold, args=arguments, daemon=True).start()
 
     def close(self) -> None:
-        """Release all leases, and the memory whose content is on disk as well."""
+        """Release all leases. Free the memory of unused snapshots that are also in the cache on disk."""
         with self._lock:
             numbers = list(self._leases)
         for number in numbers:
@@ -94,9 +94,9 @@ class Fetcher:
 
 
 def main() -> None:
-    """`python -m pilotflame.runtime.launching.fetcher <folder of the cache>`."""
+    """Run `python -m pilotflame.runtime.launching.fetcher <folder of the cache>`."""
     setproctitle("pilotflame: fetcher")
-    # Ctrl-C is for the gateway, which then ends the fetcher.
+    # Ctrl-C reaches this process too, but only the gateway reacts to it. It then ends the fetcher.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     fetcher = Fetcher(node_cache(Path(sys.argv[1])))
     for line in sys.stdin.buffer:

@@ -1,4 +1,4 @@
-"""The gateway's side of the fetcher: which snapshots this node holds, and how their fetches progress."""
+"""Controls the fetcher process for the gateway, and follows which snapshots it holds or fetches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ MAX_LINE_BYTES = 1 << 20
 
 
 class FetchProgress:
-    """One snapshot, held for one activation or more."""
+    """One hold of a snapshot: its number, its fetch, and the error if it failed.
+
+    `held` is done once the snapshot's files can be mapped.
+    """
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -32,7 +35,7 @@ class FetchProgress:
         self.held: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def on_event(self, event: dict[str, Any]) -> None:
-        """Take an event of the fetcher."""
+        """Update the state from an event of the fetcher."""
         if event["event"] == "failed":
             self.fail(PilotflameError.from_wire(event["error"]))
             return
@@ -46,12 +49,12 @@ class FetchProgress:
         self.fetch.ended_s = self.fetch.ended_s or time.monotonic()
         if not self.held.done():
             self.held.set_exception(error)
-            # Marks the exception as seen: there may be no waiter.
+            # Retrieve the exception: otherwise asyncio logs an error if nothing awaits `held`.
             self.held.exception()
 
 
 class FetcherClient:
-    """Holds snapshots by way of the node's fetcher, which starts with the first hold and then stays."""
+    """Holds snapshots through the fetcher, which is started when it is first needed and again if it ended."""
 
     def __init__(self, cache: Path, tasks: asyncio.TaskGroup) -> None:
         self.cache = cache
@@ -65,12 +68,12 @@ class FetcherClient:
         self._closed = False
 
     async def warm(self) -> None:
-        """Start the fetcher ahead of need. The first hold reports a failure."""
+        """Start the fetcher in advance. A failure is ignored: the first hold tries again and reports it."""
         with contextlib.suppress(LauncherError):
             await self._ensure_started()
 
     async def hold(self, spec: WorkerSpec) -> FetchProgress:
-        """Return once the snapshot's files can be mapped.
+        """Hold the snapshot of `spec`. Return once its files can be mapped; bytes may still be arriving.
 
         Raise SourceError, CacheError, SnapshotError or LauncherError.
         """
@@ -93,12 +96,12 @@ class FetcherClient:
         return progress
 
     def release(self, progress: FetchProgress) -> None:
-        """Let the fetcher evict a snapshot that no worker maps any more, or stop fetching it."""
+        """End a hold: the fetcher stops fetching the snapshot, and the cache may evict it."""
         if self._held.pop(progress.number, None) is not None:
             self._send(op="release", id=progress.number)
 
     async def close(self) -> None:
-        """End the fetcher."""
+        """End the fetcher and wait until it has ended."""
         self._closed = True
         if self._process is None or self._requests is None:
             return
@@ -122,7 +125,7 @@ class FetcherClient:
                 self._process = await self._start()
 
     async def _start(self) -> asyncio.subprocess.Process:
-        # One socket for both directions. asyncio may close the pipes of a process early.
+        # A socket pair instead of pipes, because asyncio may close the pipes of a process early.
         ours, theirs = socket.socketpair()
         try:
             process = await asyncio.create_subprocess_exec(
@@ -150,9 +153,9 @@ class FetcherClient:
         events: asyncio.StreamReader,
         requests: asyncio.StreamWriter,
     ) -> None:
-        # The holds of this process. The next one starts with an empty dict.
+        # The holds of this fetcher process. `_start` replaces `self._held` when it starts another process.
         held = self._held
-        # A fetcher that dies with unread requests resets the connection.
+        # OSError: the fetcher died with unread requests, which resets the connection.
         with contextlib.suppress(OSError):
             while line := await events.readline():
                 try:
@@ -160,7 +163,7 @@ class FetcherClient:
                     if (progress := held.get(event["id"])) is not None:
                         progress.on_event(event)
                 except (ValueError, KeyError, TypeError):
-                    # A library of the fetcher printed this line.
+                    # The line is not an event: a library printed it in the fetcher.
                     sys.stderr.write(f"fetcher: {line.decode(errors='replace')}")
         requests.close()
         await process.wait()

@@ -1,4 +1,4 @@
-"""The launcher interface: launch a revision, fork its workers, kill them, and learn how they ended."""
+"""Defines the launcher interface: launch a revision, fork and kill its workers, learn how they ended."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXIT_REPORT_TIMEOUT_S = 2.0
 
 
 class Child(ABC):
-    """A launched process that has dialled in. `gone` is set once it has ended."""
+    """A launched process that has connected to the gateway. `gone` is set once the process has ended."""
 
     def __init__(self, link: Link, pid: int, name: str) -> None:
         self.link = link
@@ -33,7 +33,7 @@ class Child(ABC):
         """Kill the process."""
 
     def kill_after(self, timeout_s: float) -> None:
-        """Kill the process unless it ends in time. Of several calls the earliest deadline counts."""
+        """Kill the process if it has not ended in `timeout_s`. Of several deadlines, the earliest counts."""
         kill_at_s = self._loop.time() + timeout_s
         if self._kill_timer is not None:
             if self._kill_at_s <= kill_at_s:
@@ -44,7 +44,7 @@ class Child(ABC):
             self._kill_timer = self._loop.call_later(timeout_s, self.kill)
 
     async def cause(self) -> str:
-        """Return how the process ended, for people: "signal 9 (SIGKILL)", "exit code 1"."""
+        """Return how the process ended, as text for messages: "signal 9 (SIGKILL)" or "exit code 1"."""
         try:
             async with asyncio.timeout(EXIT_REPORT_TIMEOUT_S):
                 code = await asyncio.shield(self._exit_code)
@@ -59,20 +59,20 @@ class Child(ABC):
         return f"signal {-code} ({names.get(-code, 'real-time')})"
 
     def report_exit(self, code: int | None) -> None:
-        """Set the exit code that the parent reports, or None if there is no parent left to report it."""
+        """Set the exit code that the parent reported. It is None if the parent ended and cannot report it."""
         if not self._exit_code.done():
             self._exit_code.set_result(code)
 
     def ended(self) -> None:
-        """The process has ended."""
+        """Set `gone`, because the process has ended, and stop the kill timer."""
         if self._kill_timer is not None:
-            # A timer that is left running would keep this object in memory.
+            # Until it fires, a running timer would keep this object in memory.
             self._kill_timer.cancel()
         self.gone.set()
 
 
 class WorkerSource(Protocol):
-    """Forks the workers of one revision."""
+    """A launched revision, which starts its workers."""
 
     facts: dict[str, Any]
     """`Handler.facts` of the handler."""
@@ -84,26 +84,26 @@ class WorkerSource(Protocol):
 
     @property
     def zygote_pid(self) -> int | None:
-        """The process that workers are forked from; None if they are spawned."""
+        """Return the pid of the process that workers are forked from. None if workers are spawned."""
 
     async def fork(self, name: str, logs: LogBook) -> Child:
-        """Return a standby: connected, without weights. Raise LauncherError."""
+        """Return a new standby: a worker process that is connected, without weights. Raise LauncherError."""
 
     def close(self) -> None:
-        """End the zygote. Its workers drain."""
+        """End the zygote. The workers that were forked from it drain."""
 
     async def wait_closed(self, timeout_s: float) -> None:
-        """Wait for the end of the closed zygote, and kill it after `timeout_s`."""
+        """Wait until the zygote, which `close` has told to end, has ended. Kill it after `timeout_s`."""
 
 
 class Launcher(Protocol):
-    """Launches revisions."""
+    """Launches revisions, for example as processes of this machine."""
 
     async def launch(self, spec: WorkerSpec, logs: LogBook, on_death: Callable[[], None]) -> WorkerSource:
-        """Import and build the handler of `spec`. Raise HandlerError or LauncherError.
+        """Launch a zygote that imports and builds the handler of `spec`, and return the source of workers.
 
-        `on_death` is called if the zygote dies before it is closed.
+        `on_death` is called if the zygote dies before it is closed. Raise HandlerError or LauncherError.
         """
 
     async def close(self) -> None:
-        """End everything that was launched, and wait for it. Later launches raise LauncherError."""
+        """End all launched processes and wait until they have ended. Later launches raise LauncherError."""

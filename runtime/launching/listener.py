@@ -1,4 +1,4 @@
-"""The listener accepts the connections of launched processes, which prove themselves with a token."""
+"""Accepts the connections of launched processes, which identify themselves with a token."""
 
 from __future__ import annotations
 
@@ -22,13 +22,17 @@ HELLO_TIMEOUT_S = 10.0
 MAX_HELLO_BYTES = 4096
 BACKLOG = 512
 PEERCRED = struct.Struct("3i")
-# Linux's limit for the path of a unix socket is 108 bytes with its final zero.
+# Linux allows 108 bytes for the path of a unix socket, including the zero byte at the end.
 MAX_SOCKET_PATH = 107
 
 
 @dataclass(slots=True)
 class Expected:
-    """A process that was given a token, with which it may open one link and one log connection."""
+    """A process that was given a token. It may open one log connection and then one link.
+
+    `secret` is the second half of the token. `role` is the role that the link's HELLO must name, and `source`
+    is the name of the process in the log.
+    """
 
     secret: str
     source: str
@@ -57,7 +61,7 @@ class Listener:
         self._streams: set[LogStream] = set()
 
     def open(self) -> None:
-        """Listen on a socket that only this user can reach."""
+        """Listen on a socket that only this user can connect to."""
         self._loop = asyncio.get_running_loop()
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.path.unlink(missing_ok=True)
@@ -78,7 +82,10 @@ class Listener:
             stream.close()
 
     def expect(self, role: str, source: str, logs: LogBook, on_link: Callable[[Link, int], None]) -> str:
-        """Return a token for one process. Its link goes to `on_link(link, pid)`, its output to `logs`."""
+        """Return a token for one process, whose output is written to `logs` with the name `source`.
+
+        When the process opens its link as `role`, `on_link(link, pid)` is called.
+        """
         name, secret = secrets.token_hex(8), secrets.token_hex(16)
         self._expected[name] = Expected(secret, source, logs, on_link, role)
         return f"{name}.{secret}"
@@ -88,14 +95,14 @@ class Listener:
         self._expected.pop(token.partition(".")[0], None)
 
     def settle(self) -> None:
-        """Read what has arrived by now: a process that has died may have sent its HELLO before."""
+        """Accept and read everything that has arrived, such as the HELLO of a process that has since died."""
         while self._accept():
             pass
         for greeting in list(self._greetings):
             greeting.read()
 
     def hello(self, sock: socket.socket, token: str, role: str) -> bool:
-        """Take a connection that sent HELLO. Return False if it is to be closed."""
+        """Hand over a connection that sent HELLO. Return False if it is refused: the caller closes it."""
         name, _, secret = token.partition(".")
         expected = self._expected.get(name)
         if expected is None or not hmac.compare_digest(expected.secret.encode(), secret.encode()):
@@ -127,7 +134,7 @@ class Listener:
 
 
 class _Greeting:
-    """A connection that has not sent its HELLO yet."""
+    """A connection whose HELLO has not arrived completely."""
 
     def __init__(self, sock: socket.socket, loop: asyncio.AbstractEventLoop, listener: Listener) -> None:
         sock.setblocking(False)
@@ -141,7 +148,10 @@ class _Greeting:
         self._sock.close()
 
     def read(self) -> None:
-        """Read what has arrived of the HELLO, and nothing after it. A complete HELLO decides."""
+        """Read the bytes of the HELLO that have arrived, and none of the bytes after it.
+
+        Once the HELLO is complete, hand over the connection or close it.
+        """
         try:
             while data := self._sock.recv(self._missing()):
                 self._data += data
@@ -157,7 +167,7 @@ class _Greeting:
         self.close()
 
     def _missing(self) -> int:
-        """Return how many more bytes to read; 0 if the HELLO is complete or too long."""
+        """Return how many bytes to read next: 0 if the HELLO is complete or too long."""
         if len(self._data) < HEADER.size:
             return HEADER.size - len(self._data)
         length = HEADER.unpack_from(self._data)[0]

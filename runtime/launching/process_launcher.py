@@ -1,4 +1,4 @@
-"""The launcher of processes: zygotes and workers run on the gateway's machine."""
+"""Launches zygotes and workers as processes of the gateway's machine."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from ..telemetry.logs import LogBook
 from .listener import Listener
 from .zygote_process import ChildProcess, ZygoteProcess
 
-# Importing large packages from a cold disk takes long.
+# How long a base may take to start. Importing large packages from a disk that is not cached is slow.
 BASE_TIMEOUT_S = 300.0
 BUILD_TIMEOUT_S = 600.0
-# What functions inherit of the gateway's environment. The gateway's credentials are not part of it.
+# The variables of the gateway's environment that functions inherit. Credentials are not among them.
 INHERITED = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "TZ", "LANG", "LANGUAGE", "VIRTUAL_ENV",
              "LD_LIBRARY_PATH")  # fmt: skip
 INHERITED_PREFIXES = ("LC_", "HF_", "TRANSFORMERS_", "OMP_", "MKL_", "KMP_", "CUDA_", "NVIDIA_", "COVERAGE_")
 SECRET_ENDINGS = ("_TOKEN", "_KEY", "_SECRET", "_PASSWORD")
-# Libraries would start thread pools at import, which a zygote must not have. `fork_safety.set_threads` gives
-# workers their threads back.
+# These variables stop libraries from starting thread pools at import, because a zygote must not have them. In
+# workers, `fork_safety.set_threads` raises the thread counts of torch and BLAS again.
 SINGLE_THREADED = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 class ProcessSource:
-    """Forks a revision's workers from its zygote, or spawns them from the base if no fork is possible."""
+    """Forks a revision's workers from its zygote. If the zygote has threads, the base spawns them instead."""
 
     def __init__(
         self, zygote: ZygoteProcess, base: ZygoteProcess, spec: WorkerSpec, facts: dict[str, Any],
@@ -64,7 +64,7 @@ class ProcessSource:
 
 
 class ProcessLauncher:
-    """Keeps one base for each Python environment and set of preloaded packages, and forks zygotes from it."""
+    """Runs one base for each Python environment and set of preloaded packages, and forks zygotes from it."""
 
     def __init__(self, listener: Listener, tasks: asyncio.TaskGroup) -> None:
         self._listener = listener
@@ -81,8 +81,8 @@ class ProcessLauncher:
         try:
             head = await zygote.wait_built(BUILD_TIMEOUT_S)
         except BaseException:
-            # Also when a deploy is cancelled. The process runs user code, which does not read the link: kill
-            # it.
+            # The build failed or the deploy was cancelled. The process may be running user code and not
+            # notice that its link is closed, so kill it.
             zygote.close()
             child.kill()
             raise
@@ -130,7 +130,7 @@ class ProcessLauncher:
                     base = ZygoteProcess(await dialled, self._listener)
                 await base.wait_built(BASE_TIMEOUT_S)
             except BaseException as error:
-                # If the caller was cancelled, nothing else refers to the process.
+                # Kill it here: nothing else refers to this process, for example if the caller was cancelled.
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
                 if not isinstance(error, TimeoutError):
@@ -170,7 +170,7 @@ async def _spawn_base(python: str, request: dict[str, Any]) -> asyncio.subproces
 
 
 def environment() -> dict[str, str]:
-    """Return what a base inherits: no credentials, and one thread a library."""
+    """Return the environment of a base: no credentials of the gateway, and thread pools turned off."""
     kept = {
         key: value
         for key, value in os.environ.items()

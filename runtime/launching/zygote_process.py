@@ -1,4 +1,4 @@
-"""The gateway's view of a zygote, which forks on demand, and of its children."""
+"""Controls a zygote process for the gateway: requests forks and follows the zygote's children."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ FORK_TIMEOUT_S = 60.0
 
 
 class ChildProcess(Child):
-    """A process of this machine, by its pidfd."""
+    """A process of this machine. It is killed and watched through its pidfd (a file descriptor)."""
 
     def __init__(self, link: Link, pid: int, name: str, *, reaped: bool = False) -> None:
-        """`reaped` is True if other code collects the exit of this process."""
+        """`reaped` is True if other code of the gateway collects the exit status of the process."""
         super().__init__(link, pid, name)
         self._reaped = reaped
         try:
             self._pidfd = os.pidfd_open(pid)
         except ProcessLookupError:
-            # It has dialled in, sent its failure, ended and been reaped already.
+            # The process has connected, sent its failure, ended and been reaped already.
             self._pidfd = -1
             self.ended()
         else:
             self._loop.add_reader(self._pidfd, self._on_exit)
 
     def kill(self) -> None:
-        """Kill this process, never another one that has got its number."""
+        """Kill this process. Another process that was given the same pid later is never killed."""
         with contextlib.suppress(ProcessLookupError, OSError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def _on_exit(self) -> None:
         self._loop.remove_reader(self._pidfd)
         if not self._reaped:
-            # It is this process's to reap only if its zygote died first.
+            # Usually its zygote reaps it. If the zygote died first, the gateway may have become its parent.
             with contextlib.suppress(ChildProcessError):
                 os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
         os.close(self._pidfd)
@@ -53,7 +53,7 @@ class ChildProcess(Child):
 
 
 class ZygoteProcess:
-    """A zygote, or the base that zygotes are forked from."""
+    """The process of a zygote, or of a base, from which zygotes are forked."""
 
     def __init__(
         self, child: ChildProcess, listener: Listener, on_death: Callable[[], None] | None = None
@@ -72,13 +72,13 @@ class ZygoteProcess:
         return not self.child.link.closed
 
     async def fork(self, role: str, name: str, logs: LogBook, spec: WorkerSpec | None = None) -> ChildProcess:
-        """Return a new child that has dialled in. Raise LauncherError if it dies first or takes too long."""
+        """Return a new child once it has connected. Raise LauncherError if it dies before or is too slow."""
         future: asyncio.Future[ChildProcess] = asyncio.get_running_loop().create_future()
 
         def on_link(link: Link, pid: int) -> None:
             self._children[pid] = child = ChildProcess(link, pid, name)
             if future.done():
-                # The caller timed out or was cancelled.
+                # The caller of `fork` timed out or was cancelled.
                 link.close()
             else:
                 future.set_result(child)
@@ -99,7 +99,10 @@ class ZygoteProcess:
             self._listener.forget(token)
 
     async def wait_built(self, timeout_s: float) -> dict[str, Any]:
-        """Return the head of BUILT. Raise the HandlerError that the build failed with, or LauncherError."""
+        """Wait for the BUILT frame and return its head.
+
+        Raise the HandlerError of a failed build. Raise LauncherError if the process dies or is too slow.
+        """
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._built
@@ -111,7 +114,7 @@ class ZygoteProcess:
             ) from None
 
     def close(self) -> None:
-        """End the zygote. Its children notice and drain."""
+        """End the zygote by closing its link. Its children get SIGTERM when it ends, and workers drain."""
         self._on_death = None
         self.child.link.close()
         self._end("was closed")
@@ -132,7 +135,7 @@ class ZygoteProcess:
     def _child_ended(self, pid: int, code: int) -> None:
         token = self._token_of.pop(pid, "")
         if token in self._forking and pid not in self._children:
-            # Its HELLO, and what it logged, may still be unread.
+            # The HELLO and the output that it sent before its death may still be unread.
             self._listener.settle()
         if (child := self._children.pop(pid, None)) is not None:
             child.report_exit(code)
@@ -149,7 +152,7 @@ class ZygoteProcess:
             self._on_death()
 
     def _end(self, how: str) -> None:
-        """Fail what waits for this zygote, which reports nothing any more."""
+        """Fail everything that waits for a report of this zygote. `how` says in the error how it ended."""
         for child in self._children.values():
             child.report_exit(None)
         remedy = "See `pilotflame logs` for its last output."
@@ -159,5 +162,5 @@ class ZygoteProcess:
             if not future.done():
                 future.set_exception(error)
         if not self._built.cancelled():
-            # Marks the exception as seen: `wait_built` may never be called.
+            # Retrieve the exception: otherwise asyncio logs an error if `wait_built` is never called.
             self._built.exception()

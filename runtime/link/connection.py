@@ -1,4 +1,4 @@
-"""Connections between a gateway and its zygotes and workers, which dial in: both kinds of ends."""
+"""Implements both ends of a link: `BlockingLink` for zygotes, `Link` for the gateway and for workers."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ import orjson
 from ...errors import LinkError
 from .frames import HEADER, Frame, FrameKind, FrameReader, encode, encode_json
 
-# The receive buffer is allocated once. A new buffer for each recv costs the kernel the mapping, clearing and
-# unmapping of its pages, which is half of the time of a short invocation.
+# The size of a link's receive buffer, which is allocated once. With a new buffer for each recv, the kernel
+# would map, clear and unmap its pages each time, which takes half of the time of a short invocation.
 RECEIVE_BYTES = 256 << 10
-# A larger payload is sent in a separate system call. For a smaller one a copy is cheaper than a second call.
+# Up to this size, the parts of a message are copied into one buffer and sent in one system call. Larger parts
+# are sent in separate system calls, because a copy would then take longer than a second system call.
 JOIN_BYTES = 64 << 10
 
 
 def dial(path: str, timeout_s: float) -> socket.socket:
-    """Return a blocking socket, connected to the gateway at `path`. Raise LinkError."""
+    """Return a blocking socket that is connected to the gateway at `path`. Raise LinkError."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.settimeout(timeout_s)
     try:
@@ -46,7 +47,7 @@ class BlockingLink:
         self.sock.sendall(encode_json(kind, 0, head or {}))
 
     def receive(self) -> list[Frame] | None:
-        """Return the frames of one read, perhaps none; None once the gateway has closed the link."""
+        """Read once and return the frames that are complete, if any. None: the gateway closed the link."""
         try:
             data = self.sock.recv(RECEIVE_BYTES)
         except ConnectionError:
@@ -58,11 +59,11 @@ class BlockingLink:
 
 
 class Link:
-    """A link on an event loop: frames arrive by callback, and any thread may send.
+    """A link on an event loop. It passes received frames to a callback, and any thread may send.
 
-    A send tries the socket at once, so that what was sent before a crash arrives. The loop sends what the
-    socket did not take. A link that joins writes (the gateway's, which only the loop's thread uses) collects
-    what one iteration of the loop sends and writes it in one system call.
+    A send writes to the socket immediately, so that frames that were sent before a crash arrive. The loop
+    sends later what the socket did not accept. With `join_writes`, all frames that are sent in one iteration
+    of the loop are collected and written together, and only the loop's thread may send. The gateway does so.
     """
 
     def __init__(
@@ -83,14 +84,17 @@ class Link:
         self._joined: list[bytes] = []
 
     def bind(self, on_frame: Callable[[Frame], None], on_close: Callable[[], None]) -> None:
-        """Set or replace the owner's callbacks. Nothing is read before, so no frame is lost."""
+        """Set or replace the owner's callbacks. Reading begins with the first `bind`, so no frame is lost.
+
+        `on_close` is called when the other end closes the link or a frame is invalid.
+        """
         self._on_frame, self._on_close = on_frame, on_close
         if not self._bound:
             self._bound = True
             self._loop.add_reader(self.sock, self._readable)
 
     def send(self, kind: int, channel: int = 0, head: bytes = b"", payload: bytes = b"") -> None:
-        """Send one frame. Does nothing on a closed link, of which `on_close` informs the owner."""
+        """Send one frame. Does nothing if the link is closed."""
         if len(payload) > JOIN_BYTES:
             header = HEADER.pack(len(head) + len(payload), len(head), kind, channel)
             self.send_encoded(header + head, payload)
@@ -101,7 +105,7 @@ class Link:
         self.send(kind, channel, orjson.dumps(head), payload)
 
     def send_encoded(self, *parts: bytes) -> None:
-        """Send encoded frames."""
+        """Send encoded frames, or the consecutive parts of one. Does nothing if the link is closed."""
         with self._lock:
             if self.closed:
                 return
@@ -114,7 +118,10 @@ class Link:
                 self._write(part)
 
     def finish(self, timeout_s: float) -> None:
-        """Send what is left, blocking for at most `timeout_s`, and close: the last act of a worker."""
+        """Send all unsent data and close the link. Blocks: a worker calls this just before it exits.
+
+        `timeout_s` limits the time of each unsent part.
+        """
         if self.closed:
             return
         self._loop.remove_reader(self.sock)
@@ -127,13 +134,13 @@ class Link:
         self.close()
 
     def close(self) -> None:
-        """Close without calling `on_close`. Loop thread only."""
+        """Close without calling `on_close`. Call it on the event loop's thread only."""
         with self._lock:
             if self.closed:
                 return
             self._write_joined()
             self.closed = True
-            # Some keep a reference to a closed link; it should not keep the buffer.
+            # Other objects may refer to the closed link for long, so do not keep the buffer in memory.
             self._buffer = memoryview(bytearray())
             self._unsent.clear()
         self._loop.remove_reader(self.sock)
@@ -141,7 +148,7 @@ class Link:
         self.sock.close()
 
     def flush(self) -> None:
-        """Send the joined writes now."""
+        """Write the collected frames now, without waiting for the loop's next iteration."""
         with self._lock:
             if not self.closed:
                 self._write_joined()
@@ -161,7 +168,7 @@ class Link:
         except BlockingIOError:
             sent = 0
         except OSError:
-            # The reading side sees the end of the connection and calls `on_close`.
+            # The connection is broken. `_readable` finds this out and calls `on_close`.
             return
         if sent < len(data):
             self._unsent.append(memoryview(data)[sent:])
@@ -202,7 +209,7 @@ class Link:
                     return
                 self._on_frame(frame)
         except LinkError:
-            # The reader raises it, or the owner for a head that it cannot read.
+            # The frame reader raises it, or the owner's callback if it cannot read the frame's head.
             self._lost()
 
     def _lost(self) -> None:

@@ -1,8 +1,9 @@
-"""Frames, the wire format of a link.
+"""Encodes and decodes frames, the messages of a link.
 
 A frame is `length u32 | head length u32 | kind u8 | channel u32` (little endian), then the head (a few bytes
-of JSON or a packed struct) and the payload, which nothing on the way decodes. `length` counts head and
-payload. A channel is one invocation on this link; channel 0 is the link itself.
+of JSON or a packed struct), then the payload. The link does not interpret the payload. `length` is the length
+of head and payload together. The channel is the number of an invocation on this link. Frames that do not
+belong to an invocation have channel 0.
 """
 
 from __future__ import annotations
@@ -21,46 +22,49 @@ MAX_FRAME_BYTES = 256 << 20
 
 
 class FrameKind(enum.IntEnum):
-    """What a frame says. Down is from the gateway, up is to the gateway.
+    """What a frame says. "Down" frames are sent by the gateway, "up" frames are sent to it.
 
-    The two ends may be of different releases: a kind never changes its number, and 7 is not used again.
+    The two ends may have different releases, so a kind never changes its number. The number 7 belonged to a
+    kind that no longer exists and must not be used again.
     """
 
-    # Up: who dials in, and the token that proves it.
+    # Up: the first frame of a connection, with the role of the process and its token.
     HELLO = 1
     # Down: map the weights, run `setup` and become a worker.
     ACTIVATE = 2
-    # Up: `setup` is done. Or import, build or setup failed, with the error as the head.
+    # Up. READY: `setup` is done. FAILED: import, build or setup failed, and the head is the error.
     READY = 3
     FAILED = 4
-    # Up: how many groups may be in flight from now on, and how many invocations in one group.
+    # Up: how many groups the worker may be sent at a time ("window"). If they changed, also how many it runs
+    # at a time ("slots") and how many invocations may be in a group ("limit"). With "call", the head also
+    # reports another handler call for the group of this channel.
     WINDOW = 5
-    # Down. As long as the head has `more`, the following invocations run together with this one.
+    # Down: run an invocation. The head's "more" is the number of following invocations in the same group.
     INVOKE = 6
-    # Up: the response of a channel, or one chunk of a stream, or the end of a stream, or the error.
+    # Up: the response of an invocation, one chunk of a stream, the end of a stream, or the error.
     RESULT = 8
     CHUNK = 9
     END = 10
     ERROR = 11
-    # Up: the invocation was never started and may run elsewhere.
+    # Up: the invocation was never started and may run on another worker.
     RETURNED = 12
-    # Down: the caller of this channel went away.
+    # Down: the caller of this invocation went away, or its time limit passed.
     CANCEL = 13
-    # Down: the caller has read this many chunks; as many more may be sent.
+    # Down: the caller has read this many more chunks. They no longer count against the stream's credit.
     MORE = 14
-    # Both ways: finish what runs, take nothing new.
+    # Down: finish what runs; no invocations follow. Up: send no more invocations, and confirm with DRAIN.
     DRAIN = 15
-    # Down, to a zygote.
+    # Down, to a zygote: fork a child.
     FORK = 16
-    # Up, from a zygote: it can fork now; the pid that a FORK became; a child ended.
+    # Up, from a zygote. BUILT: it can fork now. FORKED: the pid of a new child. EXITED: a child has ended.
     BUILT = 17
     FORKED = 18
     EXITED = 19
-    # Up: a standby has done all that it can do ahead of time.
+    # Up: a standby has done everything that is possible before ACTIVATE.
     PRIMED = 20
-    # Up, from a zygote: the system refused a FORK.
+    # Up, from a zygote: the operating system refused to fork.
     UNFORKED = 21
-    # Up: the progress of a channel, as JSON in the payload. The latest counts.
+    # Up: the progress of an invocation, as JSON in the payload. It replaces earlier progress.
     PROGRESS = 22
 
 
@@ -83,7 +87,10 @@ class Frame(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """What a worker measured of one invocation. `batch` is how many ran in the same call of the handler."""
+    """What a worker measured about one invocation.
+
+    `batch` is the number of invocations in its handler call.
+    """
 
     wait_s: float
     exec_s: float
@@ -109,7 +116,7 @@ def encode_json(kind: int, channel: int, head: dict[str, Any], payload: bytes = 
 
 
 class FrameReader:
-    """Cuts a byte stream into frames, whatever the sizes of the reads."""
+    """Cuts a byte stream into frames. A read may end anywhere in a frame."""
 
     def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -117,9 +124,9 @@ class FrameReader:
         self._needed = HEADER.size
 
     def feed(self, data: bytes) -> list[Frame]:
-        """Return the frames that `data` completes.
+        """Add received bytes and return the frames that are now complete.
 
-        Raise LinkError on a frame over the limit or an inconsistent header.
+        Raise LinkError if a frame is over the limit or its header is inconsistent.
         """
         if self._rest:
             self._rest += data

@@ -1,4 +1,4 @@
-"""Stream credit: how far a streamed response may run ahead of its reader."""
+"""Limits how much of a streamed response is sent before its reader has received it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ STREAM_BYTES = 256 << 10
 
 
 class Credit:
-    """Limits the chunks of one stream that are on their way to the reader, by count and by bytes.
+    """Limits the chunks of one stream that were sent but not yet received, in number and in bytes.
 
-    A chunk over the byte limit is sent when nothing else is on its way. One thread or one task waits; the
-    event loop grants and closes.
+    A chunk that alone exceeds the byte limit is sent once all earlier chunks were received. One thread or one
+    task, the sender, calls `spend` or `spend_async`. The event loop calls `grant` and `close`.
     """
 
     def __init__(self, max_chunks: int = STREAM_CHUNKS, max_bytes: int = STREAM_BYTES) -> None:
@@ -27,14 +27,17 @@ class Credit:
         self._changed = asyncio.Event()
 
     def spend(self, size: int, timeout_s: float | None) -> bool:
-        """Wait for room for a chunk and take it. Return False after `timeout_s` or without a reader."""
+        """Wait until a chunk of `size` bytes may be sent, and count it as sent.
+
+        Return False if the reader went away or `timeout_s` passed. Blocks: for handler threads only.
+        """
         with self._room:
             if not self._fits(size):
                 self._room.wait_for(lambda: self._closed or self._fits(size), timeout_s)
             return self._take(size)
 
     async def spend_async(self, size: int) -> bool:
-        """Wait for room for a chunk and take it. Return False if the reader went away."""
+        """Wait until a chunk may be sent, and count it as sent. Return False if the reader went away."""
         while True:
             with self._room:
                 if self._closed or self._fits(size):
@@ -43,7 +46,7 @@ class Credit:
             await self._changed.wait()
 
     def grant(self, chunks: int) -> None:
-        """The reader has received the oldest `chunks`."""
+        """Stop counting the oldest `chunks`, which the reader has received, and wake the sender."""
         with self._room:
             for _ in range(min(chunks, len(self._sizes))):
                 self._bytes -= self._sizes.popleft()
@@ -51,7 +54,7 @@ class Credit:
         self._changed.set()
 
     def close(self) -> None:
-        """The reader went away: wake the sender."""
+        """Wake the sender and refuse all further chunks, because the reader went away."""
         with self._room:
             self._closed = True
             self._room.notify()

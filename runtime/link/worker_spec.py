@@ -1,4 +1,4 @@
-"""What a zygote and its workers need to know of a revision. It travels as JSON."""
+"""Defines what a zygote and its workers need to know about a revision. It is sent to them as JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WEIGHTS_TIMEOUT_S = 3600.0
 
 
 class WorkerSpec(BaseModel):
-    """One revision as its workers see it. Holds no secrets: ACTIVATE carries those to each worker."""
+    """One revision as its workers see it. It has no secrets: the ACTIVATE frame of each worker has them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -1,7 +1,8 @@
 """The processes that run handlers, and what runs inside them.
 
-Enter at `zygote.py`, the `main` of a launched process, which forks workers; `worker.py` is the life of one
-worker. `function_setup.py` builds and sets up a function in this process. `thread_runner.py` and
-`loop_runner.py` run invocations, `batch_run.py` the groups of a batch handler. `first_touch.py` is the
-process of `snapshot record`. Workers import no HTTP server and nothing of the gateway.
+Start reading at `zygote.py`, which has the `main` of a launched process and forks workers. `worker.py` is one
+worker from its start to its exit. `function_setup.py` builds and sets up a function in this process.
+`thread_runner.py` and `loop_runner.py` run invocations, and `batch_run.py` runs the groups of a batch
+handler. `first_touch.py` is the process that `snapshot record` starts. Workers must not import an HTTP server
+or code that only the gateway uses.
 """

@@ -1,7 +1,8 @@
-"""Runs one group of a batch handler, in as many calls as it takes.
+"""Runs one group of invocations of a batch handler, in one or more handler calls.
 
-A group may be larger than one call may be (`max_cost`, or a limit that memory has set). A call that raises is
-repeated with each half of its events, until the events that cannot be answered have failed alone.
+A group may be too large for one handler call, because of `max_cost` or of the limit that is set when memory
+runs out. If a handler call raises, each half of its events is tried in a separate handler call. The halves
+are halved again until each event either was answered or has failed in a handler call of its own.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from .runner import Call, Runner
 
 
 class BatchRun:
-    """The rest of a group. Its runner takes a piece, calls the handler, and reports the outcome.
+    """A group that is being run in pieces. A piece is the list of invocations of one handler call.
 
-    `frames` are the frames to send. `next_piece` sends them, except after the last piece.
+    Until `next_piece` returns an empty list, the runner calls the handler with each piece and reports the
+    outcome with `succeed`, `fail` or `give_up`. `frames` are the unsent frames. `next_piece` sends them
+    before it returns a piece; the runner sends the frames of the last piece.
     """
 
     def __init__(self, runner: Runner, group: list[Call]) -> None:
@@ -34,14 +37,14 @@ class BatchRun:
         self._pack([call for call, event in zip(calls, events, strict=True) if self._weigh(call, event)])
 
     def next_piece(self) -> list[Call]:
-        """Return the calls to run next in one call of the handler; none at the end."""
+        """Return the invocations of the next handler call; an empty list if none are left."""
         while self._pieces:
             piece = self._pieces.popleft()
             if len(piece) > self._runner.limit:
-                # Memory ran out since it was packed.
+                # Memory has run out since this piece was packed, so the limit is lower now.
                 self._pack(piece)
             elif calls := [call for call in piece if not self._is_over(call)]:
-                # A time limit applies to each call of the handler, so the gateway needs to know of each.
+                # The gateway applies the time limit to each handler call, so report each after the first.
                 again = [self._runner.next_call_frame(calls[0])] if self._started else []
                 self._runner.send(self.frames + again)
                 self._started, self.frames = True, []
@@ -54,7 +57,7 @@ class BatchRun:
         return self._runner.handler.arguments(context, [call.event for call in calls])
 
     def succeed(self, calls: list[Call], answer: Any, started_s: float) -> None:
-        """The handler returned."""
+        """Encode what the handler returned for `calls` as their frames."""
         try:
             frames = self._runner.result_frames(calls, answer, started_s)
         except Exception as error:  # noqa: BLE001  iterating the answer runs user code
@@ -62,7 +65,7 @@ class BatchRun:
         self._finish(calls, frames)
 
     def fail(self, calls: list[Call], error: BaseException) -> None:
-        """The handler raised."""
+        """Try `calls` again in smaller pieces, or fail them: the handler raised `error`."""
         out_of_memory = is_out_of_memory(error)
         final = not isinstance(error, Exception) or isinstance(error, (Cancelled, SnapshotError))
         if len(calls) == 1 or final:
@@ -72,7 +75,7 @@ class BatchRun:
         elif out_of_memory:
             self._runner.shrink(len(calls))
             self._pack(calls)
-            # The frames of the traceback hold the objects that filled the memory.
+            # The stack frames of the traceback refer to the objects that filled the memory. Free them.
             error.__traceback__ = None
             gc.collect()
         else:
@@ -80,7 +83,7 @@ class BatchRun:
             self._pieces.extendleft([calls[half:], calls[:half]])
 
     def give_up(self, calls: list[Call], error: PilotflameError) -> None:
-        """Fail calls without another try."""
+        """Fail invocations with `error`, without another try."""
         self._finish(calls, [self._runner.error_frame(call, error) for call in calls])
 
     def _pack(self, calls: list[Call]) -> None:
@@ -96,7 +99,7 @@ class BatchRun:
         return True
 
     def _is_over(self, call: Call) -> bool:
-        """Return True if the caller went away or the deadline passed, and fail the call."""
+        """Return whether the caller went away or the deadline passed; if so, fail the invocation."""
         if not call.context.cancelled:
             return False
         if call.cancellation.flag:
@@ -113,11 +116,12 @@ class BatchRun:
 
 
 def pack(costs: Sequence[float], max_size: int, max_cost: float | None = None) -> list[list[int]]:
-    """Return the indices of `costs`, in lists of at most `max_size` that cost at most `max_cost` together.
+    """Distribute items with these costs to handler calls. Return a list of item indices for each call.
 
-    What fits in one list keeps its order. Otherwise the items are sorted by cost, cheapest first, so that
-    items of about the same size share a call and little is spent on padding. An item over `max_cost` is
-    alone.
+    A call has at most `max_size` items and a total cost of at most `max_cost`, except that an item which
+    alone costs more than `max_cost` gets its own call. If all items fit in one call, they stay in order.
+    Otherwise they are sorted by cost, cheapest first, so that the items of a call have similar sizes and need
+    little padding.
     """
     limit = math.inf if max_cost is None else max_cost
     if len(costs) <= max_size and sum(costs) <= limit:

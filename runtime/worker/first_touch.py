@@ -1,4 +1,4 @@
-"""Records in which order a function first touches its tensors: sets it up as a worker does and calls it once.
+"""Records in which order a function first reads its tensors: sets it up as a worker does and calls it once.
 
 `pilotflame snapshot record` runs this in a separate process.
 """
@@ -26,7 +26,10 @@ DEADLINE_S = 900.0
 
 
 def main() -> None:
-    """`python -m pilotflame.runtime.worker.first_touch DESCRIPTOR`, with spec and event on standard input."""
+    """Run `python -m pilotflame.runtime.worker.first_touch DESCRIPTOR`.
+
+    Standard input is JSON with the spec and the event. The response is written to file descriptor DESCRIPTOR.
+    """
     request = json.load(sys.stdin)
     spec, body = WorkerSpec.model_validate(request["spec"]), request["event"]
     try:
@@ -68,7 +71,7 @@ async def _first_call(spec: WorkerSpec, built: Built, event: Any) -> None:
 
 
 async def _call(handler: Handler, context: Context, event: Any) -> None:
-    """Run one event to its end. An exception as the answer is raised."""
+    """Call the handler with one event and read its whole answer. Raise the answer if it is an exception."""
     if handler.batch is not None:
         context, event = Context.of_batch([context]), [event]
     answer = handler.call(*handler.arguments(context, event))

@@ -1,14 +1,14 @@
-"""What makes a forked child its own process, in order.
+"""Prepares a zygote for forking and makes a forked child independent, in this order.
 
 In the parent, before the first fork:
-1. `make_torch_single_threaded`: a fork copies one thread only, and a pool without its threads hangs.
-2. `watch_threads`, `thread_count`: if an import started threads all the same, the zygote does not fork.
+1. `make_torch_single_threaded`: a fork copies only one thread, and a thread pool without its threads hangs.
+2. `watch_threads`, `thread_count`: if an import started threads anyway, the zygote is not used for forks.
 3. `freeze_objects`: the garbage collector must not write to pages that parent and children share.
 
 In the child:
-4. `detach`: a new session, default signals, and SIGTERM when the parent dies.
-5. `reseed`: new seeds for random numbers.
-6. `set_threads`: on the thread that runs the handler, the thread counts that the parent had set to one.
+4. `detach`: starts a new session, resets signal handlers, and requests SIGTERM when the parent dies.
+5. `reseed`: sets new seeds of random number generators.
+6. `set_threads`: raises the thread counts of torch and BLAS again, on each thread that runs the handler.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def torch_threads() -> int:
 
 
 def thread_count() -> int:
-    """Return the threads of this process as the kernel counts them, native ones included."""
-    return len(os.listdir(TASKS))  # noqa: PTH208  called twice an import, and much cheaper than Path.iterdir
+    """Return the number of threads of this process, including those that Python does not know."""
+    return len(os.listdir(TASKS))  # noqa: PTH208  called twice per import, and much cheaper than Path.iterdir
 
 
 def freeze_objects() -> None:
@@ -54,11 +54,11 @@ def freeze_objects() -> None:
 
 
 def detach(parent: int) -> None:
-    """Start a session, reset signals, and ask for SIGTERM when `parent` dies.
+    """Start a session, reset signal handlers, and let the kernel send SIGTERM when `parent` dies.
 
     SIGTERM drains a worker and ends a zygote.
     """
-    # A spawned worker started its session before it became a fresh interpreter.
+    # A spawned worker runs this twice: after its fork, and again after exec in the fresh interpreter.
     if os.getsid(0) != os.getpid():
         os.setsid()
     signal.set_wakeup_fd(-1)
@@ -66,13 +66,13 @@ def detach(parent: int) -> None:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    # The parent may have died before the call of prctl.
+    # The parent may have died before prctl was called.
     if os.getppid() != parent:
         os._exit(0)
 
 
 def reseed() -> None:
-    """Reseed the generators of random, numpy and torch, whose states a child inherits."""
+    """Reseed the generators of random, numpy and torch, because all children inherit the same states."""
     random.seed()
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
@@ -81,7 +81,7 @@ def reseed() -> None:
 
 
 def set_threads(count: int) -> None:
-    """Set the number of threads that torch and BLAS use for calls from this thread."""
+    """Set the number of threads that torch and BLAS use when this thread calls them."""
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(count)
     if (control := sys.modules.get("threadpoolctl")) is not None:
@@ -89,7 +89,7 @@ def set_threads(count: int) -> None:
 
 
 class _ThreadWatch(importlib.abc.MetaPathFinder):
-    """Finds modules as Python does, and counts the threads after each import."""
+    """An import hook that finds modules as Python does and counts the threads that each import starts."""
 
     def __init__(self) -> None:
         self.started: dict[str, int] = {}
@@ -117,7 +117,7 @@ class _CountingLoader:
         module.__loader__ = self._loader
         threads, known = thread_count(), sum(self._started.values())
         self._loader.exec_module(module)
-        # Imports nest: the threads of an inner module are already counted under its name.
+        # The module may have imported others. Subtract their threads, which are counted under their names.
         started = thread_count() - threads - (sum(self._started.values()) - known)
         if started > 0:
             self._started[module.__name__] = started
@@ -125,7 +125,7 @@ class _CountingLoader:
 
 @contextmanager
 def watch_threads() -> Iterator[dict[str, int]]:
-    """Yield a dict that fills with {module: threads that its import started}."""
+    """Yield a dict that is filled, inside the block, with {module: number of threads its import started}."""
     watch = _ThreadWatch()
     sys.meta_path.insert(0, watch)
     try:
@@ -135,7 +135,7 @@ def watch_threads() -> Iterator[dict[str, int]]:
 
 
 def describe_threads(started: dict[str, int]) -> str:
-    """Return what started threads, for people: modules if imports did, else the threads' names."""
+    """Return what started threads, as text for messages: the modules in `started`, else thread names."""
     if started:
         return ", ".join(f"importing {module}" for module in started)
     names = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]

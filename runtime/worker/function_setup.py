@@ -27,7 +27,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """What workers inherit from their zygote: handler, state (what `build` returned) and planned snapshot."""
+    """A function after `build`, without its weights. Forked workers inherit it from their zygote.
+
+    `state` is what `build` returned. `snapshot` has planned which weights it will set. `threads` is the
+    number of threads that torch and BLAS use in a worker.
+    """
 
     handler: Handler
     state: Any
@@ -36,7 +40,7 @@ class Built:
 
 
 def build(spec: WorkerSpec) -> Built:
-    """Import the handler and call its `build`. Raise HandlerError."""
+    """Import the handler and call its `build`. Raise HandlerError if either fails."""
     os.environ.update(spec.env)
     inherited = int(os.environ.get("PILOTFLAME_TORCH_THREADS", "0"))
     threads = spec.threads or inherited or fork_safety.torch_threads()
@@ -66,7 +70,7 @@ def _snapshot(spec: WorkerSpec) -> Snapshot | None:
 
 
 async def call_hook(handler: Handler, hook: Hook | None, context: Context) -> Any:
-    """Call a hook and return its result: on the event loop for an async handler, else as `run_hook` does."""
+    """Call a hook and return its result. For an async handler it runs on this loop, else as in `run_hook`."""
     if not handler.kind.on_loop or hook is None:
         return run_hook(hook, context)
     result = hook(context)
@@ -74,7 +78,7 @@ async def call_hook(handler: Handler, hook: Hook | None, context: Context) -> An
 
 
 def run_hook(hook: Hook | None, context: Context) -> Any:
-    """Call a hook on a thread without an event loop, and return its result. An async hook gets a new loop."""
+    """Call a hook on a thread without an event loop and return its result. An async hook gets a new loop."""
 
     async def wait() -> Any:
         return await result
@@ -84,7 +88,7 @@ def run_hook(hook: Hook | None, context: Context) -> Any:
 
 
 def run_without_loop(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that never suspends, on a thread without an event loop, and return its result."""
+    """Run a coroutine without an event loop and return its result. Raise RuntimeError if it suspends."""
     try:
         coroutine.send(None)
     except StopIteration as done:
@@ -95,7 +99,7 @@ def run_without_loop(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def warm_up_torch() -> None:
-    """Start the thread pool and the matrix kernels ahead of the first forward pass."""
+    """Make torch start its thread pool and load its matrix kernels before the first forward pass."""
     if (torch := sys.modules.get("torch")) is None:
         return
     with torch.inference_mode():
@@ -107,6 +111,6 @@ def warm_up_torch() -> None:
 def configure_logging() -> None:
     """Let `context.log` and the logging module write to standard error, which is the function's log."""
     stream = logging.StreamHandler(sys.stderr)
-    # Records that do not belong to an invocation have no such field.
+    # Log records that do not belong to an invocation have no field `invocation`.
     stream.setFormatter(logging.Formatter(LOG_FORMAT, defaults={"invocation": "-"}))
     logging.basicConfig(level=logging.INFO, handlers=[stream], force=True)

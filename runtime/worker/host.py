@@ -1,4 +1,4 @@
-"""What handlers may ask of their worker, from any thread: progress, retirement, concurrency."""
+"""Lets handlers, from any thread, report progress, retire their worker, and change its concurrency."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ..link.connection import Link
 from ..link.frames import FrameKind
 from .runner import Runner
 
-# A handler may report progress in its innermost loop. Within this interval only the latest report is sent.
+# A handler may report progress very often, so at most one report of an invocation is sent per interval.
 PROGRESS_INTERVAL_S = 0.05
 MAX_CONCURRENCY = 1024
-# The event loop has no long work to do. If it does not respond in this time, the process is lost.
+# How long a handler thread waits until the event loop has done what it asked for. Then it goes on anyway.
 LOOP_TIMEOUT_S = 10.0
 
 
 class WorkerHost:
-    """The host of one worker. Made on the event loop's thread."""
+    """What the handler's context calls in its worker. Must be created on the event loop's thread."""
 
     def __init__(
         self, link: Link, loop: asyncio.AbstractEventLoop, runner: Runner, drain: Callable[[], None]
@@ -37,7 +37,7 @@ class WorkerHost:
         self._waiting = False
 
     def progress(self, channel: int, value: Any) -> None:
-        """Report the progress of a channel. Raise OutputInvalid if `value` is not JSON."""
+        """Report the progress of the invocation on `channel`. Raise OutputInvalid if `value` is not JSON."""
         payload, kind = self._codec.encode(value)
         if kind != JSON_TYPE:
             raise OutputInvalid("Progress must be JSON, this is bytes.", remedy="Decode the bytes.")
@@ -52,7 +52,7 @@ class WorkerHost:
         self._loop.call_soon_threadsafe(self._loop.call_later, PROGRESS_INTERVAL_S, self._flush)
 
     def retire(self) -> None:
-        """Take nothing new, and end once everything that runs has been answered."""
+        """Drain the worker: it starts no more invocations and exits once those that run were answered."""
         self._on_loop(self._drain)
 
     def resize(self, concurrency: int) -> None:
@@ -60,7 +60,10 @@ class WorkerHost:
         self._on_loop(lambda: self._runner.resize(min(max(1, concurrency), MAX_CONCURRENCY)))
 
     def _on_loop(self, act: Callable[[], None]) -> None:
-        """Call `act` on the event loop and wait for it: after `retire` this thread takes no more work."""
+        """Call `act` on the event loop's thread and wait until it is done.
+
+        `retire` has to wait: otherwise this thread could start another invocation before the drain.
+        """
         if threading.get_ident() == self._loop_thread:
             act()
             return

@@ -22,7 +22,7 @@ from .runner import Call, Runner
 
 
 class LoopRunner(Runner):
-    """Runs up to `concurrency` groups at a time, each in a task."""
+    """Runs up to `concurrency` groups at a time, each in its own task."""
 
     def __init__(
         self, handler: Handler, root: Path, link: Link, concurrency: int, on_idle: Callable[[], None],
@@ -55,8 +55,8 @@ class LoopRunner(Runner):
         if concurrency == self._concurrency:
             return
         self._concurrency = concurrency
-        # Slots never shrink. If this worker dies, calls that count as started fail, and others run again:
-        # counting too few as started would run them twice.
+        # `slots` tells the gateway how many groups may have started. It never decreases: if this worker dies,
+        # only groups beyond that number run again on another worker, and none must run twice.
         self.slots = max(self.slots, concurrency)
         self.window = concurrency if self.handler.batch else window(concurrency, self._exec_s)
         self._link.send(FrameKind.WINDOW, 0, orjson.dumps({"window": self.window, "slots": self.slots}))
@@ -81,7 +81,7 @@ class LoopRunner(Runner):
         calls, events, frames = self.decode(group)
         if not calls:
             return frames
-        # Without peers: a call that refers to itself would wait for the garbage collector.
+        # No peers: a list with the call itself would be a reference cycle that only the collector frees.
         calls[0].set_task(asyncio.current_task())
         arguments = self.handler.arguments(calls[0].context, events[0])
         started_s = time.monotonic()
@@ -110,7 +110,7 @@ class LoopRunner(Runner):
             for call in calls:
                 call.set_task(None)
             if all(call.cancellation.flag for call in calls):
-                # Only these calls were cancelled. The rest of the group goes on in the same task.
+                # Only the invocations of this piece were cancelled. The task goes on with the other pieces.
                 _uncancel()
         return run.frames
 

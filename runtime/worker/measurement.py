@@ -1,4 +1,4 @@
-"""Measures how long a batch handler takes for 1, 2, 4 … events of its example, before real ones arrive."""
+"""Measures how long a batch handler takes for 1, 2, 4 … of its example events, before real events arrive."""
 
 from __future__ import annotations
 
@@ -16,22 +16,25 @@ from ...handlers.handler import Handler
 from ..batching.latency_curve import Point
 from .runner import Runner
 
-# The measurement delays the first answer of a worker. A slow handler is measured in small batches only.
+# How long the measurement may take, because it delays the worker's first answer. For a slow handler, only
+# small batches are measured in this time.
 BUDGET_S = 4.0
+# How often each size is measured, after one run that is not counted.
 RUNS = 3
 
 
 def sizes(max_size: int) -> list[int]:
-    """Return 1, 2, 4 … and `max_size`."""
+    """Return the powers of two below `max_size`, and `max_size`."""
     return [*(1 << power for power in range((max_size - 1).bit_length())), max_size]
 
 
 def schedule(max_size: int, curve: list[Point], budget_s: float = BUDGET_S) -> Generator[int, float, None]:
-    """Yield how many events to run next, take how long they took, and add to `curve` by size.
+    """Yield the number of events to run next. The caller sends back how many seconds they took.
 
-    Each size runs once to warm up and then `RUNS` times, fewer if the budget ends. A size is skipped if the
-    rest of the budget would not suffice even at the speed of the size before. A point has the median and, for
-    lack of more runs, the maximum as its 95th percentile.
+    A point for each size is added to `curve`, in ascending order. Each size runs once to warm up and then up
+    to `RUNS` times: at least once, and not again after the budget is used up. The schedule ends before a size
+    if the rest of the budget would not even suffice for another measurement of the size before. A point has
+    the median and, since there are few runs, the maximum as its 95th percentile.
     """
     spent_s = last_s = 0.0
     for size in sizes(max_size):
@@ -49,7 +52,10 @@ def schedule(max_size: int, curve: list[Point], budget_s: float = BUDGET_S) -> G
 async def measure(
     runner: Runner, context: Context, curve: list[Point], is_cancelled: Callable[[], bool]
 ) -> None:
-    """Run the example of the runner's handler and add to `curve`. Raise what the handler raises."""
+    """Call the runner's handler with its examples and add the points to `curve`, until `is_cancelled()`.
+
+    Raise what the handler raises. If memory runs out, first set the runner's limit to half of the size.
+    """
     handler = runner.handler
     if (spec := handler.batch) is None or not spec.examples:
         return
@@ -72,7 +78,7 @@ async def measure(
 
 
 async def _timed(handler: Handler, arguments: tuple[Any, ...], size: int) -> float:
-    """Return how long one call takes. Raise what it raises or has as an answer."""
+    """Return how long one handler call takes. Raise what it raises, or an exception among its answers."""
     started_s = time.monotonic()
     answer = handler.call(*arguments)
     if handler.kind.on_loop:

@@ -1,8 +1,9 @@
-"""Runs the invocations of one worker: what runners on threads and on the event loop have in common.
+"""Defines the base class of runners, which run the invocations of one worker on threads or on the event loop.
 
-Invocations come in groups: the batch that the gateway formed for a batch handler, or a single invocation.
-Runners start groups in order of arrival and send what has finished before they start the next. When a worker
-crashes, the gateway therefore knows that its oldest groups are those that had started.
+Invocations come in groups. A group is the batch that the gateway formed for a batch handler, or one
+invocation of another handler. Runners start groups in order of arrival and send the results of a group before
+they start another in its place. When a worker crashes, the gateway therefore knows that only the oldest
+unfinished groups, as many as the worker has slots, can have started.
 """
 
 from __future__ import annotations
@@ -36,13 +37,15 @@ from ..link.connection import JOIN_BYTES, Link
 from ..link.frames import HEADER, FrameKind, Timing, encode, encode_json
 from ..link.stream_credit import Credit
 
+# The weight of the newest duration in the moving average of durations.
 SMOOTHING = 0.2
 
 
 class Call:
-    """One invocation inside a worker. `credit` is for streams; `event` and `cost` are set for batch handlers.
+    """One invocation inside a worker. Only streams use `credit`, and only batch handlers `event` and `cost`.
 
-    `task` is what runs the call of an async handler, and `peers` are the invocations in that call.
+    `task` is the task that runs an async handler. `peers` are all invocations in the same handler call of a
+    batch handler, including this one.
     """
 
     __slots__ = ("accept", "body", "cancellation", "channel", "content_type", "context", "cost", "credit",
@@ -73,12 +76,12 @@ class Call:
 
 
 class Runner(ABC):
-    """Runs calls of one handler and sends their frames."""
+    """Runs the invocations of one handler and sends their frames."""
 
     def __init__(
         self, handler: Handler, root: Path, link: Link, concurrency: int, on_idle: Callable[[], None]
     ) -> None:
-        """`on_idle` is called once everything has ended after `close`."""
+        """`on_idle` is called after `close`, once everything that runs has ended."""
         self.handler = handler
         self._streaming = handler.kind.streaming
         self._root = root
@@ -90,13 +93,14 @@ class Runner(ABC):
         self._incomplete: list[Call] = []
         self._lock = threading.Lock()
         self.slots = self.window = concurrency
-        # Smaller once the memory did not suffice for as many events in one call.
+        # How many events one handler call may have. It is lowered when memory runs out.
         self.limit = handler.batch.max_size if handler.batch else 1
 
     def submit(self, call: Call, more: int = 0) -> None:
-        """Queue a call. Of a batch handler, queue its group once `more` is 0.
+        """Queue an invocation. For a batch handler, collect it, and queue its group once `more` is 0.
 
-        Loop thread only, as everything except what happens while a group runs.
+        `more` is the number of invocations of the group that follow. Call this, like all methods that are not
+        part of running a group, on the event loop's thread only.
         """
         self._calls[call.channel] = call
         if self.handler.batch is None:
@@ -108,7 +112,7 @@ class Runner(ABC):
             self.enqueue(group)
 
     def cancel(self, channel: int) -> None:
-        """Mark a call whose caller went away. It is dropped if it has not started."""
+        """Mark an invocation whose caller went away. If it has not started, the handler is not called."""
         if (call := self._calls.get(channel)) is not None:
             call.cancellation.flag = True
             if call.credit is not None:
@@ -120,7 +124,7 @@ class Runner(ABC):
             call.credit.grant(count)
 
     def close(self) -> list[Call]:
-        """Take nothing new, and return the calls that never started."""
+        """Start no more groups, and return the invocations that were never started."""
         incomplete, self._incomplete = self._incomplete, []
         return self.stop() + incomplete
 
@@ -130,10 +134,10 @@ class Runner(ABC):
 
     @abstractmethod
     def stop(self) -> list[Call]:
-        """Close the queue, and return the calls in it."""
+        """Close the queue, and return the invocations in it."""
 
     def resize(self, concurrency: int) -> None:  # noqa: B027  for async handlers only
-        """Run `concurrency` calls at the same time, if the handler is async. Loop thread only."""
+        """Run `concurrency` groups at a time, if the handler is async. Event loop's thread only."""
 
     def forget(self, group: list[Call]) -> None:
         for call in group:
@@ -149,20 +153,20 @@ class Runner(ABC):
     # -- what the gateway needs to know
 
     def next_call_frame(self, call: Call) -> bytes:
-        """Return the frame that reports one more call of the handler, for the group of `call`."""
+        """Return the frame that reports another handler call for the group of `call`."""
         return encode_json(FrameKind.WINDOW, 0, {"window": self.window, "call": call.channel})
 
     def set_first_limit(self, limit: int) -> None:
-        """Set the limit that READY reports."""
+        """Set the limit before READY is sent, which then reports it."""
         self.limit = limit
 
     def shrink(self, size: int) -> None:
-        """Halve the limit: memory did not suffice for `size` events in one call."""
+        """Halve the limit, because memory did not suffice for `size` events in one handler call."""
         with self._lock:
             self._set_limit(max(1, min(self.limit, size) // 2))
 
     def regrow(self, limit: int) -> None:
-        """Restore the limit: one event alone is too large for the memory, so the limit is not the cause."""
+        """Raise the limit back to `limit`: one event alone was too large, so smaller batches do not help."""
         with self._lock:
             if self.limit < limit:
                 self._set_limit(limit)
@@ -172,7 +176,7 @@ class Runner(ABC):
         self._link.send(FrameKind.WINDOW, 0, orjson.dumps({"window": self.window, "limit": limit}))
 
     def _update_window(self, exec_s: float) -> None:
-        """Follow how long a call takes, and ask the gateway for more or fewer calls at a time."""
+        """Update the average duration, and tell the gateway if the window changes with it."""
         known = self._exec_s
         self._exec_s = exec_s if known is None else known + SMOOTHING * (exec_s - known)
         wanted = window(self._concurrency, self._exec_s)
@@ -180,10 +184,10 @@ class Runner(ABC):
             self.window = wanted
             self._link.send(FrameKind.WINDOW, 0, orjson.dumps({"window": wanted}))
 
-    # -- in: from calls to events
+    # -- input: from invocations to events
 
     def decode(self, group: list[Call]) -> tuple[list[Call], list[Any], list[bytes]]:
-        """Return (calls to run, their events, frames for the others: cancelled or of bad input)."""
+        """Return the invocations to run, their events, and error frames for cancelled and invalid ones."""
         calls, events, frames = [], [], []
         for call in group:
             if call.cancellation.flag:
@@ -197,10 +201,13 @@ class Runner(ABC):
                 frames.append(self.error_frame(call, self.describe(error)))
         return calls, events, frames
 
-    # -- out: from answers to frames
+    # -- output: from answers to frames
 
     def result_frames(self, calls: list[Call], answer: Any, started_s: float) -> list[bytes]:
-        """Return the RESULT and ERROR frames of calls that ran together. Raise OutputInvalid."""
+        """Return a RESULT or ERROR frame for each of `calls`, which ran in one handler call.
+
+        Raise OutputInvalid if a batch handler did not return one answer per event.
+        """
         ended_s = time.monotonic()
         if self.handler.batch is None:
             self._update_window(ended_s - started_s)
@@ -221,7 +228,7 @@ class Runner(ABC):
         return encode(FrameKind.RESULT, call.channel, head, payload)
 
     def chunk_frame(self, call: Call, value: Any) -> tuple[bytes, int]:
-        """Return the frame of one chunk, and its size for the stream's credit. Raise OutputInvalid."""
+        """Return the frame of a chunk and its size for the credit. Raise OutputInvalid if it is not JSON."""
         payload, content_type = self.handler.output.encode(value)
         if content_type != JSON_TYPE:
             raise OutputInvalid(
@@ -243,7 +250,7 @@ class Runner(ABC):
         try:
             return encode_json(FrameKind.ERROR, call.channel, error.to_wire())
         except TypeError:
-            # The text has half a surrogate pair, or the details are no JSON. Send what can be sent.
+            # A text has half a surrogate pair, or the details are not JSON. Repair texts and omit details.
             message, remedy = (
                 str(text).encode("utf-8", "replace").decode() for text in (error.message, error.remedy)
             )
@@ -251,11 +258,11 @@ class Runner(ABC):
             return encode_json(FrameKind.ERROR, call.channel, plain)
 
     def describe(self, error: BaseException, what: str = "The handler") -> PilotflameError:
-        """Return the error for the caller, of what the handler or other user code raised."""
+        """Return the error that the caller gets for an exception of user code. `what` names that code."""
         if isinstance(error, (BadInput, HandlerFailed, InputInvalid, OutputInvalid)):
             return error
         if isinstance(error, SnapshotError):
-            # The handler was waiting for weights that do not arrive. It did not fail.
+            # The handler itself did not fail: it waited for weights that could not be fetched.
             message, details = f"The weights are not whole: {error.message}", {"cause": error.code}
             return ActivationFailed(message, remedy=error.remedy, details=error.details | details)
         remedy = OUT_OF_MEMORY_REMEDY if is_out_of_memory(error) else ""

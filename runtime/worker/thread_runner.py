@@ -1,6 +1,6 @@
-"""Runs plain handlers and generators on threads.
+"""Runs synchronous handlers and generators on threads.
 
-The event loop must take cancels, drains and the gateway's end, whatever a handler does.
+This keeps the event loop free to react to cancels, drains and the end of the gateway while a handler runs.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class ThreadRunner(Runner):
         self, handler: Handler, root: Path, link: Link, concurrency: int, on_idle: Callable[[], None],
         loop: asyncio.AbstractEventLoop, gate: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:  # fmt: skip
-        """`gate` is entered around every call of the handler."""
+        """`gate` returns a context manager, which is entered around each handler call."""
         super().__init__(handler, root, link, concurrency, on_idle)
         self._loop = loop
         self._gate = gate
-        # An empty group ends one thread.
+        # An empty list in the queue ends one thread.
         self._queue: queue.SimpleQueue[list[Call]] = queue.SimpleQueue()
         self._ended = 0
 
@@ -49,7 +49,7 @@ class ThreadRunner(Runner):
         return left
 
     def work(self) -> None:
-        """Run one thread until `close`. The last thread to end calls `on_idle`."""
+        """Run groups on this thread until `close`. The last thread that ends has the loop call `on_idle`."""
         while group := self._queue.get():
             frames = self._execute(group) if self.handler.batch is None else self._execute_batch(group)
             self.forget(group)
@@ -89,7 +89,7 @@ class ThreadRunner(Runner):
         return run.frames
 
     def _stream(self, call: Call, arguments: tuple[Any, ...], started_s: float) -> bytes:
-        """Send the chunks, and return the last frame."""
+        """Send the chunks of a stream, and return its END or ERROR frame, which is not sent yet."""
         chunks: Iterator[Any] = self.handler.call(*arguments)
         try:
             for chunk in chunks:

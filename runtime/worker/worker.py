@@ -1,8 +1,8 @@
-"""A worker: the process that holds the model and runs invocations.
+"""Runs a worker, the process that holds the model and runs invocations.
 
-It starts as a standby: connected, threads started, no weights. ACTIVATE makes it a worker: it maps the
-snapshot, runs `setup`, and sends READY. After DRAIN or SIGTERM it finishes what runs, returns the rest, runs
-`teardown` and exits.
+It starts as a standby, which is connected and has started its threads, but has no weights. After ACTIVATE it
+maps the snapshot, runs `setup`, and sends READY. After DRAIN or SIGTERM it finishes the invocations that run,
+returns the others to the gateway, runs `teardown` and exits.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ from .measurement import measure
 from .runner import Call, Runner
 from .thread_runner import ThreadRunner
 
-# How long a worker that drains by itself waits for the gateway to confirm that nothing more is on its way.
+# A worker that drains without a DRAIN from the gateway waits this long for the gateway to confirm that it
+# sends nothing more.
 RELEASE_TIMEOUT_S = 10.0
-# How long the last answers may take to leave a worker that ends.
+# How long a worker that ends may take to send its last answers.
 FLUSH_TIMEOUT_S = 10.0
-# The main thread and the first handler thread.
+# The threads of a standby: the main thread and the first handler thread.
 STANDBY_THREADS = 2
 
 
@@ -65,7 +66,7 @@ class Worker:
         self._restored_s = 0.0
 
     def run(self) -> None:
-        """Run until drained. The process ends at once when the gateway has ended."""
+        """Run until the worker has drained. If the gateway ends, exit at once."""
         configure_logging()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(self._run())
@@ -98,7 +99,7 @@ class Worker:
             return LoopRunner(*common, tasks)
         return ThreadRunner(*common, self._loop, self._gate)
 
-    # -- from standby to worker: on the event loop for async handlers, on the first handler thread for others
+    # -- from standby to ready worker: on the event loop for async handlers, else on the first handler thread
 
     def _run_first_thread(self) -> None:
         fork_safety.set_threads(self._threads)
@@ -124,14 +125,14 @@ class Worker:
             await self._become_ready()
 
     async def _prepare(self) -> None:
-        """Start torch's threads and rehearse, ahead of ACTIVATE."""
+        """Start torch's threads and call `rehearse`, before ACTIVATE. Then send PRIMED."""
         warm_up_torch()
         if self._handler.rehearse is not None and not self._activated.is_set():
             try:
                 if self._snapshot is not None:
                     self._snapshot.blank()
                 await call_hook(self._handler, self._handler.rehearse, self._context())
-            except (Exception, SystemExit) as error:  # noqa: BLE001  the worker can do without its rehearsal
+            except (Exception, SystemExit) as error:  # noqa: BLE001  the worker works without a rehearsal
                 self._log_failure("rehearse(context)", error)
         self._link.send(FrameKind.PRIMED)
 
@@ -141,7 +142,8 @@ class Worker:
         try:
             self._restore()
             if self._on_event_loop and snapshot is not None and snapshot.arriving:
-                # Tasks share their thread and pass work to others, so a gate on this thread is not enough.
+                # A gate applies to one thread only. Tasks share this thread and also use other threads, so
+                # wait for all weights instead.
                 await asyncio.to_thread(snapshot.wait, WEIGHTS_TIMEOUT_S)
             with self._gate():
                 state = await call_hook(self._handler, self._handler.setup, self._context())
@@ -155,7 +157,7 @@ class Worker:
         return True
 
     def _restore(self) -> None:
-        """Map the weights, which may still be arriving afterwards."""
+        """Map the weights. Some of their bytes may still be arriving when this returns."""
         started_s = time.monotonic()
         if (snapshot := self._snapshot) is not None:
             other_threads = threading.active_count() - STANDBY_THREADS
@@ -163,12 +165,12 @@ class Worker:
             if snapshot.arriving:
                 self._start_thread(self._await_weights, "weights")
                 if other_threads > 0 and not self._on_event_loop:
-                    # The rehearsal has started threads, to which the gate of this thread does not apply.
+                    # The rehearsal has started other threads. The gate does not apply to them, so wait here.
                     snapshot.wait(WEIGHTS_TIMEOUT_S)
         self._restored_s = time.monotonic() - started_s
 
     def _await_weights(self) -> None:
-        """Drain if the weights do not arrive: the next worker gets others."""
+        """Wait for all weights. If they do not arrive, drain: the next worker starts with another fetch."""
         try:
             if self._snapshot is not None:
                 self._snapshot.wait(WEIGHTS_TIMEOUT_S)
@@ -177,14 +179,17 @@ class Worker:
             self._loop.call_soon_threadsafe(self._drain)
 
     def _gate(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which operations wait for their weights, while weights are arriving."""
+        """Return a context in which torch operations wait for the weights that they read.
+
+        It does nothing if no weights are arriving.
+        """
         if self._snapshot is None or not self._snapshot.arriving:
             return contextlib.nullcontext()
         return self._snapshot.gate()
 
     async def _become_ready(self) -> None:
         curve: list[Point] = []
-        # The time that weights take to arrive must not be measured.
+        # While weights are arriving, the measured times would include waiting for them.
         if self._measuring and not (self._snapshot and self._snapshot.arriving):
             context = Context(
                 self._spec.function, self._spec.revision, state=self._state, snapshot=self._snapshot
@@ -200,7 +205,7 @@ class Worker:
             "device": device_name(), "dtype": most_common_dtype(self._snapshot),
         }  # fmt: skip
         if self._measuring:
-            # orjson takes no named tuples.
+            # orjson cannot encode named tuples.
             head["curve"] = [list(point) for point in curve]
         self._link.send(FrameKind.READY, 0, orjson.dumps(head))
         setproctitle(f"pilotflame: worker {self._spec.label}")
@@ -237,8 +242,8 @@ class Worker:
         self._measuring = bool(head.get("measure"))
         self._activated.set()
         if self._on_event_loop:
-            # The loop has nothing else to do before READY, and torch keeps its thread count for each calling
-            # thread.
+            # Run it on the loop's thread, because torch has a thread count for each calling thread. `setup`
+            # may block the loop, which has nothing else to do before READY.
             self._tasks.create_task(self._set_up_on_loop())
 
     def _invoke(self, frame: Frame) -> None:
@@ -269,23 +274,24 @@ class Worker:
         if self._draining:
             return
         self._draining = True
-        # After a signal the gateway may still be sending. It responds to DRAIN with DRAIN as its last frame;
-        # what arrives before that is returned, so that no invocation is lost.
+        # If the worker drains without a DRAIN from the gateway, invocations may still be arriving. The
+        # gateway answers this DRAIN with its own and sends no invocations after it. Those that arrive before
+        # are returned, so that none is lost.
         self._link.send(FrameKind.DRAIN)
         if not self._activated.is_set():
-            # A standby has nothing to finish.
+            # A standby has no invocations to finish.
             self._leave()
             return
         for call in self._runner.close():
             self._link.send(FrameKind.RETURNED, call.channel)
 
     def _leave(self) -> None:
-        """Exit at once: nothing runs here, and the gateway cannot have sent anything."""
+        """Exit without waiting for DRAIN: before READY, the gateway sends no invocations."""
         self._drained.set()
         self._released.set()
 
     def _on_idle(self) -> None:
-        """Everything that ran has ended after `close`."""
+        """Run `teardown`, if there is one, and end: the runner was closed and nothing runs any more."""
         if self._handler.teardown is None:
             self._drained.set()
         else:
@@ -299,12 +305,12 @@ class Worker:
         self._loop.call_soon_threadsafe(self._drained.set)
 
     def _on_lost(self) -> None:
-        """The gateway has ended: nothing that runs here is of use any more."""
+        """Exit at once: the gateway has ended or closed the link, so no result can be sent any more."""
         os._exit(1)
 
 
 def device_name() -> str:
-    """Return "cuda:" and the device's name if the handler uses one, else "cpu"."""
+    """Return "cuda:" and the name of the GPU if the handler has initialized CUDA, else "cpu"."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return "cpu"
@@ -312,7 +318,7 @@ def device_name() -> str:
 
 
 def most_common_dtype(snapshot: Snapshot | None) -> str:
-    """Return the type of most of the snapshot's tensors, or "" without any."""
+    """Return the most common dtype of the snapshot's tensors, or "" if there are no tensors."""
     if snapshot is None:
         return ""
     dtypes = Counter(tensor.dtype for tensor in snapshot.manifest.tensors)

@@ -1,9 +1,9 @@
-"""A zygote is a single-threaded process that has built a handler, without weights, and forks workers.
+"""Runs a zygote, a single-threaded process that has built a handler, without weights, and forks workers.
 
-There are two generations. A base holds the heavy imports of one Python environment (torch); the zygotes of
-revisions are forked from it and share its pages. Both wait for FORK frames on a blocking link, without event
-loop, thread pool or device. A child returns its role to `main`, so that it starts on an almost empty
-stack.
+There are two kinds. A base has imported the large packages of one Python environment, such as torch. The
+zygotes of revisions are forked from it and share its memory pages. Both wait for FORK frames on a blocking
+link and use no event loop, thread pool or GPU. In a forked child, the function that the child is to run (its
+role) is returned up to `main`, which calls it, so that the child starts on an almost empty stack.
 """
 
 from __future__ import annotations
@@ -35,26 +35,27 @@ from .worker import Worker
 DIAL_TIMEOUT_S = 10.0
 
 
-# What a process does. It returns the role of a forked child in the child, and None at the end.
+# The function that a process runs. In a child that it forked, it returns the child's role. In the process
+# itself it returns None when the process is to end.
 Role = Callable[[], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """The path of the gateway's socket, and the token of a process."""
+    """What a process needs to connect to the gateway: the path of its socket, and the process's token."""
 
     address: str
     token: str
 
     def dial(self, role: str) -> socket.socket:
-        """Return a connection that has sent HELLO as `role` ("zygote", "worker" or "log")."""
+        """Connect, send HELLO as `role` ("zygote", "worker" or "log"), and return the connection."""
         sock = dial(self.address, DIAL_TIMEOUT_S)
         BlockingLink(sock).send(FrameKind.HELLO, {"token": self.token, "role": role})
         return sock
 
 
 class Zygote:
-    """Forks on request. Subclasses define how to get ready and what a child becomes."""
+    """A process that forks on request. Subclasses define how it gets ready and what its children run."""
 
     def __init__(self, ticket: Ticket) -> None:
         self._ticket = ticket
@@ -69,11 +70,11 @@ class Zygote:
         return self._serve(link)
 
     def prepare(self, link: BlockingLink) -> bool:
-        """Get ready and send BUILT or FAILED. Return False to end the process."""
+        """Get ready and send BUILT or FAILED. Return False if the process is to end."""
         raise NotImplementedError
 
     def child_role(self, request: dict[str, Any]) -> Role:
-        """Return what a forked child becomes. Runs in the child."""
+        """Return the function that a forked child runs. It is called in the child."""
         raise NotImplementedError
 
     def _watch_children(self) -> None:
@@ -81,7 +82,7 @@ class Zygote:
             end.setblocking(False)
         signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        # The gateway handles Ctrl-C.
+        # Only the gateway reacts to SIGINT (Ctrl-C).
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def _serve(self, link: BlockingLink) -> Role | None:
@@ -105,7 +106,7 @@ class Zygote:
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if pid == 0:
                     return
-                # If the gateway has ended, `_serve` notices next.
+                # OSError: the gateway has ended, which `_serve` notices at its next read.
                 with contextlib.suppress(OSError):
                     link.send(FrameKind.EXITED, {"pid": pid, "code": os.waitstatus_to_exitcode(status)})
 
@@ -114,7 +115,7 @@ class Zygote:
         try:
             pid = os.fork()
         except OSError as error:
-            # The system refuses another process for now. The ones that run go on.
+            # The operating system refuses another process for now. This one and its children go on.
             link.send(FrameKind.UNFORKED, {"token": request["token"], "why": str(error)})
             return None
         if pid != 0:
@@ -129,7 +130,7 @@ class Zygote:
 
 
 class Base(Zygote):
-    """The first process of a Python environment: heavy imports, and no function."""
+    """The first process of a Python environment. It has imported large packages, and no function."""
 
     def __init__(self, ticket: Ticket, preload: list[str]) -> None:
         super().__init__(ticket)
@@ -154,7 +155,7 @@ class Base(Zygote):
 
 
 class RevisionZygote(Zygote):
-    """The parent of one revision's workers: handler imported, skeleton built, no weights."""
+    """The parent of one revision's workers. It has imported and built the handler, without weights."""
 
     def __init__(self, ticket: Ticket, spec: WorkerSpec) -> None:
         super().__init__(ticket)
@@ -196,9 +197,10 @@ def run_forked(ticket: Ticket, spec: WorkerSpec, built: Built) -> None:
 
 
 def spawn_worker(ticket: Ticket, spec: WorkerSpec) -> None:
-    """Become a fresh interpreter with a worker: if imports start threads, a fork does not survive.
+    """Replace this forked process with a fresh interpreter that runs a worker.
 
-    The base forks this process only so that it reaps the worker like its other children.
+    Used for handlers whose imports start threads, which a fork would not copy. The process is forked from the
+    base first, so that the base is the worker's parent and reaps it like its other children.
     """
     request = {"address": ticket.address, "token": ticket.token, "spec": spec.model_dump(mode="json")}
     memory = os.memfd_create("request", 0)
@@ -209,7 +211,7 @@ def spawn_worker(ticket: Ticket, spec: WorkerSpec) -> None:
 
 
 def run_spawned(request: dict[str, Any]) -> None:
-    """Import, build and run a worker, in the fresh interpreter of `spawn_worker`."""
+    """Import and build the handler and run a worker, in the fresh interpreter that `spawn_worker` started."""
     ticket = Ticket(request["address"], request["token"])
     spec = WorkerSpec.model_validate(request["spec"])
     fork_safety.detach(os.getppid())
@@ -225,9 +227,9 @@ def run_spawned(request: dict[str, Any]) -> None:
 
 
 def redirect_output(ticket: Ticket) -> None:
-    """Send standard output and error to the gateway over a separate connection.
+    """Redirect standard output and standard error to a separate connection to the gateway.
 
-    The kernel holds what was written, so the last output of a process that crashes arrives too.
+    The kernel delivers everything that was written, so even the last output before a crash arrives.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -240,7 +242,7 @@ def redirect_output(ticket: Ticket) -> None:
 
 
 def main() -> None:
-    """`python -m pilotflame.runtime.worker.zygote base|solo`, with the request as JSON on standard input."""
+    """Run `python -m pilotflame.runtime.worker.zygote base|solo`. Standard input is the request as JSON."""
     kind, request = sys.argv[1], json.load(sys.stdin)
     # uvloop leaves a copy of the gateway's standard error open in its children.
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
@@ -252,7 +254,7 @@ def main() -> None:
         gc.disable()
         fork_safety.detach(os.getppid())
         role: Role | None = Base(Ticket(request["address"], request["token"]), request["preload"]).run
-        # In a forked child, its role follows.
+        # In a forked child, `role` returns the child's own role, which runs next.
         while role is not None:
             role = role()
     sys.stdout.flush()
