@@ -1,5 +1,6 @@
-"""HTTP: the routes of pilotflame itself, and what every route shares, from body limits to the OpenAPI document.
+"""Serves HTTP: pilotflame's own routes, and the code that all routes share, for example the guard.
 
-Enter at `routes.py` (the table that describes every route) or `invoke.py` (`POST /invoke/{function}`). The room translates
-HTTP to invocations and jobs and owns no state. It must not import a dialect or a command.
+Start reading at `routes.py`, which defines the rows of the route table, or at `invoke.py`, which serves
+`POST /invoke/{function}`. This package turns HTTP requests into invocations and jobs. The functions, jobs
+and keys themselves belong to other packages. This package must not import a dialect or a command.
 """

@@ -1,4 +1,4 @@
-"""The routes of API keys and secrets: create, list and revoke keys; set, list and unset secrets."""
+"""Serves the routes that create, list and revoke API keys, and those that set, list and unset secrets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .requests import load_json, read_body, validate
 from .responses import Handler, Timestamp, json_response
 from .routes import Route
 
-# JSON needs up to six bytes for one byte of a value.
+# A JSON string needs up to six bytes for one byte of a secret's value. The rest of the body gets 1024 bytes.
 MAX_BODY_BYTES = 6 * MAX_VALUE_BYTES + 1024
 BODY_TIMEOUT_S = 30.0
 ERRORS = (400, 404, 408, 413, 422, 503)
@@ -57,6 +57,8 @@ class CreatedKey(ShownKey):
 
 @dataclass(frozen=True, slots=True)
 class AccessControl:
+    """The routes below /v1/keys, and those of each function's secrets."""
+
     keyring: Keyring
     secrets: Secrets
     functions: Functions
@@ -65,6 +67,7 @@ class AccessControl:
         def row(
             method: str, path: str, handler: Handler, summary: str, response: Any, **fields: Any
         ) -> Route:
+            # A caller who may deploy a function may also set its secrets.
             scope = Scope.ADMIN if path.startswith("/v1/keys") else Scope.DEPLOY
             return Route(method, path, handler, scope, summary, response, errors=ERRORS, **fields)
 

@@ -1,4 +1,4 @@
-"""The control routes: deploy, list, show and delete functions, their logs, warm-up, health and metrics."""
+"""Serves the control routes: deploy, list, show, delete and warm up functions; logs, health and metrics."""
 
 from __future__ import annotations
 
@@ -50,9 +50,10 @@ class DeployRequest(BaseModel):
 
 
 class Admin:
-    """`local` allows deploys of folders of this machine: only where every caller is on it."""
+    """The control routes of a gateway. While `draining` is true, /readyz responds with 503."""
 
     def __init__(self, functions: Functions, metrics: Metrics, *, local: bool) -> None:
+        """`local`: only this machine can reach the gateway. Only then may callers deploy folders by path."""
         self._functions = functions
         self._metrics = metrics
         self._local = local
@@ -135,12 +136,13 @@ class Admin:
         return web.Response(body=self._metrics.text(), headers={"Content-Type": METRICS_TYPE})
 
     def statuses(self, request: web.Request) -> Iterator[FunctionStatus]:
-        """Yield the status of each function that the caller may see."""
+        """Return an iterator over the status of each function that the caller may see."""
         caller = caller_of(request)
         return (live.status() for live in self._functions.all() if caller.allows(live.record.function))
 
     async def _deployment(self, request: web.Request) -> Deployment:
-        # aiohttp's `content_type` of a request without the header is that of an archive, which any web page can send.
+        # Not `request.content_type`: for a request without this header, which any web page can send, aiohttp
+        # returns application/octet-stream, and the body would be accepted as an archive.
         kind = media_type_of(request.headers)
         if kind in ARCHIVE_TYPES:
             overrides = dict(_pair(text) for text in request.query.getall("set", []))

@@ -1,4 +1,4 @@
-"""The backend: the functions, jobs, metrics and limits that every API of the gateway works with."""
+"""Defines the backend: the functions, jobs, metrics and limits that the gateway's APIs share."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .requests import MAX_KEY_CHARS, caller_of, idempotency_of, read_body, trace
 from .routes import Parameter, header
 
 ASYNC_BODY_BYTES = 10 << 20
-"""The limit of a body that is stored and run later."""
+"""Limit for the body of a request that becomes a job: the body is stored and run later."""
 _SAME = "The same key with the same body is the same job."
 _KEY = header("Idempotency-Key", _SAME, type="string", maxLength=MAX_KEY_CHARS)
 SUBMIT_PARAMETERS: tuple[Parameter, ...] = (_KEY, header("traceparent"))
 REPLAYED = {"Idempotent-Replayed": "true"}
-"""The header of a response whose job existed before."""
+"""The header of a response if the job existed before the request, which had the same idempotency key."""
 REPLAYED_HEADER = {"Idempotent-Replayed": {"schema": {"type": "string", "const": "true"}}}
 
 
@@ -39,7 +39,7 @@ class Accepted(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """What each API and each dialect is constructed with."""
+    """The parts of the gateway that `api/invoke.py` and every dialect work with."""
 
     functions: Functions
     jobs: Jobs
@@ -48,13 +48,17 @@ class Backend:
     body_timeout_s: float
 
     def body_limit(self, revision: Revision) -> int:
-        """Return how many bytes a body for this revision may have."""
+        """Return the largest number of bytes that a body for this revision may have."""
         return min(self.max_body_bytes, revision.policy.max_body_bytes)
 
     async def read_body(
         self, request: web.Request, function: str, limit: int | None = None
     ) -> tuple[Live, bytes]:
-        """Return the body and the function as it is afterwards: it may be deployed anew, or deleted, meanwhile."""
+        """Return the function, as it is after the body has arrived, and the body.
+
+        It may have been deployed again meanwhile. `limit` lowers the function's own limit for bodies.
+        Raises UnknownFunction if it does not exist or was deleted, and the errors of `requests.read_body`.
+        """
         most = self.body_limit(self.functions.get(function).revision)
         body = await read_body(request, most if limit is None else min(most, limit), self.body_timeout_s)
         return self.functions.get(function), body
@@ -62,14 +66,17 @@ class Backend:
     async def submit(
         self, request: web.Request, live: Live, body: bytes, **fields: Any
     ) -> tuple[Job, dict[str, str]]:
-        """Store a job; return it and the headers of its response, which say if it existed. `fields` are NewJob's."""
+        """Store a job. Return it and response headers, which are empty unless the job existed before.
+
+        `fields` are fields of NewJob that replace those of `new_job`.
+        """
         job, replayed = await self.jobs.submit(new_job(request, live, body, **fields))
         return job, dict(REPLAYED) if replayed else {}
 
     def record(
         self, name: str, status: int, invocation: Invocation, error: PilotflameError | None = None
     ) -> None:
-        """Count an invocation whose response is about to be sent."""
+        """Count an invocation before its response, with this status and error, is sent."""
         invocation.timeline.mark_responded(time.monotonic())
         self.metrics.responded(name, status, invocation.timeline, error)
         if invocation.timeline.cold:
@@ -77,7 +84,7 @@ class Backend:
 
 
 def new_job(request: web.Request, live: Live, body: bytes, **fields: Any) -> NewJob:
-    """Return a job of a live function: its settings, what the request's headers say, and `fields` over both."""
+    """Return a job with values from the function's settings and the request. `fields` override both."""
     fields.setdefault("owner", caller_of(request).owner)
     fields.setdefault("traceparent", traceparent_of(request.headers))
     if "idempotency" not in fields:

@@ -1,7 +1,8 @@
-"""Client connections: aiohttp's, with a time limit for request headers, typed errors, and an entry to the fast path.
+"""Extends aiohttp's client connections with a time limit for request headers, typed errors and the fast path.
 
-This file holds every name of aiohttp that is not public. `FastConnection` uses them; `ClientConnection` does without, and
-serves when `missing_internals` finds that the installed aiohttp has changed.
+Only this file uses names of aiohttp that are not public, and in it only `FastConnection` and `encode`, which
+belong to the fast path. If `missing_internals` finds that the installed aiohttp lacks one, the server uses
+`ClientConnection` instead, which needs none of them.
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ INTERNALS = (
     "_next_keepalive_close_time", "_parser", "_paused", "_process_keepalive", "_reading_paused", "_request_count",
     "_request_in_progress", "_waiter", "resume_reading",
 )  # fmt: skip
-"""What `FastConnection` uses of `web.RequestHandler`. aiohttp may change these in any release."""
+"""What `FastConnection` uses of `web.RequestHandler`. aiohttp may change these names in any release."""
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}" for status in HTTPStatus}
 
 
 class ClientConnection(web.RequestHandler):
-    """Close a connection whose first request's header does not arrive in time: aiohttp has no limit for that."""
+    """A client's connection. It is closed if the header of its first request does not arrive in time.
+
+    aiohttp itself sets no time limit for a header.
+    """
 
     __slots__ = ("_header_timeout_s", "_header_timer")
 
@@ -57,7 +61,10 @@ class ClientConnection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer malformed requests with a typed error. They are not logged: any client could fill the disk with them."""
+        """Return the typed error for a malformed request or a bug of the gateway.
+
+        After it, the connection is closed. Malformed requests are not logged: any client could fill the disk.
+        """
         error: PilotflameError
         if status == HTTPStatus.BAD_REQUEST:
             reason = (message or "").partition("\n")[0][:MAX_REASON_CHARS].rstrip(":. ")
@@ -72,7 +79,7 @@ class ClientConnection(web.RequestHandler):
         return response
 
     def header_arrived(self) -> None:
-        """Stop the timer of the header."""
+        """Stop the timer that would close the connection."""
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
@@ -82,7 +89,10 @@ class ClientConnection(web.RequestHandler):
 
 
 class FastConnection(ClientConnection):
-    """Offer each complete, plain request, which aiohttp has parsed and checked like all others, to the fast path."""
+    """A client's connection that offers requests to the fast path, after aiohttp has parsed and checked them.
+
+    A request is offered if it has arrived completely and no other request waits on this connection.
+    """
 
     __slots__ = ("_fast_path", "_parked_waiter", "_pending")
 
@@ -90,12 +100,14 @@ class FastConnection(ClientConnection):
         super().__init__(server, header_timeout_s=header_timeout_s)
         self._fast_path = fast_path
         self._pending: FastRequest | None = None
-        # aiohttp's own wait for the next request, withheld while the fast path has one.
+        # The future on which aiohttp's task waits for the next request. It is kept here, and not in
+        # `_waiter`, while the fast path handles a request, so that aiohttp's task does not wake up.
         self._parked_waiter: asyncio.Future[None] | None = None
 
     def data_received(self, data: bytes) -> None:
         count = self._request_count
-        # Without its waiter, aiohttp does not wake up before the fast path has seen the request.
+        # aiohttp would set the result of `_waiter`, which wakes its task up. The fast path must see the
+        # request first.
         waiter, self._waiter = self._waiter, None
         super().data_received(data)
         idle = waiter is not None and not waiter.done()
@@ -107,11 +119,11 @@ class FastConnection(ClientConnection):
                 waiter.set_result(None)
         self._waiter = waiter
         if self._request_count == count and self._header_timer is None and idle:
-            # The data was a part of the next request's header.
+            # The header of the next request has begun to arrive, but is not complete.
             self._expect_header()
 
     def resume_reading(self, resume_parser: bool = True) -> None:
-        """Skip aiohttp's two calls for every body: hardly any body was ever held up."""
+        """Do nothing unless reading is paused, which is rare. aiohttp calls this after every body."""
         if self._reading_paused:
             super().resume_reading(resume_parser)
 
@@ -122,7 +134,7 @@ class FastConnection(ClientConnection):
         super().connection_lost(exc)
 
     def _enter_fast_path(self, waiter: asyncio.Future[None]) -> bool:
-        """Return True if the fast path has taken the one request that has arrived."""
+        """Offer the request that has arrived to the fast path. Return True if the fast path handles it."""
         if len(self._messages) != 1 or self._paused or self._reading_paused:
             return False
         parser, manager, transport = self._parser, self._manager, self.transport
@@ -140,12 +152,12 @@ class FastConnection(ClientConnection):
         parser.message_consumed()
         manager.requests_count += 1
         self._pending, self._parked_waiter, self._waiter = pending, waiter, None
-        # A shutdown waits for requests in progress.
+        # aiohttp's shutdown waits while this is true.
         self._request_in_progress = True
         return True
 
     def _send(self, response: Response) -> None:
-        """Send the response of the pending request; from here on aiohttp waits for the next one again."""
+        """Send the response to the pending request. Then aiohttp's task waits for the next one again."""
         self._pending, self._waiter, self._parked_waiter = None, self._parked_waiter, None
         self._request_in_progress = False
         if self._handler_waiter is not None:
@@ -153,7 +165,7 @@ class FastConnection(ClientConnection):
         if self.transport is None or self._waiter is None:
             return
         self.transport.write(encode(response))
-        # A shutdown has begun meanwhile.
+        # aiohttp sets `_close` when a shutdown begins.
         if self._close:
             self.force_close()
         elif self._messages:
@@ -165,21 +177,28 @@ class FastConnection(ClientConnection):
 
 
 def missing_internals() -> list[str]:
-    """Return the private names of aiohttp that the fast path needs and the installed version lacks."""
+    """Return the private names that the fast path needs but the installed aiohttp does not have."""
     missing = [name for name in INTERNALS if not hasattr(web.RequestHandler, name)]
     return missing + ([] if hasattr(http_writer, "_serialize_headers") else ["_serialize_headers"])
 
 
 @web.middleware
 async def header_timer(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Tell the connection that a header has arrived. `FastConnection` knows; `ClientConnection` has no public way to."""
+    """Tell the connection that a header has arrived.
+
+    Needed only without the fast path: `FastConnection` learns it from private names, which `ClientConnection`
+    avoids.
+    """
     if isinstance(request.protocol, ClientConnection):
         request.protocol.header_arrived()
     return await handler(request)
 
 
 def encode(response: Response) -> bytes:
-    """Return the response as aiohttp writes it; an error instead of one whose header holds a line break."""
+    """Return the bytes of the response, with the headers that aiohttp adds.
+
+    If a header holds a line break, return the bytes of an error response instead.
+    """
     fixed = {"Date": helpers.rfc822_formatted_time(), "Server": SERVER_SOFTWARE}
     headers = {**response.headers, "Content-Length": str(len(response.body)), **fixed}
     fields = cast("CIMultiDict[str]", headers)

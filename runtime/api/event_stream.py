@@ -1,4 +1,4 @@
-"""Server-sent events: a streamed response as `output` for each piece, then `completed` or `error`."""
+"""Sends streamed output as server-sent events: `output` for each piece, then `completed` or `error`."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from ..jobs.jobs import Jobs
 from ..serving.invocation import Invocation, Stream
 
 EVENT_STREAM_TYPE = "text/event-stream"
-# A comment at this interval keeps proxies from closing a stream in which nothing happens.
+# If there was no event for this time, a comment is sent: proxies close connections on which nothing is sent.
 HEARTBEAT_S = 5.0
 HEARTBEAT = b": waiting\n\n"
-# Time after the deadline for the last event to leave. Then the connection of a reader that does not read is closed.
+# The time after the deadline in which the last event can still be sent. If the reader has not read it by
+# then, the connection is closed.
 LAST_EVENT_S = 2.0
-# SO_LINGER of zero seconds: the kernel discards what the reader has not taken.
+# The value of SO_LINGER for zero seconds: on closing, the kernel discards all bytes not yet delivered.
 NO_LINGER = struct.pack("ii", 1, 0)
 _HEADERS = {"Content-Type": EVENT_STREAM_TYPE, "Cache-Control": "no-store"}
 JobEncoder: TypeAlias = Callable[[Job, Sequence[tuple[int, bytes]]], Iterable[bytes]]
-"""Makes the events of a job and of the pieces of its output that are new."""
+"""Returns the events for a job's present state and for the new pieces (number, JSON) of its output."""
 
 
 class ServerSentEvent(TypedDict):
@@ -39,11 +40,11 @@ class ServerSentEvent(TypedDict):
 
 
 EVENTS = {EVENT_STREAM_TYPE: ServerSentEvent}
-"""The content of a response that is a stream of events."""
+"""For the route table: the content of a response that is a stream of events."""
 
 
 def event(name: str, data: bytes, number: int = 0) -> bytes:
-    """Return one server-sent event. A `number` becomes its id, from which a reader may resume."""
+    """Return a server-sent event. `number`, if not 0, is its id: a reader may resume after this event."""
     place = b"id: %d\n" % number if number else b""
     return place + b"event: %s\ndata: %s\n\n" % (name.encode(), data)
 
@@ -53,10 +54,13 @@ def accepts_events(request: web.Request) -> bool:
 
 
 async def send_job(request: web.Request, jobs: Jobs, job: Job, encode: JobEncoder) -> web.StreamResponse:
-    """Send what `encode` makes of the job's changes and new pieces until it ends. An error becomes an `error` event."""
+    """Send the events that `encode` returns at each change of the job, until the job has ended.
+
+    If the job can no longer be read, the last event is `error`.
+    """
     response = web.StreamResponse(headers=_HEADERS | {"X-Job-Id": job.id})
     await response.prepare(request)
-    # An invalid header means the beginning.
+    # With an invalid Last-Event-ID, all pieces are sent, from the first.
     text = request.headers.get("Last-Event-ID", "0")
     last = int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
     try:
@@ -69,7 +73,7 @@ async def send_job(request: web.Request, jobs: Jobs, job: Job, encode: JobEncode
 
 
 class EventStream:
-    """The streamed response of one invocation. Its header is sent with the first piece or the first heartbeat."""
+    """The streamed response to an invocation. Its header is sent before the first event or heartbeat."""
 
     def __init__(
         self, request: web.Request, invocation: Invocation, headers: Callable[[Invocation], dict[str, str]]
@@ -79,7 +83,10 @@ class EventStream:
         self._number = 0
 
     async def send_pieces(self, stream: Stream) -> None:
-        """Send all pieces. Those that are ready share one write; credit is granted after it."""
+        """Send all pieces until the stream ends, as many in one write as have arrived.
+
+        After each write, the worker may send as many further pieces as were written.
+        """
         while pieces := await self._next(stream):
             first = self._number + 1
             self._number += len(pieces)
@@ -88,7 +95,7 @@ class EventStream:
             stream.consumed(len(pieces))
 
     async def end(self, error: PilotflameError | None) -> web.StreamResponse:
-        """Send the last event. It says how the stream ended, because the status was sent long before."""
+        """Send the last event, which tells whether the stream failed: the status was sent long before."""
         name, data = ("completed", b"{}") if error is None else ("error", orjson.dumps(error.to_wire()))
         await self._write(event(name, data, self._number + 1))
         response = await self._open()
@@ -96,7 +103,7 @@ class EventStream:
         return response
 
     def abort(self) -> None:
-        """Close the connection and discard what it holds: an orderly end would wait for the reader, too."""
+        """Close the connection and discard unsent bytes: sending them would need a reader that reads."""
         transport = self._request.transport
         if transport is not None:
             if (sock := transport.get_extra_info("socket")) is not None and sock.family != socket.AF_UNIX:
@@ -116,7 +123,7 @@ class EventStream:
         await (self.response or await self._open()).write(data)
 
     async def _open(self) -> web.StreamResponse:
-        """Send the header. Its Server-Timing ends where the first piece left."""
+        """Send the header if it was not sent yet. Its Server-Timing holds only the phases that are over."""
         if self.response is None:
             self.response = web.StreamResponse(headers=self._headers(self._invocation) | _HEADERS)
             await self.response.prepare(self._request)

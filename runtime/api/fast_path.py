@@ -1,7 +1,8 @@
-"""The fast path: a plain `POST /invoke/{function}`, answered without aiohttp's tasks, routes and response objects.
+"""Serves plain requests to `POST /invoke/{function}` without aiohttp's tasks, routes and response objects.
 
-It takes a request only if nothing in it asks for more than "call this function and return its answer"; aiohttp handles all
-others. The guard and the gateway are the same on both ways, so a caller cannot tell which one a request took.
+A request is plain if it asks only to run the function and to return its output in one response (see
+`_revision`). aiohttp handles all other requests. Both use the same guard and the same `Gateway`, so the
+caller sees no difference.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Send: TypeAlias = Callable[[Response], None]
 
 
 class FastPath:
-    """Takes requests from connections (see `connection.FastConnection`)."""
+    """The fast path of a gateway. All `connection.FastConnection`s offer their requests to it."""
 
     def __init__(self, gateway: Gateway, functions: Functions, guard: Guard) -> None:
         self.gateway = gateway
@@ -43,7 +44,11 @@ class FastPath:
     def take(
         self, message: RawRequestMessage, payload: StreamReader, transport: asyncio.Transport, send: Send
     ) -> FastRequest | None:
-        """Start the invocation, or return None: aiohttp handles the request. `send` gets the response afterwards."""
+        """Start the invocation of a plain request; `send` is called with the response later.
+
+        Return None if the request is not plain, its body is too large, or the guard refuses it. Then aiohttp
+        must handle the request.
+        """
         received_s = time.monotonic()
         revision = self._revision(message)
         if revision is None or payload.total_bytes > self.gateway.most(revision):
@@ -52,16 +57,17 @@ class FastPath:
         try:
             admitted = self._guard.admit(headers, INVOKE_PATH, revision.spec.function, transport)
         except PilotflameError:
-            # The guard refuses it again on the ordinary way, and answers the caller there.
+            # aiohttp handles the request. The guard refuses it again there, and the caller gets the error.
             return None
         request = FastRequest(self, revision, admitted, send)
         request.begin(headers, payload.read_nowait(), received_s)
         return request
 
     def send(self, send: Send, response: Response) -> None:
-        """Send a response at the end of this turn of the event loop, right after the turn's others.
+        """Send a response after the callbacks that the event loop runs now, with all their responses.
 
-        Callers are often one process, and waking it up for each response costs the kernel more than the sending.
+        Often one process is the caller of many requests. Waking it up once for several responses costs less
+        time than waking it up for each.
         """
         if not self._outgoing:
             asyncio.get_running_loop().call_soon(self._flush)
@@ -73,13 +79,14 @@ class FastPath:
             send(response)
 
     def _revision(self, message: RawRequestMessage) -> Revision | None:
-        """Return the revision that a plain request calls, or None if the request is not plain."""
+        """Return the live revision of the function, or None if the request is not plain."""
         path = message.path
         if message.method != "POST" or not path.startswith(BEGINNING) or message.version != HttpVersion11:
             return None
         if message.should_close or message.upgrade or message.chunked or message.compression:
             return None
-        # Prefer may ask for a later answer, Expect for an interim response before the body.
+        # Prefer may ask for a job instead of an output. Expect may ask for an interim response before the
+        # body is sent.
         if PREFER in message.headers or hdrs.EXPECT in message.headers:
             return None
         try:
@@ -90,7 +97,7 @@ class FastPath:
 
 
 class FastRequest:
-    """One request on the fast path."""
+    """One request that the fast path handles, from its admission to its response."""
 
     __slots__ = (
         "_accept_encoding", "_admitted", "_fast_path", "_invocation", "_name", "_revision", "_send",
@@ -103,7 +110,7 @@ class FastRequest:
         self._accept_encoding = ""
 
     def begin(self, headers: Headers, body: bytes, received_s: float) -> None:
-        """Submit the invocation; an error becomes the response."""
+        """Submit the invocation. If that raises, respond with the error."""
         request_id = request_id_of(headers)
         self._accept_encoding = headers.get(hdrs.ACCEPT_ENCODING, "")
         gateway, caller = self._fast_path.gateway, self._admitted.caller

@@ -1,8 +1,9 @@
-"""The guard checks, before every route, who the caller is and what they may do.
+"""Checks, before every route, who the caller is and what they may do.
 
-A gateway that only this machine can reach, and that never had an API key, admits every caller but refuses requests that a
-web page of another origin has caused. Any other gateway requires a key on all routes but the public ones. Requests on the
-control socket need none: who can open that socket owns the gateway.
+A gateway is open if only this machine can reach it, its setting `auth` is not "always", and it never had an
+API key. An open gateway admits every request, except those that a web page of another origin has caused. Any
+other gateway requires an API key on all routes that are not public. Requests on the control socket need no
+key: only the user who owns the gateway can open that socket.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from .responses import Handler
 from .routes import Route, scopes_by_path
 
 SIGNED = "AWS4-"
-# AWS's clients sign with a secret that is not stored here. The session token that they send along may be the API key.
+# AWS's clients sign requests with a secret that the gateway does not have. They also send a
+# session token, and a caller can use the API key as this token.
 SESSION_TOKEN = "X-Amz-Security-Token"  # noqa: S105
 _FETCH_SITE = istr("Sec-Fetch-Site")
 
 
 class Admitted(NamedTuple):
-    """A caller that was admitted, and the quota that the request occupies until `leave`."""
+    """The caller of an admitted request, which counts as running in the key's quota until `leave`."""
 
     caller: Caller
     meter: Meter | None = None
@@ -48,10 +50,11 @@ UNKNOWN_CALLER = Admitted(ANYBODY)
 
 
 def check_origin(headers: Headers) -> None:
-    """Raise Forbidden for a request of a web page of another origin.
+    """Raise Forbidden if a web page of another origin has caused the request.
 
-    A browser sends what any page asks for to 127.0.0.1, too, and a page's own name may be made to resolve to it. The
-    browser states the name that it called (Host) and for whom (Origin, Sec-Fetch-Site), and no page can forge those.
+    A browser lets any page send requests to 127.0.0.1. A page's own host name can be made to resolve to
+    127.0.0.1, too. But the browser itself sets the headers that name the called host (Host) and the page's
+    origin (Origin, Sec-Fetch-Site), and no page can forge them.
     """
     host, origin = headers.get(hdrs.HOST), headers.get(hdrs.ORIGIN)
     if host is not None and not _names_loopback(f"//{host}"):
@@ -63,13 +66,16 @@ def check_origin(headers: Headers) -> None:
 
 
 class Guard:
-    """`required` says that keys are required even if none exists."""
+    """The guard of a gateway, with the scope that each route requires."""
 
     def __init__(
         self, keyring: Keyring, tasks: asyncio.TaskGroup, routes: Sequence[Route], *, required: bool,
         on_quota: Callable[[str, PilotflameError], None],
     ) -> None:  # fmt: skip
-        """`on_quota` is called with the function of a request that exceeds its key's quota."""
+        """Without `required`, API keys are required only once one has existed.
+
+        `on_quota` is called with the function and the error of a request that exceeds its key's quota.
+        """
         self._keyring, self._tasks = keyring, tasks
         self._public = {route.path for route in routes if route.public}
         self._scopes = scopes_by_path(routes)
@@ -78,7 +84,7 @@ class Guard:
 
     @property
     def closed(self) -> bool:
-        """True if a request needs a key."""
+        """True if requests need an API key."""
         return self._required or self._keyring.exists
 
     @web.middleware
@@ -103,7 +109,11 @@ class Guard:
     def admit(
         self, headers: Headers, path: str, function: str | None, transport: asyncio.BaseTransport | None
     ) -> Admitted:
-        """Admit a request to a route's registered path; `leave` must follow. Raises the PilotflameError of a refusal."""
+        """Admit a request to the route with this registered path. `leave` of the result must be called.
+
+        Raises Unauthorized, Forbidden, QuotaExceeded or, if the key does not cover the function,
+        UnknownFunction.
+        """
         if not self.closed:
             try:
                 check_origin(headers)
@@ -129,7 +139,10 @@ class Guard:
         return Admitted(held.caller, held.meter)
 
     def _find_key(self, headers: Headers, transport: asyncio.BaseTransport | None) -> Held | None:
-        """Return the key of a request; None on the control socket. Raises Unauthorized."""
+        """Return the key that a request sends, or None if it is on the control socket and sends none.
+
+        Raises Unauthorized if the key is missing or not valid.
+        """
         sent = headers.get("Authorization")
         if sent is None:
             if _on_control_socket(transport):
@@ -137,7 +150,7 @@ class Guard:
             remedy = "Send `Authorization: Bearer KEY`, or set PILOTFLAME_API_KEY; `pilotflame keys create` makes one."
             raise Unauthorized("This gateway requires an API key.", remedy=remedy)
         now_s = time.time()
-        # A signature can be verified only with its secret.
+        # An AWS signature cannot be verified here, so only the session token is checked.
         if sent.startswith(SIGNED):
             sent = headers.get(SESSION_TOKEN, "")
         held = self._keyring.find(token_in(sent), now_s)
@@ -152,12 +165,12 @@ class Guard:
         try:
             self._keyring.save()
         except GatewayError as error:
-            # The time of last use decides nothing, so the request goes on.
+            # The time of last use is only shown to users, so the request is admitted all the same.
             sys.stderr.write(f"pilotflame: {error}\n")
 
 
 def token_in(header: str) -> str:
-    """Return the token of an Authorization header. Some of RunPod's clients send it without a scheme."""
+    """Return the token of an Authorization header. Some of RunPod's clients send it without "Bearer"."""
     scheme, space, rest = header.strip().partition(" ")
     return rest.strip() if space and scheme.lower() == "bearer" else header.strip()
 
@@ -167,10 +180,10 @@ def _forbidden(what: str) -> Forbidden:
     return Forbidden(f"Without API keys this gateway {what}.", remedy=remedy)
 
 
-# Most callers send the same Host.
+# Cached because most requests have the same Host.
 @functools.lru_cache(maxsize=16)
 def _names_loopback(address: str) -> bool:
-    """Return True if an address such as //localhost:8600 or http://[::1] is this machine."""
+    """Return True if the host of an address such as //localhost:8600 or http://[::1] is this machine."""
     try:
         parts = urlsplit(address)
         return parts.username is None and is_loopback(parts.hostname or "")

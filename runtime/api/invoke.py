@@ -1,4 +1,4 @@
-"""`POST /invoke/{function}`: HTTP to invocations and back."""
+"""Serves `POST /invoke/{function}`: turns requests into invocations, and their outputs into responses."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ _HEADERS = {
 
 
 class Gateway:
-    """Makes invocations of requests and responses of what they return."""
+    """The route `POST /invoke/{function}`. The fast path uses `begin`, `refused` and `answered`, too."""
 
     def __init__(self, backend: Backend) -> None:
         self.most = backend.body_limit
@@ -86,7 +86,7 @@ class Gateway:
         received_s = time.monotonic()
         name = request.match_info["function"]
         request_id = request_id_of(request.headers)
-        # An unknown name is not counted: callers can make up any number of them.
+        # Raises before `refused` could count it: the metrics of made-up names would grow without limit.
         revision = self._functions.live(name)
         try:
             body = await read_body(request, self.most(revision), self._backend.body_timeout_s)
@@ -99,7 +99,7 @@ class Gateway:
                 return await self._stream(request, name, invocation, invocation.stream)
             with contextlib.suppress(PilotflameError):
                 await invocation.output
-        # The caller has gone, which is noticed while reading or while writing.
+        # The caller has disconnected: the wait for the output was cancelled, or a write to it failed.
         except (asyncio.CancelledError, ConnectionError):
             revision.cancel(invocation)
             raise
@@ -109,8 +109,11 @@ class Gateway:
         self, name: str, headers: Headers, request_id: str, body: bytes, received_s: float, caller: Caller,
         on_end: Callable[[], None] | None = None,
     ) -> tuple[Revision, Invocation]:  # fmt: skip
-        """Submit an invocation. Raises PilotflameError, for which `refused` makes the response."""
-        # Another revision may have become live while the body arrived.
+        """Submit an invocation. Return it with its revision.
+
+        Raises PilotflameError. Then pass the error to `refused`, which returns the response.
+        """
+        # Look the revision up again: another one may have become live while the body arrived.
         revision = self._functions.live(name)
         policy = revision.policy
         invocation = Invocation(
@@ -125,12 +128,12 @@ class Gateway:
         return revision, invocation
 
     def refused(self, name: str, error: PilotflameError, request_id: str) -> Response:
-        """Return the response to a request for which `begin` raised."""
+        """Count the error that `begin` raised, and return the response to the request."""
         self._backend.metrics.refused(name, error)
         return error_reply(error, request_id)
 
     def answered(self, name: str, invocation: Invocation) -> Response:
-        """Return the response to an invocation that has ended."""
+        """Count an invocation that has ended, and return the response: its output or its error."""
         error = invocation.output.exception()
         if isinstance(error, PilotflameError):
             self._backend.record(name, error.status, invocation, error)
@@ -140,9 +143,9 @@ class Gateway:
         return Response(200, {**_headers(invocation), "Content-Type": answer.content_type}, answer.payload)
 
     async def _submit(self, request: web.Request) -> web.StreamResponse:
-        """`Prefer: respond-async`: the body becomes a job. Respond with 202 and where to look."""
+        """Submit the body as a job, as `Prefer: respond-async` asks. Respond with 202 and the job's URL."""
         live, body = await self._backend.read_body(request, request.match_info["function"], ASYNC_BODY_BYTES)
-        # Without a Content-Type, only the handler can tell what the body is.
+        # A body without a Content-Type is not checked: only the handler knows its format.
         kind, content_type = media_type_of(request.headers), content_type_of(request.headers)
         if kind == JSON_TYPE or kind.endswith("+json"):
             load_json(body)
@@ -154,7 +157,10 @@ class Gateway:
     async def _stream(
         self, request: web.Request, name: str, invocation: Invocation, stream: Stream
     ) -> web.StreamResponse:
-        """Send pieces until the stream or the deadline ends; then close the connection of a reader that does not read."""
+        """Send pieces until the stream has ended, and at most until shortly after the deadline.
+
+        If bytes are still unsent then, the caller does not read them, and the connection is closed.
+        """
         events = EventStream(request, invocation, _headers)
         left_s = max(0.0, invocation.deadline_s - time.monotonic())
         try:

@@ -1,4 +1,4 @@
-"""The OpenAPI document of a gateway: made from the route table, with one path for each function."""
+"""Makes the OpenAPI document of a gateway from the route table, with a path of its own for each function."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ _Mode = Literal["validation", "serialization"]
 
 
 class OpenApi:
-    """Describes `routes` and its own. `statuses` are the functions that the caller of a request may see."""
+    """The OpenAPI document, and the route that returns it. Its attribute `routes` includes that route."""
 
     def __init__(
         self, routes: Sequence[Route], statuses: Callable[[web.Request], Iterable[FunctionStatus]]
     ) -> None:
+        # Called with a request: returns the functions that its caller may see.
         self._statuses = statuses
         own = Route("GET", "/openapi.json", self._respond, None, "Return this document.", dict[str, Any])
         self.routes = [*routes, own]
 
     def document(self, functions: Iterable[FunctionStatus]) -> dict[str, Any]:
-        """Return the document, OpenAPI 3.1."""
+        """Return the document, in the format OpenAPI 3.1, with the paths to invoke these functions."""
         paths, schemas = (dict(part) for part in self._static)
         if invoke := paths.pop(INVOKE_PATH, None):
             for function in functions:
@@ -52,7 +53,7 @@ class OpenApi:
 
     @cached_property
     def _static(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Paths and components, the same for every caller and all functions."""
+        """The (paths, components) that do not depend on the deployed functions and on the caller."""
         types = _Types(self.routes)
         paths: dict[str, Any] = {}
         for route in self.routes:
@@ -62,7 +63,7 @@ class OpenApi:
 
 
 class _Types:
-    """The schemas of all types in the table. Classes become components and references to these."""
+    """The schemas of all types in the route table. The schema of a class is a reference to a component."""
 
     def __init__(self, routes: Sequence[Route]) -> None:
         used: dict[tuple[str, _Mode], Any] = {}
@@ -89,7 +90,7 @@ class _Types:
 
 
 def _leaves(body: Any) -> Iterator[Any]:
-    """Yield the types within a body of the table."""
+    """Yield the types inside a body of the route table, which may be a nested dict."""
     if isinstance(body, dict):
         for one in body.values():
             yield from _leaves(one)
@@ -123,7 +124,7 @@ def _operation(route: Route, types: _Types) -> dict[str, Any]:
 
 
 def _merge(one: Any, other: Any) -> Any:
-    """Return the union of two rows that share a method and a path; where they contradict, the later row counts."""
+    """Return the union of two operations of the same method and path. Where they differ, `other` is used."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one | {key: _merge(one[key], value) if key in one else value for key, value in other.items()}
     if isinstance(one, list) and isinstance(other, list):
@@ -134,7 +135,7 @@ def _merge(one: Any, other: Any) -> Any:
 def _name_by_title(
     paths: dict[str, Any], components: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Rename the components whose title is not the name of their class."""
+    """Return (paths, components) with each component named by its title, and the references to it changed."""
     titles = {name: schema.get("title", name) for name, schema in components.items()}
     text = orjson.dumps([paths, {titles[name]: schema for name, schema in components.items()}]).decode()
     for name, title in titles.items():
@@ -144,7 +145,7 @@ def _name_by_title(
 
 
 def _invoke(operation: dict[str, Any], function: FunctionStatus, schemas: dict[str, Any]) -> dict[str, Any]:
-    """Return the operation that calls one function, and add the definitions of its schemas to `schemas`."""
+    """Return the operation that invokes one function. Add the definitions inside its schemas to `schemas`."""
     taken = _hoist(f"{function.name}.input", function.input_schema, schemas)
     output = _hoist(f"{function.name}.output", function.output_schema, schemas)
     described = {
@@ -159,7 +160,7 @@ def _invoke(operation: dict[str, Any], function: FunctionStatus, schemas: dict[s
         content = {EVENT_STREAM_TYPE: success["content"][EVENT_STREAM_TYPE]}
     else:
         content = {JSON_TYPE: {"schema": output}}
-        # Without an annotation, a handler may return text, bytes and arrays.
+        # A handler whose output is not annotated may also return text, bytes or arrays.
         if not function.output_schema:
             content |= {"text/plain": {"schema": {"type": "string"}}}
             content |= {media: {"schema": {}} for media in (BYTES_TYPE, NPY_TYPE, SAFETENSORS_TYPE)}
@@ -167,7 +168,10 @@ def _invoke(operation: dict[str, Any], function: FunctionStatus, schemas: dict[s
 
 
 def _hoist(name: str, schema: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:
-    """Move a schema's definitions to the document: few tools support schemas with definitions of their own."""
+    """Return `schema` without its definitions, which are moved to `schemas` as components of the document.
+
+    Few tools support definitions inside a schema. `name` is the prefix of the components' names.
+    """
     text = orjson.dumps(schema).replace(b'"#/$defs/', f'"{_REFERENCE}{name}.'.encode())
     moved: dict[str, Any] = orjson.loads(text)
     schemas.update({f"{name}.{key}": definition for key, definition in moved.pop("$defs", {}).items()})

@@ -1,4 +1,4 @@
-"""Requests: bodies within limits of size and time, and what headers say about identity, type, deadline and priority."""
+"""Reads requests: bodies, within limits of size and time, and headers such as type, deadline and priority."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CALLER = web.RequestKey("caller", Caller)
 Headers: TypeAlias = Mapping[str, str]
 M = TypeVar("M", bound=BaseModel)
 
-# multidict looks up an `istr` without folding its case again.
+# With names of type `istr`, multidict does not have to convert the case of the name at each lookup.
 REQUEST_ID_HEADER = istr("X-Request-Id")
 TRACEPARENT_HEADER = istr("traceparent")
 TIMEOUT = istr("X-Request-Timeout")
@@ -49,7 +49,7 @@ _PRIORITIES = {str(number): number for number in range(1, 6)}
 
 
 def caller_of(request: web.Request) -> Caller:
-    """Return the caller, which the guard has set."""
+    """Return the caller that the guard has set. The guard sets none on public routes; there it is ANYBODY."""
     found: Caller = request.get(CALLER, ANYBODY)
     return found
 
@@ -57,7 +57,11 @@ def caller_of(request: web.Request) -> Caller:
 async def read_body(
     request: web.Request, limit: int, timeout_s: float, *, remedy: str = TOO_LARGE_REMEDY
 ) -> bytes:
-    """Return the body. Raises InputTooLarge with `remedy` as soon as it exceeds `limit`, InputTimeout, BadInput."""
+    """Return the body.
+
+    Raises InputTooLarge, with `remedy`, as soon as the body exceeds `limit` bytes. Raises InputTimeout if it
+    does not arrive within `timeout_s`. Raises BadInput if it ends early or is malformed.
+    """
     if (request.content_length or 0) > limit:
         raise too_large(limit, remedy)
     if not request.can_read_body:
@@ -79,7 +83,7 @@ async def read_body(
 
 
 async def _collect(request: web.Request, limit: int) -> bytes:
-    """Return the body, or as much of it as exceeds the limit."""
+    """Return the body. Stop reading once it exceeds `limit`, and return what has arrived."""
     parts, size = [], 0
     async for part in request.content.iter_any():
         parts.append(part)
@@ -94,7 +98,7 @@ def too_large(limit: int, remedy: str = TOO_LARGE_REMEDY) -> InputTooLarge:
 
 
 def load_json(body: bytes) -> Any:
-    """Parse JSON; an empty body is None. Raises BadInput."""
+    """Return the parsed body, or None if it is empty. Raises BadInput if it is not JSON."""
     try:
         return orjson.loads(body) if body else None
     except orjson.JSONDecodeError as error:
@@ -102,7 +106,7 @@ def load_json(body: bytes) -> Any:
 
 
 def dump_json(value: Any) -> bytes:
-    """Return parsed JSON as bytes. Raises BadInput: orjson parses deeper nesting than it writes."""
+    """Return a result of `load_json` as bytes. Raises BadInput if it is nested too deeply for orjson."""
     try:
         return orjson.dumps(value)
     except orjson.JSONEncodeError as error:
@@ -110,7 +114,7 @@ def dump_json(value: Any) -> bytes:
 
 
 def validate(model: type[M], found: Any, remedy: str, invalid: type[PilotflameError] = BadInput) -> M:
-    """Return a parsed JSON body as `model`. Raises `invalid`."""
+    """Return parsed JSON as a `model`. Raises `invalid`, with `remedy`, if it does not fit the model."""
     try:
         return model.model_validate(found)
     except ValidationError as error:
@@ -121,13 +125,13 @@ def validate(model: type[M], found: Any, remedy: str, invalid: type[PilotflameEr
 
 
 def problems(error: ValidationError) -> list[tuple[str, str]]:
-    """Return each invalid field and what is wrong with it, without quoting its value."""
+    """Return (field, problem) for each invalid field. The problem does not quote the field's value."""
     found = error.errors(include_url=False, include_input=False, include_context=False)
     return [(".".join(map(str, one["loc"])) or "the body", one["msg"]) for one in found]
 
 
 def _generate_ids() -> Iterator[str]:
-    """Yield random ids. One call to the kernel serves many: a call per id would cost more than the rest."""
+    """Yield random ids. To save time, the bytes of many ids are read from the kernel at once."""
     while True:
         many = secrets.token_hex(_ID_BYTES * _IDS_AT_ONCE)
         for start in range(0, len(many), 2 * _ID_BYTES):
@@ -138,19 +142,22 @@ _ids = _generate_ids()
 
 
 def request_id_of(headers: Headers) -> str:
-    """Return the id that the caller sent if it is well-formed, else a new one."""
+    """Return the request id that the caller sent, or a new one if it is missing or malformed."""
     sent = headers.get(REQUEST_ID_HEADER)
     return sent if sent is not None and REQUEST_ID.fullmatch(sent) else next(_ids)
 
 
 def traceparent_of(headers: Headers) -> str:
-    """Return the W3C trace context; "" if there is none or it is malformed."""
+    """Return the W3C trace context that the caller sent, or "" if it is missing or malformed."""
     sent = headers.get(TRACEPARENT_HEADER, "")
     return sent if TRACEPARENT.fullmatch(sent) else ""
 
 
 def idempotency_of(headers: Headers) -> str:
-    """Return the idempotency key of a job; "" without the header. Raises BadInput if it is too long."""
+    """Return the job's idempotency key, or "" without the header. Raises BadInput if it is too long.
+
+    The prefix "key:" separates it from the keys that dialects make of the ids of predictions and events.
+    """
     key = headers.get(IDEMPOTENCY, "")
     if len(key) > MAX_KEY_CHARS:
         raise BadInput(f"{IDEMPOTENCY} has {len(key)} characters.", remedy=f"Send at most {MAX_KEY_CHARS}.")
@@ -158,12 +165,12 @@ def idempotency_of(headers: Headers) -> str:
 
 
 def media_type_of(headers: Headers) -> str:
-    """Return the body's media type in lower case and without parameters; "" without the header."""
+    """Return the body's media type in lower case and without parameters, or "" without the header."""
     return headers.get(hdrs.CONTENT_TYPE, "").partition(";")[0].strip().lower()
 
 
 def content_type_of(headers: Headers) -> str:
-    """Return the body's Content-Type, "" for JSON. Raises BadInput if it is not ASCII."""
+    """Return the Content-Type, or "" if it is missing or JSON_TYPE. Raises BadInput if it is not ASCII."""
     found = headers.get(hdrs.CONTENT_TYPE, "")
     if not found.isascii():
         raise BadInput("The Content-Type is not ASCII.", remedy="Send a media type, as application/json.")
@@ -171,7 +178,7 @@ def content_type_of(headers: Headers) -> str:
 
 
 def accept_of(headers: Headers) -> str:
-    """Return the Accept header if it names a type of arrays, which is all that a worker negotiates; else ""."""
+    """Return the Accept header, or "" if it names none of ARRAY_TYPES: workers negotiate only these."""
     accept = headers.get(hdrs.ACCEPT)
     if accept is None or len(accept) > MAX_ACCEPT_CHARS or not accept.isascii():
         return ""
@@ -180,7 +187,10 @@ def accept_of(headers: Headers) -> str:
 
 
 def seconds(headers: Headers, name: str, default: float, most: float) -> float:
-    """Return a header that holds seconds, limited to `most`. Raises BadInput if it is not a positive number."""
+    """Return the seconds in a header, but at most `most`, or `default` without the header.
+
+    Raises BadInput if the header is not a positive number.
+    """
     text = headers.get(name)
     if text is None:
         return default
@@ -194,10 +204,13 @@ def seconds(headers: Headers, name: str, default: float, most: float) -> float:
 
 
 def timeout_of(headers: Headers, most: float) -> float:
-    """Return the seconds until the caller needs the response: the least that a header names. Raises BadInput."""
+    """Return the smallest timeout that a header names, but at most `most`, in seconds.
+
+    Raises BadInput if X-Request-Timeout is not a positive number.
+    """
     found = seconds(headers, TIMEOUT, most, most)
-    # The headers of gRPC, Envoy and the OpenAI client count, too. A proxy or a library may have added them without the
-    # caller's knowledge, so an invalid one is ignored.
+    # The headers of gRPC, Envoy and the OpenAI client are used, too. If one is invalid, it is ignored: a
+    # proxy or a library may have added it without the caller's knowledge.
     if (text := headers.get(GRPC)) is not None:
         grpc = _GRPC.fullmatch(text)
         found = min(found, (int(grpc[1]) * _GRPC_UNITS[grpc[2]] if grpc else 0.0) or found)
@@ -209,7 +222,10 @@ def timeout_of(headers: Headers, most: float) -> float:
 
 
 def priority_of(headers: Headers, *, urgent: bool = True) -> int:
-    """Return the priority. Only `urgent` callers get one above the default. Raises BadInput."""
+    """Return the priority: 1 (served first) to 5. Raises BadInput if the header is anything else.
+
+    A caller that is not `urgent` gets at best the default.
+    """
     text = headers.get(PRIORITY)
     if text is None:
         return NORMAL
@@ -219,5 +235,5 @@ def priority_of(headers: Headers, *, urgent: bool = True) -> int:
 
 
 def _decimal(text: str) -> float:
-    """Return 0 if the text is not a plain number. In these conventions 0 means no limit."""
+    """Return the number, or 0 if the text is not a plain decimal number. 0 means that there is no limit."""
     return float(text) if _DECIMAL.fullmatch(text) is not None else 0.0

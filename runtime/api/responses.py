@@ -1,4 +1,4 @@
-"""Responses: JSON, errors as typed JSON, and compression for callers that accept it."""
+"""Makes responses: JSON, typed errors as JSON, and compressed bodies for callers that accept them."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from ...handlers.codec import JSON_TYPE
 from ...handlers.negotiation import weigh
 from .requests import request_id_of
 
-# In the standard library since Python 3.14, where the backport cannot be installed.
+# The standard library has zstd since Python 3.14. The backport can be installed only on older versions.
 zstd = importlib.import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
 
 RETRY_AFTER_S = {429: 1.0, 503: 2.0}
-"""Seconds for Retry-After of errors whose details have none."""
+"""The seconds for Retry-After, by status, if the error's details have no `retry_after_s`."""
 MIN_COMPRESSED_BYTES = 1024
-"""A smaller body fits into one or two packets anyway."""
+"""A smaller body is not compressed: it fits into one or two packets anyway."""
 MAX_ON_LOOP_BYTES = 16 << 10
-"""A larger body is compressed in a thread, to keep the event loop free."""
+"""A larger body is compressed in a thread, so that it does not block the event loop."""
 COMPRESSION_LEVEL = 1
 _GZIP_BITS = zlib.MAX_WBITS | 16
 _COMPRESSIBLE = ("application/json", "application/xml", "application/javascript", "application/x-ndjson")
@@ -56,7 +56,7 @@ class ErrorBody(TypedDict):
 
 
 class Response(NamedTuple):
-    """A complete response, before it takes the form in which it is sent."""
+    """A complete response. aiohttp sends the result of `response`; the fast path sends bytes."""
 
     status: int
     headers: dict[str, str]
@@ -67,13 +67,16 @@ class Response(NamedTuple):
 
 
 ErrorFormat = Callable[[PilotflameError, str], Response]
-"""Makes the response of an error and a request id."""
+"""A function that returns the response for an error and a request id."""
 
 
 def json_response(
     body: Any, *, status: int = 200, headers: Mapping[str, str] | None = None, no_store: bool = False
 ) -> web.Response:
-    """Return `body` as JSON. `no_store` keeps it out of caches: it holds a secret, or is soon out of date."""
+    """Return a response with `body` as JSON.
+
+    Set `no_store`, which keeps the response out of caches, if it holds a secret or is out of date soon.
+    """
     response = web.Response(body=orjson.dumps(body), status=status, headers=headers, content_type=JSON_TYPE)
     if no_store:
         response.headers["Cache-Control"] = "no-store"
@@ -88,7 +91,10 @@ def timestamp(at_s: float) -> Timestamp:
 def error_reply(
     error: PilotflameError, request_id: str = "", headers: Mapping[str, str] | None = None
 ) -> Response:
-    """Return the typed JSON error: `{"error": {"type", "message", "remedy", "details", "request_id"}}`."""
+    """Return the response for an error: `{"error": {"type", "message", "remedy", "details", "request_id"}}`.
+
+    `headers` replace the header X-Request-Id, which is sent otherwise.
+    """
     sent = dict(headers) if headers is not None else {"X-Request-Id": request_id} if request_id else {}
     sent.update(retry_headers(error))
     sent["Content-Type"] = JSON_TYPE
@@ -97,7 +103,10 @@ def error_reply(
 
 
 def retry_headers(error: PilotflameError) -> dict[str, str]:
-    """Return when a refused caller may retry: in whole seconds as HTTP requires, and in milliseconds."""
+    """Return headers that tell when to retry: in whole seconds, as HTTP requires, and in milliseconds.
+
+    Return none if the error's status does not invite a retry.
+    """
     if error.status not in RETRY_AFTER_S:
         return {}
     wait_s = max(0.001, float(error.details.get("retry_after_s", RETRY_AFTER_S[error.status])))
@@ -105,9 +114,10 @@ def retry_headers(error: PilotflameError) -> dict[str, str]:
 
 
 class ErrorResponses:
-    """Turns all errors into responses, in the form that `formats` has for the beginning of the path."""
+    """A middleware that turns typed errors, unknown paths and wrong methods into error responses."""
 
     def __init__(self, formats: Mapping[str, ErrorFormat]) -> None:
+        """`formats` maps beginnings of paths to their error format. All other paths use `error_reply`."""
         self._formats = formats
 
     @web.middleware
@@ -136,9 +146,9 @@ class ErrorResponses:
 
 @web.middleware
 async def compressed(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Compress the response of any route if that pays and the caller accepts it.
+    """Compress the response of any route if the caller accepts that and the body is worth compressing.
 
-    aiohttp's own compression knows neither quality values nor zstd.
+    aiohttp's own compression supports neither the quality values of Accept-Encoding nor zstd.
     """
     response = await handler(request)
     if not isinstance(response, web.Response) or not isinstance(response.body, bytes):
@@ -152,7 +162,10 @@ async def compressed(request: web.Request, handler: Handler) -> web.StreamRespon
 
 
 def choose_coding(accept_encoding: str) -> str:
-    """Return "zstd", "gzip" or "" for none. A caller that accepts anything without naming either gets gzip."""
+    """Return the coding that the caller prefers: "zstd", "gzip" or, for no compression, "".
+
+    zstd is used only if the header names it. A caller that only accepts any coding ("*") gets gzip.
+    """
     zstd_weight, gzip_weight, plain = (weigh(accept_encoding, name) for name in ("zstd", "gzip", "identity"))
     zstd_quality = zstd_weight.quality if zstd_weight.exact else 0.0
     best = max(zstd_quality, gzip_weight.quality)
@@ -168,7 +181,7 @@ async def compress(body: bytes, coding: str) -> bytes:
 
 
 def compress_now(body: bytes, coding: str) -> bytes:
-    """Return the body compressed with "zstd" or "gzip". Blocks."""
+    """Return the body compressed with "zstd" or "gzip". Blocks: use `compress` on the event loop."""
     if coding == "zstd":
         compressed_body: bytes = zstd.compress(body, COMPRESSION_LEVEL)
         return compressed_body
@@ -176,7 +189,7 @@ def compress_now(body: bytes, coding: str) -> bytes:
 
 
 def pays(body: bytes, kind: str) -> bool:
-    """Return True if a body of this media type is worth compressing: images, archives and arrays are not."""
+    """Return True if a body of media type `kind` should be compressed: if it is not short and is text."""
     return len(body) >= MIN_COMPRESSED_BYTES and (
         kind.startswith("text/") or kind in _COMPRESSIBLE or kind.endswith(("+json", "+xml"))
     )

@@ -1,6 +1,7 @@
-"""The route table: one row for each method and path that the gateway answers, with its parameters.
+"""Defines `Route`, a row of the route table, and its parameters.
 
-aiohttp's routes, the scopes that the guard requires and /openapi.json are all derived from these rows.
+The table describes all methods and paths that the gateway serves. aiohttp's routes, the scopes that the guard
+requires and /openapi.json are all derived from it.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ E = TypeVar("E", bound=enum.StrEnum)
 
 
 class Parameter:
-    """A parameter in the query, in a header or in the path. `schema` is JSON Schema; without it the value is text."""
+    """A parameter of a route."""
 
     def __init__(
         self, name: str, description: str = "", *, place: str = "query", required: bool = False, **schema: Any
     ) -> None:
+        """`place` is "query", "header" or "path". `schema` is JSON Schema; the default is a string."""
         self.name = name
         self.spec: dict[str, Any] = {"name": name, "in": place, "schema": schema or {"type": "string"}}
         if description:
@@ -50,7 +52,7 @@ class Flag(Parameter):
         self._default = default
 
     def read(self, request: web.Request) -> bool:
-        """Raises BadInput."""
+        """Return True if the flag is on. Raises BadInput if the value is neither on nor off."""
         text = request.query.get(self.name)
         if text is None:
             return self._default
@@ -60,16 +62,19 @@ class Flag(Parameter):
 
 
 class Number(Parameter):
-    """A query parameter that is a whole number, from `least` to `most` if there is a `most`; 0 without a default."""
+    """A query parameter that is a whole number. If it has no default, it reads as 0 when it is not sent."""
 
     def __init__(self, name: str, description: str, default: int | None = None, **limits: int) -> None:
-        """`limits` are JSON Schema's `minimum`, which is 0 if it is missing, and `maximum`."""
+        """`limits` are `minimum` (default: 0) and `maximum` (default: none), as in JSON Schema."""
         self._default, self._limits = default or 0, {"minimum": 0, **limits}
         schema: dict[str, Any] = self._limits if default is None else self._limits | {"default": default}
         super().__init__(name, description, type="integer", **schema)
 
     def read(self, request: web.Request, *, most: int | None = None) -> int:
-        """Raises BadInput. `most` is a limit that the route table does not know."""
+        """Return the number that was sent, or the default. Raises BadInput if it is invalid.
+
+        `most` is the maximum if `limits` has none: for a limit that depends on the request.
+        """
         least, most = self._limits["minimum"], self._limits.get("maximum", most)
         text = request.query.get(self.name)
         if text is None:
@@ -83,14 +88,14 @@ class Number(Parameter):
 
 
 class Choices(Parameter, Generic[E]):
-    """A query parameter that may be sent several times, each time with a member of an enumeration."""
+    """A query parameter that may be sent several times, each time with one member of an enumeration."""
 
     def __init__(self, name: str, description: str, kind: type[E]) -> None:
         super().__init__(name, description, type="array", items={"type": "string", "enum": list(kind)})
         self._kind = kind
 
     def read(self, request: web.Request) -> list[E]:
-        """Raises BadInput."""
+        """Return the members that were sent, in any case of letters. Raises BadInput for any other value."""
         try:
             return [self._kind(text.upper()) for text in request.query.getall(self.name, [])]
         except ValueError as error:
@@ -99,49 +104,55 @@ class Choices(Parameter, Generic[E]):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One method of one path.
+    """A row of the route table: one method of one path.
 
-    The type of a body is anything that pydantic makes a schema of, or a dict of an object's fields, in which a name that
-    ends with "?" is optional. A dict with media types as keys gives one type for each; otherwise the body is JSON.
+    The type of a body is a type for which pydantic makes a schema, or a dict that describes a JSON object: it
+    maps the names of fields to their types, and a name that ends with "?" is optional. Bodies are JSON,
+    unless the type is a dict whose keys are media types: it maps each media type to the type of such a body.
     """
 
     method: str
     path: str
     handler: Handler
     scope: Scope | None
-    """The scope that an API key needs; None: any key."""
+    """The scope that an API key needs. None: any key may be used."""
     summary: str
     response: Any = None
-    """The type of the body of a successful response; None: no body."""
+    """The type of a successful response's body. None: there is no body."""
     status: int = 200
     other_responses: Mapping[int, Any] = field(default_factory=dict)
     errors: tuple[int, ...] = (400, 404, 503)
-    """The statuses of typed errors, besides those of the guard."""
+    """The statuses of the typed errors that the route responds with. Those of the guard are added."""
     parameters: tuple[Parameter, ...] = ()
-    """Those of the path may be left out: they are taken from `path`."""
+    """Parameters of the path may be left out: then `path` gives their names, and they are strings."""
     body: Any = None
-    """The type of the request's body; None: it has none."""
+    """The type of the request's body. None: there is no body."""
     body_required: bool = True
     headers: Mapping[str, Any] = field(default_factory=dict)
-    """Headers of a successful response, as OpenAPI describes them."""
+    """The headers of a successful response, described as in OpenAPI."""
     public: bool = False
-    """True if no key is needed."""
+    """True if no API key is needed."""
     accepts: Callable[[Mapping[str, str]], bool] | None = None
-    """Rows that share a method and a path choose by the request's headers; the one without `accepts` takes the rest."""
+    """If several rows have the same method and path, the first whose `accepts` returns True for the request's
+    headers serves the request, or, if there is none, the row without `accepts`."""
     error_format: ErrorFormat | None = None
-    """Makes the response of an error, also below the fixed part of `path` where no route matches."""
+    """Makes the responses for errors on all paths that begin with the part of `path` before its first
+    variable, also where no route matches. None: this row adds no format."""
     error_type: Any = ErrorBody
 
 
 def aiohttp_routes(routes: Sequence[Route]) -> list[web.RouteDef]:
-    """Return the routes in the order of their paths, which puts a fixed path before one with a variable part."""
+    """Return aiohttp's routes, sorted by path. aiohttp uses the first that matches.
+
+    In this order, a fixed path is before one with a variable in the same place: letters sort before "{".
+    """
     key = attrgetter("path", "method")
     grouped = groupby(sorted(routes, key=key), key)
     return [web.route(method, path, _choose(tuple(rows))) for (path, method), rows in grouped]
 
 
 def scopes_by_path(routes: Sequence[Route]) -> dict[str, Scope | None]:
-    """Return the scope that each path needs. Raises ValueError if two rows of a path differ."""
+    """Return the scope that each path requires. Raises ValueError if rows of one path differ in it."""
     scopes: dict[str, Scope | None] = {}
     for route in routes:
         if scopes.setdefault(route.path, route.scope) is not route.scope:
@@ -150,7 +161,7 @@ def scopes_by_path(routes: Sequence[Route]) -> dict[str, Scope | None]:
 
 
 def error_formats(routes: Sequence[Route]) -> dict[str, ErrorFormat]:
-    """Return the format of errors for each beginning of a path that has its own."""
+    """Return the error formats by beginning of the path: the part before its first variable."""
     return {route.path.partition("{")[0]: route.error_format for route in routes if route.error_format}
 
 

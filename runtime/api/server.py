@@ -1,4 +1,4 @@
-"""The HTTP server: binds the gateway's address, and serves routes on its sockets."""
+"""Binds the gateway's address, and serves the routes over HTTP on the gateway's sockets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ NO_FAST_PATH = (
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a bound socket. Raise GatewayError if the address is in use or not of this machine."""
+    """Return a socket that is bound to this address; port 0 picks a free port.
+
+    Raise GatewayError if `host` is no address of this machine, or if it cannot be bound, for example because
+    another program uses the port.
+    """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = found[0]
@@ -54,7 +58,10 @@ async def http_server(
     socks: Sequence[socket.socket], routes: Sequence[Route], middlewares: Sequence[Middleware],
     fast_path: FastPath, header_timeout_s: float,
 ) -> AsyncIterator[None]:  # fmt: skip
-    """Serve inside the block."""
+    """Serve `routes` on `socks` inside the block. At its end, requests have one more second.
+
+    If the installed aiohttp does not support `fast_path`, print a message and serve without it.
+    """
     if missing := missing_internals():
         sys.stderr.write(NO_FAST_PATH.format(version=aiohttp.__version__, names=", ".join(missing)))
         middlewares = [header_timer, *middlewares]

@@ -1,4 +1,4 @@
-"""The routes of a function's webhooks: list deliveries, send one again, and the secret that signs them."""
+"""Serves the routes of webhooks: list deliveries, send one again, return the secret that signs them."""
 
 from __future__ import annotations
 
@@ -52,6 +52,8 @@ class ShownDelivery(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class WebhooksApi:
+    """The routes below /v1/functions/{function}/webhooks."""
+
     functions: Functions
     jobs: Jobs
 
@@ -70,7 +72,7 @@ class WebhooksApi:
         function, job_id = request.match_info["function"], request.query.get("job", "")
         limit = min(LIMIT.read(request), MAX_LISTED)
         found = await self.jobs.store.deliveries(function, STATE.read(request), job_id, limit)
-        # The deliveries of a deleted function can still be listed.
+        # Not checked before: the deliveries of a deleted function can still be listed.
         if not found:
             self.functions.get(function)
         return json_response({"deliveries": [shown(delivery) for delivery in found]})
@@ -106,6 +108,6 @@ def shown(delivery: Delivery) -> ShownDelivery:
 
 
 def public_url(url: str) -> str:
-    """Return a URL without user, password, query and fragment, which may hold secrets of the receiver."""
+    """Return the URL without user, password, query and fragment, which may hold the receiver's secrets."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

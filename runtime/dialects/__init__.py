@@ -1,5 +1,6 @@
-"""The HTTP contracts of other platforms, one folder for each: RunPod, Cog, AWS Lambda and CloudEvents.
+"""Serves the HTTP APIs of other platforms, in one folder for each: RunPod, Cog, AWS Lambda and CloudEvents.
 
-Enter at `registry.py` or at a folder's `routes.py`. A dialect translates requests to jobs and invocations, and these to
-responses. It must not import another dialect. The worker's side of the contracts is `handlers/dialects`.
+Start reading at `registry.py` or at the `routes.py` of a folder. A dialect turns requests into jobs and
+invocations, and their results into responses. It must not import another dialect. The part of the dialects
+that runs in workers is `handlers/dialects`.
 """

@@ -1,4 +1,4 @@
-"""The registry of dialects. Deleting a dialect's folder and its lines here removes it."""
+"""Lists all dialects. To remove a dialect, delete its folder and its lines in this file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .runpod.routes import QueueApi
 
 
 def dialect_routes(backend: Backend) -> list[Route]:
-    """Return the rows that the dialects add to the route table."""
+    """Return the rows of all dialects for the route table."""
     return [
         *LambdaApi(backend).routes(),
         *EventsApi(backend).routes(),

@@ -1,4 +1,4 @@
-"""AWS Lambda's invocation route: wait for the output, submit a job, or only check that a call is possible."""
+"""Serves AWS Lambda's invocation route: waits for the output, submits a job, or only checks the name."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ INVOCATION_TYPE = header(
     "X-Amz-Invocation-Type", type="string", enum=list(INVOCATION_TYPES), default=INVOCATION_TYPES[0]
 )
 
-# Errors of the function, which are sent with status 200 and a header. Others are the request's or the gateway's.
+# Errors of the function. They are sent with status 200 and the header X-Amz-Function-Error. All other errors
+# belong to the request or the gateway and keep their own status. So does RevisionRetired, see `_ended`.
 FUNCTION_ERRORS = (
     errors.HandlerError, errors.HandlerFailed, errors.OutputInvalid, errors.InputInvalid, errors.WorkerDied,
     errors.DeadlineExceeded, errors.ActivationFailed,
@@ -64,7 +65,7 @@ class LambdaError(TypedDict):
 
 
 def aws_error(error: PilotflameError, request_id: str) -> Response:
-    """Return the response; its status is the same as on other routes."""
+    """Return the response for an error, except those of the function. Its status is as on other routes."""
     ours = error.status >= 500
     name = next((name for cls, name in ERROR_NAMES if isinstance(error, cls)), "")
     name = name or ("ServiceException" if ours else "InvalidParameterValueException")
@@ -74,11 +75,14 @@ def aws_error(error: PilotflameError, request_id: str) -> Response:
 
 
 class LambdaApi:
+    """The route of AWS Lambda's invoke API."""
+
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
     def routes(self) -> list[Route]:
-        # Not {function}: the name may be an ARN with a version. `_live` checks what the key covers.
+        # The variable is not {function}, which the guard would check: it may hold an ARN with a version.
+        # Instead, `_live` checks that the API key covers the function.
         return [
             Route(
                 "POST", "/2015-03-31/functions/{name}/invocations", self.invoke, Scope.INVOKE,
@@ -102,12 +106,12 @@ class LambdaApi:
                 return await self._wait(request, live, request_id)
             remedy = f"One of {', '.join(INVOCATION_TYPES)}."
             raise BadInput(f"X-Amz-Invocation-Type is {kind[:40]!r}.", remedy=remedy)
-        # Not left to the middleware: the error must carry the id under which the invocation ran.
+        # Not left to the middleware, which would make a new request id: the response must have this one.
         except PilotflameError as error:
             return aws_error(error, request_id).response()
 
     async def _submit(self, request: web.Request, live: Live) -> web.Response:
-        """Respond when the job is stored."""
+        """Submit the body as a job. Respond with 202 once the job is stored."""
         _, body = await self._backend.read_body(request, live.record.function, ASYNC_BODY_BYTES)
         # The qualifier may no longer match if the function was deployed anew while the body arrived.
         live = self._live(request)
@@ -120,7 +124,7 @@ class LambdaApi:
         live, body = await self._backend.read_body(request, name)
         revision, policy = live.revision, live.revision.policy
         headers, caller = request.headers, caller_of(request)
-        # The payload is the event itself, as in a job.
+        # `bare`, as in a job, tells the worker that the body is the input itself, not {"input": …}.
         invocation = Invocation(
             request_id, body, now_s=received_s, deadline_s=received_s + timeout_of(headers, policy.timeout_s),
             hold_until_s=received_s + policy.hold_s, traceparent=traceparent_of(headers), extra={"bare": True},
@@ -139,7 +143,10 @@ class LambdaApi:
         return web.Response(body=answer.payload, headers=sent | {"Content-Type": answer.content_type})
 
     async def _ended(self, name: str, live: Live, invocation: Invocation) -> Output | PilotflameError:
-        """Return the output, or the error of a function that failed. Raises other errors."""
+        """Wait for the end. Return the output, or one of FUNCTION_ERRORS. Raise all other errors.
+
+        RevisionRetired is raised, too: the revision was replaced, which is no failure of the function.
+        """
         try:
             answer = await _collect(invocation)
         except PilotflameError as error:
@@ -148,14 +155,18 @@ class LambdaApi:
                 raise
             return error
         finally:
-            # The caller has gone, or the output is too large.
+            # It has not ended if the caller has disconnected, or if the output is too large.
             if not invocation.ended:
                 live.revision.cancel(invocation)
         self._backend.record(name, 200, invocation)
         return answer
 
     def _log_tail(self, request: web.Request, live: Live, invocation: Invocation) -> dict[str, str]:
-        """Return the end of what the worker printed, if requested and if the worker ran nothing else meanwhile."""
+        """Return the header with the end of the log if the caller requests it, else no header.
+
+        The log holds the duration. If workers run one invocation at a time, it also holds what the worker has
+        printed since the invocation was sent: otherwise the lines could be those of another invocation.
+        """
         if request.headers.get("X-Amz-Log-Type", "None") != "Tail":
             return {}
         begun_s = time.time() - (time.monotonic() - (invocation.timeline.sent_s or time.monotonic()))
@@ -180,13 +191,16 @@ class LambdaApi:
 
 
 def parse_name(text: str) -> tuple[str, str]:
-    """Return (name, qualifier) of `name`, `name:qualifier`, `account:function:name…`, or an ARN with any of these."""
+    """Return (name, qualifier). The qualifier is "" if there is none.
+
+    `text` is `name`, `account:function:name` or an ARN, and each may end with `:qualifier`.
+    """
     name, _, qualifier = _BEFORE_NAME.sub("", text).partition(":")
     return name, qualifier
 
 
 def function_error(error: PilotflameError, request_id: str) -> dict[str, object]:
-    """Return the body for a function that failed. A handler written for Lambda provides these fields itself."""
+    """Return the body for a function's error. If a Lambda handler raised it, its details hold the fields."""
     details = error.details
     kind = details.get("errorType") or details.get("exception")
     kind = kind or next((name for cls, name in ERROR_TYPES if isinstance(error, cls)), error.code)
@@ -200,7 +214,10 @@ def function_error(error: PilotflameError, request_id: str) -> dict[str, object]
 
 
 async def _collect(invocation: Invocation) -> Output:
-    """Return the output; of a handler that streams, the list of its pieces."""
+    """Wait for the output and return it. If the handler streams, return a JSON array of all pieces.
+
+    Raises OutputInvalid if the pieces exceed MAX_STREAMED_BYTES.
+    """
     if invocation.stream is None:
         return await invocation.output
     pieces, size = [], 0

@@ -1,1 +1,1 @@
-"""CloudEvents over HTTP: parsing events and submitting them as jobs."""
+"""Accepts CloudEvents over HTTP: parses events and submits them as jobs."""

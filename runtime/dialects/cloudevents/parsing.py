@@ -1,4 +1,4 @@
-"""Parsing of CloudEvents 1.0 over HTTP, in binary, structured and batched mode. Pure."""
+"""Parses CloudEvents 1.0 from HTTP requests in binary, structured and batched mode. It does no I/O."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DATA = ("data", "data_base64")
 MAX_EVENTS = 1000
 MAX_ATTRIBUTES = 100
 MAX_CONTEXT_BYTES = 64 << 10
-"""Of all attributes of one event: the size that the specification requires everyone to accept."""
+"""Limit for the names and values of all attributes of an event: 64 KiB, the specification's event size."""
 
 _NAME = re.compile(r"[a-z0-9]{1,64}")
 # The specification forbids control characters, surrogates and noncharacters in attributes.
@@ -76,7 +76,7 @@ class CloudEvent(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class ReceivedEvent:
-    """A parsed event. `data` is the handler's body and `content_type` its type, "" for JSON."""
+    """A parsed event. `data` is the handler's input, and `content_type` its media type; "" means JSON."""
 
     attributes: Mapping[str, str | int | bool]
     data: bytes
@@ -84,17 +84,21 @@ class ReceivedEvent:
 
     @property
     def idempotency(self) -> str:
-        """The idempotency key of its job: an event is identified by source and id."""
+        """The idempotency key for the event's job: events with the same source and id are the same event."""
         return f"ce:{self.attributes['source']}\n{self.attributes['id']}"
 
 
 def is_event(headers: Headers) -> bool:
-    """Return True if a request holds events, in any mode."""
+    """Return True if the headers are those of a request with events, in any mode."""
     return _is_formatted(headers) or "ce-specversion" in headers or "ce-type" in headers
 
 
 def parse(headers: Headers, body: bytes) -> list[ReceivedEvent]:
-    """Return the events of a request. Raises EventInvalid, UnsupportedMedia, InputTooLarge."""
+    """Return the events of a request.
+
+    Raises EventInvalid if one is malformed. Raises UnsupportedMedia if their format or charset is not
+    supported. Raises InputTooLarge if there are too many events or attributes.
+    """
     return _formatted(headers, body) if _is_formatted(headers) else [_binary(headers, body)]
 
 
@@ -124,7 +128,7 @@ def _formatted(headers: Headers, body: bytes) -> list[ReceivedEvent]:
 
 
 def _binary(headers: Headers, body: bytes) -> ReceivedEvent:
-    """Parse binary mode: attributes in headers, data as the body."""
+    """Return the event of a request in binary mode: headers hold the attributes, the body holds the data."""
     attributes: dict[str, Any] = {}
     for header, value in headers.items():
         prefix, name = header[: len(PREFIX)].lower(), header[len(PREFIX) :].lower()
@@ -141,7 +145,7 @@ def _binary(headers: Headers, body: bytes) -> ReceivedEvent:
 
 
 def _decode(header: str, value: str) -> str:
-    """Return a header's value without quotes and percent-encoding."""
+    """Return a header's value without quotes and percent-encoding. Raises EventInvalid if it is not UTF-8."""
     value = value.strip(" \t")
     if len(value) >= 2 and value[0] == value[-1] == '"':
         value = _QUOTED.sub(r"\1", value[1:-1])
@@ -152,7 +156,10 @@ def _decode(header: str, value: str) -> str:
 
 
 def _structured(found: Any, where: str = "") -> ReceivedEvent:
-    """Parse structured mode: one JSON object holds attributes and data."""
+    """Return an event in structured mode: one JSON object holds its attributes and its data.
+
+    `where` begins the messages of errors: in batched mode, it tells which event is meant.
+    """
     if not isinstance(found, dict):
         raise EventInvalid(f"{where}The event is not a JSON object.", remedy="Send an object of attributes.")
     sent = {name: value for name, value in found.items() if value is not None and name not in DATA}
@@ -168,7 +175,7 @@ def _structured(found: Any, where: str = "") -> ReceivedEvent:
     data, kind = found["data"], _kind(content_type)
     if kind and isinstance(data, str):
         return ReceivedEvent(attributes, data.encode(), kind)
-    # Data that is not text was sent as JSON, whatever its type says.
+    # JSON is passed on as JSON. So is data that is not a string, even if its type is not JSON.
     return ReceivedEvent(attributes, _dump(data, where))
 
 
@@ -182,7 +189,10 @@ def _decode_base64(data: Any, where: str) -> bytes:
 
 
 def _normalize(data: bytes, where: str) -> bytes:
-    """Return JSON in one form: the same event in another mode must give the same job. Empty data stays empty."""
+    """Return JSON data as orjson writes it; empty data stays empty. Raises EventInvalid if it is not JSON.
+
+    An event that is sent again, in another mode, must have the same bytes: it belongs to the same job.
+    """
     try:
         return _dump(orjson.loads(data), where) if data else b""
     except orjson.JSONDecodeError as error:
@@ -193,20 +203,20 @@ def _normalize(data: bytes, where: str) -> bytes:
 def _dump(data: Any, where: str) -> bytes:
     try:
         return orjson.dumps(data)
-    # orjson parses deeper nesting than it writes.
+    # orjson can parse data that is nested too deeply for it to write.
     except orjson.JSONEncodeError as error:
         remedy = "Nest it less deeply."
         raise EventInvalid(f"{where}The data cannot be stored: {error}.", remedy=remedy) from None
 
 
 def _kind(content_type: str) -> str:
-    """Return the type of the handler's body: "" for any JSON."""
+    """Return the media type of the handler's input: `content_type`, or "" if that is empty or JSON."""
     media = content_type.partition(";")[0].strip().lower()
     return "" if media in ("", JSON_TYPE, "text/json") or media.endswith("+json") else content_type
 
 
 def _check(attributes: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return the attributes. Raises EventInvalid, InputTooLarge."""
+    """Return `attributes` unchanged. Raises EventInvalid, or InputTooLarge if they exceed a limit."""
     try:
         CloudEvent.model_validate(attributes)
     except ValidationError as error:

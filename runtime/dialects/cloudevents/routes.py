@@ -1,6 +1,8 @@
-"""The routes of CloudEvents: each event is a job, whose handler finds the attributes in `context.extra["event"]`.
+"""Serves the routes of CloudEvents: each event becomes a job.
 
-Events are sent to `POST /v2/{function}/run`; the handshake of HTTP webhooks is OPTIONS there.
+The handler finds the event's attributes in `context.extra["event"]`. Events are sent with POST to
+`/v2/{function}/run`. OPTIONS on the same path is the handshake with which a sender of HTTP webhooks asks for
+permission.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ RUN = "/v2/{function}/run"
 
 
 class EventsApi:
+    """The routes of CloudEvents."""
+
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
@@ -44,7 +48,7 @@ class EventsApi:
         ]  # fmt: skip
 
     async def handshake(self, request: web.Request) -> web.StreamResponse:
-        """Allow any rate: quotas belong to API keys."""
+        """Allow the sender to send events, at any rate: only the quotas of API keys limit rates."""
         self._backend.functions.live(request.match_info["function"])
         origin, rate = request.headers.get(ORIGIN, ""), request.headers.get(RATE)
         if not origin or len(origin) > MAX_ORIGIN_CHARS or not origin.isprintable() or not origin.isascii():
@@ -57,7 +61,11 @@ class EventsApi:
         return web.Response(headers={"Allow": "POST, OPTIONS", **allowed})
 
     async def submit(self, request: web.Request) -> web.StreamResponse:
-        """Respond when all jobs are stored. If one is refused, the request can be repeated: it gives the same jobs."""
+        """Submit a job for each event, and respond once all jobs are stored.
+
+        If one is refused, respond with its error. Then the sender can repeat the request: events whose jobs
+        are stored do not get new ones.
+        """
         name = request.match_info["function"]
         live, body = await self._backend.read_body(request, name, ASYNC_BODY_BYTES)
         new = [_event_job(request, live, event) for event in parse(request.headers, body)]
@@ -83,7 +91,10 @@ def _event_job(request: web.Request, live: Live, event: ReceivedEvent) -> NewJob
 
 
 def _accepted(request: web.Request, found: list[tuple[Job, bool]]) -> web.Response:
-    """Return the ids; only in headers for a sender that takes a body for an event in reply, as Knative's broker does."""
+    """Return the response, with the ids of the jobs in its body and in the header X-Job-Id.
+
+    With `Prefer: reply`, there is no body: a sender such as Knative's broker would treat it as an event.
+    """
     ids = [job.id for job, _ in found]
     headers = {"X-Job-Id": ",".join(ids[:MAX_HEADER_IDS])} if ids else {}
     if found and all(replayed for _, replayed in found):

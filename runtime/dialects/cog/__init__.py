@@ -1,1 +1,1 @@
-"""Cog's predictions API: `/predictions` and `/health-check`."""
+"""Serves Cog's predictions API: `/predictions` and `/health-check`."""

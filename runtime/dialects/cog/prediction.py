@@ -1,4 +1,4 @@
-"""Predictions: jobs as Cog describes them, with what a caller sends and prefers."""
+"""Defines Cog's predictions: the requests for them, and how a job is shown as a prediction."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...api.responses import Timestamp
 from ...jobs.job import EVENTS, Job, JobState, Webhook
 
 MAX_WAIT_S = 300.0
-# An id that a caller chooses must not look like a generated one.
+# The ids that a caller may choose. They must not begin like generated ids.
 ID = re.compile(r"(?!job-)[A-Za-z0-9._~-]{1,128}")
 WebhookEvent = Literal["start", "output", "logs", "completed"]
 PredictionState = Literal["starting", "processing", "succeeded", "failed", "canceled"]
@@ -44,7 +44,10 @@ class PredictionRequest(BaseModel):
     webhook_events_filter: list[WebhookEvent] | None = Field(None, max_length=100)
 
     def wanted_id(self, path_id: str | None) -> str:
-        """Return the id that the caller chose; "" if they did not. Raises InputInvalid."""
+        """Return the id that the caller chose, in the path or in the body, or "" without one.
+
+        Raises InputInvalid if the id is malformed, or if path and body differ.
+        """
         if path_id is not None and self.id not in (None, path_id):
             raise InputInvalid("The id in the body is not the one in the path.", remedy="Send one of them.")
         wanted = path_id or self.id or ""
@@ -54,7 +57,7 @@ class PredictionRequest(BaseModel):
         return wanted
 
     def fields(self, wanted_id: str, owner: str) -> dict[str, Any]:
-        """Return the fields of NewJob that differ from the function's settings."""
+        """Return the fields of NewJob that this request sets. `wanted_id` is the chosen id or ""."""
         fields: dict[str, Any] = {"wanted_id": stored_id(wanted_id, owner)}
         if wanted_id:
             fields["idempotency"] = f"prediction:{wanted_id}"
@@ -85,7 +88,10 @@ class Prediction(TypedDict):
 
 
 def preferred_wait(headers: Iterable[str]) -> float | None:
-    """Return the seconds to wait for the end after all lines of the header Prefer (RFC 7240); None: without limit."""
+    """Return how many seconds to wait for the job's end, given all lines of the header Prefer (RFC 7240).
+
+    0 means not to wait. None means that the caller sets no limit.
+    """
     parts = [part.split(";")[0].strip().lower() for line in headers for part in line.split(",")]
     waits = [float(found[1]) for part in parts if (found := _WAIT.fullmatch(part)) is not None]
     if waits:
@@ -94,23 +100,30 @@ def preferred_wait(headers: Iterable[str]) -> float | None:
 
 
 def stored_id(wanted: str, owner: str) -> str:
-    """Return the stored job's id. It includes the owner, so that a refusal does not reveal which ids others chose."""
+    """Return the id under which the job is stored: the chosen id and the job's owner.
+
+    So two owners can choose the same id. Otherwise JobConflict would reveal which ids other callers chose.
+    """
     return f"{wanted}~{owner}" if wanted and owner else wanted
 
 
 def chosen_id(job: Job) -> str:
-    """Return the id as its caller knows it."""
+    """Return the job's id as its owner knows it: without the owner, which `stored_id` adds."""
     return job.id.removesuffix(f"~{job.owner}") if job.owner else job.id
 
 
 def shown(job: Job, pieces: Iterable[bytes] = ()) -> Prediction:
-    """Return the prediction for orjson. `pieces` are those of a streamed output that has not ended."""
+    """Return a job as a prediction, to be written by orjson.
+
+    `pieces` are those that a streaming handler has produced so far. They are the output while the job runs.
+    """
     took_s = job.ended_s - job.started_s
     return {
         "id": chosen_id(job),
         "version": job.function,
         "status": STATUSES[job.state],
-        # The bodies of other routes may have other types.
+        # A job that was submitted by another route may have an input that is not JSON. Such an input is not
+        # shown.
         "input": orjson.Fragment(job.input) if job.input and not job.content_type else _NULL,
         "output": _output(job, pieces),
         "error": str(job.error.get("message", "")) if job.error is not None and job.state.final else None,

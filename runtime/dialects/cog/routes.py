@@ -1,7 +1,8 @@
-"""The routes of Cog's predictions: jobs that the caller waits for, unless they prefer not to.
+"""Serves the routes of Cog's predictions. A prediction is a job, whose end the request waits for by default.
 
-Where Cog answers 409 because its slots are in use, a prediction waits in the queue. A failure is data: status 200 and
-`failed`. Only an input that does not fit the handler is an error, 422, for a caller that waits.
+While all workers are busy, a prediction waits in the queue. Cog itself responds with 409 then. A failed
+prediction is returned with status 200, and its `status` is "failed". The exception is an input that does
+not fit the handler: if the request waits without a limit, the response is an error, usually 422.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ HEALTHIEST_FIRST: tuple[Health, ...] = ("READY", "BUSY", "STARTING", "SETUP_FAIL
 
 
 class PredictionsApi:
+    """The routes of Cog's predictions and of the health check."""
+
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._jobs = backend.jobs
@@ -67,7 +70,10 @@ class PredictionsApi:
         ]
 
     async def create(self, request: web.Request) -> web.StreamResponse:
-        """Make a new prediction; with an id in the path or body, or with an Idempotency-Key, the same one each time."""
+        """Make a prediction, or return the existing one if the caller repeats the request.
+
+        It is the same request if it has the same id, in the path or the body, or the same Idempotency-Key.
+        """
         wait_s = preferred_wait(request.headers.getall("Prefer", ()))
         limit = self._backend.max_body_bytes
         limit = limit if wait_s is None else min(limit, ASYNC_BODY_BYTES)
@@ -83,7 +89,7 @@ class PredictionsApi:
             return await send_job(request, self._jobs, job, _encoder())
         if wait_s is None:
             job = await self._wait(job, live, replayed=bool(replayed))
-            # An input that does not fit the handler is the caller's error.
+            # The handler refused the input: respond with an error instead of a failed prediction.
             if job.state is JobState.FAILED and job.error and job.error.get("type") in INPUT_ERRORS:
                 raise PilotflameError.from_wire(dict(job.error))
         elif wait_s:
@@ -102,7 +108,10 @@ class PredictionsApi:
         return await self._response(await self._jobs.store.cancel(job.function, job.id))
 
     async def health(self, request: web.Request) -> web.StreamResponse:
-        """Show one function or all. One without a worker is READY: a prediction starts it."""
+        """Show the health of the named function or of all. The overall status is the healthiest one.
+
+        A function without a worker is READY, too: a prediction starts one.
+        """
         if named := _named(request):
             caller_of(request).check(named)
             if all(live.record.function != named for live in self._backend.functions.all()):
@@ -125,7 +134,11 @@ class PredictionsApi:
         return "BUSY" if census.in_flight >= scale.max * scale.concurrency else "READY"
 
     async def _wait(self, job: Job, live: Live, *, replayed: bool) -> Job:
-        """Wait for the end. A caller that goes away cancels a prediction that only they have requested."""
+        """Wait for the job's end, for at most the function's `hold_s` + `timeout_s`. Return the job.
+
+        If the caller disconnects, the job is cancelled, unless an earlier request has created it
+        (`replayed`).
+        """
         policy = live.revision.policy
         try:
             return await self._jobs.wait(job.function, job.id, policy.hold_s + policy.timeout_s)
@@ -147,7 +160,11 @@ class PredictionsApi:
         return [name for name in names if caller.allows(name)]
 
     def _live(self, request: web.Request, version: str | None) -> Live:
-        """Return the function that the header, the query or `version` names; else the only one."""
+        """Return the function that the header, the query or `version` names.
+
+        Without a name, return the only function that the caller may see. Raises UnknownFunction if there is
+        none, and InputInvalid if there are several.
+        """
         if named := _named(request) or version:
             caller_of(request).check(named)
             return self._backend.functions.get(named)
@@ -161,15 +178,15 @@ class PredictionsApi:
         return self._backend.functions.get(names[0])
 
     async def _job(self, request: web.Request) -> Job:
-        """Return a job, also one of a function that was deleted."""
+        """Return the job, also if its function was deleted. Raises UnknownJob or JobExpired."""
         caller, job_id = caller_of(request), request.match_info["id"]
         names = self._names(request)
         try:
             job = await self._jobs.store.find(stored_id(job_id, caller.owner), caller.allows, names)
-        # The id was generated, or chosen before there were keys.
+        # The stored id has no owner: it was generated, or chosen by a caller without an API key.
         except UnknownJob:
             job = await self._jobs.store.find(job_id, caller.allows, names)
-        # A chosen id can be guessed, so its job is shown only to its owner.
+        # A chosen id can be guessed, so a job with an owner is shown only to the owner and administrators.
         foreign = job.owner not in ("", caller.owner) and not job.id.startswith(ID_PREFIX)
         if foreign and Scope.ADMIN not in caller.scopes:
             raise queries.unknown(job_id)
@@ -177,7 +194,7 @@ class PredictionsApi:
 
 
 def _encoder() -> JobEncoder:
-    """Make `start`, `output` for each piece, `log` and `completed`."""
+    """Return an encoder for one stream, with the events `start`, `output`, `log` and `completed`."""
     started = False
 
     def encode(job: Job, pieces: Sequence[tuple[int, bytes]]) -> Iterator[bytes]:

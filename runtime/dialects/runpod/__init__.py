@@ -1,1 +1,1 @@
-"""RunPod's queue API: `/v2/{function}/run`, `runsync`, `status` and the rest."""
+"""Serves RunPod's queue API: `/v2/{function}/run`, `runsync`, `status` and the other routes of jobs."""

@@ -1,4 +1,4 @@
-"""The routes of RunPod's queue API. None waits for a cold start, and a handler's failure is data, not an error."""
+"""Serves the routes of RunPod's queue API. A failed job is returned with status 200, not as an error."""
 
 # ruff: noqa: N815
 
@@ -61,7 +61,7 @@ class JobRequest(BaseModel):
     policy: JobPolicy = JobPolicy()
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields of NewJob that differ from the function's settings."""
+        """Return the fields of NewJob that this request sets. The function's settings give the others."""
         policy = self.policy
         priority = _PRIORITIES[policy.priority] if policy.priority else int(policy.lowPriority)
         fields: dict[str, Any] = {"priority": priority}
@@ -74,7 +74,11 @@ class JobRequest(BaseModel):
 
 
 def parse(body: bytes) -> JobRequest:
-    """Raises BadInput if the body is not a JSON object with an input, InputInvalid if another field is invalid."""
+    """Return the request in a body.
+
+    Raises BadInput if the body is not a JSON object with an input. Raises InputInvalid if another field is
+    invalid.
+    """
     found, remedy = load_json(body), 'Send {"input": …}.'
     if not isinstance(found, dict) or "input" not in found:
         raise BadInput("The body has no input.", remedy=remedy)
@@ -125,7 +129,11 @@ HEALTH = {
 
 
 def shown(job: Job) -> dict[str, Any]:
-    """Return a JobStatus for orjson. `error` is text, as RunPod's clients expect; `errorDetails` is all of it."""
+    """Return a job as a JobStatus, to be written by orjson.
+
+    `error` is only the error's message, because RunPod's clients expect a string. `errorDetails` is the whole
+    error.
+    """
     found = job.status(time.time()) | {
         "attempts": job.attempts,
         "retries": job.retries,
@@ -139,11 +147,12 @@ def shown(job: Job) -> dict[str, Any]:
 
 
 class QueueApi:
-    """The routes of jobs below /v2/{function}."""
+    """The routes of a function's jobs, below /v2/{function}."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._jobs = backend.jobs
+        # By job: the number of the last piece that a poll has returned. The jobs polled last are at the end.
         self._polled: OrderedDict[str, int] = OrderedDict()
 
     def routes(self) -> list[Route]:
@@ -178,7 +187,10 @@ class QueueApi:
         return json_response(Accepted(id=job.id, status=job.state), headers=headers)
 
     async def runsync(self, request: web.Request) -> web.StreamResponse:
-        """Respond when the job has ended or `?wait=` is over. RunPod says IN_PROGRESS then, also of one that waits."""
+        """Submit a job. Respond with its state when it has ended, or when the time in `?wait=` is over.
+
+        RunPod itself then responds with IN_PROGRESS even if the job is still in the queue.
+        """
         wait_s = min(max(WAIT.read(request), MIN_WAIT_MS), MAX_WAIT_MS) / 1000
         job, headers = await self._submit(request)
         job = await self._jobs.wait(job.function, job.id, wait_s)
@@ -217,14 +229,17 @@ class QueueApi:
         return json_response(health)
 
     async def requests(self, request: web.Request) -> web.StreamResponse:
-        """List the newest jobs first, without their outputs."""
+        """List jobs, the newest first, without their outputs and logs."""
         live = self._live(request)
         limit, before = min(max(1, LIMIT.read(request)), MAX_LISTED), request.query.get("before", "")
         found = await self._jobs.store.newest(live.record.function, STATUS.read(request), limit, before)
         return json_response({"requests": [shown(job) for job in found]})
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
-        """Return the pieces since the last poll; all of them, as events, to a caller that accepts these."""
+        """Return the pieces after `?after=` or, without it, those since the last poll.
+
+        If the caller accepts server-sent events, send all pieces as events until the job ends.
+        """
         job = await self._job(request)
         if accepts_events(request):
             return await send_job(request, self._jobs, job, _encoder())
@@ -238,13 +253,16 @@ class QueueApi:
         return json_response({"id": job.id, "status": job.state, "stream": found})
 
     def _remember(self, job: Job, number: int) -> None:
-        """Keep where a poll ended: RunPod's clients name no place, and the next poll goes on there."""
+        """Store the number of the last piece that a poll returned; 0 means that it returned no piece.
+
+        RunPod's clients do not send `?after=`: their next poll continues after the stored number.
+        """
         if number:
             self._polled[job.id] = number
             self._polled.move_to_end(job.id)
             if len(self._polled) > MAX_POLLERS:
                 self._polled.popitem(last=False)
-        # All pieces were sent: a further poll starts from the beginning.
+        # The job has ended and all pieces were returned. The next poll starts with the first piece again.
         elif job.state.final:
             self._polled.pop(job.id, None)
 
@@ -252,7 +270,7 @@ class QueueApi:
         return self._backend.functions.get(request.match_info["function"])
 
     async def _job(self, request: web.Request) -> Job:
-        """Return a job, also one of a function that was deleted."""
+        """Return the job, also if its function was deleted. Raises UnknownJob or JobExpired."""
         return await self._jobs.store.get(request.match_info["function"], request.match_info["job"])
 
     async def _submit(self, request: web.Request, limit: int | None = None) -> tuple[Job, dict[str, str]]:
