@@ -1,6 +1,6 @@
-"""Arrays of numpy and torch, as bytes or as JSON.
+"""Recognises numpy arrays and torch tensors, and converts them to and from the bytes of files.
 
-This module loads neither library: code that has made an array has loaded its library.
+This module imports neither library: if the handler has made an array, its library is already loaded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from ..errors import BadInput, OutputInvalid
 
 NPY_TYPE = "application/x-npy"
 SAFETENSORS_TYPE = "application/vnd.safetensors"
-# What numpy's own reader raises for a hostile header: it evaluates a literal and builds a dtype from it.
+# The exceptions that numpy's reader raises for a hostile header: it evaluates the header as a Python literal
+# and builds a dtype from it.
 _MALFORMED = (ValueError, TypeError, SyntaxError, TokenError, KeyError, AttributeError, IndexError,
               MemoryError, RecursionError, OverflowError)  # fmt: skip
 
@@ -28,13 +29,13 @@ def is_tensor(value: Any) -> bool:
 
 
 def is_array(value: Any) -> bool:
-    """Return True for numpy arrays and torch tensors. numpy's scalars are numbers."""
+    """Return True for numpy arrays and torch tensors, but not for numpy's scalars (numpy.float32(1))."""
     numpy = sys.modules.get("numpy")
     return (numpy is not None and isinstance(value, numpy.ndarray)) or is_tensor(value)
 
 
 def is_array_dict(value: Any) -> bool:
-    """Return True for a dict of named arrays only, which a safetensors file can hold."""
+    """Return True for a non-empty dict that maps strings to arrays: a safetensors file can hold it."""
     return (
         isinstance(value, Mapping)
         and bool(value)
@@ -43,9 +44,10 @@ def is_array_dict(value: Any) -> bool:
 
 
 def to_numpy(value: Any) -> Any:
-    """Return the numpy array of a tensor, and other values as they are. Raise OutputInvalid if it has none.
+    """Return a tensor as a numpy array, and any other value unchanged.
 
-    Types that numpy lacks (bfloat16) become float32.
+    Floating-point types that numpy lacks, such as bfloat16, become float32. Raise OutputInvalid if the tensor
+    cannot be converted.
     """
     if not is_tensor(value):
         return value
@@ -60,7 +62,7 @@ def to_numpy(value: Any) -> Any:
 
 
 def to_npy(value: Any) -> bytes:
-    """Return one array as a .npy file. Raise OutputInvalid if it would need pickle."""
+    """Return an array or tensor as a .npy file. Raise OutputInvalid if numpy could only pickle it."""
     array = to_numpy(value)
     buffer = io.BytesIO()
     try:
@@ -86,16 +88,16 @@ def to_safetensors(named: Mapping[str, Any]) -> bytes | None:
     except (RuntimeError, ValueError, TypeError, KeyError) as error:
         _refuse(named, error)
     except Exception as error:
-        # Importing the class would load the library.
+        # SafetensorError is recognised by its name, so that this module need not import safetensors for it.
         if type(error).__name__ != "SafetensorError":
             raise
         _refuse(named, error)
 
 
 def from_npy(body: bytes) -> Any:
-    """Return the array of a .npy file, or the bytes if numpy is not loaded.
+    """Return the array in `body`, a .npy file, or `body` itself if numpy is not loaded.
 
-    Raise BadInput if the body is not what its header claims.
+    Raise BadInput if the header is malformed, or does not match the number of bytes that follow it.
     """
     numpy = sys.modules.get("numpy")
     if numpy is None:
@@ -128,7 +130,7 @@ def _header(form: Any, file: io.BytesIO) -> tuple[tuple[int, ...], bool, Any]:
 
 
 def _on_cpu(value: Any) -> Any:
-    """Return a tensor as plain numbers in this process: dense, not lazy, without gradients."""
+    """Return a tensor in the host's memory: dense, without gradients or pending conjugation and negation."""
     try:
         tensor = value.detach()
         tensor = tensor.to_dense() if tensor.layout is not sys.modules["torch"].strided else tensor
@@ -138,7 +140,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _contiguous(value: Any) -> Any:
-    """Return a contiguous copy as a tensor: safetensors takes neither strides nor shared memory."""
+    """Return a contiguous copy of an array as a tensor: safetensors refuses strided and shared memory."""
     torch = sys.modules["torch"]
     if is_tensor(value):
         return _on_cpu(value).clone(memory_format=torch.contiguous_format)

@@ -1,8 +1,8 @@
-"""Decodes request bodies into the handler's events, and encodes its answers as response bodies.
+"""Decodes request bodies into the handler's events, and encodes the handler's answers as response bodies.
 
-Both are JSON unless the handler's annotation, or the caller's content type or Accept header, says otherwise.
-pydantic validates annotated types and makes the JSON schemas. Arrays pass as bytes where the caller asks for
-them.
+Bodies are JSON unless the handler's annotation, the request's content type or its Accept header says
+otherwise. pydantic validates annotated types and generates their JSON schemas. Arrays are sent as bytes if
+the Accept header prefers that.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from .negotiation import preferred
 
 JSON_TYPE = "application/json"
 BYTES_TYPE = "application/octet-stream"
-# What `curl -d` sends by default; its users mean JSON.
+# The content type that `curl -d` sends by default. Its body is read as JSON, because its sender means JSON.
 FORM_TYPE = "application/x-www-form-urlencoded"
 MAX_PROBLEMS = 20
-# orjson nests no deeper than this.
+# orjson refuses values that are nested deeper than this.
 MAX_DEPTH = 254
 ARRAY_OFFERS = (JSON_TYPE, NPY_TYPE, BYTES_TYPE)
 DICT_OFFERS = (JSON_TYPE, SAFETENSORS_TYPE)
@@ -36,7 +36,10 @@ _JSON_REMEDY = (
 
 
 class InputCodec:
-    """Decodes bodies into events of one annotated type. Without an annotation it takes any JSON."""
+    """Decodes request bodies into events of the annotated type.
+
+    Without an annotation, an event is a JSON value or, by the content type, a string, an array or bytes.
+    """
 
     def __init__(self, annotation: Any | None) -> None:
         self.raw = annotation is bytes
@@ -47,7 +50,11 @@ class InputCodec:
         return self._adapter.json_schema() if self._adapter else {}
 
     def decode(self, body: bytes, content_type: str = "") -> Any:
-        """Return the event. Raise BadInput (not JSON) or InputInvalid (does not fit the annotation)."""
+        """Return the event in `body`.
+
+        Raise BadInput if the body is not what its content type says (by default JSON). Raise InputInvalid if
+        the event does not fit the annotation.
+        """
         if self.raw:
             return body
         kind = content_type.partition(";")[0].strip().lower() if content_type else JSON_TYPE
@@ -62,7 +69,7 @@ class InputCodec:
 
 
 class OutputCodec:
-    """Encodes answers of one annotated type. Without an annotation it takes anything JSON, and bytes."""
+    """Encodes answers of the annotated type. Without an annotation, any JSON value and bytes are accepted."""
 
     def __init__(self, annotation: Any | None) -> None:
         self._adapter = _adapter(annotation)
@@ -72,9 +79,11 @@ class OutputCodec:
         return self._adapter.json_schema(mode="serialization") if self._adapter else {}
 
     def encode(self, answer: Any, accept: str = "") -> tuple[bytes, str]:
-        """Return (payload, content type) by the Accept header: if it is empty, JSON, or bytes as they are.
+        """Return (payload, content type).
 
-        Raise OutputInvalid naming the path of what does not fit.
+        The payload is JSON, or bytes for arrays if the Accept header prefers that. An answer of bytes is sent
+        unchanged, unless another type is annotated. Raise OutputInvalid, which names the path of the part
+        that does not fit the annotation or JSON.
         """
         if self._adapter is not None:
             answer, plain = self._checked(answer, self._adapter)
@@ -86,7 +95,7 @@ class OutputCodec:
             return raw
         payload = _dump(plain)
         if b"null" in payload and (path := _find_nan(answer)):
-            # orjson and pydantic write NaN and infinities as null, which would silently be another answer.
+            # orjson and pydantic write NaN and infinities as null, which would be a wrong answer.
             raise OutputInvalid(
                 f"The answer is not JSON: {path} is NaN or infinite.",
                 remedy="Return None or a finite number there.",
@@ -94,7 +103,7 @@ class OutputCodec:
         return payload, JSON_TYPE
 
     def _checked(self, answer: Any, adapter: TypeAdapter[Any]) -> tuple[Any, Any]:
-        """Return the validated answer, and the same as JSON types."""
+        """Return (validated answer, the same as JSON types). Raise OutputInvalid if it is invalid."""
         try:
             valid = adapter.validate_python(answer)
         except ValidationError as error:
@@ -106,7 +115,7 @@ class OutputCodec:
         try:
             return valid, adapter.dump_python(valid, mode="json", fallback=_plain)
         except (TypeError, ValueError) as error:
-            # An `Any` inside the annotation did not check it.
+            # Validation accepted the value because the annotation contains `Any`.
             raise _not_json(valid, error) from None
 
 
@@ -122,7 +131,7 @@ def _validated(validate: Callable[[Any], Any], value: str | bytes) -> Any:
 
 
 def _as_bytes(answer: Any, accept: str) -> tuple[bytes, str] | None:
-    """Return arrays as the bytes that the caller accepts, or None if the answer is to be JSON."""
+    """Return (payload, content type) of an answer of arrays as bytes, or None if it must be sent as JSON."""
     if arrays.is_array(answer):
         kind = preferred(accept, ARRAY_OFFERS)
         return (arrays.to_npy(answer), kind) if kind in (NPY_TYPE, BYTES_TYPE) else None
@@ -161,7 +170,7 @@ def _bad_json(why: str) -> BadInput:
 
 
 def input_error(error: ValidationError) -> BadInput | InputInvalid:
-    """Return the error for an input that does not fit, with the path of each field."""
+    """Return the error to raise for an input that pydantic refused. It names the path of each wrong field."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     if first["type"] == "json_invalid":
         return _bad_json(first["msg"].removeprefix("Invalid JSON: "))
@@ -192,7 +201,7 @@ def _path(root: str, location: tuple[int | str, ...]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return the JSON value of types that orjson cannot write."""
+    """Return `value` as a type that orjson can write. Raise TypeError if it has no JSON form."""
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json", fallback=_plain)
     if isinstance(value, (set, frozenset)):
@@ -232,7 +241,10 @@ def _children(value: Any, path: str) -> list[tuple[str, Any]]:
 
 
 def _find_unwritable(value: Any, path: str, depth: int = 0) -> tuple[str, str]:
-    """Return the first part of `value` that has no JSON form: (path, what it is), or ("", "")."""
+    """Return (path, what it is) of the first part of `value` that has no JSON form.
+
+    Return ("", "") if all of it has a JSON form.
+    """
     if depth > MAX_DEPTH:
         return "it", f"nested more than {MAX_DEPTH} levels deep"
     for key in value if isinstance(value, dict) else ():
@@ -244,14 +256,14 @@ def _find_unwritable(value: Any, path: str, depth: int = 0) -> tuple[str, str]:
         for step, item in _children(value, path):
             if (found := _find_unwritable(item, step, depth + 1))[1]:
                 return found
-        # In a number or a string the value is wrong, not the type.
+        # Numbers and strings have a JSON form, so the message must also say what is wrong with this value.
         why = f": {error}" if isinstance(value, (int, str)) else ""
         return path, f"of type {type(value).__name__}{why}"
     return "", ""
 
 
 def _find_nan(answer: Any) -> str:
-    """Return the path of the first NaN or infinity in `answer`, or ""."""
+    """Return the path of the first NaN or infinity in `answer`, or "" if there is none."""
     stack = [("answer", answer)]
     while stack:
         path, value = stack.pop()

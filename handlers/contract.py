@@ -1,10 +1,10 @@
-"""The contract: the functions that a user's handler file may define, and the context that they get.
+"""Defines the contract: the functions that a user's handler file may define, and the context that they get.
 
 handler(event) or handler(event, context)     plain, async, generator or async generator
 build(context)      once per revision, in the zygote: imports, skeleton, tokenizer; no threads, no device
-rehearse(context)   once per standby, with weights of zeros: one forward pass that warms up later ones;
-                    its result is discarded, and it must not keep what it computed from the weights
-setup(context)      once per worker, after its weights arrived
+rehearse(context)   once per standby, with weights of zeros: one forward pass, so that later ones are faster;
+                    its result is discarded, and it must not store anything computed from the weights
+setup(context)      once per worker, after its weights have arrived
 teardown(context)   once per worker, before it exits
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 BATCH_MARK = "__pilotflame_batch__"
 MAX_BATCH = 4096
-# Callers may influence a cost. Sums of costs must stay finite.
+# Higher costs are lowered to this one: callers may influence costs, and sums of costs must stay finite.
 MAX_COST = 1e12
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -36,7 +36,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class BatchSpec:
-    """The arguments of `batch`."""
+    """The arguments that the user gave to the decorator `batch`."""
 
     max_size: int
     cost: Callable[[Any], float] | None = None
@@ -44,7 +44,10 @@ class BatchSpec:
     examples: tuple[Any, ...] = ()
 
     def weigh(self, event: Any) -> float:
-        """Return the cost of `event`. Raise HandlerFailed if it is invalid, and what `cost` raises."""
+        """Return the cost of `event`, 1 without a `cost` function.
+
+        Raise HandlerFailed if `cost` returns no positive, finite number. An exception of `cost` is passed on.
+        """
         if self.cost is None:
             return 1.0
         returned = self.cost(event)
@@ -66,13 +69,13 @@ def batch(
 ) -> Callable[[F], F]:
     """Mark a handler that takes a list of events and returns a list with one answer for each, in order.
 
-    An answer that is an exception instance fails its own event only. If a call raises, it is repeated with
-    halves of its events until the events that cannot be answered have failed alone. Side effects of the call
-    may therefore happen more than once.
+    If one of the answers is an exception instance, only its event fails. If the handler raises, it is called
+    again with each half of the events, until the events that it cannot answer have failed alone. Side effects
+    of the handler may therefore happen more than once.
 
-    `cost` returns the size of an event (its tokens, say), and `max_cost` limits the sum of one call; a larger
-    event runs alone. `example` is an event, or a list of events, as JSON: the first worker measures with it
-    how long each batch size takes.
+    `cost` returns the size of an event, for example its number of tokens. `max_cost` limits the sum of the
+    costs in one handler call; an event of a higher cost is passed alone. `example` is an event, or a list of
+    events, as JSON: the first worker uses it to measure how long each batch size takes.
     """
     if not isinstance(max_size, int) or isinstance(max_size, bool) or not 1 <= max_size <= MAX_BATCH:
         raise HandlerSignatureError(
@@ -99,7 +102,7 @@ def batch(
 
 
 def _number(value: Any) -> float | None:
-    """Return a number of any library as a float, or None if it is not positive and finite."""
+    """Return `value`, a number of any library, as a float, or None if it is not a positive, finite number."""
     if isinstance(value, (bool, str, bytes, bytearray)):
         return None
     try:
@@ -128,7 +131,7 @@ def _examples(example: Any) -> tuple[Any, ...]:
 
 
 class Cancellation:
-    """A flag that is set once the caller of an invocation went away. Any thread may read it."""
+    """Holds a flag that is set when the caller of an invocation goes away. Any thread may read it."""
 
     __slots__ = ("flag",)
 
@@ -137,7 +140,7 @@ class Cancellation:
 
 
 class Host(Protocol):
-    """What handlers may ask of their worker, from any thread."""
+    """The worker as its handler sees it. `channel` identifies an invocation. Any thread may use it."""
 
     def progress(self, channel: int, value: Any) -> None: ...
     def retire(self) -> None: ...
@@ -145,10 +148,10 @@ class Host(Protocol):
 
 
 class Context:
-    """A handler's view of its function and its invocation.
+    """What a handler can know about its function and its invocation, and the requests to its worker.
 
-    `state` is what `build` returned, or what `setup` returned if that was not None. `items` are, for a batch
-    handler, the contexts of its events, in order. `extra` is what a dialect or an event source adds to an
+    `state` is what `setup` returned, or what `build` returned if `setup` returned None. For a batch handler,
+    `items` holds one context per event, in order. `extra` holds what a dialect or an event source adds to an
     invocation. In `build`, `rehearse`, `setup` and `teardown` there is no invocation: `id` is empty and there
     is no deadline.
     """
@@ -178,18 +181,18 @@ class Context:
 
     @classmethod
     def of_batch(cls, items: Sequence[Context]) -> Context:
-        """Return the context of one call of a batch handler, for events with these contexts."""
+        """Return the context of one call of a batch handler. `items` are the contexts of its events."""
         first = items[0]
         return cls(first.function, first.revision, state=first.state, invocation_id=first.id, items=items)
 
     @property
     def deadline(self) -> float | None:
-        """The deadline as a Unix timestamp in seconds; None if there is none."""
+        """The deadline as a Unix timestamp in seconds, or None if there is no deadline."""
         deadline_s = self._deadline_s
         return None if deadline_s is None else time.time() + deadline_s - time.monotonic()
 
     def remaining_ms(self) -> int | None:
-        """Milliseconds until the deadline, never below 0; None if there is no deadline."""
+        """Return the milliseconds until the deadline, at least 0, or None if there is no deadline."""
         deadline_s = self._deadline_s
         return None if deadline_s is None else max(0, int((deadline_s - time.monotonic()) * 1000))
 
@@ -202,9 +205,9 @@ class Context:
         return self._cancellation.flag or expired
 
     def progress(self, value: Any) -> None:
-        """Report the invocation's progress, as any JSON. Its status shows the latest report.
+        """Report the invocation's progress, as any JSON value. The job's status shows the latest report.
 
-        Cheap to call often, from any thread. Does nothing where there is no invocation, as in `setup`.
+        It may be called often and from any thread. Without an invocation, as in `setup`, it does nothing.
         """
         for context in self.items:
             context.progress(value)
@@ -212,14 +215,14 @@ class Context:
             self._host.progress(self._channel, value)
 
     def retire(self) -> None:
-        """Let this worker take nothing new, and end once it has answered what it runs."""
+        """Let this worker accept no more invocations, and end after it has answered those that it runs."""
         for context in self.items:
             context.retire()
         if self._host is not None:
             self._host.retire()
 
     def resize(self, concurrency: int) -> None:
-        """Let this worker run `concurrency` invocations at the same time. Async handlers only."""
+        """Let this worker run `concurrency` invocations at the same time. Only for async handlers."""
         for context in self.items:
             context.resize(concurrency)
         if self._host is not None:
@@ -232,7 +235,7 @@ class Context:
 
     @property
     def snapshot(self) -> Snapshot:
-        """The function's weights. Raises SnapshotError if the settings name none."""
+        """The function's weights. Raises SnapshotError if the function's settings name no snapshot."""
         if self._snapshot is None and self.items:
             return self.items[0].snapshot
         if self._snapshot is None:

@@ -1,4 +1,4 @@
-"""Describes what user code raised in one paragraph: file, line, exception."""
+"""Describes an exception of user code in one paragraph: its file and line, its type and its message."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ OUT_OF_MEMORY_REMEDY = (
 
 
 def explain(kind: type[E], what: str, error: BaseException, root: Path, *, remedy: str = "") -> E:
-    """Return a `kind` that describes that `what` raised `error`, and where in the user's folder `root`.
+    """Return an error of class `kind`. Its message says that `what` failed, with `error` and its position.
 
-    A PilotflameError (a snapshot that lacks a tensor, say) keeps its message and remedy.
+    The position is a file and line in the user's folder `root`. If `error` is a PilotflameError (for example,
+    the snapshot lacks a tensor), its message, remedy and details are used, and not the argument `remedy`.
     """
     file, line = locate(error, root)
     where = f" at {file}, line {line}" if file else ""
@@ -35,7 +36,11 @@ def explain(kind: type[E], what: str, error: BaseException, root: Path, *, remed
 
 
 def locate(error: BaseException, root: Path) -> tuple[str, int]:
-    """Return the innermost frame of `error` inside `root` as (path relative to root, line), or ("", 0)."""
+    """Return the position in `root` where `error` was raised, as (path relative to `root`, line).
+
+    It is that of the innermost stack frame inside `root`, or of the text that causes a SyntaxError. If
+    neither is inside `root`, return ("", 0).
+    """
     if isinstance(error, SyntaxError) and error.filename and (name := _relative(error.filename, root)):
         return name, error.lineno or 0
     found = ("", 0)
@@ -46,9 +51,9 @@ def locate(error: BaseException, root: Path) -> tuple[str, int]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if the memory of the processor or of a device ran out.
+    """Return True if `error` says that the memory of the host or of a device ran out.
 
-    torch's errors are recognised by name and text, because this module does not load torch.
+    torch's errors are recognised by class name and message, because this module does not import torch.
     """
     if isinstance(error, MemoryError):
         return True
@@ -67,7 +72,7 @@ def _text(error: BaseException) -> str:
 
 
 def _relative(filename: str, root: Path) -> str:
-    # "<string>" and "<frozen importlib._bootstrap>" would resolve to files in the folder.
+    # "<string>" and "<frozen importlib._bootstrap>" are no paths, but would resolve to files in the folder.
     if not filename.startswith("/"):
         return ""
     try:
@@ -77,7 +82,7 @@ def _relative(filename: str, root: Path) -> str:
 
 
 def _user_traceback(error: BaseException) -> str:
-    """Return the traceback without the frames of pilotflame and importlib that led to the user's code."""
+    """Return the traceback without the stack frames of pilotflame and importlib, cut at its start if long."""
     trace: Any = traceback.TracebackException.from_exception(error)
     trace.stack = traceback.StackSummary.from_list(
         frame

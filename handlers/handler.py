@@ -1,4 +1,4 @@
-"""A handler as resolved: a callable with what it takes and returns, whichever dialect it was written in."""
+"""Defines what the runtime knows of a user's handler, in the same form for all dialects."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .codec import InputCodec, OutputCodec
 from .contract import BatchSpec, Context
 
 Hook = Callable[..., Any]
-# These have a length, but are not sequences of answers.
+# Types that have a length but are not sequences of answers.
 ONE_VALUE = (str, bytes, bytearray, Mapping, Set)
 
 
 class HandlerKind(enum.StrEnum):
-    """How a handler runs."""
+    """Whether a handler is a function or a generator, plain or async."""
 
     PLAIN = "plain"
     ASYNC = "async"
@@ -39,7 +39,7 @@ class HandlerKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Handler:
-    """A user's handler: its callables, and what they take and return."""
+    """A user's handler: its function and hooks, and the codecs of its events and answers."""
 
     call: Callable[..., Any]
     kind: HandlerKind
@@ -52,14 +52,14 @@ class Handler:
     setup: Hook | None
     teardown: Hook | None
     dialect: str = "pilotflame"
-    """Whose contract the user's file keeps: one of `dialects.recognise.DIALECTS`."""
+    """The contract that the user's file follows: one of `dialects.recognise.DIALECTS`."""
     entry: str = ""
-    """The file, and the name in it, where the handler was found."""
+    """Where the handler was found: "file.py:name", or the file alone."""
     aggregate: bool = True
     """True if a job of a streaming handler stores the list of all chunks as its output."""
 
     def facts(self) -> dict[str, Any]:
-        """Return what the gateway keeps of the handler, as plain JSON."""
+        """Return what the gateway needs to know of the handler, as plain JSON."""
         return {
             "dialect": self.dialect,
             "entry": self.entry,
@@ -72,15 +72,18 @@ class Handler:
         }
 
     def arguments(self, context: Context, event: Any) -> tuple[Any, ...]:
-        """Return the arguments of one call. `event` is a list for a batch handler."""
+        """Return the arguments of one handler call. For a batch handler, `event` is a list of events."""
         return (event, context) if self.takes_context else (event,)
 
     def answers(self, answer: Any, count: int) -> list[Any]:
-        """Return one answer an event. Raise OutputInvalid if a batch handler returned another number."""
+        """Return a list with one answer per event. `answer` is what one handler call returned.
+
+        Raise OutputInvalid if a batch handler did not return exactly `count` answers.
+        """
         if self.batch is None:
             return [answer]
         if not isinstance(answer, ONE_VALUE) and isinstance(answer, Sized) and isinstance(answer, Iterable):
-            # An array, for example.
+            # An array, for example: its rows are the answers.
             answer = list(answer)
         if not isinstance(answer, list) or len(answer) != count:
             got = f"{len(answer)} answers" if isinstance(answer, list) else type(answer).__name__
@@ -92,7 +95,7 @@ class Handler:
 
 
 def kind_of(call: Callable[..., Any]) -> HandlerKind:
-    """Return how `call` runs, without calling it."""
+    """Return the kind of the handler function `call`, without calling it."""
     function = written(call)
     if inspect.isasyncgenfunction(function):
         return HandlerKind.ASYNC_GENERATOR
@@ -102,7 +105,10 @@ def kind_of(call: Callable[..., Any]) -> HandlerKind:
 
 
 def written(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that the user wrote, below partials, wrapping decorators and `__call__`."""
+    """Return the function that the user wrote, which `call` may wrap in partials or decorators.
+
+    For an instance with a `__call__` method, it is this method.
+    """
     while isinstance(call, functools.partial):
         call = call.func
     inner: Any = call

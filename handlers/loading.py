@@ -1,4 +1,4 @@
-"""Imports a user's file as if the user ran it in its folder."""
+"""Imports a user's file as if the user ran it in the function's folder."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from .failure import explain
 def import_file(
     root: Path, path: Path, *, as_main: bool = False, prepare: Callable[[], None] | None = None
 ) -> ModuleType:
-    """Return the module of `path`, a file below `root`. Raise HandlerImportError.
+    """Import `path`, a file below `root`, and return the module.
 
-    `root` becomes the working directory and the file's folder the first entry of `sys.path`; then `prepare`
-    is called and the file runs. With `as_main` it runs as `__main__`, as with `python file.py`.
+    First, `root` becomes the working directory and the file's folder becomes the first entry of `sys.path`.
+    Then `prepare` is called, and the file runs; with `as_main` it runs as `__main__`, as with `python f.py`.
+    Raise HandlerImportError if the file does not exist, is not Python, or raises.
     """
     if not path.is_file():
         there = ", ".join(sorted(entry.name for entry in root.iterdir())[:8]) if root.is_dir() else ""
@@ -35,11 +36,11 @@ def import_file(
     if spec is None or spec.loader is None:
         raise HandlerImportError(f"{path.name} is not a Python file.", remedy="Name a .py file.")
     module = importlib.util.module_from_spec(spec)
-    # Annotations and dataclasses look the module up, as after an import.
+    # While the file runs, annotations and dataclasses look up their module here.
     sys.modules[path.stem] = module
     if as_main:
         sys.modules["__main__"] = module
-        # The file must not read pilotflame's arguments as its own.
+        # Otherwise the file would read the arguments of pilotflame's process as its own.
         sys.argv = [str(path)]
     try:
         spec.loader.exec_module(module)

@@ -1,6 +1,6 @@
-"""Content negotiation: which of the offered types or encodings an Accept header prefers, by RFC 9110.
+"""Negotiates content: finds which of the offered types or encodings an Accept header prefers, by RFC 9110.
 
-aiohttp's parser ignores q-values, and a worker loads no HTTP library for one header.
+No library is used: aiohttp's parser ignores q-values, and a worker should not load one for a single header.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# More than a client has reason to send. The rest of the header is ignored.
+# Ranges of a header after this many are ignored. No client has a reason to send more.
 MAX_RANGES = 64
 _QUALITY = re.compile(r"0(\.[0-9]{0,3})?|1(\.0{0,3})?")
 _PART = re.compile(r"""(?:[^,"]|"(?:[^"\\]|\\.)*"?)+""")
@@ -18,9 +18,10 @@ _PARAMETER = re.compile(r""";((?:[^;"]|"(?:[^"\\]|\\.)*"?)*)""")
 
 
 class Weight(NamedTuple):
-    """How much a name is preferred, in sorting order. A quality of 0 means not acceptable.
+    """How much a header prefers a name: the greater Weight wins. At a quality of 0 the name is refused.
 
-    `exact` is 2 if a range names it, 1 for its type, 0 for any; `place` is smaller for later ranges.
+    `exact` says which range of the header covers the name: 2 for the name itself, 1 for `type/*`, 0 for `*`
+    or `*/*`. `place` is smaller for ranges that come later in the header.
     """
 
     quality: float
@@ -29,16 +30,17 @@ class Weight(NamedTuple):
 
 
 def weigh(header: str, name: str) -> Weight:
-    """Return the weight of `name` (lower case): that of the most exact range that covers it."""
+    """Return the weight of `name`, which is in lower case. The most exact range that covers it decides."""
     found = [(weight, _exactness(pattern, name)) for pattern, weight in _ranges(header)]
     covering = [weight._replace(exact=exact) for weight, exact in found if exact is not None]
     return max(covering, key=lambda weight: weight.exact, default=Weight(0.0, 0, 0))
 
 
 def preferred(header: str, offered: Sequence[str]) -> str:
-    """Return the preferred name of `offered`, of which the first is the default; "" if none is acceptable.
+    """Return the name in `offered` that the header prefers, or "" if the header accepts none of them.
 
-    Of equal qualities, a named one comes before one that a wildcard covers, then the one named first.
+    Without a header it is the first name. If two names have the same quality, the one that the header names
+    more exactly is preferred, then the one whose range comes first in the header.
     """
     if not header:
         return offered[0]
@@ -48,7 +50,7 @@ def preferred(header: str, offered: Sequence[str]) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _ranges(header: str) -> tuple[tuple[str, Weight], ...]:
-    """Return each range with its weight. Malformed ranges are ignored."""
+    """Return each range of the header with its weight, without `exact`. Malformed ranges are ignored."""
     found = []
     for place, part in enumerate(_PART.findall(header.lower())[:MAX_RANGES]):
         name = part.partition(";")[0].strip()

@@ -1,4 +1,4 @@
-"""Finds the handler in a user's file, with all that can be known without calling it."""
+"""Finds the handler in a user's file, and everything about it that can be known without calling it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from .loading import import_file
 def resolve(root: Path, reference: str = DEFAULT, function: str = "") -> Handler:
     """Return the handler that `reference` names below `root`: "file.py", "file.py:name" or "runpod:file.py".
 
-    The file is imported: the folder becomes the working directory and the first entry of `sys.path`, as if
-    the user ran it there. RunPod, Cog and Lambda handlers are recognised if the reference does not name the
-    dialect. `function` is the function's name. Raise HandlerImportError or HandlerSignatureError.
+    The file is imported as by `import_file`. If the reference does not name a dialect, RunPod, Cog and Lambda
+    handlers are recognised. `function` is the function's name, which Lambda handlers can read. Raise
+    HandlerImportError if the file cannot be imported, HandlerSignatureError if it has no usable handler.
     """
     entry = recognise(root, reference)
     if entry.dialect == "runpod":
-        from .dialects.runpod import resolve_runpod  # noqa: PLC0415  only such functions pay for it
+        from .dialects.runpod import resolve_runpod  # noqa: PLC0415  imported only for this dialect
 
         return resolve_runpod(root, entry)
     if entry.dialect == "cog":
@@ -45,7 +45,10 @@ def resolve(root: Path, reference: str = DEFAULT, function: str = "") -> Handler
 
 
 def handler_of(module: ModuleType, name: str, file: str) -> Handler:
-    """Return the handler called `name` in `module`, with the module's hooks."""
+    """Return the handler called `name` in `module`, with the module's hooks. `file` names it in messages.
+
+    Raise HandlerSignatureError if there is no such handler, or if the handler or a hook cannot be used.
+    """
     call = getattr(module, name, None)
     if call is None:
         raise HandlerSignatureError(
@@ -73,7 +76,10 @@ def handler_of(module: ModuleType, name: str, file: str) -> Handler:
 
 
 def _arity(call: Callable[..., Any], what: str, *, allowed: tuple[int, ...] = (1, 2)) -> int:
-    """Return the largest allowed number of positional arguments that `call` takes."""
+    """Return how many positional arguments `call` accepts: the largest such number in `allowed`.
+
+    Raise HandlerSignatureError, which names `what`, if it accepts none of these numbers.
+    """
     signature = inspect.signature(call)
     for count in sorted(allowed, reverse=True):
         try:
@@ -123,7 +129,10 @@ def _codecs(
 
 
 def _hints(function: Callable[..., Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """Return the annotations of `names`. Others, as that of `context`, may be known to type checkers only."""
+    """Return the annotations of the parameters `names`.
+
+    Other annotations are not evaluated: the type of `context`, for example, may exist for type checkers only.
+    """
     annotations = getattr(function, "__annotations__", {})
     part = SimpleNamespace(
         __annotations__={name: annotations[name] for name in names if name in annotations},
@@ -133,7 +142,7 @@ def _hints(function: Callable[..., Any], names: tuple[str, ...]) -> dict[str, An
 
 
 def _element(annotation: Any) -> Any:
-    """Return T of list[T], Iterator[T], Generator[T, …] or AsyncIterator[T]."""
+    """Return T for list[T], Iterator[T], Generator[T, …] or AsyncIterator[T], and None without a T."""
     arguments = typing.get_args(annotation)
     return arguments[0] if arguments else None
 
@@ -143,7 +152,10 @@ def _meaningful(annotation: Any) -> Any | None:
 
 
 def _names_arrays(annotation: Any) -> bool:
-    """Return True if it contains arrays or tensors. pydantic does not know them and checks no such answer."""
+    """Return True if the annotation contains arrays or tensors.
+
+    pydantic does not know these types, so answers with such an annotation are not validated.
+    """
     kind = typing.get_origin(annotation) or annotation
     if isinstance(kind, type) and any(
         base.__module__ in ("numpy", "torch") and base.__name__ in ("ndarray", "Tensor")

@@ -1,5 +1,5 @@
-"""The worker's side of foreign contracts: handlers for RunPod, Cog and AWS Lambda run unchanged.
+"""The worker's part of foreign contracts: it runs handlers for RunPod, Cog and AWS Lambda unchanged.
 
-Enter at `recognise`, which finds a handler's dialect, or at a dialect's `resolve_*` function. The gateway's side is in
-`runtime/dialects`. Each foreign package that is not installed has a stand-in, `*_sdk`.
+Start reading at `recognise`, which finds a handler's dialect, or at a dialect's `resolve_*` function. The
+gateway's part is in `runtime/dialects`. A module `*_sdk` replaces a foreign package that is not installed.
 """

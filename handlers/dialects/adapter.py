@@ -1,4 +1,4 @@
-"""Adapting a foreign handler: building the Handler, with codecs as lenient as the foreign platforms are."""
+"""Builds the Handler for a foreign handler, with codecs that accept all that the foreign platforms accept."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from .recognise import Entry
 
 
 class DeclaredInput(InputCodec):
-    """Any JSON. The schema is only published; the dialect checks inputs itself, after removing their envelope."""
+    """Accepts any JSON, and publishes the given schema.
+
+    It does not check inputs: the dialect does, after it has removed their envelope.
+    """
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
         super().__init__(None)
@@ -26,7 +29,7 @@ class DeclaredInput(InputCodec):
 
 
 class LenientOutput(OutputCodec):
-    """Any output that `json.dumps` accepts, such as keys that are numbers. Bytes stay bytes."""
+    """Encodes any output that `json.dumps` accepts, such as numbers as keys. Bytes are sent unchanged."""
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
         super().__init__(None)
@@ -42,7 +45,7 @@ class LenientOutput(OutputCodec):
             try:
                 plain = json.loads(json.dumps(answer, allow_nan=False))
             except (TypeError, ValueError, RecursionError):
-                # The first error names the path of the fault.
+                # Raise the first error, because it names the path of the fault.
                 raise error from None
             return super().encode(plain, accept)
 
@@ -57,7 +60,7 @@ def adapt(
     setup: Hook | None = None,
     aggregate: bool = True,
 ) -> Handler:
-    """Return the Handler of a foreign `call`, which receives the event and the context."""
+    """Return a Handler that calls `call(event, context)` for the foreign handler at `entry`."""
     return Handler(
         call=call,
         kind=kind,
@@ -76,7 +79,10 @@ def adapt(
 
 
 def awaited(output: Any) -> Any:
-    """Return the output of a plain handler, after running it in a new event loop if it is awaitable."""
+    """Return `output`, which a plain handler returned. If it is awaitable, return its result.
+
+    An awaitable is run in a new event loop, so the thread must not have one that runs.
+    """
 
     async def run() -> Any:
         return await output
@@ -85,5 +91,8 @@ def awaited(output: Any) -> Any:
 
 
 def of_kind(kind: HandlerKind, *calls: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the one of four `calls`, a plain, an async, a generator and an async generator one, that is of `kind`."""
+    """Return the one of `calls` for `kind`.
+
+    There are four, in this order: for plain, async, generator and async generator handlers.
+    """
     return calls[list(HandlerKind).index(kind)]

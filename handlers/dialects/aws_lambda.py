@@ -1,4 +1,4 @@
-"""AWS Lambda's handler contract: a function called with (event, context)."""
+"""Runs handlers that follow AWS Lambda's contract: functions called with (event, context)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,16 @@ from .recognise import Entry
 
 ACCOUNT = "000000000000"
 VERSION = "$LATEST"
-# The longest timeout of Lambda, for calls without a deadline.
+# The remaining time that an invocation without a deadline sees. It is the longest timeout of Lambda.
 _MAX_REMAINING_MS = 900_000
 
 
 def resolve_lambda(root: Path, entry: Entry, function: str) -> Handler:
-    """Import the function that `entry` names. Raises HandlerImportError or HandlerSignatureError."""
+    """Import the file of `entry` and return the Handler for the function that `entry` names.
+
+    `function` is the name that AWS's context and variables show, by default that of the folder. Raises
+    HandlerImportError if the file cannot be imported, HandlerSignatureError if the function cannot be used.
+    """
     function = function or root.name
     module = import_file(root, root / entry.file, prepare=lambda: _set_environment(root, entry, function))
     call = getattr(module, entry.name, None)
@@ -42,7 +46,7 @@ def resolve_lambda(root: Path, entry: Entry, function: str) -> Handler:
 
 
 class ObjectInput(InputCodec):
-    """Any JSON. An empty body is an empty object."""
+    """Accepts any JSON. An empty body is decoded as an empty object."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -52,7 +56,7 @@ class ObjectInput(InputCodec):
 
 
 class LambdaContext:
-    """The second argument, with the attributes of AWS's."""
+    """The second argument of a Lambda handler. It has the attributes of AWS's context object."""
 
     identity = None
     client_context = None
@@ -77,7 +81,7 @@ class LambdaContext:
 
 
 class LambdaCaller:
-    """Calls the function. Adds Lambda's description of a failure to the details of ours."""
+    """Calls the user's function. If it raises, adds Lambda's description to the details of our error."""
 
     def __init__(self, function: Callable[..., Any], root: Path) -> None:
         self._function = function
@@ -108,7 +112,10 @@ class LambdaCaller:
 
 
 def _set_environment(root: Path, entry: Entry, function: str) -> None:
-    """Set the variables that AWS sets before importing the file, unless the function's settings do."""
+    """Set the environment variables that AWS sets before it imports a handler.
+
+    Those that are already set, for example by the function's settings, do not change.
+    """
     memory_mb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
     stream = f"{datetime.now(UTC):%Y/%m/%d}/[{VERSION}]{os.getpid():032x}"
     for name, value in {

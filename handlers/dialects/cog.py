@@ -1,4 +1,4 @@
-"""Cog's handler contract: a class in predict.py with `setup()` and `predict(**inputs)`."""
+"""Runs handlers that follow Cog's contract: a class in predict.py with `setup()` and `predict(**inputs)`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,16 @@ from .files import InputFiles, with_data_urls
 from .recognise import Entry
 from .stand_in import is_installed
 
-# Types that cannot hold a file.
+# Types of outputs that cannot contain a file.
 PLAIN = (str, int, float, bool, bytes, type(None))
 
 
 def resolve_cog(root: Path, entry: Entry) -> Handler:
-    """Import the predictor that `entry` names. Raises HandlerImportError or HandlerSignatureError."""
+    """Import the predictor that `entry` names and return its Handler.
+
+    Raises HandlerImportError if the file cannot be imported, HandlerSignatureError if the predictor cannot be
+    used.
+    """
     predictor = Predictor(import_file(root, root / entry.file, prepare=_provide_cog), entry)
     return adapt(
         entry,
@@ -47,7 +51,10 @@ def _provide_cog() -> None:
 
 
 class Predictor:
-    """A Cog class or function: its inputs, and how to call it. Each worker's setup creates the class's instance."""
+    """The user's class or function that makes predictions: its inputs, and how to call it.
+
+    For a class, `setup` creates the instance in each worker. `context.state` is this instance.
+    """
 
     def __init__(self, module: ModuleType, entry: Entry) -> None:
         self._target: Any = getattr(module, entry.name, None)
@@ -93,7 +100,7 @@ class Predictor:
     def _stream(self, event: Any, context: Context) -> Iterator[Any]:
         with InputFiles(context.remaining_ms) as files:
             pieces = self._predict(context.state)(**self.inputs.arguments(event, context.extra, files))
-            # A plain function may return an iterator that cannot be closed.
+            # A plain function may return an iterator that has no `close`.
             with closing(pieces) if hasattr(pieces, "close") else nullcontext():
                 for piece in pieces:
                     yield with_data_urls(piece)
@@ -112,12 +119,15 @@ class Predictor:
 
 
 def _method_name(target: Any, label: str) -> str:
-    """Return the name of a class's prediction method, or "" for a function."""
+    """Return the name of the method that makes predictions if `target` is a class, or "" for a function.
+
+    Raise HandlerSignatureError, which names `label`, if the class has no such method.
+    """
     if not isinstance(target, type):
         return ""
     for name in ("predict", "run"):
         owner = next((base for base in target.__mro__ if name in vars(base)), None)
-        # The base classes of cog and of its stand-in do not count.
+        # A method that is only inherited from the base classes of cog or of its stand-in does not count.
         if owner is not None and owner.__module__.split(".")[0] not in ("cog", __name__.split(".")[0]):
             return name
     remedy = "Define `def predict(self, …)` in it, as Cog requires."
@@ -125,7 +135,7 @@ def _method_name(target: Any, label: str) -> str:
 
 
 def _kind(predict: Callable[..., Any], returned: Any) -> HandlerKind:
-    """Return how `predict` runs. A plain function annotated to return an iterator streams too."""
+    """Return the kind of `predict`. A plain function annotated to return an iterator is a generator."""
     kind = kind_of(predict)
     origin = typing.get_origin(returned) or returned
     if kind is HandlerKind.PLAIN and isinstance(origin, type) and issubclass(origin, Iterator):
@@ -134,7 +144,10 @@ def _kind(predict: Callable[..., Any], returned: Any) -> HandlerKind:
 
 
 def _weights(setup: Callable[..., Any]) -> Any:
-    """Return what Cog passes to `setup(weights)`: COG_WEIGHTS, else the folder's `weights`, else None."""
+    """Return the argument `weights` for `setup`, as Cog chooses it.
+
+    It is the value of the variable COG_WEIGHTS, else the path of `weights` in the folder, else None.
+    """
     if named := os.environ.get("COG_WEIGHTS"):
         return named
     path = Path("weights")
@@ -150,5 +163,5 @@ async def _after(awaitable: Any, instance: Any) -> Any:
 
 
 async def _with_data_urls_async(output: Any) -> Any:
-    """Read files in a thread, unless the output cannot hold any."""
+    """Return the output with its files as data URLs. If it can contain files, they are read in a thread."""
     return output if isinstance(output, PLAIN) else await asyncio.to_thread(with_data_urls, output)

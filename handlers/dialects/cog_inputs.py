@@ -1,4 +1,4 @@
-"""Cog's typed inputs: a pydantic model of `predict`'s signature, with the options of each `Input(...)`."""
+"""Builds a pydantic model of Cog's inputs from the signature of `predict` and its `Input(...)` options."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from .files import InputFiles
 _BOUNDS = ("ge", "le", "min_length", "max_length")
 _URI = {"type": "string", "format": "uri"}
 _HIDDEN = {"type": "string", "format": "password", "writeOnly": True}
-# Prefixes the model's field names: a parameter may be called `schema` or `_x`.
+# The prefix of the model's field names: pydantic reserves some names that Cog allows (`schema`, `_x`).
 _PREFIX = "input_"
 _CONFIG = ConfigDict(extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
 
@@ -44,7 +44,7 @@ class CogInputs:
     """The inputs of one `predict` function: their JSON schema, and the conversion of an event to arguments."""
 
     def __init__(self, predict: Callable[..., Any], label: str) -> None:
-        """`predict` has no `self`; `label` names it in messages."""
+        """`predict` is a function or a bound method, so it takes no `self`. Error messages name `label`."""
         self.names: tuple[str, ...] = ()
         self.has_files = False
         try:
@@ -66,7 +66,11 @@ class CogInputs:
             raise HandlerSignatureError(fault, remedy=remedy) from None
 
     def _unwrap(self, event: Any, extra: Mapping[str, Any]) -> Any:
-        """Return the inputs in `{"input": {…}}` or in a bare body. A predictor may have an input named `input`."""
+        """Return the inputs in `event`, which may be an envelope `{"input": {…}}` or the inputs themselves.
+
+        The event is no envelope if it also has another input as a key, or if `extra` has "bare". If the
+        predictor has an input named `input`, only `{"input": {"input": …}}` is an envelope.
+        """
         if not isinstance(event, dict) or set(event) & set(self.names) - {"input"} or extra.get("bare"):
             return {} if event is None else event
         inner = event.get("input")
@@ -75,7 +79,11 @@ class CogInputs:
         return event
 
     def arguments(self, event: Any, extra: Mapping[str, Any], files: InputFiles) -> dict[str, Any]:
-        """Return the arguments of `predict`, with files downloaded. Blocks. Raises InputInvalid, which names fields."""
+        """Return the arguments for `predict`. Their files are downloaded into `files`.
+
+        If `has_files` is True this blocks: do not call it on the event loop. Raises InputInvalid, which names
+        the path of each wrong input.
+        """
         try:
             model = self._model.model_validate(self._unwrap(event, extra), context=files)
         except ValidationError as error:
@@ -83,7 +91,7 @@ class CogInputs:
         return {name: getattr(model, own) for name, own in self._fields.items()}
 
     def _field(self, name: str, declared: Any, annotation: Any) -> Any:
-        # Input(...) of the real package or of the stand-in.
+        # True for an `Input(...)`, of the real package or of the stand-in.
         is_input = hasattr(declared, "choices") and hasattr(declared, "regex")
         options: dict[str, Any] = {"alias": name, "title": name.replace("_", " ").capitalize()}
         if is_input:
@@ -99,7 +107,7 @@ class CogInputs:
         default = _default(declared, is_input, annotation)
         if default is None:
             kind = Union[kind, None]  # noqa: UP007  the type is computed
-        # A default that is a URL is downloaded too.
+        # Defaults of file inputs are validated, because that downloads a default that is a URL.
         return kind, Field(default, validate_default=is_file, **options)
 
 
@@ -110,7 +118,7 @@ def _holds_file(annotation: Any) -> bool:
 
 
 def _converted(annotation: Any) -> Any:
-    """Return the annotation for pydantic, with validators that download files and wrap secrets."""
+    """Return the annotation with validators for Cog's types, which download files and wrap secrets."""
     if isinstance(annotation, type):
         return _converted_class(annotation)
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
@@ -134,7 +142,7 @@ def _converted_class(annotation: type) -> Any:
 
 
 def _pattern(regex: str) -> AfterValidator:
-    """Validate with Python's regular expressions, because pydantic's have no look-ahead."""
+    """Return a validator that uses Python's regular expressions, because pydantic's have no look-ahead."""
     compiled = re.compile(regex)
 
     def matching(value: Any) -> Any:
@@ -156,7 +164,10 @@ def _chosen(annotation: Any, choices: list[Any]) -> Any:
 
 
 def _constrained(annotation: Any, constrain: Callable[[Any], Any]) -> Any:
-    """Return the annotation with its innermost type constrained: a list's elements, an Optional's type."""
+    """Return the annotation with `constrain` applied to its innermost type.
+
+    In a list this is the type of the elements, in an Optional the type that is not None.
+    """
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (Union, types.UnionType):
         inner = [one if one is type(None) else _constrained(one, constrain) for one in arguments]
@@ -167,9 +178,12 @@ def _constrained(annotation: Any, constrain: Callable[[Any], Any]) -> Any:
 
 
 def _default(declared: Any, is_input: bool, annotation: Any) -> Any:
-    """Return the default, or `...` if the caller must send a value."""
+    """Return the default of an input, or `...` if the caller must send a value.
+
+    `declared` is the default in the signature of `predict`: a value, or an `Input(...)` if `is_input`.
+    """
     default = declared.default if is_input else declared
-    # The real Input() has None both for no default and for a default of None.
+    # In the real package, `default` is None both if `Input()` was given no default and if it was given None.
     missing = default is None and is_input and not isinstance(declared, FieldInfo)
     if default is inspect.Parameter.empty or default is ... or missing:
         return None if type(None) in typing.get_args(annotation) else ...
@@ -198,7 +212,10 @@ def _text(value: Any) -> str:
 
 
 def _schema_of(annotation: Any) -> dict[str, Any]:
-    """Return the JSON schema of an output, or of each piece of a stream; {} if the annotation has none."""
+    """Return the JSON schema of the outputs with this return annotation, or {} if it has no schema.
+
+    For an iterator it is the schema of each piece.
+    """
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if isinstance(origin, type) and issubclass(origin, (Iterator, AsyncIterator)):
         annotation = arguments[0] if arguments else None
@@ -206,7 +223,7 @@ def _schema_of(annotation: Any) -> dict[str, Any]:
         return {}
     if isinstance(annotation, type) and issubclass(annotation, (PurePath, io.IOBase)):
         return dict(_URI)
-    # A pydantic model has its own configuration.
+    # A pydantic model has its own configuration, and TypeAdapter refuses another one.
     is_model = isinstance(annotation, type) and issubclass(annotation, BaseModel)
     config = None if is_model else ConfigDict(arbitrary_types_allowed=True)
     try:

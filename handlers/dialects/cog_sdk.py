@@ -1,4 +1,4 @@
-"""A stand-in for the `cog` package: the names that a predict.py imports."""
+"""Provides a stand-in for the `cog` package: the names that a predict.py imports from it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class BaseRunner:
     """The base class of predictors."""
 
     def setup(self, weights: Any = None) -> None:
-        """Load the model; overridden."""
+        """Load the model. Does nothing unless a predictor overrides it."""
 
     @property
     def scope(self) -> CogScope:
@@ -58,12 +58,12 @@ class FieldInfo:
 
 
 def Input(default: Any = ..., **options: Any) -> Any:  # noqa: N802  Cog's name
-    """Describe a parameter of `predict`."""
+    """Return the default value of a parameter of `predict` that also describes the parameter."""
     return FieldInfo(default, **options)
 
 
 class Path(type(pathlib.Path())):  # type: ignore[misc]
-    """A file: downloaded from the caller's URL in inputs, sent as a data URL in outputs."""
+    """A file. As an input it is downloaded from the caller's URL, as an output it is sent as a data URL."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, *_: Any) -> CoreSchema:
@@ -75,7 +75,7 @@ class Path(type(pathlib.Path())):  # type: ignore[misc]
 
 
 class File(io.IOBase):
-    """An input file, opened for reading."""
+    """An input file that is already open for reading."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class AsyncConcatenateIterator(AsyncIterator[T]):
 
 
 class CogScope:
-    """Cog's `Scope`, which takes a prediction's metrics. Nothing reads them here."""
+    """Replaces Cog's `Scope`, which records a prediction's metrics. Pilotflame does not use them."""
 
     def __init__(self) -> None:
         self.metrics: dict[str, Any] = {}
@@ -124,16 +124,16 @@ def current_scope() -> CogScope:
 
 
 def emit_metric(name: str, value: Any) -> None:
-    """Do nothing; the older spelling of `current_scope().record_metric`."""
+    """Do nothing. In Cog this is an older name of `current_scope().record_metric`."""
 
 
 def streaming(call: F | None = None) -> Any:
-    """Return the function as it is: the annotation already says that it streams."""
+    """Decorate a function without a change: its return annotation already says that it streams."""
     return call if call is not None else lambda inner: inner
 
 
 def concurrent(call: F | None = None, *, max: int = 1) -> Any:  # noqa: A002  Cog's name
-    """Set how many async predictions one worker runs at once."""
+    """Decorate an async `predict`: one worker runs up to `max` predictions at the same time."""
 
     def mark(inner: F) -> F:
         setattr(inner, CONCURRENCY_MARK, max)
@@ -143,7 +143,10 @@ def concurrent(call: F | None = None, *, max: int = 1) -> Any:  # noqa: A002  Co
 
 
 class CancelationException(BaseException):
-    """Raised by Cog in cancelled predictions. Never raised here: asyncio cancels async ones, others are not told."""
+    """The exception that Cog raises in cancelled predictions. Pilotflame never raises it.
+
+    Here asyncio cancels async predictions, and no exception is raised in plain predictions.
+    """
 
 
 class ExperimentalFeatureWarning(FutureWarning):

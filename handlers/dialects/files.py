@@ -1,4 +1,4 @@
-"""Files in inputs and outputs: downloaded from the URLs that callers send, returned as data URLs."""
+"""Handles files in inputs and outputs: downloads the URLs that callers send, and returns data URLs."""
 
 from __future__ import annotations
 
@@ -24,19 +24,22 @@ from ...errors import OutputInvalid
 from .opener import opener
 
 SCHEMES = ("http", "https", "data")
-# The longest silence of a server. The invocation's deadline counts too.
+# A download fails if its server sends nothing for this long. It also fails at the invocation's deadline.
 SILENCE_S = 30.0
-# For all files of one invocation.
+# The limit for all files of one invocation together.
 MAX_BYTES = 4 << 30
 BLOCK_BYTES = 1 << 20
 MAX_SUFFIX_CHARS = 100
 OCTETS = "application/octet-stream"
-# Types that mimetypes does not know in the oldest supported Python.
+# File types that the module mimetypes does not know in the oldest supported version of Python.
 _NEWER_TYPES = {".webp": "image/webp", ".avif": "image/avif", ".safetensors": OCTETS}
 
 
 class InputFiles(ExitStack):
-    """The files of one invocation's input, deleted on exit."""
+    """The files of one invocation's input, which are deleted on exit.
+
+    `remaining_ms` returns the time until the invocation's deadline, or None if there is no deadline.
+    """
 
     def __init__(self, remaining_ms: Callable[[], int | None] = lambda: None) -> None:
         super().__init__()
@@ -44,7 +47,10 @@ class InputFiles(ExitStack):
         self._bytes = 0
 
     def fetch(self, url: str) -> Path:
-        """Download an http, https or data URL to a file. Raises ValueError."""
+        """Download an http, https or data URL to a temporary file, and return its path.
+
+        Raises ValueError if the URL has another scheme or cannot be fetched.
+        """
         shown = url if len(url) <= MAX_SUFFIX_CHARS else f"{url[:MAX_SUFFIX_CHARS]}…"
         if urllib.parse.urlsplit(url).scheme not in SCHEMES:
             raise ValueError(f"{shown!r} is not the address of a file: send an http, https or data URL")
@@ -60,7 +66,7 @@ class InputFiles(ExitStack):
         return Path(name)
 
     def open(self, url: str) -> IO[bytes]:
-        """Download and open for reading; see `fetch`."""
+        """Download a URL like `fetch`, and return the file, open for reading."""
         return self.enter_context(self.fetch(url).open("rb"))
 
     def _timeout_s(self) -> float:
@@ -68,10 +74,11 @@ class InputFiles(ExitStack):
         return SILENCE_S if remaining_ms is None else min(SILENCE_S, max(0.001, remaining_ms / 1000))
 
     def _copy(self, source: Any, target: IO[bytes]) -> None:
-        # Copy what has arrived instead of whole blocks, to notice the deadline even if a server sends slowly.
+        # Each read returns what has arrived instead of a whole block, so that the loop notices the deadline
+        # even if a server sends slowly.
         remaining_ms = self._remaining_ms()
         deadline_s = math.inf if remaining_ms is None else time.monotonic() + remaining_ms / 1000
-        # Known for an HTTP response with a Content-Length.
+        # The number of bytes still to be read. It is known only for an HTTP response with a Content-Length.
         left: int | None = getattr(source, "length", None)
         while left != 0:
             if time.monotonic() >= deadline_s:
@@ -89,7 +96,10 @@ class InputFiles(ExitStack):
 
 
 def with_data_urls(output: Any, path: str = "answer") -> Any:
-    """Replace the files in an output by data URLs. Blocks. Raises OutputInvalid with the path of an unreadable file."""
+    """Return the output with its files replaced by data URLs. `path` is its name in error messages.
+
+    Blocks: do not call it on the event loop. Raises OutputInvalid if a file cannot be read.
+    """
     if isinstance(output, (PurePath, io.IOBase)):
         return _data_url(output, path)
     if isinstance(output, enum.Enum):
@@ -125,7 +135,10 @@ def _contents(opened: io.IOBase) -> bytes:
 
 
 def _suffix(url: str, kind: str) -> str:
-    """Return the end of a file's name: that of the URL's path, or an extension for a data URL of type `kind`."""
+    """Return how the temporary file's name must end, so that its type can be recognised.
+
+    For a data URL of media type `kind` this is an extension, for other URLs the end of their path.
+    """
     parts = urllib.parse.urlsplit(url)
     if parts.scheme == "data":
         return mimetypes.guess_extension(kind) or ""

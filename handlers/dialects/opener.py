@@ -1,7 +1,7 @@
-"""Opening http, https and data URLs that callers send, connecting only to allowed addresses.
+"""Opens http, https and data URLs that callers send, and connects only to allowed addresses.
 
-The address that a socket is about to connect to is checked, again for each redirect. Proxies are not used, because the
-address behind one cannot be checked.
+The check is made on the address that a socket is about to connect to, and again after each redirect. Proxies
+are not used, because it cannot be checked to which address a proxy connects.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from ...addresses import INPUT_NETWORKS, Addresses
 
 
 def opener(environ: Mapping[str, str] = os.environ) -> request.OpenerDirector:
-    """Return an opener for the networks that the environment allows. Raises ValueError if they are malformed."""
+    """Return an opener that connects only to public addresses and the networks that `environ` allows.
+
+    Raises ValueError if the list of networks in `environ` is malformed.
+    """
     texts = [text.strip() for text in environ.get(INPUT_NETWORKS, "").split(",")]
     try:
         addresses = Addresses.of(text for text in texts if text)
@@ -43,7 +46,7 @@ class _CheckedHandler(request.AbstractHTTPHandler):
                 self.sock = connected(self.host, self.port, self.timeout, addresses)
 
         class Tls(http.client.HTTPSConnection, Plain):
-            """HTTPSConnection.connect wraps the socket that the next class connects."""
+            """HTTPSConnection.connect first calls `Plain.connect`, and then starts TLS on its socket."""
 
         self._plain, self._tls = Plain, Tls
 
@@ -57,11 +60,14 @@ class _CheckedHandler(request.AbstractHTTPHandler):
 
 
 def connected(host: str, port: int, timeout_s: float | None, addresses: Addresses) -> socket.socket:
-    """Return a socket to the first address of the host that is allowed and accepts. Raises the last OSError."""
+    """Return a socket that is connected to the first allowed address of the host that accepts the connection.
+
+    Raises the OSError of the last address if there is none.
+    """
     failure: OSError = OSError("its host has no address")
     for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         if reason := addresses.fault(str(address[0])):
-            # The message leaves the address out: it would reveal how names resolve within our network.
+            # The message must not contain the address: it would tell how names resolve within our network.
             failure = PermissionError(f"its address may not be fetched from: {reason} (see {INPUT_NETWORKS})")
             continue
         made = socket.socket(family, kind, protocol)

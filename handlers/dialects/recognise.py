@@ -1,4 +1,4 @@
-"""Recognising the dialect of a folder's handler by reading its files, without running them."""
+"""Recognises the dialect of a folder's handler by reading the folder's files, without running them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ...errors import HandlerSignatureError
 
 DIALECTS = ("pilotflame", "runpod", "cog", "lambda")
 DEFAULT = "handler.py"
-# Files to read first, in this order; then all others in the folder and in `src`.
+# These files are read first, in this order. Then follow all other files in the folder, and those in `src`.
 USUAL = ("rp_handler.py", "predict.py", "run.py", "lambda_function.py", "app.py", "index.py", "main.py")
-# Files where `handler(event, context)` is Lambda's. In others it may be pilotflame's.
+# In files of these names, `handler(event, context)` is a Lambda handler. In others it is pilotflame's own.
 LAMBDA_FILES = ("lambda_function.py", "app.py", "index.py")
 LAMBDA_NAME = "lambda_handler"
 COG_METHODS = {"Predictor": "predict", "Runner": "run"}
@@ -26,7 +26,7 @@ _COG_ENTRY = re.compile(r"""(?m)^(?:predict|run):\s*["']?([\w./-]+\.py)(?::(\w+)
 
 
 class Entry(NamedTuple):
-    """A handler's dialect, its file, and its name in the file, which is "" where the dialect needs none."""
+    """Where a handler is: its dialect, its file, and its name in the file. For RunPod the name may be ""."""
 
     dialect: str
     file: str
@@ -38,7 +38,10 @@ class Entry(NamedTuple):
 
 
 def parse(reference: str) -> Entry:
-    """Parse "file.py", "file.py:name", "runpod:file.py" or "cog:predict.py:Predictor". Missing parts are ""."""
+    """Return the parts of a reference such as "file.py", "file.py:name" or "cog:predict.py:Predictor".
+
+    A part that the reference does not have is "".
+    """
     first, colon, rest = reference.partition(":")
     dialect, rest = (first, rest) if colon and first in DIALECTS else ("", reference)
     file, _, name = rest.partition(":")
@@ -46,18 +49,20 @@ def parse(reference: str) -> Entry:
 
 
 def recognise(root: Path, reference: str = DEFAULT) -> Entry:
-    """Return the handler that `reference` names in the folder `root`.
+    """Return where the handler is that `reference` names in the folder `root`.
 
-    Without a dialect in the reference, the file's contents decide; without handler.py, the folder's other files do.
-    pilotflame's own contract takes precedence, and is the result if nothing else is found: its errors say what is
-    missing. Raises HandlerSignatureError if several files are candidates.
+    If the reference names no dialect, the contents of its file decide. If it is the default reference, and
+    handler.py shows no handler or does not exist, the other files of the folder are searched for foreign
+    handlers. If none is found, the result has pilotflame's own dialect, whose errors say what is missing.
+    Raises HandlerSignatureError if several files have a foreign handler.
     """
     wanted = parse(reference)
     source = _read(root / wanted.file)
     if wanted.dialect:
         return wanted._replace(name=wanted.name or _default_name(wanted.dialect, source))
     found = _entry_in(wanted.file, wanted.name, source)
-    # A file may hold a handler that reading does not show. Then importing it reports the fault.
+    # True if handler.py may define a handler that reading it does not show. Then no other file is searched:
+    # importing handler.py finds the handler, or reports the fault.
     opaque = (root / DEFAULT).is_file() and (source is None or "*" in source.names)
     if found is None and reference == DEFAULT and not opaque:
         found = _cog_yaml(root) or _search(root)
@@ -66,10 +71,10 @@ def recognise(root: Path, reference: str = DEFAULT) -> Entry:
 
 @dataclass(slots=True)
 class _Source:
-    """The contents of one file.
+    """What reading one file shows.
 
-    `names` maps imported names to what they stand for. `arity` maps top-level names to their number of parameters, None
-    if they are no function or take any number.
+    `names` maps each imported name to its full dotted name. `arity` maps each top-level name to its number of
+    positional parameters, or to None if it is not a function or takes any number.
     """
 
     names: dict[str, str] = field(default_factory=dict)
@@ -82,7 +87,7 @@ class _Source:
 
     @property
     def predictor(self) -> str:
-        """The class that Cog would use, or ""."""
+        """The name of the class that Cog would use, or "" if there is none."""
         if not self.imports("cog"):
             return ""
         bases = ("cog.BasePredictor", "cog.BaseRunner")
@@ -95,7 +100,7 @@ class _Source:
 
 
 def _entry_in(file: str, name: str, source: _Source | None) -> Entry | None:
-    """Return the handler in a file, or None if it shows none."""
+    """Return the handler that `source`, the contents of `file`, shows, or None. `name` is its name or ""."""
     if source is None:
         return None
     if name:
@@ -122,7 +127,10 @@ def _default_name(dialect: str, source: _Source | None) -> str:
 
 
 def _cog_yaml(root: Path) -> Entry | None:
-    """Return what `predict: "predict.py:Predictor"` in cog.yaml names, if that file exists."""
+    """Return the handler that cog.yaml names in a line such as `predict: "predict.py:Predictor"`.
+
+    Return None if there is no such line, or if the file that it names does not exist in the folder.
+    """
     try:
         found = _COG_ENTRY.search((root / "cog.yaml").read_text(encoding="utf-8"))
     except (OSError, UnicodeError):
@@ -151,13 +159,13 @@ def _search(root: Path) -> Entry | None:
 
 
 def _python_files(root: Path, folder: str) -> list[str]:
-    """Return the Python files of one folder, relative to `root`."""
+    """Return the first MAX_SOURCES Python files of one folder, relative to `root`."""
     found = sorted(path.name for path in (root / folder).glob("*.py"))
     return [folder + name for name in found[:MAX_SOURCES]]
 
 
 def _read(path: Path) -> _Source | None:
-    """Return None if the file is missing or is not Python; importing it reports why."""
+    """Return what reading a file shows, or None if it cannot be read or parsed: importing it reports why."""
     try:
         if path.stat().st_size > MAX_SOURCE_BYTES:
             return None
@@ -184,7 +192,7 @@ def _note_import(node: ast.AST, names: dict[str, str]) -> None:
 
 
 def _top_level(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements that define names of the module, also those inside `if`, `try` and `with`."""
+    """Yield the module's top-level statements, including those inside `if`, `try` and `with`."""
     for node in body:
         yield node
         if isinstance(node, (ast.If, ast.Try, ast.With)):
@@ -209,7 +217,10 @@ def _note_definition(node: ast.stmt, source: _Source) -> None:
 
 
 def _dotted(node: ast.expr, names: dict[str, str]) -> str:
-    """Resolve `rp.serverless.start` to "runpod.serverless.start" by the imported `names`; "" if it is no name."""
+    """Return the full name of an expression: for `rp.serverless.start` it is "runpod.serverless.start".
+
+    `names` says what imported names such as `rp` stand for. Return "" if the expression is not a dotted name.
+    """
     steps: list[str] = []
     while isinstance(node, ast.Attribute):
         steps.append(node.attr)

@@ -1,4 +1,7 @@
-"""RunPod's handler contract: a file calls `runpod.serverless.start({"handler": …})`, and the handler receives jobs."""
+"""Runs handlers that follow RunPod's contract.
+
+The user's file calls `runpod.serverless.start({"handler": …})`, and the handler receives jobs.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +26,21 @@ _REMEDY = 'Call runpod.serverless.start({"handler": handler}) in it, or name ano
 
 
 class Started(BaseException):
-    """Raised by `start`, which never returns at RunPod: the code after it must not run here either."""
+    """Raised by our `start` to end the file. At RunPod `start` never returns: no code after it may run."""
 
 
 def resolve_runpod(root: Path, entry: Entry) -> Handler:
-    """Return the handler that the file passes to `start`. Raises HandlerImportError, HandlerSignatureError."""
+    """Return the Handler for the function that the file of `entry` passes to `runpod.serverless.start`.
+
+    Raises HandlerImportError if the file cannot be imported. Raises HandlerSignatureError if it never calls
+    `start`, or passes no function.
+    """
     sdk = RunPodSdk()
     try:
         import_file(root, root / entry.file, as_main=True, prepare=sdk.install)
     except Started:
-        # Restore the modules whose import `start` interrupted, as at RunPod.
+        # Where `start` interrupted the import of a module, Python has removed the module. Restore such
+        # modules, because at RunPod they exist.
         for name, module in sdk.modules.items():
             sys.modules.setdefault(name, module)
     if sdk.config is None:
@@ -52,13 +60,13 @@ def resolve_runpod(root: Path, entry: Entry) -> Handler:
 
 
 class RunPodSdk:
-    """The functions of the `runpod` package that are ours, and what the file passed to them."""
+    """Our versions of two functions of the `runpod` package, and what the user's file passed to `start`."""
 
     def __init__(self) -> None:
         self.config: Mapping[str, Any] | None = None
         # The modules that were loaded when `start` was called.
         self.modules: dict[str, ModuleType] = {}
-        # The contexts of running jobs, by job id.
+        # The contexts of the jobs that run now, by job id.
         self.running: dict[str, Context] = {}
 
     def install(self) -> None:
@@ -79,7 +87,10 @@ class RunPodSdk:
         raise Started
 
     def progress_update(self, job: Mapping[str, Any], progress: Any) -> None:
-        """Replace `runpod.serverless.progress_update`. Never fails the job, as at RunPod."""
+        """Report a job's progress, instead of `runpod.serverless.progress_update`.
+
+        As at RunPod, progress that is not JSON does not fail the job.
+        """
         try:
             if context := self.running.get(str(job.get("id"))):
                 context.progress(progress)
@@ -88,7 +99,10 @@ class RunPodSdk:
 
 
 class RunPodJobs:
-    """Calls a RunPod handler with jobs, as RunPod's worker does. `running` holds the contexts of running jobs."""
+    """Calls a RunPod handler with jobs, as RunPod's worker does.
+
+    `running` holds the contexts of the jobs that run now, by job id. This object adds and removes them.
+    """
 
     def __init__(
         self, call: Callable[..., Any], config: Mapping[str, Any], running: dict[str, Context]
@@ -102,7 +116,7 @@ class RunPodJobs:
         self.caller = of_kind(self.kind, self._run, self._run_async, self._stream, self._stream_async)
 
     def adapt_concurrency(self, context: Context) -> None:
-        """Set how many jobs run at once to what `concurrency_modifier` returns."""
+        """Let this worker run as many jobs at once as the user's `concurrency_modifier`, if any, returns."""
         if self.modifier is None:
             return
         try:
@@ -114,7 +128,7 @@ class RunPodJobs:
 
     def _run(self, event: Any, context: Context) -> Any:
         with self._job(event, context) as job:
-            # A lambda may wrap an async function.
+            # The result may be awaitable, for example if a lambda calls an async function.
             return _output(awaited(self._call(job)), context)
 
     async def _run_async(self, event: Any, context: Context) -> Any:
@@ -134,7 +148,11 @@ class RunPodJobs:
 
     @contextmanager
     def _job(self, event: Any, context: Context) -> Iterator[dict[str, Any]]:
-        """Yield the job. On exit, do what RunPod's worker does between two jobs."""
+        """Yield the job that the handler receives.
+
+        On exit, retire this worker if `refresh_worker` is set, and adapt the concurrency: RunPod's worker
+        does this after each job.
+        """
         job = job_of(event, context)
         self._running[str(job["id"])] = context
         try:
@@ -147,16 +165,22 @@ class RunPodJobs:
 
 
 def job_of(event: Any, context: Context) -> dict[str, Any]:
-    """Return the job for a handler: the caller's envelope, or one around a bare input, with the job's id."""
+    """Return the job for a handler, with its id.
+
+    If the event is an envelope `{"input": …}`, the job is a copy of it. Otherwise the event is the input.
+    """
     extra = context.extra.get("job") or {}
-    # The gateway marks bare inputs in `extra`.
+    # The gateway sets "bare" if the event is an input without an envelope.
     enveloped = isinstance(event, dict) and "input" in event and not context.extra.get("bare")
     job = dict(event) if enveloped else {"input": event}
     return {**job, **extra, "id": extra.get("id") or context.id}
 
 
 def _output(output: Any, context: Context) -> Any:
-    """Return a job's output without `error` and `refresh_worker`, which are instructions to the worker."""
+    """Return a job's output without `error` and `refresh_worker`, which are instructions to the worker.
+
+    Follow them: raise HandlerFailed for an `error`, and retire this worker for `refresh_worker`.
+    """
     if not isinstance(output, dict):
         return output
     rest = {key: value for key, value in output.items() if key not in ("error", "refresh_worker")}
@@ -164,7 +188,7 @@ def _output(output: Any, context: Context) -> Any:
         context.retire()
     if output.get("error"):
         raise _failed(output["error"], rest)
-    # At RunPod, an empty dict is no output.
+    # RunPod treats an empty dict as no output.
     return rest or None
 
 
@@ -175,7 +199,7 @@ def _piece(piece: Any) -> Any:
 
 
 def _failed(error: Any, rest: Mapping[str, Any]) -> HandlerFailed:
-    """Return the failure that a handler reports in its output."""
+    """Return the error to raise for `error`, which a handler reported in its output beside `rest`."""
     text = error if isinstance(error, str) else json.dumps(error, default=str)
     details = {"returned": json.loads(json.dumps(rest, default=str))} if rest else {}
     return HandlerFailed(text, details=details)

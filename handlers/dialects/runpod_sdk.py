@@ -1,4 +1,4 @@
-"""A stand-in for the `runpod` package: what handlers use of it, without the calls to RunPod's API."""
+"""Provides a stand-in for the `runpod` package: what handlers use, except requests to RunPod's API."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FOLDERS = ("input_objects", "output_objects", "job_files")
 
 
 def stand_in(start: Callable[..., Any], progress_update: Callable[..., Any]) -> dict[str, ModuleType]:
-    """Return the package's modules by name, with these two functions."""
+    """Return the modules of the stand-in by name. They contain the two functions given here."""
     serverless = {"start": start, "progress_update": progress_update}
     uploads = {one.__name__: one for one in (upload_file_to_bucket, upload_image, upload_in_memory_object)}
     downloads = {"download_files_from_urls": download_files_from_urls, "file": file}
@@ -68,14 +68,17 @@ class RunPodLogger:
 
 
 def clean(folder_list: list[str] | None = None) -> None:
-    """Remove what a job left in the working directory."""
+    """Remove the files that a job has left in the working directory, and the folders in `folder_list`."""
     for folder in (*_FOLDERS, *(folder_list or ())):
         shutil.rmtree(folder, ignore_errors=True)
     Path("output.zip").unlink(missing_ok=True)
 
 
 def download_files_from_urls(job_id: str, urls: str | list[str]) -> list[str | None]:
-    """Download to jobs/<id>/downloaded_files. Return absolute paths, and None for a file that cannot be fetched."""
+    """Download files to the folder jobs/<id>/downloaded_files.
+
+    Return a list with the absolute path of each file, or None instead of it if the file cannot be fetched.
+    """
     folder = (Path("jobs") / job_id / "downloaded_files").resolve()
     folder.mkdir(parents=True, exist_ok=True)
     with InputFiles() as files:
@@ -84,7 +87,7 @@ def download_files_from_urls(job_id: str, urls: str | list[str]) -> list[str | N
 
 
 def file(file_url: str) -> dict[str, str]:
-    """Download a file to job_files, and describe it as RunPod does."""
+    """Download a file to the folder job_files, and return a description of it in RunPod's form."""
     folder = Path("job_files").resolve()
     folder.mkdir(exist_ok=True)
     with InputFiles() as files:
@@ -103,7 +106,7 @@ def _download(files: InputFiles, url: str, folder: Path) -> str | None:
 
 
 def upload_image(job_id: str, image_location: str, *_: Any, **__: Any) -> str:
-    """Upload an image; see `upload_file_to_bucket`."""
+    """Upload an image under the prefix `job_id`, and return what `upload_file_to_bucket` returns."""
     return upload_file_to_bucket(Path(image_location).name, image_location, prefix=job_id)
 
 
@@ -115,7 +118,11 @@ def upload_file_to_bucket(
     prefix: str | None = None,
     extra_args: dict[str, str] | None = None,
 ) -> str:
-    """Upload a file and return its presigned URL. Without credentials, copy it to `simulated_uploaded`."""
+    """Upload a file and return its presigned URL.
+
+    Without an endpoint in `bucket_creds` or the environment, copy the file to the folder `simulated_uploaded`
+    and return the path of the copy.
+    """
     content = Path(file_location).read_bytes()
     return upload_in_memory_object(file_name, content, bucket_creds, bucket_name, prefix)
 
@@ -127,7 +134,7 @@ def upload_in_memory_object(
     bucket_name: str | None = None,
     prefix: str | None = None,
 ) -> str:
-    """Upload bytes; see `upload_file_to_bucket`."""
+    """Upload `file_data` in the same way as `upload_file_to_bucket` uploads a file."""
     creds = bucket_creds or {
         "endpointUrl": os.environ.get("BUCKET_ENDPOINT_URL", ""),
         "accessId": os.environ.get("BUCKET_ACCESS_KEY_ID", ""),
@@ -154,7 +161,10 @@ def _put(creds: Mapping[str, str], bucket: str, key: str, data: bytes) -> str:
 
 
 def validate(raw_input: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
-    """Return {"validated_input": …} with defaults, or {"errors": […]}, with RunPod's messages."""
+    """Check an input against a schema in RunPod's form.
+
+    Return {"validated_input": …}, the input with defaults added, or {"errors": […]} with RunPod's messages.
+    """
     unexpected = [key for key in raw_input if key not in schema]
     errors = [f"Unexpected input. {key} is not a valid input option." for key in unexpected]
     checked = dict(raw_input)

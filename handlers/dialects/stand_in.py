@@ -1,4 +1,4 @@
-"""Stand-ins for foreign packages that are not installed: modules with the names that handlers import."""
+"""Makes stand-ins for foreign packages that are not installed: modules with what handlers import."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ def is_installed(package: str) -> bool:
 
 
 def stand_in_modules(contents: Mapping[str, Mapping[str, Any]]) -> dict[str, ModuleType]:
-    """Return a module for each dotted name, with these attributes. Parents come before their submodules."""
+    """Return a module for each dotted name in `contents`, with the attributes that `contents` gives.
+
+    In `contents`, a package must come before its submodules.
+    """
     modules: dict[str, ModuleType] = {}
     for name, attributes in contents.items():
         modules[name] = module = _module(name)
@@ -34,7 +37,7 @@ def _module(name: str) -> ModuleType:
         raise AttributeError(f"{fault}: add {package} to requirements.txt")
 
     module = ModuleType(name, "Pilotflame's stand-in.")
-    # A package with an empty path, so that importing its submodules searches nowhere else.
+    # The empty path makes this a package, and imports of its submodules search no folder.
     module.__path__ = []
     vars(module)["__getattr__"] = missing
     return module

@@ -1,4 +1,4 @@
-"""Batches of lines: JSONL in, JSONL out, each line a job; a batch can be resumed after any interruption.
+"""Runs batches: each line of a JSONL input is a job. A batch can be resumed after any interruption.
 
-Enter at `submitter.py`. This room talks to a gateway over HTTP only and must not import the gateway's parts.
+Start reading at `submitter.py`. This package uses a gateway over HTTP only, and must not import its parts.
 """

@@ -1,4 +1,4 @@
-"""The inputs of a batch: numbered lines of JSONL files, in a file, a folder or S3."""
+"""Reads the inputs of a batch: the numbered lines of a JSONL file, or of all such files in a folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, slots=True)
 class InputLine:
-    """One line. `number` counts from 1 through all files; `end` is its offset in all files together."""
+    """One line. `number` counts from 1 and goes on from file to file; `place` names the file and its line.
+
+    `end` counts the bytes of all files up to the end of this line.
+    """
 
     number: int
     place: str
@@ -28,7 +31,7 @@ class InputLine:
 
 
 class Inputs:
-    """The files of one source, read in the order of their names."""
+    """The input files in one source. Their lines are read in the order of the files' names."""
 
     def __init__(self, source: Source, names: list[str]) -> None:
         self._source = source
@@ -37,7 +40,10 @@ class Inputs:
 
     @classmethod
     def open(cls, place: str) -> Inputs:
-        """Return the inputs at a path or an S3 URL. Raise BatchFailed or SourceError."""
+        """Return the inputs at a path or an S3 URL.
+
+        Raise BatchFailed if there is no JSONL file, SourceError if the place cannot be read.
+        """
         if place.endswith(ENDINGS) if is_remote(place) else Path(place).is_file():
             above, _, name = place.rpartition("/")
             return cls(open_source(above or ("/" if place.startswith("/") else ".")), [name])
@@ -58,7 +64,7 @@ class Inputs:
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def lines(self, skip: int = 0) -> Iterator[InputLine]:
-        """Yield all lines after the first `skip`. Blocks."""
+        """Yield all lines except the first `skip`. Blocks: do not call it on the event loop."""
         number = end = 0
         for name, info in self._infos.items():
             first = number
@@ -68,7 +74,7 @@ class Inputs:
                     yield InputLine(number, f"{name}, line {number - first}", text, end)
 
     def _split(self, name: str, total_bytes: int) -> Iterator[tuple[bytes, int]]:
-        """Yield each line of a file without its ending, and its size in bytes with the ending."""
+        """Yield (line without its line ending, size in bytes including the line ending) for one file."""
         rest, offset = b"", 0
         while offset < total_bytes:
             buffer = bytearray(min(PIECE_BYTES, total_bytes - offset))

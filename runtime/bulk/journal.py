@@ -1,7 +1,8 @@
-"""The journal of a batch: its output file, and beside it a note that names the batch while it is unfinished.
+"""Writes the journal of a batch: its output file, and a second file, the note, that identifies the batch.
 
-Lines are appended in order, so their number tells where to resume after a crash; an incomplete last line is
-cut off. The note is deleted at the end: an output without one is finished, or belongs to something else.
+Lines are appended in order, so their number says where to resume after a crash; an incomplete last line is
+cut off. The note is deleted at the end: an output file without a note is finished, or was not written by a
+batch.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ ERROR_START = b'{"error":'
 
 
 class Journal:
-    """An output that one process at a time writes. `run` identifies the batch, also after it is resumed."""
+    """The output of one batch. Only one process at a time can open it.
+
+    `run` is a random id of the batch, which stays the same when the batch is resumed. `done` and `failed`
+    count the lines that are written, and those of them that are errors.
+    """
 
     def __init__(self, path: Path, *, function: str, digest: str, restart: bool) -> None:
         self.path = path
@@ -40,7 +45,7 @@ class Journal:
             raise
 
     def append(self, lines: Sequence[bytes]) -> None:
-        """Write the next lines, and count them."""
+        """Append the next lines to the output, and count them. They are on disk only after `sync`."""
         left = memoryview(b"\n".join([*lines, b""]))
         while left:
             left = left[os.write(self._output, left) :]
@@ -61,7 +66,11 @@ class Journal:
         self._output = self._lock = -1
 
     def _claim(self, identity: dict[str, str], restart: bool) -> None:
-        """Lock the output. Take over its unfinished batch, or begin a new one if there is no output yet."""
+        """Lock the output, and continue its unfinished batch. Without one, or on `restart`, begin anew.
+
+        Raise BatchFailed if another process has locked the output. Without `restart`, also raise it if the
+        unfinished batch is not that of `identity`, or if the output has lines but no unfinished batch.
+        """
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -82,7 +91,10 @@ class Journal:
         os.fsync(self._lock)
 
     def _run_in(self, text: bytes, identity: dict[str, str]) -> str:
-        """Return the run that a note names. Raise BatchFailed if it is of another function or input."""
+        """Return `run` from `text`, the content of the note.
+
+        Raise BatchFailed if the note is that of another function or input.
+        """
         note: dict[str, str] = json.loads(text) if _is_json(text) else {}
         for key, value in identity.items():
             if note.get(key) != value:
@@ -91,13 +103,13 @@ class Journal:
         return note["run"]
 
     def _recover(self) -> None:
-        """Count the lines that are written, and cut off an incomplete end."""
+        """Count the lines that the output already contains, and cut off incomplete lines at its end."""
         size = os.fstat(self._output).st_size
         if not size:
             return
         with mmap.mmap(self._output, size, prot=mmap.PROT_READ) as written:
             end = written.rfind(b"\n") + 1
-            # After a power loss the last pages may be empty.
+            # After a power loss the last pages may contain zeros, so that several lines are not JSON.
             while end and not _is_json(written[written.rfind(b"\n", 0, end - 1) + 1 : end - 1]):
                 end = written.rfind(b"\n", 0, end - 1) + 1
             while written.tell() < end:
@@ -107,7 +119,10 @@ class Journal:
 
 
 def _is_failure(line: bytes) -> bool:
-    """Return True if a line of output is the error of its input. An answer may have an `error` of its own."""
+    """Return True if `line` is the error object of an input line that failed.
+
+    A function's answer may also contain "error". The error object has the input line's number in its details.
+    """
     if not line.startswith(ERROR_START):
         return False
     error = json.loads(line)["error"]

@@ -1,7 +1,8 @@
-"""The submitter runs lines as jobs of a gateway, many at a time, and writes their answers in order.
+"""Runs lines as jobs of a gateway, many at a time, and writes their answers in order.
 
-An idempotency key for each line makes retries harmless. It uses aiohttp, and not httpx like the other
-commands: with 64 requests in flight on two cores, aiohttp sends 1,000 a second, httpx 140.
+Each line has an idempotency key, so that a retry does not run it twice. This module uses aiohttp, and not
+httpx like the other commands: with 64 requests in flight on two cores, aiohttp sends 1,000 requests a second,
+httpx 140.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from ...errors import BadInput, GatewayError, PilotflameError
 from .inputs import InputLine
 from .journal import Journal
 
-# For each line in flight, this many answers may wait for an earlier one.
+# If n lines may be in flight, AHEAD * n lines may be started and not yet written. Those of them that are not
+# in flight have answers, which wait until the answer of an earlier line is written.
 AHEAD = 8
 READ_LINES = 512
 READ_BYTES = 4 << 20
@@ -30,9 +32,9 @@ ANSWER_TIMEOUT_S = WAIT_MS / 1000 + 60.0
 CONNECT_TIMEOUT_S = 10.0
 PAUSE_S = 0.1
 MAX_PAUSE_S = 5.0
-# For how long every request may fail before the batch is given up.
+# The batch fails if every request has failed for this long.
 PATIENCE_S = 60.0
-# The same before the first success: an address that never answered is probably wrong.
+# The same limit until the first request succeeds: a gateway that has never answered probably has another URL.
 FIRST_PATIENCE_S = 10.0
 _ERRORS_OF_LINE = frozenset({400, 409, 410, 413, 415, 422})
 _TEMPORARY = frozenset({408, 429, 500, 502, 503, 504})
@@ -40,7 +42,7 @@ _FINAL = frozenset({"COMPLETED", "FAILED", "CANCELLED", "TIMED_OUT"})
 
 
 class Submitter:
-    """Submits lines as jobs of one function. `run` identifies the batch, also after it is resumed."""
+    """Submits lines as jobs of one function. `run` is the id of the batch, the same after it is resumed."""
 
     def __init__(
         self, session: aiohttp.ClientSession, url: str, function: str, run: str, patience_s: float
@@ -54,7 +56,10 @@ class Submitter:
         self._failing_since_s: float | None = None
 
     async def answer(self, line: InputLine) -> bytes:
-        """Return the answer as one line of JSON, or an error object. Raise errors that concern all lines."""
+        """Run a line as a job, and return its answer as JSON without line breaks.
+
+        If the line fails, the answer is an error object. Raise a PilotflameError if it concerns all lines.
+        """
         try:
             json.loads(line.text)
         except ValueError as error:
@@ -71,7 +76,7 @@ class Submitter:
                     self._has_succeeded, self._failing_since_s = True, None
                     if reply.get("status") in _FINAL:
                         return _answer(line, reply)
-                    # The job is queued or still runs. The same key waits for the same job.
+                    # The job is queued or runs. The next request has the same key and waits for this job.
                     pause_s = PAUSE_S
                     continue
                 wire = reply.get("error")
@@ -89,12 +94,15 @@ class Submitter:
         async with self._session.post(self._url, data=body, headers={"Idempotency-Key": key}) as response:
             reply = json.loads(await response.read())
         if not isinstance(reply, dict):
-            # The error that invalid JSON raises too.
+            # A ValueError, because the caller catches this error for invalid JSON too.
             raise ValueError(f"{self._gateway} does not answer as a gateway does")  # noqa: TRY004
         return response.status, reply
 
     def _check_patience(self, why: str) -> None:
-        """Note a failed request. Raise GatewayError if every request has failed for too long."""
+        """Record that a request has failed, because of `why`.
+
+        Raise GatewayError if every request has failed for longer than the patience allows.
+        """
         now_s = time.monotonic()
         if self._failing_since_s is None:
             self._failing_since_s = now_s
@@ -110,7 +118,10 @@ class Submitter:
 async def open_submitter(
     url: str, function: str, *, api_key: str, run: str, patience_s: float = PATIENCE_S
 ) -> AsyncIterator[Submitter]:
-    """Open connections to the gateway at `url`."""
+    """Yield a Submitter with connections to the gateway at `url`, which are closed at the end.
+
+    `patience_s` is how long every request may fail before the batch fails.
+    """
     authorization = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),
@@ -122,18 +133,18 @@ async def open_submitter(
 
 
 def _failure(line: InputLine, wire: Mapping[str, Any]) -> bytes:
-    """Return the error object that replaces a line's answer; it names the line."""
+    """Return the error object that is written instead of the answer of `line`. Its message names the line."""
     details = {**(wire.get("details") or {}), "line": line.number, "place": line.place}
     message = f"{line.place}: {wire.get('message', 'unknown error')}"
     return dumped({"error": {**wire, "message": message, "details": details}})
 
 
 def dumped(value: Any) -> bytes:
-    """Return JSON on one line."""
+    """Return `value` as JSON without line breaks."""
     try:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError:
-        # JSON can escape a lone surrogate, UTF-8 cannot encode it.
+        # A string contains a lone surrogate. UTF-8 cannot encode it, but JSON can escape it.
         return json.dumps(value, separators=(",", ":")).encode()
 
 
@@ -160,12 +171,14 @@ async def run_in_order(
     max_in_flight: int,
     written: Callable[[InputLine], None],
 ) -> None:
-    """Run all lines through `answer`, and call `written` after each line that is appended to the journal.
+    """Call `answer` with each line, up to `max_in_flight` at a time, and append the answers to the journal.
 
-    Raise an error that concerns all lines; the answers before it are written.
+    They are appended in the order of the lines, and `written` is called with each line after its answer was
+    appended. An error that `answer` raises concerns all lines: it is raised here, and the answers
+    appended so far stay in the journal.
     """
     in_flight = asyncio.Semaphore(max_in_flight)
-    # Places for lines that are started and not yet written.
+    # Limits the lines that are started and whose answers are not yet written.
     unwritten = asyncio.Semaphore(AHEAD * max_in_flight)
     answers: dict[int, tuple[InputLine, bytes]] = {}
 
@@ -192,7 +205,10 @@ async def run_in_order(
 
 
 def _read(lines: Iterator[InputLine]) -> list[InputLine]:
-    """Return the next lines, up to READ_LINES of them and until they have READ_BYTES. Blocks."""
+    """Return the next lines: at most READ_LINES, or fewer that have READ_BYTES together. Blocks.
+
+    At the end of the input, return an empty list.
+    """
     found: list[InputLine] = []
     size_bytes = 0
     for line in itertools.islice(lines, READ_LINES):

@@ -1,5 +1,6 @@
-"""The command line: one module for each group of commands, and what they share.
+"""The commands of the command line: one module for each group of commands, and shared modules.
 
-Enter at `runtime/cli.py`, which names the module of every command. Shared are `options` (decorators),
-`display` (output), `exit_codes`, `client` (HTTP) and `lazy_group`. Only `cli.py` imports from here.
+Start reading at `runtime/cli.py`, which names the module of every command. The shared modules are `options`
+(decorators), `display` (output), `exit_codes`, `client` (HTTP) and `lazy_group`. Only `cli.py` imports from
+this package.
 """

@@ -53,7 +53,7 @@ def batch(
     inputs = Inputs.open(source)
     path = _working_file(output)
     remote = output != str(path)
-    # A batch that is resumed has checked this at its beginning.
+    # A batch that is resumed has made this check when it began.
     if remote and not restart and not path.exists():
         _check_absent(output)
     journal = Journal(path, function=function, digest=inputs.digest, restart=restart)
@@ -107,7 +107,10 @@ def _report(journal: Journal, resumed_at: int, output: str, seconds: float, *, a
 
 
 def _working_file(output: str) -> Path:
-    """Return where answers are written: S3 cannot append, so its output begins in the state folder."""
+    """Return the local file to which answers are appended.
+
+    S3 objects cannot be appended to, so for S3 it is a file in the state folder, uploaded at the end.
+    """
     if not output.startswith("s3://"):
         return Path(output)
     folder = default_state_dir(os.environ) / "batches"
@@ -116,7 +119,7 @@ def _working_file(output: str) -> Path:
 
 
 def _check_absent(output: str) -> None:
-    """Raise BatchFailed if the object exists, SourceMissing if its bucket does not."""
+    """Raise BatchFailed if the S3 object `output` exists, SourceMissing if its bucket does not exist."""
     bucket, name = _source_and_name(output)
     try:
         bucket.stat(name)

@@ -1,4 +1,4 @@
-"""A client of the gateway's HTTP interface. Errors are raised as the classes that the gateway raised."""
+"""Provides a client of the gateway's HTTP interface. It raises the gateway's errors as the same classes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ JSON_TYPE = "application/json"
 EVENT_STREAM_TYPE = "text/event-stream"
 CONNECT_TIMEOUT_S = 5.0
 TIMEOUT = httpx.Timeout(30.0, connect=CONNECT_TIMEOUT_S)
-# The gateway ends such a request itself, at a deadline that only it knows.
+# For requests whose end only the gateway knows, for example the end of an invocation at its deadline.
 NO_TIMEOUT = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
-# A deploy imports the handler, and with `install` builds an environment.
+# A deploy takes long: it imports the handler, and with `install` it also installs requirements.
 DEPLOY_TIMEOUT = httpx.Timeout(1800.0, connect=CONNECT_TIMEOUT_S)
 
 
 class InvokeReply:
-    """The response to one invocation while its connection is open: read it whole, or piece by piece."""
+    """The response to one invocation. While its connection is open, read it whole or piece by piece."""
 
     def __init__(self, response: httpx.Response) -> None:
         self._response = response
@@ -40,14 +40,17 @@ class InvokeReply:
         self.timing_ms: dict[str, float] = parse_server_timing(headers.get("Server-Timing", ""))
 
     def value(self) -> Any:
-        """Return the whole answer: a JSON value, a list of a stream's pieces, or bytes."""
+        """Return the whole answer: a JSON value, bytes, or for a stream the list of its pieces."""
         if self.streaming:
             return list(self.pieces())
         body = self._response.read()
         return json.loads(body) if self.content_type == JSON_TYPE else body
 
     def pieces(self) -> Iterator[Any]:
-        """Yield a stream's pieces as they arrive. Raise the error that ends the stream."""
+        """Yield a stream's pieces as they arrive.
+
+        Raise the error with which the gateway ends the stream, or GatewayError if the stream breaks off.
+        """
         for event, data in parse_events(self._response.iter_bytes()):
             if event == "output":
                 yield json.loads(data)
@@ -59,7 +62,7 @@ class InvokeReply:
 
 
 class Client:
-    """A connection to the gateway at `url`, or through its control socket. A context manager."""
+    """A client of the gateway at `url`, or behind `control_socket`. Use it as a context manager."""
 
     def __init__(
         self, url: str = DEFAULT_URL, *, api_key: str = "", control_socket: Path | None = None
@@ -67,7 +70,7 @@ class Client:
         self.url = url.rstrip("/")
         self.on_loopback = is_loopback(_host(self.url))
         transport = None if control_socket is None else httpx.HTTPTransport(uds=str(control_socket))
-        # A proxy for outside addresses does not reach this machine.
+        # The proxy that the environment names is for other machines: it cannot reach a gateway on this one.
         trust_env = not self.on_loopback
         headers = _authorization(api_key)
         self._http = httpx.Client(
@@ -84,7 +87,10 @@ class Client:
     def call(
         self, name: str, body: bytes = b"", *, content_type: str = JSON_TYPE, timeout_s: float | None = None
     ) -> Iterator[InvokeReply]:
-        """Invoke a function; the reply is valid inside the block. Raise the gateway's error."""
+        """Invoke a function, and yield the reply, which can be read only inside the block.
+
+        Raise the error with which the gateway answers.
+        """
         headers = {"Content-Type": content_type}
         if timeout_s is not None:
             headers["X-Request-Timeout"] = str(timeout_s)
@@ -92,8 +98,10 @@ class Client:
             yield InvokeReply(response)
 
     def submit(self, name: str, request: Mapping[str, Any], *, key: str = "") -> dict[str, Any]:
-        """Submit `{"input": …, "webhook": …, "policy": …}` as a job. Return its id, its status, and
-        `replayed`: True if the gateway already had a job with this idempotency key.
+        """Submit `{"input": …, "webhook": …, "policy": …}` as a job.
+
+        Return its id, its status, and `replayed`: True if the gateway already had a job with this
+        idempotency key.
         """
         headers = {"Content-Type": JSON_TYPE} | ({"Idempotency-Key": key} if key else {})
         # httpx's own `json=` does not escape lone surrogates, which UTF-8 cannot encode.
@@ -102,8 +110,10 @@ class Client:
         return _json_of(response) | {"replayed": response.headers.get("Idempotent-Replayed") == "true"}
 
     def follow(self, name: str, job_id: str, *, after: int = 0) -> Iterator[tuple[str, Any]]:
-        """Yield a job's events after piece number `after`: ("status", …), ("output", piece), and at the end
-        ("completed" or "error", the whole job).
+        """Yield a job's events as (name, data), without the first `after` pieces.
+
+        They are ("status", …), ("output", piece), and at the end ("completed" or "error", the whole job).
+        Raise GatewayError if the stream breaks off before the end.
         """
         headers = {"Accept": EVENT_STREAM_TYPE, "Last-Event-ID": str(after)}
         with self._stream("GET", _path("v2", name, "stream", job_id), headers=headers) as response:
@@ -116,13 +126,14 @@ class Client:
     def deploy(
         self, folder: Path, *, overrides: Mapping[str, Any], upload: bool = False, **flags: bool
     ) -> dict[str, Any]:
-        """Deploy a folder: with `upload` send its files, else its path, for a gateway on this machine.
+        """Deploy a folder and return the function's status.
 
-        The flags are `install` and `check`, as in the gateway's route.
+        With `upload`, the folder's files are sent. Otherwise only its path is sent: then the gateway must run
+        on this machine. `flags` can be `install` and `check`, the parameters of the gateway's route.
         """
         request: dict[str, Any] = {"json": {"path": str(folder.resolve()), "overrides": overrides, **flags}}
         if upload:
-            # Only uploads need the code that packs folders.
+            # The code that packs folders is imported here, because only uploads need it.
             from ..functions.code import pack  # noqa: PLC0415
 
             settings = [f"{key}={value}" for key, value in overrides.items()]
@@ -139,7 +150,7 @@ class Client:
         with self._stream("GET", path, params=params, timeout=timeout) as response:
             yield from (json.loads(line) for line in split_lines(response.iter_bytes()) if line)
 
-    # -- any route: `path` is its segments
+    # -- requests to any route; `path` contains the segments of its path
 
     def get(self, *path: str, **params: Any) -> dict[str, Any]:
         return _json_of(self._request("GET", _path(*path), params=params))
@@ -170,7 +181,7 @@ class Client:
 
     @contextmanager
     def _translated_errors(self) -> Iterator[None]:
-        """Raise the errors of httpx as errors of ours."""
+        """Replace errors of httpx that are raised inside the block by errors of pilotflame."""
         try:
             yield
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
@@ -187,7 +198,10 @@ class Client:
 
 
 def split_lines(chunks: Iterable[bytes]) -> Iterator[str]:
-    """Yield lines that end with a line feed. (iter_lines also splits at U+2028, which JSON may contain.)"""
+    """Yield the lines of a response, split at line feeds only.
+
+    httpx's `iter_lines` also splits at U+2028, which JSON may contain.
+    """
     rest = b""
     for chunk in chunks:
         *lines, rest = (rest + chunk).split(b"\n")
@@ -198,7 +212,7 @@ def split_lines(chunks: Iterable[bytes]) -> Iterator[str]:
 
 
 def parse_events(chunks: Iterable[bytes]) -> Iterator[tuple[str, str]]:
-    """Yield (name, data) of server-sent events. An event without its closing empty line is dropped."""
+    """Yield (name, data) of each server-sent event. A last event that no empty line closes is dropped."""
     name, data = "message", list[str]()
     for line in split_lines(chunks):
         field, _, value = line.partition(":")
@@ -214,7 +228,7 @@ def parse_events(chunks: Iterable[bytes]) -> Iterator[tuple[str, str]]:
 
 
 def _check(response: httpx.Response) -> None:
-    """Raise the error that the response holds, if it is not a success."""
+    """Raise the error in the body of `response`, unless its status is a success."""
     if response.is_success:
         return
     response.read()
@@ -259,5 +273,5 @@ def _authorization(api_key: str) -> dict[str, str]:
 
 
 def _path(*segments: str) -> str:
-    """Return a path; each segment is quoted, so that a name cannot reach another route."""
+    """Return the path of a route. Each segment is quoted, so that a function's name cannot lead elsewhere."""
     return "".join(f"/{quote(segment, safe='')}" for segment in segments)

@@ -1,4 +1,4 @@
-"""What commands print: results on stdout as JSON, text or tables; messages and progress on stderr."""
+"""Prints results on stdout, as JSON, text or tables, and messages and progress on stderr."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from .client import InvokeReply
 
 BAR_COLUMNS = 40
-# Output that no terminal shows is not cut to a terminal's width.
+# The width of tables and messages in characters if no terminal shows them.
 WIDTH_WITHOUT_TERMINAL = 200
-# A longer answer, for example an embedding, is unreadable with one number a line.
+# A JSON answer is indented if it is shorter than this. A longer one, such as an embedding, would fill too
+# many lines.
 INDENTED_CHARS = 4_000
 
 
@@ -50,7 +51,7 @@ def print_result(value: Any, text: str, *, as_json: bool) -> None:
 def print_list(
     value: Any, columns: Sequence[str], rows: Iterable[Sequence[str]], *, empty: str, as_json: bool
 ) -> None:
-    """Print `value` as JSON, or its rows as a table for people; without rows the line `empty` on stderr."""
+    """Print `value` as JSON, or `rows` as a table for people. Without rows, print `empty` on stderr."""
     if as_json:
         print_json(value)
     elif found := list(rows):
@@ -60,13 +61,16 @@ def print_list(
 
 
 def reply_facts(answer: Any, reply: InvokeReply) -> dict[str, Any]:
-    """Return what --json prints about a call. Bytes of an answer become text."""
+    """Return what --json prints about an invocation. An answer of bytes is decoded as UTF-8."""
     text = answer.decode("utf-8", "replace") if isinstance(answer, bytes) else answer
     return {"answer": text, "cold": reply.cold, "timing_ms": reply.timing_ms, "worker": reply.worker}
 
 
 def print_answer(answer: Any) -> None:
-    """Print a function's answer on stdout: bytes unchanged, JSON on one line, or indented on a terminal."""
+    """Print a function's answer on stdout. Bytes are printed unchanged.
+
+    JSON is printed on one line, or indented if stdout is a terminal and the text is not too long.
+    """
     if isinstance(answer, bytes):
         return click.echo(answer, nl=False)
     indented = json.dumps(answer, ensure_ascii=False, indent=2) if sys.stdout.isatty() else ""
@@ -74,7 +78,7 @@ def print_answer(answer: Any) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table without lines. Columns of numbers are aligned right."""
+    """Print a table without borders. Columns of numbers are aligned to the right."""
     # rich takes time to import, and --help does not need it.
     from rich.table import Table  # noqa: PLC0415
 
@@ -106,7 +110,7 @@ def milliseconds(ms: float | None) -> str:
 
 
 def age(moment: str) -> str:
-    """Return how long ago an ISO 8601 time was."""
+    """Return the time that has passed since `moment`, an ISO 8601 time, as `duration` writes it."""
     return duration((datetime.now(UTC) - datetime.fromisoformat(moment)).total_seconds())
 
 
@@ -142,14 +146,20 @@ def spinner(text: str) -> AbstractContextManager[object]:
 
 
 def byte_progress(text: str) -> AbstractContextManager[Callable[[int, int], None]]:
-    """Show a progress bar with rate and time left on a terminal. Yield a function of (done, total) bytes."""
+    """Show a progress bar with the rate and the time left, if stderr is a terminal.
+
+    Yield the function that updates it. Its arguments are the bytes that are done and the bytes in total.
+    """
     from rich.progress import DownloadColumn, TransferSpeedColumn  # noqa: PLC0415
 
     return _progress(text, DownloadColumn(binary_units=True), TransferSpeedColumn())
 
 
 def count_progress(text: str) -> AbstractContextManager[Callable[..., None]]:
-    """Show a progress bar with time left on a terminal. Yield a function of `done`, `total` and `note`."""
+    """Show a progress bar with the time left, if stderr is a terminal.
+
+    Yield the function that updates it, with the arguments `done`, `total` and `note`, a text to show.
+    """
     from rich.progress import TaskProgressColumn, TextColumn  # noqa: PLC0415
 
     return _progress(text, TaskProgressColumn(), TextColumn("{task.fields[note]}"))

@@ -25,7 +25,7 @@ from . import display, exit_codes, options
 MIN_FREE_BYTES = 512 << 20
 MIN_OPEN_FILES = 256
 GOOD_OPEN_FILES = 1024
-# Of a unix socket's address, with its final zero byte.
+# The longest path of a unix socket, including its final zero byte.
 MAX_SOCKET_PATH_BYTES = 108
 LINK_SOCKET = Path("run", "link.sock")
 PROBE_BYTES = 64 << 20
@@ -37,7 +37,10 @@ Verdict = Literal["ok", "note", "fail"]
 
 
 class Check(NamedTuple):
-    """The result of one check. `note`: functions run, but slowly or in part; `fail`: they cannot run."""
+    """The result of one check. Its verdict is "fail" if functions cannot run because of `found`.
+
+    It is "note" if functions run, but slowly or not all of them.
+    """
 
     name: str
     verdict: Verdict
@@ -70,11 +73,11 @@ def doctor(state_dir: Path | None, as_json: bool) -> None:
 
 
 def examine(settings: GatewaySettings) -> Iterator[Check]:
-    """Yield all checks, those that others depend on first."""
+    """Yield the results of all checks. A check on which others depend comes before them."""
     yield Check("Python", "ok", f"{platform.python_version()} at {sys.executable}")
     remedy = "" if sys.platform == "linux" else "Use a container or a virtual machine with Linux."
     yield Check("Linux", "fail" if remedy else "ok", f"{platform.system()} {platform.release()}", remedy)
-    # Before torch is imported: it starts threads, and a fork must not have any.
+    # Checked before torch is imported: torch starts threads, and a process with threads must not fork.
     yield _fork()
     yield _state_dir(settings.state_dir)
     yield _unix_socket(settings.state_dir)
@@ -88,7 +91,7 @@ def examine(settings: GatewaySettings) -> Iterator[Check]:
 
 
 def _noted(name: str, found: str, remedy: str) -> Check:
-    """Return a check that passes, or is a note if there is a remedy."""
+    """Return a check with the verdict "note" if there is a remedy, and "ok" if `remedy` is empty."""
     return Check(name, "note" if remedy else "ok", found, remedy)
 
 
@@ -106,7 +109,7 @@ def _fork() -> Check:
 
 
 def _state_dir(folder: Path) -> Check:
-    # A check must not create the folder.
+    # The folder may not exist yet, and a check must not create it. So the closest folder above it is checked.
     existing = next(place for place in (folder, *folder.parents) if place.exists())
     try:
         with tempfile.TemporaryDirectory(dir=existing):
@@ -153,7 +156,7 @@ def _open_files() -> Check:
 
 def _processors() -> Check:
     usable, limited = len(os.sched_getaffinity(0)), ""
-    # "max" instead of the quota: there is no limit.
+    # Without a limit, the file contains "max" instead of the quota, and int() raises ValueError.
     with suppress(OSError, ValueError):
         quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split())
         limited = f", limited to {quota / period:.1f} by the container" if quota < usable * period else ""
@@ -162,7 +165,7 @@ def _processors() -> Check:
 
 def _memory() -> Check:
     free_bytes = psutil.virtual_memory().available
-    # "max": there is no limit.
+    # Without a limit, the file contains "max", and int() raises ValueError.
     with suppress(OSError, ValueError):
         limit_bytes, held_bytes = (
             int(Path("/sys/fs/cgroup", name).read_text(encoding="ascii"))
@@ -198,7 +201,7 @@ def _packages() -> Iterator[Check]:
 
 def _torch() -> Check:
     try:
-        # It takes seconds to import, and the other checks come first.
+        # torch takes seconds to import, so it is imported only after the other checks have been made.
         import torch  # noqa: PLC0415
     except Exception as error:  # noqa: BLE001  a broken installation may raise anything
         found = "not installed" if isinstance(error, ModuleNotFoundError) else f"cannot be imported: {error}"

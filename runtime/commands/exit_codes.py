@@ -1,4 +1,4 @@
-"""The exit codes of the command line, and how errors become them."""
+"""Defines the exit codes of the command line, and turns errors into exit codes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INTERRUPTED = 130
 
 @contextmanager
 def on_interrupt(text: str) -> Iterator[None]:
-    """On Ctrl-C in the block, print how to continue, and exit."""
+    """If Ctrl-C is pressed in the block, print `text`, which says how to continue, and exit."""
     try:
         yield
     except KeyboardInterrupt:
@@ -32,7 +32,7 @@ def on_interrupt(text: str) -> Iterator[None]:
 
 
 def exit_code_of(command: Callable[[], Any]) -> int:
-    """Run a command, print the error that it raises as one paragraph on stderr, and return the exit code."""
+    """Run a command and return its exit code. If it raises an error, print it as one paragraph on stderr."""
     try:
         code = command()
     except (click.exceptions.Abort, KeyboardInterrupt):
@@ -44,7 +44,7 @@ def exit_code_of(command: Callable[[], Any]) -> int:
         say(f"error: {' '.join(str(error).split())}")
         return UNREACHABLE if isinstance(error, GatewayUnreachable) else ERROR
     except BrokenPipeError:
-        # The reader of our output has closed it, and the interpreter flushes stdout at exit.
+        # The reader of stdout has closed it. Redirect it, so that the interpreter can flush it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ERROR
     except OSError as error:

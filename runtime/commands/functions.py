@@ -11,7 +11,7 @@ from . import display, options
 from .client import Client
 from .options import FunctionSource
 
-# Platforms whose handlers run unchanged, by dialect.
+# The names of the platforms whose handlers run unchanged, by dialect.
 PLATFORMS = {"runpod": "RunPod", "cog": "Cog", "lambda": "Lambda"}
 
 
@@ -154,7 +154,7 @@ def delete(*, name: str, yes: bool, client: Client, as_json: bool) -> None:
     """
     if not yes:
         options.check_terminal()
-        # An unknown function is an error before the question.
+        # If there is no such function, this raises the error before the user is asked.
         known = client.get("v1", "functions", name)["name"]
         click.confirm(f"Delete {known} and all its revisions?", abort=True, err=True)
     client.delete("v1", "functions", name)

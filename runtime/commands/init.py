@@ -52,7 +52,10 @@ def templates() -> dict[str, str]:
 
 
 def copy_template(template: str, folder: Path) -> str:
-    """Copy a template to a folder that is empty or does not exist. Return the function's name."""
+    """Copy a template to a folder that is empty or does not exist, and return the function's name.
+
+    Raise CodeError if there is no such template, or if the folder has files or cannot be written.
+    """
     if template not in (found := templates()):
         raise CodeError(f"There is no template {template!r}.", remedy=f"Choose one of: {', '.join(found)}.")
     name = check_name(slug(folder.resolve().name))
@@ -69,7 +72,7 @@ def copy_template(template: str, folder: Path) -> str:
 
 
 def _rename(folder: Path, template: str, name: str) -> None:
-    """Replace the template's name by the function's in the settings and in the README's commands."""
+    """Replace the template's name by `name` in the settings, and in the commands of the README."""
     for file, places in (
         (SETTINGS_FILE, ('name = "{}"',)),
         (README_FILE, ("pilotflame invoke {} ", "/invoke/{}\n")),

@@ -15,7 +15,7 @@ from ..jobs.job import JobState
 from . import display, exit_codes, options
 from .client import Client
 
-# Higher than the number of any piece: only the job's end is needed.
+# Higher than the number of any piece: after this number, `Client.follow` yields no pieces.
 AFTER_ALL_PIECES = 999_999_999
 _JOB_ID = click.argument("job_id", metavar="ID")
 _JOB_IDS = click.argument("job_ids", metavar="ID...", nargs=-1, required=True)
@@ -235,7 +235,7 @@ def _refuse_constant(constant: str) -> Any:
 
 
 def _for_each(job_ids: tuple[str, ...], act: Callable[[str], dict[str, Any]], *, as_json: bool) -> None:
-    """Act on every job, also after one of them was refused. Exit with code 1 if one was."""
+    """Call `act` with every id, even if some jobs are refused. Then exit with code 1 if any was refused."""
     done: list[dict[str, Any]] = []
     refused: dict[str, Any] = {}
     for job_id in dict.fromkeys(job_ids):
@@ -263,7 +263,10 @@ def _print_output(name: str, job: dict[str, Any]) -> None:
 
 
 def _print_ended(job: dict[str, Any], *, output: bool = True) -> None:
-    """Print the output of a job that completed, if wanted. Of any other, print the error and exit with code 4."""
+    """Print the output of a job that completed, if `output` is True.
+
+    If the job did not complete, print its error and exit with code 4.
+    """
     if job["status"] != JobState.COMPLETED:
         why = PilotflameError.from_wire(job["errorDetails"]) if "errorDetails" in job else ""
         display.say(" ".join(f"error: {job['id']} is {job['status']}. {why}".split()))
@@ -273,7 +276,7 @@ def _print_ended(job: dict[str, Any], *, output: bool = True) -> None:
 
 
 def _output(job: dict[str, Any]) -> Any:
-    """Return the output as the function returned it: bytes travel as base64 with their type."""
+    """Return the output as the function returned it. The gateway sends bytes as base64 with `output_type`."""
     if "output_type" in job:
         return base64.b64decode(job["output"])
     return job.get("output", b"")

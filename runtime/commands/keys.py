@@ -26,7 +26,7 @@ _DURATION = re.compile(r"([1-9][0-9]{0,8})([smhd])")
 
 
 class GatewayKeys:
-    """The keys of a gateway that runs."""
+    """The API keys of a gateway that runs, used through its HTTP interface."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -42,7 +42,7 @@ class GatewayKeys:
 
 
 class KeyFiles:
-    """The keys in the state folder of a gateway that does not run. It reads them when it starts."""
+    """The API keys in the state folder of a gateway that does not run. They are read when it starts."""
 
     def __init__(self, keyring: Keyring) -> None:
         self._keyring = keyring
@@ -63,7 +63,11 @@ Keys = GatewayKeys | KeyFiles
 
 @contextmanager
 def _open_keys(url: str, api_key: str, state_dir: Path | None) -> Iterator[Keys]:
-    """Open the keys of the gateway at `url` if the user named it or has a key, else of the state folder."""
+    """Yield the API keys that a command works on.
+
+    If the user gave a URL or an API key, and no state folder, they are those of the gateway at `url`.
+    Otherwise they are those of the state folder, used through the control socket if its gateway runs.
+    """
     source = click.get_current_context().get_parameter_source("url")
     if state_dir is None and (api_key or source is not click.core.ParameterSource.DEFAULT):
         with Client(url, api_key=api_key) as client:
@@ -81,7 +85,7 @@ def _open_keys(url: str, api_key: str, state_dir: Path | None) -> Iterator[Keys]
 
 
 def _with_keys(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add --state-dir, --url, --api-key and --json, and pass `as_json` and the keys as `opened`."""
+    """Add --state-dir, --url, --api-key and --json. Pass `as_json`, and the API keys as `opened`."""
 
     @functools.wraps(command)
     def opening(*, url: str, api_key: str, state_dir: Path | None, **values: Any) -> Any:
@@ -170,7 +174,7 @@ def revoke_key(*, key_id: str, opened: Keys, as_json: bool) -> None:
     Example:
       pilotflame keys revoke 3f2a9c0b1d4e
     """
-    # Of a whole key, only the id: the rest is secret and must not be printed.
+    # If the user gave a whole key, use only its id: the rest is secret and must not be printed.
     key_id = key_id.removeprefix("pf_").partition("_")[0]
     opened.revoke(key_id)
     display.print_result({"revoked": key_id}, f"{key_id} is revoked", as_json=as_json)

@@ -1,4 +1,4 @@
-"""A group of commands that imports a command's module when it is used, so that --help stays fast."""
+"""Provides a group of commands that imports a command's module only on use, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import click
 
 
 class LazyGroup(click.Group):
-    """`lazy` gives for each command its module in this package and the first sentence of its help.
-    Commands can also be added in the usual way.
+    """A group of commands, some of which are imported only when they are used.
+
+    `lazy` maps the name of each such command to (its module in this package, the first sentence of its help).
+    Other commands are added in the usual way.
     """
 
     def __init__(self, *arguments: Any, lazy: Mapping[str, tuple[str, str]], **options: Any) -> None:
@@ -29,7 +31,7 @@ class LazyGroup(click.Group):
         return super().get_command(ctx, cmd_name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of commands without importing them."""
+        """Write the list of commands without importing their modules."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, self.summary(name)) for name in self.list_commands(ctx)])
 

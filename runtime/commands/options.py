@@ -1,4 +1,4 @@
-"""Options and arguments that several commands share, each as one decorator."""
+"""Defines the options and arguments that several commands share, each as one decorator."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ _name = click.option("--name", metavar="NAME", help="Use this name instead of th
 
 
 def states(option: str, kind: type[StrEnum]) -> Callable[[F], F]:
-    """Return the option that selects what is in one of several states, as `states`."""
+    """Return the decorator for an option that selects jobs or deliveries by their state.
+
+    The option can be repeated. Its values are passed as `states`.
+    """
     choice = click.Choice(list(kind), case_sensitive=False)
     return click.option(option, "states", multiple=True, type=choice, help="Only this one; repeatable.")
 
@@ -58,7 +61,7 @@ def gateway_address(command: F) -> F:
 
 
 def gateway(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add --url, --api-key and --json. Pass `as_json`, and a `client` that is closed at the end."""
+    """Add --url, --api-key and --json. Pass `as_json`, and a `client` that is closed after the command."""
 
     @functools.wraps(command)
     def connected(*, url: str, api_key: str, **values: Any) -> Any:
@@ -80,7 +83,11 @@ class FunctionSource(NamedTuple):
     snapshot: str | None = None
 
     def overrides(self, *, local: bool = True) -> dict[str, str]:
-        """Return the settings of the command line. `local`: the gateway resolves paths on this machine."""
+        """Return the settings that the command line gives.
+
+        `local` means that the gateway runs on this machine: then a snapshot's path is made absolute. Raise
+        BadParameter if a setting is not KEY=VALUE.
+        """
         found: dict[str, str] = {}
         for text in self.settings:
             key, sign, value = text.partition("=")
@@ -110,7 +117,7 @@ def function_source(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def gateway_settings(**overrides: Any) -> GatewaySettings:
-    """Return the gateway's settings of the environment; options that are not None override them."""
+    """Return the gateway's settings from the environment. `overrides` that are not None replace them."""
     # pydantic takes time to import, and --help does not need it.
     from ..settings.gateway_settings import read_gateway_settings  # noqa: PLC0415
 
@@ -137,6 +144,6 @@ def read_event(file: Path, *, remedy: str) -> bytes:
 
 
 def check_terminal() -> None:
-    """Raise UsageError if stdin is not a terminal, where the user can confirm."""
+    """Raise UsageError if stdin is not a terminal: then the user cannot be asked for confirmation."""
     if not sys.stdin.isatty():
         raise click.UsageError("Not a terminal, so cannot ask for confirmation. Pass --yes.")

@@ -28,11 +28,11 @@ from ..batching.simulator import (
 )
 from . import display, options
 
-# The progress bar moves once for this many calls.
+# The progress bar is updated once per this many calls.
 PROGRESS_CALLS = 500
 MAX_CALLS = 5_000_000
 MAX_WORKERS = 1000
-# Characters of an ISO time up to microseconds: Python parses no more decimals.
+# The length of an ISO time with microseconds. Further decimals are cut off before the time is parsed.
 ISO_MICROSECOND_CHARS = 26
 POSITIVE = click.FloatRange(min=0, min_open=True)
 
@@ -99,7 +99,10 @@ def _reported(
 
 
 def figures(run: Run) -> dict[str, Any]:
-    """Return a run's figures: shares of the first attempts, latencies of calls answered in time."""
+    """Return the figures of a run.
+
+    Outcomes are counted for first attempts only. Latencies are those of the calls that were answered in time.
+    """
     first = [attempt for attempt in run.attempts if attempt.tries == 1]
     outcomes = Counter(attempt.outcome for attempt in first)
     answered = [attempt.latency_s for attempt in run.attempts if attempt.outcome is CallOutcome.ON_TIME]
@@ -134,11 +137,14 @@ def _row(row: dict[str, Any]) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-# -- what the command line gives
+# -- reading the command's arguments
 
 
 def read_arrivals(path: Path) -> list[float]:
-    """Return when each call arrived, in seconds after the first, ascending, from a CSV file, plain or .gz."""
+    """Read a CSV file, plain or .gz, and return the times at which its calls arrive, in ascending order.
+
+    They are in seconds after the first call. Raise CodeError if the file cannot be read or has no calls.
+    """
     try:
         with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
             rows = csv.reader(file)
@@ -160,7 +166,7 @@ def _seconds(path: Path, text: str) -> float:
     with suppress(ValueError):
         moment = datetime.fromisoformat(text[:ISO_MICROSECOND_CHARS])
         seconds = moment.replace(tzinfo=moment.tzinfo or UTC).timestamp()
-    # A number can be an ISO date too, such as 20231116.
+    # A number such as 20231116 is an ISO date too. It is read as a number of seconds.
     with suppress(ValueError):
         seconds = float(text)
     if math.isfinite(seconds):
@@ -170,7 +176,10 @@ def _seconds(path: Path, text: str) -> float:
 
 
 def read_curve(text: str) -> tuple[tuple[float, float], ...]:
-    """Return points (size, seconds) of "1:20.5,32:36": milliseconds for a batch of 1, and of 32."""
+    """Return the points (batch size, seconds) of a curve such as "1:20.5,32:36".
+
+    Here a batch of 1 takes 20.5 ms, and a batch of 32 takes 36 ms. Raise CodeError if it is malformed.
+    """
     try:
         pairs = [part.split(":") for part in text.split(",")]
         points = tuple(sorted((float(size), float(ms) / 1e3) for size, ms in pairs))
@@ -184,7 +193,7 @@ def read_curve(text: str) -> tuple[tuple[float, float], ...]:
 
 
 def read_counts(text: str) -> list[int]:
-    """Return the numbers in "1,2,4" or "1-4"."""
+    """Return the numbers in a text such as "1,2,4" or "1-4". Raise CodeError if the text is malformed."""
     counts: list[int] = []
     with suppress(ValueError):
         ranges = [part.partition("-") for part in text.split(",")]

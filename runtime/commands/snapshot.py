@@ -27,7 +27,7 @@ WEIGHTS_SUFFIX = ".safetensors"
 
 
 class Place(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.3 on
-    """A URL, or the path of a file or folder that exists."""
+    """The type of an argument that is a URL, or the path of a file or folder that exists."""
 
     name = "path_or_url"
 
@@ -41,7 +41,11 @@ class Place(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.
 
 
 def open_place(url: str) -> tuple[Source, str | None]:
-    """Return the source of a URL's prefix, and the weights file or manifest that the URL names in it."""
+    """Return (source, name of a file in it) for a URL.
+
+    If the URL names a weights file or a manifest, the source is the prefix that contains this file. Otherwise
+    the source is the URL itself, and the name is None.
+    """
     above, _, last = url.rpartition("/")
     if last.endswith((WEIGHTS_SUFFIX, MANIFEST_SUFFIX)):
         return open_source(above), last
@@ -49,12 +53,15 @@ def open_place(url: str) -> tuple[Source, str | None]:
 
 
 def folder_of(path: Path) -> Path:
-    """Return the folder of a snapshot, of which `path` is the folder or a file."""
+    """Return the folder of a snapshot. `path` is this folder or a file in it."""
     return path if path.is_dir() else path.parent
 
 
 def read_manifest_of(path: str | Path) -> Manifest:
-    """Return the manifest of a folder, prefix or weights file, or the manifest that `path` names."""
+    """Return the manifest of the snapshot at `path`: its folder, its URL, a weights file or the manifest.
+
+    Raise ManifestError if it has none.
+    """
     if isinstance(path, str):
         return read_manifest(open_place(path)[0])
     file = path if path.suffix == MANIFEST_SUFFIX else folder_of(path) / MANIFEST_NAME
@@ -95,7 +102,7 @@ def rate(size_bytes: float, elapsed_s: float) -> str:
 def print_timed(
     facts: dict[str, Any], text: str, size_bytes: int, started_s: float, *, as_json: bool
 ) -> None:
-    """Print what a command did with so many bytes since `started_s`, and its rate."""
+    """Print what a command has done with `size_bytes` bytes since `started_s`, with the time and the rate."""
     elapsed_s = time.monotonic() - started_s
     text = f"{text}, {rate(size_bytes, elapsed_s)}"
     display.print_result({**facts, "seconds": elapsed_s}, text, as_json=as_json)

@@ -23,7 +23,7 @@ from .snapshot import folder_of, read_manifest_of
 SHOWN_TENSORS = 5
 START_TIMEOUT_S = 900.0
 REQUIREMENTS_FILE = "requirements.txt"
-# The program that sets the function up and calls it, as `python -m` takes it.
+# The module that sets the function up and calls it. It is run with `python -m`.
 _RECORDER = f"{__name__.rpartition('.commands.')[0]}.worker.first_touch"
 
 
@@ -52,7 +52,7 @@ def record(
     function = read_settings(folder, overrides=overrides)
     weights = _weights(function, folder)
     manifest = read_manifest_of(weights)
-    # Fail before the function runs, not after it.
+    # Check this before the function runs, because it may run for a long time.
     if not os.access(weights, os.W_OK):
         raise CacheError(f"{weights} is read-only.", remedy="Record the order in a copy of it.")
     remedy = "Write the event to send into it, as JSON, or name another file with --input."
@@ -78,7 +78,7 @@ def record(
 
 
 def _weights(settings: FunctionSettings, folder: Path) -> Path:
-    """Return the folder of the function's weights on this machine."""
+    """Return the folder of the function's weights. Raise SnapshotError if it is not on this machine."""
     if settings.snapshot is None:
         remedy = 'Set `snapshot = "path/to/weights"` in pilotflame.toml, or pass --snapshot.'
         raise SnapshotError(f"{folder} has no snapshot, so there is nothing to record.", remedy=remedy)
@@ -106,7 +106,7 @@ def _write(weights: Path, manifest: Manifest, order: list[str]) -> Manifest:
 
 
 def _order(settings: FunctionSettings, folder: Path, weights: Path, event: bytes) -> list[str]:
-    """Run the function in a child process, and return the names of tensors in the order it touched them."""
+    """Run the function in a child process. Return the names of its tensors in the order of first touch."""
     spec = WorkerSpec(
         function=settings.name, revision="recorded", code=folder.resolve(), handler=settings.handler,
         snapshot=weights, manifest=weights / MANIFEST_NAME, env=settings.env,
@@ -123,7 +123,10 @@ def _order(settings: FunctionSettings, folder: Path, weights: Path, event: bytes
 
 
 def _run_recorder(request: Mapping[str, Any], timeout_s: float) -> bytes:
-    """Return what the recorder wrote, empty if it died. What the function prints goes to stderr."""
+    """Run the recorder and return its result, which is empty if its process died.
+
+    What the function prints goes to stderr. Raise HandlerError if there is no result after `timeout_s`.
+    """
     result = os.memfd_create("result")
     try:
         subprocess.run(

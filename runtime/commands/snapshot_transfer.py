@@ -192,11 +192,14 @@ def _cache_row(facts: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _written_bytes(folder: Path) -> int:
-    """Return the bytes written so far: files have their full size, and their blocks, from the start."""
+    """Return how many bytes of the files in `folder` are written.
+
+    Neither the files' sizes nor their numbers of blocks tell this: both are complete from the start.
+    """
     total = 0
     for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink():
-            # ENXIO: the rest is a hole.
+            # SEEK_DATA raises OSError (ENXIO) if the rest of the file is a hole.
             with path.open("rb", buffering=0) as file, suppress(OSError):
                 end, size = 0, path.stat().st_size
                 while end < size:

@@ -25,10 +25,11 @@ START_TIMEOUT_S = 60.0
 DRAIN_S = 5.0
 STOP_TIMEOUT_S = 15.0
 LOG_LINES = 20
-# Removed for this gateway: only this process knows its address, so it asks for no key.
+# This variable is removed from the gateway's environment, so that the gateway asks for no API key. Only this
+# process knows the gateway's address.
 AUTH_VARIABLE = "PILOTFLAME_AUTH"
 _PR_SET_PDEATHSIG = 1
-# The command line, as `python -m` takes it.
+# The module of the command line. It is run with `python -m`.
 _PROGRAM = f"{__name__.rpartition('.commands.')[0]}.cli"
 
 
@@ -67,7 +68,7 @@ def test(*, source: options.FunctionSource, install: bool, as_json: bool) -> Non
 
 @contextmanager
 def private_gateway() -> Iterator[str]:
-    """Run a gateway on a free port with a temporary state folder, and yield its address."""
+    """Run a gateway on a free port with a temporary state folder, and yield its URL. Stop it at the end."""
     with tempfile.TemporaryDirectory(prefix="pilotflame-test-") as folder:
         log = Path(folder) / "gateway.log"
         with log.open("wb") as errors, _start(Path(folder) / "state", errors) as process:

@@ -10,7 +10,7 @@ from ..jobs.webhook_delivery import DeliveryState
 from . import display, options
 from .client import Client
 
-# Of an error in a table; --json has all of it.
+# Longer errors are cut in the table. --json prints them whole.
 MAX_ERROR_CHARS = 40
 
 
