@@ -40,7 +40,7 @@ class ServerSentEvent(TypedDict):
 
 
 EVENTS = {EVENT_STREAM_TYPE: ServerSentEvent}
-"""For the route table: the content of a response that is a stream of events."""
+"""In the route table, declares a response to be a stream of these events."""
 
 
 def event(name: str, data: bytes, number: int = 0) -> bytes:
@@ -103,7 +103,7 @@ class EventStream:
         return response
 
     def abort(self) -> None:
-        """Close the connection and discard unsent bytes: sending them would need a reader that reads."""
+        """Close the connection and discard unsent bytes: the reader may never read them."""
         transport = self._request.transport
         if transport is not None:
             if (sock := transport.get_extra_info("socket")) is not None and sock.family != socket.AF_UNIX:

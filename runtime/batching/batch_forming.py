@@ -11,11 +11,11 @@ from bisect import bisect_right
 
 from .latency_curve import LatencyCurve
 
-# The shortest wait considered is expected to bring twice this number of items. A longer wait is considered
-# only if it is expected to bring at least this many items more than the last one considered.
+# A wait is considered only if it should bring at least twice this number of items. A longer one is considered
+# only if it should bring at least this many items more than the last one considered.
 MIN_MORE = 0.25
 # The grid: let s be the seconds that one batch of two saves over two batches of one (see `saving`). Arrivals
-# are counted at STEPS points of time after the end of a batch: STEP * s, 2 * STEP * s, ... up to 3/4 s.
+# are counted at STEPS points of time after the end of a batch: STEP * s, 2 * STEP * s, ... to 0.75 * s.
 STEPS = 24
 STEP = 1 / 32
 # The weight of the latest batch in the mean numbers of arrivals.
@@ -67,7 +67,7 @@ def wait_until(
 ) -> float:
     """Return until when to wait for more items. A time not after `now_s` means: run the waiting items now.
 
-    `slack_s` is how long the most urgent item can wait before it must start to meet its deadline.
+    `slack_s` is how long the most urgent item can still wait without missing its deadline.
 
     Let n items wait (`queued`), and k more be expected within t seconds (`more`, `wait_s`). L is the median
     of the latency curve. If the n items run now, they end after L(n), and the k items run after them and end

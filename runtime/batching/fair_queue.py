@@ -125,7 +125,7 @@ class FairQueue(Generic[T]):
         return min((item.deadline_s for item in self.heads()), default=math.inf)
 
     def ahead(self, tenant: str, priority: int) -> int:
-        """Estimate how many items are served before a new one with the latest deadline of its tenant."""
+        """Estimate how many items are served before a new one that is the last of its tenant."""
         own = self._classes.get(priority, {}).get(tenant)
         own_count = len(own.items) if own is not None else 0
         more_urgent = (queue for other in self._classes if other < priority for queue in self._active(other))

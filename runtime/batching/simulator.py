@@ -22,8 +22,7 @@ from .queue import Queue, Slots
 
 # The priority of every simulated call: the default of the gateway.
 PRIORITY = 3
-# The sizes that the curve of `SimulatedFunction.curve` has, up to max_batch: powers of two, as workers
-# measure.
+# The batch sizes in `SimulatedFunction.curve`, up to max_batch: the powers of two that workers measure.
 MEASURED = (1, 2, 4, 8, 16, 32)
 
 
@@ -141,7 +140,7 @@ class SimulatedWorker:
         self._free_s = [0.0] * slots
 
     def run(self, arrives_s: float, seconds: float) -> float:
-        """Run a batch, which takes `seconds`, in the slot that is free first. Return when it ends."""
+        """Run a batch, which takes `seconds`, in the slot that is free first. Return its end time."""
         slot = self._free_s.index(min(self._free_s))
         self._free_s[slot] = max(arrives_s, self._free_s[slot]) + seconds
         return self._free_s[slot]

@@ -22,7 +22,7 @@ from .store import JobStore
 MIN_PREFETCH = 8
 """The smallest prefetch. The prefetch is how many submitted jobs may wait until a worker is free.
 
-Normally it is the number of jobs that all workers together can run at the same time, if that is larger.
+If all workers together can run more jobs than this at the same time, the prefetch is that number.
 """
 MAX_SUBMITTED = 1024
 """The most jobs of one function that are submitted at a time."""
@@ -94,7 +94,7 @@ class _FunctionJobs:
     news: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the store should be read again, and at shutdown."""
     attempts: dict[str, JobAttempt] = field(default_factory=dict)
-    """By job id, the attempts that are not yet stored completely."""
+    """By job id, the attempts whose end is not yet stored."""
     ended: set[str] = field(default_factory=set)
     """The ids of the jobs that ended or were cancelled since the latest read of the store began."""
 
@@ -112,7 +112,7 @@ class _FunctionJobs:
     async def _submit_next(self) -> float | None:
         """Submit as many jobs as there is room for.
 
-        Return the seconds after which to call this again, or None if only `news` requires it.
+        Return the seconds after which to call this again, or None to wait only for `news`.
         """
         try:
             room = self._room()

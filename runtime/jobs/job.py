@@ -120,7 +120,7 @@ class Job:
     max_attempts: int
     created_s: float
     attempts: int = 0
-    """How many attempts have started. While one runs, this is its number, the fence; see transaction.py."""
+    """How many attempts have started. While one runs, this number is its fence; see transaction.py."""
     retries: int = 0
     """How many times a caller has requested a retry."""
     started_s: float = 0.0

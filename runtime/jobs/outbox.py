@@ -28,7 +28,7 @@ MAX_LOG = 20
 KEEP_ENDED_S = 7 * 86400.0
 """Deliveries that have ended are deleted this long after they were added, or earlier with their job."""
 MAX_DELETED = 4
-"""How many old rows are deleted when a delivery ends. With more than one, the old rows become fewer."""
+"""How many old rows are deleted when a delivery ends. More than one, so that a backlog shrinks."""
 MAX_HOSTS = 256
 """How many hosts `due` examines: those whose deliveries are due earliest."""
 
@@ -102,7 +102,7 @@ def due(
     """
     found: list[tuple[float, int]] = []
     later_s: list[float] = []
-    # A host that is busy may be in the list with nothing to send now, so the limit is raised by their number.
+    # A busy host may be listed with nothing to send now, so the limit is raised by the size of `busy`.
     hosts = connection.execute(_HOSTS, (MAX_HOSTS + len(busy),)).fetchall()
     for host, first_s in hosts:
         jobs = {job_id for busy_host, job_id in busy if busy_host == host}
@@ -191,7 +191,7 @@ def newest(
 def delete_orphans(connection: sqlite3.Connection, before_s: float, limit: int) -> None:
     """Delete up to `limit` ended deliveries that were added before `before_s` and whose job was deleted.
 
-    These were still pending when their job was deleted.
+    They outlived their job because they were pending.
     """
     connection.execute(
         _DELETE_OLDEST % "AND NOT EXISTS (SELECT 1 FROM jobs WHERE id = job_id)", (before_s, limit)

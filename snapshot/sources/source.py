@@ -74,7 +74,7 @@ class Source(Protocol):
         """
 
     def connect(self) -> Connection:
-        """Return a new connection. The network connection may be opened only by its first `begin`."""
+        """Return a new connection. The network connection may open as late as its first `begin`."""
 
 
 @runtime_checkable
