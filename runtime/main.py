@@ -8,15 +8,12 @@ import gc
 import shlex
 import signal
 import sys
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import uvloop
-from watchfiles import awatch
-from watchfiles.main import FileChange
 
 from ..addresses import is_loopback
 from ..errors import GatewayError, PilotflameError, UnknownFunction
@@ -34,10 +31,10 @@ from .api.responses import ErrorResponses, compressed
 from .api.routes import error_formats
 from .api.server import bind, http_server, url_of
 from .api.webhooks import WebhooksApi
+from .commands.watch import watch
 from .dialects.registry import dialect_routes
 from .events.sources import Sources
 from .functions.deploy import Deployment
-from .functions.live import Live
 from .functions.registry import FunctionEvents, Functions
 from .functions.store import Store
 from .jobs.jobs import Jobs
@@ -93,8 +90,7 @@ def run(
                 on_listening(server.url)
                 if folder is not None:
                     deployment = Deployment(path=folder, overrides=overrides or {})
-                    changes = awatch(folder, stop_event=stop)
-                    server.tasks.create_task(_follow(changes, server.functions, deployment))
+                    server.tasks.create_task(watch(folder, server.functions, deployment, stop, _write))
                 await stop.wait()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -206,51 +202,6 @@ def _quota_counter(functions: Functions, metrics: Metrics) -> Callable[[str, Pil
             metrics.turned_away(name, error)
 
     return count
-
-
-async def _follow(
-    changes: AsyncGenerator[set[FileChange], None], functions: Functions, deployment: Deployment
-) -> None:
-    """Deploy now and after each change, and print the function's log. Return when `changes` ends."""
-    log: asyncio.Task[None] | None = None
-    async with asyncio.TaskGroup() as tasks:
-        changed = True
-        while changed:
-            # Watch during the deploy too, so that no change is missed.
-            change = tasks.create_task(_any(changes))
-            live = await _deploy(functions, deployment)
-            # All revisions of a function write to the same log, so it is followed only once.
-            if log is None and live is not None:
-                log = tasks.create_task(_print_log(live))
-            changed = await change
-        if log is not None:
-            log.cancel()
-
-
-async def _any(changes: AsyncGenerator[set[FileChange], None]) -> bool:
-    """Wait for the next change and return True. Return False if `changes` has ended."""
-    return await anext(changes, None) is not None
-
-
-async def _deploy(functions: Functions, deployment: Deployment) -> Live | None:
-    """Deploy, and print the outcome. If it fails, return None; the previous revision stays live."""
-    started_s = time.monotonic()
-    try:
-        live = await functions.deploy(deployment)
-    except (PilotflameError, OSError) as error:
-        # OSError: a file may vanish while it is copied.
-        _write(f"not deployed: {error}")
-        sys.stderr.write(getattr(error, "details", {}).get("traceback", ""))
-        return None
-    _write(f"{live.record.function} {live.record.revision} is live ({time.monotonic() - started_s:.1f} s)")
-    for warning in live.warnings:
-        _write(f"warning: {warning}")
-    return live
-
-
-async def _print_log(live: Live) -> None:
-    async for line in live.logs.follow(100):
-        sys.stderr.write(f"{line.source} | {line.text}\n")
 
 
 def _tune_garbage_collection() -> None:

@@ -260,7 +260,7 @@ class _Fetch:
             attempts = 1 if part.at - begun >= PROGRESS_BYTES else part.attempts + 1
             self._retries += 1
             if attempts >= (STALLS if part.broken_off else ATTEMPTS):
-                self._error = self._error or self._failed(part, problem)
+                self._error = self._error or self._failed(part, problem, attempts)
             if not part.broken_off:
                 due_s = time.monotonic() + delay_s(attempts, problem.retry_after_s)
         self._ranges.finish(part, attempts=attempts, due_s=due_s)
@@ -279,13 +279,13 @@ class _Fetch:
                 details={"object": shard.name},
             )
 
-    def _failed(self, part: Part, problem: SourceUnavailable) -> FetchFailed:
+    def _failed(self, part: Part, problem: SourceUnavailable, attempts: int) -> FetchFailed:
         shard = self.manifest.shards[part.shard]
         chunk = part.at // self.manifest.chunk_bytes
         names = chunk_tensors(self.manifest, part.shard, chunk)
         return FetchFailed(
             f"Shard {shard.name}: chunk {chunk} (from byte {part.at}), which {holding(names)}, "
-            f"was given up after {ATTEMPTS} attempts: {problem.message}",
+            f"was given up after {attempts} attempts: {problem.message}",
             remedy="Check the source, and try again: what has landed is kept.",
             details={"shard": shard.name, "chunk": chunk, "tensors": names[:100]},
         )

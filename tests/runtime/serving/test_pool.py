@@ -8,21 +8,9 @@ import signal
 
 import pytest
 from live import Gate, gone
+from serving_handlers import PID, THREADED, WAITS, kill
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-PID = "import os\ndef handler(event):\n    return [os.getpid(), os.getppid()]"
-WAITS = "import gate, os\ndef handler(event):\n    gate.wait(str(event))\n    return os.getpid()"
-
-# A module whose import starts a thread, so that it cannot be forked.
-THREADED = {
-    "chatty.py": "import threading, time\nthreading.Thread(target=time.sleep, args=(3600,), daemon=True).start()\n",
-}
-
-
-async def kill(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
-    await gone(pid)
 
 
 async def test_the_standby_is_the_next_worker(deploy):

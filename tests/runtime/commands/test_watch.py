@@ -1,0 +1,40 @@
+"""The folder watch of `pilotflame dev`: a change is deployed, a mistake leaves the previous revision live."""
+
+from __future__ import annotations
+
+from live import gateway_process, until
+
+
+async def test_a_change_is_a_deploy(state):
+    folder = state.parent / "watched"
+    folder.mkdir()
+    handler, log = folder / "handler.py", state.parent / "gateway.log"
+    handler.write_text("print('loaded')\ndef handler(event):\n    print('said', event)\n    return 1\n")
+    async with gateway_process(state, watch=str(folder)) as gateway:
+        function = gateway.function("watched")
+
+        async def answers() -> int | None:
+            response = await function.call("x")
+            return response.json() if response.status_code == 200 else None
+
+        async def told(text: str) -> bool:
+            return text in log.read_text()
+
+        await until(answers, "the first revision")
+        await until(lambda: told("said x"), "the function's log")
+
+        handler.write_text("def handler(event):\n    return (\n")
+        await until(
+            lambda: told("not deployed: Importing handler.py failed at handler.py, line 2"), "the mistake"
+        )
+        assert await answers() == 1
+
+        handler.write_text("def handler(event):\n    return 2\n")
+
+        async def second() -> bool:
+            return await answers() == 2
+
+        await until(second, "the second revision")
+        assert gateway.process is not None
+        gateway.process.terminate()
+        assert await gateway.process.wait() == 0
