@@ -27,14 +27,13 @@ class BatchEnd(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _SentBatch:
-    """A batch that a worker was sent. `channels` are those of the items that have not ended.
-
-    `started_s` is 0 while all slots of the worker are busy with earlier batches.
-    """
+    """A batch that a worker was sent."""
 
     channels: set[int]
+    """The channels of the items that have not ended."""
     size: int
     started_s: float
+    """0 while all slots of the worker are busy with earlier batches."""
     _cost: float = 0.0
     _known: int = 0
 
@@ -54,10 +53,7 @@ class _SentBatch:
 
 
 class Outstanding(Generic[T]):
-    """The items that one worker has, by channel.
-
-    The worker runs `slots` items at a time or, if `batching`, `slots` batches at a time.
-    """
+    """The items that one worker has. It runs `slots` items, or batches if `batching`, at a time."""
 
     def __init__(self, slots: int = 1, *, batching: bool = False) -> None:
         self.calls: dict[int, T] = {}
@@ -94,10 +90,7 @@ class Outstanding(Generic[T]):
         return channels
 
     def remove(self, channel: int, now_s: float, cost: float = 1.0) -> tuple[T | None, BatchEnd | None]:
-        """Remove an item that has ended; `cost` is 0 if it failed.
-
-        Return the item, None if it is not here, and a BatchEnd if it was the last item of its batch to end.
-        """
+        """Remove and return an item, and the end of its batch if it was the last. `cost` 0: it failed."""
         item = self.calls.pop(channel, None)
         self._removed_s = now_s
         if item is not None and not self.calls:
@@ -148,10 +141,7 @@ class Outstanding(Generic[T]):
         return self.busy_s + (now_s - self._busy_since_s if self.calls else 0.0)
 
     def expected_at(self, now_s: float, curve: LatencyCurve) -> float:
-        """Return when a slot will be free, according to `curve`.
-
-        It is `now_s` if a slot is free, and in the past if an item or batch takes longer than predicted.
-        """
+        """Return when a slot should be free: now, or at the predicted end of what runs, which may be over."""
         if (self.batches if self.batching else len(self.calls)) < self.slots:
             return now_s
         if not self.batching:

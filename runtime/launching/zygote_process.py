@@ -99,10 +99,7 @@ class ZygoteProcess:
             self._listener.forget(token)
 
     async def wait_built(self, timeout_s: float) -> dict[str, Any]:
-        """Wait for the BUILT frame and return its head.
-
-        Raise the HandlerError of a failed build. Raise LauncherError if the process dies or is too slow.
-        """
+        """Return the head of the BUILT frame. Raise the build's HandlerError, or LauncherError."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._built
@@ -114,7 +111,7 @@ class ZygoteProcess:
             ) from None
 
     def close(self) -> None:
-        """End the zygote by closing its link. Its children get SIGTERM when it ends, and workers drain."""
+        """End the zygote by closing its link. Its workers get SIGTERM then, and drain."""
         self._on_death = None
         self.child.link.close()
         self._end("was closed")
@@ -152,15 +149,14 @@ class ZygoteProcess:
             self._on_death()
 
     def _end(self, how: str) -> None:
-        """Fail everything that waits for a report of this zygote. `how` says in the error how it ended."""
+        """Fail everything that waits for a report of this zygote, which ended as `how` says."""
         for child in self._children.values():
             child.report_exit(None)
-        remedy = "See `pilotflame logs` for its last output."
-        error = LauncherError(f"{self.child.name} {how}.", remedy=remedy)
+        message, remedy = f"{self.child.name} {how}.", "See `pilotflame logs` for its last output."
         futures: list[asyncio.Future[Any]] = [*self._forking.values(), self._built]
         for future in futures:
             if not future.done():
-                future.set_exception(error)
+                future.set_exception(LauncherError(message, remedy=remedy))
         if not self._built.cancelled():
             # Retrieve the exception: otherwise asyncio logs an error if `wait_built` is never called.
             self._built.exception()
