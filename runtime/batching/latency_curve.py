@@ -151,16 +151,14 @@ class _Bucket:
         self._latest.append(seconds)
 
     @property
-    def weight(self) -> float:
+    def weight(self) -> int:
         return max(len(self._latest), LOADED_WEIGHT if self._loaded is not None else 0)
 
     def point(self) -> Point:
-        latest, loaded = list(self._latest), self._loaded
-        if loaded is None or len(latest) >= LOADED_WEIGHT:
-            return Point(self._size, _percentile(latest, 0.5), _percentile(latest, 0.95))
+        latest, loaded = list(self._latest), self._loaded or Point(0.0, 0.0, 0.0)
         # The loaded point stands in for each duration that is missing from LOADED_WEIGHT.
-        missing = LOADED_WEIGHT - len(latest)
-        size = (self._size * len(latest) + loaded.size * missing) / LOADED_WEIGHT
+        missing = self.weight - len(latest)
+        size = (self._size * len(latest) + loaded.size * missing) / self.weight
         p50_s = _percentile(latest + [loaded.p50_s] * missing, 0.5)
         return Point(size, p50_s, max(p50_s, _percentile(latest + [loaded.p95_s] * missing, 0.95)))
 

@@ -20,8 +20,6 @@ from .latency_curve import LatencyCurve, Point
 from .outstanding import Outstanding
 from .queue import Queue, Slots
 
-# The priority of every simulated call: the default of the gateway.
-PRIORITY = 3
 # The batch sizes in `SimulatedFunction.curve`, up to max_batch: the powers of two that workers measure.
 MEASURED = (1, 2, 4, 8, 16, 32)
 
@@ -55,7 +53,7 @@ class CallOutcome(Enum):
 class SimulatedAttempt:
     """A call as an Item of the queue or at a worker, and its outcome once it has ended."""
 
-    priority, patient, max_batch, sent_s = PRIORITY, False, 0, 0.0
+    priority, patient, max_batch, sent_s = 3, False, 0, 0.0
     ended_s = 0.0
     outcome: CallOutcome | None = None
     retry_after_s: float | None = None

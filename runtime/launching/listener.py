@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ...errors import GatewayError, LinkError
 from ..link.connection import Link
-from ..link.frames import HEADER, FrameKind, FrameReader
+from ..link.frames import Frame, FrameKind, FrameReader
 from ..telemetry.logs import LogBook, LogStream
 
 HELLO_TIMEOUT_S = 10.0
@@ -128,7 +128,7 @@ class _Greeting:
     def __init__(self, sock: socket.socket, loop: asyncio.AbstractEventLoop, listener: Listener) -> None:
         sock.setblocking(False)
         self._sock, self._loop, self._listener = sock, loop, listener
-        self._data = b""
+        self._reader = FrameReader(MAX_HELLO_BYTES)
         self._timer = loop.call_later(HELLO_TIMEOUT_S, self.close)
         loop.add_reader(sock, self.read)
 
@@ -139,35 +139,26 @@ class _Greeting:
     def read(self) -> None:
         """Read what has arrived of the HELLO, and nothing after it. Once complete, hand over or close."""
         try:
-            while data := self._sock.recv(self._missing()):
-                self._data += data
-                if not self._missing():
+            while data := self._sock.recv(self._reader.missing):
+                if frames := self._reader.feed(data):
                     self._stop()
-                    if not self._greet():
+                    if not self._greet(frames[0]):
                         self._sock.close()
                     return
         except BlockingIOError:
             return
-        except OSError:
+        except (OSError, LinkError):
             pass
         self.close()
-
-    def _missing(self) -> int:
-        """Return how many bytes to read next: 0 if the HELLO is complete or too long."""
-        if len(self._data) < HEADER.size:
-            return HEADER.size - len(self._data)
-        length = HEADER.unpack_from(self._data)[0]
-        return 0 if length > MAX_HELLO_BYTES else HEADER.size + length - len(self._data)
 
     def _stop(self) -> None:
         self._timer.cancel()
         self._loop.remove_reader(self._sock)
         self._listener.discard(self)
 
-    def _greet(self) -> bool:
+    def _greet(self, hello: Frame) -> bool:
         with contextlib.suppress(LinkError, KeyError):
-            frames = FrameReader(MAX_HELLO_BYTES).feed(self._data)
-            if len(frames) == 1 and frames[0].kind == FrameKind.HELLO:
-                head = frames[0].json()
+            if hello.kind == FrameKind.HELLO:
+                head = hello.json()
                 return self._listener.hello(self._sock, str(head["token"]), str(head["role"]))
         return False

@@ -123,6 +123,11 @@ class FrameReader:
         self._rest = bytearray()
         self._needed = HEADER.size
 
+    @property
+    def missing(self) -> int:
+        """How many bytes are missing from the next frame, or from its header if that is incomplete."""
+        return self._needed - len(self._rest)
+
     def feed(self, data: bytes) -> list[Frame]:
         """Add received bytes and return the frames that are now complete.
 

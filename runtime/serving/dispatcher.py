@@ -179,7 +179,7 @@ class Dispatcher:
 
     def _fail(self, invocation: Invocation, error: PilotflameError) -> None:
         self._deadlines.cancel(invocation)
-        invocation.fail(error)
+        invocation.end(error)
 
     def _retired(self) -> RevisionRetired:
         return RevisionRetired(f"Revision {self._spec.revision} was stopped before this invocation ran.")
@@ -250,10 +250,7 @@ class Dispatcher:
         elif replica.completed % OBSERVED_EVERY == 1:
             self._observe(BatchEnd(1, 1.0, now_s - timeline.sent_s - timeline.wait_s))
         self._deadlines.cancel(invocation)
-        if isinstance(outcome, Output):
-            invocation.resolve(outcome)
-        else:
-            invocation.fail(self._pool.explain(outcome))
+        invocation.end(outcome if isinstance(outcome, Output) else self._pool.explain(outcome))
         if batch is not None:
             self._observe(batch)
 

@@ -171,19 +171,17 @@ class Invocation:
         if self.batch_size > 1:
             self.max_batch = self.batch_size = 1
 
-    def resolve(self, output: Output) -> None:
-        if self._end():
-            self.output.set_result(output)
-            if self.on_end is not None:
-                self.on_end()
-
-    def fail(self, error: PilotflameError) -> None:
-        if self._end():
-            self.output.set_exception(error)
+    def end(self, outcome: Output | PilotflameError) -> None:
+        if not self._end():
+            return
+        if isinstance(outcome, Output):
+            self.output.set_result(outcome)
+        else:
+            self.output.set_exception(outcome)
             # Mark it as retrieved: if the caller has gone, asyncio must not warn about it.
             self.output.exception()
-            if self.on_end is not None:
-                self.on_end()
+        if self.on_end is not None:
+            self.on_end()
 
     def abandon(self) -> None:
         """The invocation ends because its caller has gone."""

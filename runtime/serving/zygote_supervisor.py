@@ -196,6 +196,5 @@ class ZygoteSupervisor:
 
     def _drop_standby(self) -> None:
         """Close the standby's link, which ends its process."""
-        if self.standby is not None:
-            self.standby.link.close()
-            self.standby = None
+        if (child := self.take_standby()) is not None:
+            child.link.close()

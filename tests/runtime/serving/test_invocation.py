@@ -19,8 +19,8 @@ def make(**more: Any) -> Invocation:
 
 
 ENDS = {
-    "resolve": lambda invocation: invocation.resolve(OUTPUT),
-    "fail": lambda invocation: invocation.fail(HandlerFailed("no")),
+    "resolve": lambda invocation: invocation.end(OUTPUT),
+    "fail": lambda invocation: invocation.end(HandlerFailed("no")),
     "abandon": lambda invocation: invocation.abandon(),
 }
 
@@ -87,7 +87,7 @@ async def test_an_end_after_the_caller_stopped_waiting_is_ignored() -> None:
 
 async def test_a_failure_that_is_not_retrieved_leaves_no_warning() -> None:
     invocation = make()
-    invocation.fail(WorkerDied("gone"))
+    invocation.end(WorkerDied("gone"))
     # Warnings are errors here: "exception was never retrieved" would fail the test.
     del invocation
 
