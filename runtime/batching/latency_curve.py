@@ -35,7 +35,7 @@ class Point(NamedTuple):
 
 
 class LatencyCurve:
-    """A curve that is linear between its points. Each is of a bucket of sizes within a factor of sqrt(2)."""
+    """One point for each bucket of sizes (within a factor of sqrt(2)). Between them the curve is linear."""
 
     def __init__(self, points: Iterable[Point] = ()) -> None:
         self.mean_cost = 1.0

@@ -53,7 +53,7 @@ class _SentBatch:
 
 
 class Outstanding(Generic[T]):
-    """The items that one worker has. It runs `slots` items, or batches if `batching`, at a time."""
+    """The items that one worker has. The worker runs `slots` items, or batches if `batching`, at a time."""
 
     def __init__(self, slots: int = 1, *, batching: bool = False) -> None:
         self.calls: dict[int, T] = {}
@@ -90,7 +90,10 @@ class Outstanding(Generic[T]):
         return channels
 
     def remove(self, channel: int, now_s: float, cost: float = 1.0) -> tuple[T | None, BatchEnd | None]:
-        """Remove and return an item, and the end of its batch if it was the last. `cost` 0: it failed."""
+        """Remove and return an item, None if it is not here. Its `cost` is 0 if it failed.
+
+        Also return a BatchEnd if it was the last item of its batch to end.
+        """
         item = self.calls.pop(channel, None)
         self._removed_s = now_s
         if item is not None and not self.calls:
@@ -141,7 +144,10 @@ class Outstanding(Generic[T]):
         return self.busy_s + (now_s - self._busy_since_s if self.calls else 0.0)
 
     def expected_at(self, now_s: float, curve: LatencyCurve) -> float:
-        """Return when a slot should be free: now, or at the predicted end of what runs, which may be over."""
+        """Return when a slot will be free, according to `curve`.
+
+        It is `now_s` if a slot is free, and in the past if an item or batch takes longer than predicted.
+        """
         if (self.batches if self.batching else len(self.calls)) < self.slots:
             return now_s
         if not self.batching:

@@ -98,13 +98,16 @@ class Queue(Generic[T]):
         self._waiting.add(item, first=first)
 
     def _has_share(self, tenant: str) -> bool:
-        """Return True if a tenant has its equal share of a full queue, or the queue has twice its limit."""
+        """Return True if a tenant has its share of a full queue, which the tenants share equally.
+
+        A tenant below its share may exceed the limit of the queue, up to twice the limit.
+        """
         own = self._waiting.count(tenant)
         tenants = self._waiting.tenants + (not own)
         return own * tenants >= self._max_queue or len(self._waiting) >= 2 * self._max_queue
 
     def _check(self, item: T, now_s: float, slots: Slots) -> bool:
-        """Return True if the item is served first, by a reservation. Raise Overloaded if it would be late."""
+        """Return True if a reservation puts the item first. Raise Overloaded if it would end too late."""
         reserved = self._reservations.use(item.tenant, item.body, now_s, item.timeout_s)
         if reserved and self._finish_s(len(self._reserved), now_s, slots) <= item.deadline_s:
             self._reserved.add(id(item))
@@ -116,7 +119,8 @@ class Queue(Generic[T]):
 
     def _finish_s(self, ahead: int, now_s: float, slots: Slots) -> float:
         """Return when an item is expected to end that has `ahead` items before it."""
-        # The medians: with the 95th percentiles, many items would be refused that can end in time.
+        # A slot becomes free, then the full batches before it run, then its own. This uses the medians: with
+        # the 95th percentiles, many items would be refused that can end in time.
         rounds, own = divmod(ahead, self.max_batch * slots.count)
         start_s = max(now_s, slots.free_at_s) + rounds * self.curve.typical(self.max_batch)
         return start_s + self.curve.typical(min(self.max_batch, own + 1))
@@ -167,7 +171,7 @@ class Queue(Generic[T]):
         return wait_until(now_s, queued, self.max_batch, slack_s, self.curve, self._arrivals)
 
     def _form(self, start_s: float) -> tuple[list[T], list[T]]:
-        """Remove and return the next batch, and items before it that would miss their deadlines."""
+        """Remove and return the next batch, and the items before it that would miss their deadlines."""
         most, batch, late = self.max_batch, list[T](), list[T]()
         while len(batch) < most and (item := self._waiting.pop(self.curve.mean_cost)) is not None:
             if item.max_batch and len(batch) >= item.max_batch:

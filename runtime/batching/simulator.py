@@ -51,7 +51,7 @@ class CallOutcome(Enum):
 
 
 class SimulatedAttempt:
-    """A call as an Item of the queue or at a worker, and its outcome once it has ended."""
+    """A call that waits or runs, and its outcome once it has ended. It has the attributes of an Item."""
 
     priority, patient, max_batch, sent_s = 3, False, 0, 0.0
     ended_s = 0.0

@@ -137,7 +137,10 @@ class _Greeting:
         self._sock.close()
 
     def read(self) -> None:
-        """Read what has arrived of the HELLO, and nothing after it. Once complete, hand over or close."""
+        """Read the bytes of the HELLO that have arrived, and none of the bytes after it.
+
+        Once the HELLO is complete, hand over the connection or close it.
+        """
         try:
             while data := self._sock.recv(self._reader.missing):
                 if frames := self._reader.feed(data):

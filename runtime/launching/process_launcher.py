@@ -24,7 +24,7 @@ INHERITED = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "TZ", "LANG",
              "LD_LIBRARY_PATH")  # fmt: skip
 INHERITED_PREFIXES = ("LC_", "HF_", "TRANSFORMERS_", "OMP_", "MKL_", "KMP_", "CUDA_", "NVIDIA_", "COVERAGE_")
 SECRET_ENDINGS = ("_TOKEN", "_KEY", "_SECRET", "_PASSWORD")
-# So libraries start no thread pools at import, which a zygote must not have. In workers,
+# These stop libraries from starting thread pools at import: a zygote must not have them. In workers,
 # `fork_safety.set_threads` raises the thread counts of torch and BLAS again.
 SINGLE_THREADED = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 

@@ -58,9 +58,7 @@ class ZygoteProcess:
     def __init__(
         self, child: ChildProcess, listener: Listener, on_death: Callable[[], None] | None = None
     ) -> None:
-        self.child = child
-        self._listener = listener
-        self._on_death = on_death
+        self.child, self._listener, self._on_death = child, listener, on_death
         self._built: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._forking: dict[str, asyncio.Future[ChildProcess]] = {}
         self._token_of: dict[int, str] = {}
@@ -111,7 +109,7 @@ class ZygoteProcess:
             ) from None
 
     def close(self) -> None:
-        """End the zygote by closing its link. Its workers get SIGTERM then, and drain."""
+        """End the zygote by closing its link. Its children get SIGTERM when it ends, and workers drain."""
         self._on_death = None
         self.child.link.close()
         self._end("was closed")
@@ -149,7 +147,7 @@ class ZygoteProcess:
             self._on_death()
 
     def _end(self, how: str) -> None:
-        """Fail everything that waits for a report of this zygote, which ended as `how` says."""
+        """Fail everything that waits for a report of this zygote. `how` says in the error how it ended."""
         for child in self._children.values():
             child.report_exit(None)
         message, remedy = f"{self.child.name} {how}.", "See `pilotflame logs` for its last output."

@@ -45,7 +45,7 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """How many workers to start or to stop, the longest idle first, and when to decide again, if set."""
+    """How many workers to start and to stop, the longest idle first. Decide again at `wake_at_s`, if set."""
 
     start: int = 0
     stop: int = 0

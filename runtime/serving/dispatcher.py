@@ -61,12 +61,9 @@ class Dispatcher:
         self.queue: Queue[Invocation] = Queue(
             spec.function, max_batch=policy.max_batch, max_queue=policy.settings.max_queue
         )
-        self._policy = policy
+        self._spec, self._policy, self._pool = spec, policy, pool
+        self._curves, self._on_left = curves, on_left
         self._device = ""
-        self._curves = curves
-        self._spec = spec
-        self._pool = pool
-        self._on_left = on_left
         self._loop = asyncio.get_running_loop()
         self._deadlines = Deadlines(self._loop, self._on_due)
         self._batch_timer: asyncio.TimerHandle | None = None
@@ -87,7 +84,10 @@ class Dispatcher:
     # -- arrivals
 
     def submit(self, invocation: Invocation) -> bool:
-        """Send an invocation and return True, or queue it. Raise RevisionRetired, QueueFull or Overloaded."""
+        """Send an invocation to a free worker and return True, or queue it and return False.
+
+        Raise RevisionRetired after `close`. Raise QueueFull or Overloaded if the queue refuses it.
+        """
         if self._closed:
             raise self._retired()
         now_s = time.monotonic()
@@ -102,7 +102,7 @@ class Dispatcher:
         return False
 
     def _slots(self, now_s: float) -> Slots:
-        """Return the slots of all workers, those of starting workers included."""
+        """Return the slots of all workers, starting ones too. Without batches, each invocation needs one."""
         ready = self._pool.ready
         at_once = max(1, self._policy.scale.concurrency // self._policy.max_batch)
         count = sum(replica.outstanding.slots for replica in ready) + at_once * self._pool.starting
@@ -157,7 +157,7 @@ class Dispatcher:
     def cancel(self, invocation: Invocation) -> None:
         """Remove a disconnected caller's invocation from the queue, or cancel it at its worker."""
         self._deadlines.cancel(invocation)
-        invocation.abandon()
+        invocation.end(None)
         self._remove(invocation)
 
     def _remove(self, invocation: Invocation) -> None:
@@ -265,7 +265,7 @@ class Dispatcher:
 
     def _observe_response(self, ended_s: float) -> None:
         """Learn the time from the end of a batch to its last response."""
-        # Twice, because the callers probably take as long to receive them as the loop took to send them.
+        # Twice: receiving the responses probably takes the callers as long as the loop took to send them.
         self.queue.observe_response(2 * (time.monotonic() - ended_s))
 
     def adopt(self, replica: Replica) -> None:

@@ -49,7 +49,7 @@ class Stream:
         self._arrived.set()
 
     async def take(self) -> list[bytes]:
-        """Wait for pieces, and return all that have arrived; [] at the end. Cancelling it loses none."""
+        """Wait for pieces, and return all that have arrived; [] at the end. If cancelled, none is lost."""
         while not self._pieces:
             if self._closed:
                 return []
@@ -171,8 +171,17 @@ class Invocation:
         if self.batch_size > 1:
             self.max_batch = self.batch_size = 1
 
-    def end(self, outcome: Output | PilotflameError) -> None:
-        if not self._end():
+    def end(self, outcome: Output | PilotflameError | None) -> None:
+        """End the invocation, unless it has ended. `outcome` is None if its caller has gone."""
+        if self.ended:
+            return
+        self.ended = True
+        if self.stream is not None:
+            self.stream.close()
+        if self.output.done():
+            return
+        if outcome is None:
+            self.output.cancel()
             return
         if isinstance(outcome, Output):
             self.output.set_result(outcome)
@@ -182,17 +191,3 @@ class Invocation:
             self.output.exception()
         if self.on_end is not None:
             self.on_end()
-
-    def abandon(self) -> None:
-        """The invocation ends because its caller has gone."""
-        if self._end():
-            self.output.cancel()
-
-    def _end(self) -> bool:
-        """End the invocation. Return True if this is the first end and `output` was not cancelled."""
-        if self.ended:
-            return False
-        self.ended = True
-        if self.stream is not None:
-            self.stream.close()
-        return not self.output.done()

@@ -26,7 +26,7 @@ _FORMAT = TypeAdapter(dict[str, list[Point]])
 
 
 class LatencyCurveStore:
-    """The curves of one code with one snapshot, in one JSON file. `open` and `write` block the thread."""
+    """The curves of one code with one snapshot, in one JSON file. `open` and `write` do blocking I/O."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -39,7 +39,7 @@ class LatencyCurveStore:
 
     @classmethod
     def open(cls, folder: Path, code: str, manifest: Path | None) -> LatencyCurveStore:
-        """Return the store for the weights of a manifest, and for `code`, which identifies all else."""
+        """Return the store that all revisions with the same code (and settings) and weights share."""
         digest = hashlib.sha256(code.encode())
         if manifest is not None:
             with contextlib.suppress(OSError):

@@ -22,7 +22,7 @@ START_TIMEOUT_S = 900.0
 # A worker is killed if it has not exited this long after it reported a failed start, or after it had to be
 # replaced.
 EXIT_TIMEOUT_S = 30.0
-# The timing of a failed invocation, which the worker does not measure: a cost of 0 means that it failed.
+# The timing of an invocation that failed or was given back, which the worker does not measure: a cost of 0.
 UNKNOWN = Timing(0.0, 0.0, 1, 0.0)
 
 
@@ -182,26 +182,26 @@ class Replica:
         elif kind in (FrameKind.CHUNK, FrameKind.PROGRESS):
             self._on_piece(frame)
         elif kind == FrameKind.RETURNED:
-            if (invocation := self._remove(frame.channel, 0.0, time.monotonic())[0]) is not None:
-                self._events.on_returned(invocation)
+            self._on_end(frame.channel, None, UNKNOWN)
         else:
             self._on_control(kind, frame.json())
 
-    def _on_end(self, channel: int, outcome: Output | PilotflameError, timing: WorkerTiming) -> None:
+    def _on_end(self, channel: int, outcome: Output | PilotflameError | None, timing: WorkerTiming) -> None:
+        """Remove an invocation, and report its end. `outcome` is None if the worker gave it back."""
         now_s = time.monotonic()
-        invocation, batch = self._remove(channel, timing[3], now_s)
-        if invocation is not None:
-            self.completed += 1
-            self._events.on_end(self, invocation, outcome, timing, now_s, batch)
-
-    def _remove(self, channel: int, cost: float, now_s: float) -> tuple[Invocation | None, BatchEnd | None]:
-        removed = self.outstanding.remove(channel, now_s, cost)
+        invocation, batch = self.outstanding.remove(channel, now_s, timing[3])
         if not self.outstanding.calls:
             self.idle_since_s = now_s
         if self._stuck:
             self._stuck.discard(channel)
             self._kill_if_only_stuck()
-        return removed
+        if invocation is None:
+            return
+        if outcome is None:
+            self._events.on_returned(invocation)
+        else:
+            self.completed += 1
+            self._events.on_end(self, invocation, outcome, timing, now_s, batch)
 
     def _on_piece(self, frame: Frame) -> None:
         invocation = self.outstanding.calls.get(frame.channel)

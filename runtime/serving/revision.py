@@ -165,7 +165,7 @@ class Revision(RevisionEvents):
     # -- start and end
 
     async def try_start(self) -> None:
-        """Start one worker. Raise its error if it fails. Once ready, stop it, unless `min` needs it."""
+        """Start one worker. Raise its error if it fails. Stop it once it is ready, unless `min` needs it."""
         self.pool.start(1)
         await asyncio.wait([self._first_start], timeout=FIRST_START_TIMEOUT_S)
         if not self._first_start.done():

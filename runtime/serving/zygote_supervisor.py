@@ -32,7 +32,7 @@ LATEST_STANDBY_S = 2.0
 
 
 class ZygoteSupervisor:
-    """The zygote of one revision, and its standby: a forked child without weights, the next worker."""
+    """The zygote of one revision, and its standby: a child without weights that becomes the next worker."""
 
     def __init__(
         self, spec: WorkerSpec, scale: Scale, launcher: Launcher, logs: LogBook, tasks: asyncio.TaskGroup,
@@ -42,7 +42,7 @@ class ZygoteSupervisor:
         self.standby: Child | None = None
         self.standby_primed = False
         self._spec, self._launcher, self._logs, self._tasks, self._busy = spec, launcher, logs, tasks, busy
-        # Otherwise the zygote is ended after the last worker.
+        # If it is not kept, the zygote is ended after the last worker.
         self._keep = scale.rest == "zygote"
         self._with_standby = self._keep and scale.standby
         self._source: WorkerSource | None = None

@@ -40,7 +40,7 @@ class Echo:
         invocation.end(Output(invocation.body, "application/json"))
 
     def cancel(self, invocation: Invocation) -> None:
-        invocation.abandon()
+        invocation.end(None)
 
 
 class SlowStore(JobStore):
