@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 import time
 from pathlib import Path
 
@@ -82,7 +81,7 @@ async def _run(
     inputs: Inputs, journal: Journal, function: str, *, url: str, api_key: str, max_in_flight: int
 ) -> None:
     started_s, before = time.monotonic(), journal.done
-    with display.count_progress(function) as update:
+    with display.progress(function, in_bytes=False) as update:
 
         def written(line: InputLine) -> None:
             rate = (journal.done - before) / max(time.monotonic() - started_s, 0.001)
@@ -113,7 +112,7 @@ def _working_file(output: str) -> Path:
     """
     if not output.startswith("s3://"):
         return Path(output)
-    folder = default_state_dir(os.environ) / "batches"
+    folder = default_state_dir() / "batches"
     folder.mkdir(parents=True, exist_ok=True)
     return folder / f"{hashlib.sha256(output.encode()).hexdigest()[:32]}.jsonl"
 

@@ -62,19 +62,21 @@ class InvokeReply:
 
 
 class Client:
-    """A client of the gateway at `url`, or behind `control_socket`. Use it as a context manager."""
+    """A client of the gateway at `url`, or behind the control socket `socket`. Use it as a context manager."""
 
-    def __init__(
-        self, url: str = DEFAULT_URL, *, api_key: str = "", control_socket: Path | None = None
-    ) -> None:
+    def __init__(self, url: str = DEFAULT_URL, *, api_key: str = "", socket: Path | None = None) -> None:
+        if not (api_key.isascii() and api_key.isprintable()) or " " in api_key:
+            remedy = "Check --api-key and PILOTFLAME_API_KEY; a key looks like pf_…."
+            raise Unauthorized("The API key contains spaces or characters outside ASCII.", remedy=remedy)
         self.url = url.rstrip("/")
         self.on_loopback = is_loopback(_host(self.url))
-        transport = None if control_socket is None else httpx.HTTPTransport(uds=str(control_socket))
         # The proxy that the environment names is for other machines: it cannot reach a gateway on this one.
-        trust_env = not self.on_loopback
-        headers = _authorization(api_key)
         self._http = httpx.Client(
-            base_url=self.url, timeout=TIMEOUT, trust_env=trust_env, headers=headers, transport=transport
+            base_url=self.url,
+            timeout=TIMEOUT,
+            trust_env=not self.on_loopback,
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            transport=httpx.HTTPTransport(uds=str(socket)) if socket else None,
         )
 
     def __enter__(self) -> Self:
@@ -124,7 +126,7 @@ class Client:
         raise GatewayError("The stream broke off; the job goes on.", remedy="Follow it again, by its id.")
 
     def deploy(
-        self, folder: Path, *, overrides: Mapping[str, Any], upload: bool = False, **flags: bool
+        self, folder: Path, overrides: Mapping[str, Any], *, upload: bool = False, **flags: bool
     ) -> dict[str, Any]:
         """Deploy a folder and return the function's status.
 
@@ -261,15 +263,6 @@ def _host(url: str) -> str:
     if parsed.scheme in ("http", "https") and parsed.host:
         return parsed.host
     raise GatewayError(f"{url!r} is not a gateway's address: {why}.", remedy=f"An example: {DEFAULT_URL}.")
-
-
-def _authorization(api_key: str) -> dict[str, str]:
-    if not api_key:
-        return {}
-    if not (api_key.isascii() and api_key.isprintable()) or " " in api_key:
-        remedy = "Check --api-key and PILOTFLAME_API_KEY; a key looks like pf_…."
-        raise Unauthorized("The API key contains spaces or characters outside ASCII.", remedy=remedy)
-    return {"Authorization": f"Bearer {api_key}"}
 
 
 def _path(*segments: str) -> str:

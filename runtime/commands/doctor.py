@@ -56,9 +56,7 @@ def doctor(state_dir: Path | None, as_json: bool) -> None:
 
     Exit code 1 if something necessary is missing; the table says what to do.
 
-    \b
-    Example:
-      pilotflame doctor
+    Example: pilotflame doctor
     """
     settings = options.gateway_settings(state_dir=state_dir)
     with display.spinner("checking"):

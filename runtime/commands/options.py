@@ -29,10 +29,10 @@ yes = click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmatio
 limit = click.option("-n", "--limit", type=click.IntRange(1, 1000), default=20, help="How many to show.")
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 state_dir = click.option("--state-dir", type=_FOLDER, help="The gateway's state folder.")
-snapshot = click.option(
-    "--snapshot", metavar="PATH", help="Weights: a folder or .safetensors file. Overrides pilotflame.toml."
+_snapshot = click.option(
+    "--snapshot", metavar="PATH", help="Use these weights: a folder or .safetensors file."
 )
-settings = click.option(
+_settings = click.option(
     "--set", "settings", metavar="KEY=VALUE", multiple=True,
     help="Override a setting of pilotflame.toml, for example scale.max=8 or env.MODE=fast. Repeatable.",
 )  # fmt: skip
@@ -113,7 +113,7 @@ def function_source(command: Callable[..., Any]) -> Callable[..., Any]:
 
     existing = click.Path(exists=True, file_okay=False, path_type=Path)
     folder = click.argument("folder", type=existing, default=".")
-    return folder(settings(_name(snapshot(run))))
+    return folder(_settings(_name(_snapshot(run))))
 
 
 def gateway_settings(**overrides: Any) -> GatewaySettings:

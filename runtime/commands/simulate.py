@@ -17,15 +17,8 @@ from typing import Any
 import click
 
 from ...errors import CodeError
-from ..batching.simulator import (
-    CallOutcome,
-    DurationModel,
-    Run,
-    SimulatedCall,
-    SimulatedFunction,
-    Simulator,
-    poisson,
-)
+from ..batching import simulator
+from ..batching.simulator import CallOutcome, SimulatedCall
 from . import display, options
 
 # The progress bar is updated once per this many calls.
@@ -70,17 +63,19 @@ def simulate(
     if rate is not None:
         if rate * duration_s > MAX_CALLS:
             raise click.UsageError(f"--rate times --duration is more than {MAX_CALLS:,} calls.")
-        calls = list(poisson(rate, round(rate * duration_s), timeout_s=timeout_s, seed=seed))
+        calls = list(simulator.poisson(rate, round(rate * duration_s), timeout_s=timeout_s, seed=seed))
     elif arrivals is not None:
         times = enumerate(read_arrivals(arrivals))
         calls = [SimulatedCall(at_s / speed, timeout_s, body=b"%d" % number) for number, at_s in times]
-    timed, counts = DurationModel(read_curve(curve), noise), read_counts(workers)
+    timed, counts = simulator.DurationModel(read_curve(curve), noise), read_counts(workers)
     rows = list[dict[str, Any]]()
-    with display.count_progress("simulating") as update:
+    with display.progress("simulating", in_bytes=False) as update:
         for count in counts:
-            model = SimulatedFunction(timed, max_batch=limit, workers=count, max_queue=max_queue, seed=seed)
+            model = simulator.SimulatedFunction(
+                timed, max_batch=limit, workers=count, max_queue=max_queue, seed=seed
+            )
             report = partial(update, total=len(counts) * len(calls), note=display.counted(count, "worker"))
-            run = Simulator(model).run(_reported(calls, len(rows) * len(calls), report))
+            run = simulator.Simulator(model).run(_reported(calls, len(rows) * len(calls), report))
             rows.append({"workers": count, **figures(run)})
     if as_json:
         return display.print_json({"runs": rows})
@@ -98,7 +93,7 @@ def _reported(
         yield call
 
 
-def figures(run: Run) -> dict[str, Any]:
+def figures(run: simulator.Run) -> dict[str, Any]:
     """Return the figures of a run.
 
     Outcomes are counted for first attempts only. Latencies are those of the calls that were answered in time.

@@ -112,9 +112,7 @@ def _variable_problem(name: str, value: str) -> str | None:
 class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     """All settings of a function; part of its immutable revision."""
 
-    name: FunctionName = Field(
-        description="The function's name in URLs; by default made from the folder's name."
-    )
+    name: FunctionName = Field(description="Its name in URLs; by default made from the folder's name.")
     handler: Annotated[str, checked(_handler_problem)] = Field(
         "handler.py",
         description='The handler\'s file inside the folder, optionally with ":callable" after it; "runpod:", "cog:" or'
@@ -136,16 +134,12 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     )
     hold_s: Seconds = Field(60.0, description="Seconds a request waits for a worker to be ready.")
     ttl_s: PositiveSeconds = Field(86_400.0, description="Seconds a job may wait in the queue.")
-    attempts: int = Field(
-        3, ge=1, le=100, description="Attempts of a job whose workers die or cannot start, with the first."
-    )
+    attempts: int = Field(3, ge=1, le=100, description="Attempts of a job whose workers die or cannot start.")
     max_queue: int = Field(1000, ge=1, le=1_000_000, description="Most waiting invocations.")
     max_jobs: int = Field(100_000, ge=1, le=100_000_000, description="Most jobs in the queue.")
     max_jobs_bytes: int = Field(4096 * _MIB, ge=1, description="Most bytes of input of jobs in the queue.")
     max_body_bytes: int = Field(20 * _MIB, ge=1, description="Largest request body.")
-    env: Annotated[dict[str, str], checked(_env_problem)] = Field(
-        default_factory=dict, description="Environment variables of the workers."
-    )
+    env: Annotated[dict[str, str], checked(_env_problem)] = Field({}, description="The workers' environment.")
     scale: Scale = Field(default_factory=Scale, description="How many workers there are.")
     source: Annotated[tuple[EventSource, ...], Strict(False)] = Field(
         (), max_length=100, description="Queues whose messages are run as jobs: tables, [[source]]."
