@@ -47,10 +47,7 @@ class InvokeReply:
         return json.loads(body) if self.content_type == JSON_TYPE else body
 
     def pieces(self) -> Iterator[Any]:
-        """Yield a stream's pieces as they arrive.
-
-        Raise the error with which the gateway ends the stream, or GatewayError if the stream breaks off.
-        """
+        """Yield a stream's pieces. Raise the error that ends it, or GatewayError if it breaks off."""
         for event, data in parse_events(self._response.iter_bytes()):
             if event == "output":
                 yield json.loads(data)
@@ -62,7 +59,7 @@ class InvokeReply:
 
 
 class Client:
-    """A client of the gateway at `url`, or behind the control socket `socket`. Use it as a context manager."""
+    """A client of the gateway at `url`, or behind a control socket. Use it as a context manager."""
 
     def __init__(self, url: str = DEFAULT_URL, *, api_key: str = "", socket: Path | None = None) -> None:
         if not (api_key.isascii() and api_key.isprintable()) or " " in api_key:
@@ -89,10 +86,7 @@ class Client:
     def call(
         self, name: str, body: bytes = b"", *, content_type: str = JSON_TYPE, timeout_s: float | None = None
     ) -> Iterator[InvokeReply]:
-        """Invoke a function, and yield the reply, which can be read only inside the block.
-
-        Raise the error with which the gateway answers.
-        """
+        """Invoke a function, and yield the reply, which can be read only inside the block."""
         headers = {"Content-Type": content_type}
         if timeout_s is not None:
             headers["X-Request-Timeout"] = str(timeout_s)
@@ -100,10 +94,9 @@ class Client:
             yield InvokeReply(response)
 
     def submit(self, name: str, request: Mapping[str, Any], *, key: str = "") -> dict[str, Any]:
-        """Submit `{"input": …, "webhook": …, "policy": …}` as a job.
+        """Submit `{"input": …, "webhook": …, "policy": …}` as a job, and return its id and status.
 
-        Return its id, its status, and `replayed`: True if the gateway already had a job with this
-        idempotency key.
+        `replayed` is True in the result if the gateway already had a job with this idempotency key.
         """
         headers = {"Content-Type": JSON_TYPE} | ({"Idempotency-Key": key} if key else {})
         # httpx's own `json=` does not escape lone surrogates, which UTF-8 cannot encode.

@@ -66,10 +66,7 @@ def reply_facts(answer: Any, reply: InvokeReply) -> dict[str, Any]:
 
 
 def print_answer(answer: Any) -> None:
-    """Print a function's answer on stdout. Bytes are printed unchanged.
-
-    JSON is printed on one line, or indented if stdout is a terminal and the text is not too long.
-    """
+    """Print a function's answer: bytes unchanged, JSON on one line, but on a terminal indented if short."""
     if isinstance(answer, bytes):
         return click.echo(answer, nl=False)
     indented = json.dumps(answer, ensure_ascii=False, indent=2) if sys.stdout.isatty() else ""

@@ -37,10 +37,7 @@ Verdict = Literal["ok", "note", "fail"]
 
 
 class Check(NamedTuple):
-    """The result of one check. Its verdict is "fail" if functions cannot run because of `found`.
-
-    It is "note" if functions run, but slowly or not all of them.
-    """
+    """The result of one check: "fail" if no function can run, "note" if some cannot, or run slowly."""
 
     name: str
     verdict: Verdict

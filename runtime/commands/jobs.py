@@ -244,10 +244,7 @@ def _for_each(job_ids: tuple[str, ...], act: Callable[[str], dict[str, Any]], *,
 
 
 def _print_ended(job: dict[str, Any], *, output: bool = True) -> None:
-    """Print the output of a job that completed, if `output` is True.
-
-    If the job did not complete, print its error and exit with code 4.
-    """
+    """Print a job's output, if `output`. If it did not complete, print its error and exit with code 4."""
     if job["status"] != JobState.COMPLETED:
         why = PilotflameError.from_wire(job["errorDetails"]) if "errorDetails" in job else ""
         display.say(" ".join(f"error: {job['id']} is {job['status']}. {why}".split()))

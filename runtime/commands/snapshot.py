@@ -32,11 +32,7 @@ def url_or_path(text: str) -> str | Path:
 
 
 def open_place(url: str) -> tuple[Source, str | None]:
-    """Return (source, name of a file in it) for a URL.
-
-    If the URL names a weights file or a manifest, the source is the prefix that contains this file. Otherwise
-    the source is the URL itself, and the name is None.
-    """
+    """Return the source at a URL, and the name of the file in it, if the URL names weights or a manifest."""
     above, _, last = url.rpartition("/")
     if last.endswith((WEIGHTS_SUFFIX, MANIFEST_SUFFIX)):
         return open_source(above), last

@@ -38,7 +38,8 @@ def record(*, source: options.FunctionSource, input_file: Path | None, as_json: 
     """Record in which order a function first touches its tensors. They are fetched in this order.
 
     Sets the function in FOLDER up as a worker does, calls it once, and writes the order into the manifest
-    beside its weights. The digest stays. Push the snapshot afterwards. Threads that the handler starts are not observed.
+    beside its weights. The digest stays. Push the snapshot afterwards. Threads that the handler starts are
+    not observed.
 
     Example: pilotflame snapshot record my-embeddings --input long_text.json
     """

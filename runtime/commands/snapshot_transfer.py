@@ -160,9 +160,6 @@ def _fetched(manifest: Manifest, stats: FetchStats | None, elapsed_s: float) -> 
     return f"fetched {fetched}: {rate(stats.fetched_bytes, stats.seconds)}; {how}"
 
 
-# -- the cache
-
-
 def _full_digest(beginning: str, digests: set[str]) -> str:
     found = [digest for digest in digests if beginning and digest.startswith(beginning)]
     if len(found) == 1:

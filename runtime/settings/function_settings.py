@@ -1,7 +1,6 @@
 """Reads the settings of a function from `pilotflame.toml` and from overrides.
 
-Overrides are options of the command line or fields of a deploy request. The settings are read once, into a
-frozen object. All problems are reported together, each with its key. An unknown key is an error too, because
+Overrides are options of the command line or fields of a deploy request. An unknown key is an error, because
 an option that silently has no effect would be worse.
 """
 
@@ -37,10 +36,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def name_problem(name: str) -> str | None:
-    """Return why `name` cannot be a function's name, or None if it can.
-
-    This check also makes the name safe to use in URLs and in paths on disk.
-    """
+    """Return why `name` cannot be a function's name, in URLs and in paths on disk. None if it can."""
     if not _NAME.fullmatch(name):
         return f"name is {name!r}; allowed: 1 to 63 of a-z, 0-9 and -, neither first nor last a -"
     if name in RESERVED_NAMES:
@@ -151,10 +147,7 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
         return self.snapshot if self.snapshot is not None and is_remote(self.snapshot) else None
 
     def snapshot_path(self, folder: Path) -> Path | None:
-        """Return the absolute path of weights on this node, or None if they are remote or there are none.
-
-        `folder` is the function's folder. A relative `snapshot` is relative to it.
-        """
+        """Return the path of the weights on this node, or None. `folder` is the function's folder."""
         if self.snapshot is None or is_remote(self.snapshot):
             return None
         return (folder / Path(self.snapshot).expanduser()).resolve()
