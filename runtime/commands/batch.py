@@ -106,10 +106,7 @@ def _report(journal: Journal, resumed_at: int, output: str, seconds: float, *, a
 
 
 def _working_file(output: str) -> Path:
-    """Return the local file to which answers are appended.
-
-    S3 objects cannot be appended to, so for S3 it is a file in the state folder, uploaded at the end.
-    """
+    """Return the local file that answers are appended to. For S3 it is uploaded at the end."""
     if not output.startswith("s3://"):
         return Path(output)
     folder = default_state_dir() / "batches"

@@ -29,7 +29,7 @@ yes = click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmatio
 limit = click.option("-n", "--limit", type=click.IntRange(1, 1000), default=20, help="How many to show.")
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 state_dir = click.option("--state-dir", type=_FOLDER, help="The gateway's state folder.")
-_snapshot = click.option("--snapshot", metavar="PATH", help="The weights: a folder or .safetensors file.")
+_snapshot = click.option("--snapshot", metavar="PATH", help="Use these weights: folder or .safetensors file.")
 _settings = click.option(
     "--set", "settings", metavar="KEY=VALUE", multiple=True,
     help="Override a setting of pilotflame.toml, for example scale.max=8 or env.MODE=fast. Repeatable.",

@@ -42,8 +42,7 @@ def checked(problem_of: Callable[[Any], str | None]) -> AfterValidator:
 def validate(model: type[_M], raw: dict[str, Any], problems: list[str], subject: str, remedy: str) -> _M:
     """Return `raw`, a table of settings, as a `model`.
 
-    Raise SettingsError if `raw` is not valid or `problems`, which the caller has found before, is not empty.
-    It names all problems. Its message begins with `subject`, and its remedy is `remedy`.
+    Raise SettingsError, which names all problems, if `raw` is not valid or if `problems` is not empty.
     """
     try:
         settings = model.model_validate(raw)
