@@ -28,7 +28,7 @@ WEIGHTS_SUFFIX = ".safetensors"
 
 def url_or_path(text: str) -> str | Path:
     """The type of an argument that is a URL, or the path of a file or folder that exists."""
-    return text.rstrip("/") if is_remote(text) else Path(click.Path(exists=True)(text))
+    return text.rstrip("/") if is_remote(text) else Path(str(click.Path(exists=True)(text)))
 
 
 def open_place(url: str) -> tuple[Source, str | None]:
