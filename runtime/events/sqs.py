@@ -63,7 +63,7 @@ class MessageQueue(AwsClient):
         await self.call(lambda client: client.delete_message(**request))
 
     async def release(self, messages: Sequence[Message], delay_s: int) -> None:
-        """Make messages visible after a delay. SQS moves those that came too often to its dead-letter queue."""
+        """Make messages visible after a delay. If received too often, they go to the dead-letter queue."""
         await self.call(lambda client: self._hide(client, messages, delay_s))
 
     def _hide(self, client: Any, messages: Sequence[Message], visibility_s: int) -> list[str]:
