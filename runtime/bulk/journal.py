@@ -68,7 +68,7 @@ class Journal:
         """Lock the output, and continue its unfinished batch. Without one, or on `restart`, begin anew.
 
         Raise BatchFailed if another process has locked the output. Without `restart`, also raise it if the
-        unfinished batch is not that of `identity`, or if a finished output is not empty.
+        unfinished batch is not that of `identity`, or if the output has lines but no unfinished batch.
         """
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

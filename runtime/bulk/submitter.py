@@ -21,8 +21,8 @@ from ...errors import BadInput, GatewayError, PilotflameError
 from .inputs import InputLine
 from .journal import Journal
 
-# If n lines may be in flight, AHEAD * n lines may be started and not yet written. The others of them have
-# answers, which wait until the answer of an earlier line is written.
+# If n lines may be in flight, AHEAD * n lines may be started and not yet written. Those of them that are not
+# in flight have answers, which wait until the answer of an earlier line is written.
 AHEAD = 8
 READ_LINES = 512
 READ_BYTES = 4 << 20
@@ -170,7 +170,9 @@ async def run_in_order(
     They are appended in the order of the lines, and `written` is called with each line after that. An error
     that `answer` raises concerns all lines: it is raised here, and the journal keeps what was appended.
     """
-    in_flight, unwritten = asyncio.Semaphore(max_in_flight), asyncio.Semaphore(AHEAD * max_in_flight)
+    in_flight = asyncio.Semaphore(max_in_flight)
+    # Limits the lines that are started and whose answers are not yet written.
+    unwritten = asyncio.Semaphore(AHEAD * max_in_flight)
     answers: dict[int, tuple[InputLine, bytes]] = {}
 
     async def run(line: InputLine) -> None:

@@ -56,7 +56,7 @@ class AwsClient:
         from botocore import exceptions as boto  # noqa: PLC0415
 
         service = self._service.upper()
-        # The text of boto3's errors is left out, because it may quote signed requests.
+        # Errors of boto3 itself are reported without their text, because it may quote signed requests.
         try:
             return request(self._opened())
         except boto.ClientError as error:

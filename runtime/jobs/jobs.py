@@ -69,7 +69,7 @@ class Jobs:
         self._dispatcher.stop()
 
     async def close(self) -> None:
-        """Close the store when the results of all attempts are stored. Close the functions before."""
+        """Wait until the results of all attempts are stored, and close. Close the functions first."""
         self.stop()
         await self._dispatcher.join(CLOSE_TIMEOUT_S)
         self._expiry.cancel()
@@ -79,7 +79,7 @@ class Jobs:
     # -- for callers, who use `store` directly to read, cancel and retry jobs and to redeliver webhooks
 
     async def submit(self, new: NewJob) -> tuple[Job, bool]:
-        """Queue a new job as `transitions.submit` does. Raise WebhookRefused for a refused webhook URL."""
+        """Queue a job as `transitions.submit` does. Raise WebhookRefused if its webhook is not allowed."""
         if new.webhook is not None:
             self._addresses.check(new.webhook.url)
         job, replayed = await self.store.submit(new)

@@ -144,7 +144,10 @@ def record(
 
 
 def redeliver(connection: sqlite3.Connection, function: str, delivery_id: str, now_s: float) -> Delivery:
-    """Make a delivery pending again under its id, without attempts, or raise UnknownDelivery. Return it."""
+    """Make a delivery pending again, with the same id and a new count of attempts, and return it.
+
+    Raises UnknownDelivery if the function has no delivery with this id.
+    """
     changed = connection.execute(
         "UPDATE deliveries SET state = 'PENDING', attempts = 0, next_s = ? WHERE id = ? AND function = ?",
         (now_s, delivery_id, function),
