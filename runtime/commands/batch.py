@@ -14,7 +14,7 @@ from ...errors import BatchFailed, SourceMissing
 from ...snapshot.sources.s3 import S3Source
 from ..bulk.inputs import InputLine, Inputs
 from ..bulk.journal import Journal
-from ..bulk.submitter import open_submitter, run_in_order
+from ..bulk.submitter import Submitter, run_in_order
 from ..settings.gateway_settings import default_state_dir
 from . import display, exit_codes, options
 
@@ -88,7 +88,7 @@ async def _run(
             failed = f", {journal.failed} failed" if journal.failed else ""
             update(line.end, inputs.total_bytes, f"{journal.done:,} lines, {rate:,.0f}/s{failed}")
 
-        async with open_submitter(url, function, api_key=api_key, run=journal.run) as submitter:
+        async with Submitter(url, function, api_key=api_key, run=journal.run) as submitter:
             lines = inputs.lines(journal.done)
             await run_in_order(lines, submitter.answer, journal, max_in_flight=max_in_flight, written=written)
 
