@@ -39,12 +39,15 @@ _WEIGHTS_REMEDY = f"Put weights in a snapshot folder (`snapshot = ...`), or list
 
 
 class CodeFile(NamedTuple):
-    """One file of a function. `name` is its path in the function's folder, `path` its real path."""
+    """One file of a function. `name` is its path in the function's folder, `path` its real path.
+
+    `mode` is 0o755 if the owner may execute it, else 0o644.
+    """
 
     name: str
     path: Path
     size: int
-    executable: bool
+    mode: int
 
 
 def select(folder: Path, *, exclude: Path | None = None) -> list[CodeFile]:
@@ -87,7 +90,7 @@ def pack(folder: Path, *, exclude: Path | None = None) -> bytes:
                 data = content.read()
             member = tarfile.TarInfo(file.name)
             member.size = len(data)
-            member.mode = _mode(file)
+            member.mode = file.mode
             tar.addfile(member, io.BytesIO(data))
     return packed.getvalue()
 
@@ -104,7 +107,7 @@ def copy_folder(source: Path, target: Path, *, exclude: Path | None = None) -> N
         except OSError as error:
             message = f"{file.name} cannot be copied: {error}."
             raise CodeError(message, remedy="Check its permissions and the disk.") from error
-        path.chmod(_mode(file))
+        path.chmod(file.mode)
 
 
 def code_digest(folder: Path, *, exclude: Path | None = None) -> str:
@@ -113,7 +116,7 @@ def code_digest(folder: Path, *, exclude: Path | None = None) -> str:
     for file in select(folder, exclude=exclude):
         with _opened(file) as opened:
             content = hashlib.file_digest(opened, "sha256").hexdigest()
-        flag = "x" if file.executable else "-"
+        flag = "x" if file.mode == 0o755 else "-"
         digest.update(f"{content} {flag} {len(file.name.encode())} {file.name}\n".encode())
     return digest.hexdigest()
 
@@ -123,10 +126,6 @@ def make_empty(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         raise CodeError(f"{folder} is not empty.", remedy="Choose a new or empty folder.")
-
-
-def _mode(file: CodeFile) -> int:
-    return 0o755 if file.executable else 0o644
 
 
 def _opened(file: CodeFile) -> io.BufferedReader:
@@ -174,7 +173,7 @@ class _Walk:
                 yield None
                 yield from self.entries(real, f"{name}/", (*above, real))
             elif stat.S_ISREG(facts.st_mode):
-                yield CodeFile(name, real, facts.st_size, bool(facts.st_mode & stat.S_IXUSR))
+                yield CodeFile(name, real, facts.st_size, 0o755 if facts.st_mode & stat.S_IXUSR else 0o644)
             else:
                 raise CodeError(
                     f"{name} is neither a file nor a folder.", remedy=f"List it in {IGNORE_FILE}."

@@ -23,7 +23,7 @@ from ..settings.event_source import missing_package
 from ..settings.function_settings import FunctionSettings, read_settings
 from . import code, requirements
 from .archive import unpack
-from .environment import ensure_environment
+from .environment import Log, ensure_environment
 from .store import CODE_FOLDER, RevisionFields, RevisionRecord, Store
 
 MANIFEST_FILE = "manifest.json"
@@ -53,9 +53,7 @@ class Deployment:
     """Called with the function's name. It raises Forbidden if the caller may not deploy that function."""
 
 
-def prepare(
-    store: Store, environments: Path, request: Deployment, log: Callable[[str], None]
-) -> tuple[Path, RevisionFields]:
+def prepare(store: Store, environments: Path, request: Deployment, log: Log) -> tuple[Path, RevisionFields]:
     """Copy and check what is needed for a revision. Return its staged folder and the fields of its record.
 
     `environments` is the folder of the Python environments. `log` is called with lines for the function's
@@ -86,11 +84,7 @@ def prepare(
 
 
 def _fields(
-    staged: Path,
-    settings: FunctionSettings,
-    snapshot: Path | None,
-    environment: tuple[Path, str],
-    log: Callable[[str], None],
+    staged: Path, settings: FunctionSettings, snapshot: Path | None, environment: tuple[Path, str], log: Log
 ) -> RevisionFields:
     """Put the snapshot's manifest and assets into the staged folder. Return the fields of the record."""
     staged_code = staged / CODE_FOLDER
@@ -103,13 +97,9 @@ def _fields(
     if (url := settings.snapshot_url) is not None:
         _fetch_manifest(url, staged, log)
     return RevisionFields(
-        code_digest=code.code_digest(staged_code),
-        settings=settings,
-        snapshot_root=snapshot,
-        snapshot_url=url,
-        python=environment[0],
-        requirements_digest=environment[1],
-    )
+        code_digest=code.code_digest(staged_code), settings=settings, snapshot_root=snapshot,
+        snapshot_url=url, python=environment[0], requirements_digest=environment[1],
+    )  # fmt: skip
 
 
 def worker_spec(store: Store, record: RevisionRecord, cache: Path) -> WorkerSpec:
@@ -171,14 +161,12 @@ def _source_folder(request: Deployment, staged_code: Path) -> Path:
     return request.path
 
 
-def _environment(
-    staged_code: Path, environments: Path, request: Deployment, log: Callable[[str], None]
-) -> tuple[Path, str]:
+def _environment(code_folder: Path, environments: Path, request: Deployment, log: Log) -> tuple[Path, str]:
     """Return the path of the Python that runs the function, and the digest of its requirements.
 
     Raise RequirementsError if they are not met and are not to be installed, or if their installation fails.
     """
-    file = staged_code / REQUIREMENTS_FILE
+    file = code_folder / REQUIREMENTS_FILE
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
     digest = requirements.requirements_digest(text)
     try:
@@ -192,7 +180,7 @@ def _environment(
     return Path(sys.executable), digest
 
 
-def _write_manifest(snapshot: Path, target: Path, log: Callable[[str], None]) -> None:
+def _write_manifest(snapshot: Path, target: Path, log: Log) -> None:
     """Write a manifest of the weights to `target`: a copy of the one beside them, or else a new one."""
     # Imported here so that deploys of functions without weights do not have to wait for these imports.
     from ...snapshot.format.create import create  # noqa: PLC0415
@@ -205,7 +193,7 @@ def _write_manifest(snapshot: Path, target: Path, log: Callable[[str], None]) ->
     manifest.write(target)
 
 
-def _fetch_manifest(url: str, folder: Path, log: Callable[[str], None]) -> None:
+def _fetch_manifest(url: str, folder: Path, log: Log) -> None:
     """Fetch a remote snapshot's manifest and assets. The zygote needs them before the weights."""
     # Imported here for the same reason as in _write_manifest.
     from ...snapshot.fetching.assets import fetch_assets  # noqa: PLC0415

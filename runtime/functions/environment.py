@@ -58,9 +58,11 @@ _UV_VARIABLES = {
 }
 
 
-def ensure_environment(
-    root: Path, requirements: str, progress: Callable[[str], None], *, deadline_s: float = 900.0
-) -> Path:
+# A function that is called with each line that uv writes or that tells what is being done.
+Log = Callable[[str], None]
+
+
+def ensure_environment(root: Path, requirements: str, progress: Log, *, deadline_s: float = 900.0) -> Path:
     """Return the path of the Python of the environment for `requirements`.
 
     The environment is built if it does not exist, and completed if the gateway's packages no longer suffice.
@@ -115,7 +117,7 @@ def _met(folder: Path, requirements: str) -> bool:
 
 
 @contextlib.contextmanager
-def _locked(path: Path, progress: Callable[[str], None]) -> Iterator[int]:
+def _locked(path: Path, progress: Log) -> Iterator[int]:
     """Hold a lock on the file `path`, and yield its descriptor.
 
     So of several deploys with the same requirements, only one builds their environment, and the others wait
@@ -164,7 +166,7 @@ class UvCommand:
     """
 
     root: Path
-    progress: Callable[[str], None]
+    progress: Log
     lock_fd: int
     """The descriptor of the locked file. uv inherits it, which holds the lock if the gateway is killed."""
     deadline_s: float

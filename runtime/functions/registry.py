@@ -197,16 +197,9 @@ class Functions:
                 callback(record.function, outcome)
 
         revision = Revision(
-            spec,
-            policy_of(record),
-            self.launcher,
-            logs,
-            self.tasks,
-            activated,
-            self.weights,
-            lambda: self.secrets.of(record.function),
-            curves,
-        )
+            spec, policy_of(record), self.launcher, logs, self.tasks, activated, self.weights,
+            lambda: self.secrets.of(record.function), curves,
+        )  # fmt: skip
         return Live(record, revision, logs)
 
     async def _retire(self, name: str, old: Live | None) -> None:

@@ -100,7 +100,9 @@ class Store:
         with self._lock:
             record = self._new_record(fields)
             _write_record(staged, record)
-            _sync_tree(staged)
+            for path in (staged, *staged.rglob("*")):
+                if not path.is_symlink():
+                    sync(path)
             folder = self._folder(record.function)
             folder.mkdir(exist_ok=True, mode=0o700)
             sync(self._functions)
@@ -217,9 +219,3 @@ class Store:
 
 def _write_record(folder: Path, record: RevisionRecord) -> None:
     private_files.write(folder / _RECORD, record.model_dump_json(indent=2).encode())
-
-
-def _sync_tree(folder: Path) -> None:
-    for path in (folder, *folder.rglob("*")):
-        if not path.is_symlink():
-            sync(path)

@@ -42,7 +42,7 @@ class Expected:
     log_stream: LogStream | None = None
 
     def open_log(self, sock: socket.socket) -> LogStream:
-        self.log_stream = LogStream(sock, asyncio.get_running_loop(), self.logs, self.source, b"")
+        self.log_stream = LogStream(sock, self.logs, self.source)
         return self.log_stream
 
 

@@ -75,9 +75,6 @@ class Link:
         self._loop = loop
         self._reader = FrameReader()
         self._buffer = memoryview(bytearray(RECEIVE_BYTES))
-        self._bound = False
-        self._on_frame: Callable[[Frame], None] = _unbound
-        self._on_close: Callable[[], None] = _unbound
         self._lock = threading.Lock()
         self._unsent: deque[memoryview] = deque()
         self._join_writes = join_writes
@@ -89,8 +86,7 @@ class Link:
         `on_close` is called when the other end closes the link or a frame is invalid.
         """
         self._on_frame, self._on_close = on_frame, on_close
-        if not self._bound:
-            self._bound = True
+        if not self.closed:
             self._loop.add_reader(self.sock, self._readable)
 
     def send(self, kind: int, channel: int = 0, head: bytes = b"", payload: bytes = b"") -> None:
@@ -122,10 +118,6 @@ class Link:
 
         `timeout_s` limits the time of each unsent part.
         """
-        if self.closed:
-            return
-        self._loop.remove_reader(self.sock)
-        self._loop.remove_writer(self.sock)
         with self._lock, contextlib.suppress(OSError):
             self._write_joined()
             self.sock.settimeout(timeout_s)
@@ -216,7 +208,3 @@ class Link:
         if not self.closed:
             self.close()
             self._on_close()
-
-
-def _unbound(*_frame: Frame) -> None:
-    raise LinkError("A link without an owner was read.")

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from ...errors import HandlerFailed, HandlerSetupError, PilotflameError
 from ...handlers.contract import Context
 from ...handlers.failure import explain
-from ...handlers.handler import Handler
 from ..link.worker_spec import WorkerSpec
 from .function_setup import Built, build, call_hook, configure_logging, run_without_loop, warm_up_torch
+from .measurement import timed_call
 
 if TYPE_CHECKING:
     from ...snapshot.format.manifest import Manifest
@@ -64,27 +64,12 @@ async def _first_call(spec: WorkerSpec, built: Built, event: Any) -> None:
         spec.function, spec.revision, invocation_id="recording", snapshot=snapshot,
         state=built.state if state is None else state, deadline_s=time.monotonic() + DEADLINE_S,
     )  # fmt: skip
-    try:
-        await _call(handler, context, event)
-    except (Exception, SystemExit) as error:
-        raise explain(HandlerFailed, "The handler", error, spec.code) from error
-
-
-async def _call(handler: Handler, context: Context, event: Any) -> None:
-    """Call the handler with one event and read its whole answer. Raise the answer if it is an exception."""
     if handler.batch is not None:
         context, event = Context.of_batch([context]), [event]
-    answer = handler.call(*handler.arguments(context, event))
-    if handler.kind.streaming and handler.kind.on_loop:
-        async for _ in answer:
-            pass
-    elif handler.kind.streaming:
-        for _ in answer:
-            pass
-    else:
-        (result,) = handler.answers(await answer if handler.kind.on_loop else answer, 1)
-        if isinstance(result, Exception):
-            raise result
+    try:
+        await timed_call(handler, handler.arguments(context, event), 1)
+    except (Exception, SystemExit) as error:
+        raise explain(HandlerFailed, "The handler", error, spec.code) from error
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from ...errors import Cancelled
 from ...handlers.handler import Handler
 from ..batching.prefetch import window
@@ -59,7 +57,7 @@ class LoopRunner(Runner):
         # only groups beyond that number run again on another worker, and none must run twice.
         self.slots = max(self.slots, concurrency)
         self.window = concurrency if self.handler.batch else window(concurrency, self._exec_s)
-        self._link.send(FrameKind.WINDOW, 0, orjson.dumps({"window": self.window, "slots": self.slots}))
+        self._link.send_json(FrameKind.WINDOW, 0, {"window": self.window, "slots": self.slots})
         self._start_groups()
 
     def _start_groups(self) -> None:

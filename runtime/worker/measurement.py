@@ -12,7 +12,7 @@ import orjson
 
 from ...handlers.contract import Context
 from ...handlers.failure import is_out_of_memory
-from ...handlers.handler import Handler
+from ...handlers.handler import Handler, HandlerKind
 from ..batching.latency_curve import Point
 from .runner import Runner
 
@@ -66,7 +66,7 @@ async def measure(
         events = [handler.input.decode(body) for body in islice(cycle(bodies), size)]
         arguments = handler.arguments(Context.of_batch([context] * size), events)
         try:
-            taken_s = await _timed(handler, arguments, size)
+            taken_s = await timed_call(handler, arguments, size)
         except BaseException as error:
             if is_out_of_memory(error):
                 runner.set_first_limit(max(1, size // 2))
@@ -77,12 +77,19 @@ async def measure(
             return
 
 
-async def _timed(handler: Handler, arguments: tuple[Any, ...], size: int) -> float:
-    """Return how long one handler call takes. Raise what it raises, or an exception among its answers."""
+async def timed_call(handler: Handler, arguments: tuple[Any, ...], size: int) -> float:
+    """Return how long one handler call takes, until the end of its stream if it is a generator.
+
+    Raise what it raises, or an exception among its answers, of which a batch handler has `size`.
+    """
     started_s = time.monotonic()
     answer = handler.call(*arguments)
-    if handler.kind.on_loop:
+    if handler.kind is HandlerKind.ASYNC:
         answer = await answer
+    elif handler.kind is HandlerKind.ASYNC_GENERATOR:
+        answer = [chunk async for chunk in answer]
+    elif handler.kind is HandlerKind.GENERATOR:
+        answer = list(answer)
     taken_s = time.monotonic() - started_s
     for item in handler.answers(answer, size):
         if isinstance(item, BaseException):

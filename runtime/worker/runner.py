@@ -13,10 +13,9 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import orjson
 
 from ...errors import (
     ActivationFailed,
@@ -41,6 +40,7 @@ from ..link.stream_credit import Credit
 SMOOTHING = 0.2
 
 
+@dataclass(eq=False, slots=True)
 class Call:
     """One invocation inside a worker. Only streams use `credit`, and only batch handlers `event` and `cost`.
 
@@ -48,25 +48,18 @@ class Call:
     batch handler, including this one.
     """
 
-    __slots__ = ("accept", "body", "cancellation", "channel", "content_type", "context", "cost", "credit",
-                 "event", "peers", "received_s", "task")  # fmt: skip
-
-    def __init__(
-        self, channel: int, body: bytes, content_type: str, context: Context, cancellation: Cancellation,
-        accept: str = "", credit: Credit | None = None,
-    ) -> None:  # fmt: skip
-        self.channel = channel
-        self.body = body
-        self.content_type = content_type
-        self.context = context
-        self.cancellation = cancellation
-        self.accept = accept
-        self.credit = credit
-        self.received_s = time.monotonic()
-        self.event: Any = None
-        self.cost = 1.0
-        self.task: asyncio.Task[Any] | None = None
-        self.peers: Sequence[Call] = ()
+    channel: int
+    body: bytes
+    content_type: str
+    context: Context
+    cancellation: Cancellation
+    accept: str = ""
+    credit: Credit | None = None
+    received_s: float = field(default_factory=time.monotonic, init=False)
+    event: Any = field(default=None, init=False)
+    cost: float = field(default=1.0, init=False)
+    task: asyncio.Task[Any] | None = field(default=None, init=False)
+    peers: Sequence[Call] = field(default=(), init=False)
 
     def set_task(self, task: asyncio.Task[Any] | None, peers: Sequence[Call] = ()) -> None:
         self.task, self.peers = task, peers
@@ -173,7 +166,7 @@ class Runner(ABC):
 
     def _set_limit(self, limit: int) -> None:
         self.limit = limit
-        self._link.send(FrameKind.WINDOW, 0, orjson.dumps({"window": self.window, "limit": limit}))
+        self._link.send_json(FrameKind.WINDOW, 0, {"window": self.window, "limit": limit})
 
     def _update_window(self, exec_s: float) -> None:
         """Update the average duration, and tell the gateway if the window changes with it."""
@@ -182,7 +175,7 @@ class Runner(ABC):
         wanted = window(self._concurrency, self._exec_s)
         if wanted != self.window:
             self.window = wanted
-            self._link.send(FrameKind.WINDOW, 0, orjson.dumps({"window": wanted}))
+            self._link.send_json(FrameKind.WINDOW, 0, {"window": wanted})
 
     # -- input: from invocations to events
 
