@@ -86,7 +86,10 @@ def run(
         stop = asyncio.Event()
         with _capture_signals(stop):
             async with serve(settings) as server:
-                _tune_garbage_collection()
+                # Exempt all objects that exist now from garbage collection, and collect new ones less often.
+                gc.collect()
+                gc.freeze()
+                gc.set_threshold(YOUNG_OBJECTS)
                 on_listening(server.url)
                 if folder is not None:
                     deployment = Deployment(path=folder, overrides=overrides or {})
@@ -101,15 +104,11 @@ def run(
 async def serve(settings: GatewaySettings) -> AsyncIterator[Server]:
     """Run a gateway: it accepts requests inside the `async with` block and drains when the block ends."""
     async with contextlib.AsyncExitStack() as stack:
-        server = await startup(settings, stack)
-        try:
-            yield server
-        finally:
-            await shutdown(server)
+        yield await startup(settings, stack)
 
 
 async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -> Server:
-    """Start each part after the parts that it uses. Closing `stack` closes them in reverse order."""
+    """Start each part after the parts that it uses. Closing `stack` drains, and closes them in reverse order."""
     state = stack.enter_context(locked_state_dir(settings.state_dir))
     store = Store(state, _write)
     await asyncio.to_thread(store.start)
@@ -162,7 +161,9 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
             FastPath(gateway, functions, guard), settings.header_timeout_s,
         )
     )  # fmt: skip
-    return Server(url_of(sock), functions, admin, tasks, jobs, sources)
+    server = Server(url_of(sock), functions, admin, tasks, jobs, sources)
+    stack.push_async_callback(shutdown, server)
+    return server
 
 
 async def shutdown(server: Server) -> None:
@@ -202,13 +203,6 @@ def _quota_counter(functions: Functions, metrics: Metrics) -> Callable[[str, Pil
             metrics.turned_away(name, error)
 
     return count
-
-
-def _tune_garbage_collection() -> None:
-    """Exempt all objects that exist now from garbage collection, and collect new objects less often."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS)
 
 
 @contextlib.contextmanager

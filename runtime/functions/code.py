@@ -175,9 +175,8 @@ class _Walk:
             elif stat.S_ISREG(facts.st_mode):
                 yield CodeFile(name, real, facts.st_size, 0o755 if facts.st_mode & stat.S_IXUSR else 0o644)
             else:
-                raise CodeError(
-                    f"{name} is neither a file nor a folder.", remedy=f"List it in {IGNORE_FILE}."
-                )
+                remedy = f"List it in {IGNORE_FILE}."
+                raise CodeError(f"{name} is neither a file nor a folder.", remedy=remedy)
 
     def _skips(self, entry: os.DirEntry[str], name: str, real: Path) -> bool:
         if entry.is_dir() and Path(entry.path, "pyvenv.cfg").is_file():

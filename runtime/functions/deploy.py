@@ -71,9 +71,9 @@ def prepare(store: Store, environments: Path, request: Deployment, log: Log) -> 
             raise SettingsError(f"The [[source]] tables of {settings.name!r} cannot be used: {problem}.")
         snapshot = settings.snapshot_path(folder)
         if snapshot is not None and not snapshot.exists():
+            remedy = "Put the weights there, or set `snapshot` (or --snapshot) to where they are."
             raise SnapshotError(
-                f"snapshot is {settings.snapshot!r}, and {snapshot} does not exist.",
-                remedy="Put the weights there, or set `snapshot` (or --snapshot) to where they are.",
+                f"snapshot is {settings.snapshot!r}: {snapshot} does not exist.", remedy=remedy
             )
         if request.path is not None:
             code.copy_folder(folder, staged_code, exclude=snapshot)

@@ -186,9 +186,7 @@ class UvCommand:
             late = status < 0 and time.monotonic() >= end_s
             problem = f"did not finish within {self.deadline_s:g} s" if late else f"failed (status {status})"
             message = f"uv {problem} on requirements.txt; its last lines: \n" + "\n".join(lines)
-            remedy = (
-                "Correct requirements.txt, or check the package index and the network, then deploy again."
-            )
+            remedy = "Correct requirements.txt, or check the package index and the network."
             raise RequirementsError(message, remedy=remedy)
 
     def _wait(self, command: list[str], environ: Mapping[str, str], lines: deque[str]) -> int:

@@ -30,10 +30,7 @@ _REFUSED = (
     (r"-(r|-requirement\b)", "another file is named; put its lines here"),
     (r"-(c|-constraint\b)", "a constraints file is named; put the versions here"),
     (r"-(e|-editable\b)", "an editable install changes under a revision; name a released version"),
-    (
-        r"-|.*\s--?[a-zA-Z]",
-        "options make revisions differ by host; set the gateway's PIP_* or UV_* variables",
-    ),
+    (r"-|.*\s--?[a-zA-Z]", "options make revisions differ; set the gateway's PIP_* or UV_* variables"),
     (
         r"(?i)[a-z0-9+.-]+://|git\+|\.{0,2}/|file:|~/|[^;]*\.(whl|zip|tar\.gz)\s*(;|$)|.*@\s*\S",
         "a link cannot be checked and may change under a revision; name a released version",

@@ -197,13 +197,9 @@ class Store:
         ids = self._revision_ids(fields.settings.name)
         number = int(ids[-1][1:].partition("-")[0]) + 1 if ids else 1
         content = f"{fields.code_digest}\n{fields.settings.model_dump_json()}".encode()
-        return RevisionRecord(
-            **dict(fields),
-            function=fields.settings.name,
-            revision=f"r{number}-{hashlib.sha256(content).hexdigest()[:8]}",
-            number=number,
-            created_at=datetime.now(UTC),
-        )
+        name, id_ = fields.settings.name, f"r{number}-{hashlib.sha256(content).hexdigest()[:8]}"
+        now = datetime.now(UTC)
+        return RevisionRecord(**dict(fields), function=name, revision=id_, number=number, created_at=now)
 
     def _read(self, name: str, revision: str) -> RevisionRecord:
         """Return the record of a revision. Raise GatewayError if it cannot be used."""

@@ -118,7 +118,7 @@ class Listener:
         if role != expected.role:
             return False
         self.forget(token)
-        expected.on_link(Link(sock, self._loop, join_writes=True), pid)
+        expected.on_link(Link(sock, join_writes=True), pid)
         return True
 
     def discard(self, greeting: _Greeting) -> None:

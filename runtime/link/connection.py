@@ -66,13 +66,11 @@ class Link:
     of the loop are collected and written together, and only the loop's thread may send. The gateway does so.
     """
 
-    def __init__(
-        self, sock: socket.socket, loop: asyncio.AbstractEventLoop, *, join_writes: bool = False
-    ) -> None:
+    def __init__(self, sock: socket.socket, *, join_writes: bool = False) -> None:
         sock.setblocking(False)
         self.sock = sock
         self.closed = False
-        self._loop = loop
+        self._loop = asyncio.get_running_loop()
         self._reader = FrameReader()
         self._buffer = memoryview(bytearray(RECEIVE_BYTES))
         self._lock = threading.Lock()

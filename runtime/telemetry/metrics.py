@@ -106,29 +106,29 @@ class Metrics(Collector):
         self._registry.register(self)
 
     def responded(
-        self, function: str, code: int, timeline: Timeline, error: PilotflameError | None = None
+        self, name: str, code: int, timeline: Timeline, error: PilotflameError | None = None
     ) -> None:
         """Count an invocation that has ended. `code` is the HTTP status of its response.
 
         `error` is why it failed, if it did. The invocation also counts as refused if it failed before it was
         sent to a worker, or if the error is Overloaded or QueueFull.
         """
-        self._functions[function].count(code, timeline)
+        self._functions[name].count(code, timeline)
         if error is not None and (not timeline.sent_s or isinstance(error, (Overloaded, QueueFull))):
-            self.turned_away(function, error)
+            self.turned_away(name, error)
 
-    def refused(self, function: str, error: PilotflameError) -> None:
+    def refused(self, name: str, error: PilotflameError) -> None:
         """Count a request that was answered with `error` because no invocation was accepted for it."""
-        self._functions[function].codes[error.status] += 1
-        self.turned_away(function, error)
+        self._functions[name].codes[error.status] += 1
+        self.turned_away(name, error)
 
-    def turned_away(self, function: str, error: PilotflameError) -> None:
+    def turned_away(self, name: str, error: PilotflameError) -> None:
         """Count a refusal by the code of its error. Unlike `refused`, do not count an answered request."""
-        self._functions[function].refusals[error.code] += 1
+        self._functions[name].refusals[error.code] += 1
 
-    def activated(self, function: str, outcome: str) -> None:
+    def activated(self, name: str, outcome: str) -> None:
         """Count the start of a worker by its outcome."""
-        self._functions[function].activations[outcome] += 1
+        self._functions[name].activations[outcome] += 1
 
     def text(self) -> bytes:
         """Return the body of the response to GET /metrics, in the text format of Prometheus."""
@@ -140,9 +140,7 @@ class Metrics(Collector):
 
     def _counters(self) -> Iterator[Metric]:
         codes = _family(CounterMetricFamily, "invocations", "Invocations answered.", "code")
-        refusals = _family(
-            CounterMetricFamily, "refusals", "Requests refused before they ran, by error code.", "reason"
-        )
+        refusals = _family(CounterMetricFamily, "refusals", "Requests refused, by error code.", "reason")
         started = _family(CounterMetricFamily, "activations", "Workers started, by outcome.", "outcome")
         for function, of in self._functions.items():
             for family, counter in ((codes, of.codes), (refusals, of.refusals), (started, of.activations)):
@@ -167,12 +165,8 @@ class Metrics(Collector):
         workers = _family(GaugeMetricFamily, "workers", "Workers by state.", "state")
         waiting = _family(GaugeMetricFamily, "queued", "Invocations waiting.")
         running = _family(GaugeMetricFamily, "in_flight", "Invocations at workers.")
-        busy = _family(
-            CounterMetricFamily, "worker_busy_seconds", "Time in which workers had work, of all together."
-        )
-        ready = _family(
-            CounterMetricFamily, "worker_ready_seconds", "Time for which workers were ready, of all."
-        )
+        busy = _family(CounterMetricFamily, "worker_busy_seconds", "Time with work, summed over all workers.")
+        ready = _family(CounterMetricFamily, "worker_ready_seconds", "Time ready, summed over all workers.")
         share = _family(GaugeMetricFamily, "worker_busy_ratio", "Busy share of worker_ready_seconds.")
         for function, census in self._census().items():
             for state in ("starting", "ready", "draining"):

@@ -95,9 +95,7 @@ class _ThreadWatch(importlib.abc.MetaPathFinder):
     def __init__(self) -> None:
         self.started: dict[str, int] = {}
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(fullname, path, target)
         loader: Any = spec.loader if spec is not None else None
         if hasattr(loader, "exec_module"):

@@ -49,10 +49,8 @@ def schedule(max_size: int, curve: list[Point], budget_s: float = BUDGET_S) -> G
         curve.append(Point(size, last_s, max(taken_s)))
 
 
-async def measure(
-    runner: Runner, context: Context, curve: list[Point], is_cancelled: Callable[[], bool]
-) -> None:
-    """Call the runner's handler with its examples and add the points to `curve`, until `is_cancelled()`.
+async def measure(runner: Runner, context: Context, curve: list[Point], stopped: Callable[[], bool]) -> None:
+    """Call the runner's handler with its examples and add the points to `curve`, until `stopped()`.
 
     Raise what the handler raises. If memory runs out, first set the runner's limit to half of the size.
     """
@@ -62,7 +60,7 @@ async def measure(
     bodies = [orjson.dumps(example) for example in spec.examples]
     steps = schedule(spec.max_size, curve)
     size = next(steps)
-    while not is_cancelled():
+    while not stopped():
         events = [handler.input.decode(body) for body in islice(cycle(bodies), size)]
         arguments = handler.arguments(Context.of_batch([context] * size), events)
         try:

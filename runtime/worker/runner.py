@@ -145,10 +145,6 @@ class Runner(ABC):
 
     # -- what the gateway needs to know
 
-    def next_call_frame(self, call: Call) -> bytes:
-        """Return the frame that reports another handler call for the group of `call`."""
-        return encode_json(FrameKind.WINDOW, 0, {"window": self.window, "call": call.channel})
-
     def set_first_limit(self, limit: int) -> None:
         """Set the limit before READY is sent, which then reports it."""
         self.limit = limit
@@ -225,8 +221,7 @@ class Runner(ABC):
         payload, content_type = self.handler.output.encode(value)
         if content_type != JSON_TYPE:
             raise OutputInvalid(
-                "The chunks of a streamed answer must be JSON, this one is bytes.",
-                remedy="Yield strings, or decode the bytes.",
+                "A chunk of a stream must be JSON, this is bytes.", remedy="Decode the bytes."
             )
         frame = encode(FrameKind.CHUNK, call.channel, b"", payload)
         return frame, len(frame) - HEADER.size
@@ -244,10 +239,8 @@ class Runner(ABC):
             return encode_json(FrameKind.ERROR, call.channel, error.to_wire())
         except TypeError:
             # A text has half a surrogate pair, or the details are not JSON. Repair texts and omit details.
-            message, remedy = (
-                str(text).encode("utf-8", "replace").decode() for text in (error.message, error.remedy)
-            )
-            plain = {"type": error.code, "message": message, "remedy": remedy}
+            texts = {"type": error.code, "message": error.message, "remedy": error.remedy}
+            plain = {name: str(text).encode("utf-8", "replace").decode() for name, text in texts.items()}
             return encode_json(FrameKind.ERROR, call.channel, plain)
 
     def describe(self, error: BaseException, what: str = "The handler") -> PilotflameError:

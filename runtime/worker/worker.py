@@ -80,11 +80,11 @@ class Worker:
         self._drained = asyncio.Event()
         self._released = asyncio.Event()
         self._loop.add_signal_handler(signal.SIGTERM, self._drain)
-        self._link = Link(self._sock, self._loop)
+        self._link = Link(self._sock)
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             self._runner = self._make_runner(tasks)
-            self._host = WorkerHost(self._link, self._loop, self._runner, self._drain)
+            self._host = WorkerHost(self._link, self._runner, self._drain)
             self._link.bind(self._on_frame, self._on_lost)
             if isinstance(self._runner, ThreadRunner):
                 self._start_thread("handler-0", self._run_first_thread, self._runner)

@@ -53,7 +53,7 @@ class End:
     """One end of a link, and what happened at it."""
 
     def __init__(self, sock: socket.socket, *, join_writes: bool = False) -> None:
-        self.link = Link(sock, asyncio.get_running_loop(), join_writes=join_writes)
+        self.link = Link(sock, join_writes=join_writes)
         self.frames: asyncio.Queue[Frame] = asyncio.Queue()
         self.closed = asyncio.Event()
 
