@@ -106,29 +106,29 @@ class Metrics(Collector):
         self._registry.register(self)
 
     def responded(
-        self, name: str, code: int, timeline: Timeline, error: PilotflameError | None = None
+        self, function: str, code: int, timeline: Timeline, error: PilotflameError | None = None
     ) -> None:
         """Count an invocation that has ended. `code` is the HTTP status of its response.
 
         `error` is why it failed, if it did. The invocation also counts as refused if it failed before it was
         sent to a worker, or if the error is Overloaded or QueueFull.
         """
-        self._functions[name].count(code, timeline)
+        self._functions[function].count(code, timeline)
         if error is not None and (not timeline.sent_s or isinstance(error, (Overloaded, QueueFull))):
-            self.turned_away(name, error)
+            self.turned_away(function, error)
 
-    def refused(self, name: str, error: PilotflameError) -> None:
+    def refused(self, function: str, error: PilotflameError) -> None:
         """Count a request that was answered with `error` because no invocation was accepted for it."""
-        self._functions[name].codes[error.status] += 1
-        self.turned_away(name, error)
+        self._functions[function].codes[error.status] += 1
+        self.turned_away(function, error)
 
-    def turned_away(self, name: str, error: PilotflameError) -> None:
+    def turned_away(self, function: str, error: PilotflameError) -> None:
         """Count a refusal by the code of its error. Unlike `refused`, do not count an answered request."""
-        self._functions[name].refusals[error.code] += 1
+        self._functions[function].refusals[error.code] += 1
 
-    def activated(self, name: str, outcome: str) -> None:
+    def activated(self, function: str, outcome: str) -> None:
         """Count the start of a worker by its outcome."""
-        self._functions[name].activations[outcome] += 1
+        self._functions[function].activations[outcome] += 1
 
     def text(self) -> bytes:
         """Return the body of the response to GET /metrics, in the text format of Prometheus."""

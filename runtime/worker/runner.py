@@ -68,26 +68,28 @@ class Call:
         self.event, self.cost = event, cost
 
 
+@dataclass(eq=False)
 class Runner(ABC):
-    """Runs the invocations of one handler and sends their frames."""
+    """Runs the invocations of one handler, whose files are in `root`, and sends their frames.
 
-    def __init__(
-        self, handler: Handler, root: Path, link: Link, concurrency: int, on_idle: Callable[[], None]
-    ) -> None:
-        """`on_idle` is called after `close`, once everything that runs has ended."""
-        self.handler = handler
-        self._streaming = handler.kind.streaming
-        self._root = root
-        self._link = link
-        self._concurrency = concurrency
-        self._on_idle = on_idle
+    `on_idle` is called after `close`, once everything that runs has ended.
+    """
+
+    handler: Handler
+    root: Path
+    link: Link
+    concurrency: int
+    on_idle: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        self._streaming = self.handler.kind.streaming
         self._exec_s: float | None = None
         self._calls: dict[int, Call] = {}
         self._incomplete: list[Call] = []
         self._lock = threading.Lock()
-        self.slots = self.window = concurrency
+        self.slots = self.window = self.concurrency
         # How many events one handler call may have. It is lowered when memory runs out.
-        self.limit = handler.batch.max_size if handler.batch else 1
+        self.limit = self.handler.batch.max_size if self.handler.batch else 1
 
     def submit(self, call: Call, more: int = 0) -> None:
         """Queue an invocation. For a batch handler, collect it, and queue its group once `more` is 0.
@@ -139,9 +141,9 @@ class Runner(ABC):
     def send(self, frames: list[bytes]) -> None:
         """Send frames, in one system call if they are small."""
         if len(frames) > 1 and sum(map(len, frames)) <= JOIN_BYTES:
-            self._link.send_encoded(b"".join(frames))
+            self.link.send_encoded(b"".join(frames))
         elif frames:
-            self._link.send_encoded(*frames)
+            self.link.send_encoded(*frames)
 
     # -- what the gateway needs to know
 
@@ -162,16 +164,16 @@ class Runner(ABC):
 
     def _set_limit(self, limit: int) -> None:
         self.limit = limit
-        self._link.send_json(FrameKind.WINDOW, 0, {"window": self.window, "limit": limit})
+        self.link.send_json(FrameKind.WINDOW, 0, {"window": self.window, "limit": limit})
 
     def _update_window(self, exec_s: float) -> None:
         """Update the average duration, and tell the gateway if the window changes with it."""
         known = self._exec_s
         self._exec_s = exec_s if known is None else known + SMOOTHING * (exec_s - known)
-        wanted = window(self._concurrency, self._exec_s)
+        wanted = window(self.concurrency, self._exec_s)
         if wanted != self.window:
             self.window = wanted
-            self._link.send_json(FrameKind.WINDOW, 0, {"window": wanted})
+            self.link.send_json(FrameKind.WINDOW, 0, {"window": wanted})
 
     # -- input: from invocations to events
 
@@ -220,9 +222,7 @@ class Runner(ABC):
         """Return the frame of a chunk and its size for the credit. Raise OutputInvalid if it is not JSON."""
         payload, content_type = self.handler.output.encode(value)
         if content_type != JSON_TYPE:
-            raise OutputInvalid(
-                "A chunk of a stream must be JSON, this is bytes.", remedy="Decode the bytes."
-            )
+            raise OutputInvalid("A chunk of a stream must be JSON, not bytes.", remedy="Decode the bytes.")
         frame = encode(FrameKind.CHUNK, call.channel, b"", payload)
         return frame, len(frame) - HEADER.size
 
@@ -252,4 +252,4 @@ class Runner(ABC):
             message, details = f"The weights are not whole: {error.message}", {"cause": error.code}
             return ActivationFailed(message, remedy=error.remedy, details=error.details | details)
         remedy = OUT_OF_MEMORY_REMEDY if is_out_of_memory(error) else ""
-        return explain(HandlerFailed, what, error, self._root, remedy=remedy)
+        return explain(HandlerFailed, what, error, self.root, remedy=remedy)
