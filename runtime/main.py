@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import shlex
 import signal
@@ -129,9 +130,8 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     fetcher = FetcherClient(settings.cache_dir, tasks)
     stack.push_async_callback(fetcher.close)
     events = FunctionEvents()
-    functions = Functions(
-        store, state / "environments", launcher, tasks, fetcher, secrets, events, drain_s=settings.drain_s
-    )
+    environments = state / "environments"
+    functions = Functions(store, environments, launcher, tasks, fetcher, secrets, events, settings.drain_s)
     metrics = Metrics(functions.census)
     events.activated.append(metrics.activated)
     await functions.restore()
@@ -150,8 +150,8 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     own_routes = [route for api in apis for route in api.routes()]
     routes = OpenApi([*own_routes, *dialect_routes(backend)], admin.statuses).routes
     guard = Guard(
-        keyring, tasks, routes,
-        required=settings.auth == "always" or not local, on_quota=_quota_counter(functions, metrics),
+        keyring, tasks, routes, required=settings.auth == "always" or not local,
+        on_quota=functools.partial(_count_refusal, functions, metrics),
     )  # fmt: skip
     errors = ErrorResponses(error_formats(routes))
     control = stack.enter_context(control_socket(state))
@@ -194,15 +194,11 @@ def _connect(events: FunctionEvents, functions: Functions, jobs: Jobs, sources: 
     events.deleted.append(gone)
 
 
-def _quota_counter(functions: Functions, metrics: Metrics) -> Callable[[str, PilotflameError], None]:
-    """Return a callback that counts a refused request, if its function exists: callers can invent names."""
-
-    def count(name: str, error: PilotflameError) -> None:
-        with contextlib.suppress(UnknownFunction, GatewayError):
-            functions.get(name)
-            metrics.turned_away(name, error)
-
-    return count
+def _count_refusal(functions: Functions, metrics: Metrics, name: str, error: PilotflameError) -> None:
+    """Count a request that a quota refused, if its function exists: callers can invent names."""
+    with contextlib.suppress(UnknownFunction, GatewayError):
+        functions.get(name)
+        metrics.turned_away(name, error)
 
 
 @contextlib.contextmanager

@@ -39,15 +39,13 @@ _WEIGHTS_REMEDY = f"Put weights in a snapshot folder (`snapshot = ...`), or list
 
 
 class CodeFile(NamedTuple):
-    """One file of a function. `name` is its path in the function's folder, `path` its real path.
-
-    `mode` is 0o755 if the owner may execute it, else 0o644.
-    """
+    """One file of a function. `name` is its path in the function's folder, `path` its real path."""
 
     name: str
     path: Path
     size: int
     mode: int
+    """0o755 if its owner may execute it, else 0o644."""
 
 
 def select(folder: Path, *, exclude: Path | None = None) -> list[CodeFile]:

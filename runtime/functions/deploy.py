@@ -56,8 +56,7 @@ class Deployment:
 def prepare(store: Store, environments: Path, request: Deployment, log: Log) -> tuple[Path, RevisionFields]:
     """Copy and check what is needed for a revision. Return its staged folder and the fields of its record.
 
-    `environments` is the folder of the Python environments. `log` is called with lines for the function's
-    log. If an error is raised, the staged folder has been removed.
+    `environments` is the folder of the Python environments. An error is raised without a staged folder left.
     """
     staged = store.stage()
     staged_code = staged / CODE_FOLDER
@@ -107,20 +106,14 @@ def worker_spec(store: Store, record: RevisionRecord, cache: Path) -> WorkerSpec
     settings, folder = record.settings, store.code(record)
     snapshot = folder.parent / ASSETS_FOLDER if record.snapshot_url else record.snapshot_root
     return WorkerSpec(
-        function=record.function,
-        revision=record.revision,
-        code=folder,
-        handler=settings.handler,
+        function=record.function, revision=record.revision, code=folder, handler=settings.handler,
         python=str(record.python),
         snapshot=folder / snapshot if snapshot is not None else None,
         manifest=folder.parent / MANIFEST_FILE if snapshot is not None else None,
-        source=record.snapshot_url or "",
-        cache=cache if record.snapshot_url else None,
-        concurrency=settings.concurrency,
-        threads=settings.threads or fair_threads(settings.scale.max),
-        env=settings.env,
-        preload=heavy_imports(folder / recognise(folder, settings.handler).file),
-    )
+        source=record.snapshot_url or "", cache=cache if record.snapshot_url else None,
+        concurrency=settings.concurrency, threads=settings.threads or fair_threads(settings.scale.max),
+        env=settings.env, preload=heavy_imports(folder / recognise(folder, settings.handler).file),
+    )  # fmt: skip
 
 
 def fair_threads(workers: int) -> int:
@@ -131,14 +124,11 @@ def fair_threads(workers: int) -> int:
 
 
 def heavy_imports(file: Path) -> tuple[str, ...]:
-    """Return those of the packages in `HEAVY` that a handler's file imports. The file is parsed and not run.
-
-    Return no packages if the file cannot be read or parsed.
-    """
+    """Return those of the packages in `HEAVY` that a handler's file imports. The file is parsed and not run."""
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        # The zygote will fail to import the file, and that error names the line.
+        # The zygote will fail to import the file, with an error that names the line.
         return ()
     nodes = list(ast.walk(tree))
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]

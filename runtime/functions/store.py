@@ -172,7 +172,6 @@ class Store:
         """
         with self._lock:
             live = self.current(name)
-            # If it is unknown which revision is live, no revision is known to be replaced.
             old = self._revision_ids(name)[: -max(keep, 1)] if live is not None else []
             removed = {id_: self._aside(name) for id_ in old if live is not None and id_ != live.revision}
             for revision, aside in removed.items():

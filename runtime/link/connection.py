@@ -54,9 +54,6 @@ class BlockingLink:
             data = b""
         return self._reader.feed(data) if data else None
 
-    def close(self) -> None:
-        self.sock.close()
-
 
 class Link:
     """A link on an event loop. It passes received frames to a callback, and any thread may send.

@@ -87,10 +87,7 @@ class Frame(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """What a worker measured about one invocation.
-
-    `batch` is the number of invocations in its handler call.
-    """
+    """What a worker measured about one invocation. `batch` is the number of those in its handler call."""
 
     wait_s: float
     exec_s: float

@@ -60,10 +60,9 @@ class LogBook:
 
 
 class LogStream:
-    """Reads the output of one process from a socket until its end, and writes the lines to a log."""
+    """Reads the output of the process `source` from a socket until its end, and writes the lines to a log."""
 
     def __init__(self, sock: socket.socket, book: LogBook, source: str) -> None:
-        """`source` is the process's name."""
         sock.setblocking(False)
         self._sock, self._book, self._source = sock, book, source
         self._rest = b""

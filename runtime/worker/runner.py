@@ -120,8 +120,7 @@ class Runner(ABC):
 
     def close(self) -> list[Call]:
         """Start no more groups, and return the invocations that were never started."""
-        incomplete, self._incomplete = self._incomplete, []
-        return self.stop() + incomplete
+        return self.stop() + self._incomplete
 
     @abstractmethod
     def enqueue(self, group: list[Call]) -> None:
@@ -132,7 +131,7 @@ class Runner(ABC):
         """Close the queue, and return the invocations in it."""
 
     def resize(self, concurrency: int) -> None:  # noqa: B027  for async handlers only
-        """Run `concurrency` groups at a time, if the handler is async. Event loop's thread only."""
+        """Run `concurrency` groups at a time, if the handler is async."""
 
     def forget(self, group: list[Call]) -> None:
         for call in group:
@@ -144,8 +143,6 @@ class Runner(ABC):
             self.link.send_encoded(b"".join(frames))
         elif frames:
             self.link.send_encoded(*frames)
-
-    # -- what the gateway needs to know
 
     def set_first_limit(self, limit: int) -> None:
         """Set the limit before READY is sent, which then reports it."""
@@ -175,8 +172,6 @@ class Runner(ABC):
             self.window = wanted
             self.link.send_json(FrameKind.WINDOW, 0, {"window": wanted})
 
-    # -- input: from invocations to events
-
     def decode(self, group: list[Call]) -> tuple[list[Call], list[Any], list[bytes]]:
         """Return the invocations to run, their events, and error frames for cancelled and invalid ones."""
         calls, events, frames = [], [], []
@@ -191,8 +186,6 @@ class Runner(ABC):
             except Exception as error:  # noqa: BLE001  the user's validators run here
                 frames.append(self.error_frame(call, self.describe(error)))
         return calls, events, frames
-
-    # -- output: from answers to frames
 
     def result_frames(self, calls: list[Call], answer: Any, started_s: float) -> list[bytes]:
         """Return a RESULT or ERROR frame for each of `calls`, which ran in one handler call.

@@ -40,8 +40,7 @@ from .measurement import measure
 from .runner import Call, Runner
 from .thread_runner import ThreadRunner
 
-# A worker that drains without a DRAIN from the gateway waits this long for the gateway to confirm that it
-# sends nothing more.
+# How long a worker that drains by itself waits for the gateway's DRAIN, after which no invocations follow.
 RELEASE_TIMEOUT_S = 10.0
 # How long a worker that ends may take to send its last answers.
 FLUSH_TIMEOUT_S = 10.0
@@ -203,8 +202,6 @@ class Worker:
         spec = self._spec
         return Context(spec.function, spec.revision, state=self._state, snapshot=self._snapshot, host=host)
 
-    # -- frames
-
     def _on_frame(self, frame: Frame) -> None:
         if frame.kind == FrameKind.INVOKE:
             self._invoke(frame)
@@ -223,8 +220,8 @@ class Worker:
         self._measuring = bool(head.get("measure"))
         self._activated.set()
         if self._on_event_loop:
-            # Run it on the loop's thread, because torch has a thread count for each calling thread. `setup`
-            # may block the loop, which has nothing else to do before READY.
+            # On the loop's thread, because torch has a thread count for each calling thread. `setup` may block
+            # the loop, which has nothing else to do before READY.
             self._tasks.create_task(self._set_up_on_loop())
 
     def _invoke(self, frame: Frame) -> None:
@@ -249,25 +246,21 @@ class Worker:
         )  # fmt: skip
         self._runner.submit(call, head.get("more", 0))
 
-    # -- the end
-
     def _drain(self) -> None:
         if self._draining:
             return
         self._draining = True
-        # If the worker drains without a DRAIN from the gateway, invocations may still be arriving. The
-        # gateway answers this DRAIN with its own and sends no invocations after it. Those that arrive before
-        # are returned, so that none is lost.
+        # If the worker drains by itself, invocations may still be arriving: `_invoke` returns them. The gateway
+        # answers this DRAIN with its own, and sends no invocations after it.
         self._link.send(FrameKind.DRAIN)
         if not self._activated.is_set():
-            # A standby has no invocations to finish.
             self._leave()
             return
         for call in self._runner.close():
             self._link.send(FrameKind.RETURNED, call.channel)
 
     def _leave(self) -> None:
-        """Exit without waiting for DRAIN: before READY, the gateway sends no invocations."""
+        """Exit without waiting for DRAIN: before READY, there are no invocations to finish or return."""
         self._drained.set()
         self._released.set()
 

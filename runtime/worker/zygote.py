@@ -122,7 +122,7 @@ class Zygote:
             link.send(FrameKind.FORKED, {"token": request["token"], "pid": pid})
             return None
         fork_safety.detach(parent)
-        link.close()
+        link.sock.close()
         self._wake_read.close()
         self._wake_write.close()
         fork_safety.reseed()
@@ -184,10 +184,9 @@ class RevisionZygote(Zygote):
 
 
 def spawn_worker(ticket: Ticket, spec: dict[str, Any]) -> None:
-    """Replace this forked process with a fresh interpreter that runs a worker.
+    """Replace this process, which the base has forked and will reap, with a new interpreter for a worker.
 
-    Used for handlers whose imports start threads, which a fork would not copy. The process is forked from the
-    base first, so that the base is the worker's parent and reaps it like its other children.
+    Used for handlers whose imports start threads, which a fork would not copy.
     """
     request = {"address": ticket.address, "token": ticket.token, "spec": spec}
     memory = os.memfd_create("request", 0)

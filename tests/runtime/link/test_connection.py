@@ -43,7 +43,7 @@ def test_a_blocking_link_sees_the_end() -> None:
     assert link.receive() == []
     theirs.close()
     assert link.receive() is None
-    link.close()
+    link.sock.close()
 
 
 # -- links on a loop
