@@ -109,7 +109,7 @@ async def serve(settings: GatewaySettings) -> AsyncIterator[Server]:
 
 
 async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -> Server:
-    """Start each part after the parts that it uses. Closing `stack` drains, and closes them in reverse order."""
+    """Start each part after the parts that it uses. Closing `stack` drains and closes them in reverse."""
     state = stack.enter_context(locked_state_dir(settings.state_dir))
     store = Store(state, _write)
     await asyncio.to_thread(store.start)

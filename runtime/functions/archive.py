@@ -61,8 +61,7 @@ class _Unpacker:
 
     def __init__(self, into: Path) -> None:
         self._into = into
-        # The target of each symbolic link, by the link's name. Until all files are written, an empty file
-        # stands in for each link.
+        # The target of each symbolic link, by its name. An empty file replaces it until the end.
         self._links: dict[str, str] = {}
         self._bytes = 0
 

@@ -61,8 +61,7 @@ def select(folder: Path, *, exclude: Path | None = None) -> list[CodeFile]:
     # If the snapshot is the function's folder itself, it is not left out, since then no file would remain.
     walk = _Walk(root, _ignored(root), None if excluded == root else excluded)
     files: list[CodeFile] = []
-    # Folders count too: folders that hold many links to each other could make the walk practically endless,
-    # even if there is no file in them.
+    # Folders count too: links between folders without files could make the walk practically endless.
     for count, file in enumerate(walk.entries(root, "", (root,)), 1):
         if count > MAX_FILES:
             raise CodeError(f"{folder} has over {MAX_FILES} files and folders.", remedy=_WEIGHTS_REMEDY)

@@ -89,8 +89,7 @@ def _fields(
     staged_code = staged / CODE_FOLDER
     if snapshot is not None:
         _write_manifest(snapshot, staged / MANIFEST_FILE, log)
-        # The path of weights in an uploaded archive is stored relative to the code, because the staged folder
-        # is moved to its place in the store later.
+        # The path of uploaded weights is stored relative to the code: the staged folder is moved later.
         if snapshot.is_relative_to(uploaded := staged_code.resolve()):
             snapshot = snapshot.relative_to(uploaded)
     if (url := settings.snapshot_url) is not None:
@@ -124,7 +123,7 @@ def fair_threads(workers: int) -> int:
 
 
 def heavy_imports(file: Path) -> tuple[str, ...]:
-    """Return those of the packages in `HEAVY` that a handler's file imports. The file is parsed and not run."""
+    """Return the packages in `HEAVY` that a handler's file imports. The file is parsed and not run."""
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
@@ -165,14 +164,13 @@ def _environment(code_folder: Path, environments: Path, request: Deployment, log
         if not request.install:
             raise
         return ensure_environment(environments, text, log), digest
-    # The gateway's own interpreter: with it, the function's zygote can be forked from the base zygote of
-    # other functions.
+    # With the gateway's interpreter, the function's zygote can be forked from other functions' base zygote.
     return Path(sys.executable), digest
 
 
 def _write_manifest(snapshot: Path, target: Path, log: Log) -> None:
     """Write a manifest of the weights to `target`: a copy of the one beside them, or else a new one."""
-    # Imported here so that deploys of functions without weights do not have to wait for these imports.
+    # Imported here, as in `_fetch_manifest`, so that deploys without weights do not wait for these imports.
     from ...snapshot.format.create import create  # noqa: PLC0415
     from ...snapshot.format.manifest import MANIFEST_NAME, Manifest  # noqa: PLC0415
 
@@ -185,7 +183,6 @@ def _write_manifest(snapshot: Path, target: Path, log: Log) -> None:
 
 def _fetch_manifest(url: str, folder: Path, log: Log) -> None:
     """Fetch a remote snapshot's manifest and assets. The zygote needs them before the weights."""
-    # Imported here for the same reason as in _write_manifest.
     from ...snapshot.fetching.assets import fetch_assets  # noqa: PLC0415
     from ...snapshot.format.manifest import read_manifest  # noqa: PLC0415
     from ...snapshot.sources.locate import open_source  # noqa: PLC0415

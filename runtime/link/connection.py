@@ -109,10 +109,7 @@ class Link:
                 self._write(part)
 
     def finish(self, timeout_s: float) -> None:
-        """Send all unsent data and close the link. Blocks: a worker calls this just before it exits.
-
-        `timeout_s` limits the time of each unsent part.
-        """
+        """Send all unsent data, in at most `timeout_s` per part, and close. Blocks: for worker exits only."""
         with self._lock, contextlib.suppress(OSError):
             self._write_joined()
             self.sock.settimeout(timeout_s)

@@ -95,8 +95,7 @@ class LogStream:
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             self._write(line)
-        # The beginning of an overlong line is written now. Otherwise a process that prints no newline would
-        # fill the gateway's memory.
+        # A process that prints no newline must not fill the gateway's memory.
         if len(self._rest) > MAX_LINE_BYTES:
             self._write(self._rest)
             self._rest = b""

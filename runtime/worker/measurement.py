@@ -16,8 +16,7 @@ from ...handlers.handler import Handler, HandlerKind
 from ..batching.latency_curve import Point
 from .runner import Runner
 
-# How long the measurement may take, because it delays the worker's first answer. For a slow handler, only
-# small batches are measured in this time.
+# How long the measurement may take, because it delays the worker's first answer.
 BUDGET_S = 4.0
 # How often each size is measured, after one run that is not counted.
 RUNS = 3

@@ -1,7 +1,4 @@
-"""Runs synchronous handlers and generators on threads.
-
-This keeps the event loop free to react to cancels, drains and the end of the gateway while a handler runs.
-"""
+"""Runs synchronous handlers on threads, so that the event loop stays free for cancels and drains."""
 
 from __future__ import annotations
 

@@ -220,8 +220,8 @@ class Worker:
         self._measuring = bool(head.get("measure"))
         self._activated.set()
         if self._on_event_loop:
-            # On the loop's thread, because torch has a thread count for each calling thread. `setup` may block
-            # the loop, which has nothing else to do before READY.
+            # On the loop's thread, because torch has a thread count for each calling thread. `setup` may
+            # block the loop, which has nothing else to do before READY.
             self._tasks.create_task(self._set_up_on_loop())
 
     def _invoke(self, frame: Frame) -> None:
@@ -250,8 +250,8 @@ class Worker:
         if self._draining:
             return
         self._draining = True
-        # If the worker drains by itself, invocations may still be arriving: `_invoke` returns them. The gateway
-        # answers this DRAIN with its own, and sends no invocations after it.
+        # If the worker drains by itself, invocations may still be arriving: `_invoke` returns them. The
+        # gateway answers this DRAIN with its own, and sends no invocations after it.
         self._link.send(FrameKind.DRAIN)
         if not self._activated.is_set():
             self._leave()

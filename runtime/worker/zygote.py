@@ -35,8 +35,7 @@ from .worker import Worker
 DIAL_TIMEOUT_S = 10.0
 
 
-# The function that a process runs. It returns None at the end of the process. In a child that it has forked,
-# it returns the child's role.
+# What a process runs until its end. In a child that it has forked, it returns the role of this child.
 Role = Callable[[], Any]
 
 
@@ -140,10 +139,9 @@ class Base(Zygote):
         setproctitle(f"pilotflame: base {' '.join(self._preload)}".rstrip())
         for name in self._preload:
             importlib.import_module(name)
-        threads = fork_safety.torch_threads()
+        os.environ["PILOTFLAME_TORCH_THREADS"] = str(fork_safety.torch_threads())
         fork_safety.make_torch_single_threaded()
         link.send(FrameKind.BUILT, {"threads": fork_safety.thread_count()})
-        os.environ["PILOTFLAME_TORCH_THREADS"] = str(threads)
         return True
 
     def child_role(self, ticket: Ticket, request: dict[str, Any]) -> Role:
