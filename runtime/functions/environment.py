@@ -5,9 +5,8 @@ gateway runs: a .pth file makes the gateway's packages, such as torch and pilotf
 not installed again. If a function needs another version of such a package, that is installed in the virtual
 environment, whose packages precede the gateway's on the path.
 
-Virtual environments hold absolute paths (in scripts and pyvenv.cfg) and cannot be moved. So each is built in
-its final place, under a lock. A marker file is written last: an environment without it is unfinished, and is
-built again.
+Virtual environments hold absolute paths and cannot be moved. So each is built in its final place, under a
+lock. A marker file is written last: an environment without it is unfinished, and is built again.
 """
 
 from __future__ import annotations
@@ -38,10 +37,11 @@ from ...errors import RequirementsError
 from ...snapshot.publish import publish
 from .requirements import check_requirements, installed_versions, parse_requirements, requirements_digest
 
+# Called with each line about the deploy, including those that uv writes.
+Log = Callable[[str], None]
 _MARKER = "pilotflame-complete"
 _PLACEHOLDER = "pilotflame-placeholder\n"
-# Python reads .pth files in the order of their names. This name is the last, so that the gateway's packages
-# come after those of the virtual environment on the path.
+# Python reads it last, by its name: the gateway's packages come after those of the virtual environment.
 _BASE_PTH = "zzzz_pilotflame_base.pth"
 # By the names of pip's options: the environment variables of uv with the same meaning.
 _UV_VARIABLES = {
@@ -49,10 +49,6 @@ _UV_VARIABLES = {
     "find-links": "UV_FIND_LINKS", "index-url": "UV_DEFAULT_INDEX", "timeout": "UV_HTTP_TIMEOUT",
     "trusted-host": "UV_INSECURE_HOST",
 }  # fmt: skip
-
-
-# Called with each line about the deploy, including those that uv writes.
-Log = Callable[[str], None]
 
 
 def ensure_environment(root: Path, requirements: str, progress: Log, *, deadline_s: float = 900.0) -> Path:

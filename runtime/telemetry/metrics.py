@@ -69,8 +69,6 @@ class _Histogram:
 
 
 class _FunctionCounts:
-    """All counts of one function."""
-
     def __init__(self) -> None:
         self.codes = Counter[int]()
         self.refusals = Counter[str]()

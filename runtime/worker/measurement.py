@@ -75,10 +75,7 @@ async def measure(runner: Runner, context: Context, curve: list[Point], stopped:
 
 
 async def timed_call(handler: Handler, arguments: tuple[Any, ...], size: int) -> float:
-    """Return how long one handler call takes, until the end of its stream if it is a generator.
-
-    Raise what it raises, or an exception among its answers, of which a batch handler has `size`.
-    """
+    """Return how long one handler call takes, a stream included. Raise an exception among its answers."""
     started_s = time.monotonic()
     answer = handler.call(*arguments)
     if handler.kind is HandlerKind.ASYNC:

@@ -44,8 +44,6 @@ from .thread_runner import ThreadRunner
 RELEASE_TIMEOUT_S = 10.0
 # How long a worker that ends may take to send its last answers.
 FLUSH_TIMEOUT_S = 10.0
-# The threads of a standby: the main thread and the first handler thread.
-STANDBY_THREADS = 2
 
 
 class Worker:
@@ -153,15 +151,16 @@ class Worker:
 
     async def _restore(self, snapshot: Snapshot) -> None:
         """Map the weights. Some of their bytes may still be arriving when this returns."""
-        rehearsal_threads = threading.active_count() - STANDBY_THREADS
+        # More than the main thread and the first handler thread: the rehearsal has started others.
+        other_threads = threading.active_count() > 2
         snapshot.open()
         if snapshot.arriving:
             self._start_thread("weights", self._await_weights, snapshot)
-            # A gate applies to one thread only. Tasks share the loop's thread and also use other threads, and
-            # a rehearsal may have started some. In both cases, wait for all weights instead.
+            # A gate applies to one thread only. If there are others, or tasks, which share the loop's thread
+            # and also use other threads, wait for all weights instead.
             if self._on_event_loop:
                 await asyncio.to_thread(snapshot.wait, WEIGHTS_TIMEOUT_S)
-            elif rehearsal_threads > 0:
+            elif other_threads:
                 snapshot.wait(WEIGHTS_TIMEOUT_S)
 
     def _await_weights(self, snapshot: Snapshot) -> None:
