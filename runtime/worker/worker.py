@@ -47,7 +47,7 @@ FLUSH_TIMEOUT_S = 10.0
 
 
 class Worker:
-    """One worker process, from its HELLO to its exit."""
+    """One worker process. Async handlers are set up on the event loop, others on their first thread."""
 
     def __init__(self, sock: socket.socket, spec: WorkerSpec, built: Built) -> None:
         self._sock = sock
@@ -99,8 +99,6 @@ class Worker:
         if self._on_event_loop:
             return LoopRunner(*common, tasks)
         return ThreadRunner(*common, self._loop, self._gate)
-
-    # -- from standby to ready worker: on the event loop for async handlers, else on the first handler thread
 
     def _run_first_thread(self, runner: ThreadRunner) -> None:
         fork_safety.set_threads(self._threads)
@@ -188,7 +186,7 @@ class Worker:
         if self._measuring:
             # orjson cannot encode named tuples.
             head["curve"] = [list(point) for point in curve]
-        self._link.send(FrameKind.READY, 0, orjson.dumps(head))
+        self._link.send_json(FrameKind.READY, 0, head)
         setproctitle(f"pilotflame: worker {self._spec.label}")
 
     def _log_failure(self, what: str, error: BaseException) -> None:

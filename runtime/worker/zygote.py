@@ -33,8 +33,6 @@ from .function_setup import Built, build
 from .worker import Worker
 
 DIAL_TIMEOUT_S = 10.0
-
-
 # What a process runs until its end. In a child that it has forked, it returns the role of this child.
 Role = Callable[[], Any]
 
