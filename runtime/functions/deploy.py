@@ -56,7 +56,7 @@ class Deployment:
 def prepare(store: Store, environments: Path, request: Deployment, log: Log) -> tuple[Path, RevisionFields]:
     """Copy and check what is needed for a revision. Return its staged folder and the fields of its record.
 
-    `environments` is the folder of the Python environments. An error is raised without a staged folder left.
+    `environments` holds the Python environments. If an error is raised, the staged folder has been removed.
     """
     staged = store.stage()
     staged_code = staged / CODE_FOLDER

@@ -87,7 +87,7 @@ class Frame(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """What a worker measured about one invocation. `batch` is the number of those in its handler call."""
+    """What a worker measured about one invocation. `batch` counts the invocations of its handler call."""
 
     wait_s: float
     exec_s: float
