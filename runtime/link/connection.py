@@ -109,7 +109,7 @@ class Link:
                 self._write(part)
 
     def finish(self, timeout_s: float) -> None:
-        """Send all unsent data, in at most `timeout_s` per part, and close. Blocks: call it at a process's end."""
+        """Send all unsent data, in at most `timeout_s` per part, and close. Blocks: used at exit only."""
         with self._lock, contextlib.suppress(OSError):
             self._write_joined()
             self.sock.settimeout(timeout_s)
