@@ -112,23 +112,15 @@ class Live:
             snapshot = shown(record.snapshot_url)
             settings = settings.model_copy(update={"snapshot": snapshot})
         return FunctionStatus(
-            name=record.function,
-            revision=record.revision,
-            created_at=record.created_at,
-            snapshot=snapshot,
+            name=record.function, revision=record.revision, created_at=record.created_at, snapshot=snapshot,
             workers=Workers(ready=census.ready, starting=census.starting, draining=census.draining),
-            standby=census.standby,
-            zygote=census.zygote,
-            queued=census.queued,
-            in_flight=census.in_flight,
+            standby=census.standby, zygote=census.zygote, queued=census.queued, in_flight=census.in_flight,
             activations=self.revision.pool.activations,
             last_cold_start_ms=cold.total_s * 1000 if cold else None,
             last_cold_start_phases_ms={name: s * 1000 for name, s in cold.phases().items()} if cold else {},
-            warnings=self.warnings,
-            settings=settings,
-            processes=processes or [],
+            warnings=self.warnings, settings=settings, processes=processes or [],
             **{key: facts.get(key, missing) for key, missing in _FACTS.items()},
-        )
+        )  # fmt: skip
 
     async def processes(self) -> list[Process]:
         """Measure the memory of the function's processes, in a thread, since that takes long system calls."""
@@ -148,19 +140,13 @@ def policy_of(record: RevisionRecord) -> Policy:
     scale, in_flight = settings.scale, settings.concurrency * batch
     return Policy(
         scale=ScaleSpec(scale.min, scale.max, scale.buffer, in_flight, scale.idle_timeout_s),
-        timeout_s=settings.timeout_s,
-        execution_timeout_s=settings.execution_timeout_s,
-        max_batch=batch,
+        timeout_s=settings.timeout_s, execution_timeout_s=settings.execution_timeout_s, max_batch=batch,
         interruptible=record.handler.get("kind") in ("async", "async_generator"),
         streaming=bool(record.handler.get("streaming")),
-        aggregates=bool(record.handler.get("aggregate", True)),
-        hold_s=settings.hold_s,
-        max_queue=settings.max_queue,
-        max_body_bytes=settings.max_body_bytes,
-        idempotent=settings.idempotent,
-        standby=scale.standby and scale.rest == "zygote",
-        keep_zygote=scale.rest == "zygote",
-    )
+        aggregates=bool(record.handler.get("aggregate", True)), idempotent=settings.idempotent,
+        hold_s=settings.hold_s, max_queue=settings.max_queue, max_body_bytes=settings.max_body_bytes,
+        standby=scale.standby and scale.rest == "zygote", keep_zygote=scale.rest == "zygote",
+    )  # fmt: skip
 
 
 def _measure(pid: int, role: str, name: str) -> Iterator[Process]:

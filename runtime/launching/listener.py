@@ -42,7 +42,7 @@ class Expected:
     log_stream: LogStream | None = None
 
     def open_log(self, sock: socket.socket) -> LogStream:
-        self.log_stream = LogStream(sock, asyncio.get_running_loop(), self.logs, self.source, b"")
+        self.log_stream = LogStream(sock, self.logs, self.source)
         return self.log_stream
 
 
@@ -118,7 +118,7 @@ class Listener:
         if role != expected.role:
             return False
         self.forget(token)
-        expected.on_link(Link(sock, self._loop, join_writes=True), pid)
+        expected.on_link(Link(sock, join_writes=True), pid)
         return True
 
     def discard(self, greeting: _Greeting) -> None:
