@@ -1,12 +1,11 @@
 """Holds the secrets of functions in memory, and stores them in `access/secrets/<function>.json`.
 
-The files have mode 0600 and are not encrypted: the encryption key would be on the same disk.
+The files have mode 0600 and are not encrypted: the encryption key would be on the same disk. The workers of
+all functions run as the same system user, who can read these files. So functions that do not trust each other
+must run in separate containers, each with its own gateway.
 
 A worker gets the secrets of its function when it is activated, over its link to the gateway. Zygotes and
 standbys hold no secrets. A changed secret reaches only workers that are activated afterwards.
-
-The workers of all functions run as the same system user, who can read these files. So functions that do not
-trust each other must run in separate containers, each with its own gateway.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class EventStream:
         return await stream.take()
 
     async def _write(self, data: bytes) -> web.StreamResponse:
-        """Send the data, first the header if it was not sent yet. Return the response."""
+        """Send the header if it was not sent yet, then the data. Return the response."""
         if self.response is None:
             self.response = web.StreamResponse(headers=invocation_headers(self._invocation) | _HEADERS)
             await self.response.prepare(self._request)

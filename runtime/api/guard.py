@@ -28,7 +28,7 @@ from .responses import Handler
 from .routes import Route, scopes_by_path
 
 SIGNED = "AWS4-"
-# AWS's clients also send a session token, for which a caller can use the API key.
+# AWS's clients sign requests and also send a session token. A caller can use the API key as this token.
 SESSION_TOKEN = "X-Amz-Security-Token"  # noqa: S105
 _FETCH_SITE = istr("Sec-Fetch-Site")
 
@@ -132,7 +132,7 @@ class Guard:
         return Admitted(held.caller, held.meter)
 
     def _find_key(self, headers: Headers, transport: asyncio.BaseTransport | None) -> Held | None:
-        """Return the key that a request sends; None if it may do without. Raises Unauthorized otherwise."""
+        """Return the sent key, or None if none is needed. Raises Unauthorized if it is missing or invalid."""
         sent = headers.get("Authorization")
         if sent is None:
             if _on_control_socket(transport):

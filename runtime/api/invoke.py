@@ -106,7 +106,7 @@ class Gateway:
         self, name: str, headers: Headers, request_id: str, body: bytes, received_s: float, caller: Caller,
         on_end: Callable[[], None] | None = None,
     ) -> tuple[Revision, Invocation]:  # fmt: skip
-        """Submit an invocation. Return its revision and it. If this raises, pass the error to `refused`."""
+        """Submit an invocation. Return (revision, invocation). Pass an error that is raised to `refused`."""
         # Look the revision up again: another one may have become live while the body arrived.
         revision = self._functions.live(name)
         policy = revision.policy

@@ -54,7 +54,8 @@ class OpenApi:
     @cached_property
     def _static(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The (paths, components) that do not depend on the deployed functions and on the caller."""
-        types, paths = _Types(self.routes), dict[str, Any]()
+        types = _Types(self.routes)
+        paths: dict[str, Any] = {}
         for route in self.routes:
             operations, method = paths.setdefault(route.path, {}), route.method.lower()
             operations[method] = _merge(operations.get(method, {}), _operation(route, types))

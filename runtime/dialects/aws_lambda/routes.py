@@ -79,7 +79,7 @@ class LambdaApi:
         self._backend = backend
 
     def routes(self) -> list[Route]:
-        # The variable is not {function}, which the guard would check: it may hold an ARN. `_live` checks it.
+        # Not {function}, which the guard would check: the variable may hold an ARN. `_live` checks it instead.
         return [
             Route(
                 "POST", "/2015-03-31/functions/{name}/invocations", self.invoke, Scope.INVOKE,
@@ -202,10 +202,7 @@ def function_error(error: PilotflameError, request_id: str) -> dict[str, object]
 
 
 async def _collect(invocation: Invocation) -> Output:
-    """Return the output, which is a JSON array of all pieces if the handler streams.
-
-    Raises OutputInvalid if the pieces exceed MAX_STREAMED_BYTES.
-    """
+    """Return the output, of a stream as a JSON array. Raises OutputInvalid if that is too large."""
     if invocation.stream is None:
         return await invocation.output
     pieces, size = [], 0
