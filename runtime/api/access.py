@@ -29,7 +29,7 @@ class SecretValue(BaseModel, frozen=True, extra="forbid", strict=True):
     value: str = Field(repr=False)
 
 
-class ShownKey(KeyFields, title="ApiKey", json_schema_serialization_defaults_required=True):
+class ShownKey(KeyFields, title="ApiKey", extra="ignore", json_schema_serialization_defaults_required=True):
     """A key as it is listed."""
 
     id: str

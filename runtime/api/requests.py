@@ -50,7 +50,8 @@ _PRIORITIES = {str(number): number for number in range(1, 6)}
 
 def caller_of(request: web.Request) -> Caller:
     """Return the caller that the guard has set, or ANYBODY on public routes, where it sets none."""
-    return request.get(CALLER, ANYBODY)
+    found: Caller = request.get(CALLER, ANYBODY)
+    return found
 
 
 async def read_body(

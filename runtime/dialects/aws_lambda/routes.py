@@ -79,7 +79,7 @@ class LambdaApi:
         self._backend = backend
 
     def routes(self) -> list[Route]:
-        # Not {function}, which the guard would check: the variable may hold an ARN. `_live` checks it instead.
+        # Not {function}, which the guard would check: the variable may hold an ARN. `_live` checks it.
         return [
             Route(
                 "POST", "/2015-03-31/functions/{name}/invocations", self.invoke, Scope.INVOKE,
