@@ -62,10 +62,7 @@ class Tier:
         return os.path.isdir(self.folder(digest))  # noqa: PTH112
 
     def used_bytes(self) -> int:
-        """Return the size of all snapshots and spare files.
-
-        Snapshots that are being fetched count in full.
-        """
+        """Return the size of all spare files and snapshots, including those that are being fetched."""
         return sum(stored.size_bytes for stored in self.list()) + self.spares.total_bytes()
 
     @contextmanager
@@ -232,11 +229,8 @@ class Tier:
             if self.kind == "tmpfs":
                 for file in list((gone / "files").rglob("*")):
                     # Using the pages of smaller files again would save too little.
-                    if (
-                        file.is_file()
-                        and file.stat().st_size >= LEAST_SPARE_BYTES
-                        and file.name != MANIFEST_NAME
-                    ):
+                    large = file.is_file() and file.stat().st_size >= LEAST_SPARE_BYTES
+                    if large and file.name != MANIFEST_NAME:
                         self.spares.put(file)
             shutil.rmtree(gone, ignore_errors=True)
 

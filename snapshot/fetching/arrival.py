@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from ...errors import PilotflameError, SourceUnavailable
 from ..format.manifest import Manifest
+from ..sources.source import Progress
 from .ranges import Chunks
 
 
@@ -97,6 +98,18 @@ class Arrival:
             self._on_land.append(listener)
         for chunk in already:
             listener(chunk)
+
+    def report(self, progress: Progress) -> None:
+        """Call `progress` now, and for every chunk that lands later. Its bytes done never decrease."""
+        lock = threading.Lock()
+
+        def landed(_chunk: int = 0) -> None:
+            with lock:
+                progress(self.landed_bytes, self._total_bytes)
+
+        with self._changed:
+            self._on_land.append(landed)
+        landed()
 
     def demand(self, first: int, last: int) -> None:
         """Ask that chunks `first` to `last`, both included, are fetched next."""

@@ -24,9 +24,6 @@ class Ranged(ABC):
     @abstractmethod
     def connect(self) -> Connection: ...
 
-    def size(self, name: str) -> int:
-        return self.stat(name).size_bytes
-
     def read_into(self, name: str, offset: int, view: memoryview) -> int:
         """See Source. Retries temporary failures. Raises after ATTEMPTS of them in a row."""
         info = self.stat(name)
@@ -60,11 +57,10 @@ class Retries:
 
 
 def delay_s(attempt: int, retry_after_s: float | None = None) -> float:
-    """Return how long to wait after `attempt` failures in a row: a random time.
+    """Return how long to wait after `attempt` failures in a row: a random time, at least the Retry-After.
 
-    Its maximum is FIRST_DELAY_S * 2**attempt, but not more than LONGEST_DELAY_S. Its minimum is the
-    Retry-After of the response, but not more than 2 * LONGEST_DELAY_S. The method is called full jitter: M.
-    Brooker, "Exponential backoff and jitter" (AWS architecture blog, 2015).
+    The method is called full jitter: M. Brooker, "Exponential backoff and jitter" (AWS architecture blog,
+    2015).
     """
     drawn_s = random.uniform(0, min(LONGEST_DELAY_S, FIRST_DELAY_S * 2**attempt))  # noqa: S311  not a secret
     return max(drawn_s, min(retry_after_s or 0.0, 2 * LONGEST_DELAY_S))

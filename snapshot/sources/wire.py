@@ -39,9 +39,8 @@ class Wire:
         self.drop()
         deadline_s = time.monotonic() + self._connect_timeout_s
         failure: OSError = OSError(f"{origin.host} has no address")
-        for family, kind, protocol, _, address in socket.getaddrinfo(
-            origin.host, origin.port, type=socket.SOCK_STREAM
-        ):
+        addresses = socket.getaddrinfo(origin.host, origin.port, type=socket.SOCK_STREAM)
+        for family, kind, protocol, _, address in addresses:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 break
@@ -101,8 +100,7 @@ class Wire:
                 return
             # An OSError means that the socket is not connected yet.
             with suppress(OSError):
-                # Do not call SSLSocket.shutdown: it removes TLS first, and a reader could then receive
-                # ciphertext.
+                # SSLSocket.shutdown would remove TLS first, and a reader could then receive ciphertext.
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def _open(
@@ -127,8 +125,7 @@ class Wire:
             self._end_use()
         self.origin = origin
 
-    # A context manager would be shorter, but its generator takes a microsecond, and `receive` is called very
-    # often.
+    # A context manager would be shorter, but `receive` is called often, and a generator takes a microsecond.
     def _begin_use(self) -> socket.socket:
         with self._lock:
             self._check_open()

@@ -103,7 +103,6 @@ def test_stat_asks_for_one_byte_and_remembers(server: FaultServer) -> None:
     info = source.stat(NAME)
     assert (info.size_bytes, info.version) == (len(DATA), '"v0"')
     assert source.stat(NAME) == info
-    assert source.size(NAME) == len(DATA)
     assert [request.headers["range"] for request in server.requests] == ["bytes=0-0"]
     assert source.stat("empty").size_bytes == 0
     assert source.read_into("empty", 0, memoryview(bytearray(4))) == 0
@@ -253,7 +252,7 @@ def test_an_unexpected_response_is_an_error(server: FaultServer) -> None:
 
 def test_a_server_without_ranges_serves_whole_objects_only(server: FaultServer) -> None:
     server.faults = Faults(ranges=False)
-    assert HttpSource(server.url).size(NAME) == len(DATA)
+    assert HttpSource(server.url).stat(NAME).size_bytes == len(DATA)
     assert read_once(server, 0, len(DATA)) == DATA
     with pytest.raises(SourceError, match="not served in ranges") as caught:
         read_once(server, 0, 500)
