@@ -29,10 +29,7 @@ def try_lock(descriptor: int, *, exclusive: bool) -> bool:
 
 @contextmanager
 def locked_file(path: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[int]:
-    """Open or create file `path`, lock it exclusively, and yield its descriptor.
-
-    Raises CacheError if another holder does not release the lock within `timeout_s`.
-    """
+    """Open or create a file, lock it, and yield its descriptor. Raises CacheError after `timeout_s`."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         if not try_lock(descriptor, exclusive=True):
@@ -71,10 +68,7 @@ class Hold:
 
 
 def lock_folder(folder: Path, *, exclusive: bool) -> int | None:
-    """Open and lock `folder`, and return the descriptor.
-
-    Returns None if the folder is absent or was moved away, or if another lock prevents it.
-    """
+    """Open and lock `folder`, and return the descriptor; None if it is absent, moved away or locked."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):

@@ -218,7 +218,7 @@ def _wire(error: PilotflameError | None) -> bytes:
 
 
 def _numbers(message: bytes, count: int) -> tuple[int, ...]:
-    """Return the chunk numbers in a LANDED message. Raises LinkError if one is not below `count`."""
+    """Return the chunk numbers in a LANDED message, which are below `count`. Raises LinkError."""
     body = message[1:]
     if message[:1] != LANDED or len(body) % 4:
         raise LinkError("The process that fetches the snapshot sent a malformed message.")

@@ -29,10 +29,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def prepare(root: Path, size_bytes: int) -> bool:
-    """Make folder `root`, if possible with huge pages, unless it exists. Return `is_ours(root)`.
-
-    Only one process at a time may call this.
-    """
+    """Make folder `root` if it is absent, with huge pages if possible. Lock first. Return `is_ours(root)`."""
     if not root.parent.is_dir() or not os.access(root.parent, os.W_OK):
         return False
     with suppress(FileExistsError):
@@ -64,7 +61,7 @@ def unmount(folder: Path) -> bool:
 
 
 def give_back(root: Path) -> None:
-    """Unmount and remove `root` if it is empty. Only one process at a time may call this."""
+    """Unmount and remove `root` if it is empty. Only one process at a time may call this or `prepare`."""
     with suppress(OSError):
         if root.is_mount() and not any(root.iterdir()):
             unmount(root)
@@ -72,11 +69,8 @@ def give_back(root: Path) -> None:
 
 
 def sweep(roots: Iterable[Path], own: Path) -> None:
-    """Unmount and remove those of `roots` that are empty, were left by killed processes, and are not `own`.
-
-    A root that changed recently may have just been made by another process, and the kernel does not unmount
-    one that is in use.
-    """
+    """Unmount and remove empty `roots` that killed processes left, except `own` and those in use."""
+    # A root that changed recently may have just been made by another process.
     before_s = time.time() - LEFT_AFTER_S
     for root in roots:
         # Another process may remove it at the same time.

@@ -86,10 +86,7 @@ def follow(folder: Path, manifest: Manifest) -> Lease:
 
 
 class _NoSource(Ranged):
-    """The source of a process without credentials: its methods always raise.
-
-    Another process of the node fetches for such processes.
-    """
+    """The source of a process without credentials, for which another process fetches: it always raises."""
 
     url = "the node's fetcher"
 

@@ -135,7 +135,7 @@ class Pull:
                 pass
 
     def _drop_role(self, error: PilotflameError | None, *, dropped: bool = False) -> None:
-        """End fetching or following. The followers are told `error` or `dropped` (see Feed.close)."""
+        """End fetching or following. `error` and `dropped` are passed to Feed.close."""
         role, self._role = self._role, None
         if isinstance(role, _Fetching):
             role.feed.close(error, dropped=dropped)

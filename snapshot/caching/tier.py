@@ -67,10 +67,7 @@ class Tier:
 
     @contextmanager
     def locked(self, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
-        """Hold the tier's lock: no other process or thread makes room, starts a fetch or evicts meanwhile.
-
-        Raises CacheError if another one holds the lock for longer than `timeout_s`.
-        """
+        """Hold the tier's lock (see the module). Raises CacheError if it stays locked for `timeout_s`."""
         path = self.root / "lock"
         while True:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -177,10 +174,7 @@ class Tier:
                 self._trim()
 
     def _free(self, digest: str, size_bytes: int) -> None:
-        """Evict others until snapshot `digest` of `size_bytes` fits into the budget and onto the file system.
-
-        Raises CacheError, without evicting any, if that is impossible.
-        """
+        """Evict others until the snapshot fits. Raises CacheError, without evicting any, if it cannot fit."""
         stored = self.list()
         own_bytes = sum(item.allocated_bytes for item in stored if item.digest == digest)
         others = [item for item in stored if item.digest != digest]
@@ -214,11 +208,8 @@ class Tier:
         return CacheError(fault, remedy="Make room on it, or put the cache elsewhere.")
 
     def _discard(self, folders: Sequence[tuple[Path, int]]) -> None:
-        """Delete snapshots: pairs of a folder and the descriptor that locks it exclusively.
-
-        Closes the descriptors. A folder is renamed before it is emptied: if the process is killed in between,
-        no incomplete folder is left that looks like a snapshot.
-        """
+        """Delete snapshots, given as pairs of a folder and the descriptor that locks it, which is closed."""
+        # Rename the folder first. If this process is killed, no incomplete folder looks like a snapshot.
         for folder, descriptor in folders:
             gone = self.root / "trash" / uuid4().hex
             gone.parent.mkdir(exist_ok=True)

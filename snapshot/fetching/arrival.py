@@ -41,7 +41,7 @@ class Arrival:
         return self._missing == 0 or all(self._landed[first : last + 1])
 
     def land(self, chunk: int) -> None:
-        """Record that `chunk` is in the file and verified, and call the listeners (see `on_land`)."""
+        """Record that `chunk` has landed, and call the listeners (see `on_land`)."""
         extent = self.chunks.extent(chunk)
         with self._changed:
             if self._landed[chunk]:
@@ -55,7 +55,7 @@ class Arrival:
             listener(chunk)
 
     def land_all(self) -> None:
-        """Record that every chunk is in the files and verified, and call the listeners (see `on_land`)."""
+        """Record that every chunk has landed, and call the listeners (see `on_land`)."""
         with self._changed:
             new = [chunk for chunk, landed in enumerate(self._landed) if not landed] if self._on_land else []
             self._landed = bytearray(b"\1") * self.count
@@ -68,10 +68,7 @@ class Arrival:
                 listener(chunk)
 
     def fail(self, error: PilotflameError) -> None:
-        """Raise `error` in every thread that waits, now or later, for a missing chunk.
-
-        If this is called again, the first error is still the one that is raised.
-        """
+        """Raise `error` in each thread that waits, now or later, for a missing chunk. The first one counts."""
         with self._changed:
             if self.error is None:
                 self.error = error

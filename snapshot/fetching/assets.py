@@ -1,4 +1,4 @@
-"""Fetches assets: the small files beside the weights that a handler reads by name. They come first."""
+"""Fetches assets, the small files beside the weights that a handler reads, before the shards."""
 
 from __future__ import annotations
 

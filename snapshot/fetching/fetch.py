@@ -154,8 +154,7 @@ class _Fetch:
     def _give_up_silent(self, now_s: float, late_s: float) -> None:
         """Close the connection of each part that received nothing for longer than its limit.
 
-        `late_s` is by how much this thread woke too late. A busy machine delays the others as much, so that
-        time is not counted.
+        `late_s`, by how much this thread woke too late, is not counted: the others are delayed as much.
         """
         for part in self._ranges.active:
             if late_s > 0.01:
@@ -205,8 +204,7 @@ class _Fetch:
     def _next(self, number: int) -> Part | None:
         """Wait for the next part to fetch and return it; None if the thread should end.
 
-        It should end if the fetch is over or has failed, or if `number`, which counts connections from 1, is
-        more than are wanted.
+        `number` counts connections from 1. The thread ends if that is more than are wanted.
         """
         ranges, control = self._ranges, self.control
         with self._changed:

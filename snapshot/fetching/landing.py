@@ -130,7 +130,11 @@ class Landing:
                     self._filled[chunk] = filled
                 return
         if self.verify and digest is None:
-            digest = self._reread(chunk, buffer)
+            target = self.targets[extent.shard]
+            if target.memory is not None:
+                digest = xxhash.xxh3_128_hexdigest(target.memory[extent.begin : extent.end])
+            else:
+                digest = target.digest(extent.begin, extent.end, buffer)
         if self.verify and digest != self.arrival.chunks.digests[chunk]:
             self._refuse(chunk)
             return
@@ -145,13 +149,6 @@ class Landing:
                 return
         extent = self.arrival.chunks.extent(chunk)
         raise corrupt_chunk(self.manifest, extent.shard, extent.begin // self.manifest.chunk_bytes)
-
-    def _reread(self, chunk: int, buffer: memoryview) -> str:
-        extent = self.arrival.chunks.extent(chunk)
-        target = self.targets[extent.shard]
-        if target.memory is not None:
-            return xxhash.xxh3_128_hexdigest(target.memory[extent.begin : extent.end])
-        return target.digest(extent.begin, extent.end, buffer)
 
 
 def land_existing(

@@ -24,8 +24,6 @@ from .response import OK, PARTIAL, REDIRECTS, RangeRequest, check, object_info, 
 from .source import ObjectInfo, name_fault
 from .wire import Wire
 
-TIMEOUT_S = 30.0
-CONNECT_TIMEOUT_S = 10.0
 MAX_REDIRECTS = 5
 MAX_ERROR_BYTES = 64 << 10
 
@@ -36,16 +34,8 @@ class WebSource(Ranged):
     kept_for_s = math.inf
     """How long a location is used. Then `resolve` is called again."""
 
-    def __init__(
-        self,
-        url: str,
-        timeout_s: float = TIMEOUT_S,
-        connect_timeout_s: float = CONNECT_TIMEOUT_S,
-        ssl_context: ssl.SSLContext | None = None,
-    ) -> None:
+    def __init__(self, url: str, ssl_context: ssl.SSLContext | None = None) -> None:
         self.url = url
-        self._timeout_s = timeout_s
-        self._connect_timeout_s = connect_timeout_s
         self._ssl_context = ssl_context
         # All connections use these dicts, on their threads, without a lock: single operations are atomic.
         self.infos: dict[str, ObjectInfo] = {}
@@ -86,7 +76,7 @@ class WebSource(Ranged):
                     retries.wait(error)
 
     def connect(self) -> HttpConnection:
-        return HttpConnection(self, Wire(self._timeout_s, self._connect_timeout_s, lambda: self._tls))
+        return HttpConnection(self, Wire(lambda: self._tls))
 
     @cached_property
     def _tls(self) -> ssl.SSLContext:
@@ -104,13 +94,7 @@ class HttpSource(WebSource):
     """
 
     def __init__(
-        self,
-        url: str,
-        *,
-        headers: Mapping[str, str] | None = None,
-        timeout_s: float = TIMEOUT_S,
-        connect_timeout_s: float = CONNECT_TIMEOUT_S,
-        ssl_context: ssl.SSLContext | None = None,
+        self, url: str, headers: Mapping[str, str] | None = None, ssl_context: ssl.SSLContext | None = None
     ) -> None:
         try:
             origin, parts = ServerAddress.of(url), urlsplit(url)
@@ -118,7 +102,7 @@ class HttpSource(WebSource):
             fault = f"{shown(url)!r} is not a URL of a web server: {error}."
             raise SourceError(fault, remedy="Write http(s)://host/path.") from None
         base = f"{origin}{quote(parts.path.rstrip('/'), safe=PATH)}"
-        super().__init__(base, timeout_s, connect_timeout_s, ssl_context)
+        super().__init__(base, ssl_context)
         self._query = f"?{quote(parts.query, safe=QUERY)}" if parts.query else ""
         self._headers = dict(headers or {})
         if parts.username is not None:
@@ -154,7 +138,7 @@ class HttpConnection:
         return info
 
     def stat(self, name: str) -> ObjectInfo:
-        """Return the size and version of `name`. Sends a GET, because a URL signed for GET refuses HEAD."""
+        """Return the size and version of `name`. Uses GET: a URL that is signed for GET refuses HEAD."""
         head, request = self._get(name, 0, 1, empty=True)
         info = object_info(head, request)
         if head.status == PARTIAL:
@@ -192,7 +176,8 @@ class HttpConnection:
             location = self._source.locate(name, fresh=fresh)
             if location == tried:
                 break
-            head, request = self._follow(location, RangeRequest(name, location.shown, begin, end, version))
+            request = RangeRequest(name, shown(location.url), begin, end, version)
+            head, request = self._follow(location, request)
             is_empty = head.status == 416 and head.headers.get("content-range") == "bytes */0"
             if head.status in {OK, PARTIAL} or (empty and is_empty):
                 return head, request
@@ -211,7 +196,7 @@ class HttpConnection:
                 return head, request
             self._rest()
             location = redirected(location, head.headers["location"])
-            request = replace(request, url=location.shown)
+            request = replace(request, url=shown(location.url))
         fault = f"{request.url} redirects more than {MAX_REDIRECTS} times."
         raise SourceError(fault, remedy="Check the URL.")
 

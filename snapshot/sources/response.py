@@ -103,7 +103,7 @@ def _content_length(head: Head) -> int | None:
 
 
 def _content_range(head: Head) -> tuple[int, int, int | None]:
-    """Return what Content-Range says: begin and exclusive end of the range, else 0; total size, else None."""
+    """Return begin, exclusive end (0 without a range) and total size (None if unknown) of Content-Range."""
     found = _CONTENT_RANGE.fullmatch(head.headers.get("content-range", ""))
     if found is None:
         return 0, 0, None

@@ -43,15 +43,11 @@ class Connection(Protocol):
     def read_into(self, view: memoryview) -> int:
         """Read the next bytes of the range into `view`. Return their number: 0 only at the range's end.
 
-        Raises SourceUnavailable if the response ends before the range, or if nothing arrives for the source's
-        timeout.
+        Raises SourceUnavailable if the response ends before the range, or if nothing arrives for too long.
         """
 
     def close(self) -> None:
-        """Close the connection. It may be closed already.
-
-        If another thread waits in `read_into`, that call raises SourceUnavailable at once.
-        """
+        """Close the connection. May be called twice. A waiting `read_into` raises SourceUnavailable at once."""
 
 
 class Source(Protocol):
