@@ -98,14 +98,16 @@ class _Download:
         foreign = self._foreign_files()
         self._check_room(foreign)
         paths = [self._folder / shard.name for shard in self.manifest.shards]
-        sure = self._known or self._force or not any(path.exists() for path in paths)
+        held = [path.is_file() and path.stat().st_size > 0 for path in paths]
+        sure = self._known or self._force or not any(held)
         if sure:
             self._write_mark()
         if self._force:
             for path in foreign if self._present else (*foreign, self._folder / MANIFEST_NAME):
                 path.unlink(missing_ok=True)
         with ExitStack() as undo:
-            held = [self._open(shard, opened, undo) for shard in self.manifest.shards]
+            for shard in self.manifest.shards:
+                self._open(shard, opened, undo)
             land_existing(self.manifest, self.targets, self.arrival, cancelled)
             if not sure:
                 self._check_held(held, cancelled)
@@ -161,8 +163,7 @@ class _Download:
             fault = f"{self._folder} has {free_bytes} bytes free, and {needed_bytes} are still to come."
             raise CacheError(fault, remedy="Make room, or name a folder on another disk.")
 
-    def _open(self, shard: Shard, opened: ExitStack, undo: ExitStack) -> bool:
-        """Open one shard's file at full size, and append its target. Return True if it had bytes before."""
+    def _open(self, shard: Shard, opened: ExitStack, undo: ExitStack) -> None:
         path = self._folder / shard.name
         path.parent.mkdir(parents=True, exist_ok=True)
         new = not path.exists()
@@ -170,11 +171,9 @@ class _Download:
         opened.callback(os.close, descriptor)
         if new:
             undo.callback(path.unlink, missing_ok=True)
-        held_bytes = os.fstat(descriptor).st_size
-        if held_bytes != shard.size_bytes:
+        if os.fstat(descriptor).st_size != shard.size_bytes:
             os.ftruncate(descriptor, shard.size_bytes)
         self.targets.append(ShardTarget(str(path), descriptor))
-        return held_bytes > 0
 
     def _check_held(self, held: Sequence[bool], cancelled: threading.Event) -> None:
         """Raise CacheError if a file that was there before differs from the snapshot in any chunk.

@@ -19,7 +19,7 @@ from pathlib import Path
 from ...errors import Cancelled, FetchFailed, PilotflameError, SnapshotChanged, SourceUnavailable
 from ..format.manifest import Manifest
 from ..format.verify import chunk_tensors, holding
-from ..sources.ranged import delay_s
+from ..sources.retries import delay_s
 from ..sources.source import Connection, ObjectInfo, Progress, Source, same_version
 from .arrival import Arrival
 from .concurrency_control import ConcurrencyControl

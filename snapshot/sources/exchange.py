@@ -93,13 +93,6 @@ class Exchange:
         self._left -= count
         return count
 
-    def read_rest(self, limit: int) -> bytes:
-        """Read and return the rest of the body, or its next `limit` bytes if it is longer."""
-        rest, done = memoryview(bytearray(limit)), 0
-        while done < limit and (count := self.read_into(rest[done:], limit - done)):
-            done += count
-        return bytes(rest[:done])
-
     def _start(self, parser: h11.Connection, response: h11.Response) -> Head:
         headers: dict[str, str] = {}
         for raw_name, raw_value in response.headers:

@@ -6,7 +6,7 @@ import base64
 import math
 import ssl
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -19,8 +19,8 @@ from ..._version import __version__
 from ...errors import PilotflameError, SnapshotChanged, SourceError, SourceMissing, SourceUnavailable
 from .exchange import Exchange, Head, StaleError
 from .location import PATH, QUERY, Location, ServerAddress, redirected, shown
-from .ranged import Ranged, Retries
 from .response import OK, PARTIAL, REDIRECTS, RangeRequest, check, object_info, refusal, unavailable
+from .retries import Retries
 from .source import ObjectInfo, name_fault
 from .wire import Wire
 
@@ -28,7 +28,7 @@ MAX_REDIRECTS = 5
 MAX_ERROR_BYTES = 64 << 10
 
 
-class WebSource(Ranged):
+class WebSource(ABC):
     """A source whose objects are read with HTTP GET. It remembers their locations, sizes and versions."""
 
     kept_for_s = math.inf
@@ -74,6 +74,22 @@ class WebSource(Ranged):
                     return connection.stat(name)
                 except SourceUnavailable as error:
                     retries.wait(error)
+
+    def read_into(self, name: str, offset: int, view: memoryview) -> int:
+        """See Source. Retries temporary failures. Raises after ATTEMPTS of them in a row."""
+        info = self.stat(name)
+        end = min(info.size_bytes, offset + len(view))
+        at, retries = offset, Retries()
+        with closing(self.connect()) as connection:
+            while at < end:
+                try:
+                    connection.begin(name, at, end, info.version)
+                    while at < end and (count := connection.read_into(view[at - offset : end - offset])):
+                        at += count
+                        retries = Retries()
+                except SourceUnavailable as error:
+                    retries.wait(error)
+        return max(0, at - offset)
 
     def connect(self) -> HttpConnection:
         return HttpConnection(self, Wire(lambda: self._tls))
@@ -219,11 +235,12 @@ class HttpConnection:
             raise SourceError(fault, remedy="Remove line ends and control characters.") from None
 
     def _rest(self) -> bytes:
-        try:
-            return self._exchange.read_rest(MAX_ERROR_BYTES)
-        except (OSError, h11.RemoteProtocolError):
-            # The body is only needed for the text of an error.
-            return b""
+        rest, done = memoryview(bytearray(MAX_ERROR_BYTES)), 0
+        # If the body breaks off, its beginning suffices for the text of an error.
+        with suppress(OSError, h11.RemoteProtocolError):
+            while done < len(rest) and (count := self._exchange.read_into(rest[done:], len(rest) - done)):
+                done += count
+        return bytes(rest[:done])
 
     def _failed(self, request: RangeRequest, error: Exception) -> PilotflameError:
         self._wire.drop()

@@ -47,7 +47,7 @@ class Connection(Protocol):
         """
 
     def close(self) -> None:
-        """Close the connection. May be called twice. A waiting `read_into` raises SourceUnavailable at once."""
+        """Close the connection, if it is open. A waiting `read_into` raises SourceUnavailable at once."""
 
 
 class Source(Protocol):
