@@ -9,13 +9,13 @@ All state is in files and locks, which no process owns. So any process may be ki
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from ...errors import CacheError, PilotflameError
+from ...errors import CacheError
 from ..fetching.arrival import Arrival
 from ..fetching.fetch import FetchStats
 from ..format.manifest import Manifest
@@ -40,12 +40,8 @@ class Lease:
     arrival: Arrival
     _hold: Hold | None
     _pull: Pull | None = None
-
-    def __post_init__(self) -> None:
-        self._lock = threading.Lock()
-        self._copy: Lease | None = None
-        self._copy_error: PilotflameError | None = None
-        self._copy_begun = threading.Event()
+    _copy: Future[Lease | None] = field(default_factory=Future, init=False)
+    """The lease of the copy on the disk, once the copy has begun. Its result is None if there is no copy."""
 
     @property
     def hold(self) -> Hold:
@@ -65,45 +61,47 @@ class Lease:
         Raises the error of the fetch or of the copy, SourceUnavailable if one of them is not done within
         `timeout_s`, and CacheError if the copy is not even begun within `timeout_s`.
         """
-        if self._pull is not None:
-            self._pull.wait(timeout_s)
-        if self._pull is None or not copied:
+        if self._pull is None:
             return
-        if not self._copy_begun.wait(timeout_s):
-            raise CacheError(f"The copy on the disk was not begun within {timeout_s:.0f} s.")
-        if self._copy_error is not None:
-            raise self._copy_error
-        if self._copy is not None:
-            self._copy.wait(timeout_s)
+        self._pull.wait(timeout_s)
+        if copied:
+            try:
+                copy = self._copy.result(timeout_s)
+            except TimeoutError:
+                raise CacheError(f"The copy on the disk was not begun within {timeout_s:.0f} s.") from None
+            if copy is not None:
+                copy.wait(timeout_s)
 
     def close(self) -> None:
         """Release the files. May be called twice, and from another thread."""
-        with self._lock:
-            self._hold = None
-            copy = self._copy
-        for part in filter(None, (copy, self._pull)):
-            part.close()
+        self._hold = None
+        # This also closes a copy that begins later.
+        self._copy.add_done_callback(_close_copy)
+        if self._pull is not None:
+            self._pull.close()
 
     def copy_to(self, tiers: Sequence[Tier]) -> None:
         """Start to copy the published snapshot to the first of `tiers` that has room, if there are any."""
+        copy = None
         try:
             if tiers:
                 # The copy is a fetch from this tier's folder: also resumable, verified and published last.
                 copy = Cache(tiers).open(self.manifest, FolderSource(self.root), tee=False)
-                with self._lock:
-                    self._copy, closed = copy, self._hold is None
-                if closed:
-                    copy.close()
-        except PilotflameError as error:
-            self._copy_error = error
-        finally:
-            self._copy_begun.set()
+        except BaseException as error:  # noqa: BLE001  raised by `wait`
+            self._copy.set_exception(error)
+        else:
+            self._copy.set_result(copy)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *failure: object) -> None:
         self.close()
+
+
+def _close_copy(copy: Future[Lease | None]) -> None:
+    if copy.exception() is None and (lease := copy.result()) is not None:
+        lease.close()
 
 
 class Cache:

@@ -29,7 +29,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def prepare(root: Path, size_bytes: int) -> bool:
-    """Make folder `root` if it is absent, with huge pages if possible. Lock first. Return `is_ours(root)`."""
+    """Make folder `root` if it is absent, with huge pages if possible. Return `is_ours(root)`."""
     if not root.parent.is_dir() or not os.access(root.parent, os.W_OK):
         return False
     with suppress(FileExistsError):

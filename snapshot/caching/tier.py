@@ -67,7 +67,7 @@ class Tier:
 
     @contextmanager
     def locked(self, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
-        """Hold the tier's lock (see the module). Raises CacheError if it stays locked for `timeout_s`."""
+        """Hold the tier's lock, which one thread at a time can do. Raises CacheError after `timeout_s`."""
         path = self.root / "lock"
         while True:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)

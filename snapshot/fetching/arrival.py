@@ -68,7 +68,7 @@ class Arrival:
                 listener(chunk)
 
     def fail(self, error: PilotflameError) -> None:
-        """Raise `error`, if it is the first, in threads that wait, now or later, for a missing chunk."""
+        """Raise the first error given here in threads that wait, now or later, for a missing chunk."""
         with self._changed:
             if self.error is None:
                 self.error = error

@@ -177,8 +177,9 @@ def land_existing(
 
 
 def _next_data(descriptor: int, offset: int, size_bytes: int) -> int:
-    """Return the first written offset from `offset` on, or `size_bytes`; `offset` if that is unknown."""
+    """Return the first offset >= `offset` that was written, or `size_bytes` if there is none."""
     try:
         return os.lseek(descriptor, offset, os.SEEK_DATA)
     except OSError as error:
+        # Any other error: the file system cannot tell.
         return size_bytes if error.errno == errno.ENXIO else offset
