@@ -35,7 +35,7 @@ def locked_file(path: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[int]:
         if not try_lock(descriptor, exclusive=True):
             # flock has no timeout, so a thread calls it. After a timeout that thread waits on, until the
             # holder releases the lock. The lock that it then gets is released at once: the descriptor is
-            # closed, so only the running flock still keeps the file open.
+            # closed by then, so only the running flock still keeps the file open.
             waiter = threading.Thread(target=fcntl.flock, args=(descriptor, fcntl.LOCK_EX), daemon=True)
             waiter.start()
             waiter.join(timeout_s)

@@ -218,7 +218,7 @@ def _wire(error: PilotflameError | None) -> bytes:
 
 
 def _numbers(message: bytes, count: int) -> tuple[int, ...]:
-    """Return the chunk numbers in a LANDED message, which are below `count`. Raises LinkError."""
+    """Return the numbers in a LANDED message. Raises LinkError if it is malformed or one is >= `count`."""
     body = message[1:]
     if message[:1] != LANDED or len(body) % 4:
         raise LinkError("The process that fetches the snapshot sent a malformed message.")
