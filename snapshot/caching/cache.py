@@ -87,7 +87,7 @@ class Lease:
             if tiers:
                 # The copy is a fetch from this tier's folder: also resumable, verified and published last.
                 copy = Cache(tiers).open(self.manifest, FolderSource(self.root), tee=False)
-        except BaseException as error:  # noqa: BLE001  raised by `wait`
+        except Exception as error:  # noqa: BLE001  raised by `wait`
             self._copy.set_exception(error)
         else:
             self._copy.set_result(copy)
