@@ -61,7 +61,7 @@ def convert(
         raise SnapshotError(f"dtype {dtype!r} is unknown.", remedy=f"Use one of {', '.join(CASTS)}.")
     found = _find(path_in)
     copied = found.shards if dtype is None else ()
-    assets = tuple(name for name in found.assets if found.source.size(name) <= MAX_ASSET_BYTES)
+    assets = tuple(name for name in found.assets if found.source.stat(name).size_bytes <= MAX_ASSET_BYTES)
     with publish_folder(path_out) as folder:
         if copied:
             _copy(found.source, copied, folder, progress)
@@ -146,6 +146,6 @@ def _sharded(path: Path, source: FolderSource) -> TensorOrigin:
 
 
 def _copy(source: FolderSource, names: tuple[str, ...], folder: Path, progress: Progress | None) -> None:
-    written = ByteCounter(sum(source.size(name) for name in names), progress)
+    written = ByteCounter(sum(source.stat(name).size_bytes for name in names), progress)
     for name in names:
         FolderSource(folder).put(name, Path(source.url, name), written.add)

@@ -49,7 +49,7 @@ def push(
     if not verified:
         verify(folder, manifest)
     wanted = {file.name for file in manifest.files} | {MANIFEST_NAME}
-    sizes = {name: destination.size(name) for name in destination.names() if name in wanted}
+    sizes = {name: destination.stat(name).size_bytes for name in destination.names() if name in wanted}
     existing = _existing_manifest(destination, force=force) if MANIFEST_NAME in sizes else None
     if existing is not None and existing.digest != manifest.digest and not force:
         fault = f"{destination.url} holds another snapshot, {existing.digest[:12]}."
@@ -81,10 +81,10 @@ def _existing_manifest(destination: Source, *, force: bool) -> Manifest | None:
 def _send(folder: Path, files: list[Shard | Asset], destination: Writable, progress: Progress | None) -> None:
     source, sent = FolderSource(folder), ByteCounter(sum(file.size_bytes for file in files), progress)
     for file in files:
-        if source.size(file.name) != file.size_bytes:
+        if source.stat(file.name).size_bytes != file.size_bytes:
             fault = f"{file.name} in {folder} does not have its {file.size_bytes} bytes any more."
             raise SnapshotChanged(fault, remedy="Create the manifest again, or fetch the file again.")
         destination.put(file.name, folder / file.name, sent.add)
-        if destination.size(file.name) != file.size_bytes:
+        if destination.stat(file.name).size_bytes != file.size_bytes:
             fault = f"{file.name} in {destination.url} does not have the bytes that were sent."
             raise SnapshotChanged(fault, remedy="Check that nothing else writes there, and push again.")

@@ -136,7 +136,7 @@ def _digest_shards(
 
 def _asset(source: Source, name: str, buffer: memoryview) -> Asset | None:
     """Return file `name` as an asset, read through `buffer`; or None if it is too large to be an asset."""
-    size_bytes = source.size(name)
+    size_bytes = source.stat(name).size_bytes
     if size_bytes > MAX_ASSET_BYTES:
         return None
     digest, count = file_digest(source, name, size_bytes, buffer)

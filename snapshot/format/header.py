@@ -78,7 +78,7 @@ class Header:
 
 def read_header(source: Source, name: str) -> Header:
     """Return the header of file `name`. Reads nothing else of it. Raises HeaderError if it is not valid."""
-    file_bytes = source.size(name)
+    file_bytes = source.stat(name).size_bytes
     if file_bytes < LENGTH_BYTES:
         _refuse(name, f"it has {file_bytes} bytes, fewer than the {LENGTH_BYTES} of a header's length")
     header_bytes = int.from_bytes(_read(source, name, 0, LENGTH_BYTES), "little")

@@ -68,7 +68,7 @@ def _shard_fault(shard: Shard, fault: str, names: list[str], chunk: int | None) 
 def _check_size(source: Source, manifest: Manifest, index: int) -> None:
     shard = manifest.shards[index]
     try:
-        size_bytes = source.size(shard.name)
+        size_bytes = source.stat(shard.name).size_bytes
     except SnapshotError as error:
         raise _shard_fault(shard, error.message, [], None) from error
     if size_bytes < shard.size_bytes:
@@ -84,7 +84,7 @@ def _check_asset(source: Source, asset: Asset) -> None:
     buffer = memoryview(bytearray(min(asset.size_bytes, ASSET_BUFFER_BYTES)))
     fault = "its bytes differ"
     try:
-        size_bytes = source.size(asset.name)
+        size_bytes = source.stat(asset.name).size_bytes
         if size_bytes != asset.size_bytes:
             fault = f"it has {size_bytes} bytes, {asset.size_bytes} expected"
         elif file_digest(source, asset.name, size_bytes, buffer) == (asset.digest, size_bytes):

@@ -204,9 +204,6 @@ class Elsewhere:
     def stat(self, name: str) -> ObjectInfo:
         return self._folder.stat(name)
 
-    def size(self, name: str) -> int:
-        return self._folder.size(name)
-
     def read_into(self, name: str, offset: int, view: memoryview) -> int:
         self.threads.add(threading.current_thread().name)
         self.largest_bytes = max(self.largest_bytes, len(view))
