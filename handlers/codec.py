@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from email.message import Message
 from typing import Any
 
@@ -19,6 +19,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from ..errors import BadInput, InputInvalid, OutputInvalid
 from . import arrays
 from .arrays import NPY_TYPE, SAFETENSORS_TYPE
+from .contract import NOTHING
 from .negotiation import preferred
 
 JSON_TYPE = "application/json"
@@ -30,24 +31,23 @@ MAX_PROBLEMS = 20
 MAX_DEPTH = 254
 ARRAY_OFFERS = (JSON_TYPE, NPY_TYPE, BYTES_TYPE)
 DICT_OFFERS = (JSON_TYPE, SAFETENSORS_TYPE)
-_JSON_REMEDY = (
-    "Return numbers, strings, lists, dicts with string keys, arrays, tensors, pydantic models or bytes."
-)
 
 
 class InputCodec:
     """Decodes request bodies into events of the annotated type.
 
-    Without an annotation, an event is a JSON value or, by the content type, a string, an array or bytes.
+    Without an annotation, an event is a JSON value or, by the content type, a string, an array or bytes. Then
+    `published` is the JSON schema to publish, which this class does not check.
     """
 
-    def __init__(self, annotation: Any | None) -> None:
-        self.raw = annotation is bytes
+    def __init__(self, annotation: Any | None, published: Mapping[str, Any] = NOTHING) -> None:
+        self._raw = annotation is bytes
         self._adapter = _adapter(annotation)
+        self._published = published
 
     def schema(self) -> dict[str, Any]:
-        """Return the JSON schema of the event: `{}` (anything) without an annotation."""
-        return self._adapter.json_schema() if self._adapter else {}
+        """Return the JSON schema of the event. `{}` means that any event is accepted."""
+        return self._adapter.json_schema() if self._adapter else dict(self._published)
 
     def decode(self, body: bytes, content_type: str = "") -> Any:
         """Return the event in `body`.
@@ -55,7 +55,7 @@ class InputCodec:
         Raise BadInput if the body is not what its content type says (by default JSON). Raise InputInvalid if
         the event does not fit the annotation.
         """
-        if self.raw:
+        if self._raw:
             return body
         kind = content_type.partition(";")[0].strip().lower() if content_type else JSON_TYPE
         if kind not in (JSON_TYPE, FORM_TYPE) and not kind.endswith("+json"):
@@ -63,20 +63,22 @@ class InputCodec:
                 return arrays.from_npy(body)
             event = _decode_other(body, kind, content_type)
             return event if self._adapter is None else _validated(self._adapter.validate_python, event)
-        if self._adapter is None:
-            return _parse(body) if body else None
-        return _validated(self._adapter.validate_json, body or b"null")
+        return _validated(self._adapter.validate_json if self._adapter else orjson.loads, body or b"null")
 
 
 class OutputCodec:
-    """Encodes answers of the annotated type. Without an annotation, any JSON value and bytes are accepted."""
+    """Encodes answers of the annotated type.
 
-    def __init__(self, annotation: Any | None) -> None:
+    Without an annotation, any JSON value and bytes are accepted, and `published` is the JSON schema to publish.
+    """
+
+    def __init__(self, annotation: Any | None, published: Mapping[str, Any] = NOTHING) -> None:
         self._adapter = _adapter(annotation)
+        self._published = published
 
     def schema(self) -> dict[str, Any]:
-        """Return the JSON schema of the answer: `{}` (anything) without an annotation."""
-        return self._adapter.json_schema(mode="serialization") if self._adapter else {}
+        """Return the JSON schema of the answer. `{}` means any answer."""
+        return self._adapter.json_schema(mode="serialization") if self._adapter else dict(self._published)
 
     def encode(self, answer: Any, accept: str = "") -> tuple[bytes, str]:
         """Return (payload, content type).
@@ -96,14 +98,12 @@ class OutputCodec:
         payload = _dump(plain)
         if b"null" in payload and (path := _find_nan(answer)):
             # orjson and pydantic write NaN and infinities as null, which would be a wrong answer.
-            raise OutputInvalid(
-                f"The answer is not JSON: {path} is NaN or infinite.",
-                remedy="Return None or a finite number there.",
-            )
+            fault = f"The answer is not JSON: {path} is NaN or infinite."
+            raise OutputInvalid(fault, remedy="Return None or a finite number there.")
         return payload, JSON_TYPE
 
     def _checked(self, answer: Any, adapter: TypeAdapter[Any]) -> tuple[Any, Any]:
-        """Return (validated answer, the same as JSON types). Raise OutputInvalid if it is invalid."""
+        """Return (validated answer, the same as JSON types)."""
         try:
             valid = adapter.validate_python(answer)
         except ValidationError as error:
@@ -128,6 +128,8 @@ def _validated(validate: Callable[[Any], Any], value: str | bytes) -> Any:
         return validate(value)
     except ValidationError as error:
         raise input_error(error) from None
+    except orjson.JSONDecodeError as error:
+        raise _bad_json(str(error)) from None
 
 
 def _as_bytes(answer: Any, accept: str) -> tuple[bytes, str] | None:
@@ -149,24 +151,13 @@ def _decode_other(body: bytes, kind: str, content_type: str) -> str | bytes:
     try:
         return body.decode(header.get_content_charset("utf-8"))
     except (UnicodeError, LookupError) as error:
-        raise BadInput(
-            f"The body is not {content_type!r}, as its content type says: {error}.",
-            remedy="Send UTF-8 text, or name its charset.",
-        ) from None
-
-
-def _parse(body: bytes) -> Any:
-    try:
-        return orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise _bad_json(str(error)) from None
+        fault = f"The body is not {content_type!r}, as its content type says: {error}."
+        raise BadInput(fault, remedy="Send UTF-8 text, or name its charset.") from None
 
 
 def _bad_json(why: str) -> BadInput:
-    return BadInput(
-        f"The body is not JSON: {why}.",
-        remedy="Send JSON, or name another content type (text/plain, application/octet-stream).",
-    )
+    remedy = "Send JSON, or name another content type (text/plain, application/octet-stream)."
+    return BadInput(f"The body is not JSON: {why}.", remedy=remedy)
 
 
 def input_error(error: ValidationError) -> BadInput | InputInvalid:
@@ -223,7 +214,8 @@ def _dump(answer: Any) -> bytes:
 def _not_json(answer: Any, error: Exception) -> OutputInvalid:
     path, fault = _find_unwritable(answer, "answer")
     reason = f"{path} is {fault}" if fault else str(error)
-    return OutputInvalid(f"The answer is not JSON: {reason}.", remedy=_JSON_REMEDY)
+    remedy = "Return numbers, text, lists, dicts with string keys, arrays, tensors, pydantic models or bytes."
+    return OutputInvalid(f"The answer is not JSON: {reason}.", remedy=remedy)
 
 
 def _children(value: Any, path: str) -> list[tuple[str, Any]]:
@@ -241,10 +233,7 @@ def _children(value: Any, path: str) -> list[tuple[str, Any]]:
 
 
 def _find_unwritable(value: Any, path: str, depth: int = 0) -> tuple[str, str]:
-    """Return (path, what it is) of the first part of `value` that has no JSON form.
-
-    Return ("", "") if all of it has a JSON form.
-    """
+    """Return (path, what it is) of the first part of `value` that has no JSON form, or ("", "")."""
     if depth > MAX_DEPTH:
         return "it", f"nested more than {MAX_DEPTH} levels deep"
     for key in value if isinstance(value, dict) else ():

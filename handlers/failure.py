@@ -12,9 +12,7 @@ E = TypeVar("E", bound=PilotflameError)
 
 MAX_TRACEBACK_CHARS = 20_000
 PACKAGE_FOLDER = str(Path(__file__).resolve().parent.parent)
-OUT_OF_MEMORY_REMEDY = (
-    "This input alone needs more memory than there is: send a smaller one, or give the function more memory."
-)
+OUT_OF_MEMORY_REMEDY = "This input needs more memory than there is: send a smaller one, or add memory."
 
 
 def explain(kind: type[E], what: str, error: BaseException, root: Path, *, remedy: str = "") -> E:

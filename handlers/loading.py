@@ -24,10 +24,9 @@ def import_file(
     """
     if not path.is_file():
         there = ", ".join(sorted(entry.name for entry in root.iterdir())[:8]) if root.is_dir() else ""
-        raise HandlerImportError(
-            f"{path.name} is not in the function's folder (there: {there or 'nothing'}).",
-            remedy="Create it with `def handler(event): ...`, or set `handler` in pilotflame.toml.",
-        )
+        fault = f"{path.name} is not in the function's folder (there: {there or 'nothing'})."
+        remedy = "Create it with `def handler(event): ...`, or set `handler` in pilotflame.toml."
+        raise HandlerImportError(fault, remedy=remedy)
     os.chdir(root)
     sys.path.insert(0, str(path.parent))
     if prepare is not None:

@@ -15,7 +15,7 @@ from ..contract import Context
 from ..failure import PACKAGE_FOLDER, explain
 from ..handler import Handler, HandlerKind, kind_of
 from ..loading import import_file
-from .adapter import adapt
+from .adapter import LenientOutput
 from .recognise import Entry
 
 ACCOUNT = "000000000000"
@@ -42,14 +42,12 @@ def resolve_lambda(root: Path, entry: Entry, function: str) -> Handler:
         raise HandlerSignatureError(fault, remedy="Return the response.")
     caller = LambdaCaller(call, root)
     called = caller.call_async if kind is HandlerKind.ASYNC else caller.call
-    return adapt(entry, kind, called, input_codec=ObjectInput())
+    codecs = ObjectInput(None), LenientOutput(None)
+    return Handler(called, kind, *codecs, dialect=entry.dialect, entry=entry.label)
 
 
 class ObjectInput(InputCodec):
     """Accepts any JSON. An empty body is decoded as an empty object."""
-
-    def __init__(self) -> None:
-        super().__init__(None)
 
     def decode(self, body: bytes, content_type: str = "") -> Any:
         return super().decode(body, content_type) if body else {}

@@ -14,10 +14,11 @@ from types import ModuleType
 from typing import Any
 
 from ...errors import HandlerSignatureError
+from ..codec import InputCodec
 from ..contract import Context
 from ..handler import Handler, HandlerKind, Hook, kind_of
 from ..loading import import_file
-from .adapter import DeclaredInput, adapt, awaited, of_kind
+from .adapter import LenientOutput, awaited, of_kind
 from .cog_inputs import CogInputs
 from .cog_sdk import CONCURRENCY_MARK, stand_in
 from .files import InputFiles, with_data_urls
@@ -35,13 +36,10 @@ def resolve_cog(root: Path, entry: Entry) -> Handler:
     used.
     """
     predictor = Predictor(import_file(root, root / entry.file, prepare=_provide_cog), entry)
-    return adapt(
-        entry,
-        predictor.kind,
-        predictor.caller,
-        input_codec=DeclaredInput(predictor.inputs.schema),
-        output_schema=predictor.inputs.output_schema,
-        setup=predictor.setup,
+    inputs, setup = predictor.inputs, predictor.setup
+    codecs = InputCodec(None, inputs.schema), LenientOutput(None, inputs.output_schema)
+    return Handler(
+        predictor.caller, predictor.kind, *codecs, setup=setup, dialect=entry.dialect, entry=entry.label
     )
 
 

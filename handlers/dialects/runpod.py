@@ -15,10 +15,11 @@ from types import ModuleType
 from typing import Any
 
 from ...errors import HandlerFailed, HandlerSignatureError, OutputInvalid
+from ..codec import InputCodec
 from ..contract import Context
 from ..handler import Handler, kind_of
 from ..loading import import_file
-from .adapter import adapt, awaited, of_kind
+from .adapter import LenientOutput, awaited, of_kind
 from .recognise import Entry
 from .stand_in import is_installed
 
@@ -50,11 +51,14 @@ def resolve_runpod(root: Path, entry: Entry) -> Handler:
         fault = f'{entry.file} calls runpod.serverless.start with "handler" {type(call).__name__}, not a function.'
         raise HandlerSignatureError(fault, remedy=_REMEDY)
     jobs = RunPodJobs(call, sdk.config, sdk.running)
-    return adapt(
-        entry._replace(name=getattr(call, "__name__", type(call).__name__)),
-        jobs.kind,
+    return Handler(
         jobs.caller,
+        jobs.kind,
+        InputCodec(None),
+        LenientOutput(None),
         setup=jobs.adapt_concurrency if jobs.modifier else None,
+        dialect=entry.dialect,
+        entry=f"{entry.file}:{getattr(call, '__name__', type(call).__name__)}",
         aggregate=bool(sdk.config.get("return_aggregate_stream")),
     )
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from queue import SimpleQueue
 from typing import NamedTuple, TypeVar
 
 import xxhash
@@ -20,8 +20,7 @@ ASSET_BUFFER_BYTES = 1 << 20
 class DigestedChunk(NamedTuple):
     """The digest of chunk number `position` of file `name`.
 
-    `size_bytes` counts the bytes that were read: fewer than the chunk should have if the file has become
-    shorter.
+    `size_bytes` is the number of bytes read. It is too small if the file has become shorter.
     """
 
     name: str
@@ -71,19 +70,15 @@ def in_order(jobs: Iterable[Callable[[memoryview], T]], readers: int, buffer_byt
         buffer = memoryview(bytearray(buffer_bytes))
         yield from (job(buffer) for job in jobs)
         return
-    buffers: SimpleQueue[memoryview] = SimpleQueue()
-    for _ in range(readers):
-        buffers.put(memoryview(bytearray(buffer_bytes)))
+    own = threading.local()
+
+    def allocate() -> None:
+        own.buffer = memoryview(bytearray(buffer_bytes))
 
     def run(job: Callable[[memoryview], T]) -> T:
-        # There is always a free buffer, because there are as many buffers as threads.
-        buffer = buffers.get_nowait()
-        try:
-            return job(buffer)
-        finally:
-            buffers.put(buffer)
+        return job(own.buffer)
 
-    pool = ThreadPoolExecutor(readers, thread_name_prefix="snapshot-reader")
+    pool = ThreadPoolExecutor(readers, "snapshot-reader", allocate)
     pending: deque[Future[T]] = deque()
     try:
         for job in jobs:
