@@ -69,7 +69,7 @@ class InputCodec:
 class OutputCodec:
     """Encodes answers of the annotated type.
 
-    Without an annotation, any JSON value and bytes are accepted, and `published` is the JSON schema to publish.
+    Without an annotation, any JSON value and bytes are accepted. Then `published` is the schema to publish.
     """
 
     def __init__(self, annotation: Any | None, published: Mapping[str, Any] = NOTHING) -> None:

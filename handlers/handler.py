@@ -109,4 +109,5 @@ def written(call: Callable[..., Any]) -> Callable[..., Any]:
     inner: Any = call
     while isinstance(inner, functools.partial):
         inner = inner.func
-    return inspect.unwrap(inner if inspect.isroutine(inner) else inner.__call__)  # type: ignore[no-any-return]
+    function: Callable[..., Any] = inspect.unwrap(inner if inspect.isroutine(inner) else inner.__call__)
+    return function

@@ -1,4 +1,4 @@
-"""Defines what the dialects share: the codec of their outputs, and the choice of a function for a handler's kind."""
+"""Defines what the dialects share: a codec of outputs, and helpers to call handlers of all kinds."""
 
 from __future__ import annotations
 

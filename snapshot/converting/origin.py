@@ -1,7 +1,4 @@
-"""Defines TensorOrigin, the interface to read tensors of any format one at a time.
-
-Its implementation for safetensors is here too.
-"""
+"""Defines TensorOrigin, the interface to read tensors of any format, and implements it for safetensors."""
 
 from __future__ import annotations
 
@@ -87,11 +84,7 @@ def raw(tensor: torch.Tensor) -> memoryview:
 
 
 def check_names(where: str, names: Sequence[str]) -> None:
-    """Raise SnapshotError unless one snapshot can hold tensors of these names.
-
-    There must be at least one name, not too many, and each must be valid and unique. `where` is the file or
-    the folder that holds the tensors, for the message.
-    """
+    """Raise SnapshotError, which names `where`, unless one snapshot can hold tensors of these names."""
     if not names:
         raise SnapshotError(f"{where} holds no tensors.", remedy="Check the path.")
     if len(names) > MAX_TENSORS:
@@ -111,5 +104,5 @@ def open_weights(path: Path) -> IO[bytes]:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of a library's error, without its final period, to use it in a message."""
+    """Return the first line of a library's error, without its final period."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200].rstrip(".")

@@ -19,8 +19,8 @@ from .origin import DTYPE_NAMES, TensorOrigin, TensorSpec, check_names, first_li
 
 SUFFIX = ".tensors"
 
-# Tensors are read in batches of at most this many bytes, or of one larger tensor. The library's reader holds
-# all tensors that it has read in memory until it is closed, so each batch gets a new reader.
+# The most bytes of a batch, unless it is one larger tensor. Each batch gets a new reader, because the library's
+# reader holds all tensors that it has read in memory until it is closed.
 BATCH_BYTES = 256 << 20
 
 
@@ -74,10 +74,7 @@ class TensorizerOrigin:
 
 
 def export(origin: TensorOrigin, path: Path, progress: Progress | None = None) -> int:
-    """Write an origin's tensors to file `path`, and return their total bytes.
-
-    The format has no aliases: a tensor that has several names is written once for each.
-    """
+    """Write an origin's tensors to file `path`, one with several names once for each. Return the total bytes."""
     library = _library()
     sizes = {spec.name: spec.size_bytes for spec in origin.specs}
     for spec in origin.specs:
@@ -102,7 +99,6 @@ def export(origin: TensorOrigin, path: Path, progress: Progress | None = None) -
 
 def _library() -> Any:
     try:
-        # Imported only here, because it is an optional dependency.
         import tensorizer  # noqa: PLC0415
         import tensorizer.serialization  # noqa: PLC0415
     except ImportError as error:
@@ -114,8 +110,7 @@ def _library() -> Any:
 @contextmanager
 def _reading(path: Path, **options: Any) -> Iterator[tuple[Any, int]]:
     """Yield the library's reader of file `path`, and its size. Raise SnapshotError if reading fails."""
-    # One reader: with more, the library would open the file again by its name, which may be another file by
-    # then.
+    # With more readers, the library would open the file again by its name, which may be another file by then.
     options |= {"device": "cpu", "lazy_load": True, "num_readers": 1, "verify_hash": True}
     library = _library()
     with open_weights(path) as stream:
@@ -130,10 +125,9 @@ def _reading(path: Path, **options: Any) -> Iterator[tuple[Any, int]]:
 
 
 def _dtype(path: Path, tensor: str, text: str) -> str:
-    """Return the safetensors name of a tensor's type, which a tensorizer file stores as `text`.
+    """Return the safetensors name of a tensor's type.
 
-    `text` is the name of a numpy dtype. If numpy has no such type, a NUL character and torch's name of it
-    follow.
+    `text` is the name of a numpy dtype. If numpy lacks the type, a NUL character and torch's name follow.
     """
     plain, _, opaque = text.partition("\0")
     try:

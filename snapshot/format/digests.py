@@ -32,12 +32,8 @@ class DigestedChunk(NamedTuple):
 def chunk_digests(
     source: Source, sizes: Mapping[str, int], chunk_bytes: int, readers: int = 1
 ) -> Iterator[DigestedChunk]:
-    """Yield the digest of every chunk of the files in `sizes`, in the order of files and chunks.
-
-    `sizes` maps names to sizes in bytes. `readers` is the number of threads that read.
-    """
-    # A buffer is not larger than the largest file, because new memory is slow: its page faults take longer
-    # than reading a file into it.
+    """Yield the digest of every chunk of the files in `sizes` (bytes by name), in their order."""
+    # A buffer is not larger than the largest file: the page faults of new memory take longer than reading.
     buffer_bytes = min(chunk_bytes, max(sizes.values(), default=0))
     jobs = (
         partial(_digest_chunk, source, name, index, min(chunk_bytes, size_bytes - begin), begin)
@@ -63,8 +59,8 @@ def file_digest(source: Source, name: str, size_bytes: int, buffer: memoryview) 
 def in_order(jobs: Iterable[Callable[[memoryview], T]], readers: int, buffer_bytes: int) -> Iterator[T]:
     """Call each job with a buffer of `buffer_bytes`, and yield the results in the order of the jobs.
 
-    At most `readers` jobs run at once, each on a thread. With one reader, they run on the caller's thread. If
-    a job raises, the results of the jobs before it are yielded, then its exception is raised.
+    At most `readers` jobs run at once, each on a thread. One reader is the caller's thread. If a job raises,
+    the results of the jobs before it are yielded, then its exception is raised.
     """
     if readers == 1:
         buffer = memoryview(bytearray(buffer_bytes))

@@ -14,30 +14,23 @@ _REMEDY = "Fetch the file again."
 
 
 def verify(root: Path, manifest: Manifest, progress: Progress | None = None) -> None:
-    """Compare all files in folder `root` with the manifest. Raises SnapshotCorrupt for the first fault.
-
-    `progress` is called with the bytes of shards that are read, and their total.
-    """
+    """Compare all files in folder `root` with the manifest. Raises SnapshotCorrupt for the first fault."""
     source = FolderSource(root)
-    positions = {shard.name: index for index, shard in enumerate(manifest.shards)}
-    for index in positions.values():
+    for index in range(len(manifest.shards)):
         _check_size(source, manifest, index)
     read = ByteCounter(manifest.total_bytes, progress)
-    sizes = {shard.name: shard.size_bytes for shard in manifest.shards}
-    for chunk in chunk_digests(source, sizes, manifest.chunk_bytes):
-        position = positions[chunk.name]
-        if chunk.digest != manifest.shards[position].chunks[chunk.position]:
-            raise corrupt_chunk(manifest, position, chunk.position)
-        read.add(chunk.size_bytes)
+    for index, shard in enumerate(manifest.shards):
+        sizes = {shard.name: shard.size_bytes}
+        for chunk in chunk_digests(source, sizes, manifest.chunk_bytes):
+            if chunk.digest != shard.chunks[chunk.position]:
+                raise corrupt_chunk(manifest, index, chunk.position)
+            read.add(chunk.size_bytes)
     for asset in manifest.assets:
         _check_asset(source, asset)
 
 
 def chunk_tensors(manifest: Manifest, shard: int, chunk: int) -> list[str]:
-    """Return the names of the tensors that have bytes in chunk number `chunk` of shard number `shard`.
-
-    They are in the order of their bytes.
-    """
+    """Return the tensors with bytes in chunk number `chunk` of shard number `shard`, by position."""
     begin_bytes = chunk * manifest.chunk_bytes
     end_bytes = begin_bytes + manifest.chunk_bytes
     before = [one for one in manifest.tensors if one.shard == shard and one.offset_bytes < end_bytes]

@@ -1,12 +1,11 @@
 """Runs a module while its weights arrive: every operation waits for the bytes of its own tensors only.
 
 torch calls `__torch_dispatch__` before every operation of the thread that entered the gate, from Python or
-C++, with the tensors that the operation will read. So modules need neither hooks nor known names: the gate
-also waits for a weight that is used by a module other than its owner (tied, or inside a fused layer). Some
-methods give access to memory without an operation (`.numpy()`, `.tolist()`, `.data_ptr()`): these wait when
-they are called. Starting a thread inside the gate waits until all bytes have arrived. The gate does not see
-the operations of threads that were started before (each needs its own gate), nor reads through addresses that
-were taken before.
+C++, with the tensors that the operation will read. So modules need no hooks, and it does not matter which
+module uses a weight. Methods that give access to memory without an operation (`.numpy()`, `.tolist()`,
+`.data_ptr()`) wait when they are called. Starting a thread inside the gate waits until all bytes are there.
+The gate does not see the operations of threads that were started before (each needs its own gate), nor reads
+through addresses that were taken before.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class Gate(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._wait(*self._arrival.chunks.covering(*extent))
 
     def wait_for_all(self) -> None:
-        """Block until all chunks have landed, for the sake of a new thread, which has no gate."""
+        """Block until all chunks have landed."""
         self._wait(0, self._arrival.count - 1)
 
     def _wait(self, first: int, last: int) -> None:
@@ -110,6 +109,7 @@ def _leave(gate: Gate) -> None:
 
 @functools.wraps(_START)
 def _start(thread: threading.Thread) -> None:
+    # The new thread has no gate.
     for gate in tuple(_gates):
         if gate.thread == threading.get_ident():
             gate.wait_for_all()
