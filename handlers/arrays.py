@@ -16,8 +16,7 @@ from ..errors import BadInput, OutputInvalid
 
 NPY_TYPE = "application/x-npy"
 SAFETENSORS_TYPE = "application/vnd.safetensors"
-# The exceptions that numpy's reader raises for a hostile header: it evaluates the header as a Python literal
-# and builds a dtype from it.
+# numpy's reader evaluates a header as a Python literal and builds a dtype from it, which can raise these.
 _MALFORMED = (ValueError, TypeError, SyntaxError, TokenError, KeyError, AttributeError, IndexError,
               MemoryError, RecursionError, OverflowError)  # fmt: skip
 
@@ -42,10 +41,9 @@ def is_array_dict(value: Any) -> bool:
 
 
 def to_numpy(value: Any) -> Any:
-    """Return a tensor as a numpy array, and any other value unchanged.
+    """Return a tensor as a numpy array, and any other value unchanged. Raise OutputInvalid if that fails.
 
-    Floating-point types that numpy lacks, such as bfloat16, become float32. Raise OutputInvalid if the tensor
-    cannot be converted.
+    Floating-point types that numpy lacks, such as bfloat16, become float32.
     """
     if not is_tensor(value):
         return value

@@ -52,7 +52,7 @@ class InputCodec:
     def decode(self, body: bytes, content_type: str = "") -> Any:
         """Return the event in `body`.
 
-        Raise BadInput if the body is not what its content type says (by default JSON). Raise InputInvalid if
+        Raise BadInput if the body is not what its content type says (by default JSON), and InputInvalid if
         the event does not fit the annotation.
         """
         if self._raw:
@@ -81,11 +81,10 @@ class OutputCodec:
         return self._adapter.json_schema(mode="serialization") if self._adapter else dict(self._published)
 
     def encode(self, answer: Any, accept: str = "") -> tuple[bytes, str]:
-        """Return (payload, content type).
+        """Return (payload, content type): JSON, or bytes for arrays if the Accept header prefers that.
 
-        The payload is JSON, or bytes for arrays if the Accept header prefers that. An answer of bytes is sent
-        unchanged, unless another type is annotated. Raise OutputInvalid, which names the path of the part
-        that does not fit the annotation or JSON.
+        An answer of bytes is sent unchanged, unless another type is annotated. Raise OutputInvalid, which
+        names the path of the part that does not fit the annotation or JSON.
         """
         if self._adapter is not None:
             answer, plain = self._checked(answer, self._adapter)
@@ -161,7 +160,7 @@ def _bad_json(why: str) -> BadInput:
 
 
 def input_error(error: ValidationError) -> BadInput | InputInvalid:
-    """Return the error to raise for an input that pydantic refused. It names the path of each wrong field."""
+    """Return the error for an input that pydantic refused. It names the path of each wrong field."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     if first["type"] == "json_invalid":
         return _bad_json(first["msg"].removeprefix("Invalid JSON: "))
@@ -173,11 +172,8 @@ def input_error(error: ValidationError) -> BadInput | InputInvalid:
 
 
 def _problems(error: ValidationError, root: str) -> list[dict[str, Any]]:
-    found = error.errors(include_url=False, include_input=False, include_context=False)
-    return [
-        {"path": _path(root, problem["loc"]), "problem": problem["msg"], "type": problem["type"]}
-        for problem in found[:MAX_PROBLEMS]
-    ]
+    found = error.errors(include_url=False, include_input=False, include_context=False)[:MAX_PROBLEMS]
+    return [{"path": _path(root, one["loc"]), "problem": one["msg"], "type": one["type"]} for one in found]
 
 
 def _summary(error: ValidationError, root: str) -> str:

@@ -46,7 +46,7 @@ class BatchSpec:
     def weigh(self, event: Any) -> float:
         """Return the cost of `event`, 1 without a `cost` function.
 
-        Raise HandlerFailed if `cost` returns no positive, finite number. An exception of `cost` is passed on.
+        Raise HandlerFailed if `cost` returns no positive, finite number.
         """
         if self.cost is None:
             return 1.0
@@ -144,8 +144,7 @@ class Context:
 
     `state` is what `setup` returned, or what `build` returned if `setup` returned None. For a batch handler,
     `items` holds one context per event, in order. `extra` holds what a dialect or an event source adds to an
-    invocation. In `build`, `rehearse`, `setup` and `teardown` there is no invocation: `id` is empty and there
-    is no deadline.
+    invocation. In the hooks there is no invocation: `id` is empty and there is no deadline.
     """
 
     __slots__ = ("_cancellation", "_channel", "_deadline_s", "_host", "_snapshot", "attempt", "extra",
@@ -179,7 +178,7 @@ class Context:
 
     @property
     def deadline(self) -> float | None:
-        """The deadline as a Unix timestamp in seconds, or None if there is no deadline."""
+        """The deadline as a Unix timestamp in seconds, or None."""
         deadline_s = self._deadline_s
         return None if deadline_s is None else time.time() + deadline_s - time.monotonic()
 

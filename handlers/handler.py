@@ -102,10 +102,7 @@ def kind_of(call: Callable[..., Any]) -> HandlerKind:
 
 
 def written(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that the user wrote, which `call` may wrap in partials or decorators.
-
-    For an instance with a `__call__` method, it is this method.
-    """
+    """Return the function or `__call__` method that the user wrote, without partials and decorators."""
     inner: Any = call
     while isinstance(inner, functools.partial):
         inner = inner.func

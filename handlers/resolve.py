@@ -25,9 +25,9 @@ HOOKS = ("build", "rehearse", "setup", "teardown")
 def resolve(root: Path, reference: str = DEFAULT, function: str = "") -> Handler:
     """Return the handler that `reference` names below `root`: "file.py", "file.py:name" or "runpod:file.py".
 
-    The file is imported as by `import_file`. If the reference does not name a dialect, RunPod, Cog and Lambda
-    handlers are recognised. `function` is the function's name, which Lambda handlers can read. Raise
-    HandlerImportError if the file cannot be imported, HandlerSignatureError if it has no usable handler.
+    If the reference does not name a dialect, RunPod, Cog and Lambda handlers are recognised. `function` is
+    the function's name, which Lambda handlers can read. Raise HandlerImportError if the file cannot be
+    imported, HandlerSignatureError if it has no usable handler.
     """
     entry = recognise(root, reference)
     if entry.dialect == "runpod":
@@ -69,7 +69,7 @@ def handler_of(module: ModuleType, name: str, file: str) -> Handler:
 
 
 def _arity(call: Callable[..., Any], what: str, *, allowed: tuple[int, ...] = (1, 2)) -> int:
-    """Return how many positional arguments `call` accepts: the largest such number in `allowed`.
+    """Return the largest number in `allowed` of positional arguments that `call` accepts.
 
     Raise HandlerSignatureError, which names `what`, if it accepts none of these numbers.
     """
@@ -140,17 +140,12 @@ def _meaningful(annotation: Any) -> Any | None:
 
 
 def _names_arrays(annotation: Any) -> bool:
-    """Return True if the annotation contains arrays or tensors.
-
-    pydantic does not know these types, so answers with such an annotation are not validated.
-    """
+    """Return True if the annotation contains arrays or tensors, which pydantic does not know."""
     kind = typing.get_origin(annotation) or annotation
-    if isinstance(kind, type) and any(
-        base.__module__ in ("numpy", "torch") and base.__name__ in ("ndarray", "Tensor")
-        for base in kind.__mro__
-    ):
-        return True
-    return any(_names_arrays(part) for part in typing.get_args(annotation))
+    bases = kind.__mro__ if isinstance(kind, type) else ()
+    arrays = {("numpy", "ndarray"), ("torch", "Tensor")}
+    found = any((base.__module__, base.__name__) in arrays for base in bases)
+    return found or any(_names_arrays(part) for part in typing.get_args(annotation))
 
 
 def _a(value: object) -> str:

@@ -29,10 +29,7 @@ class LenientOutput(OutputCodec):
 
 
 def awaited(output: Any) -> Any:
-    """Return `output`, which a plain handler returned. If it is awaitable, return its result.
-
-    An awaitable is run in a new event loop, so the thread must not have one that runs.
-    """
+    """Return `output` or, if it is awaitable, its result. It runs in a new event loop of this thread."""
 
     async def run() -> Any:
         return await output
@@ -41,8 +38,5 @@ def awaited(output: Any) -> Any:
 
 
 def of_kind(kind: HandlerKind, *calls: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the one of `calls` for `kind`.
-
-    There are four, in this order: for plain, async, generator and async generator handlers.
-    """
+    """Return the one of four `calls` for `kind`. They are in the order of the members of HandlerKind."""
     return calls[list(HandlerKind).index(kind)]

@@ -32,8 +32,7 @@ PLAIN = (str, int, float, bool, bytes, type(None))
 def resolve_cog(root: Path, entry: Entry) -> Handler:
     """Import the predictor that `entry` names and return its Handler.
 
-    Raises HandlerImportError if the file cannot be imported, HandlerSignatureError if the predictor cannot be
-    used.
+    Raises HandlerImportError if that fails, HandlerSignatureError if the predictor cannot be used.
     """
     predictor = Predictor(import_file(root, root / entry.file, prepare=_provide_cog), entry)
     inputs, setup = predictor.inputs, predictor.setup
@@ -51,7 +50,7 @@ def _provide_cog() -> None:
 class Predictor:
     """The user's class or function that makes predictions: its inputs, and how to call it.
 
-    For a class, `setup` creates the instance in each worker. `context.state` is this instance.
+    For a class, `setup` returns the instance of each worker.
     """
 
     def __init__(self, module: ModuleType, entry: Entry) -> None:
@@ -117,10 +116,7 @@ class Predictor:
 
 
 def _method_name(target: Any, label: str) -> str:
-    """Return the name of the method that makes predictions if `target` is a class, or "" for a function.
-
-    Raise HandlerSignatureError, which names `label`, if the class has no such method.
-    """
+    """Return the name of the method of class `target` that makes predictions, or "" if it is a function."""
     if not isinstance(target, type):
         return ""
     for name in ("predict", "run"):
@@ -142,10 +138,7 @@ def _kind(predict: Callable[..., Any], returned: Any) -> HandlerKind:
 
 
 def _weights(setup: Callable[..., Any]) -> Any:
-    """Return the argument `weights` for `setup`, as Cog chooses it.
-
-    It is the value of the variable COG_WEIGHTS, else the path of `weights` in the folder, else None.
-    """
+    """Return the argument `weights` for `setup` as Cog does: COG_WEIGHTS, the path `weights`, or None."""
     if named := os.environ.get("COG_WEIGHTS"):
         return named
     path = Path("weights")
@@ -161,5 +154,5 @@ async def _after(awaitable: Any, instance: Any) -> Any:
 
 
 async def _with_data_urls_async(output: Any) -> Any:
-    """Return the output with its files as data URLs. If it can contain files, they are read in a thread."""
+    """Return the output with its files as data URLs. A thread reads them."""
     return output if isinstance(output, PLAIN) else await asyncio.to_thread(with_data_urls, output)

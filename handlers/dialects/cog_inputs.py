@@ -44,7 +44,7 @@ class CogInputs:
     """The inputs of one `predict` function: their JSON schema, and the conversion of an event to arguments."""
 
     def __init__(self, predict: Callable[..., Any], label: str) -> None:
-        """`predict` is a function or a bound method, so it takes no `self`. Error messages name `label`."""
+        """`predict` is a function or a bound method. Error messages name `label`."""
         self.names: tuple[str, ...] = ()
         self.has_files = False
         try:
@@ -79,10 +79,9 @@ class CogInputs:
         return event
 
     def arguments(self, event: Any, extra: Mapping[str, Any], files: InputFiles) -> dict[str, Any]:
-        """Return the arguments for `predict`. Their files are downloaded into `files`.
+        """Return the arguments for `predict`. This blocks if `has_files`: files are downloaded into `files`.
 
-        If `has_files` is True this blocks: do not call it on the event loop. Raises InputInvalid, which names
-        the path of each wrong input.
+        Raises InputInvalid, which names the path of each wrong input.
         """
         try:
             model = self._model.model_validate(self._unwrap(event, extra), context=files)
@@ -164,10 +163,7 @@ def _chosen(annotation: Any, choices: list[Any]) -> Any:
 
 
 def _constrained(annotation: Any, constrain: Callable[[Any], Any]) -> Any:
-    """Return the annotation with `constrain` applied to its innermost type.
-
-    In a list this is the type of the elements, in an Optional the type that is not None.
-    """
+    """Return the annotation with `constrain` applied to the type in its lists and Optionals."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (Union, types.UnionType):
         inner = [one if one is type(None) else _constrained(one, constrain) for one in arguments]
@@ -180,7 +176,7 @@ def _constrained(annotation: Any, constrain: Callable[[Any], Any]) -> Any:
 def _default(declared: Any, is_input: bool, annotation: Any) -> Any:
     """Return the default of an input, or `...` if the caller must send a value.
 
-    `declared` is the default in the signature of `predict`: a value, or an `Input(...)` if `is_input`.
+    `declared` is the default in the signature: a value, or an `Input(...)` if `is_input`.
     """
     default = declared.default if is_input else declared
     # In the real package, `default` is None both if `Input()` was given no default and if it was given None.
@@ -212,10 +208,7 @@ def _text(value: Any) -> str:
 
 
 def _schema_of(annotation: Any) -> dict[str, Any]:
-    """Return the JSON schema of the outputs with this return annotation, or {} if it has no schema.
-
-    For an iterator it is the schema of each piece.
-    """
+    """Return the JSON schema of outputs, or of the pieces of an iterator; {} if there is none."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if isinstance(origin, type) and issubclass(origin, (Iterator, AsyncIterator)):
         annotation = arguments[0] if arguments else None

@@ -27,7 +27,7 @@ _TRAINING = ("training_args", "optimizer", "scheduler", "rng_state", "scaler", "
 
 @dataclass(frozen=True, slots=True)
 class _Input:
-    """What to convert in the folder `source`. `shards` are its safetensors files. `origin` opens all tensors."""
+    """What to convert in folder `source`. `shards` are its safetensors files. `origin` opens the tensors."""
 
     source: FolderSource
     shards: tuple[str, ...]

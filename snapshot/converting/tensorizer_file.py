@@ -19,8 +19,8 @@ from .origin import DTYPE_NAMES, TensorOrigin, TensorSpec, check_names, first_li
 
 SUFFIX = ".tensors"
 
-# The most bytes of a batch, unless it is one larger tensor. Each batch gets a new reader, because the library's
-# reader holds all tensors that it has read in memory until it is closed.
+# The most bytes of a batch, unless it is one larger tensor. Each batch gets a new reader, because a reader of
+# the library holds all tensors that it has read in memory until it is closed.
 BATCH_BYTES = 256 << 20
 
 
@@ -74,7 +74,7 @@ class TensorizerOrigin:
 
 
 def export(origin: TensorOrigin, path: Path, progress: Progress | None = None) -> int:
-    """Write an origin's tensors to file `path`, one with several names once for each. Return the total bytes."""
+    """Write an origin's tensors to file `path`, and aliases as further tensors. Return the total bytes."""
     library = _library()
     sizes = {spec.name: spec.size_bytes for spec in origin.specs}
     for spec in origin.specs:

@@ -46,12 +46,11 @@ def write_shards(
         held = {spec.name for spec in specs}
         metadata = {alias: target for alias, target in origin.aliases.items() if target in held}
         with publish(folder / name) as stream:
-            header = _header(specs, {"format": "pt", **metadata})
+            header = _header(specs, metadata)
             stream.write(len(header).to_bytes(LENGTH_BYTES, "little") + header)
             tensors = origin.tensors([spec.name for spec in specs])
             for spec in specs:
-                # Do not assign the tensor to a variable: it would stay in memory while the next one is
-                # created.
+                # Do not assign the tensor: it would stay in memory while the next one is created.
                 _write(stream, spec, next(tensors), wrote)
     if len(plan) > 1:
         places = {spec.name: name for name, specs in zip(names, plan, strict=True) for spec in specs}
@@ -71,7 +70,7 @@ def _write(stream: IO[bytes], spec: TensorSpec, tensor: torch.Tensor, wrote: Wro
 
 
 def _header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
-    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     end_bytes = 0
     for spec in specs:
         begin_bytes, end_bytes = end_bytes, end_bytes + spec.size_bytes
@@ -82,10 +81,7 @@ def _header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
 
 
 def _plan(specs: Sequence[TensorSpec], shard_bytes: int) -> list[list[TensorSpec]]:
-    """Distribute the tensors over files, and return the tensors of each file.
-
-    A file has at most `shard_bytes` of data, unless it holds a single tensor that is larger.
-    """
+    """Return the tensors of each file. It has at most `shard_bytes` of data, or one larger tensor."""
     plan: list[list[TensorSpec]] = [[]]
     filled_bytes = 0
     for spec in specs:
@@ -94,8 +90,7 @@ def _plan(specs: Sequence[TensorSpec], shard_bytes: int) -> list[list[TensorSpec
             filled_bytes = 0
         plan[-1].append(spec)
         filled_bytes += spec.size_bytes
-    # In each file, tensors with larger elements come first. So every tensor starts at a multiple of its
-    # element size.
+    # Tensors with larger elements come first. So every tensor starts at a multiple of its element size.
     return [sorted(part, key=lambda spec: -DTYPES[spec.dtype].itemsize_bytes) for part in plan]
 
 
