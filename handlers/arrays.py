@@ -48,12 +48,12 @@ def to_numpy(value: Any) -> Any:
     if not is_tensor(value):
         return value
     torch = sys.modules["torch"]
-    tensor = _on_cpu(value)
     try:
+        tensor = _on_cpu(value)
         if tensor.is_floating_point() and tensor.dtype not in (torch.float16, torch.float32, torch.float64):
             tensor = tensor.float()
         return tensor.numpy()
-    except (RuntimeError, TypeError, NotImplementedError) as error:
+    except (RuntimeError, TypeError) as error:
         _refuse(value, error)
 
 
@@ -123,12 +123,9 @@ def _header(form: Any, file: io.BytesIO) -> tuple[tuple[int, ...], bool, Any]:
 
 def _on_cpu(value: Any) -> Any:
     """Return a tensor in the host's memory: dense, without gradients or pending conjugation and negation."""
-    try:
-        tensor = value.detach()
-        tensor = tensor.to_dense() if tensor.layout is not sys.modules["torch"].strided else tensor
-        return tensor.cpu().resolve_conj().resolve_neg()
-    except (RuntimeError, NotImplementedError) as error:
-        _refuse(value, error)
+    tensor = value.detach()
+    tensor = tensor.to_dense() if tensor.layout is not sys.modules["torch"].strided else tensor
+    return tensor.cpu().resolve_conj().resolve_neg()
 
 
 def _contiguous(value: Any) -> Any:

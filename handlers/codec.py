@@ -15,6 +15,7 @@ from typing import Any
 
 import orjson
 from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic.json_schema import JsonSchemaMode
 
 from ..errors import BadInput, InputInvalid, OutputInvalid
 from . import arrays
@@ -33,21 +34,28 @@ ARRAY_OFFERS = (JSON_TYPE, NPY_TYPE, BYTES_TYPE)
 DICT_OFFERS = (JSON_TYPE, SAFETENSORS_TYPE)
 
 
-class InputCodec:
-    """Decodes request bodies into events of the annotated type.
+class _Codec:
+    """The type of an annotation. Without one, any value is accepted, and `published` is its JSON schema."""
 
-    Without an annotation, an event is a JSON value or, by the content type, a string, an array or bytes. Then
-    `published` is the JSON schema to publish, which this class does not check.
-    """
+    _mode: JsonSchemaMode
 
     def __init__(self, annotation: Any | None, published: Mapping[str, Any] = NOTHING) -> None:
         self._raw = annotation is bytes
-        self._adapter = _adapter(annotation)
+        self._adapter = None if annotation is None or self._raw else TypeAdapter[Any](annotation)
         self._published = published
 
     def schema(self) -> dict[str, Any]:
-        """Return the JSON schema of the event. `{}` means that any event is accepted."""
-        return self._adapter.json_schema() if self._adapter else dict(self._published)
+        """Return the JSON schema of the values. `{}` means any value."""
+        return self._adapter.json_schema(mode=self._mode) if self._adapter else dict(self._published)
+
+
+class InputCodec(_Codec):
+    """Decodes request bodies into events of the annotated type.
+
+    Without an annotation, an event is a JSON value or, by the content type, a string, an array or bytes.
+    """
+
+    _mode = "validation"
 
     def decode(self, body: bytes, content_type: str = "") -> Any:
         """Return the event in `body`.
@@ -66,19 +74,10 @@ class InputCodec:
         return _validated(self._adapter.validate_json if self._adapter else orjson.loads, body or b"null")
 
 
-class OutputCodec:
-    """Encodes answers of the annotated type.
+class OutputCodec(_Codec):
+    """Encodes answers of the annotated type. Without an annotation, any JSON value and bytes are accepted."""
 
-    Without an annotation, any JSON value and bytes are accepted. Then `published` is the schema to publish.
-    """
-
-    def __init__(self, annotation: Any | None, published: Mapping[str, Any] = NOTHING) -> None:
-        self._adapter = _adapter(annotation)
-        self._published = published
-
-    def schema(self) -> dict[str, Any]:
-        """Return the JSON schema of the answer. `{}` means any answer."""
-        return self._adapter.json_schema(mode="serialization") if self._adapter else dict(self._published)
+    _mode = "serialization"
 
     def encode(self, answer: Any, accept: str = "") -> tuple[bytes, str]:
         """Return (payload, content type): JSON, or bytes for arrays if the Accept header prefers that.
@@ -94,7 +93,10 @@ class OutputCodec:
             plain = answer
         if accept and (raw := _as_bytes(answer, accept)) is not None:
             return raw
-        payload = _dump(plain)
+        try:
+            payload = orjson.dumps(plain, default=_plain, option=orjson.OPT_SERIALIZE_NUMPY)
+        except (TypeError, orjson.JSONEncodeError) as error:
+            raise _not_json(plain, error) from None
         if b"null" in payload and (path := _find_nan(answer)):
             # orjson and pydantic write NaN and infinities as null, which would be a wrong answer.
             fault = f"The answer is not JSON: {path} is NaN or infinite."
@@ -106,20 +108,15 @@ class OutputCodec:
         try:
             valid = adapter.validate_python(answer)
         except ValidationError as error:
-            raise OutputInvalid(
-                f"The answer does not fit the handler's return annotation: {_summary(error, 'answer')}.",
-                remedy="Return what the annotation says, or change the annotation.",
-                details={"problems": _problems(error, "answer")},
-            ) from None
+            text, problems = _problems(error, "answer")
+            fault = f"The answer does not fit the handler's return annotation: {text}."
+            remedy = "Return what the annotation says, or change the annotation."
+            raise OutputInvalid(fault, remedy=remedy, details={"problems": problems}) from None
         try:
             return valid, adapter.dump_python(valid, mode="json", fallback=_plain)
         except (TypeError, ValueError) as error:
             # Validation accepted the value because the annotation contains `Any`.
             raise _not_json(valid, error) from None
-
-
-def _adapter(annotation: Any | None) -> TypeAdapter[Any] | None:
-    return None if annotation is None or annotation is bytes else TypeAdapter(annotation)
 
 
 def _validated(validate: Callable[[Any], Any], value: str | bytes) -> Any:
@@ -161,26 +158,20 @@ def _bad_json(why: str) -> BadInput:
 
 def input_error(error: ValidationError) -> BadInput | InputInvalid:
     """Return the error for an input that pydantic refused. It names the path of each wrong field."""
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    if first["type"] == "json_invalid":
-        return _bad_json(first["msg"].removeprefix("Invalid JSON: "))
-    return InputInvalid(
-        f"The input does not fit the function: {_summary(error, 'input')}.",
-        remedy="Its schema is in /openapi.json.",
-        details={"problems": _problems(error, "input")},
-    )
+    text, problems = _problems(error, "input")
+    if problems[0]["type"] == "json_invalid":
+        return _bad_json(problems[0]["problem"].removeprefix("Invalid JSON: "))
+    fault = f"The input does not fit the function: {text}."
+    return InputInvalid(fault, remedy="Its schema is in /openapi.json.", details={"problems": problems})
 
 
-def _problems(error: ValidationError, root: str) -> list[dict[str, Any]]:
-    found = error.errors(include_url=False, include_input=False, include_context=False)[:MAX_PROBLEMS]
-    return [{"path": _path(root, one["loc"]), "problem": one["msg"], "type": one["type"]} for one in found]
-
-
-def _summary(error: ValidationError, root: str) -> str:
-    problems = _problems(error, root)
+def _problems(error: ValidationError, root: str) -> tuple[str, list[dict[str, Any]]]:
+    """Return the first problems, as text and as JSON."""
+    raw = error.errors(include_url=False, include_input=False, include_context=False)[:MAX_PROBLEMS]
+    problems = [{"path": _path(root, one["loc"]), "problem": one["msg"], "type": one["type"]} for one in raw]
     text = "; ".join(f"{problem['path']}: {problem['problem']}" for problem in problems[:3])
     more = error.error_count() - 3
-    return f"{text}; and {more} more" if more > 0 else text
+    return f"{text}; and {more} more" if more > 0 else text, problems
 
 
 def _path(root: str, location: tuple[int | str, ...]) -> str:
@@ -198,13 +189,6 @@ def _plain(value: Any) -> Any:
     if callable(tolist := getattr(value, "tolist", None)) and type(value).__module__ == "numpy":
         return tolist()
     raise TypeError(f"{type(value).__name__} has no JSON form")
-
-
-def _dump(answer: Any) -> bytes:
-    try:
-        return orjson.dumps(answer, default=_plain, option=orjson.OPT_SERIALIZE_NUMPY)
-    except (TypeError, orjson.JSONEncodeError) as error:
-        raise _not_json(answer, error) from None
 
 
 def _not_json(answer: Any, error: Exception) -> OutputInvalid:

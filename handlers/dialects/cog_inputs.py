@@ -45,18 +45,16 @@ class CogInputs:
 
     def __init__(self, predict: Callable[..., Any], label: str) -> None:
         """`predict` is a function or a bound method. Error messages name `label`."""
-        self.names: tuple[str, ...] = ()
         self.has_files = False
         try:
             hints = typing.get_type_hints(written(predict), include_extras=True)
-            fields = {}
-            for name, parameter in inspect.signature(predict).parameters.items():
-                if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-                    continue
-                self.names += (name,)
-                fields[_PREFIX + name] = self._field(name, parameter.default, hints.get(name, Any))
+            fields = {
+                _PREFIX + name: self._field(name, parameter.default, hints.get(name, Any))
+                for name, parameter in inspect.signature(predict).parameters.items()
+                if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            }
+            self.names = [field.removeprefix(_PREFIX) for field in fields]
             self._model = create_model("Input", __config__=_CONFIG, **fields)
-            self._fields = dict(zip(self.names, fields, strict=True))
             self.schema: Mapping[str, Any] = self._model.model_json_schema()
             self.returned = hints.get("return")
             self.output_schema = _schema_of(self.returned)
@@ -87,7 +85,7 @@ class CogInputs:
             model = self._model.model_validate(self._unwrap(event, extra), context=files)
         except ValidationError as error:
             raise input_error(error) from None
-        return {name: getattr(model, own) for name, own in self._fields.items()}
+        return {name: getattr(model, _PREFIX + name) for name in self.names}
 
     def _field(self, name: str, declared: Any, annotation: Any) -> Any:
         # True for an `Input(...)`, of the real package or of the stand-in.

@@ -87,10 +87,8 @@ class _Source:
         """The name of the class that Cog would use, or "" if there is none."""
         if not self.imports("cog"):
             return ""
-        bases = ("cog.BasePredictor", "cog.BaseRunner")
-        derived = [
-            one.name for one in self.classes for base in one.bases if _dotted(base, self.names) in bases
-        ]
+        cog = ("cog.BasePredictor", "cog.BaseRunner")
+        derived = [one.name for one in self.classes for base in one.bases if _dotted(base, self.names) in cog]
         named = [one.name for one in self.classes if COG_METHODS.get(one.name) in _methods(one)]
         usual = [name for name in ("Runner", "Predictor") if name in derived or name in named]
         return next(iter([*usual, *derived]), "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -76,6 +76,19 @@ class SafetensorsOrigin:
         if self._source.read_into(file, tensor.offset_bytes, raw(values)) != tensor.size_bytes:
             raise HeaderError(f"{file} shrank while it was read.", remedy="Wait until it is written.")
         return values
+
+
+def grouped(specs: Iterable[TensorSpec], most_bytes: int) -> list[list[TensorSpec]]:
+    """Return the tensors in groups, in order. A group has at most `most_bytes`, or one larger tensor."""
+    groups: list[list[TensorSpec]] = []
+    free_bytes = 0
+    for spec in specs:
+        if not groups or spec.size_bytes > free_bytes:
+            groups.append([])
+            free_bytes = most_bytes
+        groups[-1].append(spec)
+        free_bytes -= spec.size_bytes
+    return groups
 
 
 def raw(tensor: torch.Tensor) -> memoryview:

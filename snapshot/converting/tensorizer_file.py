@@ -15,7 +15,7 @@ import torch
 from ...errors import SnapshotError
 from ..publish import cannot_write, publish
 from ..sources.source import ByteCounter, Progress
-from .origin import DTYPE_NAMES, TensorOrigin, TensorSpec, check_names, first_line, open_weights
+from .origin import DTYPE_NAMES, TensorOrigin, TensorSpec, check_names, first_line, grouped, open_weights
 
 SUFFIX = ".tensors"
 
@@ -37,15 +37,15 @@ class TensorizerOrigin:
             for key, entry in reader._metadata.items():  # noqa: SLF001
                 self._add(key, entry, size_bytes)
         check_names(str(path), [spec.name for spec in self.specs])
-        self._sizes = {spec.name: spec.size_bytes for spec in self.specs}
 
     def tensors(self, names: Sequence[str]) -> Iterator[torch.Tensor]:
-        for batch in self._batches(names):
-            wanted = {self._keys[name] for name in batch}
-            with _reading(self._path, filter_func=wanted.__contains__) as (reader, _):
+        specs = {spec.name: spec for spec in self.specs}
+        for batch in grouped((specs[name] for name in names), BATCH_BYTES):
+            keys = [self._keys[spec.name] for spec in batch]
+            with _reading(self._path, filter_func=set(keys).__contains__) as (reader, _):
                 found = {key: value for *_, key, value in reader.read_tensors()}
-            for name in batch:
-                yield found.pop(self._keys[name]).detach()
+            for key in keys:
+                yield found.pop(key).detach()
 
     def _add(self, key: Any, entry: Any, size_bytes: int) -> None:
         path = tuple(key)
@@ -59,18 +59,6 @@ class TensorizerOrigin:
             raise SnapshotError(fault, remedy="Fetch the file again.")
         self._keys[name] = path[0] if len(path) == 1 else path
         self.specs.append(spec)
-
-    def _batches(self, names: Sequence[str]) -> Iterator[list[str]]:
-        batch: list[str] = []
-        total_bytes = 0
-        for name in names:
-            if batch and total_bytes + self._sizes[name] > BATCH_BYTES:
-                yield batch
-                batch, total_bytes = [], 0
-            batch.append(name)
-            total_bytes += self._sizes[name]
-        if batch:
-            yield batch
 
 
 def export(origin: TensorOrigin, path: Path, progress: Progress | None = None) -> int:

@@ -13,7 +13,7 @@ import torch
 from ...errors import SnapshotError
 from ..format.header import DTYPES, LENGTH_BYTES
 from ..publish import publish
-from .origin import TORCH_DTYPES, TensorOrigin, TensorSpec, raw
+from .origin import TORCH_DTYPES, TensorOrigin, TensorSpec, grouped, raw
 
 # The data of a file starts at a multiple of this, which is the size of the largest element type.
 ALIGNMENT_BYTES = 8
@@ -37,7 +37,11 @@ def write_shards(
     written = [
         replace(spec, dtype=cast) if cast and spec.dtype in _CAST_FROM else spec for spec in origin.specs
     ]
-    plan = _plan(written, shard_bytes)
+    # Tensors with larger elements come first. So every tensor starts at a multiple of its element size.
+    plan = [
+        sorted(group, key=lambda spec: -DTYPES[spec.dtype].itemsize_bytes)
+        for group in grouped(written, shard_bytes)
+    ]
     names = [
         "model.safetensors" if len(plan) == 1 else f"model-{number:05d}-of-{len(plan):05d}.safetensors"
         for number in range(1, len(plan) + 1)
@@ -78,20 +82,6 @@ def _header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
         entries[spec.name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": offsets}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     return text + b" " * (-(LENGTH_BYTES + len(text)) % ALIGNMENT_BYTES)
-
-
-def _plan(specs: Sequence[TensorSpec], shard_bytes: int) -> list[list[TensorSpec]]:
-    """Return the tensors of each file. It has at most `shard_bytes` of data, or one larger tensor."""
-    plan: list[list[TensorSpec]] = [[]]
-    filled_bytes = 0
-    for spec in specs:
-        if plan[-1] and filled_bytes + spec.size_bytes > shard_bytes:
-            plan.append([])
-            filled_bytes = 0
-        plan[-1].append(spec)
-        filled_bytes += spec.size_bytes
-    # Tensors with larger elements come first. So every tensor starts at a multiple of its element size.
-    return [sorted(part, key=lambda spec: -DTYPES[spec.dtype].itemsize_bytes) for part in plan]
 
 
 def _cast(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

@@ -41,13 +41,26 @@ class Gate(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Self:
         self.thread = threading.get_ident()
-        _enter(self)
+        with _lock:
+            if not _gates:
+                for name in _READS:
+                    setattr(Tensor, name, _waiting(name))
+                threading.Thread.start = _start  # type: ignore[method-assign, assignment]
+            _gates.append(self)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *failure: object) -> None:
         super().__exit__(*failure)  # type: ignore[no-untyped-call]
-        _leave(self)
+        with _lock:
+            _gates.remove(self)
+            if not _gates:
+                for name, own in _READS.items():
+                    if own is None:
+                        delattr(Tensor, name)
+                    else:
+                        setattr(Tensor, name, own)
+                threading.Thread.start = _START  # type: ignore[method-assign]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -84,27 +97,6 @@ _READS: dict[str, Any] = {
 _START = threading.Thread.start
 _lock = threading.Lock()
 _gates: list[Gate] = []
-
-
-def _enter(gate: Gate) -> None:
-    with _lock:
-        if not _gates:
-            for name in _READS:
-                setattr(Tensor, name, _waiting(name))
-            threading.Thread.start = _start  # type: ignore[method-assign, assignment]
-        _gates.append(gate)
-
-
-def _leave(gate: Gate) -> None:
-    with _lock:
-        _gates.remove(gate)
-        if not _gates:
-            for name, own in _READS.items():
-                if own is None:
-                    delattr(Tensor, name)
-                else:
-                    setattr(Tensor, name, own)
-            threading.Thread.start = _START  # type: ignore[method-assign]
 
 
 @functools.wraps(_START)

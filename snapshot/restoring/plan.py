@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import re
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,7 +108,8 @@ def make_plan(
             found.unfilled.append(held.names[0])
     found.unexpected = _unexpected(manifest, used, ignore)
     if found:
-        raise describe(found, type(module).__name__, stored, [name for name, *_ in _named(module)], prefix)
+        names = [name for held in holdings for name in held.names]
+        raise describe(found, type(module).__name__, stored, names, prefix)
     steps.sort(key=lambda step: (step.shard, step.entry.offset_bytes))
     return Plan(module, manifest, tuple(steps), tuple(held.tensor for held in holdings))
 
@@ -119,31 +120,25 @@ def _unexpected(manifest: Manifest, used: set[str], ignore: Sequence[str]) -> li
     return [name for name in names if not any(pattern.search(name) for pattern in patterns)]
 
 
-def _named(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, MutableMapping[str, Any]]]:
-    """Yield every name of a parameter or buffer, with its module, its attribute and the dict that has it."""
-    # Duplicates are kept: a module or tensor with several names may be saved under any of them.
-    for path, owner in module.named_modules(remove_duplicate=False):
-        dot = f"{path}." if path else ""
-        # Not named_parameters and named_buffers, which do not return the owner.
-        stores: tuple[MutableMapping[str, Any], ...] = (owner._parameters, owner._buffers)  # noqa: SLF001
-        for store in stores:
-            for attribute, tensor in store.items():
-                if tensor is not None:
-                    yield dot + attribute, owner, attribute, store
-
-
 def _holdings(module: nn.Module) -> list[_Held]:
     holdings: dict[int, _Held] = {}
     seen: set[tuple[int, str]] = set()
-    for name, owner, attribute, store in _named(module):
-        tensor, is_parameter = store[attribute], store is owner._parameters  # noqa: SLF001
-        held = holdings.setdefault(id(tensor), _Held(tensor, is_parameter))
-        held.names.append(name)
-        held.needed |= is_parameter or attribute not in owner._non_persistent_buffers_set  # noqa: SLF001
-        if (id(owner), attribute) not in seen:
-            seen.add((id(owner), attribute))
-            watched = type(owner).__setattr__ is not nn.Module.__setattr__
-            held.slots.append(Slot(owner, attribute, store, watched))
+    # Duplicates are kept: a module or tensor with several names may be saved under any of them.
+    for path, owner in module.named_modules(remove_duplicate=False):
+        # Not named_parameters and named_buffers, which do not return the owner.
+        stores: tuple[MutableMapping[str, Any], ...] = (owner._parameters, owner._buffers)  # noqa: SLF001
+        places = [(store, attribute) for store in stores for attribute in store]
+        for store, attribute in places:
+            tensor, is_parameter = store[attribute], store is owner._parameters  # noqa: SLF001
+            if tensor is None:
+                continue
+            held = holdings.setdefault(id(tensor), _Held(tensor, is_parameter))
+            held.names.append(f"{path}.{attribute}".removeprefix("."))
+            held.needed |= is_parameter or attribute not in owner._non_persistent_buffers_set  # noqa: SLF001
+            if (id(owner), attribute) not in seen:
+                seen.add((id(owner), attribute))
+                watched = type(owner).__setattr__ is not nn.Module.__setattr__
+                held.slots.append(Slot(owner, attribute, store, watched))
     return list(holdings.values())
 
 
