@@ -21,7 +21,7 @@ WRITE_BYTES = 16 << 20
 
 CASTS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 # 8-bit floats are not cast, because they mean nothing without their scales, which are separate tensors.
-_CAST_FROM = frozenset({"F16", "BF16", "F32", "F64"})
+_FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
 
 Wrote = Callable[[int], None]
 
@@ -34,14 +34,10 @@ def write_shards(
     `cast` is the safetensors name of the dtype that floating-point tensors are cast to. `wrote` is called
     with the number of bytes of each part that was written.
     """
-    written = [
-        replace(spec, dtype=cast) if cast and spec.dtype in _CAST_FROM else spec for spec in origin.specs
-    ]
+    written = [replace(spec, dtype=cast) if cast and spec.dtype in _FLOATS else spec for spec in origin.specs]
     # Tensors with larger elements come first. So every tensor starts at a multiple of its element size.
-    plan = [
-        sorted(group, key=lambda spec: -DTYPES[spec.dtype].itemsize_bytes)
-        for group in grouped(written, shard_bytes)
-    ]
+    groups = grouped(written, shard_bytes)
+    plan = [sorted(group, key=lambda spec: -DTYPES[spec.dtype].itemsize_bytes) for group in groups]
     names = [
         "model.safetensors" if len(plan) == 1 else f"model-{number:05d}-of-{len(plan):05d}.safetensors"
         for number in range(1, len(plan) + 1)

@@ -7,23 +7,13 @@ from functools import partial
 from pathlib import Path
 
 from ..._version import __version__
-from ...errors import HeaderError, ManifestError, SnapshotError
+from ...errors import HeaderError, SnapshotError
 from ..sources.folder import FolderSource
 from ..sources.source import ByteCounter, Listing, Progress, Source, changed
 from .digests import ASSET_BUFFER_BYTES, chunk_digests, file_digest, in_order
 from .header import Header, aliases_of, read_header
 from .layout import SUFFIX, Layout, lay_out
-from .manifest import (
-    DEFAULT_CHUNK_BYTES,
-    MAX_ASSET_BYTES,
-    MAX_CHUNK_BYTES,
-    MIN_CHUNK_BYTES,
-    Asset,
-    Manifest,
-    Provenance,
-    Shard,
-    TensorEntry,
-)
+from .manifest import DEFAULT_CHUNK_BYTES, MAX_ASSET_BYTES, Asset, Manifest, Provenance, Shard, TensorEntry
 
 # The number of threads that read remote files: one stream seldom uses all the bandwidth of a network link.
 REMOTE_READERS = 4
@@ -45,9 +35,8 @@ def create(
     if a file is not valid, SourceError if one cannot be read, SnapshotChanged if one changes meanwhile, and
     ManifestError if the format does not allow the result.
     """
-    if not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
-        remedy = f"Use a value from {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES}."
-        raise ManifestError(f"chunk_bytes is {chunk_bytes}.", remedy=remedy)
+    # Refuse a wrong `chunk_bytes` before all files are read.
+    Manifest.build(chunk_bytes=chunk_bytes, shards=(), tensors=())
     origin = str(where) if isinstance(where, Path) else where.url
     source, file = _open(where, file)
     layout = lay_out(source, _names(source, files, file), file)

@@ -127,6 +127,7 @@ def _no_safetensors(source: Source, names: list[str]) -> SnapshotError:
     return SnapshotError(f"{source.url} holds no safetensors: {found}.", remedy=remedy)
 
 
-def some(names: Sequence[str]) -> str:
-    shown = ", ".join(name[:120] for name in names[:5])
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
+def some(names: Sequence[str], most: int = 5) -> str:
+    """Return the first names for a message: for example "a, b, c and 4 more"."""
+    shown = ", ".join(name[:120] for name in names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

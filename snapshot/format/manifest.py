@@ -213,9 +213,7 @@ def read_manifest(source: Source) -> Manifest:
             raise
         place = source.url if isinstance(source, Writable) else "FOLDER (the one that is served)"
         fault = f"There is no manifest at {source.url}: {error.message}"
-        remedy = (
-            f"Check the URL. To create a manifest of existing weights: pilotflame snapshot create {place}"
-        )
+        remedy = f"Check the URL. To make a manifest of existing weights: pilotflame snapshot create {place}"
         raise SourceMissing(fault, remedy=remedy, details=error.details) from error
     return Manifest.parse(text)
 

@@ -8,6 +8,7 @@ from ...errors import SnapshotCorrupt, SnapshotError
 from ..sources.folder import FolderSource
 from ..sources.source import ByteCounter, Progress, Source
 from .digests import ASSET_BUFFER_BYTES, chunk_digests, file_digest
+from .layout import some
 from .manifest import Asset, Manifest, Shard
 
 _REMEDY = "Fetch the file again."
@@ -46,11 +47,7 @@ def corrupt_chunk(manifest: Manifest, index: int, chunk: int) -> SnapshotCorrupt
 
 
 def holding(names: list[str]) -> str:
-    """Return which tensors a chunk holds, for a message: for example "holds a, b, c and 4 more tensors"."""
-    if not names:
-        return "holds the header only"
-    shown = ", ".join(name[:120] for name in names[:3])
-    return f"holds {shown}" if len(names) <= 3 else f"holds {shown} and {len(names) - 3} more tensors"
+    return f"holds {some(names, 3)}" if names else "holds the header only"
 
 
 def _shard_fault(shard: Shard, fault: str, names: list[str], chunk: int | None) -> SnapshotCorrupt:

@@ -6,8 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from ...errors import SnapshotMismatch
+from ..format.layout import some
 
-_SHOWN = 3
 _KEPT = 100
 
 Difference = tuple[str, str, str]
@@ -39,7 +39,7 @@ def describe(
     """
     kinds = [kind for kind in _kinds(found) if kind[1]]
     misfits = [
-        f"{len(names)} {'tensor is' if len(names) == 1 else 'tensors are'} {what} ({_first(names)})"
+        f"{len(names)} {'tensor is' if len(names) == 1 else 'tensors are'} {what} ({some(names, 3)})"
         for what, names, _ in kinds
     ]
     hint = _prefix_hint(found, stored, wanted, prefix)
@@ -96,8 +96,3 @@ def _prefix_hint(found: Mismatches, stored: Collection[str], wanted: list[str], 
             path = head.removesuffix(".")
             return f"The snapshot is of the module's part {path!r}: plan and restore module.{path} instead."
     return ""
-
-
-def _first(names: list[str]) -> str:
-    shown = ", ".join(name[:160] for name in names[:_SHOWN])
-    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
