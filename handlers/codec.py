@@ -41,7 +41,7 @@ class _Codec:
 
     def __init__(self, annotation: Any | None, published: Mapping[str, Any] = NOTHING) -> None:
         self._raw = annotation is bytes
-        self._adapter = None if annotation is None or self._raw else TypeAdapter[Any](annotation)
+        self._adapter = None if annotation is None or self._raw else TypeAdapter(annotation)
         self._published = published
 
     def schema(self) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def batch(
         remedy = "Write for example @pilotflame.batch(cost=lambda event: len(event.text))."
         raise HandlerSignatureError(fault, remedy=remedy)
     if max_cost is not None and (cost is None or _number(max_cost) is None):
-        fault = f"@batch(max_cost={max_cost!r}): max_cost needs a cost function and a positive number."
+        fault = f"@batch(max_cost={max_cost!r}) needs a cost function, and a positive, finite number."
         remedy = "Write for example @pilotflame.batch(cost=lambda event: len(event.text), max_cost=9000)."
         raise HandlerSignatureError(fault, remedy=remedy)
     spec = BatchSpec(max_size, cost, None if max_cost is None else float(max_cost), _examples(example))

@@ -219,7 +219,7 @@ def read_manifest(source: Source) -> Manifest:
 
 
 def _crowd_fault(text: bytes) -> str | None:
-    """Return why pydantic could find millions of faults in `text`, or None. A fault takes a kilobyte."""
+    """Return why pydantic could find millions of faults in `text`, or None. Each would take a kilobyte."""
     if len(text) <= _LARGE_BYTES:
         return None
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import re
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,7 +124,8 @@ def _holdings(module: nn.Module) -> list[_Held]:
     holdings: dict[int, _Held] = {}
     seen: set[tuple[int, str]] = set()
     # Duplicates are kept: a module or tensor with several names may be saved under any of them.
-    for path, owner in module.named_modules(remove_duplicate=False):
+    modules: Iterable[tuple[str, nn.Module]] = module.named_modules(remove_duplicate=False)
+    for path, owner in modules:
         # Not named_parameters and named_buffers, which do not return the owner.
         stores: tuple[MutableMapping[str, Any], ...] = (owner._parameters, owner._buffers)  # noqa: SLF001
         places = [(store, attribute) for store in stores for attribute in store]
