@@ -2,7 +2,7 @@
 
 `torch.device("meta")` also puts buffers that a module computes and never saves (a rotary embedding's
 frequencies, position ids) on the meta device: those could not be restored. Here only uninitialised and random
-tensors are on the meta device, with which layers allocate their parameters.
+tensors, with which layers allocate their parameters, are on the meta device.
 """
 
 from __future__ import annotations
