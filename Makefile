@@ -4,7 +4,7 @@ BIN := .venv/bin
 SOURCES := $(shell find runtime snapshot handlers templates -type f -not -name '*.pyc') $(wildcard *.py) pyproject.toml
 EXTRAS := test
 
-.PHONY: help demo test coverage lint bench bench-snapshot bench-jobs bench-batch bench-warm check-api soak soak-jobs clean
+.PHONY: help demo test coverage lint bench bench-snapshot bench-jobs bench-batch bench-clairvoyant bench-warm check-api soak soak-jobs clean
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
 
@@ -64,6 +64,9 @@ check-api: .venv/wheel ## schemathesis over /openapi.json: 2,000 requests and mo
 
 bench-batch: .venv/wheel ## A batch of 10,000 lines, whole and killed and resumed
 	$(BIN)/python infra/bench/batch.py $(BENCH_ARGS)
+
+bench-clairvoyant: .venv/wheel ## The queue's policy beside a scheduler that knows the future, simulated
+	$(BIN)/python infra/bench/clairvoyant.py
 
 bench-path: .venv/installed-bench ## What a warm hello costs, process by process, beside a bare echo; and its profile
 	@$(MAKE) --no-print-directory EXTRAS=bench .venv/wheel
