@@ -38,10 +38,9 @@ def push(
     Verifies the files first, unless the caller has done so and passes `verified`. Does not send a file that
     the destination already has: its manifest lists the file with the same digests, and the file has the right
     size there. If the destination's manifest is of another snapshot or cannot be read, it is overwritten only
-    with `force`, because processes that read that snapshot then fail. `progress` is called with the bytes
-    that are sent, and their total. Raises SnapshotCorrupt if a file does not match `manifest`, SnapshotError
-    if `force` is needed or `destination` is not Writable, and SourceError or CacheError if the destination
-    cannot be read or written.
+    with `force`, because processes that read that snapshot then fail. Raises SnapshotCorrupt if a file does
+    not match `manifest`, SnapshotError if `force` is needed or `destination` is not Writable, and SourceError
+    or CacheError if the destination cannot be read or written.
     """
     if not isinstance(destination, Writable):
         fault = f"{destination.url} cannot be written to."
@@ -55,8 +54,7 @@ def push(
         fault = f"{destination.url} holds another snapshot, {existing.digest[:12]}."
         raise SnapshotError(fault, remedy=_FORCE)
     known: set[Shard | Asset] = set(existing.assets if existing else ())
-    # Shards are comparable only if both manifests have the same chunk size, since each digest is that of one
-    # chunk.
+    # Each digest of a shard is that of one chunk, so both manifests must have the same chunk size.
     if existing is not None and existing.chunk_bytes == manifest.chunk_bytes:
         known.update(existing.shards)
     sent = [file for file in manifest.files if file not in known or sizes.get(file.name) != file.size_bytes]
