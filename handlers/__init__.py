@@ -2,6 +2,5 @@
 
 `contract.py` is what users import (`batch`, `Context`), so it imports little. `resolve.py` returns the
 `Handler` in a user's file; `dialects/` does this for RunPod, Cog and Lambda. `codec.py` and `arrays.py`
-decode requests and encode responses, `failure.py` describes exceptions of user code. This package must not
-import the runtime.
+decode requests and encode responses. This package must not import the runtime.
 """

@@ -16,8 +16,7 @@ from ..errors import BadInput, OutputInvalid
 
 NPY_TYPE = "application/x-npy"
 SAFETENSORS_TYPE = "application/vnd.safetensors"
-# The exceptions that numpy's reader raises for a hostile header: it evaluates the header as a Python literal
-# and builds a dtype from it.
+# numpy's reader evaluates a header as a Python literal and builds a dtype from it, which can raise these.
 _MALFORMED = (ValueError, TypeError, SyntaxError, TokenError, KeyError, AttributeError, IndexError,
               MemoryError, RecursionError, OverflowError)  # fmt: skip
 
@@ -36,28 +35,25 @@ def is_array(value: Any) -> bool:
 
 def is_array_dict(value: Any) -> bool:
     """Return True for a non-empty dict that maps strings to arrays: a safetensors file can hold it."""
-    return (
-        isinstance(value, Mapping)
-        and bool(value)
-        and all(isinstance(name, str) and is_array(item) for name, item in value.items())
-    )
+    if not isinstance(value, Mapping) or not value:
+        return False
+    return all(isinstance(name, str) and is_array(item) for name, item in value.items())
 
 
 def to_numpy(value: Any) -> Any:
-    """Return a tensor as a numpy array, and any other value unchanged.
+    """Return a tensor as a numpy array, and any other value unchanged. Raise OutputInvalid if that fails.
 
-    Floating-point types that numpy lacks, such as bfloat16, become float32. Raise OutputInvalid if the tensor
-    cannot be converted.
+    Floating-point types that numpy lacks, such as bfloat16, become float32.
     """
     if not is_tensor(value):
         return value
     torch = sys.modules["torch"]
-    tensor = _on_cpu(value)
     try:
+        tensor = _on_cpu(value)
         if tensor.is_floating_point() and tensor.dtype not in (torch.float16, torch.float32, torch.float64):
             tensor = tensor.float()
         return tensor.numpy()
-    except (RuntimeError, TypeError, NotImplementedError) as error:
+    except (RuntimeError, TypeError) as error:
         _refuse(value, error)
 
 
@@ -75,6 +71,10 @@ def to_npy(value: Any) -> bytes:
 def to_safetensors(named: Mapping[str, Any]) -> bytes | None:
     """Return named arrays as a safetensors file, or None if the safetensors package is not installed."""
     try:
+        from safetensors import SafetensorError  # noqa: PLC0415
+    except ImportError:
+        return None
+    try:
         if any(is_tensor(item) for item in named.values()):
             from safetensors.torch import save  # noqa: PLC0415  loads torch, which is loaded by now
 
@@ -83,14 +83,7 @@ def to_safetensors(named: Mapping[str, Any]) -> bytes | None:
 
         numpy = sys.modules["numpy"]
         return save_numpy({name: numpy.array(item, order="C") for name, item in named.items()})
-    except ImportError:
-        return None
-    except (RuntimeError, ValueError, TypeError, KeyError) as error:
-        _refuse(named, error)
-    except Exception as error:
-        # SafetensorError is recognised by its name, so that this module need not import safetensors for it.
-        if type(error).__name__ != "SafetensorError":
-            raise
+    except (RuntimeError, ValueError, TypeError, KeyError, SafetensorError) as error:
         _refuse(named, error)
 
 
@@ -115,10 +108,9 @@ def from_npy(body: bytes) -> Any:
         flat = numpy.frombuffer(body, dtype, count, start) if count else numpy.empty(0, dtype)
         return flat.reshape(shape, order="F" if fortran else "C").copy(order="K")
     except _MALFORMED as error:
-        raise BadInput(
-            f"The body is not {NPY_TYPE}, as its content type says: {str(error)[:200]}.",
-            remedy="Send what numpy.save(file, array, allow_pickle=False) writes.",
-        ) from None
+        fault = f"The body is not {NPY_TYPE}, as its content type says: {str(error)[:200]}."
+        remedy = "Send what numpy.save(file, array, allow_pickle=False) writes."
+        raise BadInput(fault, remedy=remedy) from None
 
 
 def _header(form: Any, file: io.BytesIO) -> tuple[tuple[int, ...], bool, Any]:
@@ -131,12 +123,9 @@ def _header(form: Any, file: io.BytesIO) -> tuple[tuple[int, ...], bool, Any]:
 
 def _on_cpu(value: Any) -> Any:
     """Return a tensor in the host's memory: dense, without gradients or pending conjugation and negation."""
-    try:
-        tensor = value.detach()
-        tensor = tensor.to_dense() if tensor.layout is not sys.modules["torch"].strided else tensor
-        return tensor.cpu().resolve_conj().resolve_neg()
-    except (RuntimeError, NotImplementedError) as error:
-        _refuse(value, error)
+    tensor = value.detach()
+    tensor = tensor.to_dense() if tensor.layout is not sys.modules["torch"].strided else tensor
+    return tensor.cpu().resolve_conj().resolve_neg()
 
 
 def _contiguous(value: Any) -> Any:
@@ -149,7 +138,5 @@ def _contiguous(value: Any) -> Any:
 
 def _refuse(value: Any, error: Exception) -> Never:
     kind = getattr(value, "dtype", type(value).__name__)
-    raise OutputInvalid(
-        f"The answer ({kind}) cannot be sent as an array: {str(error)[:200]}.",
-        remedy="Return arrays of numbers, on a device that can be read.",
-    ) from None
+    fault = f"The answer ({kind}) cannot be sent as an array: {str(error)[:200]}."
+    raise OutputInvalid(fault, remedy="Return arrays of numbers, on a device that can be read.") from None

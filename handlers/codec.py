@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from email.message import Message
 from typing import Any
 
 import orjson
 from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic.json_schema import JsonSchemaMode
 
 from ..errors import BadInput, InputInvalid, OutputInvalid
 from . import arrays
 from .arrays import NPY_TYPE, SAFETENSORS_TYPE
+from .contract import NOTHING
 from .negotiation import preferred
 
 JSON_TYPE = "application/json"
@@ -30,32 +32,38 @@ MAX_PROBLEMS = 20
 MAX_DEPTH = 254
 ARRAY_OFFERS = (JSON_TYPE, NPY_TYPE, BYTES_TYPE)
 DICT_OFFERS = (JSON_TYPE, SAFETENSORS_TYPE)
-_JSON_REMEDY = (
-    "Return numbers, strings, lists, dicts with string keys, arrays, tensors, pydantic models or bytes."
-)
 
 
-class InputCodec:
+class _Codec:
+    """The type of an annotation. Without one, any value is accepted, and `published` is its JSON schema."""
+
+    _mode: JsonSchemaMode
+
+    def __init__(self, annotation: Any | None, published: Mapping[str, Any] = NOTHING) -> None:
+        self._raw = annotation is bytes
+        self._adapter = None if annotation is None or self._raw else TypeAdapter(annotation)
+        self._published = published
+
+    def schema(self) -> dict[str, Any]:
+        """Return the JSON schema of the values. `{}` means any value."""
+        return self._adapter.json_schema(mode=self._mode) if self._adapter else dict(self._published)
+
+
+class InputCodec(_Codec):
     """Decodes request bodies into events of the annotated type.
 
     Without an annotation, an event is a JSON value or, by the content type, a string, an array or bytes.
     """
 
-    def __init__(self, annotation: Any | None) -> None:
-        self.raw = annotation is bytes
-        self._adapter = _adapter(annotation)
-
-    def schema(self) -> dict[str, Any]:
-        """Return the JSON schema of the event: `{}` (anything) without an annotation."""
-        return self._adapter.json_schema() if self._adapter else {}
+    _mode = "validation"
 
     def decode(self, body: bytes, content_type: str = "") -> Any:
         """Return the event in `body`.
 
-        Raise BadInput if the body is not what its content type says (by default JSON). Raise InputInvalid if
+        Raise BadInput if the body is not what its content type says (by default JSON), and InputInvalid if
         the event does not fit the annotation.
         """
-        if self.raw:
+        if self._raw:
             return body
         kind = content_type.partition(";")[0].strip().lower() if content_type else JSON_TYPE
         if kind not in (JSON_TYPE, FORM_TYPE) and not kind.endswith("+json"):
@@ -63,27 +71,19 @@ class InputCodec:
                 return arrays.from_npy(body)
             event = _decode_other(body, kind, content_type)
             return event if self._adapter is None else _validated(self._adapter.validate_python, event)
-        if self._adapter is None:
-            return _parse(body) if body else None
-        return _validated(self._adapter.validate_json, body or b"null")
+        return _validated(self._adapter.validate_json if self._adapter else orjson.loads, body or b"null")
 
 
-class OutputCodec:
+class OutputCodec(_Codec):
     """Encodes answers of the annotated type. Without an annotation, any JSON value and bytes are accepted."""
 
-    def __init__(self, annotation: Any | None) -> None:
-        self._adapter = _adapter(annotation)
-
-    def schema(self) -> dict[str, Any]:
-        """Return the JSON schema of the answer: `{}` (anything) without an annotation."""
-        return self._adapter.json_schema(mode="serialization") if self._adapter else {}
+    _mode = "serialization"
 
     def encode(self, answer: Any, accept: str = "") -> tuple[bytes, str]:
-        """Return (payload, content type).
+        """Return (payload, content type): JSON, or bytes for arrays if the Accept header prefers that.
 
-        The payload is JSON, or bytes for arrays if the Accept header prefers that. An answer of bytes is sent
-        unchanged, unless another type is annotated. Raise OutputInvalid, which names the path of the part
-        that does not fit the annotation or JSON.
+        An answer of bytes is sent unchanged, unless another type is annotated. Raise OutputInvalid, which
+        names the path of the part that does not fit the annotation or JSON.
         """
         if self._adapter is not None:
             answer, plain = self._checked(answer, self._adapter)
@@ -93,25 +93,25 @@ class OutputCodec:
             plain = answer
         if accept and (raw := _as_bytes(answer, accept)) is not None:
             return raw
-        payload = _dump(plain)
+        try:
+            payload = orjson.dumps(plain, default=_plain, option=orjson.OPT_SERIALIZE_NUMPY)
+        except (TypeError, orjson.JSONEncodeError) as error:
+            raise _not_json(plain, error) from None
         if b"null" in payload and (path := _find_nan(answer)):
             # orjson and pydantic write NaN and infinities as null, which would be a wrong answer.
-            raise OutputInvalid(
-                f"The answer is not JSON: {path} is NaN or infinite.",
-                remedy="Return None or a finite number there.",
-            )
+            fault = f"The answer is not JSON: {path} is NaN or infinite."
+            raise OutputInvalid(fault, remedy="Return None or a finite number there.")
         return payload, JSON_TYPE
 
     def _checked(self, answer: Any, adapter: TypeAdapter[Any]) -> tuple[Any, Any]:
-        """Return (validated answer, the same as JSON types). Raise OutputInvalid if it is invalid."""
+        """Return (validated answer, the same as JSON types)."""
         try:
             valid = adapter.validate_python(answer)
         except ValidationError as error:
-            raise OutputInvalid(
-                f"The answer does not fit the handler's return annotation: {_summary(error, 'answer')}.",
-                remedy="Return what the annotation says, or change the annotation.",
-                details={"problems": _problems(error, "answer")},
-            ) from None
+            text, problems = _problems(error, "answer")
+            fault = f"The answer does not fit the handler's return annotation: {text}."
+            remedy = "Return what the annotation says, or change the annotation."
+            raise OutputInvalid(fault, remedy=remedy, details={"problems": problems}) from None
         try:
             return valid, adapter.dump_python(valid, mode="json", fallback=_plain)
         except (TypeError, ValueError) as error:
@@ -119,15 +119,13 @@ class OutputCodec:
             raise _not_json(valid, error) from None
 
 
-def _adapter(annotation: Any | None) -> TypeAdapter[Any] | None:
-    return None if annotation is None or annotation is bytes else TypeAdapter(annotation)
-
-
 def _validated(validate: Callable[[Any], Any], value: str | bytes) -> Any:
     try:
         return validate(value)
     except ValidationError as error:
         raise input_error(error) from None
+    except orjson.JSONDecodeError as error:
+        raise _bad_json(str(error)) from None
 
 
 def _as_bytes(answer: Any, accept: str) -> tuple[bytes, str] | None:
@@ -149,51 +147,31 @@ def _decode_other(body: bytes, kind: str, content_type: str) -> str | bytes:
     try:
         return body.decode(header.get_content_charset("utf-8"))
     except (UnicodeError, LookupError) as error:
-        raise BadInput(
-            f"The body is not {content_type!r}, as its content type says: {error}.",
-            remedy="Send UTF-8 text, or name its charset.",
-        ) from None
-
-
-def _parse(body: bytes) -> Any:
-    try:
-        return orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise _bad_json(str(error)) from None
+        fault = f"The body is not {content_type!r}, as its content type says: {error}."
+        raise BadInput(fault, remedy="Send UTF-8 text, or name its charset.") from None
 
 
 def _bad_json(why: str) -> BadInput:
-    return BadInput(
-        f"The body is not JSON: {why}.",
-        remedy="Send JSON, or name another content type (text/plain, application/octet-stream).",
-    )
+    remedy = "Send JSON, or name another content type (text/plain, application/octet-stream)."
+    return BadInput(f"The body is not JSON: {why}.", remedy=remedy)
 
 
 def input_error(error: ValidationError) -> BadInput | InputInvalid:
-    """Return the error to raise for an input that pydantic refused. It names the path of each wrong field."""
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    if first["type"] == "json_invalid":
-        return _bad_json(first["msg"].removeprefix("Invalid JSON: "))
-    return InputInvalid(
-        f"The input does not fit the function: {_summary(error, 'input')}.",
-        remedy="Its schema is in /openapi.json.",
-        details={"problems": _problems(error, "input")},
-    )
+    """Return the error for an input that pydantic refused. It names the path of each wrong field."""
+    text, problems = _problems(error, "input")
+    if problems[0]["type"] == "json_invalid":
+        return _bad_json(problems[0]["problem"].removeprefix("Invalid JSON: "))
+    fault = f"The input does not fit the function: {text}."
+    return InputInvalid(fault, remedy="Its schema is in /openapi.json.", details={"problems": problems})
 
 
-def _problems(error: ValidationError, root: str) -> list[dict[str, Any]]:
-    found = error.errors(include_url=False, include_input=False, include_context=False)
-    return [
-        {"path": _path(root, problem["loc"]), "problem": problem["msg"], "type": problem["type"]}
-        for problem in found[:MAX_PROBLEMS]
-    ]
-
-
-def _summary(error: ValidationError, root: str) -> str:
-    problems = _problems(error, root)
+def _problems(error: ValidationError, root: str) -> tuple[str, list[dict[str, Any]]]:
+    """Return the first problems, as text and as JSON."""
+    raw = error.errors(include_url=False, include_input=False, include_context=False)[:MAX_PROBLEMS]
+    problems = [{"path": _path(root, one["loc"]), "problem": one["msg"], "type": one["type"]} for one in raw]
     text = "; ".join(f"{problem['path']}: {problem['problem']}" for problem in problems[:3])
     more = error.error_count() - 3
-    return f"{text}; and {more} more" if more > 0 else text
+    return f"{text}; and {more} more" if more > 0 else text, problems
 
 
 def _path(root: str, location: tuple[int | str, ...]) -> str:
@@ -213,17 +191,11 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} has no JSON form")
 
 
-def _dump(answer: Any) -> bytes:
-    try:
-        return orjson.dumps(answer, default=_plain, option=orjson.OPT_SERIALIZE_NUMPY)
-    except (TypeError, orjson.JSONEncodeError) as error:
-        raise _not_json(answer, error) from None
-
-
 def _not_json(answer: Any, error: Exception) -> OutputInvalid:
     path, fault = _find_unwritable(answer, "answer")
     reason = f"{path} is {fault}" if fault else str(error)
-    return OutputInvalid(f"The answer is not JSON: {reason}.", remedy=_JSON_REMEDY)
+    remedy = "Return numbers, text, lists, dicts with string keys, arrays, tensors, pydantic models or bytes."
+    return OutputInvalid(f"The answer is not JSON: {reason}.", remedy=remedy)
 
 
 def _children(value: Any, path: str) -> list[tuple[str, Any]]:
@@ -241,10 +213,7 @@ def _children(value: Any, path: str) -> list[tuple[str, Any]]:
 
 
 def _find_unwritable(value: Any, path: str, depth: int = 0) -> tuple[str, str]:
-    """Return (path, what it is) of the first part of `value` that has no JSON form.
-
-    Return ("", "") if all of it has a JSON form.
-    """
+    """Return (path, what it is) of the first part of `value` that has no JSON form, or ("", "")."""
     if depth > MAX_DEPTH:
         return "it", f"nested more than {MAX_DEPTH} levels deep"
     for key in value if isinstance(value, dict) else ():

@@ -46,17 +46,14 @@ class BatchSpec:
     def weigh(self, event: Any) -> float:
         """Return the cost of `event`, 1 without a `cost` function.
 
-        Raise HandlerFailed if `cost` returns no positive, finite number. An exception of `cost` is passed on.
+        Raise HandlerFailed if `cost` returns no positive, finite number.
         """
         if self.cost is None:
             return 1.0
         returned = self.cost(event)
-        cost = _number(returned)
-        if cost is None:
-            raise HandlerFailed(
-                f"The cost function of @batch returned {returned!r:.80}, which is no cost.",
-                remedy="Return a positive, finite number for every event.",
-            )
+        if (cost := _number(returned)) is None:
+            fault = f"The cost function of @batch returned {returned!r:.80}, which is no cost."
+            raise HandlerFailed(fault, remedy="Return a positive, finite number for every event.")
         return min(cost, MAX_COST)
 
 
@@ -78,20 +75,16 @@ def batch(
     events, as JSON: the first worker uses it to measure how long each batch size takes.
     """
     if not isinstance(max_size, int) or isinstance(max_size, bool) or not 1 <= max_size <= MAX_BATCH:
-        raise HandlerSignatureError(
-            f"@batch(max_size={max_size!r}): max_size must be a whole number from 1 to {MAX_BATCH}.",
-            remedy="Write for example @pilotflame.batch(max_size=32).",
-        )
+        fault = f"@batch(max_size={max_size!r}): max_size must be a whole number from 1 to {MAX_BATCH}."
+        raise HandlerSignatureError(fault, remedy="Write for example @pilotflame.batch(max_size=32).")
     if cost is not None and (not callable(cost) or inspect.iscoroutinefunction(cost)):
-        raise HandlerSignatureError(
-            f"@batch(cost={cost!r:.80}): cost must be a plain function of one event.",
-            remedy="Write for example @pilotflame.batch(cost=lambda event: len(event.text)).",
-        )
+        fault = f"@batch(cost={cost!r:.80}): cost must be a plain function of one event."
+        remedy = "Write for example @pilotflame.batch(cost=lambda event: len(event.text))."
+        raise HandlerSignatureError(fault, remedy=remedy)
     if max_cost is not None and (cost is None or _number(max_cost) is None):
-        raise HandlerSignatureError(
-            f"@batch(max_cost={max_cost!r}): max_cost needs a cost function, and a positive, finite number.",
-            remedy="Write for example @pilotflame.batch(cost=lambda event: len(event.text), max_cost=9000).",
-        )
+        fault = f"@batch(max_cost={max_cost!r}) needs a cost function, and a positive, finite number."
+        remedy = "Write for example @pilotflame.batch(cost=lambda event: len(event.text), max_cost=9000)."
+        raise HandlerSignatureError(fault, remedy=remedy)
     spec = BatchSpec(max_size, cost, None if max_cost is None else float(max_cost), _examples(example))
 
     def mark(handler: F) -> F:
@@ -118,15 +111,12 @@ def _examples(example: Any) -> tuple[Any, ...]:
     try:
         json.dumps(example, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise HandlerSignatureError(
-            f"@batch(example=…): the example is not JSON: {error}.",
-            remedy='Write an event as it is sent, for example @pilotflame.batch(example={"text": "Hello"}).',
-        ) from None
+        remedy = 'Write an event as it is sent, for example @pilotflame.batch(example={"text": "Hello"}).'
+        fault = f"@batch(example=…): the example is not JSON: {error}."
+        raise HandlerSignatureError(fault, remedy=remedy) from None
     if not examples:
-        raise HandlerSignatureError(
-            "@batch(example=[]): there is no event in this list.",
-            remedy="Name at least one event; one that is a list itself is written as [[…]].",
-        )
+        remedy = "Name at least one event; one that is a list itself is written as [[…]]."
+        raise HandlerSignatureError("@batch(example=[]): there is no event in this list.", remedy=remedy)
     return () if example is None else tuple(examples)
 
 
@@ -152,8 +142,7 @@ class Context:
 
     `state` is what `setup` returned, or what `build` returned if `setup` returned None. For a batch handler,
     `items` holds one context per event, in order. `extra` holds what a dialect or an event source adds to an
-    invocation. In `build`, `rehearse`, `setup` and `teardown` there is no invocation: `id` is empty and there
-    is no deadline.
+    invocation. In the hooks there is no invocation: `id` is empty and there is no deadline.
     """
 
     __slots__ = ("_cancellation", "_channel", "_deadline_s", "_host", "_snapshot", "attempt", "extra",
@@ -187,7 +176,7 @@ class Context:
 
     @property
     def deadline(self) -> float | None:
-        """The deadline as a Unix timestamp in seconds, or None if there is no deadline."""
+        """The deadline as a Unix timestamp in seconds, or None."""
         deadline_s = self._deadline_s
         return None if deadline_s is None else time.time() + deadline_s - time.monotonic()
 
@@ -239,8 +228,7 @@ class Context:
         if self._snapshot is None and self.items:
             return self.items[0].snapshot
         if self._snapshot is None:
-            raise SnapshotError(
-                f"Function {self.function!r} has no snapshot, but its handler asked for one.",
-                remedy='Set `snapshot = "path/to/weights"` in pilotflame.toml, or deploy with --snapshot.',
-            )
+            fault = f"Function {self.function!r} has no snapshot, but its handler asked for one."
+            remedy = 'Set `snapshot = "path/to/weights"` in pilotflame.toml, or deploy with --snapshot.'
+            raise SnapshotError(fault, remedy=remedy)
         return self._snapshot

@@ -12,16 +12,14 @@ E = TypeVar("E", bound=PilotflameError)
 
 MAX_TRACEBACK_CHARS = 20_000
 PACKAGE_FOLDER = str(Path(__file__).resolve().parent.parent)
-OUT_OF_MEMORY_REMEDY = (
-    "This input alone needs more memory than there is: send a smaller one, or give the function more memory."
-)
+OUT_OF_MEMORY_REMEDY = "This input needs more memory than there is: send a smaller one, or add memory."
 
 
 def explain(kind: type[E], what: str, error: BaseException, root: Path, *, remedy: str = "") -> E:
     """Return an error of class `kind`. Its message says that `what` failed, with `error` and its position.
 
-    The position is a file and line in the user's folder `root`. If `error` is a PilotflameError (for example,
-    the snapshot lacks a tensor), its message, remedy and details are used, and not the argument `remedy`.
+    The position is a file and line in the user's folder `root`. If `error` is a PilotflameError, its message,
+    remedy and details are used, and not the argument `remedy`.
     """
     file, line = locate(error, root)
     where = f" at {file}, line {line}" if file else ""
@@ -36,10 +34,9 @@ def explain(kind: type[E], what: str, error: BaseException, root: Path, *, remed
 
 
 def locate(error: BaseException, root: Path) -> tuple[str, int]:
-    """Return the position in `root` where `error` was raised, as (path relative to `root`, line).
+    """Return (path relative to `root`, line) of the innermost stack frame of `error` in `root`, or ("", 0).
 
-    It is that of the innermost stack frame inside `root`, or of the text that causes a SyntaxError. If
-    neither is inside `root`, return ("", 0).
+    For a SyntaxError, return the position of its text.
     """
     if isinstance(error, SyntaxError) and error.filename and (name := _relative(error.filename, root)):
         return name, error.lineno or 0

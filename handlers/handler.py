@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
-import typing
 from collections.abc import Callable, Iterable, Mapping, Set, Sized
 from dataclasses import dataclass
 from typing import Any
@@ -43,14 +42,14 @@ class Handler:
 
     call: Callable[..., Any]
     kind: HandlerKind
-    takes_context: bool
-    batch: BatchSpec | None
     input: InputCodec
     output: OutputCodec
-    build: Hook | None
-    rehearse: Hook | None
-    setup: Hook | None
-    teardown: Hook | None
+    takes_context: bool = True
+    batch: BatchSpec | None = None
+    build: Hook | None = None
+    rehearse: Hook | None = None
+    setup: Hook | None = None
+    teardown: Hook | None = None
     dialect: str = "pilotflame"
     """The contract that the user's file follows: one of `dialects.recognise.DIALECTS`."""
     entry: str = ""
@@ -87,10 +86,8 @@ class Handler:
             answer = list(answer)
         if not isinstance(answer, list) or len(answer) != count:
             got = f"{len(answer)} answers" if isinstance(answer, list) else type(answer).__name__
-            raise OutputInvalid(
-                f"The batch handler was given {count} events and returned {got}.",
-                remedy="Return a list with one answer for each event, in order.",
-            )
+            fault = f"The batch handler was given {count} events and returned {got}."
+            raise OutputInvalid(fault, remedy="Return a list with one answer for each event, in order.")
         return answer
 
 
@@ -105,13 +102,9 @@ def kind_of(call: Callable[..., Any]) -> HandlerKind:
 
 
 def written(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that the user wrote, which `call` may wrap in partials or decorators.
-
-    For an instance with a `__call__` method, it is this method.
-    """
-    while isinstance(call, functools.partial):
-        call = call.func
+    """Return the function or `__call__` method that the user wrote, without partials and decorators."""
     inner: Any = call
-    return typing.cast(
-        "Callable[..., Any]", inspect.unwrap(inner if inspect.isroutine(call) else inner.__call__)
-    )
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    function: Callable[..., Any] = inspect.unwrap(inner if inspect.isroutine(inner) else inner.__call__)
+    return function

@@ -18,16 +18,15 @@ def import_file(
 ) -> ModuleType:
     """Import `path`, a file below `root`, and return the module.
 
-    First, `root` becomes the working directory and the file's folder becomes the first entry of `sys.path`.
-    Then `prepare` is called, and the file runs; with `as_main` it runs as `__main__`, as with `python f.py`.
-    Raise HandlerImportError if the file does not exist, is not Python, or raises.
+    `root` becomes the working directory, and the file's folder the first entry of `sys.path`. Then `prepare`
+    is called, and the file runs, with `as_main` as `__main__`. Raise HandlerImportError if the file does not
+    exist, is not Python, or raises.
     """
     if not path.is_file():
         there = ", ".join(sorted(entry.name for entry in root.iterdir())[:8]) if root.is_dir() else ""
-        raise HandlerImportError(
-            f"{path.name} is not in the function's folder (there: {there or 'nothing'}).",
-            remedy="Create it with `def handler(event): ...`, or set `handler` in pilotflame.toml.",
-        )
+        fault = f"{path.name} is not in the function's folder (there: {there or 'nothing'})."
+        remedy = "Create it with `def handler(event): ...`, or set `handler` in pilotflame.toml."
+        raise HandlerImportError(fault, remedy=remedy)
     os.chdir(root)
     sys.path.insert(0, str(path.parent))
     if prepare is not None:

@@ -20,8 +20,8 @@ _PARAMETER = re.compile(r""";((?:[^;"]|"(?:[^"\\]|\\.)*"?)*)""")
 class Weight(NamedTuple):
     """How much a header prefers a name: the greater Weight wins. At a quality of 0 the name is refused.
 
-    `exact` says which range of the header covers the name: 2 for the name itself, 1 for `type/*`, 0 for `*`
-    or `*/*`. `place` is smaller for ranges that come later in the header.
+    `exact` is 2 if the header's range is the name itself, 1 for `type/*`, 0 for `*` or `*/*`. `place` is
+    smaller for ranges that come later in the header.
     """
 
     quality: float

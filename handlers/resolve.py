@@ -19,13 +19,15 @@ from .dialects.recognise import DEFAULT, recognise
 from .handler import Handler, HandlerKind, Hook, kind_of, written
 from .loading import import_file
 
+HOOKS = ("build", "rehearse", "setup", "teardown")
+
 
 def resolve(root: Path, reference: str = DEFAULT, function: str = "") -> Handler:
     """Return the handler that `reference` names below `root`: "file.py", "file.py:name" or "runpod:file.py".
 
-    The file is imported as by `import_file`. If the reference does not name a dialect, RunPod, Cog and Lambda
-    handlers are recognised. `function` is the function's name, which Lambda handlers can read. Raise
-    HandlerImportError if the file cannot be imported, HandlerSignatureError if it has no usable handler.
+    If the reference does not name a dialect, RunPod, Cog and Lambda handlers are recognised. `function` is
+    the function's name, which Lambda handlers can read. Raise HandlerImportError if the file cannot be
+    imported, HandlerSignatureError if it has no usable handler.
     """
     entry = recognise(root, reference)
     if entry.dialect == "runpod":
@@ -51,32 +53,23 @@ def handler_of(module: ModuleType, name: str, file: str) -> Handler:
     """
     call = getattr(module, name, None)
     if call is None:
-        raise HandlerSignatureError(
-            f"{file} defines no `{name}`.",
-            remedy=f"Define `def {name}(event): ...` in it, or set `handler` to file.py:name.",
-        )
+        remedy = f"Define `def {name}(event): ...` in it, or set `handler` to file.py:name."
+        raise HandlerSignatureError(f"{file} defines no `{name}`.", remedy=remedy)
     if not callable(call) or isinstance(call, type):
-        raise HandlerSignatureError(
-            f"`{name}` in {file} is {_a(call)}, not a function.", remedy=f"Define `def {name}(event): ...`."
-        )
+        fault = f"`{name}` in {file} is {_a(call)}, not a function."
+        raise HandlerSignatureError(fault, remedy=f"Define `def {name}(event): ...`.")
     kind, spec = kind_of(call), getattr(call, BATCH_MARK, None)
     takes_context = _arity(call, f"{name} in {file}") == 2
     codecs = _codecs(call, kind, spec, f"{name} in {file}")
     if spec and kind.streaming:
-        raise HandlerSignatureError(
-            f"`{name}` in {file} is a generator with @batch.",
-            remedy="Stream or batch: remove one of the two.",
-        )
-    build, rehearse, setup, teardown = (
-        _hook(module, hook, file) for hook in ("build", "rehearse", "setup", "teardown")
-    )
-    return Handler(
-        call, kind, takes_context, spec, *codecs, build, rehearse, setup, teardown, entry=f"{file}:{name}"
-    )
+        fault = f"`{name}` in {file} is a generator with @batch."
+        raise HandlerSignatureError(fault, remedy="Stream or batch: remove one of the two.")
+    hooks: dict[str, Any] = {hook: _hook(module, hook, file) for hook in HOOKS}
+    return Handler(call, kind, *codecs, takes_context, spec, entry=f"{file}:{name}", **hooks)
 
 
 def _arity(call: Callable[..., Any], what: str, *, allowed: tuple[int, ...] = (1, 2)) -> int:
-    """Return how many positional arguments `call` accepts: the largest such number in `allowed`.
+    """Return the largest number in `allowed` of positional arguments that `call` accepts.
 
     Raise HandlerSignatureError, which names `what`, if it accepts none of these numbers.
     """
@@ -96,15 +89,12 @@ def _hook(module: ModuleType, name: str, file: str) -> Hook | None:
     if call is None:
         return None
     if not callable(call):
-        raise HandlerSignatureError(
-            f"`{name}` in {file} is {_a(call)}, not a function.", remedy=f"Rename it: `{name}` is a hook."
-        )
+        fault = f"`{name}` in {file} is {_a(call)}, not a function."
+        raise HandlerSignatureError(fault, remedy=f"Rename it: `{name}` is a hook.")
     kind = kind_of(call)
     if kind.streaming or (name == "build" and kind is HandlerKind.ASYNC):
-        raise HandlerSignatureError(
-            f"`{name}` in {file} is {kind.value.replace('_', ' ')}.",
-            remedy="Make it a plain function." if name == "build" else "Make it a plain or async function.",
-        )
+        remedy = "Make it a plain function." if name == "build" else "Make it a plain or async function."
+        raise HandlerSignatureError(f"`{name}` in {file} is {kind.value.replace('_', ' ')}.", remedy=remedy)
     if _arity(call, f"{name} in {file}", allowed=(0, 1)) == 1:
         return typing.cast("Hook", call)
     return lambda _context: call()
@@ -122,10 +112,9 @@ def _codecs(
         answer = None if _names_arrays(answer) else _meaningful(answer)
         return InputCodec(_meaningful(_element(event) if spec else event)), OutputCodec(answer)
     except (NameError, SyntaxError, TypeError, PydanticUserError, PydanticSchemaGenerationError) as error:
-        raise HandlerSignatureError(
-            f"The annotations of `{what}` cannot be used: {error}",
-            remedy="Annotate with types that pydantic knows, or leave the annotation out.",
-        ) from None
+        fault = f"The annotations of `{what}` cannot be used: {error}"
+        remedy = "Annotate with types that pydantic knows, or leave the annotation out."
+        raise HandlerSignatureError(fault, remedy=remedy) from None
 
 
 def _hints(function: Callable[..., Any], names: tuple[str, ...]) -> dict[str, Any]:
@@ -143,8 +132,7 @@ def _hints(function: Callable[..., Any], names: tuple[str, ...]) -> dict[str, An
 
 def _element(annotation: Any) -> Any:
     """Return T for list[T], Iterator[T], Generator[T, …] or AsyncIterator[T], and None without a T."""
-    arguments = typing.get_args(annotation)
-    return arguments[0] if arguments else None
+    return next(iter(typing.get_args(annotation)), None)
 
 
 def _meaningful(annotation: Any) -> Any | None:
@@ -152,17 +140,12 @@ def _meaningful(annotation: Any) -> Any | None:
 
 
 def _names_arrays(annotation: Any) -> bool:
-    """Return True if the annotation contains arrays or tensors.
-
-    pydantic does not know these types, so answers with such an annotation are not validated.
-    """
+    """Return True if the annotation contains arrays or tensors, which pydantic does not know."""
     kind = typing.get_origin(annotation) or annotation
-    if isinstance(kind, type) and any(
-        base.__module__ in ("numpy", "torch") and base.__name__ in ("ndarray", "Tensor")
-        for base in kind.__mro__
-    ):
-        return True
-    return any(_names_arrays(part) for part in typing.get_args(annotation))
+    bases = kind.__mro__ if isinstance(kind, type) else ()
+    arrays = {("numpy", "ndarray"), ("torch", "Tensor")}
+    found = any((base.__module__, base.__name__) in arrays for base in bases)
+    return found or any(_names_arrays(part) for part in typing.get_args(annotation))
 
 
 def _a(value: object) -> str:

@@ -58,8 +58,7 @@ def cli() -> None:
 
 
 def _gateway_options(command: Any) -> Any:
-    ports = click.IntRange(0, 65535)
-    port = click.option("--port", type=ports, help="Port; 0 takes a free one.  [default: 8600]")
+    port = click.option("--port", type=click.IntRange(0, 65535), help="0 takes a free one.  [default: 8600]")
     host = click.option("--host", help="Address to listen on.  [default: 127.0.0.1]")
     return host(port(options.state_dir(command)))
 
@@ -79,9 +78,7 @@ def serve(*, as_json: bool, **settings: Any) -> None:
     With --auth auto the gateway asks for API keys if other machines can reach it, or if a key exists. It then
     answers only health checks without one; see `pilotflame keys`.
 
-    \b
-    Example:
-      pilotflame serve --port 8600
+    Example: pilotflame serve --port 8600
     """
     # aiohttp takes time to import, and --help does not need it.
     from .main import run  # noqa: PLC0415
@@ -105,12 +102,8 @@ def dev(*, source: options.FunctionSource, state_dir: Path | None, **settings: A
     Like `serve`, with the function's log on this terminal. If a change cannot be deployed, the error is
     printed, and the last good revision keeps answering. Without --state-dir nothing is kept.
 
-    \b
-    Example:
-      pilotflame dev hello
-      pilotflame invoke hello '{"name": "Ada"}'      (in another terminal)
+    Example: pilotflame dev hello
     """
-    # As in `serve`.
     from .main import run  # noqa: PLC0415
 
     folder = source.folder.resolve()
@@ -123,15 +116,10 @@ def dev(*, source: options.FunctionSource, state_dir: Path | None, **settings: A
         run(gateway, on_listening=listening, folder=folder, overrides=source.overrides())
 
 
-def main() -> None:
-    """Run the process's command line, and exit with its code."""
-    sys.exit(run_command())
-
-
-def run_command(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Run one command line, by default the process's own, and return its exit code."""
     return exit_codes.exit_code_of(lambda: cli.main(arguments, prog_name="pilotflame", standalone_mode=False))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

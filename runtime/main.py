@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import shlex
 import signal
@@ -86,11 +87,14 @@ def run(
         stop = asyncio.Event()
         with _capture_signals(stop):
             async with serve(settings) as server:
-                _tune_garbage_collection()
+                # Exempt all objects that exist now from garbage collection, and collect new ones less often.
+                gc.collect()
+                gc.freeze()
+                gc.set_threshold(YOUNG_OBJECTS)
                 on_listening(server.url)
                 if folder is not None:
                     deployment = Deployment(path=folder, overrides=overrides or {})
-                    server.tasks.create_task(watch(folder, server.functions, deployment, stop, _write))
+                    server.tasks.create_task(watch(folder, server.functions, deployment, stop))
                 await stop.wait()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -101,15 +105,11 @@ def run(
 async def serve(settings: GatewaySettings) -> AsyncIterator[Server]:
     """Run a gateway: it accepts requests inside the `async with` block and drains when the block ends."""
     async with contextlib.AsyncExitStack() as stack:
-        server = await startup(settings, stack)
-        try:
-            yield server
-        finally:
-            await shutdown(server)
+        yield await startup(settings, stack)
 
 
 async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -> Server:
-    """Start each part after the parts that it uses. Closing `stack` closes them in reverse order."""
+    """Start each part after the parts that it uses. Closing `stack` drains and closes them in reverse."""
     state = stack.enter_context(locked_state_dir(settings.state_dir))
     store = Store(state, _write)
     await asyncio.to_thread(store.start)
@@ -130,9 +130,8 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     fetcher = FetcherClient(settings.cache_dir, tasks)
     stack.push_async_callback(fetcher.close)
     events = FunctionEvents()
-    functions = Functions(
-        store, state / "environments", launcher, tasks, fetcher, secrets, events, drain_s=settings.drain_s
-    )
+    environments = state / "environments"
+    functions = Functions(store, environments, launcher, tasks, fetcher, secrets, events, settings.drain_s)
     metrics = Metrics(functions.census)
     events.activated.append(metrics.activated)
     await functions.restore()
@@ -151,8 +150,8 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     own_routes = [route for api in apis for route in api.routes()]
     routes = OpenApi([*own_routes, *dialect_routes(backend)], admin.statuses).routes
     guard = Guard(
-        keyring, tasks, routes,
-        required=settings.auth == "always" or not local, on_quota=_quota_counter(functions, metrics),
+        keyring, tasks, routes, required=settings.auth == "always" or not local,
+        on_quota=functools.partial(_count_refusal, functions, metrics),
     )  # fmt: skip
     errors = ErrorResponses(error_formats(routes))
     control = stack.enter_context(control_socket(state))
@@ -162,7 +161,9 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
             FastPath(gateway, functions, guard), settings.header_timeout_s,
         )
     )  # fmt: skip
-    return Server(url_of(sock), functions, admin, tasks, jobs, sources)
+    server = Server(url_of(sock), functions, admin, tasks, jobs, sources)
+    stack.push_async_callback(shutdown, server)
+    return server
 
 
 async def shutdown(server: Server) -> None:
@@ -193,22 +194,11 @@ def _connect(events: FunctionEvents, functions: Functions, jobs: Jobs, sources: 
     events.deleted.append(gone)
 
 
-def _quota_counter(functions: Functions, metrics: Metrics) -> Callable[[str, PilotflameError], None]:
-    """Return a callback that counts a refused request, if its function exists: callers can invent names."""
-
-    def count(name: str, error: PilotflameError) -> None:
-        with contextlib.suppress(UnknownFunction, GatewayError):
-            functions.get(name)
-            metrics.turned_away(name, error)
-
-    return count
-
-
-def _tune_garbage_collection() -> None:
-    """Exempt all objects that exist now from garbage collection, and collect new objects less often."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS)
+def _count_refusal(functions: Functions, metrics: Metrics, name: str, error: PilotflameError) -> None:
+    """Count a request that a quota refused, if its function exists: callers can invent names."""
+    with contextlib.suppress(UnknownFunction, GatewayError):
+        functions.get(name)
+        metrics.turned_away(name, error)
 
 
 @contextlib.contextmanager

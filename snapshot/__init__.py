@@ -3,6 +3,5 @@
 Handlers use only `handle`. It uses these packages: `caching` stores snapshots on a node, `restoring` maps
 their files into memory and sets the weights of modules, `converting` reads and writes other formats,
 `fetching` downloads chunks, `format` defines the manifest, and `sources` reads folders, web servers and S3.
-The module `publish` writes files atomically. This package can be used as a library: it imports nothing of
-`handlers` and `runtime`.
+`publish` writes files atomically. This package must not import `handlers` or `runtime`.
 """

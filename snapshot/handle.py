@@ -1,8 +1,7 @@
 """Defines the object that a handler receives as `context.snapshot`.
 
 The handler's `build` runs in the zygote, where no weights are mapped: there, `restore` only computes a plan.
-Each worker is forked from the zygote, and applies these plans in `open`. After `open`, `restore` sets weights
-immediately.
+Each worker is forked from the zygote, and applies these plans in `open`.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ class Snapshot:
         """Describe a snapshot in `cache`, the folder of the node's cache, or else in folder `root`.
 
         With `cache`, the shards are in that cache or are still being fetched into it, and `root` holds only
-        the assets. Without `cache`, `root` holds all files. Then `verified`, if given, has one entry per
-        shard: what `FolderSource.stat` returned for the verified file. `open` refuses a shard that differs.
+        the assets. Without `cache`, `root` holds all files, and `open` refuses a shard that differs from its
+        entry in `verified`, which is what `FolderSource.stat` returned for the verified file.
         """
         self.root = root
         self.manifest = manifest
@@ -55,7 +54,7 @@ class Snapshot:
         return self.root if self.root.is_dir() else self.root.parent
 
     def skeleton(self) -> AbstractContextManager[None]:
-        """Return a context in which new modules have their parameters on the meta device, without memory.
+        """Return a context in which new modules have parameters without memory (on the meta device).
 
         Buffers that a module computes are real tensors.
         """
@@ -66,14 +65,14 @@ class Snapshot:
     def restore(
         self, module: torch.nn.Module, *, prefix: str = "", ignore: Sequence[str] = (), cast: bool = False
     ) -> None:
-        """Set the module's weights to views of the mapped snapshot.
+        """Set the module's weights to views of the mapped snapshot. In `build`, each worker does it later.
 
         The mapping is private and copy-on-write: writing to a weight changes no file and no other process.
         `prefix` is prepended to the module's tensor names to find them in the snapshot. `ignore` has regular
         expressions: a tensor of the snapshot that the module does not have is an error unless one of them is
-        found in its name. With `cast`, floating-point weights of another dtype are copied to the module's
-        dtype. Without it, the dtypes must be equal. In `build`, the weights are set later, in each worker.
-        Raises SnapshotMismatch, which names the tensors, if module and snapshot do not fit.
+        found in its name (`re.search`, as in transformers). With `cast`, floating-point weights are copied to
+        the module's dtype. Without it, the dtypes must be equal. Raises SnapshotMismatch, which names all
+        tensors that do not fit.
         """
         from .restoring.plan import make_plan, restore  # noqa: PLC0415
 
@@ -126,19 +125,12 @@ class Snapshot:
         return Gate(self._mapping, self._arrival)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until all bytes have arrived.
-
-        Raises the error of the fetch if the fetch fails, and SourceUnavailable if it takes longer than
-        `timeout_s`.
-        """
+        """Wait for all bytes. Raises the error of the fetch, or SourceUnavailable after `timeout_s`."""
         if self._arrival is not None and self._arrival.count:
             self._arrival.wait(0, self._arrival.count - 1, timeout_s)
 
     def record(self, run: Callable[[], Any]) -> Manifest:
-        """Call `run`. Return a manifest whose `first_touch` has the order in which `run` read the tensors.
-
-        Reads on other threads are not recorded.
-        """
+        """Call `run`. Return a manifest with the order in which this thread first read the tensors."""
         from .restoring.touch import record_first_touch  # noqa: PLC0415
 
         if self._mapping is None:

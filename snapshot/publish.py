@@ -18,8 +18,7 @@ from ..errors import CacheError, SnapshotError
 def publish(path: Path, mode: int = 0o644, *, durable: bool = True) -> Iterator[IO[bytes]]:
     """Yield a stream to write file `path`, which does not change before the block ends without an error.
 
-    Without `durable`, nothing is synced: after a power loss, `path` may have its earlier state or incomplete
-    bytes.
+    Without `durable`, nothing is synced: after a power loss, `path` may be incomplete.
     """
     with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name[:100]}.", delete=False) as stream:
         try:
@@ -38,9 +37,8 @@ def publish(path: Path, mode: int = 0o644, *, durable: bool = True) -> Iterator[
 
 @contextmanager
 def publish_folder(path: Path) -> Iterator[Path]:
-    """Yield a new folder, which is renamed to `path` when the block ends.
+    """Yield a new folder, which is renamed to `path` when the block ends. The caller must sync its files.
 
-    The caller must sync the files that it writes into the folder, for example by writing them with `publish`.
     Raises SnapshotError if `path` exists and is not an empty folder. Raises CacheError for any OSError, also
     of the block.
     """

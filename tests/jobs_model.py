@@ -163,7 +163,9 @@ class Model:
             kept = [job for job in self.jobs.values() if job.new.function == function and job.state in states]
             return len(kept) + sum(self.finished.get((function, state), 0) for state in states)
 
+        queued = [job for job in self.jobs.values() if job.new.function == function and job.state is QUEUED]
         return JobCounts(
             count(QUEUED), count(RUNNING), count(JobState.COMPLETED), count(JobState.FAILED, JobState.TIMED_OUT),
             count(JobState.CANCELLED), self.retried.get(function, 0),
+            sum(len(job.new.input) for job in queued),
         )  # fmt: skip

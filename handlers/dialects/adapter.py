@@ -1,42 +1,20 @@
-"""Builds the Handler for a foreign handler, with codecs that accept all that the foreign platforms accept."""
+"""Defines what the dialects share: a codec of outputs, and helpers to call handlers of all kinds."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from ...errors import OutputInvalid
-from ..codec import InputCodec, OutputCodec
-from ..handler import Handler, HandlerKind, Hook
-from .recognise import Entry
-
-
-class DeclaredInput(InputCodec):
-    """Accepts any JSON, and publishes the given schema.
-
-    It does not check inputs: the dialect does, after it has removed their envelope.
-    """
-
-    def __init__(self, schema: Mapping[str, Any]) -> None:
-        super().__init__(None)
-        self._schema = dict(schema)
-
-    def schema(self) -> dict[str, Any]:
-        return self._schema
+from ..codec import OutputCodec
+from ..handler import HandlerKind
 
 
 class LenientOutput(OutputCodec):
     """Encodes any output that `json.dumps` accepts, such as numbers as keys. Bytes are sent unchanged."""
-
-    def __init__(self, schema: Mapping[str, Any]) -> None:
-        super().__init__(None)
-        self._schema = dict(schema)
-
-    def schema(self) -> dict[str, Any]:
-        return self._schema
 
     def encode(self, answer: Any, accept: str = "") -> tuple[bytes, str]:
         try:
@@ -50,39 +28,8 @@ class LenientOutput(OutputCodec):
             return super().encode(plain, accept)
 
 
-def adapt(
-    entry: Entry,
-    kind: HandlerKind,
-    call: Callable[..., Any],
-    *,
-    input_codec: InputCodec | None = None,
-    output_schema: Mapping[str, Any] | None = None,
-    setup: Hook | None = None,
-    aggregate: bool = True,
-) -> Handler:
-    """Return a Handler that calls `call(event, context)` for the foreign handler at `entry`."""
-    return Handler(
-        call=call,
-        kind=kind,
-        takes_context=True,
-        batch=None,
-        input=input_codec or InputCodec(None),
-        output=LenientOutput(output_schema or {}),
-        build=None,
-        rehearse=None,
-        setup=setup,
-        teardown=None,
-        dialect=entry.dialect,
-        entry=entry.label,
-        aggregate=aggregate,
-    )
-
-
 def awaited(output: Any) -> Any:
-    """Return `output`, which a plain handler returned. If it is awaitable, return its result.
-
-    An awaitable is run in a new event loop, so the thread must not have one that runs.
-    """
+    """Return `output` or, if it is awaitable, its result. It runs in a new event loop of this thread."""
 
     async def run() -> Any:
         return await output
@@ -91,8 +38,5 @@ def awaited(output: Any) -> Any:
 
 
 def of_kind(kind: HandlerKind, *calls: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the one of `calls` for `kind`.
-
-    There are four, in this order: for plain, async, generator and async generator handlers.
-    """
+    """Return the one of four `calls` for `kind`. They are in the order of the members of HandlerKind."""
     return calls[list(HandlerKind).index(kind)]

@@ -15,12 +15,12 @@ from ..contract import Context
 from ..failure import PACKAGE_FOLDER, explain
 from ..handler import Handler, HandlerKind, kind_of
 from ..loading import import_file
-from .adapter import adapt
+from .adapter import LenientOutput
 from .recognise import Entry
 
 ACCOUNT = "000000000000"
 VERSION = "$LATEST"
-# The remaining time that an invocation without a deadline sees. It is the longest timeout of Lambda.
+# The remaining time of an invocation without a deadline: the longest timeout of Lambda.
 _MAX_REMAINING_MS = 900_000
 
 
@@ -42,14 +42,12 @@ def resolve_lambda(root: Path, entry: Entry, function: str) -> Handler:
         raise HandlerSignatureError(fault, remedy="Return the response.")
     caller = LambdaCaller(call, root)
     called = caller.call_async if kind is HandlerKind.ASYNC else caller.call
-    return adapt(entry, kind, called, input_codec=ObjectInput())
+    codecs = ObjectInput(None), LenientOutput(None)
+    return Handler(called, kind, *codecs, dialect=entry.dialect, entry=entry.label)
 
 
 class ObjectInput(InputCodec):
     """Accepts any JSON. An empty body is decoded as an empty object."""
-
-    def __init__(self) -> None:
-        super().__init__(None)
 
     def decode(self, body: bytes, content_type: str = "") -> Any:
         return super().decode(body, content_type) if body else {}
@@ -81,7 +79,7 @@ class LambdaContext:
 
 
 class LambdaCaller:
-    """Calls the user's function. If it raises, adds Lambda's description to the details of our error."""
+    """Calls the user's function. If it raises, the details of our error have Lambda's description."""
 
     def __init__(self, function: Callable[..., Any], root: Path) -> None:
         self._function = function
@@ -112,10 +110,7 @@ class LambdaCaller:
 
 
 def _set_environment(root: Path, entry: Entry, function: str) -> None:
-    """Set the environment variables that AWS sets before it imports a handler.
-
-    Those that are already set, for example by the function's settings, do not change.
-    """
+    """Set the environment variables that AWS sets before it imports a handler, unless they are set."""
     memory_mb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
     stream = f"{datetime.now(UTC):%Y/%m/%d}/[{VERSION}]{os.getpid():032x}"
     for name, value in {

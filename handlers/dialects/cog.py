@@ -14,10 +14,11 @@ from types import ModuleType
 from typing import Any
 
 from ...errors import HandlerSignatureError
+from ..codec import InputCodec
 from ..contract import Context
 from ..handler import Handler, HandlerKind, Hook, kind_of
 from ..loading import import_file
-from .adapter import DeclaredInput, adapt, awaited, of_kind
+from .adapter import LenientOutput, awaited, of_kind
 from .cog_inputs import CogInputs
 from .cog_sdk import CONCURRENCY_MARK, stand_in
 from .files import InputFiles, with_data_urls
@@ -31,17 +32,13 @@ PLAIN = (str, int, float, bool, bytes, type(None))
 def resolve_cog(root: Path, entry: Entry) -> Handler:
     """Import the predictor that `entry` names and return its Handler.
 
-    Raises HandlerImportError if the file cannot be imported, HandlerSignatureError if the predictor cannot be
-    used.
+    Raises HandlerImportError if that fails, HandlerSignatureError if the predictor cannot be used.
     """
     predictor = Predictor(import_file(root, root / entry.file, prepare=_provide_cog), entry)
-    return adapt(
-        entry,
-        predictor.kind,
-        predictor.caller,
-        input_codec=DeclaredInput(predictor.inputs.schema),
-        output_schema=predictor.inputs.output_schema,
-        setup=predictor.setup,
+    inputs, setup = predictor.inputs, predictor.setup
+    codecs = InputCodec(None, inputs.schema), LenientOutput(None, inputs.output_schema)
+    return Handler(
+        predictor.caller, predictor.kind, *codecs, setup=setup, dialect=entry.dialect, entry=entry.label
     )
 
 
@@ -53,7 +50,7 @@ def _provide_cog() -> None:
 class Predictor:
     """The user's class or function that makes predictions: its inputs, and how to call it.
 
-    For a class, `setup` creates the instance in each worker. `context.state` is this instance.
+    For a class, `setup` returns the instance of each worker.
     """
 
     def __init__(self, module: ModuleType, entry: Entry) -> None:
@@ -119,10 +116,7 @@ class Predictor:
 
 
 def _method_name(target: Any, label: str) -> str:
-    """Return the name of the method that makes predictions if `target` is a class, or "" for a function.
-
-    Raise HandlerSignatureError, which names `label`, if the class has no such method.
-    """
+    """Return the name of the method of class `target` that makes predictions, or "" if it is a function."""
     if not isinstance(target, type):
         return ""
     for name in ("predict", "run"):
@@ -144,10 +138,7 @@ def _kind(predict: Callable[..., Any], returned: Any) -> HandlerKind:
 
 
 def _weights(setup: Callable[..., Any]) -> Any:
-    """Return the argument `weights` for `setup`, as Cog chooses it.
-
-    It is the value of the variable COG_WEIGHTS, else the path of `weights` in the folder, else None.
-    """
+    """Return the argument `weights` for `setup` as Cog does: COG_WEIGHTS, the path `weights`, or None."""
     if named := os.environ.get("COG_WEIGHTS"):
         return named
     path = Path("weights")
@@ -163,5 +154,5 @@ async def _after(awaitable: Any, instance: Any) -> Any:
 
 
 async def _with_data_urls_async(output: Any) -> Any:
-    """Return the output with its files as data URLs. If it can contain files, they are read in a thread."""
+    """Return the output with its files as data URLs. A thread reads them."""
     return output if isinstance(output, PLAIN) else await asyncio.to_thread(with_data_urls, output)

@@ -44,19 +44,17 @@ class CogInputs:
     """The inputs of one `predict` function: their JSON schema, and the conversion of an event to arguments."""
 
     def __init__(self, predict: Callable[..., Any], label: str) -> None:
-        """`predict` is a function or a bound method, so it takes no `self`. Error messages name `label`."""
-        self.names: tuple[str, ...] = ()
+        """`predict` is a function or a bound method. Error messages name `label`."""
         self.has_files = False
         try:
             hints = typing.get_type_hints(written(predict), include_extras=True)
-            fields = {}
-            for name, parameter in inspect.signature(predict).parameters.items():
-                if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-                    continue
-                self.names += (name,)
-                fields[_PREFIX + name] = self._field(name, parameter.default, hints.get(name, Any))
+            fields = {
+                _PREFIX + name: self._field(name, parameter.default, hints.get(name, Any))
+                for name, parameter in inspect.signature(predict).parameters.items()
+                if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            }
+            self.names = [field.removeprefix(_PREFIX) for field in fields]
             self._model = create_model("Input", __config__=_CONFIG, **fields)
-            self._fields = dict(zip(self.names, fields, strict=True))
             self.schema: Mapping[str, Any] = self._model.model_json_schema()
             self.returned = hints.get("return")
             self.output_schema = _schema_of(self.returned)
@@ -79,16 +77,15 @@ class CogInputs:
         return event
 
     def arguments(self, event: Any, extra: Mapping[str, Any], files: InputFiles) -> dict[str, Any]:
-        """Return the arguments for `predict`. Their files are downloaded into `files`.
+        """Return the arguments for `predict`. This blocks if `has_files`: files are downloaded into `files`.
 
-        If `has_files` is True this blocks: do not call it on the event loop. Raises InputInvalid, which names
-        the path of each wrong input.
+        Raises InputInvalid, which names the path of each wrong input.
         """
         try:
             model = self._model.model_validate(self._unwrap(event, extra), context=files)
         except ValidationError as error:
             raise input_error(error) from None
-        return {name: getattr(model, own) for name, own in self._fields.items()}
+        return {name: getattr(model, _PREFIX + name) for name in self.names}
 
     def _field(self, name: str, declared: Any, annotation: Any) -> Any:
         # True for an `Input(...)`, of the real package or of the stand-in.
@@ -164,10 +161,7 @@ def _chosen(annotation: Any, choices: list[Any]) -> Any:
 
 
 def _constrained(annotation: Any, constrain: Callable[[Any], Any]) -> Any:
-    """Return the annotation with `constrain` applied to its innermost type.
-
-    In a list this is the type of the elements, in an Optional the type that is not None.
-    """
+    """Return the annotation with `constrain` applied to the type in its lists and Optionals."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (Union, types.UnionType):
         inner = [one if one is type(None) else _constrained(one, constrain) for one in arguments]
@@ -180,7 +174,7 @@ def _constrained(annotation: Any, constrain: Callable[[Any], Any]) -> Any:
 def _default(declared: Any, is_input: bool, annotation: Any) -> Any:
     """Return the default of an input, or `...` if the caller must send a value.
 
-    `declared` is the default in the signature of `predict`: a value, or an `Input(...)` if `is_input`.
+    `declared` is the default in the signature: a value, or an `Input(...)` if `is_input`.
     """
     default = declared.default if is_input else declared
     # In the real package, `default` is None both if `Input()` was given no default and if it was given None.
@@ -212,10 +206,7 @@ def _text(value: Any) -> str:
 
 
 def _schema_of(annotation: Any) -> dict[str, Any]:
-    """Return the JSON schema of the outputs with this return annotation, or {} if it has no schema.
-
-    For an iterator it is the schema of each piece.
-    """
+    """Return the JSON schema of outputs, or of the pieces of an iterator; {} if there is none."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if isinstance(origin, type) and issubclass(origin, (Iterator, AsyncIterator)):
         annotation = arguments[0] if arguments else None

@@ -143,10 +143,7 @@ def concurrent(call: F | None = None, *, max: int = 1) -> Any:  # noqa: A002  Co
 
 
 class CancelationException(BaseException):
-    """The exception that Cog raises in cancelled predictions. Pilotflame never raises it.
-
-    Here asyncio cancels async predictions, and no exception is raised in plain predictions.
-    """
+    """The exception that Cog raises in cancelled predictions. Pilotflame never raises it."""
 
 
 class ExperimentalFeatureWarning(FutureWarning):

@@ -47,10 +47,7 @@ class InputFiles(ExitStack):
         self._bytes = 0
 
     def fetch(self, url: str) -> Path:
-        """Download an http, https or data URL to a temporary file, and return its path.
-
-        Raises ValueError if the URL has another scheme or cannot be fetched.
-        """
+        """Download a URL to a temporary file, and return its path. Raises ValueError if that fails."""
         shown = url if len(url) <= MAX_SUFFIX_CHARS else f"{url[:MAX_SUFFIX_CHARS]}…"
         if urllib.parse.urlsplit(url).scheme not in SCHEMES:
             raise ValueError(f"{shown!r} is not the address of a file: send an http, https or data URL")
@@ -74,11 +71,10 @@ class InputFiles(ExitStack):
         return SILENCE_S if remaining_ms is None else min(SILENCE_S, max(0.001, remaining_ms / 1000))
 
     def _copy(self, source: Any, target: IO[bytes]) -> None:
-        # Each read returns what has arrived instead of a whole block, so that the loop notices the deadline
-        # even if a server sends slowly.
+        # `read1` returns what has arrived, so that the loop notices the deadline even if a server is slow.
         remaining_ms = self._remaining_ms()
         deadline_s = math.inf if remaining_ms is None else time.monotonic() + remaining_ms / 1000
-        # The number of bytes still to be read. It is known only for an HTTP response with a Content-Length.
+        # The number of bytes still to be read, if there is a Content-Length.
         left: int | None = getattr(source, "length", None)
         while left != 0:
             if time.monotonic() >= deadline_s:
@@ -135,10 +131,7 @@ def _contents(opened: io.IOBase) -> bytes:
 
 
 def _suffix(url: str, kind: str) -> str:
-    """Return how the temporary file's name must end, so that its type can be recognised.
-
-    For a data URL of media type `kind` this is an extension, for other URLs the end of their path.
-    """
+    """Return an extension for a data URL of media type `kind`, or else the end of the URL's path."""
     parts = urllib.parse.urlsplit(url)
     if parts.scheme == "data":
         return mimetypes.guess_extension(kind) or ""

@@ -17,10 +17,7 @@ from ...addresses import INPUT_NETWORKS, Addresses
 
 
 def opener(environ: Mapping[str, str] = os.environ) -> request.OpenerDirector:
-    """Return an opener that connects only to public addresses and the networks that `environ` allows.
-
-    Raises ValueError if the list of networks in `environ` is malformed.
-    """
+    """Return an opener that connects only to public addresses and the networks that `environ` allows."""
     texts = [text.strip() for text in environ.get(INPUT_NETWORKS, "").split(",")]
     try:
         addresses = Addresses.of(text for text in texts if text)
@@ -60,10 +57,7 @@ class _CheckedHandler(request.AbstractHTTPHandler):
 
 
 def connected(host: str, port: int, timeout_s: float | None, addresses: Addresses) -> socket.socket:
-    """Return a socket that is connected to the first allowed address of the host that accepts the connection.
-
-    Raises the OSError of the last address if there is none.
-    """
+    """Connect to the first allowed address of the host that accepts, or raise the last one's OSError."""
     failure: OSError = OSError("its host has no address")
     for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         if reason := addresses.fault(str(address[0])):

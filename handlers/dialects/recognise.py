@@ -38,10 +38,7 @@ class Entry(NamedTuple):
 
 
 def parse(reference: str) -> Entry:
-    """Return the parts of a reference such as "file.py", "file.py:name" or "cog:predict.py:Predictor".
-
-    A part that the reference does not have is "".
-    """
+    """Return the parts of a reference such as "file.py:name" or "cog:predict.py:Predictor"; "" if missing."""
     first, colon, rest = reference.partition(":")
     dialect, rest = (first, rest) if colon and first in DIALECTS else ("", reference)
     file, _, name = rest.partition(":")
@@ -53,8 +50,8 @@ def recognise(root: Path, reference: str = DEFAULT) -> Entry:
 
     If the reference names no dialect, the contents of its file decide. If it is the default reference, and
     handler.py shows no handler or does not exist, the other files of the folder are searched for foreign
-    handlers. If none is found, the result has pilotflame's own dialect, whose errors say what is missing.
-    Raises HandlerSignatureError if several files have a foreign handler.
+    handlers. If none is found, the dialect is pilotflame's own. Raises HandlerSignatureError if several files
+    have a foreign handler.
     """
     wanted = parse(reference)
     source = _read(root / wanted.file)
@@ -90,10 +87,8 @@ class _Source:
         """The name of the class that Cog would use, or "" if there is none."""
         if not self.imports("cog"):
             return ""
-        bases = ("cog.BasePredictor", "cog.BaseRunner")
-        derived = [
-            one.name for one in self.classes if any(_dotted(base, self.names) in bases for base in one.bases)
-        ]
+        cog = ("cog.BasePredictor", "cog.BaseRunner")
+        derived = [one.name for one in self.classes for base in one.bases if _dotted(base, self.names) in cog]
         named = [one.name for one in self.classes if COG_METHODS.get(one.name) in _methods(one)]
         usual = [name for name in ("Runner", "Predictor") if name in derived or name in named]
         return next(iter([*usual, *derived]), "")
@@ -127,10 +122,7 @@ def _default_name(dialect: str, source: _Source | None) -> str:
 
 
 def _cog_yaml(root: Path) -> Entry | None:
-    """Return the handler that cog.yaml names in a line such as `predict: "predict.py:Predictor"`.
-
-    Return None if there is no such line, or if the file that it names does not exist in the folder.
-    """
+    """Return the handler that cog.yaml names in a line such as `predict: "predict.py:Predictor"`, or None."""
     try:
         found = _COG_ENTRY.search((root / "cog.yaml").read_text(encoding="utf-8"))
     except (OSError, UnicodeError):
@@ -159,7 +151,6 @@ def _search(root: Path) -> Entry | None:
 
 
 def _python_files(root: Path, folder: str) -> list[str]:
-    """Return the first MAX_SOURCES Python files of one folder, relative to `root`."""
     found = sorted(path.name for path in (root / folder).glob("*.py"))
     return [folder + name for name in found[:MAX_SOURCES]]
 
@@ -217,10 +208,7 @@ def _note_definition(node: ast.stmt, source: _Source) -> None:
 
 
 def _dotted(node: ast.expr, names: dict[str, str]) -> str:
-    """Return the full name of an expression: for `rp.serverless.start` it is "runpod.serverless.start".
-
-    `names` says what imported names such as `rp` stand for. Return "" if the expression is not a dotted name.
-    """
+    """Return the full name of an expression: for `rp.serverless.start`, "runpod.serverless.start"; or ""."""
     steps: list[str] = []
     while isinstance(node, ast.Attribute):
         steps.append(node.attr)

@@ -15,10 +15,11 @@ from types import ModuleType
 from typing import Any
 
 from ...errors import HandlerFailed, HandlerSignatureError, OutputInvalid
+from ..codec import InputCodec
 from ..contract import Context
 from ..handler import Handler, kind_of
 from ..loading import import_file
-from .adapter import adapt, awaited, of_kind
+from .adapter import LenientOutput, awaited, of_kind
 from .recognise import Entry
 from .stand_in import is_installed
 
@@ -32,15 +33,13 @@ class Started(BaseException):
 def resolve_runpod(root: Path, entry: Entry) -> Handler:
     """Return the Handler for the function that the file of `entry` passes to `runpod.serverless.start`.
 
-    Raises HandlerImportError if the file cannot be imported. Raises HandlerSignatureError if it never calls
-    `start`, or passes no function.
+    Raises HandlerImportError or, if the file passes no function, HandlerSignatureError.
     """
     sdk = RunPodSdk()
     try:
         import_file(root, root / entry.file, as_main=True, prepare=sdk.install)
     except Started:
-        # Where `start` interrupted the import of a module, Python has removed the module. Restore such
-        # modules, because at RunPod they exist.
+        # Where `start` interrupted the import of a module, Python has removed it. At RunPod it exists.
         for name, module in sdk.modules.items():
             sys.modules.setdefault(name, module)
     if sdk.config is None:
@@ -50,11 +49,14 @@ def resolve_runpod(root: Path, entry: Entry) -> Handler:
         fault = f'{entry.file} calls runpod.serverless.start with "handler" {type(call).__name__}, not a function.'
         raise HandlerSignatureError(fault, remedy=_REMEDY)
     jobs = RunPodJobs(call, sdk.config, sdk.running)
-    return adapt(
-        entry._replace(name=getattr(call, "__name__", type(call).__name__)),
-        jobs.kind,
+    return Handler(
         jobs.caller,
+        jobs.kind,
+        InputCodec(None),
+        LenientOutput(None),
         setup=jobs.adapt_concurrency if jobs.modifier else None,
+        dialect=entry.dialect,
+        entry=f"{entry.file}:{getattr(call, '__name__', type(call).__name__)}",
         aggregate=bool(sdk.config.get("return_aggregate_stream")),
     )
 
@@ -87,10 +89,7 @@ class RunPodSdk:
         raise Started
 
     def progress_update(self, job: Mapping[str, Any], progress: Any) -> None:
-        """Report a job's progress, instead of `runpod.serverless.progress_update`.
-
-        As at RunPod, progress that is not JSON does not fail the job.
-        """
+        """Report a job's progress. As at RunPod, progress that is not JSON does not fail the job."""
         try:
             if context := self.running.get(str(job.get("id"))):
                 context.progress(progress)
@@ -99,10 +98,7 @@ class RunPodSdk:
 
 
 class RunPodJobs:
-    """Calls a RunPod handler with jobs, as RunPod's worker does.
-
-    `running` holds the contexts of the jobs that run now, by job id. This object adds and removes them.
-    """
+    """Calls a RunPod handler with jobs, as RunPod's worker does. `running` has their contexts by id."""
 
     def __init__(
         self, call: Callable[..., Any], config: Mapping[str, Any], running: dict[str, Context]
@@ -148,11 +144,7 @@ class RunPodJobs:
 
     @contextmanager
     def _job(self, event: Any, context: Context) -> Iterator[dict[str, Any]]:
-        """Yield the job that the handler receives.
-
-        On exit, retire this worker if `refresh_worker` is set, and adapt the concurrency: RunPod's worker
-        does this after each job.
-        """
+        """Yield the job that the handler receives. Do on exit what RunPod's worker does after each job."""
         job = job_of(event, context)
         self._running[str(job["id"])] = context
         try:
@@ -177,10 +169,7 @@ def job_of(event: Any, context: Context) -> dict[str, Any]:
 
 
 def _output(output: Any, context: Context) -> Any:
-    """Return a job's output without `error` and `refresh_worker`, which are instructions to the worker.
-
-    Follow them: raise HandlerFailed for an `error`, and retire this worker for `refresh_worker`.
-    """
+    """Return a job's output without its instructions: `error` raises, `refresh_worker` retires the worker."""
     if not isinstance(output, dict):
         return output
     rest = {key: value for key, value in output.items() if key not in ("error", "refresh_worker")}
@@ -199,7 +188,7 @@ def _piece(piece: Any) -> Any:
 
 
 def _failed(error: Any, rest: Mapping[str, Any]) -> HandlerFailed:
-    """Return the error to raise for `error`, which a handler reported in its output beside `rest`."""
+    """Return the error for `error`, which a handler reported in its output beside `rest`."""
     text = error if isinstance(error, str) else json.dumps(error, default=str)
     details = {"returned": json.loads(json.dumps(rest, default=str))} if rest else {}
     return HandlerFailed(text, details=details)

@@ -22,7 +22,7 @@ _FOLDERS = ("input_objects", "output_objects", "job_files")
 
 
 def stand_in(start: Callable[..., Any], progress_update: Callable[..., Any]) -> dict[str, ModuleType]:
-    """Return the modules of the stand-in by name. They contain the two functions given here."""
+    """Return the modules of the stand-in by name. They contain these two functions."""
     serverless = {"start": start, "progress_update": progress_update}
     uploads = {one.__name__: one for one in (upload_file_to_bucket, upload_image, upload_in_memory_object)}
     downloads = {"download_files_from_urls": download_files_from_urls, "file": file}
@@ -75,10 +75,7 @@ def clean(folder_list: list[str] | None = None) -> None:
 
 
 def download_files_from_urls(job_id: str, urls: str | list[str]) -> list[str | None]:
-    """Download files to the folder jobs/<id>/downloaded_files.
-
-    Return a list with the absolute path of each file, or None instead of it if the file cannot be fetched.
-    """
+    """Download files to the folder jobs/<id>/downloaded_files. Return each path, or None if that fails."""
     folder = (Path("jobs") / job_id / "downloaded_files").resolve()
     folder.mkdir(parents=True, exist_ok=True)
     with InputFiles() as files:
@@ -161,10 +158,7 @@ def _put(creds: Mapping[str, str], bucket: str, key: str, data: bytes) -> str:
 
 
 def validate(raw_input: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
-    """Check an input against a schema in RunPod's form.
-
-    Return {"validated_input": …}, the input with defaults added, or {"errors": […]} with RunPod's messages.
-    """
+    """Return {"validated_input": …}, the input with the schema's defaults, or {"errors": […]}."""
     unexpected = [key for key in raw_input if key not in schema]
     errors = [f"Unexpected input. {key} is not a valid input option." for key in unexpected]
     checked = dict(raw_input)

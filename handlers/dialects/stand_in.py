@@ -16,10 +16,7 @@ def is_installed(package: str) -> bool:
 
 
 def stand_in_modules(contents: Mapping[str, Mapping[str, Any]]) -> dict[str, ModuleType]:
-    """Return a module for each dotted name in `contents`, with the attributes that `contents` gives.
-
-    In `contents`, a package must come before its submodules.
-    """
+    """Return a module for each name in `contents`, where a package comes before its submodules."""
     modules: dict[str, ModuleType] = {}
     for name, attributes in contents.items():
         modules[name] = module = _module(name)

@@ -81,9 +81,6 @@ class MeteredSource:
     def stat(self, name: str) -> ObjectInfo:
         return self._inner.stat(name)
 
-    def size(self, name: str) -> int:
-        return self._inner.size(name)
-
     def read_into(self, name: str, offset: int, view: memoryview) -> int:
         return self._inner.read_into(name, offset, view)
 

@@ -10,8 +10,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-# The path of a unix socket has a maximum length. The listener checks it for `run/link.sock` in the same state
-# folder, so this path must not be longer than that.
+# Must not be longer than `run/link.sock`, whose length the listener checks: unix sockets limit their paths.
 _PATH = "run/own.sock"
 
 
@@ -39,7 +38,6 @@ def find_control_socket(state: Path) -> Path | None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         try:
             sock.connect(str(path))
-        # The file does not exist, or its gateway was killed.
         except OSError:
             return None
     return path

@@ -1,8 +1,8 @@
 """Holds all API keys of a gateway in memory, and stores them in `access/keys.json` of its state folder.
 
 The file holds digests of the tokens, never a token, so reading the file does not give access. A gateway that
-has this file requires an API key from every caller. The file remains when the last key is revoked, so that
-revoking keys never lets callers in without one. To admit them again, stop the gateway and remove the file.
+has this file requires an API key from every caller, even after the last key is revoked. To admit callers
+without a key again, stop the gateway and remove the file.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from ...errors import UnknownKey
 from . import private_files
 from .keys import NOBODY, TOKEN, ApiKey, Caller, NewKey, mint
 
-# The time of a key's last use is rounded down to a multiple of this and saved only when that changes. Saving
-# it for each request would need an fsync for each request.
+# The time of a key's last use is rounded down to a multiple of this: each saved change costs an fsync.
 USE_GRAIN_S = 3600.0
 # The bucket counts as holding a token if it lacks less than this. Otherwise a caller who waits exactly as
 # long as `enter` told them could be refused, because sums of fractions are rounded.
@@ -37,11 +36,10 @@ class KeysFile(BaseModel, frozen=True, extra="forbid"):
 
 
 class Meter:
-    """Limits the requests of one API key to its quota.
+    """Limits the requests of one API key to its quota: at most `concurrency` of them run at the same time.
 
-    It counts the running requests, of which `concurrency` are allowed. For the rate it has a token bucket,
-    which holds at most `burst` tokens and gains `rate_per_s` tokens per second. Each request takes one token
-    out of it.
+    Each request takes one token out of a bucket, which holds at most `burst` tokens and gains `rate_per_s`
+    tokens per second.
     """
 
     def __init__(
@@ -55,9 +53,9 @@ class Meter:
         self.running = 0
 
     def enter(self, now_s: float) -> float:
-        """Admit a request and return 0.0, or return the seconds after which the caller should retry.
+        """Admit a request and return 0.0, or return the seconds after which to retry.
 
-        After an admitted request has ended, the caller of this method must call `leave`.
+        `leave` must be called when an admitted request has ended.
         """
         if self.running >= self._concurrency:
             return CONCURRENCY_WAIT_S
@@ -97,8 +95,7 @@ class Held:
 class Keyring:
     """The API keys of one gateway. All methods are safe to call from several threads.
 
-    `create`, `revoke` and `save` block until the file is durably on disk. They raise GatewayError if it
-    cannot be written.
+    `create`, `revoke` and `save` block until the file is durably on disk, or raise GatewayError.
     """
 
     def __init__(self, state: Path) -> None:
@@ -133,10 +130,7 @@ class Keyring:
         return key, token
 
     def revoke(self, key_id: str) -> ApiKey:
-        """Remove a key, so that requests with its token are refused from now on. Return the removed key.
-
-        Raise UnknownKey if no key has this id.
-        """
+        """Remove a key and return it. Raise UnknownKey if no key has this id."""
         with self._lock:
             if (held := self._held.get(key_id)) is None:
                 message = f"No API key has the id {key_id[:64]!r}."

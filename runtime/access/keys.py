@@ -31,23 +31,17 @@ class Scope(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent a request, and what they may do.
-
-    `owner` is the id of the caller's API key. It is "" for a caller who needed no key: on the control socket,
-    or if the gateway requires none. `functions` are the names of the only functions that the caller may use.
-    None means all.
-    """
+    """Who sent a request, and what they may do."""
 
     owner: str = ""
+    """The id of the caller's API key; "" for a caller who needed no key."""
     scopes: frozenset[Scope] = frozenset(Scope)
     functions: frozenset[str] | None = None
+    """The names of the only functions that the caller may use. None means all."""
 
     @property
     def urgent(self) -> bool:
-        """True if the caller may choose a priority above the default.
-
-        With an ordinary key that is not possible, since its requests could starve those of all other callers.
-        """
+        """True if the caller may choose a priority above the default, which can starve all other callers."""
         return not self.owner or Scope.ADMIN in self.scopes
 
     def allows(self, function: str) -> bool:
@@ -74,7 +68,7 @@ class Caller:
 
 
 ANYBODY = Caller()
-"""The caller of every request to a gateway that requires no key. They may do everything."""
+"""The caller of every request to a gateway that requires no key."""
 
 
 class KeyFields(BaseModel, frozen=True, extra="forbid"):
@@ -116,30 +110,26 @@ class ApiKey(KeyFields):
     last_used_s: float | None = None
 
     def opens(self, token: str, now_s: float) -> bool:
-        """Return True if `token` belongs to this key and the key has not expired.
-
-        The time that this takes does not show how much of a wrong token was right.
-        """
+        """Return True if `token` belongs to this key and the key has not expired. Takes constant time."""
         expired = self.expires_s is not None and now_s >= self.expires_s
         return hmac.compare_digest(self.digest, _digest(token)) and not expired
 
     def shown(self) -> dict[str, Any]:
-        """Return the JSON that callers who may list keys see: neither the digest nor the token is in it."""
+        """Return the key as JSON, without its digest."""
         fields = self.model_dump(mode="json", exclude={"digest", "created_s", "expires_s", "last_used_s"})
         times = {"created_at": self.created_s, "expires_at": self.expires_s, "last_used_at": self.last_used_s}
         return fields | {name: _date(at_s) for name, at_s in times.items()}
 
 
 NOBODY = ApiKey(name="nobody", id="0" * 12, digest=hashlib.sha256(b"").hexdigest(), created_s=0.0)
-"""A key that no token opens.
+"""A key that no token opens. Tokens with unknown ids are compared with it.
 
-Tokens with unknown ids are compared with it, so that refusing them takes as long as refusing tokens with
-known ids. Otherwise the time of the response would show which ids exist.
+Otherwise refusing them would take less time than refusing known ids, and the time would show which ids exist.
 """
 
 
 def mint(new: NewKey, now_s: float) -> tuple[ApiKey, str]:
-    """Return a new key and its token. The key does not contain the token, which is shown only once."""
+    """Return a new key and its token, which the key does not contain."""
     key_id = secrets.token_hex(6)
     token = f"pf_{key_id}_{secrets.token_hex(32)}"
     expires_s = None if new.expires_in_s is None else now_s + new.expires_in_s

@@ -34,8 +34,7 @@ def read(path: Path) -> bytes | None:
 def load(path: Path, model: type[_ModelT]) -> _ModelT | None:
     """Return the file's JSON as an instance of `model`, or None if the file does not exist.
 
-    Raise GatewayError if it cannot be read or is not valid. The message quotes no value, since that may be
-    secret.
+    Raise GatewayError, whose message quotes no values, if it cannot be read or is not valid.
     """
     data = read(path)
     try:

@@ -1,16 +1,11 @@
-"""Holds the secrets of functions in memory, and stores them in the state folder.
+"""Holds the secrets of functions in memory, and stores them in `access/secrets/<function>.json`.
 
-They are in the files `access/secrets/<function>.json`.
-
-The files are plain text with mode 0600. They are not encrypted: the gateway would have to store the
-encryption key on the same disk, where whoever can read the files could read the key too.
+The files have mode 0600 and are not encrypted: the encryption key would be on the same disk. The workers of
+all functions run as the same system user, who can read these files. So functions that do not trust each other
+must run in separate containers, each with its own gateway.
 
 A worker gets the secrets of its function when it is activated, over its link to the gateway. Zygotes and
-standbys hold no secrets, so a forked process inherits none. A changed secret reaches only workers that are
-activated afterwards.
-
-The workers of all functions run as the same system user, who can read these files. So functions that do not
-trust each other must run in separate containers, each with its own gateway.
+standbys hold no secrets. A changed secret reaches only workers that are activated afterwards.
 """
 
 from __future__ import annotations
@@ -40,8 +35,7 @@ class SecretsFile(BaseModel, frozen=True, extra="forbid", strict=True):
 class Secrets:
     """The secrets of all functions. All methods are safe to call from several threads.
 
-    `set`, `unset` and `forget` block until the change is durably on disk. They raise GatewayError if that
-    fails.
+    `set`, `unset` and `forget` block until the change is durably on disk, or raise GatewayError.
     """
 
     def __init__(self, state: Path) -> None:

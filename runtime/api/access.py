@@ -5,51 +5,40 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, Field, with_config
-from typing_extensions import TypedDict
+from pydantic import BaseModel, Field
 
 from ..access.keyring import Keyring
-from ..access.keys import NewKey, Scope, parse_new_key
+from ..access.keys import KeyFields, NewKey, Scope, parse_new_key
 from ..access.secrets import MAX_VALUE_BYTES, Secrets
 from ..functions.registry import Functions
 from .requests import load_json, read_body, validate
-from .responses import Handler, Timestamp, json_response
+from .responses import Timestamp, json_response
 from .routes import Route
 
 # A JSON string needs up to six bytes for one byte of a secret's value. The rest of the body gets 1024 bytes.
 MAX_BODY_BYTES = 6 * MAX_VALUE_BYTES + 1024
 BODY_TIMEOUT_S = 30.0
-ERRORS = (400, 404, 408, 413, 422, 503)
 
 
-class SecretValue(BaseModel):
+class SecretValue(BaseModel, frozen=True, extra="forbid", strict=True):
     """The value of a secret."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     value: str = Field(repr=False)
 
 
-@with_config(title="ApiKey")
-class ShownKey(TypedDict):
+class ShownKey(KeyFields, title="ApiKey", extra="ignore", json_schema_serialization_defaults_required=True):
     """A key as it is listed."""
 
     id: str
-    name: str
-    scopes: list[Scope]
-    functions: list[str] | None
-    rate_per_s: float | None
-    burst: int | None
-    concurrency: int | None
     created_at: Timestamp
     expires_at: Timestamp | None
     last_used_at: Timestamp | None
 
 
-class CreatedKey(ShownKey):
+class CreatedKey(ShownKey, title="CreatedKey"):
     """A new key with its token, which is shown only here."""
 
     key: str
@@ -64,25 +53,20 @@ class AccessControl:
     functions: Functions
 
     def routes(self) -> list[Route]:
-        def row(
-            method: str, path: str, handler: Handler, summary: str, response: Any, **fields: Any
-        ) -> Route:
-            # A caller who may deploy a function may also set its secrets.
-            scope = Scope.ADMIN if path.startswith("/v1/keys") else Scope.DEPLOY
-            return Route(method, path, handler, scope, summary, response, errors=ERRORS, **fields)
-
+        row = partial(Route, errors=(400, 404, 408, 413, 422, 503))
+        # A caller who may deploy a function may also set its secrets.
+        admin, deploy = Scope.ADMIN, Scope.DEPLOY
         keys, secrets = "/v1/keys", "/v1/functions/{function}/secrets"
-        secret = f"{secrets}/{{key}}"
+        one = f"{secrets}/{{key}}"
         names, revoked = {"function": str, "secrets": list[str]}, {"revoked": str, "name": str}
-        was_set = {"function": str, "secret": str, "replaced": bool, "deployed": bool}
-        was_unset = {"function": str, "unset": str}
+        put = {"function": str, "secret": str, "replaced": bool, "deployed": bool}
         return [
-            row("POST", keys, self.create_key, "Create an API key.", CreatedKey, status=201, body=NewKey),
-            row("GET", keys, self.list_keys, "List the API keys.", {"keys": list[ShownKey]}),
-            row("DELETE", "/v1/keys/{id}", self.revoke_key, "Revoke an API key.", revoked),
-            row("GET", secrets, self.list_secrets, "List the names of a function's secrets.", names),
-            row("PUT", secret, self.set_secret, "Set a secret for new workers.", was_set, body=SecretValue),
-            row("DELETE", secret, self.unset_secret, "Unset a secret.", was_unset),
+            row("POST", keys, self.create_key, admin, "Create an API key.", CreatedKey, 201, body=NewKey),
+            row("GET", keys, self.list_keys, admin, "List the API keys.", {"keys": list[ShownKey]}),
+            row("DELETE", "/v1/keys/{id}", self.revoke_key, admin, "Revoke an API key.", revoked),
+            row("GET", secrets, self.list_secrets, deploy, "List the names of a function's secrets.", names),
+            row("PUT", one, self.set_secret, deploy, "Set a secret for new workers.", put, body=SecretValue),
+            row("DELETE", one, self.unset_secret, deploy, "Unset a secret.", {"function": str, "unset": str}),
         ]
 
     async def create_key(self, request: web.Request) -> web.StreamResponse:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import orjson
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from ...errors import CodeError, SettingsError, UnsupportedMedia
 from ...handlers.codec import JSON_TYPE
@@ -26,7 +26,6 @@ MAX_ARCHIVE_BYTES = 256 << 20
 UPLOAD_TIMEOUT_S = 600.0
 DEPLOY_REMEDY = 'Send {"path": "/folder"} as application/json, or a tar.gz as application/gzip.'
 ARCHIVE_REMEDY = "Put weights in a snapshot folder, which is not uploaded."
-MAX_LOG_LINES = 10_000
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ARCHIVE_TYPES = ("application/gzip", "application/x-gzip", "application/octet-stream")
 SET = Parameter("set", "Of an upload: settings, as scale.max=8.", type="array", items={"type": "string"})
@@ -34,14 +33,12 @@ INSTALL = Flag("install", "Of an upload: install its requirements.")
 CHECK = Flag("check", "Of an upload: start a worker before the function goes live.", default=True)
 MEMORY = Flag("memory", "Include the function's processes and their memory.")
 WORKERS = Number("workers", "The number of workers, scale.max at most.", 1)
-LINES = Number("lines", "The largest number of lines.", 100, maximum=MAX_LOG_LINES)
+LINES = Number("lines", "The largest number of lines.", 100, maximum=10_000)
 FOLLOW = Flag("follow", "Go on with new lines: such a response does not end.")
 
 
-class DeployRequest(BaseModel):
+class DeployRequest(BaseModel, frozen=True, extra="forbid"):
     """A deploy of a folder on the gateway's machine."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     path: Path
     overrides: dict[str, Any] = Field(default_factory=dict, description="Dotted settings, as scale.max.")
@@ -92,8 +89,7 @@ class Admin:
         return json_response(live.status().model_dump(mode="json"), status=201)
 
     async def list(self, request: web.Request) -> web.StreamResponse:
-        found = [status.model_dump(mode="json") for status in self.statuses(request)]
-        return json_response({"functions": found})
+        return json_response({"functions": [one.model_dump(mode="json") for one in self.statuses(request)]})
 
     async def status(self, request: web.Request) -> web.StreamResponse:
         live = self._functions.get(request.match_info["function"])
@@ -136,7 +132,7 @@ class Admin:
         return web.Response(body=self._metrics.text(), headers={"Content-Type": METRICS_TYPE})
 
     def statuses(self, request: web.Request) -> Iterator[FunctionStatus]:
-        """Return an iterator over the status of each function that the caller may see."""
+        """Yield the status of each function that the caller may see."""
         caller = caller_of(request)
         return (live.status() for live in self._functions.all() if caller.allows(live.record.function))
 
@@ -155,9 +151,8 @@ class Admin:
         wanted = validate(DeployRequest, load_json(body), DEPLOY_REMEDY)
         if not self._local:
             remedy = "Upload the folder: pilotflame deploy --upload."
-            raise CodeError(
-                "This gateway takes no folders by path: it listens beyond its machine.", remedy=remedy
-            )
+            message = "This gateway takes no folders by path: it listens beyond its machine."
+            raise CodeError(message, remedy=remedy)
         return Deployment(**dict(wanted))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from aiohttp import web
 from typing_extensions import TypedDict
@@ -25,9 +25,10 @@ ASYNC_BODY_BYTES = 10 << 20
 _SAME = "The same key with the same body is the same job."
 _KEY = header("Idempotency-Key", _SAME, type="string", maxLength=MAX_KEY_CHARS)
 SUBMIT_PARAMETERS: tuple[Parameter, ...] = (_KEY, header("traceparent"))
-REPLAYED = {"Idempotent-Replayed": "true"}
-"""The header of a response if the job existed before the request, which had the same idempotency key."""
 REPLAYED_HEADER = {"Idempotent-Replayed": {"schema": {"type": "string", "const": "true"}}}
+"""Describes the header of a response whose job was stored by an earlier request with the same key."""
+Submitted: TypeAlias = tuple[Job, dict[str, str]]
+"""A stored job, and headers for the response, which are empty unless the job existed before."""
 
 
 class Accepted(TypedDict):
@@ -51,27 +52,27 @@ class Backend:
         """Return the largest number of bytes that a body for this revision may have."""
         return min(self.max_body_bytes, revision.policy.settings.max_body_bytes)
 
-    async def read_body(
-        self, request: web.Request, function: str, limit: int | None = None
-    ) -> tuple[Live, bytes]:
+    async def read_body(self, request: web.Request, name: str, most: int | None = None) -> tuple[Live, bytes]:
         """Return the function, as it is after the body has arrived, and the body.
 
-        It may have been deployed again meanwhile. `limit` lowers the function's own limit for bodies.
-        Raises UnknownFunction if it does not exist or was deleted, and the errors of `requests.read_body`.
+        It may have been deployed again meanwhile. `most` lowers the function's own limit for bodies.
+        Raises UnknownFunction, and the errors of `requests.read_body`.
         """
-        most = self.body_limit(self.functions.get(function).revision)
-        body = await read_body(request, most if limit is None else min(most, limit), self.body_timeout_s)
-        return self.functions.get(function), body
+        limit = self.body_limit(self.functions.get(name).revision)
+        body = await read_body(request, limit if most is None else min(limit, most), self.body_timeout_s)
+        return self.functions.get(name), body
 
-    async def submit(
-        self, request: web.Request, live: Live, body: bytes, **fields: Any
-    ) -> tuple[Job, dict[str, str]]:
-        """Store a job. Return it and response headers, which are empty unless the job existed before.
+    async def submit(self, request: web.Request, live: Live, body: bytes, **fields: Any) -> Submitted:
+        """Store a job.
 
-        `fields` are fields of NewJob that replace those of `new_job`.
+        The job has values from the function's settings and the request. `fields` override both.
         """
-        job, replayed = await self.jobs.submit(new_job(request, live, body, **fields))
-        return job, dict(REPLAYED) if replayed else {}
+        fields = {"traceparent": traceparent_of(request.headers)} | fields
+        if "idempotency" not in fields:
+            fields["idempotency"] = idempotency_of(request.headers)
+        new = NewJob.for_function(live.record.settings, body, owner=caller_of(request).owner, **fields)
+        job, replayed = await self.jobs.submit(new)
+        return job, {"Idempotent-Replayed": "true"} if replayed else {}
 
     def record(
         self, name: str, status: int, invocation: Invocation, error: PilotflameError | None = None
@@ -81,12 +82,3 @@ class Backend:
         self.metrics.responded(name, status, invocation.timeline, error)
         if invocation.timeline.cold:
             self.functions.note_cold(name, invocation.timeline)
-
-
-def new_job(request: web.Request, live: Live, body: bytes, **fields: Any) -> NewJob:
-    """Return a job with values from the function's settings and the request. `fields` override both."""
-    fields.setdefault("owner", caller_of(request).owner)
-    fields.setdefault("traceparent", traceparent_of(request.headers))
-    if "idempotency" not in fields:
-        fields["idempotency"] = idempotency_of(request.headers)
-    return NewJob.for_function(live.record.settings, body, **fields)

@@ -1,8 +1,7 @@
 """Extends aiohttp's client connections with a time limit for request headers, typed errors and the fast path.
 
-Only this file uses names of aiohttp that are not public, and in it only `FastConnection` and `encode`, which
-belong to the fast path. If `missing_internals` finds that the installed aiohttp lacks one, the server uses
-`ClientConnection` instead, which needs none of them.
+Only `FastConnection` and `encode` use private names of aiohttp. If the installed aiohttp lacks one of them,
+the server uses `ClientConnection` instead.
 """
 
 from __future__ import annotations
@@ -31,10 +30,7 @@ _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}" for st
 
 
 class ClientConnection(web.RequestHandler):
-    """A client's connection. It is closed if the header of its first request does not arrive in time.
-
-    aiohttp itself sets no time limit for a header.
-    """
+    """A client's connection. It is closed if the header of its first request does not arrive in time."""
 
     __slots__ = ("_header_timeout_s", "_header_timer")
 
@@ -55,20 +51,16 @@ class ClientConnection(web.RequestHandler):
         super().connection_lost(exc)
 
     def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
+        self, request: web.BaseRequest, status: int = 500,
+        exc: BaseException | None = None, message: str | None = None,
+    ) -> web.StreamResponse:  # fmt: skip
         """Return the typed error for a malformed request or a bug of the gateway.
 
         After it, the connection is closed. Malformed requests are not logged: any client could fill the disk.
         """
-        error: PilotflameError
         if status == HTTPStatus.BAD_REQUEST:
             reason = (message or "").partition("\n")[0][:MAX_REASON_CHARS].rstrip(":. ")
-            error = MalformedRequest(f"Malformed HTTP request: {reason}.")
+            error: PilotflameError = MalformedRequest(f"Malformed HTTP request: {reason}.")
         else:
             response = super().handle_error(request, status, exc, message)
             if status != HTTPStatus.INTERNAL_SERVER_ERROR:
@@ -106,8 +98,7 @@ class FastConnection(ClientConnection):
 
     def data_received(self, data: bytes) -> None:
         count = self._request_count
-        # aiohttp would set the result of `_waiter`, which wakes its task up. The fast path must see the
-        # request first.
+        # Otherwise aiohttp would set the result of `_waiter` and so wake its task up, before the fast path.
         waiter, self._waiter = self._waiter, None
         super().data_received(data)
         idle = waiter is not None and not waiter.done()
@@ -184,21 +175,14 @@ def missing_internals() -> list[str]:
 
 @web.middleware
 async def header_timer(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Tell the connection that a header has arrived.
-
-    Needed only without the fast path: `FastConnection` learns it from private names, which `ClientConnection`
-    avoids.
-    """
+    """Tell the connection that a header has arrived, which `FastConnection` learns from private names."""
     if isinstance(request.protocol, ClientConnection):
         request.protocol.header_arrived()
     return await handler(request)
 
 
 def encode(response: Response) -> bytes:
-    """Return the bytes of the response, with the headers that aiohttp adds.
-
-    If a header holds a line break, return the bytes of an error response instead.
-    """
+    """Return the bytes of the response, or of an error response if a header holds a line break."""
     fixed = {"Date": helpers.rfc822_formatted_time(), "Server": SERVER_SOFTWARE}
     headers = {**response.headers, "Content-Length": str(len(response.body)), **fixed}
     fields = cast("CIMultiDict[str]", headers)

@@ -16,13 +16,13 @@ from ...errors import PilotflameError
 from ..jobs.job import Job
 from ..jobs.jobs import Jobs
 from ..serving.invocation import Invocation, Stream
+from .responses import invocation_headers
 
 EVENT_STREAM_TYPE = "text/event-stream"
 # If there was no event for this time, a comment is sent: proxies close connections on which nothing is sent.
 HEARTBEAT_S = 5.0
 HEARTBEAT = b": waiting\n\n"
-# The time after the deadline in which the last event can still be sent. If the reader has not read it by
-# then, the connection is closed.
+# The time after the deadline in which the last event can still be sent.
 LAST_EVENT_S = 2.0
 # The value of SO_LINGER for zero seconds: on closing, the kernel discards all bytes not yet delivered.
 NO_LINGER = struct.pack("ii", 1, 0)
@@ -75,11 +75,9 @@ async def send_job(request: web.Request, jobs: Jobs, job: Job, encode: JobEncode
 class EventStream:
     """The streamed response to an invocation. Its header is sent before the first event or heartbeat."""
 
-    def __init__(
-        self, request: web.Request, invocation: Invocation, headers: Callable[[Invocation], dict[str, str]]
-    ) -> None:
+    def __init__(self, request: web.Request, invocation: Invocation) -> None:
         self.response: web.StreamResponse | None = None
-        self._request, self._invocation, self._headers = request, invocation, headers
+        self._request, self._invocation = request, invocation
         self._number = 0
 
     async def send_pieces(self, stream: Stream) -> None:
@@ -97,8 +95,7 @@ class EventStream:
     async def end(self, error: PilotflameError | None) -> web.StreamResponse:
         """Send the last event, which tells whether the stream failed: the status was sent long before."""
         name, data = ("completed", b"{}") if error is None else ("error", orjson.dumps(error.to_wire()))
-        await self._write(event(name, data, self._number + 1))
-        response = await self._open()
+        response = await self._write(event(name, data, self._number + 1))
         await response.write_eof()
         return response
 
@@ -119,12 +116,10 @@ class EventStream:
                 await self._write(HEARTBEAT)
         return await stream.take()
 
-    async def _write(self, data: bytes) -> None:
-        await (self.response or await self._open()).write(data)
-
-    async def _open(self) -> web.StreamResponse:
-        """Send the header if it was not sent yet. Its Server-Timing holds only the phases that are over."""
+    async def _write(self, data: bytes) -> web.StreamResponse:
+        """Send the header if it was not sent yet, then the data. Return the response."""
         if self.response is None:
-            self.response = web.StreamResponse(headers=self._headers(self._invocation) | _HEADERS)
+            self.response = web.StreamResponse(headers=invocation_headers(self._invocation) | _HEADERS)
             await self.response.prepare(self._request)
+        await self.response.write(data)
         return self.response

@@ -1,8 +1,7 @@
 """Serves plain requests to `POST /invoke/{function}` without aiohttp's tasks, routes and response objects.
 
-A request is plain if it asks only to run the function and to return its output in one response (see
-`_revision`). aiohttp handles all other requests. Both use the same guard and the same `Gateway`, so the
-caller sees no difference.
+A request is plain if it asks only to run the function and to return its output in one response. aiohttp
+handles all others. Both use the same guard and the same `Gateway`, so the caller sees no difference.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ class FastPath:
     ) -> FastRequest | None:
         """Start the invocation of a plain request; `send` is called with the response later.
 
-        Return None if the request is not plain, its body is too large, or the guard refuses it. Then aiohttp
-        must handle the request.
+        Return None if aiohttp must handle the request: it is not plain, or will be refused.
         """
         received_s = time.monotonic()
         revision = self._revision(message)
@@ -57,7 +55,7 @@ class FastPath:
         try:
             admitted = self._guard.admit(headers, INVOKE_PATH, revision.spec.function, transport)
         except PilotflameError:
-            # aiohttp handles the request. The guard refuses it again there, and the caller gets the error.
+            # The guard refuses it again in aiohttp's handler, and the caller gets the error.
             return None
         request = FastRequest(self, revision, admitted, send)
         request.begin(headers, payload.read_nowait(), received_s)
@@ -66,8 +64,7 @@ class FastPath:
     def send(self, send: Send, response: Response) -> None:
         """Send a response after the callbacks that the event loop runs now, with all their responses.
 
-        Often one process is the caller of many requests. Waking it up once for several responses costs less
-        time than waking it up for each.
+        Often one process is the caller of many requests. Waking it up once for several responses saves time.
         """
         if not self._outgoing:
             asyncio.get_running_loop().call_soon(self._flush)
@@ -85,8 +82,7 @@ class FastPath:
             return None
         if message.should_close or message.upgrade or message.chunked or message.compression:
             return None
-        # Prefer may ask for a job instead of an output. Expect may ask for an interim response before the
-        # body is sent.
+        # Prefer may ask for a job instead of an output, and Expect for an interim response.
         if PREFER in message.headers or hdrs.EXPECT in message.headers:
             return None
         try:
@@ -99,9 +95,7 @@ class FastPath:
 class FastRequest:
     """One request that the fast path handles, from its admission to its response."""
 
-    __slots__ = (
-        "_accept_encoding", "_admitted", "_fast_path", "_invocation", "_name", "_revision", "_send",
-    )  # fmt: skip
+    __slots__ = ("_accept_encoding", "_admitted", "_fast_path", "_invocation", "_name", "_revision", "_send")
 
     def __init__(self, fast_path: FastPath, revision: Revision, admitted: Admitted, send: Send) -> None:
         self._fast_path, self._revision, self._admitted, self._send = fast_path, revision, admitted, send

@@ -2,8 +2,7 @@
 
 A gateway is open if only this machine can reach it, its setting `auth` is not "always", and it never had an
 API key. An open gateway admits every request, except those that a web page of another origin has caused. Any
-other gateway requires an API key on all routes that are not public. Requests on the control socket need no
-key: only the user who owns the gateway can open that socket.
+other gateway requires an API key on all routes that are not public, but not on the control socket.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ from .responses import Handler
 from .routes import Route, scopes_by_path
 
 SIGNED = "AWS4-"
-# AWS's clients sign requests with a secret that the gateway does not have. They also send a
-# session token, and a caller can use the API key as this token.
+# AWS's clients sign requests and also send a session token. A caller can use the API key as this token.
 SESSION_TOKEN = "X-Amz-Security-Token"  # noqa: S105
 _FETCH_SITE = istr("Sec-Fetch-Site")
 
@@ -52,9 +50,8 @@ UNKNOWN_CALLER = Admitted(ANYBODY)
 def check_origin(headers: Headers) -> None:
     """Raise Forbidden if a web page of another origin has caused the request.
 
-    A browser lets any page send requests to 127.0.0.1. A page's own host name can be made to resolve to
-    127.0.0.1, too. But the browser itself sets the headers that name the called host (Host) and the page's
-    origin (Origin, Sec-Fetch-Site), and no page can forge them.
+    Any page can send requests to 127.0.0.1, also under a host name of its own that resolves to it. But the
+    browser sets Host, Origin and Sec-Fetch-Site itself, and no page can forge them.
     """
     host, origin = headers.get(hdrs.HOST), headers.get(hdrs.ORIGIN)
     if host is not None and not _names_loopback(f"//{host}"):
@@ -72,10 +69,7 @@ class Guard:
         self, keyring: Keyring, tasks: asyncio.TaskGroup, routes: Sequence[Route], *, required: bool,
         on_quota: Callable[[str, PilotflameError], None],
     ) -> None:  # fmt: skip
-        """Without `required`, API keys are required only once one has existed.
-
-        `on_quota` is called with the function and the error of a request that exceeds its key's quota.
-        """
+        """`on_quota` is called with the function and the error of a request that exceeds its key's quota."""
         self._keyring, self._tasks = keyring, tasks
         self._public = {route.path for route in routes if route.public}
         self._scopes = scopes_by_path(routes)
@@ -111,8 +105,7 @@ class Guard:
     ) -> Admitted:
         """Admit a request to the route with this registered path. `leave` of the result must be called.
 
-        Raises Unauthorized, Forbidden, QuotaExceeded or, if the key does not cover the function,
-        UnknownFunction.
+        Raises Unauthorized, Forbidden, QuotaExceeded, or UnknownFunction if the key does not cover it.
         """
         if not self.closed:
             try:
@@ -139,10 +132,7 @@ class Guard:
         return Admitted(held.caller, held.meter)
 
     def _find_key(self, headers: Headers, transport: asyncio.BaseTransport | None) -> Held | None:
-        """Return the key that a request sends, or None if it is on the control socket and sends none.
-
-        Raises Unauthorized if the key is missing or not valid.
-        """
+        """Return the sent key, or None if none is needed. Raises Unauthorized if it is missing or invalid."""
         sent = headers.get("Authorization")
         if sent is None:
             if _on_control_socket(transport):

@@ -33,7 +33,7 @@ from .requests import (
     timeout_of,
     traceparent_of,
 )
-from .responses import Response, error_reply, json_response
+from .responses import Response, error_reply, invocation_headers, json_response
 from .routes import Parameter, Route, header
 
 HOLD = istr("X-Scale-Up-Timeout")
@@ -45,11 +45,8 @@ TIMEOUT_PARAMETER = header(
     " x-envoy-expected-rq-timeout-ms and x-stainless-read-timeout counts.",
     **_SECONDS,
 )
-PRIORITY_PARAMETER = header(
-    "X-Priority",
-    "1 is served first, 5 last. A key without the scope admin gets 3 at most.",
-    type="integer", minimum=1, maximum=5, default=3,
-)  # fmt: skip
+_PRIORITIES = "1 is served first, 5 last. A key without the scope admin gets 3 at most."
+PRIORITY_PARAMETER = header("X-Priority", _PRIORITIES, type="integer", minimum=1, maximum=5, default=3)
 PARAMETERS: tuple[Parameter, ...] = (
     TIMEOUT_PARAMETER,
     PRIORITY_PARAMETER,
@@ -109,10 +106,7 @@ class Gateway:
         self, name: str, headers: Headers, request_id: str, body: bytes, received_s: float, caller: Caller,
         on_end: Callable[[], None] | None = None,
     ) -> tuple[Revision, Invocation]:  # fmt: skip
-        """Submit an invocation. Return it with its revision.
-
-        Raises PilotflameError. Then pass the error to `refused`, which returns the response.
-        """
+        """Submit an invocation. Return (revision, invocation). Pass an error that is raised to `refused`."""
         # Look the revision up again: another one may have become live while the body arrived.
         revision = self._functions.live(name)
         settings = revision.policy.settings
@@ -137,10 +131,11 @@ class Gateway:
         error = invocation.output.exception()
         if isinstance(error, PilotflameError):
             self._backend.record(name, error.status, invocation, error)
-            return error_reply(error, invocation.id, _headers(invocation))
+            return error_reply(error, invocation.id, invocation_headers(invocation))
         self._backend.record(name, 200, invocation)
         answer = invocation.output.result()
-        return Response(200, {**_headers(invocation), "Content-Type": answer.content_type}, answer.payload)
+        headers = {**invocation_headers(invocation), "Content-Type": answer.content_type}
+        return Response(200, headers, answer.payload)
 
     async def _submit(self, request: web.Request) -> web.StreamResponse:
         """Submit the body as a job, as `Prefer: respond-async` asks. Respond with 202 and the job's URL."""
@@ -157,11 +152,8 @@ class Gateway:
     async def _stream(
         self, request: web.Request, name: str, invocation: Invocation, stream: Stream
     ) -> web.StreamResponse:
-        """Send pieces until the stream has ended, and at most until shortly after the deadline.
-
-        If bytes are still unsent then, the caller does not read them, and the connection is closed.
-        """
-        events = EventStream(request, invocation, _headers)
+        """Send all pieces. Close the connection if the stream still runs LAST_EVENT_S after the deadline."""
+        events = EventStream(request, invocation)
         left_s = max(0.0, invocation.deadline_s - time.monotonic())
         try:
             async with asyncio.timeout(left_s + LAST_EVENT_S):
@@ -170,22 +162,10 @@ class Gateway:
                 error = failure if isinstance(failure, PilotflameError) else None
                 self._backend.record(name, error.status if error is not None else 200, invocation, error)
                 if error is not None and events.response is None:
-                    return error_reply(error, invocation.id, _headers(invocation)).response()
+                    return error_reply(error, invocation.id, invocation_headers(invocation)).response()
                 return await events.end(error)
         except TimeoutError:
             events.abort()
             if not invocation.timeline.responded_s:
                 self._backend.record(name, DeadlineExceeded.status, invocation)
             return events.response or web.Response(status=DeadlineExceeded.status)
-
-
-def _headers(invocation: Invocation) -> dict[str, str]:
-    headers = {
-        "X-Request-Id": invocation.id,
-        "X-Worker-Id": invocation.worker,
-        "X-Cold-Start": "true" if invocation.timeline.cold else "false",
-        "Server-Timing": invocation.timeline.server_timing(),
-    }
-    if invocation.traceparent:
-        headers["traceparent"] = invocation.traceparent
-    return headers

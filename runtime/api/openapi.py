@@ -29,12 +29,12 @@ _Mode = Literal["validation", "serialization"]
 
 
 class OpenApi:
-    """The OpenAPI document, and the route that returns it. Its attribute `routes` includes that route."""
+    """The OpenAPI document, and the route that returns it, which `routes` includes."""
 
     def __init__(
         self, routes: Sequence[Route], statuses: Callable[[web.Request], Iterable[FunctionStatus]]
     ) -> None:
-        # Called with a request: returns the functions that its caller may see.
+        """`statuses` returns the functions that the caller of a request may see."""
         self._statuses = statuses
         own = Route("GET", "/openapi.json", self._respond, None, "Return this document.", dict[str, Any])
         self.routes = [*routes, own]
@@ -59,7 +59,14 @@ class OpenApi:
         for route in self.routes:
             operations, method = paths.setdefault(route.path, {}), route.method.lower()
             operations[method] = _merge(operations.get(method, {}), _operation(route, types))
-        return _name_by_title(paths, types.components)
+        # pydantic names components by their classes. Here each gets its title as name, also in references.
+        titles = {name: schema.get("title", name) for name, schema in types.components.items()}
+        components = {titles[name]: schema for name, schema in types.components.items()}
+        text = orjson.dumps([paths, components]).decode()
+        for name, title in titles.items():
+            text = text.replace(f'"{_REFERENCE}{name}"', f'"{_REFERENCE}{title}"')
+        paths, components = orjson.loads(text)
+        return paths, components
 
 
 class _Types:
@@ -132,18 +139,6 @@ def _merge(one: Any, other: Any) -> Any:
     return other
 
 
-def _name_by_title(
-    paths: dict[str, Any], components: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return (paths, components) with each component named by its title, and the references to it changed."""
-    titles = {name: schema.get("title", name) for name, schema in components.items()}
-    text = orjson.dumps([paths, {titles[name]: schema for name, schema in components.items()}]).decode()
-    for name, title in titles.items():
-        text = text.replace(f'"{_REFERENCE}{name}"', f'"{_REFERENCE}{title}"')
-    paths, components = orjson.loads(text)
-    return paths, components
-
-
 def _invoke(operation: dict[str, Any], function: FunctionStatus, schemas: dict[str, Any]) -> dict[str, Any]:
     """Return the operation that invokes one function. Add the definitions inside its schemas to `schemas`."""
     taken = _hoist(f"{function.name}.input", function.input_schema, schemas)
@@ -168,9 +163,9 @@ def _invoke(operation: dict[str, Any], function: FunctionStatus, schemas: dict[s
 
 
 def _hoist(name: str, schema: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:
-    """Return `schema` without its definitions, which are moved to `schemas` as components of the document.
+    """Return `schema` without its definitions, which few tools support.
 
-    Few tools support definitions inside a schema. `name` is the prefix of the components' names.
+    They are moved to `schemas` as components of the document, whose names begin with `name`.
     """
     text = orjson.dumps(schema).replace(b'"#/$defs/', f'"{_REFERENCE}{name}.'.encode())
     moved: dict[str, Any] = orjson.loads(text)

@@ -49,7 +49,7 @@ _PRIORITIES = {str(number): number for number in range(1, 6)}
 
 
 def caller_of(request: web.Request) -> Caller:
-    """Return the caller that the guard has set. The guard sets none on public routes; there it is ANYBODY."""
+    """Return the caller that the guard has set, or ANYBODY on public routes, where it sets none."""
     found: Caller = request.get(CALLER, ANYBODY)
     return found
 
@@ -57,10 +57,9 @@ def caller_of(request: web.Request) -> Caller:
 async def read_body(
     request: web.Request, limit: int, timeout_s: float, *, remedy: str = TOO_LARGE_REMEDY
 ) -> bytes:
-    """Return the body.
+    """Return the body. Raises InputTooLarge, with `remedy`, as soon as the body exceeds `limit` bytes.
 
-    Raises InputTooLarge, with `remedy`, as soon as the body exceeds `limit` bytes. Raises InputTimeout if it
-    does not arrive within `timeout_s`. Raises BadInput if it ends early or is malformed.
+    Raises InputTimeout if it takes longer than `timeout_s`, and BadInput if it ends early or is malformed.
     """
     if (request.content_length or 0) > limit:
         raise too_large(limit, remedy)
@@ -83,7 +82,7 @@ async def read_body(
 
 
 async def _collect(request: web.Request, limit: int) -> bytes:
-    """Return the body. Stop reading once it exceeds `limit`, and return what has arrived."""
+    """Return the body, or only its beginning if it exceeds `limit`."""
     parts, size = [], 0
     async for part in request.content.iter_any():
         parts.append(part)
@@ -131,7 +130,7 @@ def problems(error: ValidationError) -> list[tuple[str, str]]:
 
 
 def _generate_ids() -> Iterator[str]:
-    """Yield random ids. To save time, the bytes of many ids are read from the kernel at once."""
+    """Yield random ids. The bytes of many ids are read from the kernel at once, to save time."""
     while True:
         many = secrets.token_hex(_ID_BYTES * _IDS_AT_ONCE)
         for start in range(0, len(many), 2 * _ID_BYTES):
@@ -187,10 +186,7 @@ def accept_of(headers: Headers) -> str:
 
 
 def seconds(headers: Headers, name: str, default: float, most: float) -> float:
-    """Return the seconds in a header, but at most `most`, or `default` without the header.
-
-    Raises BadInput if the header is not a positive number.
-    """
+    """Return the seconds in a header, at most `most`; without it, `default`. Raises BadInput if invalid."""
     text = headers.get(name)
     if text is None:
         return default
@@ -204,13 +200,9 @@ def seconds(headers: Headers, name: str, default: float, most: float) -> float:
 
 
 def timeout_of(headers: Headers, most: float) -> float:
-    """Return the smallest timeout that a header names, but at most `most`, in seconds.
-
-    Raises BadInput if X-Request-Timeout is not a positive number.
-    """
+    """Return the smallest timeout that a header names, at most `most`, in seconds. Raises BadInput."""
     found = seconds(headers, TIMEOUT, most, most)
-    # The headers of gRPC, Envoy and the OpenAI client are used, too. If one is invalid, it is ignored: a
-    # proxy or a library may have added it without the caller's knowledge.
+    # An invalid header of gRPC, Envoy or the OpenAI client is ignored: a library or proxy may have added it.
     if (text := headers.get(GRPC)) is not None:
         grpc = _GRPC.fullmatch(text)
         found = min(found, (int(grpc[1]) * _GRPC_UNITS[grpc[2]] if grpc else 0.0) or found)
@@ -222,9 +214,9 @@ def timeout_of(headers: Headers, most: float) -> float:
 
 
 def priority_of(headers: Headers, *, urgent: bool = True) -> int:
-    """Return the priority: 1 (served first) to 5. Raises BadInput if the header is anything else.
+    """Return the priority, 1 (served first) to 5, or at best NORMAL if the caller is not `urgent`.
 
-    A caller that is not `urgent` gets at best the default.
+    Raises BadInput if the header is anything else.
     """
     text = headers.get(PRIORITY)
     if text is None:

@@ -19,7 +19,8 @@ from typing_extensions import TypedDict
 from ...errors import MethodNotAllowed, PilotflameError, Unauthorized, UnknownRoute
 from ...handlers.codec import JSON_TYPE
 from ...handlers.negotiation import weigh
-from .requests import request_id_of
+from ..serving.invocation import Invocation
+from .requests import Headers, request_id_of
 
 # The standard library has zstd since Python 3.14. The backport can be installed only on older versions.
 zstd = importlib.import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
@@ -71,12 +72,9 @@ ErrorFormat = Callable[[PilotflameError, str], Response]
 
 
 def json_response(
-    body: Any, *, status: int = 200, headers: Mapping[str, str] | None = None, no_store: bool = False
+    body: Any, *, status: int = 200, headers: Headers | None = None, no_store: bool = False
 ) -> web.Response:
-    """Return a response with `body` as JSON.
-
-    Set `no_store`, which keeps the response out of caches, if it holds a secret or is out of date soon.
-    """
+    """Return a response with `body` as JSON. `no_store` keeps it out of caches."""
     response = web.Response(body=orjson.dumps(body), status=status, headers=headers, content_type=JSON_TYPE)
     if no_store:
         response.headers["Cache-Control"] = "no-store"
@@ -84,33 +82,39 @@ def json_response(
 
 
 def timestamp(at_s: float) -> Timestamp:
-    """Return a Unix timestamp as an ISO 8601 string with milliseconds."""
+    """Return a Unix timestamp in seconds as an ISO 8601 string with milliseconds."""
     return datetime.fromtimestamp(at_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def error_reply(
-    error: PilotflameError, request_id: str = "", headers: Mapping[str, str] | None = None
-) -> Response:
+def error_reply(error: PilotflameError, request_id: str = "", headers: Headers | None = None) -> Response:
     """Return the response for an error: `{"error": {"type", "message", "remedy", "details", "request_id"}}`.
 
     `headers` replace the header X-Request-Id, which is sent otherwise.
     """
     sent = dict(headers) if headers is not None else {"X-Request-Id": request_id} if request_id else {}
-    sent.update(retry_headers(error))
-    sent["Content-Type"] = JSON_TYPE
+    sent |= retry_headers(error) | {"Content-Type": JSON_TYPE}
     body = {"error": {**error.to_wire(), **({"request_id": request_id} if request_id else {})}}
     return Response(error.status, sent, orjson.dumps(body))
 
 
 def retry_headers(error: PilotflameError) -> dict[str, str]:
-    """Return headers that tell when to retry: in whole seconds, as HTTP requires, and in milliseconds.
-
-    Return none if the error's status does not invite a retry.
-    """
+    """Return headers that tell when to retry, or none if the error's status does not invite a retry."""
     if error.status not in RETRY_AFTER_S:
         return {}
     wait_s = max(0.001, float(error.details.get("retry_after_s", RETRY_AFTER_S[error.status])))
     return {"Retry-After": str(math.ceil(wait_s)), "retry-after-ms": str(math.ceil(wait_s * 1000))}
+
+
+def invocation_headers(invocation: Invocation) -> dict[str, str]:
+    headers = {
+        "X-Request-Id": invocation.id,
+        "X-Worker-Id": invocation.worker,
+        "X-Cold-Start": "true" if invocation.timeline.cold else "false",
+        "Server-Timing": invocation.timeline.server_timing(),
+    }
+    if invocation.traceparent:
+        headers["traceparent"] = invocation.traceparent
+    return headers
 
 
 class ErrorResponses:
@@ -146,10 +150,7 @@ class ErrorResponses:
 
 @web.middleware
 async def compressed(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Compress the response of any route if the caller accepts that and the body is worth compressing.
-
-    aiohttp's own compression supports neither the quality values of Accept-Encoding nor zstd.
-    """
+    """Compress bodies: aiohttp itself supports neither zstd nor the quality values of Accept-Encoding."""
     response = await handler(request)
     if not isinstance(response, web.Response) or not isinstance(response.body, bytes):
         return response
@@ -183,8 +184,7 @@ async def compress(body: bytes, coding: str) -> bytes:
 def compress_now(body: bytes, coding: str) -> bytes:
     """Return the body compressed with "zstd" or "gzip". Blocks: use `compress` on the event loop."""
     if coding == "zstd":
-        compressed_body: bytes = zstd.compress(body, COMPRESSION_LEVEL)
-        return compressed_body
+        return bytes(zstd.compress(body, COMPRESSION_LEVEL))
     return zlib.compress(body, COMPRESSION_LEVEL, _GZIP_BITS)
 
 

@@ -1,7 +1,6 @@
 """Defines `Route`, a row of the route table, and its parameters.
 
-The table describes all methods and paths that the gateway serves. aiohttp's routes, the scopes that the guard
-requires and /openapi.json are all derived from it.
+aiohttp's routes, the scopes that the guard requires and /openapi.json are all derived from the table.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Flag(Parameter):
         self._default = default
 
     def read(self, request: web.Request) -> bool:
-        """Return True if the flag is on. Raises BadInput if the value is neither on nor off."""
+        """Return True if the flag is on. Raises BadInput if its value is invalid."""
         text = request.query.get(self.name)
         if text is None:
             return self._default
@@ -73,7 +72,7 @@ class Number(Parameter):
     def read(self, request: web.Request, *, most: int | None = None) -> int:
         """Return the number that was sent, or the default. Raises BadInput if it is invalid.
 
-        `most` is the maximum if `limits` has none: for a limit that depends on the request.
+        `most` is the maximum if `limits` has none.
         """
         least, most = self._limits["minimum"], self._limits.get("maximum", most)
         text = request.query.get(self.name)
@@ -142,9 +141,9 @@ class Route:
 
 
 def aiohttp_routes(routes: Sequence[Route]) -> list[web.RouteDef]:
-    """Return aiohttp's routes, sorted by path. aiohttp uses the first that matches.
+    """Return aiohttp's routes, sorted so that a fixed path is before one with a variable in the same place.
 
-    In this order, a fixed path is before one with a variable in the same place: letters sort before "{".
+    aiohttp uses the first that matches. Letters sort before "{".
     """
     key = attrgetter("path", "method")
     grouped = groupby(sorted(routes, key=key), key)

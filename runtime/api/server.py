@@ -26,11 +26,7 @@ NO_FAST_PATH = (
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound to this address; port 0 picks a free port.
-
-    Raise GatewayError if `host` is no address of this machine, or if it cannot be bound, for example because
-    another program uses the port.
-    """
+    """Return a socket bound to this address; port 0 is any free port. Raise GatewayError if that fails."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = found[0]

@@ -12,7 +12,6 @@ import json
 import mmap
 import os
 import secrets
-from collections.abc import Sequence
 from pathlib import Path
 
 from ...errors import BatchFailed
@@ -44,13 +43,13 @@ class Journal:
             self.close()
             raise
 
-    def append(self, lines: Sequence[bytes]) -> None:
-        """Append the next lines to the output, and count them. They are on disk only after `sync`."""
-        left = memoryview(b"\n".join([*lines, b""]))
+    def append(self, line: bytes) -> None:
+        """Append the next line to the output, and count it. It is on disk only after `sync`."""
+        left = memoryview(line + b"\n")
         while left:
             left = left[os.write(self._output, left) :]
-        self.done += len(lines)
-        self.failed += sum(map(_is_failure, lines))
+        self.done += 1
+        self.failed += _is_failure(line)
 
     def sync(self) -> None:
         os.fsync(self._output)
@@ -91,10 +90,7 @@ class Journal:
         os.fsync(self._lock)
 
     def _run_in(self, text: bytes, identity: dict[str, str]) -> str:
-        """Return `run` from `text`, the content of the note.
-
-        Raise BatchFailed if the note is that of another function or input.
-        """
+        """Return `run` from the note `text`. Raise BatchFailed if it is that of another function or input."""
         note: dict[str, str] = json.loads(text) if _is_json(text) else {}
         for key, value in identity.items():
             if note.get(key) != value:
@@ -119,12 +115,10 @@ class Journal:
 
 
 def _is_failure(line: bytes) -> bool:
-    """Return True if `line` is the error object of an input line that failed.
-
-    A function's answer may also contain "error". The error object has the input line's number in its details.
-    """
+    """Return True if `line` is the error object of an input line that failed."""
     if not line.startswith(ERROR_START):
         return False
+    # A function's answer may also contain "error", but without the number of the input line.
     error = json.loads(line)["error"]
     return isinstance(error, dict) and "line" in (error.get("details") or {})
 

@@ -11,9 +11,8 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Any, Self
 from urllib.parse import quote
 
 import aiohttp
@@ -42,18 +41,35 @@ _FINAL = frozenset({"COMPLETED", "FAILED", "CANCELLED", "TIMED_OUT"})
 
 
 class Submitter:
-    """Submits lines as jobs of one function. `run` is the id of the batch, the same after it is resumed."""
+    """Submits lines as jobs of one function, over connections that are closed at the end of `async with`."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, url: str, function: str, run: str, patience_s: float
+        self, url: str, function: str, *, api_key: str, run: str, patience_s: float = PATIENCE_S
     ) -> None:
-        self._session = session
+        """`run` is the id of the batch, the same after it is resumed.
+
+        `patience_s` is how long every request may fail before the batch fails.
+        """
         self._gateway = url.rstrip("/")
         self._url = f"{self._gateway}/v2/{quote(function, safe='')}/runsync?wait={WAIT_MS}"
         self._run = run
         self._patience_s = patience_s
-        self._has_succeeded = False
+        self._allowed_s = min(patience_s, FIRST_PATIENCE_S)
+        """How long every request may fail now."""
         self._failing_since_s: float | None = None
+        authorization = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S),
+            headers={"Content-Type": "application/json", **authorization},
+            trust_env=True,
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
 
     async def answer(self, line: InputLine) -> bytes:
         """Run a line as a job, and return its answer as JSON without line breaks.
@@ -73,7 +89,7 @@ class Submitter:
                 self._check_patience(f"{type(error).__name__}: {error}")
             else:
                 if status < 300:
-                    self._has_succeeded, self._failing_since_s = True, None
+                    self._allowed_s, self._failing_since_s = self._patience_s, None
                     if reply.get("status") in _FINAL:
                         return _answer(line, reply)
                     # The job is queued or runs. The next request has the same key and waits for this job.
@@ -99,37 +115,15 @@ class Submitter:
         return response.status, reply
 
     def _check_patience(self, why: str) -> None:
-        """Record that a request has failed, because of `why`.
-
-        Raise GatewayError if every request has failed for longer than the patience allows.
-        """
+        """Record that a request failed. Raise GatewayError if all have failed for too long."""
         now_s = time.monotonic()
         if self._failing_since_s is None:
             self._failing_since_s = now_s
-        patience_s = self._patience_s if self._has_succeeded else min(self._patience_s, FIRST_PATIENCE_S)
-        if now_s - self._failing_since_s > patience_s:
+        if now_s - self._failing_since_s > self._allowed_s:
             raise GatewayError(
-                f"The gateway at {self._gateway} took nothing for {patience_s:.0f} s: {why.rstrip('.')}.",
+                f"{self._gateway} took nothing for {self._allowed_s:.0f} s: {why.rstrip('.')}.",
                 remedy="Check that it runs, and see its log. The same command continues where it stopped.",
             )
-
-
-@asynccontextmanager
-async def open_submitter(
-    url: str, function: str, *, api_key: str, run: str, patience_s: float = PATIENCE_S
-) -> AsyncIterator[Submitter]:
-    """Yield a Submitter with connections to the gateway at `url`, which are closed at the end.
-
-    `patience_s` is how long every request may fail before the batch fails.
-    """
-    authorization = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
-        timeout=aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S),
-        headers={"Content-Type": "application/json", **authorization},
-        trust_env=True,
-    ) as session:
-        yield Submitter(session, url, function, run, patience_s)
 
 
 def _failure(line: InputLine, wire: Mapping[str, Any]) -> bytes:
@@ -173,9 +167,8 @@ async def run_in_order(
 ) -> None:
     """Call `answer` with each line, up to `max_in_flight` at a time, and append the answers to the journal.
 
-    They are appended in the order of the lines, and `written` is called with each line after its answer was
-    appended. An error that `answer` raises concerns all lines: it is raised here, and the answers
-    appended so far stay in the journal.
+    They are appended in the order of the lines, and `written` is called with each line after that. An error
+    that `answer` raises concerns all lines: it is raised here, and the journal keeps what was appended.
     """
     in_flight = asyncio.Semaphore(max_in_flight)
     # Limits the lines that are started and whose answers are not yet written.
@@ -189,7 +182,7 @@ async def run_in_order(
             in_flight.release()
         # Write all answers up to the first one that is missing.
         while (found := answers.pop(journal.done + 1, None)) is not None:
-            journal.append([found[1]])
+            journal.append(found[1])
             unwritten.release()
             written(found[0])
 
@@ -205,10 +198,7 @@ async def run_in_order(
 
 
 def _read(lines: Iterator[InputLine]) -> list[InputLine]:
-    """Return the next lines: at most READ_LINES, or fewer that have READ_BYTES together. Blocks.
-
-    At the end of the input, return an empty list.
-    """
+    """Return the next lines: at most READ_LINES, or fewer that have READ_BYTES together. Blocks."""
     found: list[InputLine] = []
     size_bytes = 0
     for line in itertools.islice(lines, READ_LINES):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 import time
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from ...errors import BatchFailed, SourceMissing
 from ...snapshot.sources.s3 import S3Source
 from ..bulk.inputs import InputLine, Inputs
 from ..bulk.journal import Journal
-from ..bulk.submitter import open_submitter, run_in_order
+from ..bulk.submitter import Submitter, run_in_order
 from ..settings.gateway_settings import default_state_dir
 from . import display, exit_codes, options
 
@@ -82,14 +81,14 @@ async def _run(
     inputs: Inputs, journal: Journal, function: str, *, url: str, api_key: str, max_in_flight: int
 ) -> None:
     started_s, before = time.monotonic(), journal.done
-    with display.count_progress(function) as update:
+    with display.progress(function, in_bytes=False) as update:
 
         def written(line: InputLine) -> None:
             rate = (journal.done - before) / max(time.monotonic() - started_s, 0.001)
             failed = f", {journal.failed} failed" if journal.failed else ""
             update(line.end, inputs.total_bytes, f"{journal.done:,} lines, {rate:,.0f}/s{failed}")
 
-        async with open_submitter(url, function, api_key=api_key, run=journal.run) as submitter:
+        async with Submitter(url, function, api_key=api_key, run=journal.run) as submitter:
             lines = inputs.lines(journal.done)
             await run_in_order(lines, submitter.answer, journal, max_in_flight=max_in_flight, written=written)
 
@@ -107,13 +106,10 @@ def _report(journal: Journal, resumed_at: int, output: str, seconds: float, *, a
 
 
 def _working_file(output: str) -> Path:
-    """Return the local file to which answers are appended.
-
-    S3 objects cannot be appended to, so for S3 it is a file in the state folder, uploaded at the end.
-    """
+    """Return the local file that answers are appended to. For S3 it is uploaded at the end."""
     if not output.startswith("s3://"):
         return Path(output)
-    folder = default_state_dir(os.environ) / "batches"
+    folder = default_state_dir() / "batches"
     folder.mkdir(parents=True, exist_ok=True)
     return folder / f"{hashlib.sha256(output.encode()).hexdigest()[:32]}.jsonl"
 

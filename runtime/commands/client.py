@@ -47,10 +47,7 @@ class InvokeReply:
         return json.loads(body) if self.content_type == JSON_TYPE else body
 
     def pieces(self) -> Iterator[Any]:
-        """Yield a stream's pieces as they arrive.
-
-        Raise the error with which the gateway ends the stream, or GatewayError if the stream breaks off.
-        """
+        """Yield a stream's pieces. Raise the error that ends it, or GatewayError if it breaks off."""
         for event, data in parse_events(self._response.iter_bytes()):
             if event == "output":
                 yield json.loads(data)
@@ -62,19 +59,21 @@ class InvokeReply:
 
 
 class Client:
-    """A client of the gateway at `url`, or behind `control_socket`. Use it as a context manager."""
+    """A client of the gateway at `url`, or behind a control socket. Use it as a context manager."""
 
-    def __init__(
-        self, url: str = DEFAULT_URL, *, api_key: str = "", control_socket: Path | None = None
-    ) -> None:
+    def __init__(self, url: str = DEFAULT_URL, *, api_key: str = "", socket: Path | None = None) -> None:
+        if not (api_key.isascii() and api_key.isprintable()) or " " in api_key:
+            remedy = "Check --api-key and PILOTFLAME_API_KEY; a key looks like pf_…."
+            raise Unauthorized("The API key contains spaces or characters outside ASCII.", remedy=remedy)
         self.url = url.rstrip("/")
         self.on_loopback = is_loopback(_host(self.url))
-        transport = None if control_socket is None else httpx.HTTPTransport(uds=str(control_socket))
         # The proxy that the environment names is for other machines: it cannot reach a gateway on this one.
-        trust_env = not self.on_loopback
-        headers = _authorization(api_key)
         self._http = httpx.Client(
-            base_url=self.url, timeout=TIMEOUT, trust_env=trust_env, headers=headers, transport=transport
+            base_url=self.url,
+            timeout=TIMEOUT,
+            trust_env=not self.on_loopback,
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            transport=httpx.HTTPTransport(uds=str(socket)) if socket else None,
         )
 
     def __enter__(self) -> Self:
@@ -87,10 +86,7 @@ class Client:
     def call(
         self, name: str, body: bytes = b"", *, content_type: str = JSON_TYPE, timeout_s: float | None = None
     ) -> Iterator[InvokeReply]:
-        """Invoke a function, and yield the reply, which can be read only inside the block.
-
-        Raise the error with which the gateway answers.
-        """
+        """Invoke a function, and yield the reply, which can be read only inside the block."""
         headers = {"Content-Type": content_type}
         if timeout_s is not None:
             headers["X-Request-Timeout"] = str(timeout_s)
@@ -98,10 +94,9 @@ class Client:
             yield InvokeReply(response)
 
     def submit(self, name: str, request: Mapping[str, Any], *, key: str = "") -> dict[str, Any]:
-        """Submit `{"input": …, "webhook": …, "policy": …}` as a job.
+        """Submit `{"input": …, "webhook": …, "policy": …}` as a job, and return its id and status.
 
-        Return its id, its status, and `replayed`: True if the gateway already had a job with this
-        idempotency key.
+        `replayed` is True in the result if the gateway already had a job with this idempotency key.
         """
         headers = {"Content-Type": JSON_TYPE} | ({"Idempotency-Key": key} if key else {})
         # httpx's own `json=` does not escape lone surrogates, which UTF-8 cannot encode.
@@ -124,7 +119,7 @@ class Client:
         raise GatewayError("The stream broke off; the job goes on.", remedy="Follow it again, by its id.")
 
     def deploy(
-        self, folder: Path, *, overrides: Mapping[str, Any], upload: bool = False, **flags: bool
+        self, folder: Path, overrides: Mapping[str, Any], *, upload: bool = False, **flags: bool
     ) -> dict[str, Any]:
         """Deploy a folder and return the function's status.
 
@@ -261,15 +256,6 @@ def _host(url: str) -> str:
     if parsed.scheme in ("http", "https") and parsed.host:
         return parsed.host
     raise GatewayError(f"{url!r} is not a gateway's address: {why}.", remedy=f"An example: {DEFAULT_URL}.")
-
-
-def _authorization(api_key: str) -> dict[str, str]:
-    if not api_key:
-        return {}
-    if not (api_key.isascii() and api_key.isprintable()) or " " in api_key:
-        remedy = "Check --api-key and PILOTFLAME_API_KEY; a key looks like pf_…."
-        raise Unauthorized("The API key contains spaces or characters outside ASCII.", remedy=remedy)
-    return {"Authorization": f"Bearer {api_key}"}
 
 
 def _path(*segments: str) -> str:

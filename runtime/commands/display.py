@@ -13,7 +13,6 @@ import click
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import ProgressColumn
 
     from .client import InvokeReply
 
@@ -67,10 +66,7 @@ def reply_facts(answer: Any, reply: InvokeReply) -> dict[str, Any]:
 
 
 def print_answer(answer: Any) -> None:
-    """Print a function's answer on stdout. Bytes are printed unchanged.
-
-    JSON is printed on one line, or indented if stdout is a terminal and the text is not too long.
-    """
+    """Print a function's answer: bytes unchanged, JSON on one line, but on a terminal indented if short."""
     if isinstance(answer, bytes):
         return click.echo(answer, nl=False)
     indented = json.dumps(answer, ensure_ascii=False, indent=2) if sys.stdout.isatty() else ""
@@ -145,33 +141,20 @@ def spinner(text: str) -> AbstractContextManager[object]:
     return console.status(text) if console.is_terminal else nullcontext()
 
 
-def byte_progress(text: str) -> AbstractContextManager[Callable[[int, int], None]]:
-    """Show a progress bar with the rate and the time left, if stderr is a terminal.
-
-    Yield the function that updates it. Its arguments are the bytes that are done and the bytes in total.
-    """
-    from rich.progress import DownloadColumn, TransferSpeedColumn  # noqa: PLC0415
-
-    return _progress(text, DownloadColumn(binary_units=True), TransferSpeedColumn())
-
-
-def count_progress(text: str) -> AbstractContextManager[Callable[..., None]]:
+@contextmanager
+def progress(text: str, *, in_bytes: bool = True) -> Iterator[Callable[..., None]]:
     """Show a progress bar with the time left, if stderr is a terminal.
 
-    Yield the function that updates it, with the arguments `done`, `total` and `note`, a text to show.
+    Yield the function that updates it, with the arguments `done`, `total` and `note`. With `in_bytes`, the
+    bar shows the number of bytes and the rate. Otherwise it shows a percentage, and the text `note`.
     """
-    from rich.progress import TaskProgressColumn, TextColumn  # noqa: PLC0415
-
-    return _progress(text, TaskProgressColumn(), TextColumn("{task.fields[note]}"))
-
-
-@contextmanager
-def _progress(text: str, *columns: ProgressColumn) -> Iterator[Callable[..., None]]:
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
+    from rich import progress as bars  # noqa: PLC0415
 
     console = _console(err=True)
-    shown = (TextColumn("{task.description}"), BarColumn(), *columns, TimeRemainingColumn())
-    with Progress(*shown, console=console, disable=not console.is_terminal, transient=True) as bar:
+    rate = (bars.DownloadColumn(binary_units=True), bars.TransferSpeedColumn())
+    measures = rate if in_bytes else (bars.TaskProgressColumn(), bars.TextColumn("{task.fields[note]}"))
+    columns = (bars.TextColumn("{task.description}"), bars.BarColumn(), *measures, bars.TimeRemainingColumn())
+    with bars.Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
         task = bar.add_task(text, total=None, note="")
         yield lambda done, total, note="": bar.update(task, completed=done, total=total, note=note)
 

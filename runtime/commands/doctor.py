@@ -37,10 +37,7 @@ Verdict = Literal["ok", "note", "fail"]
 
 
 class Check(NamedTuple):
-    """The result of one check. Its verdict is "fail" if functions cannot run because of `found`.
-
-    It is "note" if functions run, but slowly or not all of them.
-    """
+    """The result of one check: "fail" if no function can run, "note" if some cannot, or run slowly."""
 
     name: str
     verdict: Verdict
@@ -56,9 +53,7 @@ def doctor(state_dir: Path | None, as_json: bool) -> None:
 
     Exit code 1 if something necessary is missing; the table says what to do.
 
-    \b
-    Example:
-      pilotflame doctor
+    Example: pilotflame doctor
     """
     settings = options.gateway_settings(state_dir=state_dir)
     with display.spinner("checking"):

@@ -29,23 +29,19 @@ def deploy(
     The handler is imported and built before the new revision takes calls. If that fails, the old one stays.
     A gateway on this machine reads the folder itself; any other is sent its files.
 
-    \b
-    Example:
-      pilotflame deploy hello --set scale.max=8 --name greeter
+    Example: pilotflame deploy hello --set scale.max=8 --name greeter
     """
     local = client.on_loopback and not upload
     overrides = source.overrides(local=local)
     with display.spinner(f"deploying {source.folder}"):
-        status = client.deploy(
-            source.folder, overrides=overrides, install=install, check=not no_check, upload=not local
-        )
+        found = client.deploy(source.folder, overrides, install=install, check=not no_check, upload=not local)
     if as_json:
-        return display.print_json(status)
-    display.warn(status["warnings"])
-    if (platform := PLATFORMS.get(status.get("dialect", ""))) is not None:
-        display.say(f"recognised a {platform} handler: {status['entry']}")
-    name = status["name"]
-    return click.echo(f"{name} {status['revision']} is deployed; call it: pilotflame invoke {name} JSON")
+        return display.print_json(found)
+    display.warn(found["warnings"])
+    if (platform := PLATFORMS.get(found.get("dialect", ""))) is not None:
+        display.say(f"recognised a {platform} handler: {found['entry']}")
+    name = found["name"]
+    return click.echo(f"{name} {found['revision']} is deployed; call it: pilotflame invoke {name} JSON")
 
 
 @click.command()
@@ -89,9 +85,7 @@ def invoke(
 def list_functions(*, client: Client, as_json: bool) -> None:
     """List the functions, with the number of their workers and requests.
 
-    \b
-    Example:
-      pilotflame list
+    Example: pilotflame list
     """
     functions = client.get("v1", "functions")["functions"]
     loads = ("workers", "at rest", "queued", "running", "activations", "last cold start")
@@ -106,9 +100,7 @@ def list_functions(*, client: Client, as_json: bool) -> None:
 def status(*, name: str, memory: bool, client: Client, as_json: bool) -> None:
     """Show one function: revision, workers, settings, processes.
 
-    \b
-    Example:
-      pilotflame status hello --memory
+    Example: pilotflame status hello --memory
     """
     found = client.get("v1", "functions", name, memory=int(memory))
     if as_json:
@@ -129,9 +121,7 @@ def status(*, name: str, memory: bool, client: Client, as_json: bool) -> None:
 def logs(*, name: str, follow: bool, lines: int, client: Client, as_json: bool) -> None:
     """Print what a function's processes wrote.
 
-    \b
-    Example:
-      pilotflame logs hello -f
+    Example: pilotflame logs hello -f
     """
     for line in client.logs(name, lines=lines, follow=follow):
         if as_json:
@@ -148,9 +138,7 @@ def logs(*, name: str, follow: bool, lines: int, client: Client, as_json: bool) 
 def delete(*, name: str, yes: bool, client: Client, as_json: bool) -> None:
     """Delete a function and all its revisions. Calls that run may finish.
 
-    \b
-    Example:
-      pilotflame delete hello --yes
+    Example: pilotflame delete hello --yes
     """
     if not yes:
         options.check_terminal()
@@ -168,9 +156,7 @@ def delete(*, name: str, yes: bool, client: Client, as_json: bool) -> None:
 def warmup(*, name: str, workers: int, client: Client, as_json: bool) -> None:
     """Start workers now, ahead of the requests that will need them.
 
-    \b
-    Example:
-      pilotflame warmup hello --workers 2
+    Example: pilotflame warmup hello --workers 2
     """
     found = client.post("v2", name, "warmup", workers=workers)["workers"]
     text = f"{name}: {found['ready']} ready, {found['starting']} starting"

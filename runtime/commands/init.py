@@ -27,9 +27,7 @@ def init(*, folder: Path | None, template: str, listing: bool, as_json: bool) ->
 
     The last part of FOLDER becomes the function's name. Without FOLDER it is the template's name.
 
-    \b
-    Example:
-      pilotflame init my-embeddings --template text-embedding
+    Example: pilotflame init my-embeddings --template text-embedding
     """
     if listing:
         found = templates()
@@ -73,10 +71,8 @@ def copy_template(template: str, folder: Path) -> str:
 
 def _rename(folder: Path, template: str, name: str) -> None:
     """Replace the template's name by `name` in the settings, and in the commands of the README."""
-    for file, places in (
-        (SETTINGS_FILE, ('name = "{}"',)),
-        (README_FILE, ("pilotflame invoke {} ", "/invoke/{}\n")),
-    ):
+    names = {SETTINGS_FILE: ['name = "{}"'], README_FILE: ["pilotflame invoke {} ", "/invoke/{}\n"]}
+    for file, places in names.items():
         text = (folder / file).read_text(encoding="utf-8")
         for place in places:
             text = text.replace(place.format(template), place.format(name))

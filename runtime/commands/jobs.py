@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -19,11 +20,7 @@ from .client import Client
 AFTER_ALL_PIECES = 999_999_999
 _JOB_ID = click.argument("job_id", metavar="ID")
 _JOB_IDS = click.argument("job_ids", metavar="ID...", nargs=-1, required=True)
-
-
-def _seconds(option: str, description: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    name = f"{option.removeprefix('--')}_s"
-    return click.option(option, name, type=click.FloatRange(min=0.001), metavar="SECONDS", help=description)
+_seconds = functools.partial(click.option, type=click.FloatRange(min=0.001), metavar="SECONDS")
 
 
 @click.command("run")
@@ -33,8 +30,8 @@ def _seconds(option: str, description: str) -> Callable[[Callable[..., Any]], Ca
 @click.option("--idempotency-key", "key", metavar="KEY", help="The same key again returns the same job.")
 @click.option("--webhook", metavar="URL", help="Where the gateway sends the job when it has ended.")
 @click.option("--low-priority", is_flag=True, help="Run it after the jobs without this option.")
-@_seconds("--timeout", "How long it may run.  [default: the function's timeout_s]")
-@_seconds("--ttl", "How long it may wait in the queue.  [default: the function's ttl_s]")
+@_seconds("--timeout", "timeout_s", help="How long it may run.  [default: the function's timeout_s]")
+@_seconds("--ttl", "ttl_s", help="How long it may wait in the queue.  [default: the function's ttl_s]")
 @options.gateway
 def run_job(
     *, name: str, event: str | None, wait: bool, key: str | None, webhook: str | None, low_priority: bool,
@@ -73,10 +70,7 @@ def run_job(
 def jobs() -> None:
     """List a function's jobs; show, cancel, retry or follow them.
 
-    \b
-    Examples:
-      pilotflame jobs list hello
-      pilotflame jobs get hello job-…
+    Example: pilotflame jobs list hello
     """
 
 
@@ -119,7 +113,10 @@ def get_job(*, name: str, job_id: str, output_only: bool, client: Client, as_jso
     """
     job = client.get("v2", name, "status", job_id)
     if output_only:
-        return _print_output(name, job)
+        if not (state := JobState(job["status"])).final:
+            remedy = f"Wait for it: pilotflame jobs follow {name} {job_id}."
+            raise JobConflict(f"{job_id} is {state}: it has no output yet.", remedy=remedy)
+        return _print_ended(job)
     if as_json:
         return display.print_json(job)
     display.print_table(("", ""), _facts(job))
@@ -142,9 +139,7 @@ def cancel_jobs(*, name: str, job_ids: tuple[str, ...], client: Client, as_json:
 
     If one of them cannot be cancelled, the others still are, and the exit code is 1.
 
-    \b
-    Example:
-      pilotflame jobs cancel hello job-… job-…
+    Example: pilotflame jobs cancel hello job-… job-…
     """
     _for_each(job_ids, lambda job_id: client.post("v2", name, "cancel", job_id), as_json=as_json)
 
@@ -158,9 +153,7 @@ def retry_jobs(*, name: str, job_ids: tuple[str, ...], client: Client, as_json: 
 
     If one of them cannot be retried, the others still are, and the exit code is 1.
 
-    \b
-    Example:
-      pilotflame jobs retry hello job-… job-…
+    Example: pilotflame jobs retry hello job-… job-…
     """
     _for_each(job_ids, lambda job_id: client.post("v2", name, "retry", job_id), as_json=as_json)
 
@@ -172,9 +165,7 @@ def retry_jobs(*, name: str, job_ids: tuple[str, ...], client: Client, as_json: 
 def purge_jobs(*, name: str, yes: bool, client: Client, as_json: bool) -> None:
     """Cancel all jobs in a function's queue. Jobs that run may finish.
 
-    \b
-    Example:
-      pilotflame jobs purge hello --yes
+    Example: pilotflame jobs purge hello --yes
     """
     if not yes:
         options.check_terminal()
@@ -195,9 +186,7 @@ def follow_job(*, name: str, job_id: str, client: Client, as_json: bool) -> None
 
     Exit codes: 0 it completed, 4 it failed, timed out or was cancelled. Ctrl-C does not end the job.
 
-    \b
-    Example:
-      pilotflame jobs follow hello job-…
+    Example: pilotflame jobs follow hello job-…
     """
     printed, job = as_json, dict[str, Any]()
     with _goes_on(name, job_id):
@@ -254,19 +243,8 @@ def _for_each(job_ids: tuple[str, ...], act: Callable[[str], dict[str, Any]], *,
         raise click.exceptions.Exit(exit_codes.ERROR)
 
 
-def _print_output(name: str, job: dict[str, Any]) -> None:
-    state = JobState(job["status"])
-    if not state.final:
-        remedy = f"Wait for it: pilotflame jobs follow {name} {job['id']}."
-        raise JobConflict(f"{job['id']} is {state}: it has no output yet.", remedy=remedy)
-    _print_ended(job)
-
-
 def _print_ended(job: dict[str, Any], *, output: bool = True) -> None:
-    """Print the output of a job that completed, if `output` is True.
-
-    If the job did not complete, print its error and exit with code 4.
-    """
+    """Print a job's output, if `output`. If it did not complete, print its error and exit with code 4."""
     if job["status"] != JobState.COMPLETED:
         why = PilotflameError.from_wire(job["errorDetails"]) if "errorDetails" in job else ""
         display.say(" ".join(f"error: {job['id']} is {job['status']}. {why}".split()))

@@ -22,48 +22,13 @@ from .client import Client
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 SCOPES = click.Choice(["invoke", "deploy", "admin"])
+_repeatable = functools.partial(click.option, multiple=True)
 _DURATION = re.compile(r"([1-9][0-9]{0,8})([smhd])")
 
 
-class GatewayKeys:
-    """The API keys of a gateway that runs, used through its HTTP interface."""
-
-    def __init__(self, client: Client) -> None:
-        self._client = client
-
-    def create(self, wanted: dict[str, Any]) -> dict[str, Any]:
-        return self._client.post("v1", "keys", body=wanted)
-
-    def all(self) -> list[dict[str, Any]]:
-        return list(self._client.get("v1", "keys")["keys"])
-
-    def revoke(self, key_id: str) -> None:
-        self._client.delete("v1", "keys", key_id)
-
-
-class KeyFiles:
-    """The API keys in the state folder of a gateway that does not run. They are read when it starts."""
-
-    def __init__(self, keyring: Keyring) -> None:
-        self._keyring = keyring
-
-    def create(self, wanted: dict[str, Any]) -> dict[str, Any]:
-        key, token = self._keyring.create(parse_new_key(orjson.dumps(wanted)), time.time())
-        return {**key.shown(), "key": token}
-
-    def all(self) -> list[dict[str, Any]]:
-        return [key.shown() for key in self._keyring.all()]
-
-    def revoke(self, key_id: str) -> None:
-        self._keyring.revoke(key_id)
-
-
-Keys = GatewayKeys | KeyFiles
-
-
 @contextmanager
-def _open_keys(url: str, api_key: str, state_dir: Path | None) -> Iterator[Keys]:
-    """Yield the API keys that a command works on.
+def _open_keys(url: str, api_key: str, state_dir: Path | None) -> Iterator[Client | Keyring]:
+    """Yield the API keys that a command works on: a client of their gateway, or the keyring of its files.
 
     If the user gave a URL or an API key, and no state folder, they are those of the gateway at `url`.
     Otherwise they are those of the state folder, used through the control socket if its gateway runs.
@@ -71,26 +36,26 @@ def _open_keys(url: str, api_key: str, state_dir: Path | None) -> Iterator[Keys]
     source = click.get_current_context().get_parameter_source("url")
     if state_dir is None and (api_key or source is not click.core.ParameterSource.DEFAULT):
         with Client(url, api_key=api_key) as client:
-            yield GatewayKeys(client)
+            yield client
         return
     folder = options.gateway_settings(state_dir=state_dir).state_dir
     if (control_socket := find_control_socket(folder)) is not None:
-        with Client(control_socket=control_socket) as client:
-            yield GatewayKeys(client)
+        with Client(socket=control_socket) as client:
+            yield client
     else:
         with locked_state_dir(folder) as state:
             keyring = Keyring(state)
             keyring.load()
-            yield KeyFiles(keyring)
+            yield keyring
 
 
 def _with_keys(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add --state-dir, --url, --api-key and --json. Pass `as_json`, and the API keys as `opened`."""
+    """Add --state-dir, --url, --api-key and --json. Pass `as_json`, and the opened keys as `store`."""
 
     @functools.wraps(command)
     def opening(*, url: str, api_key: str, state_dir: Path | None, **values: Any) -> Any:
-        with _open_keys(url, api_key, state_dir) as opened:
-            return command(opened=opened, **values)
+        with _open_keys(url, api_key, state_dir) as store:
+            return command(store=store, **values)
 
     return options.state_dir(options.gateway_address(options.as_json(opening)))
 
@@ -110,28 +75,20 @@ def keys() -> None:
     Without --url and --api-key these commands use the gateway of this machine's state folder, running or not,
     and need no key. That is how to make the first one.
 
-    \b
-    Example:
-      pilotflame keys create laptop --scope admin
+    Example: pilotflame keys create laptop --scope admin
     """
 
 
 @keys.command("create")
 @click.argument("name")
-@click.option(
-    "--scope", "scopes", multiple=True, default=("invoke",), type=SCOPES, help="What it may do; repeatable."
-)
-@click.option(
-    "--function", "functions", multiple=True, metavar="NAME", help="The only function it sees. Repeatable."
-)
+@_repeatable("--scope", "scopes", default=("invoke",), type=SCOPES, help="What it may do; repeatable.")
+@_repeatable("--function", "functions", metavar="NAME", help="The only function it sees. Repeatable.")
 @click.option("--rate", "rate_per_s", type=float, metavar="N", help="Requests a second, on average.")
 @click.option("--burst", type=int, metavar="N", help="Requests at once.  [default: --rate]")
 @click.option("--concurrency", type=int, metavar="N", help="Requests at the same time.")
 @click.option("--expires", "expires_in_s", callback=_seconds, metavar="TIME", help="Lifetime: 90d, 12h, 30m.")
 @_with_keys
-def create_key(
-    *, functions: tuple[str, ...], opened: Keys, as_json: bool, **fields: str | float | tuple[str, ...] | None
-) -> None:
+def create_key(*, functions: tuple[str, ...], store: Client | Keyring, as_json: bool, **fields: Any) -> None:
     """Make an API key. NAME tells people whose it is. The key is printed this once.
 
     As soon as the first key exists, the gateway answers only health checks without one.
@@ -141,7 +98,12 @@ def create_key(
       pilotflame keys create laptop --scope admin
       pilotflame keys create shop --function greeter --rate 20 --concurrency 4 --expires 90d
     """
-    key = opened.create({"functions": functions or None, **fields})
+    wanted = {"functions": functions or None, **fields}
+    if isinstance(store, Client):
+        key = store.post("v1", "keys", body=wanted)
+    else:
+        made, token = store.create(parse_new_key(orjson.dumps(wanted)), time.time())
+        key = {**made.shown(), "key": token}
     if not as_json:
         display.say(f"key {key['id']} for {key['name']}: {_rights(key)}; it is not shown again:")
     display.print_result(key, key["key"], as_json=as_json)
@@ -149,34 +111,37 @@ def create_key(
 
 @keys.command("list")
 @_with_keys
-def list_keys(*, opened: Keys, as_json: bool) -> None:
+def list_keys(*, store: Client | Keyring, as_json: bool) -> None:
     """List the API keys, whose they are and what they may do. Their secret parts are not stored.
 
-    \b
-    Example:
-      pilotflame keys list
+    Example: pilotflame keys list
     """
-    found, empty = opened.all(), "no keys: pilotflame keys create NAME"
+    if isinstance(store, Client):
+        found = store.get("v1", "keys")["keys"]
+    else:
+        found = [key.shown() for key in store.all()]
     columns = ("id", "for", "may", "quota", "made", "last used", "ends")
+    empty = "no keys: pilotflame keys create NAME"
     display.print_list({"keys": found}, columns, map(_row, found), empty=empty, as_json=as_json)
 
 
 @keys.command("revoke")
 @click.argument("key_id", metavar="ID")
 @_with_keys
-def revoke_key(*, key_id: str, opened: Keys, as_json: bool) -> None:
+def revoke_key(*, key_id: str, store: Client | Keyring, as_json: bool) -> None:
     """Revoke the API key with this ID. Its next request is refused; requests that run finish.
 
     The gateway asks for keys even when the last one is gone. To open it again, stop it and remove the file
     access/keys.json from its state folder.
 
-    \b
-    Example:
-      pilotflame keys revoke 3f2a9c0b1d4e
+    Example: pilotflame keys revoke 3f2a9c0b1d4e
     """
     # If the user gave a whole key, use only its id: the rest is secret and must not be printed.
     key_id = key_id.removeprefix("pf_").partition("_")[0]
-    opened.revoke(key_id)
+    if isinstance(store, Client):
+        store.delete("v1", "keys", key_id)
+    else:
+        store.revoke(key_id)
     display.print_result({"revoked": key_id}, f"{key_id} is revoked", as_json=as_json)
 
 

@@ -13,7 +13,6 @@ class LazyGroup(click.Group):
     """A group of commands, some of which are imported only when they are used.
 
     `lazy` maps the name of each such command to (its module in this package, the first sentence of its help).
-    Other commands are added in the usual way.
     """
 
     def __init__(self, *arguments: Any, lazy: Mapping[str, tuple[str, str]], **options: Any) -> None:

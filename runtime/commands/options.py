@@ -29,35 +29,31 @@ yes = click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmatio
 limit = click.option("-n", "--limit", type=click.IntRange(1, 1000), default=20, help="How many to show.")
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 state_dir = click.option("--state-dir", type=_FOLDER, help="The gateway's state folder.")
-snapshot = click.option(
-    "--snapshot", metavar="PATH", help="Weights: a folder or .safetensors file. Overrides pilotflame.toml."
-)
-settings = click.option(
+_snapshot = click.option("--snapshot", metavar="PATH", help="Use these weights: folder or .safetensors file.")
+_settings = click.option(
     "--set", "settings", metavar="KEY=VALUE", multiple=True,
     help="Override a setting of pilotflame.toml, for example scale.max=8 or env.MODE=fast. Repeatable.",
+)  # fmt: skip
+_url = click.option(
+    "--url", envvar=URL_VARIABLE, default="http://127.0.0.1:8600", show_envvar=True,
+    help="The gateway's address.",
+)  # fmt: skip
+_api_key = click.option(
+    "--api-key", envvar=KEY_VARIABLE, show_envvar=True, metavar="KEY", default="", show_default=False,
+    help="The API key to send. Prefer the variable: a list of processes shows command lines.",
 )  # fmt: skip
 _name = click.option("--name", metavar="NAME", help="Use this name instead of the one in pilotflame.toml.")
 
 
 def states(option: str, kind: type[StrEnum]) -> Callable[[F], F]:
-    """Return the decorator for an option that selects jobs or deliveries by their state.
-
-    The option can be repeated. Its values are passed as `states`.
-    """
+    """Return a decorator that adds an option to select by state. Its values are passed as `states`."""
     choice = click.Choice(list(kind), case_sensitive=False)
     return click.option(option, "states", multiple=True, type=choice, help="Only this one; repeatable.")
 
 
 def gateway_address(command: F) -> F:
     """Add --url and --api-key, and pass them as `url` and `api_key`."""
-    command = click.option(
-        "--api-key", envvar=KEY_VARIABLE, show_envvar=True, metavar="KEY", default="", show_default=False,
-        help="The API key to send. Prefer the variable: a list of processes shows command lines.",
-    )(command)  # fmt: skip
-    return click.option(
-        "--url", envvar=URL_VARIABLE, default="http://127.0.0.1:8600", show_envvar=True,
-        help="The gateway's address.",
-    )(command)  # fmt: skip
+    return _url(_api_key(command))
 
 
 def gateway(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,10 +79,9 @@ class FunctionSource(NamedTuple):
     snapshot: str | None = None
 
     def overrides(self, *, local: bool = True) -> dict[str, str]:
-        """Return the settings that the command line gives.
+        """Return the settings that the command line gives. Raise BadParameter if one is not KEY=VALUE.
 
-        `local` means that the gateway runs on this machine: then a snapshot's path is made absolute. Raise
-        BadParameter if a setting is not KEY=VALUE.
+        With `local`, the gateway runs on this machine, and a snapshot's path is made absolute for it.
         """
         found: dict[str, str] = {}
         for text in self.settings:
@@ -113,7 +108,7 @@ def function_source(command: Callable[..., Any]) -> Callable[..., Any]:
 
     existing = click.Path(exists=True, file_okay=False, path_type=Path)
     folder = click.argument("folder", type=existing, default=".")
-    return folder(settings(_name(snapshot(run))))
+    return folder(_settings(_name(_snapshot(run))))
 
 
 def gateway_settings(**overrides: Any) -> GatewaySettings:

@@ -17,15 +17,8 @@ from typing import Any
 import click
 
 from ...errors import CodeError
-from ..batching.simulator import (
-    CallOutcome,
-    DurationModel,
-    Run,
-    SimulatedCall,
-    SimulatedFunction,
-    Simulator,
-    poisson,
-)
+from ..batching import simulator
+from ..batching.simulator import CallOutcome, DurationModel, Run, SimulatedCall, SimulatedFunction, Simulator
 from . import display, options
 
 # The progress bar is updated once per this many calls.
@@ -70,17 +63,17 @@ def simulate(
     if rate is not None:
         if rate * duration_s > MAX_CALLS:
             raise click.UsageError(f"--rate times --duration is more than {MAX_CALLS:,} calls.")
-        calls = list(poisson(rate, round(rate * duration_s), timeout_s=timeout_s, seed=seed))
+        calls = list(simulator.poisson(rate, round(rate * duration_s), timeout_s=timeout_s, seed=seed))
     elif arrivals is not None:
         times = enumerate(read_arrivals(arrivals))
         calls = [SimulatedCall(at_s / speed, timeout_s, body=b"%d" % number) for number, at_s in times]
     timed, counts = DurationModel(read_curve(curve), noise), read_counts(workers)
     rows = list[dict[str, Any]]()
-    with display.count_progress("simulating") as update:
+    with display.progress("simulating", in_bytes=False) as update:
         for count in counts:
             model = SimulatedFunction(timed, max_batch=limit, workers=count, max_queue=max_queue, seed=seed)
             report = partial(update, total=len(counts) * len(calls), note=display.counted(count, "worker"))
-            run = Simulator(model).run(_reported(calls, len(rows) * len(calls), report))
+            run = Simulator(model).run(_tracked(calls, len(rows) * len(calls), report))
             rows.append({"workers": count, **figures(run)})
     if as_json:
         return display.print_json({"runs": rows})
@@ -89,20 +82,15 @@ def simulate(
     return display.print_table(columns, [_row(row) for row in rows])
 
 
-def _reported(
-    calls: list[SimulatedCall], before: int, report: Callable[[int], None]
-) -> Iterator[SimulatedCall]:
+def _tracked(calls: list[SimulatedCall], done: int, report: Callable[[int], None]) -> Iterator[SimulatedCall]:
     for number, call in enumerate(calls):
         if number % PROGRESS_CALLS == 0:
-            report(before + number)
+            report(done + number)
         yield call
 
 
 def figures(run: Run) -> dict[str, Any]:
-    """Return the figures of a run.
-
-    Outcomes are counted for first attempts only. Latencies are those of the calls that were answered in time.
-    """
+    """Return a run's figures: the outcomes of first attempts, the latencies of calls answered in time."""
     first = [attempt for attempt in run.attempts if attempt.tries == 1]
     outcomes = Counter(attempt.outcome for attempt in first)
     answered = [attempt.latency_s for attempt in run.attempts if attempt.outcome is CallOutcome.ON_TIME]
@@ -141,9 +129,9 @@ def _row(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def read_arrivals(path: Path) -> list[float]:
-    """Read a CSV file, plain or .gz, and return the times at which its calls arrive, in ascending order.
+    """Return the ascending times of the calls in a CSV file, plain or .gz, in seconds after the first one.
 
-    They are in seconds after the first call. Raise CodeError if the file cannot be read or has no calls.
+    Raise CodeError if the file cannot be read or has no calls.
     """
     try:
         with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:

@@ -26,26 +26,13 @@ WEIGHTS_SUFFIX = ".safetensors"
 # -- what the commands about snapshots share
 
 
-class Place(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.3 on
+def url_or_path(text: str) -> str | Path:
     """The type of an argument that is a URL, or the path of a file or folder that exists."""
-
-    name = "path_or_url"
-
-    def convert(
-        self, value: str | Path, param: click.Parameter | None, ctx: click.Context | None
-    ) -> str | Path:
-        if is_remote(str(value)):
-            return str(value).rstrip("/")
-        found: Path = click.Path(exists=True, path_type=Path).convert(value, param, ctx)
-        return found
+    return text.rstrip("/") if is_remote(text) else Path(str(click.Path(exists=True)(text)))
 
 
 def open_place(url: str) -> tuple[Source, str | None]:
-    """Return (source, name of a file in it) for a URL.
-
-    If the URL names a weights file or a manifest, the source is the prefix that contains this file. Otherwise
-    the source is the URL itself, and the name is None.
-    """
+    """Return the source at a URL, and the name of the file in it, if the URL names weights or a manifest."""
     above, _, last = url.rpartition("/")
     if last.endswith((WEIGHTS_SUFFIX, MANIFEST_SUFFIX)):
         return open_source(above), last
@@ -99,9 +86,7 @@ def rate(size_bytes: float, elapsed_s: float) -> str:
     return f"{elapsed_s:.2f} s, {display.size(size_bytes / max(elapsed_s, 1e-6))}/s"
 
 
-def print_timed(
-    facts: dict[str, Any], text: str, size_bytes: int, started_s: float, *, as_json: bool
-) -> None:
+def print_rate(facts: dict[str, Any], text: str, size_bytes: int, started_s: float, *, as_json: bool) -> None:
     """Print what a command has done with `size_bytes` bytes since `started_s`, with the time and the rate."""
     elapsed_s = time.monotonic() - started_s
     text = f"{text}, {rate(size_bytes, elapsed_s)}"
@@ -117,10 +102,7 @@ def print_timed(
         "cache": ("snapshot_transfer", "List the snapshots in this node's cache, or drop one of them."),
         "pull": ("snapshot_transfer", "Copy the snapshot at URL into FOLDER, verified."),
         "push": ("snapshot_transfer", "Copy the snapshot in FOLDER to DESTINATION, an s3:// prefix"),
-        "record": (
-            "snapshot_record",
-            "Record in which order the function in FOLDER first touches its tensors.",
-        ),
+        "record": ("snapshot_record", "Record in which order a function first touches its tensors."),
     },
 )
 def snapshot() -> None:
@@ -128,14 +110,12 @@ def snapshot() -> None:
 
     A snapshot is a manifest (pilotflame.manifest.json) beside ordinary safetensors files.
 
-    \b
-    Example:
-      pilotflame snapshot create weights/
+    Example: pilotflame snapshot create weights/
     """
 
 
 @snapshot.command()
-@click.argument("path", metavar="PATH_OR_URL", type=Place())
+@click.argument("path", metavar="PATH_OR_URL", type=url_or_path)
 @click.option("--chunk-mib", type=click.IntRange(1, 1024), default=4, help="Unit of verification.")
 @click.option("--output", "-o", type=click.Path(path_type=Path), help="Write the manifest to this file.")
 @options.as_json
@@ -152,7 +132,7 @@ def create(path: str | Path, chunk_mib: int, output: Path | None, as_json: bool)
     """
     started_s = time.monotonic()
     source, file = open_place(path) if isinstance(path, str) else (path, None)
-    with display.byte_progress(f"reading {path}") as progress:
+    with display.progress(f"reading {path}") as progress:
         manifest = make_manifest(source, file=file, chunk_bytes=chunk_mib << 20, progress=progress)
     if output is not None or isinstance(source, Path):
         file = str(output or folder_of(Path(path)) / MANIFEST_NAME)
@@ -164,11 +144,11 @@ def create(path: str | Path, chunk_mib: int, output: Path | None, as_json: bool)
         remedy = "Write the manifest to a file with --output, and upload it there."
         raise SnapshotError(f"{source.url} cannot be written to.", remedy=remedy)
     found, text = {"manifest": file, **facts(manifest)}, f"wrote {file}: {contents(manifest)}"
-    print_timed(found, text, manifest.total_bytes, started_s, as_json=as_json)
+    print_rate(found, text, manifest.total_bytes, started_s, as_json=as_json)
 
 
 @snapshot.command()
-@click.argument("path", metavar="PATH_OR_URL", type=Place())
+@click.argument("path", metavar="PATH_OR_URL", type=url_or_path)
 @click.option("--tensors", is_flag=True, help="List every tensor, not only the largest.")
 @options.as_json
 def inspect(path: str | Path, tensors: bool, as_json: bool) -> None:
@@ -188,17 +168,15 @@ def inspect(path: str | Path, tensors: bool, as_json: bool) -> None:
     click.echo(f"{path}: {contents(manifest)}")
     click.echo(f"digest {manifest.digest}, chunks of {chunk_size}, order of first touch {touched}\n")
     chunks = {shard.name: str(len(shard.chunks)) for shard in manifest.shards}
-    files = [
-        (file.name, display.size(file.size_bytes), chunks.get(file.name, "-")) for file in manifest.files
-    ]
-    display.print_table(("file", "size", "chunks"), files)
+    rows = [(file.name, display.size(file.size_bytes), chunks.get(file.name, "-")) for file in manifest.files]
+    display.print_table(("file", "size", "chunks"), rows)
     click.echo()
     largest = sorted(manifest.tensors, key=lambda tensor: -tensor.size_bytes)[:LARGEST_TENSORS]
-    rows = [
+    details = [
         (found.name, found.dtype, "×".join(map(str, found.shape)) or "scalar", display.size(found.size_bytes))
         for found in (manifest.tensors if tensors else largest)
     ]
-    return display.print_table(("tensor" if tensors else "largest tensors", "type", "shape", "size"), rows)
+    return display.print_table(("tensor" if tensors else "largest tensors", "type", "shape", "size"), details)
 
 
 @snapshot.command()
@@ -209,16 +187,14 @@ def verify(path: Path, as_json: bool) -> None:
 
     On damage the error names the first damaged file, chunk and tensors, and the exit code is 1.
 
-    \b
-    Example:
-      pilotflame snapshot verify weights/
+    Example: pilotflame snapshot verify weights/
     """
     manifest = read_manifest_of(path)
     started_s = time.monotonic()
-    with display.byte_progress(f"verifying {path}") as progress:
+    with display.progress(f"verifying {path}") as progress:
         verify_files(folder_of(path), manifest, progress)
     found, text = {"verified": True, **facts(manifest)}, f"{path} is intact: {contents(manifest)}"
-    print_timed(found, text, manifest.total_bytes, started_s, as_json=as_json)
+    print_rate(found, text, manifest.total_bytes, started_s, as_json=as_json)
 
 
 @snapshot.command()
@@ -226,14 +202,12 @@ def verify(path: Path, as_json: bool) -> None:
 @click.argument("path_out", metavar="OUT", type=click.Path(path_type=Path))
 @click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), help="Cast floats of 16 to 64 bits.")
 @click.option(
-    "--to", "kind", type=click.Choice(["safetensors", "tensorizer"]), default="safetensors",
+    "--to", type=click.Choice(["safetensors", "tensorizer"]), default="safetensors",
     help="What to write: a folder that is a snapshot, or one .tensors file.",
 )  # fmt: skip
 @click.option("--shard-mb", type=click.IntRange(min=1), default=5000, help="Size of the files.")
 @options.as_json
-def convert(
-    path_in: Path, path_out: Path, dtype: str | None, kind: str, shard_mb: int, as_json: bool
-) -> None:
+def convert(path_in: Path, path_out: Path, dtype: str | None, to: str, shard_mb: int, as_json: bool) -> None:
     """Convert IN to the snapshot OUT.
 
     IN is a Hugging Face folder, or a .pt, .pth, .bin, .tensors or .safetensors file. Code in a pickle is
@@ -247,12 +221,12 @@ def convert(
     # torch takes seconds to import, and the other commands do not need it.
     from ...snapshot.converting import convert as converter  # noqa: PLC0415
 
-    if kind == "tensorizer" and dtype is not None:
+    if to == "tensorizer" and dtype is not None:
         raise click.UsageError("--dtype casts to safetensors only; convert twice.")
     started_s = time.monotonic()
-    with display.byte_progress(f"converting {path_in}") as progress:
+    with display.progress(f"converting {path_in}") as progress:
         found: dict[str, Any] = {"path": str(path_out)}
-        if kind == "tensorizer":
+        if to == "tensorizer":
             found["bytes"] = converter.convert_to_tensorizer(path_in, path_out, progress=progress)
             text = display.size(found["bytes"])
         else:
@@ -261,4 +235,4 @@ def convert(
                 path_in, path_out, dtype=dtype, shard_bytes=shard_bytes, progress=progress
             )
             found, text = found | facts(manifest), contents(manifest)
-    print_timed(found, f"wrote {path_out}: {text}", found["bytes"], started_s, as_json=as_json)
+    print_rate(found, f"wrote {path_out}: {text}", found["bytes"], started_s, as_json=as_json)

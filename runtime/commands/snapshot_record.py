@@ -28,28 +28,23 @@ _RECORDER = f"{__name__.rpartition('.commands.')[0]}.worker.first_touch"
 
 
 @click.command()
-@click.argument("folder", metavar="FOLDER", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@options.function_source
 @click.option(
     "--input", "-i", "input_file", type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="The event, as JSON.  [default: test_input.json in FOLDER]",
 )  # fmt: skip
-@options.settings
-@options.snapshot
 @options.as_json
-def record(
-    *, folder: Path, input_file: Path | None, settings: tuple[str, ...], snapshot: str | None, as_json: bool
-) -> None:
-    """Record in which order the function in FOLDER first touches its tensors. They are fetched in this order.
+def record(*, source: options.FunctionSource, input_file: Path | None, as_json: bool) -> None:
+    """Record in which order a function first touches its tensors. They are fetched in this order.
 
-    Sets the function up as a worker does, calls it once, and writes the order into the manifest beside its
-    weights. The digest stays. Push the snapshot afterwards. Threads that the handler starts are not observed.
+    Sets the function in FOLDER up as a worker does, calls it once, and writes the order into the manifest
+    beside its weights. The digest stays. Push the snapshot afterwards. Threads that the handler starts are
+    not observed.
 
-    \b
-    Example:
-      pilotflame snapshot record my-embeddings --input long_text.json
+    Example: pilotflame snapshot record my-embeddings --input long_text.json
     """
-    overrides = options.FunctionSource(folder, settings, snapshot=snapshot).overrides()
-    function = read_settings(folder, overrides=overrides)
+    folder = source.folder
+    function = read_settings(folder, overrides=source.overrides())
     weights = _weights(function, folder)
     manifest = read_manifest_of(weights)
     # Check this before the function runs, because it may run for a long time.

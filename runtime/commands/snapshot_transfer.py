@@ -23,7 +23,7 @@ from ...snapshot.format.manifest import Manifest, read_manifest
 from ...snapshot.format.verify import verify as verify_files
 from ...snapshot.sources.locate import is_remote, open_source
 from . import display, exit_codes, options
-from .snapshot import contents, folder_of, open_place, print_timed, rate, read_manifest_of
+from .snapshot import contents, folder_of, open_place, print_rate, rate, read_manifest_of
 
 SHOWN_DIGEST_CHARS = 16
 
@@ -39,22 +39,20 @@ def push(folder: Path, destination: str, force: bool, as_json: bool) -> None:
     Verifies the files, sends those that are missing there, and the manifest last: a prefix with a manifest is
     complete.
 
-    \b
-    Example:
-      pilotflame snapshot push weights/ s3://bucket/models/llama
+    Example: pilotflame snapshot push weights/ s3://bucket/models/llama
     """
     manifest, root = read_manifest_of(folder), folder_of(folder)
-    with display.byte_progress(f"verifying {folder}") as progress:
+    with display.progress(f"verifying {folder}") as progress:
         verify_files(root, manifest, progress)
     started_s = time.monotonic()
-    with display.byte_progress(f"pushing to {destination}") as progress:
+    with display.progress(f"pushing to {destination}") as progress:
         target = open_source(destination)
         pushed = push_files(root, manifest, target, force=force, verified=True, progress=progress)
     facts = {"destination": destination, **asdict(pushed), "digest": manifest.digest}
     kept = f", {display.size(pushed.kept_bytes)} were there" if pushed.kept_files else ""
     sent = f"{display.size(pushed.sent_bytes)} in {display.counted(pushed.sent_files, 'file')}"
     text = f"pushed to {destination}: {sent}{kept}"
-    print_timed(facts, text, pushed.sent_bytes, started_s, as_json=as_json)
+    print_rate(facts, text, pushed.sent_bytes, started_s, as_json=as_json)
 
 
 @click.command()
@@ -88,7 +86,7 @@ def pull(
     manifest = read_manifest(source)
     node = options.gateway_settings().cache_dir
     kept = f"interrupted: what has arrived is kept in {folder or node}; the same command continues there"
-    with exit_codes.on_interrupt(kept), display.byte_progress(f"pulling {source.url}") as progress:
+    with exit_codes.on_interrupt(kept), display.progress(f"pulling {source.url}") as progress:
         if folder is not None:
             where = str(folder)
             stats: FetchStats | None = download(
@@ -114,10 +112,7 @@ def cache(*, evict: str | None, as_json: bool) -> None:
 
     A snapshot that a worker has mapped, or that is being fetched, is not dropped.
 
-    \b
-    Examples:
-      pilotflame snapshot cache
-      pilotflame snapshot cache --evict 3f9c01
+    Example: pilotflame snapshot cache --evict 3f9c01
     """
     found = Cache(node_tiers(options.gateway_settings().cache_dir))
     if evict is not None:
@@ -163,9 +158,6 @@ def _fetched(manifest: Manifest, stats: FetchStats | None, elapsed_s: float) -> 
     how = f"{display.counted(stats.connections, 'connection')}, {retries}, {stalls}"
     fetched = f"{display.size(stats.fetched_bytes)}{kept}"
     return f"fetched {fetched}: {rate(stats.fetched_bytes, stats.seconds)}; {how}"
-
-
-# -- the cache
 
 
 def _full_digest(beginning: str, digests: set[str]) -> str:

@@ -42,14 +42,12 @@ def test(*, source: options.FunctionSource, install: bool, as_json: bool) -> Non
 
     Exit code 0 if it answered, 1 if it could not be deployed or failed. Leaves nothing behind.
 
-    \b
-    Example:
-      pilotflame test hello
+    Example: pilotflame test hello
     """
     file = source.folder / options.INPUT_FILE
     event = options.read_event(file, remedy="Write the event to send into it, as JSON.")
     with display.spinner(f"testing {source.folder}"), private_gateway() as url, Client(url) as client:
-        deployed = client.deploy(source.folder, overrides=source.overrides(), install=install)
+        deployed = client.deploy(source.folder, source.overrides(), install=install)
         try:
             with client.call(deployed["name"], event) as reply:
                 answer = reply.value()

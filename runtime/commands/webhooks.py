@@ -18,9 +18,7 @@ MAX_ERROR_CHARS = 40
 def webhooks() -> None:
     """List deliveries of webhooks, send one again, show the secret that signs them.
 
-    \b
-    Example:
-      pilotflame webhooks list hello --state dead
+    Example: pilotflame webhooks list hello --state dead
     """
 
 
@@ -59,9 +57,7 @@ def redeliver(*, name: str, delivery_id: str, client: Client, as_json: bool) -> 
 
     It keeps its id and body, whatever its state, and is retried as often as a new one.
 
-    \b
-    Example:
-      pilotflame webhooks redeliver hello msg_…
+    Example: pilotflame webhooks redeliver hello msg_…
     """
     delivery = client.post("v1", "functions", name, "webhooks", delivery_id, "redeliver")
     display.print_result(delivery, f"{delivery['id']} is sent to {delivery['url']} again", as_json=as_json)
@@ -75,9 +71,7 @@ def show_secret(*, name: str, client: Client, as_json: bool) -> None:
 
     Give it to the receivers: every library of Standard Webhooks verifies with it. Each function has its own.
 
-    \b
-    Example:
-      pilotflame webhooks secret hello
+    Example: pilotflame webhooks secret hello
     """
     secret = client.get("v1", "functions", name, "webhooks", "secret")["secret"]
     display.print_result({"function": name, "secret": secret}, secret, as_json=as_json)

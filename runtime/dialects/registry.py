@@ -12,9 +12,5 @@ from .runpod.routes import QueueApi
 
 def dialect_routes(backend: Backend) -> list[Route]:
     """Return the rows of all dialects for the route table."""
-    return [
-        *LambdaApi(backend).routes(),
-        *EventsApi(backend).routes(),
-        *PredictionsApi(backend).routes(),
-        *QueueApi(backend).routes(),
-    ]
+    apis = (LambdaApi(backend), EventsApi(backend), PredictionsApi(backend), QueueApi(backend))
+    return [route for api in apis for route in api.routes()]

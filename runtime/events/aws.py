@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from ...errors import BusFailed
@@ -21,8 +20,6 @@ CONNECTIONS = 32
 THREAD_NAME = "pilotflame-aws"
 
 _CHECK_QUEUE = "Check the queue's URL, and the region."
-_CHECK_ENDPOINT = "Check that the endpoint is AWS or compatible with it."
-_CHECK_SETTINGS = "Check the endpoint, the network, and the AWS settings in the gateway's environment."
 _REMEDIES = {
     "NonExistentQueue": _CHECK_QUEUE,
     "QueueDoesNotExist": _CHECK_QUEUE,
@@ -55,12 +52,25 @@ class AwsClient:
         return await call_in_thread(lambda: self.call_blocking(request), on_abandoned)
 
     def call_blocking(self, request: Callable[[Any], T]) -> T:
-        """Return `request(client)`, run in this thread. Raises BusFailed.
+        """Return `request(client)`, run in this thread. Blocks. Raises BusFailed."""
+        from botocore import exceptions as boto  # noqa: PLC0415
 
-        Blocks: do not call it on the event loop.
-        """
-        with self._translated_errors():
+        service = self._service.upper()
+        # Errors of boto3 itself are reported without their text, because it may quote signed requests.
+        try:
             return request(self._opened())
+        except boto.ClientError as error:
+            code = str(error.response.get("Error", {}).get("Code", "")).rpartition(".")[2]
+            remedy = next((text for part, text in _REMEDIES.items() if part in code), "")
+            raise self._failed(f"{service} refuses the request ({code})", remedy, code) from error
+        except (LookupError, TypeError, AttributeError) as error:
+            problem = f"the response of {service} is malformed ({error!r})"
+            remedy = "Check that the endpoint is AWS or compatible with it."
+            raise self._failed(problem, remedy, "malformed") from error
+        except (boto.BotoCoreError, ValueError) as error:
+            problem, name = f"the request to {service} failed", type(error).__name__
+            remedy = "Check the endpoint, the network, and the AWS settings in the gateway's environment."
+            raise self._failed(f"{problem} ({name})", remedy, name) from error
 
     async def close(self) -> None:
         if self._client is not None:
@@ -85,25 +95,6 @@ class AwsClient:
                 endpoint = source.sqs_endpoint if self._service == "sqs" else source.endpoint_url
                 self._client = session.client(self._service, endpoint_url=endpoint, config=config)
             return self._client
-
-    @contextmanager
-    def _translated_errors(self) -> Iterator[None]:
-        """Raise boto3's errors as BusFailed. Their text is left out, because it may quote signed requests."""
-        from botocore import exceptions as boto  # noqa: PLC0415
-
-        service = self._service.upper()
-        try:
-            yield
-        except boto.ClientError as error:
-            code = str(error.response.get("Error", {}).get("Code", "")).rpartition(".")[2]
-            remedy = next((text for part, text in _REMEDIES.items() if part in code), "")
-            raise self._failed(f"{service} refuses the request ({code})", remedy, code) from error
-        except (LookupError, TypeError, AttributeError) as error:
-            problem = f"the response of {service} is malformed ({type(error).__name__})"
-            raise self._failed(problem, _CHECK_ENDPOINT, "malformed") from error
-        except (boto.BotoCoreError, ValueError) as error:
-            problem, name = f"the request to {service} failed", type(error).__name__
-            raise self._failed(f"{problem} ({name})", _CHECK_SETTINGS, name) from error
 
     def _failed(self, problem: str, remedy: str, code: str) -> BusFailed:
         return BusFailed(f"{self._purpose}: {problem}.", remedy=remedy, details={"code": code})

@@ -29,7 +29,6 @@ EXTENSIONS = 3
 RETRY_S = 1.0
 """The first pause after a failure to receive messages. Each further pause is twice as long."""
 MAX_RETRY_S = 60.0
-"""The longest pause after a failure to receive messages."""
 MAX_BACKOFF_S = 900
 """The longest time for which a message whose job failed is hidden before its next delivery."""
 
@@ -172,9 +171,7 @@ class Consumer:
                 why = f" ({job.error.get('message', '')})" if job.error else ""
                 await self._leave(message, f"job {job.id} is {job.state}{why}; left to the queue")
         except TimeoutError:
-            self._log(
-                f"message {message.id}: no end of its job within {MAX_VISIBILITY_S} s; left to the queue"
-            )
+            self._log(f"message {message.id}: its job did not end in {MAX_VISIBILITY_S} s; left to the queue")
         except Exception as error:  # noqa: BLE001  one broken source must not end the gateway
             await self._leave(message, f"{_text_of(error)} The message is left to the queue.")
         finally:
@@ -191,8 +188,7 @@ class Consumer:
     async def _ended_job(self, message: Message) -> Job:
         """Submit the message's job, wait until it is final and return it.
 
-        If the consumer stops while the job is queued, the job is cancelled.
-        Raises TimeoutError if the job has not ended after MAX_VISIBILITY_S.
+        A queued job is cancelled when the consumer stops. Raises TimeoutError after MAX_VISIBILITY_S.
         """
         job = await self._submit(message)
         with self._jobs.watch(job.id) as news:
@@ -239,10 +235,7 @@ def _job_input(body: bytes) -> bytes:
 
 
 def _text_of(error: Exception) -> str:
-    """Return an error's text for the log.
-
-    An unexpected error is logged only with its type, because its text may quote secrets.
-    """
     if isinstance(error, PilotflameError):
         return str(error)
+    # Only the type is logged, because the text of an unexpected error may quote secrets.
     return f"Unexpected error ({type(error).__name__}); please report it as a bug of Pilotflame."

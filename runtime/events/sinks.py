@@ -12,20 +12,17 @@ from .aws import AwsClient
 from .sqs import Message
 
 
-class QueueSink:
+class QueueSink(AwsClient):
     """A sink that sends each output to a queue. JSON and text are sent unchanged, other outputs as base64."""
 
-    def __init__(self, source: EventSource) -> None:
-        self._result = source.result or ""
-        self._url = "" if self._result.startswith("sqs://") else self._result
-        self._aws = AwsClient("sqs", f"Outputs to {self._result}", source)
+    def __init__(self, source: EventSource, result: str) -> None:
+        super().__init__("sqs", f"Outputs to {result}", source)
+        self._result = result
+        self._url = "" if result.startswith("sqs://") else result
 
     async def put(self, message: Message, job: Job) -> None:
         """Send the output of a COMPLETED job. If it is called again for the same message, it sends again."""
-        await self._aws.call(lambda client: self._send(client, message, job))
-
-    async def close(self) -> None:
-        await self._aws.close()
+        await self.call(lambda client: self._send(client, message, job))
 
     def _send(self, client: Any, message: Message, job: Job) -> None:
         if not self._url:
@@ -47,17 +44,16 @@ class QueueSink:
         )  # fmt: skip
 
 
-class ObjectSink:
-    """A sink that writes each output to an S3 object. The object is named after the id of the message.
+class ObjectSink(AwsClient):
+    """A sink that writes each output to an S3 object, which is named after the id of the message.
 
     So a second output of the same message replaces the first.
     """
 
-    def __init__(self, source: EventSource) -> None:
-        result = source.result or ""
+    def __init__(self, source: EventSource, result: str) -> None:
+        super().__init__("s3", f"Outputs to {result}", source)
         self._bucket, _, prefix = result.removeprefix("s3://").partition("/")
         self._prefix = prefix.strip("/")
-        self._aws = AwsClient("s3", f"Outputs to {result}", source)
 
     async def put(self, message: Message, job: Job) -> None:
         name = quote(message.id, safe="") + ("" if job.output_type else ".json")
@@ -68,10 +64,7 @@ class ObjectSink:
             "ContentType": job.output_type or "application/json",
             "Metadata": _attributes(message, job),
         }
-        await self._aws.call(lambda client: client.put_object(**request))
-
-    async def close(self) -> None:
-        await self._aws.close()
+        await self.call(lambda client: client.put_object(**request))
 
 
 def _attributes(message: Message, job: Job) -> dict[str, str]:
@@ -88,4 +81,4 @@ def open_sink(source: EventSource) -> Sink | None:
     """Return the sink for the source's `result` setting, or None if it has none."""
     if source.result is None:
         return None
-    return ObjectSink(source) if source.result.startswith("s3://") else QueueSink(source)
+    return (ObjectSink if source.result.startswith("s3://") else QueueSink)(source, source.result)

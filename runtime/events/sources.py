@@ -14,10 +14,7 @@ from .sinks import open_sink
 from .sqs import MessageQueue
 
 SETTLE_S = 2.0
-"""How much longer than the drain a consumer may take to end.
-
-In this time the results of jobs that the drain cancelled are stored and their messages released.
-"""
+"""How much longer than the drain a consumer may take, to store results and release messages."""
 
 
 class Sources:
@@ -49,10 +46,8 @@ class Sources:
                 self._log(name, f"source {source.queue}: {problem}")
                 continue
             else:
-                log = partial(self._log_source, name, source.queue_name)
-                consumer = Consumer(
-                    settings, source, self._jobs, MessageQueue(source), open_sink(source), log
-                )
+                queue, log = MessageQueue(source), partial(self._log_source, name, source.queue_name)
+                consumer = Consumer(settings, source, self._jobs, queue, open_sink(source), log)
                 consumer.start(self._tasks)
             consumers.append(consumer)
         if consumers:

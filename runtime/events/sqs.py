@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ...errors import BusFailed
@@ -16,8 +16,6 @@ POLL_S = 20
 BATCH = 10
 """The most messages that SQS allows in one request."""
 _COUNT = "ApproximateReceiveCount"
-_MAX_COUNT_CHARS = 10
-_REQUIRED = ("MessageId", "ReceiptHandle", "Body")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,18 +25,18 @@ class Message:
     id: str
     receipt: str
     body: bytes
-    received: int = 1
+    received: int
     """How many times the message was delivered, including this one."""
-    attributes: Mapping[str, str] = field(default_factory=dict)
+    attributes: Mapping[str, str]
 
 
-class MessageQueue:
+class MessageQueue(AwsClient):
     """The queue of an event source. All methods raise BusFailed if a request fails."""
 
     def __init__(self, source: EventSource) -> None:
+        super().__init__("sqs", f"The queue {source.queue}", source)
         self._url = source.queue
         self._visibility_s = source.visibility_s
-        self._aws = AwsClient("sqs", f"The queue {source.queue}", source)
 
     async def receive(self, limit: int) -> Sequence[Message]:
         """Wait up to POLL_S for messages and return up to `limit` of them, at most BATCH.
@@ -52,34 +50,24 @@ class MessageQueue:
                 VisibilityTimeout=self._visibility_s,
                 MessageSystemAttributeNames=[_COUNT], MessageAttributeNames=["traceparent"],
             )  # fmt: skip
-            return [self._message(raw) for raw in response.get("Messages", ())]
+            return [_message(raw) for raw in response.get("Messages", ())]
 
-        return await self._aws.call(poll, self._release_abandoned)
+        return await self.call(poll, self._release_abandoned)
 
     async def extend(self, messages: Sequence[Message]) -> Sequence[str]:
-        """Hide messages from other consumers for another visibility timeout.
-
-        Return the ids of the messages for which this failed.
-        """
-        return await self._aws.call(lambda client: self._hide(client, messages, self._visibility_s))
+        """Hide messages for another visibility timeout. Return the ids of those for which this failed."""
+        return await self.call(lambda client: self._hide(client, messages, self._visibility_s))
 
     async def delete(self, message: Message) -> None:
-        await self._aws.call(
-            lambda client: client.delete_message(QueueUrl=self._url, ReceiptHandle=message.receipt)
-        )
+        request = {"QueueUrl": self._url, "ReceiptHandle": message.receipt}
+        await self.call(lambda client: client.delete_message(**request))
 
     async def release(self, messages: Sequence[Message], delay_s: int) -> None:
-        """Make messages visible to other consumers after a delay.
-
-        If they were delivered too often, SQS moves them to the dead-letter queue instead.
-        """
-        await self._aws.call(lambda client: self._hide(client, messages, delay_s))
-
-    async def close(self) -> None:
-        await self._aws.close()
+        """Make messages visible after a delay. If received too often, they go to the dead-letter queue."""
+        await self.call(lambda client: self._hide(client, messages, delay_s))
 
     def _hide(self, client: Any, messages: Sequence[Message], visibility_s: int) -> list[str]:
-        """Set the visibility timeout of messages. Return the ids of the messages for which this failed."""
+        """Set the visibility timeout of messages. Return the ids of those for which this failed."""
         failed: list[str] = []
         for begin in range(0, len(messages), BATCH):
             batch = messages[begin : begin + BATCH]
@@ -92,30 +80,18 @@ class MessageQueue:
             failed += [batch[int(entry["Id"])].id for entry in response.get("Failed", ())]
         return failed
 
-    def _message(self, raw: dict[str, Any]) -> Message:
-        if missing := [name for name in _REQUIRED if not isinstance(raw.get(name), str)]:
-            raise self._malformed(f"a message without {', '.join(missing)}")
-        count = str(raw.get("Attributes", {}).get(_COUNT, "1"))
-        if not (count.isascii() and count.isdecimal() and len(count) < _MAX_COUNT_CHARS):
-            raise self._malformed(f"a message whose {_COUNT} is not a number")
-        attributes = {
-            name: str(value["StringValue"])
-            for name, value in raw.get("MessageAttributes", {}).items()
-            if "StringValue" in value
-        }
-        return Message(raw["MessageId"], raw["ReceiptHandle"], raw["Body"].encode(), int(count), attributes)
-
-    def _malformed(self, what: str) -> BusFailed:
-        return BusFailed(
-            f"The queue {self._url} sent {what}.",
-            remedy="Check that the queue's URL and `endpoint_url` are those of SQS or compatible with it.",
-            details={"code": "malformed"},
-        )
-
     def _release_abandoned(self, messages: Sequence[Message]) -> None:
-        """Release messages that arrived after the poll was cancelled.
-
-        If this fails, they become visible when their visibility timeout ends.
-        """
+        """Release messages that arrived after the poll was cancelled."""
+        # If this fails, they become visible when their visibility timeout ends.
         with contextlib.suppress(BusFailed):
-            self._aws.call_blocking(lambda client: self._hide(client, messages, 0))
+            self.call_blocking(lambda client: self._hide(client, messages, 0))
+
+
+def _message(raw: dict[str, Any]) -> Message:
+    count = max(1, int(raw.get("Attributes", {}).get(_COUNT, "1")))
+    attributes = {
+        name: str(value["StringValue"])
+        for name, value in raw.get("MessageAttributes", {}).items()
+        if "StringValue" in value
+    }
+    return Message(raw["MessageId"], raw["ReceiptHandle"], raw["Body"].encode(), count, attributes)

@@ -24,8 +24,7 @@ MAX_SEGMENT_BYTES = 255
 
 _PACK_REMEDY = "Pack the folder with `pilotflame deploy`, or with plain `tar czf`."
 _WEIGHTS_REMEDY = "Put weights in a snapshot folder."
-# The limit of the decompressed stream. Besides its content, each member has a few blocks of headers and
-# padding, for which 4096 bytes suffice.
+# The limit of the decompressed stream. For the headers and the padding of a member, 4096 bytes suffice.
 _MAX_STREAM_BYTES = MAX_CODE_BYTES + MAX_FILES * 4096
 # What gzip and tarfile raise for a broken archive. ValueError and LookupError mean malformed PAX headers.
 _BROKEN = (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, ValueError, OverflowError, LookupError)
@@ -57,12 +56,9 @@ class _Bounded(gzip.GzipFile):
 
 
 class _Unpacker:
-    """Unpacks one archive into one folder."""
-
     def __init__(self, into: Path) -> None:
         self._into = into
-        # The target of each symbolic link, by the link's name. Until all files are written, an empty file
-        # stands in for each link.
+        # The target of each symbolic link, by its name. An empty file replaces it until the end.
         self._links: dict[str, str] = {}
         self._bytes = 0
 
@@ -141,5 +137,4 @@ def _checked_path(path: str, member: tarfile.TarInfo) -> str:
 
 
 def _refused(name: str, reason: str) -> CodeError:
-    shown = name if len(name) <= 200 else f"{name[:200]}..."
-    return CodeError(f"The archive's member {shown!r} {reason}.", remedy=_PACK_REMEDY)
+    return CodeError(f"The archive's member {name!r:.200} {reason}.", remedy=_PACK_REMEDY)

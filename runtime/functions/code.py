@@ -44,7 +44,8 @@ class CodeFile(NamedTuple):
     name: str
     path: Path
     size: int
-    executable: bool
+    mode: int
+    """0o755 if its owner may execute it, else 0o644."""
 
 
 def select(folder: Path, *, exclude: Path | None = None) -> list[CodeFile]:
@@ -60,8 +61,7 @@ def select(folder: Path, *, exclude: Path | None = None) -> list[CodeFile]:
     # If the snapshot is the function's folder itself, it is not left out, since then no file would remain.
     walk = _Walk(root, _ignored(root), None if excluded == root else excluded)
     files: list[CodeFile] = []
-    # Folders count too: folders that hold many links to each other could make the walk practically endless,
-    # even if there is no file in them.
+    # Folders count too: links between folders without files could make the walk practically endless.
     for count, file in enumerate(walk.entries(root, "", (root,)), 1):
         if count > MAX_FILES:
             raise CodeError(f"{folder} has over {MAX_FILES} files and folders.", remedy=_WEIGHTS_REMEDY)
@@ -87,7 +87,7 @@ def pack(folder: Path, *, exclude: Path | None = None) -> bytes:
                 data = content.read()
             member = tarfile.TarInfo(file.name)
             member.size = len(data)
-            member.mode = _mode(file)
+            member.mode = file.mode
             tar.addfile(member, io.BytesIO(data))
     return packed.getvalue()
 
@@ -104,7 +104,7 @@ def copy_folder(source: Path, target: Path, *, exclude: Path | None = None) -> N
         except OSError as error:
             message = f"{file.name} cannot be copied: {error}."
             raise CodeError(message, remedy="Check its permissions and the disk.") from error
-        path.chmod(_mode(file))
+        path.chmod(file.mode)
 
 
 def code_digest(folder: Path, *, exclude: Path | None = None) -> str:
@@ -113,7 +113,7 @@ def code_digest(folder: Path, *, exclude: Path | None = None) -> str:
     for file in select(folder, exclude=exclude):
         with _opened(file) as opened:
             content = hashlib.file_digest(opened, "sha256").hexdigest()
-        flag = "x" if file.executable else "-"
+        flag = "x" if file.mode == 0o755 else "-"
         digest.update(f"{content} {flag} {len(file.name.encode())} {file.name}\n".encode())
     return digest.hexdigest()
 
@@ -123,10 +123,6 @@ def make_empty(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         raise CodeError(f"{folder} is not empty.", remedy="Choose a new or empty folder.")
-
-
-def _mode(file: CodeFile) -> int:
-    return 0o755 if file.executable else 0o644
 
 
 def _opened(file: CodeFile) -> io.BufferedReader:
@@ -174,11 +170,10 @@ class _Walk:
                 yield None
                 yield from self.entries(real, f"{name}/", (*above, real))
             elif stat.S_ISREG(facts.st_mode):
-                yield CodeFile(name, real, facts.st_size, bool(facts.st_mode & stat.S_IXUSR))
+                yield CodeFile(name, real, facts.st_size, 0o755 if facts.st_mode & stat.S_IXUSR else 0o644)
             else:
-                raise CodeError(
-                    f"{name} is neither a file nor a folder.", remedy=f"List it in {IGNORE_FILE}."
-                )
+                remedy = f"List it in {IGNORE_FILE}."
+                raise CodeError(f"{name} is neither a file nor a folder.", remedy=remedy)
 
     def _skips(self, entry: os.DirEntry[str], name: str, real: Path) -> bool:
         if entry.is_dir() and Path(entry.path, "pyvenv.cfg").is_file():

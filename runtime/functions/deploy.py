@@ -23,7 +23,7 @@ from ..settings.event_source import missing_package
 from ..settings.function_settings import FunctionSettings, read_settings
 from . import code, requirements
 from .archive import unpack
-from .environment import ensure_environment
+from .environment import Log, ensure_environment
 from .store import CODE_FOLDER, RevisionFields, RevisionRecord, Store
 
 MANIFEST_FILE = "manifest.json"
@@ -53,13 +53,10 @@ class Deployment:
     """Called with the function's name. It raises Forbidden if the caller may not deploy that function."""
 
 
-def prepare(
-    store: Store, environments: Path, request: Deployment, log: Callable[[str], None]
-) -> tuple[Path, RevisionFields]:
+def prepare(store: Store, environments: Path, request: Deployment, log: Log) -> tuple[Path, RevisionFields]:
     """Copy and check what is needed for a revision. Return its staged folder and the fields of its record.
 
-    `environments` is the folder of the Python environments. `log` is called with lines for the function's
-    log. If an error is raised, the staged folder has been removed.
+    `environments` holds the Python environments. If an error is raised, the staged folder has been removed.
     """
     staged = store.stage()
     staged_code = staged / CODE_FOLDER
@@ -73,9 +70,9 @@ def prepare(
             raise SettingsError(f"The [[source]] tables of {settings.name!r} cannot be used: {problem}.")
         snapshot = settings.snapshot_path(folder)
         if snapshot is not None and not snapshot.exists():
+            remedy = "Put the weights there, or set `snapshot` (or --snapshot) to where they are."
             raise SnapshotError(
-                f"snapshot is {settings.snapshot!r}, and {snapshot} does not exist.",
-                remedy="Put the weights there, or set `snapshot` (or --snapshot) to where they are.",
+                f"snapshot is {settings.snapshot!r}: {snapshot} does not exist.", remedy=remedy
             )
         if request.path is not None:
             code.copy_folder(folder, staged_code, exclude=snapshot)
@@ -86,30 +83,21 @@ def prepare(
 
 
 def _fields(
-    staged: Path,
-    settings: FunctionSettings,
-    snapshot: Path | None,
-    environment: tuple[Path, str],
-    log: Callable[[str], None],
+    staged: Path, settings: FunctionSettings, snapshot: Path | None, environment: tuple[Path, str], log: Log
 ) -> RevisionFields:
     """Put the snapshot's manifest and assets into the staged folder. Return the fields of the record."""
     staged_code = staged / CODE_FOLDER
     if snapshot is not None:
         _write_manifest(snapshot, staged / MANIFEST_FILE, log)
-        # The path of weights in an uploaded archive is stored relative to the code, because the staged folder
-        # is moved to its place in the store later.
+        # The path of uploaded weights is stored relative to the code: the staged folder is moved later.
         if snapshot.is_relative_to(uploaded := staged_code.resolve()):
             snapshot = snapshot.relative_to(uploaded)
     if (url := settings.snapshot_url) is not None:
         _fetch_manifest(url, staged, log)
     return RevisionFields(
-        code_digest=code.code_digest(staged_code),
-        settings=settings,
-        snapshot_root=snapshot,
-        snapshot_url=url,
-        python=environment[0],
-        requirements_digest=environment[1],
-    )
+        code_digest=code.code_digest(staged_code), settings=settings, snapshot_root=snapshot,
+        snapshot_url=url, python=environment[0], requirements_digest=environment[1],
+    )  # fmt: skip
 
 
 def worker_spec(store: Store, record: RevisionRecord, cache: Path) -> WorkerSpec:
@@ -117,20 +105,14 @@ def worker_spec(store: Store, record: RevisionRecord, cache: Path) -> WorkerSpec
     settings, folder = record.settings, store.code(record)
     snapshot = folder.parent / ASSETS_FOLDER if record.snapshot_url else record.snapshot_root
     return WorkerSpec(
-        function=record.function,
-        revision=record.revision,
-        code=folder,
-        handler=settings.handler,
+        function=record.function, revision=record.revision, code=folder, handler=settings.handler,
         python=str(record.python),
         snapshot=folder / snapshot if snapshot is not None else None,
         manifest=folder.parent / MANIFEST_FILE if snapshot is not None else None,
-        source=record.snapshot_url or "",
-        cache=cache if record.snapshot_url else None,
-        concurrency=settings.concurrency,
-        threads=settings.threads or fair_threads(settings.scale.max),
-        env=settings.env,
-        preload=heavy_imports(folder / recognise(folder, settings.handler).file),
-    )
+        source=record.snapshot_url or "", cache=cache if record.snapshot_url else None,
+        concurrency=settings.concurrency, threads=settings.threads or fair_threads(settings.scale.max),
+        env=settings.env, preload=heavy_imports(folder / recognise(folder, settings.handler).file),
+    )  # fmt: skip
 
 
 def fair_threads(workers: int) -> int:
@@ -141,14 +123,11 @@ def fair_threads(workers: int) -> int:
 
 
 def heavy_imports(file: Path) -> tuple[str, ...]:
-    """Return those of the packages in `HEAVY` that a handler's file imports. The file is parsed and not run.
-
-    Return no packages if the file cannot be read or parsed.
-    """
+    """Return the packages in `HEAVY` that a handler's file imports. The file is parsed and not run."""
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        # The zygote will fail to import the file, and that error names the line.
+        # The zygote will fail to import the file, with an error that names the line.
         return ()
     nodes = list(ast.walk(tree))
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
@@ -171,14 +150,12 @@ def _source_folder(request: Deployment, staged_code: Path) -> Path:
     return request.path
 
 
-def _environment(
-    staged_code: Path, environments: Path, request: Deployment, log: Callable[[str], None]
-) -> tuple[Path, str]:
+def _environment(code_folder: Path, environments: Path, request: Deployment, log: Log) -> tuple[Path, str]:
     """Return the path of the Python that runs the function, and the digest of its requirements.
 
     Raise RequirementsError if they are not met and are not to be installed, or if their installation fails.
     """
-    file = staged_code / REQUIREMENTS_FILE
+    file = code_folder / REQUIREMENTS_FILE
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
     digest = requirements.requirements_digest(text)
     try:
@@ -187,14 +164,13 @@ def _environment(
         if not request.install:
             raise
         return ensure_environment(environments, text, log), digest
-    # The gateway's own interpreter: with it, the function's zygote can be forked from the base zygote of
-    # other functions.
+    # With the gateway's interpreter, the function's zygote can be forked from other functions' base zygote.
     return Path(sys.executable), digest
 
 
-def _write_manifest(snapshot: Path, target: Path, log: Callable[[str], None]) -> None:
+def _write_manifest(snapshot: Path, target: Path, log: Log) -> None:
     """Write a manifest of the weights to `target`: a copy of the one beside them, or else a new one."""
-    # Imported here so that deploys of functions without weights do not have to wait for these imports.
+    # Imported here, as in `_fetch_manifest`, so that deploys without weights do not wait for these imports.
     from ...snapshot.format.create import create  # noqa: PLC0415
     from ...snapshot.format.manifest import MANIFEST_NAME, Manifest  # noqa: PLC0415
 
@@ -205,9 +181,8 @@ def _write_manifest(snapshot: Path, target: Path, log: Callable[[str], None]) ->
     manifest.write(target)
 
 
-def _fetch_manifest(url: str, folder: Path, log: Callable[[str], None]) -> None:
+def _fetch_manifest(url: str, folder: Path, log: Log) -> None:
     """Fetch a remote snapshot's manifest and assets. The zygote needs them before the weights."""
-    # Imported here for the same reason as in _write_manifest.
     from ...snapshot.fetching.assets import fetch_assets  # noqa: PLC0415
     from ...snapshot.format.manifest import read_manifest  # noqa: PLC0415
     from ...snapshot.sources.locate import open_source  # noqa: PLC0415

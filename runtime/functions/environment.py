@@ -5,12 +5,8 @@ gateway runs: a .pth file makes the gateway's packages, such as torch and pilotf
 not installed again. If a function needs another version of such a package, that is installed in the virtual
 environment, whose packages precede the gateway's on the path.
 
-uv regards a package as installed only if it is in the site-packages of the virtual environment. So while uv
-installs, that folder holds a placeholder for each package of the gateway.
-
-Virtual environments hold absolute paths (in scripts and pyvenv.cfg) and cannot be moved. So each is built in
-its final place, under a lock. A marker file is written last: an environment without it is unfinished, and is
-built again.
+Virtual environments hold absolute paths and cannot be moved. So each is built in its final place, under a
+lock. A marker file is written last: an environment without it is unfinished, and is built again.
 """
 
 from __future__ import annotations
@@ -41,32 +37,26 @@ from ...errors import RequirementsError
 from ...snapshot.publish import publish
 from .requirements import check_requirements, installed_versions, parse_requirements, requirements_digest
 
+# Called with each line about the deploy, including those that uv writes.
+Log = Callable[[str], None]
 _MARKER = "pilotflame-complete"
 _PLACEHOLDER = "pilotflame-placeholder\n"
-# Python reads .pth files in the order of their names. This name is the last, so that the gateway's packages
-# come after those of the virtual environment on the path.
+# Python reads it last, by its name: the gateway's packages come after those of the virtual environment.
 _BASE_PTH = "zzzz_pilotflame_base.pth"
 # By the names of pip's options: the environment variables of uv with the same meaning.
 _UV_VARIABLES = {
-    "cert": "SSL_CERT_FILE",
-    "constraint": "UV_CONSTRAINT",
-    "extra-index-url": "UV_EXTRA_INDEX_URL",
-    "find-links": "UV_FIND_LINKS",
-    "index-url": "UV_DEFAULT_INDEX",
-    "timeout": "UV_HTTP_TIMEOUT",
+    "cert": "SSL_CERT_FILE", "constraint": "UV_CONSTRAINT", "extra-index-url": "UV_EXTRA_INDEX_URL",
+    "find-links": "UV_FIND_LINKS", "index-url": "UV_DEFAULT_INDEX", "timeout": "UV_HTTP_TIMEOUT",
     "trusted-host": "UV_INSECURE_HOST",
-}
+}  # fmt: skip
 
 
-def ensure_environment(
-    root: Path, requirements: str, progress: Callable[[str], None], *, deadline_s: float = 900.0
-) -> Path:
+def ensure_environment(root: Path, requirements: str, progress: Log, *, deadline_s: float = 900.0) -> Path:
     """Return the path of the Python of the environment for `requirements`.
 
     The environment is built if it does not exist, and completed if the gateway's packages no longer suffice.
-    All environments are in the folder `root`. `progress` is called with each line that uv writes. Blocks
-    until uv has finished, which takes at most `deadline_s` per command, and before that while another deploy
-    builds the same environment. Raise RequirementsError if uv fails.
+    All environments are in the folder `root`. Blocks while another deploy builds the same environment, and
+    until uv has finished, at most `deadline_s` per command. Raise RequirementsError if uv fails.
     """
     digest = requirements_digest(requirements)
     folder = root.absolute() / _key(digest)
@@ -115,12 +105,8 @@ def _met(folder: Path, requirements: str) -> bool:
 
 
 @contextlib.contextmanager
-def _locked(path: Path, progress: Callable[[str], None]) -> Iterator[int]:
-    """Hold a lock on the file `path`, and yield its descriptor.
-
-    So of several deploys with the same requirements, only one builds their environment, and the others wait
-    for it.
-    """
+def _locked(path: Path, progress: Log) -> Iterator[int]:
+    """Hold a lock on the file `path`, so that only one deploy builds an environment. Yield its descriptor."""
     with path.open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -159,12 +145,12 @@ def _install(folder: Path, uv: UvCommand) -> None:
 class UvCommand:
     """Runs commands of uv.
 
-    The cache of uv is in the folder `root`, unless UV_CACHE_DIR is set. `progress` is called with each line
-    that uv writes. A command that takes longer than `deadline_s` is killed.
+    The cache of uv is in the folder `root`, unless UV_CACHE_DIR is set. A command that takes longer than
+    `deadline_s` is killed.
     """
 
     root: Path
-    progress: Callable[[str], None]
+    progress: Log
     lock_fd: int
     """The descriptor of the locked file. uv inherits it, which holds the lock if the gateway is killed."""
     deadline_s: float
@@ -184,9 +170,7 @@ class UvCommand:
             late = status < 0 and time.monotonic() >= end_s
             problem = f"did not finish within {self.deadline_s:g} s" if late else f"failed (status {status})"
             message = f"uv {problem} on requirements.txt; its last lines: \n" + "\n".join(lines)
-            remedy = (
-                "Correct requirements.txt, or check the package index and the network, then deploy again."
-            )
+            remedy = "Correct requirements.txt, or check the package index and the network."
             raise RequirementsError(message, remedy=remedy)
 
     def _wait(self, command: list[str], environ: Mapping[str, str], lines: deque[str]) -> int:
@@ -194,17 +178,12 @@ class UvCommand:
         # With PYTHONPATH or PYTHONHOME, uv could find packages that a worker does not find.
         own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
         with subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, errors="replace", pass_fds=(self.lock_fd,),
             env={"UV_CACHE_DIR": str(self.root.absolute() / ".uv-cache"), **environ, **own},
             # uv starts processes that build packages. In a new process group, all can be killed together.
             start_new_session=True,
-            pass_fds=(self.lock_fd,),
-        ) as process:
+        ) as process:  # fmt: skip
             deadline = threading.Timer(self.deadline_s, _kill, (process,))
             deadline.start()
             try:
@@ -228,7 +207,7 @@ def _kill(process: subprocess.Popen[str]) -> None:
 
 @contextlib.contextmanager
 def _placeholders(site_packages: Path) -> Iterator[None]:
-    """During the block, make uv regard the gateway's packages as installed in `site_packages`.
+    """During the block, make uv regard the gateway's packages as installed: it looks only in `site_packages`.
 
     The placeholder of a package is a *.dist-info folder with its metadata. Its RECORD lists only the files of
     this folder, so that uv can remove the placeholder to install another version.

@@ -112,23 +112,15 @@ class Live:
             snapshot = shown(record.snapshot_url)
             settings = settings.model_copy(update={"snapshot": snapshot})
         return FunctionStatus(
-            name=record.function,
-            revision=record.revision,
-            created_at=record.created_at,
-            snapshot=snapshot,
+            name=record.function, revision=record.revision, created_at=record.created_at, snapshot=snapshot,
             workers=Workers(ready=census.ready, starting=census.starting, draining=census.draining),
-            standby=census.standby,
-            zygote=census.zygote,
-            queued=census.queued,
-            in_flight=census.in_flight,
+            standby=census.standby, zygote=census.zygote, queued=census.queued, in_flight=census.in_flight,
             activations=self.revision.pool.activations,
             last_cold_start_ms=cold.total_s * 1000 if cold else None,
             last_cold_start_phases_ms={name: s * 1000 for name, s in cold.phases().items()} if cold else {},
-            warnings=self.warnings,
-            settings=settings,
-            processes=processes or [],
+            warnings=self.warnings, settings=settings, processes=processes or [],
             **{key: facts.get(key, missing) for key, missing in _FACTS.items()},
-        )
+        )  # fmt: skip
 
     async def processes(self) -> list[Process]:
         """Measure the memory of the function's processes, in a thread, since that takes long system calls."""

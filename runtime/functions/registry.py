@@ -158,8 +158,7 @@ class Functions:
         for callback in self.events.deleted:
             callback(name)
         await live.revision.retire(self.drain_s)
-        # The secrets are removed before the files. In the other order, a crash between the two would leave
-        # secrets for a new function of this name.
+        # The secrets go first, so that a crash in between does not leave them to a new function of this name.
         await asyncio.to_thread(self.secrets.forget, name)
         await asyncio.to_thread(self.store.delete, name)
 
@@ -197,16 +196,9 @@ class Functions:
                 callback(record.function, outcome)
 
         revision = Revision(
-            spec,
-            policy_of(record),
-            self.launcher,
-            logs,
-            self.tasks,
-            activated,
-            self.weights,
-            lambda: self.secrets.of(record.function),
-            curves,
-        )
+            spec, policy_of(record), self.launcher, logs, self.tasks, activated, self.weights,
+            lambda: self.secrets.of(record.function), curves,
+        )  # fmt: skip
         return Live(record, revision, logs)
 
     async def _retire(self, name: str, old: Live | None) -> None:

@@ -24,16 +24,12 @@ from ...errors import RequirementsError
 # As in pip, a # begins a comment only at the start of a line or after a blank.
 _COMMENT = re.compile(r"(^|\s+)#.*$")
 _HASH = re.compile(r"\s--hash[= ]([A-Za-z0-9]+:[A-Fa-f0-9]+)")
-# Patterns of lines that are refused, and why. Hashes are removed from a line before. The first pattern that
-# matches gives the reason.
+# Patterns of lines that are refused, once their hashes are removed, and why. The first match counts.
 _REFUSED = (
     (r"-(r|-requirement\b)", "another file is named; put its lines here"),
     (r"-(c|-constraint\b)", "a constraints file is named; put the versions here"),
     (r"-(e|-editable\b)", "an editable install changes under a revision; name a released version"),
-    (
-        r"-|.*\s--?[a-zA-Z]",
-        "options make revisions differ by host; set the gateway's PIP_* or UV_* variables",
-    ),
+    (r"-|.*\s--?[a-zA-Z]", "options make revisions differ; set the gateway's PIP_* or UV_* variables"),
     (
         r"(?i)[a-z0-9+.-]+://|git\+|\.{0,2}/|file:|~/|[^;]*\.(whl|zip|tar\.gz)\s*(;|$)|.*@\s*\S",
         "a link cannot be checked and may change under a revision; name a released version",

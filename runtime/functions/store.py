@@ -100,7 +100,9 @@ class Store:
         with self._lock:
             record = self._new_record(fields)
             _write_record(staged, record)
-            _sync_tree(staged)
+            for path in (staged, *staged.rglob("*")):
+                if not path.is_symlink():
+                    sync(path)
             folder = self._folder(record.function)
             folder.mkdir(exist_ok=True, mode=0o700)
             sync(self._functions)
@@ -170,7 +172,6 @@ class Store:
         """
         with self._lock:
             live = self.current(name)
-            # If it is unknown which revision is live, no revision is known to be replaced.
             old = self._revision_ids(name)[: -max(keep, 1)] if live is not None else []
             removed = {id_: self._aside(name) for id_ in old if live is not None and id_ != live.revision}
             for revision, aside in removed.items():
@@ -195,13 +196,9 @@ class Store:
         ids = self._revision_ids(fields.settings.name)
         number = int(ids[-1][1:].partition("-")[0]) + 1 if ids else 1
         content = f"{fields.code_digest}\n{fields.settings.model_dump_json()}".encode()
-        return RevisionRecord(
-            **dict(fields),
-            function=fields.settings.name,
-            revision=f"r{number}-{hashlib.sha256(content).hexdigest()[:8]}",
-            number=number,
-            created_at=datetime.now(UTC),
-        )
+        name, id_ = fields.settings.name, f"r{number}-{hashlib.sha256(content).hexdigest()[:8]}"
+        now = datetime.now(UTC)
+        return RevisionRecord(**dict(fields), function=name, revision=id_, number=number, created_at=now)
 
     def _read(self, name: str, revision: str) -> RevisionRecord:
         """Return the record of a revision. Raise GatewayError if it cannot be used."""
@@ -217,9 +214,3 @@ class Store:
 
 def _write_record(folder: Path, record: RevisionRecord) -> None:
     private_files.write(folder / _RECORD, record.model_dump_json(indent=2).encode())
-
-
-def _sync_tree(folder: Path) -> None:
-    for path in (folder, *folder.rglob("*")):
-        if not path.is_symlink():
-            sync(path)

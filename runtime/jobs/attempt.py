@@ -50,7 +50,7 @@ class JobAttempt:
     ) -> None:
         """Create the invocation; the caller submits it to the revision of `live`.
 
-        After `closing` is set, a failed write to the store is not repeated: the next start recovers the job.
+        Once `closing` is set, a failed write to the store is not repeated: the next start recovers the job.
         """
         self._tasks = tasks
         self.job = job
@@ -58,7 +58,8 @@ class JobAttempt:
         self._log_book = live.logs
         self._store = store
         self._closing = closing
-        self._sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._sent = asyncio.Event()
+        """Set when the invocation was sent to a worker, or ended before that."""
         self._fence = 0
         self._stored_bytes = 0
         self._progress: bytes | None = None
@@ -69,11 +70,11 @@ class JobAttempt:
             job.id, job.input,
             now_s=now_s, deadline_s=deadline_s, hold_until_s=deadline_s,
             content_type=job.content_type, traceparent=job.traceparent,
-            streaming=revision.streaming, execution_s=job.execution_timeout_s, on_sent=self._on_sent,
+            streaming=revision.streaming, execution_s=job.execution_timeout_s, on_sent=self._sent.set,
             extra={**(job.extra or {}), "bare": True, "job": {"id": job.id, "attempt": job.attempts + 1}},
             on_progress=self._store_progress, tenant=job.owner, priority=LAST if job.priority else NORMAL,
         )  # fmt: skip
-        self.invocation.output.add_done_callback(self._on_sent)
+        self.invocation.output.add_done_callback(lambda _: self._sent.set())
 
     def cancel(self) -> None:
         """Cancel the invocation. This does not change the job in the store."""
@@ -84,10 +85,7 @@ class JobAttempt:
         self._log_book.write("gateway", f"job {self.job.id} {text}")
 
     async def run(self) -> None:
-        """Store what the attempt produces, until it has ended.
-
-        Raises JobStoreFailed if the store cannot be written while the gateway closes.
-        """
+        """Store what the attempt produces. Raise JobStoreFailed if that fails while the gateway closes."""
         try:
             await self._run()
         except JobStoreFailed:
@@ -101,7 +99,7 @@ class JobAttempt:
 
     async def _run(self) -> None:
         output = self.invocation.output
-        await self._sent
+        await self._sent.wait()
         try:
             if (self.invocation.worker or not output.done()) and not await self._store_pieces():
                 # The job has ended, is queued again or is run by another attempt.
@@ -120,9 +118,10 @@ class JobAttempt:
         else:
             await self._complete(output.result())
 
-    # -- progress: only the latest report is stored, and only one write runs at a time
+    # -- progress
 
     def _store_progress(self, progress: bytes | None = None) -> None:
+        """Store the latest report. While a report is written, later ones replace each other."""
         self._progress = progress or self._progress
         idle = self._progress_writer is None or self._progress_writer.done()
         if self._fence and self._progress is not None and idle:
@@ -146,10 +145,9 @@ class JobAttempt:
         return bool(self._fence)
 
     async def _store_pieces(self) -> bool:
-        """Store the start of the attempt and its streamed output.
+        """Store the start of the attempt and its streamed output. Raise OutputInvalid if that is too large.
 
         Return False if this is not, or no longer, the job's running attempt.
-        Raises OutputInvalid if the output is larger than MAX_STREAM_BYTES.
         """
         if not await self._take():
             return False
@@ -176,10 +174,7 @@ class JobAttempt:
         await self._finish(JobOutcome(JobState.COMPLETED, payload, output_type))
 
     async def _aggregate(self) -> bytes:
-        """Return all pieces as one JSON list.
-
-        The list is empty if the handler does not want it or the pieces are larger than MAX_AGGREGATE_BYTES.
-        """
+        """Return all pieces as one JSON list, which is empty if it is too large or the handler wants none."""
         if not self._revision.policy.aggregates or self._stored_bytes > MAX_AGGREGATE_BYTES:
             return b"[]"
         pieces: list[bytes] = []
@@ -207,13 +202,11 @@ class JobAttempt:
             await self._finish(JobOutcome(JobState.FAILED, error=wire, logs=self._logs()))
 
     async def _requeue(self, error: dict[str, object], delay_s: float = 0.0, *, counted: bool = True) -> None:
-        # Without a fence, no start was stored and the job is still queued. An attempt that does not count
-        # then needs no write. An attempt that counts is started first, because its start increments
-        # `attempts`.
+        # Without a fence, no start was stored and the job is still queued. Then nothing is written for an
+        # attempt that does not count. One that counts is started first, which increments `attempts`.
         if (self._fence or counted) and await self._take():
-            requeue = partial(
-                self._store.requeue, error=error, delay_s=delay_s, counted=counted, logs=self._logs()
-            )
+            failure = JobOutcome(JobState.FAILED, error=error, logs=self._logs())
+            requeue = partial(self._store.requeue, failure=failure, delay_s=delay_s, counted=counted)
             await self._retried(requeue, self.job.id, self._fence)
 
     async def _finish(self, outcome: JobOutcome) -> None:
@@ -239,7 +232,3 @@ class JobAttempt:
         worker = self.invocation.worker
         lines = [line.text for line in self._log_book.tail(10 * LOG_LINES) if line.source == worker]
         return "\n".join(lines[-LOG_LINES:])
-
-    def _on_sent(self, _answer: object = None) -> None:
-        if not self._sent.done():
-            self._sent.set_result(None)

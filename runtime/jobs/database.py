@@ -9,7 +9,7 @@ import asyncio
 import queue
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from itertools import groupby
@@ -51,6 +51,7 @@ class _QueuedCall:
 
 
 _Calls = queue.SimpleQueue[_QueuedCall | None]
+_RunGroup = Callable[[sqlite3.Connection, list[_QueuedCall]], None]
 
 
 class Database:
@@ -66,10 +67,7 @@ class Database:
         self._lock = threading.Lock()
 
     def open(self) -> None:
-        """Open or create the file and upgrade it. Raise JobStoreFailed if the file cannot be used.
-
-        Blocks: do not call it on the event loop.
-        """
+        """Open or create the file and upgrade it. Blocks. Raise JobStoreFailed if the file cannot be used."""
         with ExitStack() as opened:
             try:
                 writer = self._connect(opened)
@@ -89,17 +87,13 @@ class Database:
             ("jobs-reader", reader, self._reads, _read),
             ("jobs-writer", writer, self._writes, _commit),
         ):
-            thread = threading.Thread(
-                target=_serve, args=(connection, calls, run_group), name=name, daemon=True
-            )
+            served = (connection, calls, run_group)
+            thread = threading.Thread(target=_serve, args=served, name=name, daemon=True)
             thread.start()
             self._threads.append((calls, thread))
 
     def close(self) -> None:
-        """Finish all queued calls and close the file. Later calls raise JobStoreFailed.
-
-        Blocks: do not call it on the event loop.
-        """
+        """Finish all queued calls and close the file. Blocks. Later calls raise JobStoreFailed."""
         with self._lock:
             threads, self._threads = self._threads, []
         for calls, thread in threads:
@@ -150,26 +144,17 @@ class Database:
             )
 
 
-_RunGroup = Callable[[sqlite3.Connection, list[_QueuedCall]], None]
-
-
 def _serve(connection: sqlite3.Connection, calls: _Calls, run_group: _RunGroup) -> None:
     """Run queued calls in groups until None is taken from the queue, then close the connection."""
-    for group in _groups(calls):
-        run_group(connection, group)
-        _deliver(group)
-    connection.close()
-
-
-def _groups(calls: _Calls) -> Iterator[list[_QueuedCall]]:
-    """Yield the queued calls in groups of up to MAX_GROUP. Wait while the queue is empty; end at None."""
     call = calls.get()
     while call is not None:
         group = [call]
         while len(group) < MAX_GROUP and not calls.empty() and (call := calls.get()) is not None:
             group.append(call)
-        yield group
+        run_group(connection, group)
+        _deliver(group)
         call = call and calls.get()
+    connection.close()
 
 
 def _read(connection: sqlite3.Connection, group: list[_QueuedCall]) -> None:
@@ -178,23 +163,10 @@ def _read(connection: sqlite3.Connection, group: list[_QueuedCall]) -> None:
 
 
 def _commit(connection: sqlite3.Connection, group: list[_QueuedCall]) -> None:
-    """Commit a group in one transaction. If that fails, commit each call in its own transaction.
+    """Commit a group in one transaction.
 
-    Then only the call that caused the failure fails.
+    If that fails, commit each call in its own transaction, so that only the call that caused it fails.
     """
-    failure = _try_commit(connection, group)
-    if failure is None:
-        return
-    if len(group) > 1:
-        for call in group:
-            call.error = None
-            _commit(connection, [call])
-    elif group[0].error is None:
-        group[0].error = _refused(failure)
-
-
-def _try_commit(connection: sqlite3.Connection, group: list[_QueuedCall]) -> sqlite3.Error | None:
-    """Commit the group in one transaction and return None. If that fails, roll back and return the error."""
     try:
         connection.execute("BEGIN IMMEDIATE")
         for call in group:
@@ -208,18 +180,20 @@ def _try_commit(connection: sqlite3.Connection, group: list[_QueuedCall]) -> sql
     except sqlite3.Error as error:
         if connection.in_transaction:
             connection.execute("ROLLBACK")
-        return error
-    return None
+        if len(group) > 1:
+            for call in group:
+                call.error = None
+                _commit(connection, [call])
+        elif group[0].error is None:
+            group[0].error = _refused(error)
 
 
 def _run(connection: sqlite3.Connection, call: _QueuedCall) -> None:
     try:
         call.result = call.run(connection)
-    except sqlite3.IntegrityError as error:
-        # Not translated: the caller knows which constraint this is and what its violation means.
-        call.error = error
     except sqlite3.Error as error:
-        call.error = _refused(error)
+        # IntegrityError is not translated: the caller knows which constraint this is and what that means.
+        call.error = error if isinstance(error, sqlite3.IntegrityError) else _refused(error)
     except Exception as error:  # noqa: BLE001  raised again in the caller
         call.error = error
 

@@ -1,8 +1,8 @@
 """Submits stored jobs to the live revisions of their functions.
 
-Each function with jobs has a task. The task is woken when a job was submitted, when a job ended and when a
-delayed job is due. It then reads the next jobs from the store. The number of jobs that are submitted at a
-time is limited, so that a direct invocation does not wait behind all stored jobs.
+Each function with jobs has a task. It reads the next jobs from the store when a job was submitted, when a job
+ended and when a delayed job is due. The number of jobs that are submitted at a time is limited, so that a
+direct invocation does not wait behind all stored jobs.
 """
 
 from __future__ import annotations
@@ -20,10 +20,7 @@ from .job import Job
 from .store import JobStore
 
 MIN_PREFETCH = 8
-"""The smallest prefetch. The prefetch is how many submitted jobs may wait until a worker is free.
-
-If all workers together can run more jobs than this at the same time, the prefetch is that number.
-"""
+"""How many submitted jobs may wait for a worker, or as many as all workers run at a time if that is more."""
 MAX_SUBMITTED = 1024
 """The most jobs of one function that are submitted at a time."""
 FULL_RETRY_S = 1.0
@@ -31,10 +28,7 @@ FULL_RETRY_S = 1.0
 
 
 class JobDispatcher:
-    """Runs the stored jobs of all functions, with one task per function that has jobs.
-
-    `live(name)` returns a live function. It raises UnknownFunction, or GatewayError during shutdown.
-    """
+    """`live(name)` returns a live function. It raises UnknownFunction, or GatewayError during shutdown."""
 
     def __init__(self, store: JobStore, live: Callable[[str], Live], tasks: asyncio.TaskGroup) -> None:
         self._store = store
@@ -49,8 +43,7 @@ class JobDispatcher:
         if self._closing.is_set():
             return
         if function not in self._functions:
-            jobs = _FunctionJobs(function, self._store, self._live, self._tasks, self._closing)
-            self._functions[function] = jobs
+            jobs = self._functions[function] = _FunctionJobs()
             run = self._tasks.create_task(self._run(function, jobs))
             self._runs.add(run)
             run.add_done_callback(self._runs.discard)
@@ -76,59 +69,39 @@ class JobDispatcher:
             await asyncio.wait(self._runs, timeout=timeout_s)
 
     async def _run(self, function: str, jobs: _FunctionJobs) -> None:
+        """Submit jobs. Return when no attempt runs and nothing is left to submit, now or later."""
         try:
-            await jobs.run()
+            while True:
+                jobs.news.clear()
+                delay_s = None if self._closing.is_set() else await self._submit_next(function, jobs)
+                if delay_s is None and not jobs.attempts and not jobs.news.is_set():
+                    return
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(delay_s):
+                        await jobs.news.wait()
         finally:
             del self._functions[function]
 
-
-@dataclass(eq=False)
-class _FunctionJobs:
-    """The task state of one function, with the attempts of the jobs that are submitted to its revision."""
-
-    function: str
-    store: JobStore
-    live: Callable[[str], Live]
-    tasks: asyncio.TaskGroup
-    closing: asyncio.Event
-    news: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the store should be read again, and at shutdown."""
-    attempts: dict[str, JobAttempt] = field(default_factory=dict)
-    """By job id, the attempts whose end is not yet stored."""
-    ended: set[str] = field(default_factory=set)
-    """The ids of the jobs that ended or were cancelled since the latest read of the store began."""
-
-    async def run(self) -> None:
-        """Submit jobs. Return when no attempt runs and nothing is left to submit, now or later."""
-        while True:
-            self.news.clear()
-            delay_s = None if self.closing.is_set() else await self._submit_next()
-            if delay_s is None and not self.attempts and not self.news.is_set():
-                return
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(delay_s):
-                    await self.news.wait()
-
-    async def _submit_next(self) -> float | None:
+    async def _submit_next(self, function: str, jobs: _FunctionJobs) -> float | None:
         """Submit as many jobs as there is room for.
 
         Return the seconds after which to call this again, or None to wait only for `news`.
         """
         try:
-            room = self._room()
+            room = self._room(function, jobs)
             if room <= 0:
                 return None
-            self.ended.clear()
+            jobs.ended.clear()
             now_s = time.time()
-            jobs = await self.store.due(self.function, room + len(self.attempts), now_s)
-            # Jobs that were due at `now_s` are in `jobs`, or are read when there is room again. So the timer
+            due = await self._store.due(function, room + len(jobs.attempts), now_s)
+            # Jobs that were due at `now_s` are in `due`, or are read when there is room again. So the timer
             # is for jobs that are due later.
-            due_s = await self.store.next_due(self.function, now_s)
-            # A job that ended during the read may be in `jobs` as queued, so it is left out. If it was really
+            due_s = await self._store.next_due(function, now_s)
+            # A job that ended during the read may be in `due` as queued, so it is left out. If it was really
             # queued again, the next read finds it: its end has set `news`.
-            known = self.attempts.keys() | self.ended
-            for job in [job for job in jobs if job.id not in known][:room]:
-                self._start(job)
+            known = jobs.attempts.keys() | jobs.ended
+            for job in [job for job in due if job.id not in known][:room]:
+                self._start(job, jobs)
         except (UnknownFunction, GatewayError):
             # The function was deleted or the gateway shuts down. If it is live again, `wake` is called.
             return None
@@ -138,27 +111,27 @@ class _FunctionJobs:
             return STORE_RETRY_S
         return None if due_s is None else max(0.0, due_s - time.time())
 
-    def _room(self) -> int:
+    def _room(self, function: str, jobs: _FunctionJobs) -> int:
         """Return how many more jobs may be submitted now."""
-        scale = self.live(self.function).revision.policy.scale
+        scale = self._live(function).revision.policy.scale
         capacity = scale.max * scale.concurrency
         # An attempt whose invocation has ended waits only for the store and uses no worker.
-        outstanding = sum(not attempt.invocation.ended for attempt in self.attempts.values())
+        outstanding = sum(not attempt.invocation.ended for attempt in jobs.attempts.values())
         room = min(MAX_SUBMITTED, capacity + max(capacity, MIN_PREFETCH)) - outstanding
-        return min(room, MAX_SUBMITTED - len(self.attempts))
+        return min(room, MAX_SUBMITTED - len(jobs.attempts))
 
-    def _start(self, job: Job) -> None:
-        if self.closing.is_set():
+    def _start(self, job: Job, jobs: _FunctionJobs) -> None:
+        if self._closing.is_set():
             return
         # The revision may have been replaced during the read of the store.
-        live = self.live(self.function)
-        attempt = JobAttempt(job, live, self.store, self.tasks, self.closing)
+        live = self._live(job.function)
+        attempt = JobAttempt(job, live, self._store, self._tasks, self._closing)
         live.revision.submit(attempt.invocation)
-        self.attempts[job.id] = attempt
-        attempt.invocation.output.add_done_callback(lambda _: self.news.set())
-        self.tasks.create_task(self._attend(attempt))
+        jobs.attempts[job.id] = attempt
+        attempt.invocation.output.add_done_callback(lambda _: jobs.news.set())
+        self._tasks.create_task(self._attend(attempt, jobs))
 
-    async def _attend(self, attempt: JobAttempt) -> None:
+    async def _attend(self, attempt: JobAttempt, jobs: _FunctionJobs) -> None:
         """Run an attempt to its end. Errors are only logged: an exception would end the gateway."""
         job_id = attempt.job.id
         try:
@@ -168,6 +141,18 @@ class _FunctionJobs:
         except Exception as error:  # noqa: BLE001
             attempt.log(f"could not be given up: {type(error).__name__}: {error}")
         finally:
-            del self.attempts[job_id]
-            self.ended.add(job_id)
-            self.news.set()
+            del jobs.attempts[job_id]
+            jobs.ended.add(job_id)
+            jobs.news.set()
+
+
+@dataclass(eq=False)
+class _FunctionJobs:
+    """The jobs of one function that are submitted to its revision."""
+
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the store should be read again, and at shutdown."""
+    attempts: dict[str, JobAttempt] = field(default_factory=dict)
+    """By job id, the attempts whose end is not yet stored."""
+    ended: set[str] = field(default_factory=set)
+    """The ids of the jobs that ended or were cancelled since the latest read of the store began."""

@@ -28,10 +28,7 @@ REDIRECTS = frozenset({301, 302, 307, 308})
 MAX_REDIRECTS = 3
 CONNECT_TIMEOUT_S = 5.0
 KEEP_ALIVE_S = 4.0
-"""How long an unused connection is kept. It is shorter than the keep-alive time of most servers.
-
-So a request is rarely sent on a connection that the server is closing.
-"""
+"""How long an unused connection is kept. Most servers keep it longer, so they rarely close it first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +37,7 @@ class AddressPolicy(Addresses):
 
     @classmethod
     def parse(cls, networks: Sequence[str]) -> Self:
-        """Return a policy that also allows `networks`, written as `10.1.0.0/16`.
-
-        Raises SettingsError, which quotes the first invalid network.
-        """
+        """Return a policy that also allows `networks`, written as `10.1.0.0/16`, or raise SettingsError."""
         try:
             return cls.of(networks)
         except ValueError as error:
@@ -55,12 +49,12 @@ class AddressPolicy(Addresses):
     def socket(self, info: tuple[Any, ...]) -> socket.socket:
         """Return a socket for one result of `getaddrinfo`. aiohttp calls this method as its `socket_factory`.
 
-        :raises PermissionError: if the address is not allowed. It is an OSError, so aiohttp tries the host's
-            next address. It does not show the address, because that would reveal how names resolve in our
-            network.
+        Raises PermissionError if the address is not allowed. It is an OSError, so aiohttp tries the host's
+        next address.
         """
         family, kind, protocol, _, address = info
         if reason := self.fault(str(address[0])):
+            # The address is not shown, because that would reveal how names resolve in our network.
             raise PermissionError(EACCES, f"webhooks may not be sent to its address: {reason}")
         return socket.socket(family, kind, protocol)
 
@@ -99,14 +93,12 @@ class HttpPoster:
     ) -> None:
         self._policy = policy
         self._timeout_s = timeout_s
+        # 0 means no limit: the webhook sender limits how many requests run at a time.
+        connector = aiohttp.TCPConnector(
+            limit=0, resolver=resolver, socket_factory=policy.socket, keepalive_timeout=KEEP_ALIVE_S
+        )
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
-                # 0 means no limit: the webhook sender limits how many requests run at a time.
-                limit=0,
-                resolver=resolver,
-                socket_factory=policy.socket,
-                keepalive_timeout=KEEP_ALIVE_S,
-            ),
+            connector=connector,
             timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S),
             cookie_jar=aiohttp.DummyCookieJar(),
             headers={"Content-Type": "application/json", "User-Agent": f"pilotflame/{__version__}"},
@@ -139,9 +131,9 @@ class HttpPoster:
         return DeliveryAttempt(now_s, status, _printable(error), ms, wish_s)
 
     async def _follow(self, url: str, headers: Mapping[str, str], body: bytes) -> tuple[int, str]:
-        """Send the body and follow redirects. Return the status and Retry-After header of the last response.
+        """Send the body and follow redirects, or raise WebhookRefused.
 
-        Raises WebhookRefused if a target is not allowed or there are too many redirects.
+        Return the status and Retry-After header of the last response.
         """
         target = self._policy.check(url)
         for _ in range(MAX_REDIRECTS + 1):
@@ -166,10 +158,7 @@ class HttpPoster:
 
 
 def parse_retry_after(text: str, now_s: float) -> float:
-    """Return how many seconds a Retry-After header asks to wait. Return 0 if the header is invalid or "".
-
-    The header is a number of seconds or a date.
-    """
+    """Return how many seconds a Retry-After header, a number or a date, asks to wait; 0 if it is invalid."""
     text = text.strip()
     if text.isascii() and text.isdecimal():
         return float(text[:9])

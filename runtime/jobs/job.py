@@ -18,17 +18,12 @@ if TYPE_CHECKING:
 LOW_PRIORITY = 1
 BATCH_PRIORITY = 2
 """Priorities: jobs with a smaller number run first. The default is 0."""
-
 EVENTS = ("start", "output", "logs", "completed")
 """The events that a webhook may subscribe to."""
-
 ID_PREFIX = "job-"
-"""The prefix of generated ids."""
 
 
 class JobState(enum.StrEnum):
-    """The state of a job."""
-
     IN_QUEUE = "IN_QUEUE"
     IN_PROGRESS = "IN_PROGRESS"
     COMPLETED = "COMPLETED"
@@ -50,10 +45,7 @@ TRANSITIONS: Mapping[JobState, frozenset[JobState]] = {
     JobState.CANCELLED: frozenset(),
     JobState.TIMED_OUT: frozenset({JobState.IN_QUEUE}),
 }
-"""The states that may follow each state.
-
-A job returns to the queue by a retry, or because its attempt failed and another one is allowed.
-"""
+"""The states that may follow each state. A retry or a failed attempt returns a job to the queue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +94,7 @@ class NewJob:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A stored job.
-
-    `created_s`, `started_s`, `ended_s`, `due_s` and `expires_s` are Unix timestamps. They are 0 while
-    unknown.
-    """
+    """A stored job. Except the timeout and ttl, its times are Unix timestamps, which are 0 while unknown."""
 
     id: str
     function: str
@@ -158,10 +146,7 @@ class Job:
         return {**fields, **times, "workerId": self.worker}
 
     def _output(self) -> dict[str, Any]:
-        """Return the status fields with the output, or with the progress while the job runs.
-
-        An output that is not JSON is encoded as base64.
-        """
+        """Return the status fields with the output, or with the progress while the job runs."""
         if self.state is JobState.IN_PROGRESS and self.progress:
             return {"output": orjson.Fragment(self.progress)}
         if not self.output:
@@ -194,13 +179,12 @@ class JobCounts:
     cancelled: int = 0
     retried: int = 0
     """How many retries were requested."""
+    queued_bytes: int = 0
+    """The total size of the inputs in the queue."""
 
 
 def new_job_id(now_s: float) -> str:
-    """Return an id made of the time and 80 random bits.
-
-    Ids sort by time, so that a new id is appended to the index of ids.
-    """
+    """Return an id of the time and 80 random bits. Ids sort by time, so the index of ids grows at its end."""
     time_ms = max(0, int(now_s * 1000)) % (1 << 48)
     number = time_ms.to_bytes(6, "big") + secrets.token_bytes(10)
     return ID_PREFIX + base64.b32hexencode(number).decode().lower().rstrip("=")

@@ -29,10 +29,7 @@ EXPIRY_RETRY_S = 5.0
 
 
 class Jobs:
-    """All jobs of a gateway.
-
-    Every returned id and state is durably on disk, so a returned id can be looked up after a crash.
-    """
+    """All jobs of a gateway. Every id and state that its methods return is durably on disk."""
 
     def __init__(
         self,
@@ -72,10 +69,7 @@ class Jobs:
         self._dispatcher.stop()
 
     async def close(self) -> None:
-        """Wait until the results of all attempts are stored, and close the store.
-
-        Call it after the functions are closed.
-        """
+        """Wait until the results of all attempts are stored, and close. Close the functions first."""
         self.stop()
         await self._dispatcher.join(CLOSE_TIMEOUT_S)
         self._expiry.cancel()
@@ -85,10 +79,7 @@ class Jobs:
     # -- for callers, who use `store` directly to read, cancel and retry jobs and to redeliver webhooks
 
     async def submit(self, new: NewJob) -> tuple[Job, bool]:
-        """Queue a new job as `transitions.submit` does, and raise what it raises.
-
-        Also raises WebhookRefused if the URL of the webhook is not allowed.
-        """
+        """Queue a job as `transitions.submit` does. Raise WebhookRefused if its webhook is not allowed."""
         if new.webhook is not None:
             self._addresses.check(new.webhook.url)
         job, replayed = await self.store.submit(new)
@@ -106,9 +97,8 @@ class Jobs:
         try:
             yield news
         finally:
-            watchers = self._watchers[job_id]
-            watchers.discard(news)
-            if not watchers:
+            self._watchers[job_id].discard(news)
+            if not self._watchers[job_id]:
                 del self._watchers[job_id]
 
     async def wait(self, function: str, job_id: str, timeout_s: float) -> Job:

@@ -1,9 +1,8 @@
 """Stores webhook deliveries as rows, which are added in the transaction that causes their event (an outbox).
 
-The events of a job are sent in order. If a delivery fails, the job's later deliveries wait until it is sent
-again. After it has failed HELD_TRIES times, the later deliveries no longer wait for it. Of a job's pending
-deliveries of "output" only the latest is kept, so that a slow receiver gets fewer of them and no outdated
-ones.
+The events of a job are sent in order: if a delivery fails, the job's later deliveries wait until it is sent
+again, up to HELD_TRIES times. Of a job's pending deliveries of "output" only the latest is kept, so that a
+slow receiver gets fewer of them and no outdated ones.
 """
 
 from __future__ import annotations
@@ -73,10 +72,9 @@ def add(connection: sqlite3.Connection, job: Job, event: str, now_s: float) -> N
 
 
 def message(job: Job, event: str, now_s: float) -> bytes:
-    """Return the body of an event as Standard Webhooks defines it, with `type`, `timestamp` and `data`.
+    """Return the body of an event as Standard Webhooks defines it, with the job's status as `data`.
 
-    `data` is the job's status. Its fields are repeated at the top level, where `error` is only a text, for
-    receivers that were written for RunPod.
+    The status is repeated at the top level, where `error` is only a text, for receivers written for RunPod.
     """
     data = job.status(now_s)
     if job.logs and event in ("logs", "completed"):
@@ -94,17 +92,15 @@ def due(
     room_per_host: int,
     busy: Collection[tuple[str, str]] = (),
 ) -> tuple[list[Delivery], float | None]:
-    """Return up to `room` deliveries that may be sent now, the longest due first, and when to look again.
+    """Return up to `room` deliveries that may be sent now, the longest due first, and when the next is due.
 
     `busy` holds (host, job id) of the deliveries that are being sent. At most one delivery of a job is sent
-    at a time. The second result is the earliest time after `now_s` at which a host with room has a delivery
-    due, or None.
+    at a time. The second result is None if no host with room has a delivery due later.
     """
     found: list[tuple[float, int]] = []
     later_s: list[float] = []
     # A busy host may be listed with nothing to send now, so the limit is raised by the size of `busy`.
-    hosts = connection.execute(_HOSTS, (MAX_HOSTS + len(busy),)).fetchall()
-    for host, first_s in hosts:
+    for host, first_s in connection.execute(_HOSTS, (MAX_HOSTS + len(busy),)).fetchall():
         jobs = {job_id for busy_host, job_id in busy if busy_host == host}
         if len(jobs) >= room_per_host:
             continue
@@ -148,7 +144,7 @@ def record(
 
 
 def redeliver(connection: sqlite3.Connection, function: str, delivery_id: str, now_s: float) -> Delivery:
-    """Make a delivery pending again with the same id and a new count of attempts. Return the delivery.
+    """Make a delivery pending again, with the same id and a new count of attempts, and return it.
 
     Raises UnknownDelivery if the function has no delivery with this id.
     """
@@ -189,20 +185,14 @@ def newest(
 
 
 def delete_orphans(connection: sqlite3.Connection, before_s: float, limit: int) -> None:
-    """Delete up to `limit` ended deliveries that were added before `before_s` and whose job was deleted.
-
-    They outlived their job because they were pending.
-    """
+    """Delete up to `limit` ended deliveries that were added before `before_s` and outlived their job."""
     connection.execute(
         _DELETE_OLDEST % "AND NOT EXISTS (SELECT 1 FROM jobs WHERE id = job_id)", (before_s, limit)
     )
 
 
 def _held_until(connection: sqlite3.Connection, job_id: str) -> float:
-    """Return the time until which a new delivery of the job must wait for the job's earlier deliveries.
-
-    Return 0.0 if none is pending with fewer than HELD_TRIES attempts.
-    """
+    """Return the time until which a new delivery of the job must wait for earlier ones, or 0.0."""
     (next_s,) = connection.execute(
         "SELECT max(next_s) FROM deliveries WHERE job_id = ? AND state = 'PENDING' AND attempts < ?",
         (job_id, HELD_TRIES),
@@ -215,11 +205,9 @@ def _take_superseded(connection: sqlite3.Connection, job_id: str) -> sqlite3.Row
 
     If the delivery is being sent, its attempt is not recorded: `record` will not find it.
     """
-    row: sqlite3.Row | None = connection.execute(
-        "SELECT id, attempts, next_s, log FROM deliveries"
-        " WHERE job_id = ? AND event = 'output' AND state = 'PENDING'",
-        (job_id,),
-    ).fetchone()
+    pending = "job_id = ? AND event = 'output' AND state = 'PENDING'"
+    query = f"SELECT id, attempts, next_s, log FROM deliveries WHERE {pending}"  # noqa: S608
+    row: sqlite3.Row | None = connection.execute(query, (job_id,)).fetchone()
     if row is not None:
         connection.execute("DELETE FROM deliveries WHERE id = ?", (row["id"],))
     return row
@@ -228,10 +216,7 @@ def _take_superseded(connection: sqlite3.Connection, job_id: str) -> sqlite3.Row
 def _due_at(
     connection: sqlite3.Connection, host: str, now_s: float, busy_jobs: Collection[str], room: int
 ) -> Iterator[tuple[float, int]]:
-    """Yield (due time, rowid) of up to `room` due deliveries to a host, one per job.
-
-    Jobs in `busy_jobs` are left out.
-    """
+    """Yield (due time, rowid) of up to `room` due deliveries to a host, one per job not in `busy_jobs`."""
     jobs = set(busy_jobs)
     rows = connection.execute(_DUE, (host, now_s))
     while room > 0 and (row := rows.fetchone()) is not None:
@@ -242,7 +227,6 @@ def _due_at(
 
 
 def _read(connection: sqlite3.Connection, where: str, key: str | int) -> Delivery | None:
-    """Return the delivery that `where` selects, with its body, or None."""
     select = f"SELECT {_COLUMNS}, body FROM deliveries WHERE {where}"  # noqa: S608
     row = connection.execute(select, (key,)).fetchone()
     return _delivery(row) if row is not None else None

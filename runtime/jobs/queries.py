@@ -20,10 +20,7 @@ PIECES_BYTES = 4 << 20
 
 
 def get(connection: sqlite3.Connection, function: str, job_id: str) -> Job:
-    """Return a function's job with its input and result.
-
-    Raises JobExpired if a tombstone shows that the job was deleted, or UnknownJob.
-    """
+    """Return a function's job with its input and result. Raise JobExpired or UnknownJob if it has none."""
     return job_of(row_of(connection, function, job_id, SELECT_WHOLE))
 
 
@@ -32,7 +29,7 @@ def find(
 ) -> Job:
     """Return the job with this id if `allows(function)` is true for its function.
 
-    Raises JobExpired if a function in `among` has a tombstone of the job, else UnknownJob.
+    Raises JobExpired if it was deleted and belonged to a function in `among`, else UnknownJob.
     """
     row = find_row(connection, job_id, SELECT_WHOLE)
     if row is not None and allows(row["function"]):
@@ -44,10 +41,7 @@ def find(
 
 
 def unknown(job_id: str) -> UnknownJob:
-    """Return the error for a job that does not exist or that the caller may not see.
-
-    It is the same for both, so that it does not reveal which ids exist.
-    """
+    """Return the error for unknown jobs and those of other callers: it does not reveal which ids exist."""
     return UnknownJob(
         f"There is no job {job_id[:128]!r}.", remedy="Check the id, and which functions the API key covers."
     )
@@ -56,10 +50,9 @@ def unknown(job_id: str) -> UnknownJob:
 def due(connection: sqlite3.Connection, function: str, limit: int, now_s: float) -> list[Job]:
     """Return up to `limit` queued jobs that may start, ordered by priority, then by age.
 
-    Jobs whose ttl has passed are left out. Jobs without a delay are read in the order of their index. Jobs
-    whose delay has ended are read separately and sorted in: they are few, as only repeated attempts are
-    delayed.
+    Jobs whose ttl has passed are left out.
     """
+    # Each query uses its own index. The second finds few jobs, since only repeated attempts are delayed.
     rows = connection.execute(SELECT_WHOLE + _READY, (function, now_s, limit)).fetchall()
     rows += connection.execute(SELECT_WHOLE + _DELAYED, (function, now_s, now_s, limit)).fetchall()
     rows.sort(key=lambda row: (row["priority"], row["number"]))
@@ -68,9 +61,8 @@ def due(connection: sqlite3.Connection, function: str, limit: int, now_s: float)
 
 def next_due(connection: sqlite3.Connection, function: str, after_s: float = 0.0) -> float | None:
     """Return the earliest time after `after_s` at which a delayed job may start, or None."""
-    query = (
-        "SELECT min(due_s) FROM jobs WHERE function = ? AND state = 'IN_QUEUE' AND due_s > 0 AND due_s > ?"
-    )
+    delayed = "function = ? AND state = 'IN_QUEUE' AND due_s > 0 AND due_s > ?"
+    query = f"SELECT min(due_s) FROM jobs WHERE {delayed}"  # noqa: S608
     due_s: float | None = connection.execute(query, (function, after_s)).fetchone()[0]
     return due_s
 
@@ -98,7 +90,7 @@ def newest(
 def pieces(
     connection: sqlite3.Connection, job_id: str, after: int, limit: int = 1000
 ) -> list[tuple[int, bytes]]:
-    """Return (number, piece) for the next pieces of a streamed output, starting after the number `after`.
+    """Return (number, piece) for the pieces of a streamed output that follow the number `after`.
 
     The list ends at `limit` pieces, or with the piece that makes it reach PIECES_BYTES.
     """
@@ -117,17 +109,9 @@ def pieces(
 
 
 def counts(connection: sqlite3.Connection, function: str) -> JobCounts:
-    """Return how many jobs the function has in each state."""
-    columns = "in_queue, in_progress, completed, failed, cancelled, retried"
-    row = connection.execute(f"SELECT {columns} FROM counters WHERE function = ?", (function,)).fetchone()  # noqa: S608
-    return JobCounts(*row) if row is not None else JobCounts()
-
-
-def queue_size(connection: sqlite3.Connection, function: str) -> tuple[int, int]:
-    """Return the number of jobs in the function's queue and the total size of their inputs in bytes."""
-    query = "SELECT in_queue, queued_bytes FROM counters WHERE function = ?"
-    row = connection.execute(query, (function,)).fetchone()
-    return (row["in_queue"], row["queued_bytes"]) if row is not None else (0, 0)
+    columns = "in_queue, in_progress, completed, failed, cancelled, retried, queued_bytes"
+    query = f"SELECT {columns} FROM counters WHERE function = ?"  # noqa: S608
+    return JobCounts(*connection.execute(query, (function,)).fetchone() or ())
 
 
 def functions_waiting(connection: sqlite3.Connection) -> list[str]:

@@ -1,9 +1,8 @@
 """Defines the tables of the jobs database, its upgrade scripts, and the conversion of rows to jobs and back.
 
 A row of `jobs` is rewritten at each change of state. So it is small: the input, result and streamed pieces
-are in other tables. `jobs.number` increases in the order of arrival. `until_s` is the time at which `expire`
-handles the row: the end of the ttl while the job is queued, the end of the retention in a final state, NULL
-while it runs.
+are in other tables. `jobs.number` increases in the order of arrival. At `until_s`, `expire` handles the row:
+this is the end of the ttl of a queued job, the end of the retention of a final one, NULL of a running one.
 """
 
 from __future__ import annotations
@@ -161,10 +160,7 @@ def find_row(
 
 
 def find_rows(connection: sqlite3.Connection, where: str, *values: object) -> list[sqlite3.Row]:
-    """Return the rows of the jobs that match `where`, without input, output and logs.
-
-    `where` is the end of the query, from WHERE on, and `values` are its parameters.
-    """
+    """Return the rows of the jobs, without input, output and logs. `where` is the query from WHERE on."""
     return connection.execute(SELECT_WITHOUT_BODIES + where, values).fetchall()
 
 
@@ -186,7 +182,6 @@ def job_of(row: sqlite3.Row) -> Job:
 
 
 def webhook_of(row: sqlite3.Row) -> Webhook | None:
-    """Return the webhook of the job in a row, or None if the job has none."""
     if row["webhook"] is None:
         return None
     fields = orjson.loads(row["webhook"])

@@ -44,8 +44,7 @@ class JobStore:
     """The stored jobs of all functions.
 
     Most methods run a function of `transitions`, `queries` or `outbox`. They take the arguments of this
-    function except the first, and return its result after the commit. All methods raise JobStoreFailed if the
-    database cannot be read or written.
+    function except the first. All methods raise JobStoreFailed if the database cannot be read or written.
     """
 
     def __init__(

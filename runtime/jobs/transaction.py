@@ -6,14 +6,12 @@ Group commit: the writer thread takes all queued changes as one group, runs each
 SQLite transaction, and commits once, with synchronous=FULL. A caller gets its result after that commit. So
 every id and state that a caller sees is durably on disk, and all callers of the group share one fsync.
 
-Fence: when an attempt of a job starts, the job's `attempts` is incremented. The new value is the number of
-the attempt and is called its fence. The attempt passes its fence with every change that it requests, and
-`running_row` returns None if the fence is no longer the current one. So an attempt that reports after its job
-was requeued changes nothing.
+Fence: the start of an attempt increments the job's `attempts`. The new value is the attempt's fence, which it
+passes with every change that it requests. `running_row` returns None if the fence is no longer the current
+one. So an attempt that reports after its job was requeued changes nothing.
 
-Counters: the table `counters` has one row per function, with the number of its jobs in each state. `add` and
-`move` update it in the transaction that changes the state. So the counts are exact even after a crash, and
-reading the counts of a function reads only one row.
+Counters: a function's row of `counters` holds the number of its jobs in each state. It is updated in the
+transaction that changes the state, so it is exact even after a crash.
 """
 
 from __future__ import annotations
@@ -43,10 +41,7 @@ COUNTERS = {
 
 @dataclass(slots=True)
 class Transaction:
-    """The changes of one caller within a group's SQLite transaction.
-
-    It also collects what must be notified after the commit.
-    """
+    """The changes of one caller within a group's SQLite transaction, and what to notify after the commit."""
 
     connection: sqlite3.Connection
     now_s: float
@@ -80,9 +75,8 @@ class Transaction:
         return job
 
     def move(self, row: sqlite3.Row, to: JobState, *, retried: bool = False, **fields: Any) -> None:
-        """Change the state of the job in `row` and set the columns in `fields`.
+        """Change the state of the job in `row` and set the columns in `fields`. `retried` counts a retry.
 
-        Set `retried` if a caller requested a retry, so that the retry is counted.
         Raises JobConflict if TRANSITIONS does not allow this change.
         """
         was = JobState(row["state"])
@@ -91,7 +85,9 @@ class Transaction:
         self._update(row, {"state": to.value, **self._fields_of(to, row), **fields})
         self._count(row, was, to, retried=retried)
         if to is JobState.IN_QUEUE:
-            self._clear(row)
+            self.connection.execute("DELETE FROM results WHERE number = ?", (row["number"],))
+            self.connection.execute("DELETE FROM pieces WHERE job = ?", (row["number"],))
+            self.queued.add(row["function"])
 
     def end(self, row: sqlite3.Row, outcome: JobOutcome) -> None:
         """Move a job to a final state, store its result and add the webhook delivery of "completed"."""
@@ -107,18 +103,12 @@ class Transaction:
         self.notify(row, "completed")
 
     def touch(self, row: sqlite3.Row, **fields: Any) -> None:
-        """Set the columns in `fields` after a running job sent progress or pieces of its output.
-
-        Adds the webhook delivery of the event "output".
-        """
+        """Set the columns in `fields`, and add the webhook delivery of "output"."""
         self._update(row, fields)
         self.notify(row, "output")
 
     def notify(self, row: sqlite3.Row, event: str) -> None:
-        """Add a webhook delivery if the job's webhook subscribes to the event.
-
-        Only in this case the job's result is read from the database.
-        """
+        """Add a webhook delivery if the job's webhook subscribes to the event."""
         if (webhook := webhook_of(row)) is not None and event in webhook.events:
             job = read_job(self.connection, row["number"], SELECT_WITH_RESULT)
             outbox.add(self.connection, job, event, self.now_s)
@@ -126,14 +116,8 @@ class Transaction:
 
     def _update(self, row: sqlite3.Row, fields: Mapping[str, Any]) -> None:
         assignments = ", ".join(f"{name} = ?" for name in fields)
-        updated = self.connection.execute(
-            f"UPDATE jobs SET {assignments} WHERE number = ? AND state = ? AND attempts = ?",  # noqa: S608
-            (*fields.values(), row["number"], row["state"], row["attempts"]),
-        )
-        if updated.rowcount != 1:
-            raise JobConflict(
-                f"Job {row['id']} is no longer {row['state']} in its attempt {row['attempts']}."
-            )
+        update = f"UPDATE jobs SET {assignments} WHERE number = ?"  # noqa: S608
+        self.connection.execute(update, (*fields.values(), row["number"]))
         self.changed.append(row["id"])
 
     def _fields_of(self, to: JobState, row: sqlite3.Row) -> dict[str, Any]:
@@ -148,35 +132,19 @@ class Transaction:
 
     def _count(self, row: sqlite3.Row, was: JobState, to: JobState, *, retried: bool) -> None:
         less, more = COUNTERS[was], COUNTERS[to]
-        assignments = ["retried = retried + 1"] if retried else []
-        values: list[object] = []
-        if less != more:
-            assignments += [f"{less} = {less} - 1", f"{more} = {more} + 1"]
-        if (was is JobState.IN_QUEUE) != (to is JobState.IN_QUEUE):
-            # `length(body)` is cheap: SQLite knows the length of a blob without reading the blob.
-            sign = "-" if was is JobState.IN_QUEUE else "+"
-            size = "(SELECT length(body) FROM inputs WHERE number = ?)"
-            assignments.append(f"queued_bytes = queued_bytes {sign} {size}")
-            values.append(row["number"])
-        if assignments:
-            update = f"UPDATE counters SET {', '.join(assignments)} WHERE function = ?"  # noqa: S608
-            self.connection.execute(update, (*values, row["function"]))
-
-    def _clear(self, row: sqlite3.Row) -> None:
-        """Delete result and pieces of a job that returns to the queue. Add its function to `queued`."""
-        self.connection.execute("DELETE FROM results WHERE number = ?", (row["number"],))
-        if row["pieces"]:
-            self.connection.execute("DELETE FROM pieces WHERE job = ?", (row["number"],))
-        self.queued.add(row["function"])
+        queued = (to is JobState.IN_QUEUE) - (was is JobState.IN_QUEUE)
+        # `length(body)` is cheap: SQLite knows the length of a blob without reading the blob.
+        size = "(SELECT length(body) FROM inputs WHERE number = ?)"
+        states = f"{less} = {less} - 1, {more} = {more} + 1, retried = retried + ?"
+        changes = f"{states}, queued_bytes = queued_bytes + ? * {size}"
+        update = f"UPDATE counters SET {changes} WHERE function = ?"  # noqa: S608
+        self.connection.execute(update, (retried, queued, row["number"], row["function"]))
 
 
 def row_of(
     connection: sqlite3.Connection, function: str, job_id: str, select: str = SELECT_WITHOUT_BODIES
 ) -> sqlite3.Row:
-    """Return the row of a function's job. `select` is one of the queries in schema.py.
-
-    Raises JobExpired if a tombstone shows that the job was deleted, or UnknownJob.
-    """
+    """Return the row of a function's job, read with a query of schema.py. Raise what `missing` returns."""
     row = find_row(connection, job_id, select)
     if row is None or row["function"] != function:
         raise missing(connection, function, job_id)
@@ -184,16 +152,11 @@ def row_of(
 
 
 def missing(connection: sqlite3.Connection, function: str, job_id: str) -> UnknownJob | JobExpired:
-    """Return the error for a job that the function does not have.
-
-    This is JobExpired if the job has a tombstone, which means that it was deleted, else UnknownJob.
-    """
+    """Return the error for a job that the function does not have: JobExpired if it was deleted."""
     key = tombstone_key(function, job_id)
     if connection.execute("SELECT 1 FROM tombstones WHERE key = ?", (key,)).fetchone():
         return JobExpired(
             f"Job {job_id!r} of {function!r} has ended, and its result was deleted.",
             remedy="Ask sooner, or keep results longer.",
         )
-    return UnknownJob(
-        f"{function!r} has no job {job_id!r}.", remedy="Check the id; `jobs list` shows all ids."
-    )
+    return UnknownJob(f"{function!r} has no job {job_id!r}.", remedy="`jobs list` shows all ids.")

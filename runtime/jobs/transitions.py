@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import sqlite3
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import orjson
 
@@ -27,8 +26,6 @@ SPARE_PAGES = 1024
 """This many free pages stay in the file for reuse, or a quarter of its pages if that is more."""
 VACUUM_PAGES = 256
 """The most free pages that one transaction returns to the file system."""
-_INCREMENTAL = 2
-"""The value of `PRAGMA auto_vacuum` for INCREMENTAL."""
 
 
 def submit(transaction: Transaction, new: NewJob) -> tuple[Job, bool]:
@@ -40,8 +37,7 @@ def submit(transaction: Transaction, new: NewJob) -> tuple[Job, bool]:
     :raises JobConflict: if another job has the wanted id.
     :raises QueueFull: if the job would exceed the limits `max_queued` or `max_queued_bytes` of `new`.
     """
-    earlier = _submitted(transaction, new) if new.idempotency else None
-    if earlier is not None:
+    if new.idempotency and (earlier := _submitted(transaction, new)) is not None:
         return earlier, True
     if new.wanted_id and find_row(transaction.connection, new.wanted_id) is not None:
         raise JobConflict(f"There is another job {new.wanted_id!r}.", remedy="Choose another id.")
@@ -64,20 +60,17 @@ def _submitted(transaction: Transaction, new: NewJob) -> Job | None:
 
 
 def _check_room(transaction: Transaction, new: NewJob) -> None:
-    """Raise QueueFull if the job would exceed a limit of the queue.
-
-    An empty queue accepts an input of any size.
-    """
-    jobs, size_bytes = queries.queue_size(transaction.connection, new.function)
-    if new.max_queued is not None and jobs >= new.max_queued:
+    """Raise QueueFull if the job would exceed a limit of the queue."""
+    counts, most_bytes = queries.counts(transaction.connection, new.function), new.max_queued_bytes
+    if new.max_queued is not None and counts.in_queue >= new.max_queued:
         raise QueueFull(
-            f"{new.function!r} has {jobs} jobs in its queue; the limit is {new.max_queued}.",
+            f"{new.function!r} has {counts.in_queue} jobs in its queue; the limit is {new.max_queued}.",
             remedy="Try again later, or raise max_jobs or scale.max in pilotflame.toml.",
         )
-    most_bytes = new.max_queued_bytes
-    if most_bytes is not None and jobs and size_bytes + len(new.input) > most_bytes:
+    # An empty queue accepts an input of any size.
+    if most_bytes is not None and counts.in_queue and counts.queued_bytes + len(new.input) > most_bytes:
         raise QueueFull(
-            f"The jobs in the queue of {new.function!r} hold {size_bytes} bytes of input; the limit is {most_bytes}.",
+            f"{new.function!r} has {counts.queued_bytes} bytes of queued input; the limit is {most_bytes}.",
             remedy="Try again later, or raise max_jobs_bytes or scale.max in pilotflame.toml.",
         )
 
@@ -103,18 +96,11 @@ def finish(transaction: Transaction, job_id: str, fence: int, outcome: JobOutcom
 
 
 def requeue(
-    transaction: Transaction,
-    job_id: str,
-    fence: int,
-    *,
-    error: Mapping[str, Any] | None,
-    delay_s: float = 0.0,
-    counted: bool = True,
-    logs: str = "",
+    transaction: Transaction, job_id: str, fence: int, failure: JobOutcome, delay_s: float, *, counted: bool
 ) -> bool:
     """End the attempt `fence` and queue the job again, to start after `delay_s`.
 
-    If this was the last attempt that the job may have, end the job as FAILED with `error` and `logs` instead.
+    If this was the last attempt that the job may have, end the job with `failure` instead.
     With `counted=False`, for a failure that the job did not cause, the job may have one attempt more.
     Return False if this is no longer the job's running attempt.
     """
@@ -122,15 +108,12 @@ def requeue(
     if row is None:
         return False
     if counted and row["attempts"] >= row["max_attempts"]:
-        transaction.end(row, JobOutcome(JobState.FAILED, error=error, logs=logs))
+        transaction.end(row, failure)
     else:
-        transaction.move(
-            row,
-            JobState.IN_QUEUE,
-            due_s=transaction.now_s + delay_s if delay_s > 0 else 0.0,
-            error=orjson.dumps(error).decode() if error is not None else None,
-            max_attempts=row["max_attempts"] + (0 if counted else 1),
-        )
+        due_s = transaction.now_s + delay_s if delay_s > 0 else 0.0
+        max_attempts = row["max_attempts"] + (0 if counted else 1)
+        error = orjson.dumps(failure.error).decode() if failure.error is not None else None
+        transaction.move(row, JobState.IN_QUEUE, due_s=due_s, error=error, max_attempts=max_attempts)
     return True
 
 
@@ -182,10 +165,7 @@ def set_progress(transaction: Transaction, job_id: str, fence: int, progress: by
 
 
 def cancel(transaction: Transaction, function: str, job_id: str) -> Job:
-    """End a job as CANCELLED unless it is already final. Return the job.
-
-    Raises JobExpired if a tombstone shows that the job was deleted, or UnknownJob.
-    """
+    """End a job as CANCELLED unless it is already final, and return it. Raise JobExpired or UnknownJob."""
     row = row_of(transaction.connection, function, job_id)
     if not JobState(row["state"]).final:
         transaction.end(row, JobOutcome(JobState.CANCELLED))
@@ -195,8 +175,7 @@ def cancel(transaction: Transaction, function: str, job_id: str) -> Job:
 def retry(transaction: Transaction, function: str, job_id: str) -> Job:
     """Queue a FAILED or TIMED_OUT job again under its id, with new attempts and a new ttl. Return the job.
 
-    Raises JobConflict if the job is in another state.
-    Raises JobExpired if a tombstone shows that the job was deleted, or UnknownJob.
+    Raises JobConflict if the job is in another state, JobExpired or UnknownJob.
     """
     row = row_of(transaction.connection, function, job_id)
     if row["state"] not in (JobState.FAILED, JobState.TIMED_OUT):
@@ -212,9 +191,9 @@ def retry(transaction: Transaction, function: str, job_id: str) -> Job:
 
 
 def purge(transaction: Transaction, function: str, last: int, *, running: bool) -> int:
-    """Cancel up to PURGE_SLICE queued jobs, with `running` also running ones. Return how many were cancelled.
+    """Cancel up to PURGE_SLICE queued jobs with numbers up to `last`, with `running` also running ones.
 
-    Only jobs whose row number is at most `last` are cancelled.
+    Return how many were cancelled.
     """
     where = "WHERE function = ? AND state IN ('IN_QUEUE', ?) AND jobs.number <= ? LIMIT ?"
     also = JobState.IN_PROGRESS if running else ""
@@ -225,10 +204,7 @@ def purge(transaction: Transaction, function: str, last: int, *, running: bool) 
 
 
 def redeliver(transaction: Transaction, function: str, delivery_id: str) -> Delivery:
-    """Send a webhook delivery again with the same id, whatever its state is. Return the delivery.
-
-    Raises UnknownDelivery if the function has no delivery with this id.
-    """
+    """Send a webhook delivery again, whatever its state is. See `outbox.redeliver`."""
     transaction.notified = True
     return outbox.redeliver(transaction.connection, function, delivery_id, transaction.now_s)
 
@@ -237,14 +213,18 @@ def expire(transaction: Transaction, limit: int = 200) -> int:
     """Time out queued jobs whose ttl has passed, and delete final jobs whose retention has passed.
 
     Also delete old tombstones and deliveries of deleted jobs, and give free pages back to the file system.
-    One call handles at most `limit` jobs and `limit` tombstones, and returns how many jobs and tombstones it
-    handled. Call it again while the time that `next_expiry` returns has been reached.
+    One call handles at most `limit` jobs and `limit` tombstones, and returns how many it handled. Call it
+    again while the time that `next_expiry` returns has been reached.
     """
     until_s = time.monotonic() + EXPIRY_SLICE_S
     where, done = "WHERE until_s <= ? ORDER BY until_s LIMIT ?", 0
     for row in find_rows(transaction.connection, where, transaction.now_s, limit):
         if row["state"] == JobState.IN_QUEUE:
-            transaction.end(row, JobOutcome(JobState.TIMED_OUT, error=_ttl_passed(row)))
+            error = DeadlineExceeded(
+                f"Job {row['id']} waited in the queue for longer than its ttl of {row['ttl_s']:g} s.",
+                remedy="Give it a longer ttl, or the function more workers.",
+            )
+            transaction.end(row, JobOutcome(JobState.TIMED_OUT, error=error.to_wire()))
         else:
             _delete(transaction, row)
         done += 1
@@ -259,22 +239,12 @@ def expire(transaction: Transaction, limit: int = 200) -> int:
 
 
 def next_expiry(connection: sqlite3.Connection, now_s: float) -> float:
-    """Return the time at which `expire` has something to do, or infinity if nothing will expire.
-
-    This is now if the file has too many free pages.
-    """
+    """Return the time at which `expire` has something to do, or infinity if nothing will expire."""
     if _excess_pages(connection):
         return now_s
     first = connection.execute("SELECT until_s FROM jobs WHERE until_s IS NOT NULL ORDER BY until_s LIMIT 1")
     oldest = connection.execute("SELECT until_s FROM tombstones ORDER BY number LIMIT 1")
     return min((until_s for (until_s,) in (*first, *oldest)), default=math.inf)
-
-
-def _ttl_passed(row: sqlite3.Row) -> dict[str, object]:
-    return DeadlineExceeded(
-        f"Job {row['id']} waited in the queue for longer than its ttl of {row['ttl_s']:g} s.",
-        remedy="Give it a longer ttl, or the function more workers.",
-    ).to_wire()
 
 
 def _delete(transaction: Transaction, row: sqlite3.Row) -> None:
@@ -310,11 +280,9 @@ def _delete_tombstones(transaction: Transaction, limit: int) -> int:
 def _excess_pages(connection: sqlite3.Connection) -> int:
     """Return how many free pages the file has in addition to those that it keeps for reuse (see SPARE_PAGES).
 
-    Return 0 for a file that was created without incremental vacuum, as its pages cannot be released.
+    Return 0 for a file without incremental vacuum (`auto_vacuum` is not 2): its pages cannot be released.
     """
-    (vacuum,) = connection.execute("PRAGMA auto_vacuum").fetchone()
-    if vacuum != _INCREMENTAL:
-        return 0
-    (free,) = connection.execute("PRAGMA freelist_count").fetchone()
-    (pages,) = connection.execute("PRAGMA page_count").fetchone()
-    return int(max(0, free - max(SPARE_PAGES, pages // 4)))
+    pragmas = "pragma_auto_vacuum, pragma_freelist_count, pragma_page_count"
+    query = f"SELECT auto_vacuum = 2, freelist_count, page_count FROM {pragmas}"  # noqa: S608
+    incremental, free, pages = connection.execute(query).fetchone()
+    return int(incremental * max(0, free - max(SPARE_PAGES, pages // 4)))

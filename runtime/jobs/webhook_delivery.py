@@ -14,8 +14,6 @@ GONE = 410
 
 
 class DeliveryState(enum.StrEnum):
-    """The state of a delivery: it is to be sent, was accepted, or is given up."""
-
     PENDING = "PENDING"
     DELIVERED = "DELIVERED"
     DEAD = "DEAD"
@@ -51,10 +49,7 @@ class Delivery:
     host: str
     state: DeliveryState
     attempts: int
-    """How many attempts were made since the delivery was added or, on request, redelivered.
-
-    A delivery of "output" continues the count of the one that it replaced.
-    """
+    """How many attempts were made since it was added or redelivered, with those of the one it replaced."""
     next_s: float
     """The earliest time of the next attempt."""
     created_s: float
@@ -82,11 +77,7 @@ class RetrySchedule:
     """Returns a random number from 0 to 1, which the longest possible pause is multiplied by."""
 
     def next_state(self, attempt: DeliveryAttempt, tried: int, now_s: float) -> tuple[DeliveryState, float]:
-        """Return a delivery's state after its attempt number `tried`, and the time of its next attempt.
-
-        The pause is not shorter than the receiver asks for, but a request for more than MAX_RETRY_AFTER_S is
-        treated as MAX_RETRY_AFTER_S.
-        """
+        """Return a delivery's state after its attempt number `tried`, and the time of its next attempt."""
         if 200 <= attempt.status < 300:
             return DeliveryState.DELIVERED, now_s
         if tried >= self.tries or attempt.status == GONE:

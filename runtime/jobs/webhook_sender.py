@@ -1,7 +1,6 @@
 """Sends the webhook deliveries in the outbox, and repeats each until it is accepted or given up.
 
-A delivery is sent at least once, and each time with the same id. This also holds after a crash, because the
-table `deliveries` contains everything that is needed. The sender keeps only the running requests in memory.
+A delivery is sent at least once, also if the gateway crashes, and each time with the same id.
 """
 
 from __future__ import annotations
@@ -61,10 +60,7 @@ class WebhookSender:
         self._awake.set()
 
     async def close(self, *, deadline_s: float) -> None:
-        """Start no more requests, and cancel those that have not ended after `deadline_s` seconds.
-
-        The next run of the gateway sends the cancelled ones again.
-        """
+        """Start no more requests, and cancel those that have not ended after `deadline_s` seconds."""
         self._closing.set()
         self.wake()
         if self._requests:
@@ -95,10 +91,9 @@ class WebhookSender:
             # When a request ends, `_ended` wakes the loop.
             return MAX_SLEEP_S
         now_s, busy = time.time(), list(self._requests.values())
+        due = partial(outbox.due, now_s=now_s, room=room, room_per_host=MAX_REQUESTS_PER_HOST, busy=busy)
         try:
-            deliveries, next_s = await self._database.read(
-                partial(outbox.due, now_s=now_s, room=room, room_per_host=MAX_REQUESTS_PER_HOST, busy=busy)
-            )
+            deliveries, next_s = await self._database.read(due)
         except JobStoreFailed as error:
             self._pause(error)
             return 0.0

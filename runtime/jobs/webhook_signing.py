@@ -45,10 +45,7 @@ class SigningKey:
         return SigningKey(hmac.digest(self._key, function.encode(), hashlib.sha256))
 
     def headers(self, message_id: str, body: bytes, now_s: float) -> dict[str, str]:
-        """Return the three headers of a message: id, timestamp and signature.
-
-        If a message is sent again, its id stays the same, but `now_s` is new.
-        """
+        """Return the headers with the message's id, the time `now_s` of this attempt and the signature."""
         sent_at = datetime.fromtimestamp(int(now_s), UTC)
         # The signer needs text. A body that is not UTF-8 is not valid JSON: no receiver would accept it.
         text = body.decode("utf-8", "replace")
@@ -60,10 +57,9 @@ class SigningKey:
 
 
 def load_key(state_dir: Path) -> SigningKey:
-    """Return the gateway's key from its state folder. Create the key if the folder has none.
+    """Return the gateway's key from its state folder, or create it there. Blocks.
 
-    Only the owner of its file can read it. Blocks: do not call it on the event loop. Raises GatewayError if
-    the file is damaged or cannot be used.
+    Raises GatewayError if the file is damaged or cannot be used.
     """
     path = state_dir / SECRET_FILE
     secret = private_files.read(path)

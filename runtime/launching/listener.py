@@ -102,12 +102,12 @@ class Listener:
             return False
         if role == "log" and name not in self._streams:
             self._streams = {of: stream for of, stream in self._streams.items() if stream.alive}
-            self._streams[name] = LogStream(sock, self._loop, expected.logs, expected.source, b"")
+            self._streams[name] = LogStream(sock, expected.logs, expected.source)
             return True
         if role != expected.role:
             return False
         self.forget(token)
-        expected.on_link(Link(sock, self._loop, join_writes=True), pid)
+        expected.on_link(Link(sock, join_writes=True), pid)
         return True
 
     def discard(self, greeting: _Greeting) -> None:

@@ -54,9 +54,6 @@ class BlockingLink:
             data = b""
         return self._reader.feed(data) if data else None
 
-    def close(self) -> None:
-        self.sock.close()
-
 
 class Link:
     """A link on an event loop. It passes received frames to a callback, and any thread may send.
@@ -66,18 +63,13 @@ class Link:
     of the loop are collected and written together, and only the loop's thread may send. The gateway does so.
     """
 
-    def __init__(
-        self, sock: socket.socket, loop: asyncio.AbstractEventLoop, *, join_writes: bool = False
-    ) -> None:
+    def __init__(self, sock: socket.socket, *, join_writes: bool = False) -> None:
         sock.setblocking(False)
         self.sock = sock
         self.closed = False
-        self._loop = loop
+        self._loop = asyncio.get_running_loop()
         self._reader = FrameReader()
         self._buffer = memoryview(bytearray(RECEIVE_BYTES))
-        self._bound = False
-        self._on_frame: Callable[[Frame], None] = _unbound
-        self._on_close: Callable[[], None] = _unbound
         self._lock = threading.Lock()
         self._unsent: deque[memoryview] = deque()
         self._join_writes = join_writes
@@ -89,8 +81,7 @@ class Link:
         `on_close` is called when the other end closes the link or a frame is invalid.
         """
         self._on_frame, self._on_close = on_frame, on_close
-        if not self._bound:
-            self._bound = True
+        if not self.closed:
             self._loop.add_reader(self.sock, self._readable)
 
     def send(self, kind: int, channel: int = 0, head: bytes = b"", payload: bytes = b"") -> None:
@@ -118,14 +109,7 @@ class Link:
                 self._write(part)
 
     def finish(self, timeout_s: float) -> None:
-        """Send all unsent data and close the link. Blocks: a worker calls this just before it exits.
-
-        `timeout_s` limits the time of each unsent part.
-        """
-        if self.closed:
-            return
-        self._loop.remove_reader(self.sock)
-        self._loop.remove_writer(self.sock)
+        """Send all unsent data, in at most `timeout_s` per part, and close. Blocks: used at exit only."""
         with self._lock, contextlib.suppress(OSError):
             self._write_joined()
             self.sock.settimeout(timeout_s)
@@ -216,7 +200,3 @@ class Link:
         if not self.closed:
             self.close()
             self._on_close()
-
-
-def _unbound(*_frame: Frame) -> None:
-    raise LinkError("A link without an owner was read.")

@@ -87,10 +87,7 @@ class Frame(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """What a worker measured about one invocation.
-
-    `batch` is the number of invocations in its handler call.
-    """
+    """What a worker measured about one invocation. `batch` counts the invocations of its handler call."""
 
     wait_s: float
     exec_s: float
@@ -129,10 +126,7 @@ class FrameReader:
         return self._needed - len(self._rest)
 
     def feed(self, data: bytes) -> list[Frame]:
-        """Add received bytes and return the frames that are now complete.
-
-        Raise LinkError if a frame is over the limit or its header is inconsistent.
-        """
+        """Add bytes and return the complete frames. Raise LinkError if one is too long or inconsistent."""
         if self._rest:
             self._rest += data
             if len(self._rest) < self._needed:

@@ -88,10 +88,7 @@ class EventSource(BaseModel, frozen=True, extra="forbid", strict=True):
 
     @property
     def sqs_endpoint(self) -> str | None:
-        """The endpoint of SQS: the one that is set, or else the queue's host.
-
-        None if no endpoint is set and the host is Amazon's. Then boto3 chooses the endpoint.
-        """
+        """The endpoint that is set, else the queue's host. None if that is Amazon's: then boto3 chooses."""
         parts = urlsplit(self.queue)
         is_amazon = (parts.hostname or "").endswith((".amazonaws.com", ".amazonaws.com.cn"))
         return self.endpoint_url if self.endpoint_url or is_amazon else f"{parts.scheme}://{parts.netloc}"

@@ -1,7 +1,6 @@
 """Reads the settings of a function from `pilotflame.toml` and from overrides.
 
-Overrides are options of the command line or fields of a deploy request. The settings are read once, into a
-frozen object. All problems are reported together, each with its key. An unknown key is an error too, because
+Overrides are options of the command line or fields of a deploy request. An unknown key is an error, because
 an option that silently has no effect would be worse.
 """
 
@@ -37,10 +36,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def name_problem(name: str) -> str | None:
-    """Return why `name` cannot be a function's name, or None if it can.
-
-    This check also makes the name safe to use in URLs and in paths on disk.
-    """
+    """Return why `name` cannot be a function's name, in URLs and in paths on disk. None if it can."""
     if not _NAME.fullmatch(name):
         return f"name is {name!r}; allowed: 1 to 63 of a-z, 0-9 and -, neither first nor last a -"
     if name in RESERVED_NAMES:
@@ -112,9 +108,7 @@ def _variable_problem(name: str, value: str) -> str | None:
 class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     """All settings of a function; part of its immutable revision."""
 
-    name: FunctionName = Field(
-        description="The function's name in URLs; by default made from the folder's name."
-    )
+    name: FunctionName = Field(description="Its name in URLs; by default made from the folder's name.")
     handler: Annotated[str, checked(_handler_problem)] = Field(
         "handler.py",
         description='The handler\'s file inside the folder, optionally with ":callable" after it; "runpod:", "cog:" or'
@@ -136,16 +130,12 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     )
     hold_s: Seconds = Field(60.0, description="Seconds a request waits for a worker to be ready.")
     ttl_s: PositiveSeconds = Field(86_400.0, description="Seconds a job may wait in the queue.")
-    attempts: int = Field(
-        3, ge=1, le=100, description="Attempts of a job whose workers die or cannot start, with the first."
-    )
+    attempts: int = Field(3, ge=1, le=100, description="Attempts of a job whose workers die or cannot start.")
     max_queue: int = Field(1000, ge=1, le=1_000_000, description="Most waiting invocations.")
     max_jobs: int = Field(100_000, ge=1, le=100_000_000, description="Most jobs in the queue.")
     max_jobs_bytes: int = Field(4096 * _MIB, ge=1, description="Most bytes of input of jobs in the queue.")
     max_body_bytes: int = Field(20 * _MIB, ge=1, description="Largest request body.")
-    env: Annotated[dict[str, str], checked(_env_problem)] = Field(
-        default_factory=dict, description="Environment variables of the workers."
-    )
+    env: Annotated[dict[str, str], checked(_env_problem)] = Field({}, description="The workers' environment.")
     scale: Scale = Field(default_factory=Scale, description="How many workers there are.")
     source: Annotated[tuple[EventSource, ...], Strict(False)] = Field(
         (), max_length=100, description="Queues whose messages are run as jobs: tables, [[source]]."
@@ -157,10 +147,7 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
         return self.snapshot if self.snapshot is not None and is_remote(self.snapshot) else None
 
     def snapshot_path(self, folder: Path) -> Path | None:
-        """Return the absolute path of weights on this node, or None if they are remote or there are none.
-
-        `folder` is the function's folder. A relative `snapshot` is relative to it.
-        """
+        """Return the path of the weights on this node, or None. `folder` is the function's folder."""
         if self.snapshot is None or is_remote(self.snapshot):
             return None
         return (folder / Path(self.snapshot).expanduser()).resolve()

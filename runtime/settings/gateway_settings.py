@@ -14,7 +14,7 @@ from .validation import ENV_PREFIX, PositiveSeconds, Seconds, unknown_key, valid
 _MIB = 1024 * 1024
 
 
-def default_state_dir(environ: Mapping[str, str]) -> Path:
+def default_state_dir(environ: Mapping[str, str] = os.environ) -> Path:
     """Return the default state folder, which is `pilotflame` in the user's XDG state folder."""
     return _xdg(environ, "XDG_STATE_HOME", ".local/state") / "pilotflame"
 
@@ -30,9 +30,7 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
 
     host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
     port: int = Field(8600, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
-    state_dir: Path = Field(
-        default_factory=lambda: default_state_dir(os.environ), description="Folder of everything deployed."
-    )
+    state_dir: Path = Field(default_factory=default_state_dir, description="Folder of everything deployed.")
     cache_dir: Path = Field(
         default_factory=lambda: _xdg(os.environ, "XDG_CACHE_HOME", ".cache") / "pilotflame" / "snapshots",
         description="Folder of the node's cache of fetched snapshots.",

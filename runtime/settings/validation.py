@@ -22,7 +22,7 @@ YEAR_S = 365 * 24 * 3600
 Seconds = Annotated[float, Field(ge=0, le=YEAR_S, allow_inf_nan=False)]
 PositiveSeconds = Annotated[float, Field(gt=0, le=YEAR_S, allow_inf_nan=False)]
 
-_ModelT = TypeVar("_ModelT", bound=BaseModel)
+_M = TypeVar("_M", bound=BaseModel)
 # By the type of pydantic's error: what the value should be. In these errors, pydantic's own message names a
 # type of Python, where a reader of pilotflame.toml needs a type of TOML.
 _EXPECTED = {"dict_type": "a table", "model_type": "a table", "tuple_type": "a list of tables"}
@@ -39,13 +39,10 @@ def checked(problem_of: Callable[[Any], str | None]) -> AfterValidator:
     return AfterValidator(check)
 
 
-def validate(
-    model: type[_ModelT], raw: dict[str, Any], problems: list[str], subject: str, remedy: str
-) -> _ModelT:
+def validate(model: type[_M], raw: dict[str, Any], problems: list[str], subject: str, remedy: str) -> _M:
     """Return `raw`, a table of settings, as a `model`.
 
-    Raise SettingsError if `raw` is not valid or `problems`, which the caller has found before, is not empty.
-    It names all problems. Its message begins with `subject`, and its remedy is `remedy`.
+    Raise SettingsError, which names all problems, if `raw` is not valid or if `problems` is not empty.
     """
     try:
         settings = model.model_validate(raw)

@@ -60,17 +60,14 @@ class LogBook:
 
 
 class LogStream:
-    """Reads the output of one process from a socket until its end, and writes the lines to a log."""
+    """Reads the output of the process `source` from a socket until its end, and writes the lines to a log."""
 
-    def __init__(
-        self, sock: socket.socket, loop: asyncio.AbstractEventLoop, book: LogBook, source: str, begun: bytes
-    ) -> None:
-        """`source` is the process's name. `begun` is output that was received from the socket before."""
+    def __init__(self, sock: socket.socket, book: LogBook, source: str) -> None:
         sock.setblocking(False)
-        self._sock, self._loop, self._book, self._source = sock, loop, book, source
+        self._sock, self._book, self._source = sock, book, source
         self._rest = b""
-        loop.add_reader(sock, self._readable)
-        self._take(begun)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(sock, self._readable)
 
     @property
     def alive(self) -> bool:
@@ -92,17 +89,13 @@ class LogStream:
             return
         except OSError:
             data = b""
-        if data:
-            self._take(data)
-        else:
+        if not data:
             self.close()
-
-    def _take(self, data: bytes) -> None:
+            return
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             self._write(line)
-        # The beginning of an overlong line is written now. Otherwise a process that prints no newline would
-        # fill the gateway's memory.
+        # A process that prints no newline must not fill the gateway's memory.
         if len(self._rest) > MAX_LINE_BYTES:
             self._write(self._rest)
             self._rest = b""

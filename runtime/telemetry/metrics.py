@@ -69,8 +69,6 @@ class _Histogram:
 
 
 class _FunctionCounts:
-    """All counts of one function."""
-
     def __init__(self) -> None:
         self.codes = Counter[int]()
         self.refusals = Counter[str]()
@@ -140,9 +138,7 @@ class Metrics(Collector):
 
     def _counters(self) -> Iterator[Metric]:
         codes = _family(CounterMetricFamily, "invocations", "Invocations answered.", "code")
-        refusals = _family(
-            CounterMetricFamily, "refusals", "Requests refused before they ran, by error code.", "reason"
-        )
+        refusals = _family(CounterMetricFamily, "refusals", "Requests refused, by error code.", "reason")
         started = _family(CounterMetricFamily, "activations", "Workers started, by outcome.", "outcome")
         for function, of in self._functions.items():
             for family, counter in ((codes, of.codes), (refusals, of.refusals), (started, of.activations)):
@@ -167,12 +163,8 @@ class Metrics(Collector):
         workers = _family(GaugeMetricFamily, "workers", "Workers by state.", "state")
         waiting = _family(GaugeMetricFamily, "queued", "Invocations waiting.")
         running = _family(GaugeMetricFamily, "in_flight", "Invocations at workers.")
-        busy = _family(
-            CounterMetricFamily, "worker_busy_seconds", "Time in which workers had work, of all together."
-        )
-        ready = _family(
-            CounterMetricFamily, "worker_ready_seconds", "Time for which workers were ready, of all."
-        )
+        busy = _family(CounterMetricFamily, "worker_busy_seconds", "Time with work, summed over all workers.")
+        ready = _family(CounterMetricFamily, "worker_ready_seconds", "Time ready, summed over all workers.")
         share = _family(GaugeMetricFamily, "worker_busy_ratio", "Busy share of worker_ready_seconds.")
         for function, census in self._census().items():
             for state in ("starting", "ready", "draining"):

@@ -163,9 +163,4 @@ class Timeline:
 
 def parse_server_timing(header: str) -> dict[str, float]:
     """Return the milliseconds of each phase in `header`, the value of a Server-Timing header."""
-    found = dict[str, float]()
-    for part in header.split(","):
-        name, _, duration = part.strip().partition(";dur=")
-        if duration:
-            found[name] = float(duration.partition(";")[0])
-    return found
+    return {name: float(ms) for name, ms in re.findall(r"([^\s,;]+);dur=(\d+\.?\d*)", header)}

@@ -16,6 +16,7 @@ from typing import Any
 from ...errors import Cancelled, DeadlineExceeded, PilotflameError, SnapshotError
 from ...handlers.contract import BatchSpec, Context
 from ...handlers.failure import is_out_of_memory
+from ..link.frames import FrameKind, encode_json
 from .runner import Call, Runner
 
 
@@ -44,9 +45,11 @@ class BatchRun:
                 # Memory has run out since this piece was packed, so the limit is lower now.
                 self._pack(piece)
             elif calls := [call for call in piece if not self._is_over(call)]:
-                # The gateway applies the time limit to each handler call, so report each after the first.
-                again = [self._runner.next_call_frame(calls[0])] if self._started else []
-                self._runner.send(self.frames + again)
+                if self._started:
+                    # The gateway applies the time limit to each handler call, so report each after the first.
+                    head = {"window": self._runner.window, "call": calls[0].channel}
+                    self.frames.append(encode_json(FrameKind.WINDOW, 0, head))
+                self._runner.send(self.frames)
                 self._started, self.frames = True, []
                 return calls
         return []

@@ -10,17 +10,14 @@ import json
 import os
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...errors import HandlerFailed, HandlerSetupError, PilotflameError
 from ...handlers.contract import Context
 from ...handlers.failure import explain
-from ...handlers.handler import Handler
 from ..link.worker_spec import WorkerSpec
 from .function_setup import Built, build, call_hook, configure_logging, run_without_loop, warm_up_torch
-
-if TYPE_CHECKING:
-    from ...snapshot.format.manifest import Manifest
+from .measurement import timed_call
 
 DEADLINE_S = 900.0
 
@@ -33,15 +30,14 @@ def main() -> None:
     request = json.load(sys.stdin)
     spec, body = WorkerSpec.model_validate(request["spec"]), request["event"]
     try:
-        manifest = _record(spec, body.encode("utf-8", "surrogateescape"))
-        response: dict[str, Any] = {"order": list(manifest.first_touch)}
+        response: dict[str, Any] = {"order": _record(spec, body.encode("utf-8", "surrogateescape"))}
     except PilotflameError as error:
         response = {"error": error.to_wire()}
     with os.fdopen(int(sys.argv[1]), "wb", closefd=False) as stream:
         stream.write(json.dumps(response).encode())
 
 
-def _record(spec: WorkerSpec, body: bytes) -> Manifest:
+def _record(spec: WorkerSpec, body: bytes) -> list[str]:
     configure_logging()
     built = build(spec)
     if built.snapshot is None:
@@ -50,7 +46,7 @@ def _record(spec: WorkerSpec, body: bytes) -> Manifest:
     warm_up_torch()
     event = built.handler.input.decode(body)
     run = asyncio.run if built.handler.kind.on_loop else run_without_loop
-    return built.snapshot.record(lambda: run(_first_call(spec, built, event)))
+    return list(built.snapshot.record(lambda: run(_first_call(spec, built, event))).first_touch)
 
 
 async def _first_call(spec: WorkerSpec, built: Built, event: Any) -> None:
@@ -64,27 +60,12 @@ async def _first_call(spec: WorkerSpec, built: Built, event: Any) -> None:
         spec.function, spec.revision, invocation_id="recording", snapshot=snapshot,
         state=built.state if state is None else state, deadline_s=time.monotonic() + DEADLINE_S,
     )  # fmt: skip
-    try:
-        await _call(handler, context, event)
-    except (Exception, SystemExit) as error:
-        raise explain(HandlerFailed, "The handler", error, spec.code) from error
-
-
-async def _call(handler: Handler, context: Context, event: Any) -> None:
-    """Call the handler with one event and read its whole answer. Raise the answer if it is an exception."""
     if handler.batch is not None:
         context, event = Context.of_batch([context]), [event]
-    answer = handler.call(*handler.arguments(context, event))
-    if handler.kind.streaming and handler.kind.on_loop:
-        async for _ in answer:
-            pass
-    elif handler.kind.streaming:
-        for _ in answer:
-            pass
-    else:
-        (result,) = handler.answers(await answer if handler.kind.on_loop else answer, 1)
-        if isinstance(result, Exception):
-            raise result
+    try:
+        await timed_call(handler, handler.arguments(context, event), 1)
+    except (Exception, SystemExit) as error:
+        raise explain(HandlerFailed, "The handler", error, spec.code) from error
 
 
 if __name__ == "__main__":

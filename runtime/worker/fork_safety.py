@@ -23,11 +23,12 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
+from typing import Any
 
 PR_SET_PDEATHSIG = 1
-TASKS = "/proc/self/task"
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -45,7 +46,7 @@ def torch_threads() -> int:
 
 def thread_count() -> int:
     """Return the number of threads of this process, including those that Python does not know."""
-    return len(os.listdir(TASKS))  # noqa: PTH208  called twice per import, and much cheaper than Path.iterdir
+    return len(os.listdir("/proc/self/task"))  # noqa: PTH208  called twice per import, and much cheaper than Path.iterdir
 
 
 def freeze_objects() -> None:
@@ -94,33 +95,22 @@ class _ThreadWatch(importlib.abc.MetaPathFinder):
     def __init__(self) -> None:
         self.started: dict[str, int] = {}
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(fullname, path, target)
-        if spec is not None and spec.loader is not None and hasattr(spec.loader, "exec_module"):
-            spec.loader = _CountingLoader(spec.loader, self.started)  # type: ignore[assignment]
+        loader: Any = spec.loader if spec is not None else None
+        if hasattr(loader, "exec_module"):
+            # An attribute of the instance hides the method of the loader's class.
+            loader.exec_module = partial(self._execute, loader)
         return spec
 
-
-class _CountingLoader:
-    def __init__(self, loader: importlib.abc.Loader, started: dict[str, int]) -> None:
-        self._loader = loader
-        self._started = started
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._loader, name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        module.__loader__ = self._loader
-        threads, known = thread_count(), sum(self._started.values())
-        self._loader.exec_module(module)
+    def _execute(self, loader: Any, module: ModuleType) -> None:
+        del loader.exec_module
+        threads, known = thread_count(), sum(self.started.values())
+        loader.exec_module(module)
         # The module may have imported others. Subtract their threads, which are counted under their names.
-        started = thread_count() - threads - (sum(self._started.values()) - known)
+        started = thread_count() - threads - (sum(self.started.values()) - known)
         if started > 0:
-            self._started[module.__name__] = started
+            self.started[module.__name__] = started
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from ...errors import HandlerBuildError
 from ...handlers.contract import Context
@@ -21,8 +21,6 @@ from ..link.worker_spec import WorkerSpec
 from . import fork_safety
 
 LOG_FORMAT = "%(levelname)s %(invocation)s %(message)s"
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +85,12 @@ def run_hook(hook: Hook | None, context: Context) -> Any:
     return asyncio.run(wait()) if inspect.isawaitable(result) else result
 
 
-def run_without_loop(coroutine: Coroutine[Any, Any, T]) -> T:
+def run_without_loop(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """Run a coroutine without an event loop and return its result. Raise RuntimeError if it suspends."""
     try:
         coroutine.send(None)
     except StopIteration as done:
-        result: T = done.value
-        return result
+        return done.value
     coroutine.close()
     raise RuntimeError("A coroutine that runs without a loop was suspended.")
 

@@ -23,11 +23,9 @@ LOOP_TIMEOUT_S = 10.0
 class WorkerHost:
     """What the handler's context calls in its worker. Must be created on the event loop's thread."""
 
-    def __init__(
-        self, link: Link, loop: asyncio.AbstractEventLoop, runner: Runner, drain: Callable[[], None]
-    ) -> None:
+    def __init__(self, link: Link, runner: Runner, drain: Callable[[], None]) -> None:
         self._link = link
-        self._loop = loop
+        self._loop = asyncio.get_running_loop()
         self._runner = runner
         self._drain = drain
         self._loop_thread = threading.get_ident()
@@ -68,12 +66,8 @@ class WorkerHost:
             act()
             return
         done = threading.Event()
-
-        def act_and_signal() -> None:
-            act()
-            done.set()
-
-        self._loop.call_soon_threadsafe(act_and_signal)
+        self._loop.call_soon_threadsafe(act)
+        self._loop.call_soon_threadsafe(done.set)
         done.wait(LOOP_TIMEOUT_S)
 
     def _flush(self) -> None:

@@ -6,33 +6,25 @@ import asyncio
 import inspect
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from typing import Any
 
-import orjson
-
 from ...errors import Cancelled
-from ...handlers.handler import Handler
 from ..batching.prefetch import window
-from ..link.connection import Link
 from ..link.frames import FrameKind
 from .batch_run import BatchRun
 from .runner import Call, Runner
 
 
+@dataclass(eq=False)
 class LoopRunner(Runner):
     """Runs up to `concurrency` groups at a time, each in its own task."""
 
-    def __init__(
-        self, handler: Handler, root: Path, link: Link, concurrency: int, on_idle: Callable[[], None],
-        tasks: asyncio.TaskGroup,
-    ) -> None:  # fmt: skip
-        super().__init__(handler, root, link, concurrency, on_idle)
-        self._tasks = tasks
-        self._queue: deque[list[Call]] = deque()
-        self._running = 0
-        self._closed = False
+    tasks: asyncio.TaskGroup
+    _queue: deque[list[Call]] = field(default_factory=deque, init=False)
+    _running: int = field(default=0, init=False)
+    _closed: bool = field(default=False, init=False)
 
     def enqueue(self, group: list[Call]) -> None:
         self._queue.append(group)
@@ -52,20 +44,20 @@ class LoopRunner(Runner):
             call.task.cancel()
 
     def resize(self, concurrency: int) -> None:
-        if concurrency == self._concurrency:
+        if concurrency == self.concurrency:
             return
-        self._concurrency = concurrency
+        self.concurrency = concurrency
         # `slots` tells the gateway how many groups may have started. It never decreases: if this worker dies,
         # only groups beyond that number run again on another worker, and none must run twice.
         self.slots = max(self.slots, concurrency)
         self.window = concurrency if self.handler.batch else window(concurrency, self._exec_s)
-        self._link.send(FrameKind.WINDOW, 0, orjson.dumps({"window": self.window, "slots": self.slots}))
+        self.link.send_json(FrameKind.WINDOW, 0, {"window": self.window, "slots": self.slots})
         self._start_groups()
 
     def _start_groups(self) -> None:
-        while self._queue and self._running < self._concurrency:
+        while self._queue and self._running < self.concurrency:
             self._running += 1
-            self._tasks.create_task(self._execute(self._queue.popleft()))
+            self.tasks.create_task(self._execute(self._queue.popleft()))
 
     async def _execute(self, group: list[Call]) -> None:
         try:
@@ -136,14 +128,14 @@ class LoopRunner(Runner):
                 frame, size = self.chunk_frame(call, chunk)
                 if call.credit is not None:
                     await call.credit.spend_async(size)
-                self._link.send_encoded(frame)
+                self.link.send_encoded(frame)
         finally:
             if inspect.isasyncgen(chunks):
                 await chunks.aclose()
 
     def _report_idle(self) -> None:
         if self._closed and self._running == 0:
-            self._on_idle()
+            self.on_idle()
 
 
 def _uncancel() -> None:

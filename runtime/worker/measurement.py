@@ -12,12 +12,11 @@ import orjson
 
 from ...handlers.contract import Context
 from ...handlers.failure import is_out_of_memory
-from ...handlers.handler import Handler
+from ...handlers.handler import Handler, HandlerKind
 from ..batching.latency_curve import Point
 from .runner import Runner
 
-# How long the measurement may take, because it delays the worker's first answer. For a slow handler, only
-# small batches are measured in this time.
+# How long the measurement may take, because it delays the worker's first answer.
 BUDGET_S = 4.0
 # How often each size is measured, after one run that is not counted.
 RUNS = 3
@@ -49,10 +48,8 @@ def schedule(max_size: int, curve: list[Point], budget_s: float = BUDGET_S) -> G
         curve.append(Point(size, last_s, max(taken_s)))
 
 
-async def measure(
-    runner: Runner, context: Context, curve: list[Point], is_cancelled: Callable[[], bool]
-) -> None:
-    """Call the runner's handler with its examples and add the points to `curve`, until `is_cancelled()`.
+async def measure(runner: Runner, context: Context, curve: list[Point], stopped: Callable[[], bool]) -> None:
+    """Call the runner's handler with its examples and add the points to `curve`, until `stopped()`.
 
     Raise what the handler raises. If memory runs out, first set the runner's limit to half of the size.
     """
@@ -62,11 +59,11 @@ async def measure(
     bodies = [orjson.dumps(example) for example in spec.examples]
     steps = schedule(spec.max_size, curve)
     size = next(steps)
-    while not is_cancelled():
+    while not stopped():
         events = [handler.input.decode(body) for body in islice(cycle(bodies), size)]
         arguments = handler.arguments(Context.of_batch([context] * size), events)
         try:
-            taken_s = await _timed(handler, arguments, size)
+            taken_s = await timed_call(handler, arguments, size)
         except BaseException as error:
             if is_out_of_memory(error):
                 runner.set_first_limit(max(1, size // 2))
@@ -77,12 +74,16 @@ async def measure(
             return
 
 
-async def _timed(handler: Handler, arguments: tuple[Any, ...], size: int) -> float:
-    """Return how long one handler call takes. Raise what it raises, or an exception among its answers."""
+async def timed_call(handler: Handler, arguments: tuple[Any, ...], size: int) -> float:
+    """Return how long one handler call takes, a stream included. Raise an exception among its answers."""
     started_s = time.monotonic()
     answer = handler.call(*arguments)
-    if handler.kind.on_loop:
+    if handler.kind is HandlerKind.ASYNC:
         answer = await answer
+    elif handler.kind is HandlerKind.ASYNC_GENERATOR:
+        answer = [chunk async for chunk in answer]
+    elif handler.kind is HandlerKind.GENERATOR:
+        answer = list(answer)
     taken_s = time.monotonic() - started_s
     for item in handler.answers(answer, size):
         if isinstance(item, BaseException):

@@ -13,10 +13,9 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import orjson
 
 from ...errors import (
     ActivationFailed,
@@ -41,6 +40,7 @@ from ..link.stream_credit import Credit
 SMOOTHING = 0.2
 
 
+@dataclass(eq=False, slots=True)
 class Call:
     """One invocation inside a worker. Only streams use `credit`, and only batch handlers `event` and `cost`.
 
@@ -48,25 +48,18 @@ class Call:
     batch handler, including this one.
     """
 
-    __slots__ = ("accept", "body", "cancellation", "channel", "content_type", "context", "cost", "credit",
-                 "event", "peers", "received_s", "task")  # fmt: skip
-
-    def __init__(
-        self, channel: int, body: bytes, content_type: str, context: Context, cancellation: Cancellation,
-        accept: str = "", credit: Credit | None = None,
-    ) -> None:  # fmt: skip
-        self.channel = channel
-        self.body = body
-        self.content_type = content_type
-        self.context = context
-        self.cancellation = cancellation
-        self.accept = accept
-        self.credit = credit
-        self.received_s = time.monotonic()
-        self.event: Any = None
-        self.cost = 1.0
-        self.task: asyncio.Task[Any] | None = None
-        self.peers: Sequence[Call] = ()
+    channel: int
+    body: bytes
+    content_type: str
+    context: Context
+    cancellation: Cancellation
+    accept: str = ""
+    credit: Credit | None = None
+    received_s: float = field(default_factory=time.monotonic, init=False)
+    event: Any = field(default=None, init=False)
+    cost: float = field(default=1.0, init=False)
+    task: asyncio.Task[Any] | None = field(default=None, init=False)
+    peers: Sequence[Call] = field(default=(), init=False)
 
     def set_task(self, task: asyncio.Task[Any] | None, peers: Sequence[Call] = ()) -> None:
         self.task, self.peers = task, peers
@@ -75,26 +68,28 @@ class Call:
         self.event, self.cost = event, cost
 
 
+@dataclass(eq=False)
 class Runner(ABC):
-    """Runs the invocations of one handler and sends their frames."""
+    """Runs the invocations of one handler, whose files are in `root`, and sends their frames.
 
-    def __init__(
-        self, handler: Handler, root: Path, link: Link, concurrency: int, on_idle: Callable[[], None]
-    ) -> None:
-        """`on_idle` is called after `close`, once everything that runs has ended."""
-        self.handler = handler
-        self._streaming = handler.kind.streaming
-        self._root = root
-        self._link = link
-        self._concurrency = concurrency
-        self._on_idle = on_idle
+    `on_idle` is called after `close`, once everything that runs has ended.
+    """
+
+    handler: Handler
+    root: Path
+    link: Link
+    concurrency: int
+    on_idle: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        self._streaming = self.handler.kind.streaming
         self._exec_s: float | None = None
         self._calls: dict[int, Call] = {}
         self._incomplete: list[Call] = []
         self._lock = threading.Lock()
-        self.slots = self.window = concurrency
+        self.slots = self.window = self.concurrency
         # How many events one handler call may have. It is lowered when memory runs out.
-        self.limit = handler.batch.max_size if handler.batch else 1
+        self.limit = self.handler.batch.max_size if self.handler.batch else 1
 
     def submit(self, call: Call, more: int = 0) -> None:
         """Queue an invocation. For a batch handler, collect it, and queue its group once `more` is 0.
@@ -125,8 +120,7 @@ class Runner(ABC):
 
     def close(self) -> list[Call]:
         """Start no more groups, and return the invocations that were never started."""
-        incomplete, self._incomplete = self._incomplete, []
-        return self.stop() + incomplete
+        return self.stop() + self._incomplete
 
     @abstractmethod
     def enqueue(self, group: list[Call]) -> None:
@@ -137,7 +131,7 @@ class Runner(ABC):
         """Close the queue, and return the invocations in it."""
 
     def resize(self, concurrency: int) -> None:  # noqa: B027  for async handlers only
-        """Run `concurrency` groups at a time, if the handler is async. Event loop's thread only."""
+        """Run `concurrency` groups at a time, if the handler is async."""
 
     def forget(self, group: list[Call]) -> None:
         for call in group:
@@ -146,15 +140,9 @@ class Runner(ABC):
     def send(self, frames: list[bytes]) -> None:
         """Send frames, in one system call if they are small."""
         if len(frames) > 1 and sum(map(len, frames)) <= JOIN_BYTES:
-            self._link.send_encoded(b"".join(frames))
+            self.link.send_encoded(b"".join(frames))
         elif frames:
-            self._link.send_encoded(*frames)
-
-    # -- what the gateway needs to know
-
-    def next_call_frame(self, call: Call) -> bytes:
-        """Return the frame that reports another handler call for the group of `call`."""
-        return encode_json(FrameKind.WINDOW, 0, {"window": self.window, "call": call.channel})
+            self.link.send_encoded(*frames)
 
     def set_first_limit(self, limit: int) -> None:
         """Set the limit before READY is sent, which then reports it."""
@@ -173,18 +161,16 @@ class Runner(ABC):
 
     def _set_limit(self, limit: int) -> None:
         self.limit = limit
-        self._link.send(FrameKind.WINDOW, 0, orjson.dumps({"window": self.window, "limit": limit}))
+        self.link.send_json(FrameKind.WINDOW, 0, {"window": self.window, "limit": limit})
 
     def _update_window(self, exec_s: float) -> None:
         """Update the average duration, and tell the gateway if the window changes with it."""
         known = self._exec_s
         self._exec_s = exec_s if known is None else known + SMOOTHING * (exec_s - known)
-        wanted = window(self._concurrency, self._exec_s)
+        wanted = window(self.concurrency, self._exec_s)
         if wanted != self.window:
             self.window = wanted
-            self._link.send(FrameKind.WINDOW, 0, orjson.dumps({"window": wanted}))
-
-    # -- input: from invocations to events
+            self.link.send_json(FrameKind.WINDOW, 0, {"window": wanted})
 
     def decode(self, group: list[Call]) -> tuple[list[Call], list[Any], list[bytes]]:
         """Return the invocations to run, their events, and error frames for cancelled and invalid ones."""
@@ -200,8 +186,6 @@ class Runner(ABC):
             except Exception as error:  # noqa: BLE001  the user's validators run here
                 frames.append(self.error_frame(call, self.describe(error)))
         return calls, events, frames
-
-    # -- output: from answers to frames
 
     def result_frames(self, calls: list[Call], answer: Any, started_s: float) -> list[bytes]:
         """Return a RESULT or ERROR frame for each of `calls`, which ran in one handler call.
@@ -231,10 +215,7 @@ class Runner(ABC):
         """Return the frame of a chunk and its size for the credit. Raise OutputInvalid if it is not JSON."""
         payload, content_type = self.handler.output.encode(value)
         if content_type != JSON_TYPE:
-            raise OutputInvalid(
-                "The chunks of a streamed answer must be JSON, this one is bytes.",
-                remedy="Yield strings, or decode the bytes.",
-            )
+            raise OutputInvalid("A chunk of a stream must be JSON, not bytes.", remedy="Decode the bytes.")
         frame = encode(FrameKind.CHUNK, call.channel, b"", payload)
         return frame, len(frame) - HEADER.size
 
@@ -251,10 +232,8 @@ class Runner(ABC):
             return encode_json(FrameKind.ERROR, call.channel, error.to_wire())
         except TypeError:
             # A text has half a surrogate pair, or the details are not JSON. Repair texts and omit details.
-            message, remedy = (
-                str(text).encode("utf-8", "replace").decode() for text in (error.message, error.remedy)
-            )
-            plain = {"type": error.code, "message": message, "remedy": remedy}
+            texts = {"type": error.code, "message": error.message, "remedy": error.remedy}
+            plain = {name: str(text).encode("utf-8", "replace").decode() for name, text in texts.items()}
             return encode_json(FrameKind.ERROR, call.channel, plain)
 
     def describe(self, error: BaseException, what: str = "The handler") -> PilotflameError:
@@ -266,4 +245,4 @@ class Runner(ABC):
             message, details = f"The weights are not whole: {error.message}", {"cause": error.code}
             return ActivationFailed(message, remedy=error.remedy, details=error.details | details)
         remedy = OUT_OF_MEMORY_REMEDY if is_out_of_memory(error) else ""
-        return explain(HandlerFailed, what, error, self._root, remedy=remedy)
+        return explain(HandlerFailed, what, error, self.root, remedy=remedy)

@@ -1,7 +1,4 @@
-"""Runs synchronous handlers and generators on threads.
-
-This keeps the event loop free to react to cancels, drains and the end of the gateway while a handler runs.
-"""
+"""Runs synchronous handlers on threads, so that the event loop stays free for cancels and drains."""
 
 from __future__ import annotations
 
@@ -11,30 +8,24 @@ import queue
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import Cancelled
-from ...handlers.handler import Handler
-from ..link.connection import Link
 from .batch_run import BatchRun
 from .runner import Call, Runner
 
 
+@dataclass(eq=False)
 class ThreadRunner(Runner):
     """Runs groups from a queue on `concurrency` threads."""
 
-    def __init__(
-        self, handler: Handler, root: Path, link: Link, concurrency: int, on_idle: Callable[[], None],
-        loop: asyncio.AbstractEventLoop, gate: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    ) -> None:  # fmt: skip
-        """`gate` returns a context manager, which is entered around each handler call."""
-        super().__init__(handler, root, link, concurrency, on_idle)
-        self._loop = loop
-        self._gate = gate
-        # An empty list in the queue ends one thread.
-        self._queue: queue.SimpleQueue[list[Call]] = queue.SimpleQueue()
-        self._ended = 0
+    loop: asyncio.AbstractEventLoop
+    gate: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Returns a context manager, which is entered around each handler call."""
+    # An empty list in the queue ends one thread.
+    _queue: queue.SimpleQueue[list[Call]] = field(default_factory=queue.SimpleQueue, init=False)
+    _ended: int = field(default=0, init=False)
 
     def enqueue(self, group: list[Call]) -> None:
         self._queue.put(group)
@@ -44,7 +35,7 @@ class ThreadRunner(Runner):
         with contextlib.suppress(queue.Empty):
             while True:
                 left += self._queue.get_nowait()
-        for _ in range(self._concurrency):
+        for _ in range(self.concurrency):
             self._queue.put([])
         return left
 
@@ -56,9 +47,9 @@ class ThreadRunner(Runner):
             self.send(frames)
         with self._lock:
             self._ended += 1
-            last = self._ended == self._concurrency
+            last = self._ended == self.concurrency
         if last:
-            self._loop.call_soon_threadsafe(self._on_idle)
+            self.loop.call_soon_threadsafe(self.on_idle)
 
     def _execute(self, group: list[Call]) -> list[bytes]:
         calls, events, frames = self.decode(group)
@@ -67,7 +58,7 @@ class ThreadRunner(Runner):
         arguments = self.handler.arguments(calls[0].context, events[0])
         started_s = time.monotonic()
         try:
-            with self._gate():
+            with self.gate():
                 if self._streaming:
                     return [*frames, self._stream(calls[0], arguments, started_s)]
                 answer = self.handler.call(*arguments)
@@ -80,7 +71,7 @@ class ThreadRunner(Runner):
         while calls := run.next_piece():
             started_s = time.monotonic()
             try:
-                with self._gate():
+                with self.gate():
                     answer = self.handler.call(*run.arguments(calls))
             except BaseException as error:  # noqa: BLE001
                 run.fail(calls, error)
@@ -100,7 +91,7 @@ class ThreadRunner(Runner):
                 if call.cancellation.flag or not granted:
                     gone = Cancelled("The caller went away while the handler streamed.")
                     return self.error_frame(call, gone)
-                self._link.send_encoded(frame)
+                self.link.send_encoded(frame)
         finally:
             if (close := getattr(chunks, "close", None)) is not None:
                 close()

@@ -15,7 +15,8 @@ import socket
 import sys
 import threading
 import time
-from collections import Counter
+from collections.abc import Callable
+from statistics import mode
 from typing import Any
 
 import orjson
@@ -39,17 +40,14 @@ from .measurement import measure
 from .runner import Call, Runner
 from .thread_runner import ThreadRunner
 
-# A worker that drains without a DRAIN from the gateway waits this long for the gateway to confirm that it
-# sends nothing more.
+# How long a worker that drains by itself waits for the gateway's DRAIN, after which no invocations follow.
 RELEASE_TIMEOUT_S = 10.0
 # How long a worker that ends may take to send its last answers.
 FLUSH_TIMEOUT_S = 10.0
-# The threads of a standby: the main thread and the first handler thread.
-STANDBY_THREADS = 2
 
 
 class Worker:
-    """One worker process, from its HELLO to its exit."""
+    """One worker process. Async handlers are set up on the event loop, others on their first thread."""
 
     def __init__(self, sock: socket.socket, spec: WorkerSpec, built: Built) -> None:
         self._sock = sock
@@ -58,12 +56,15 @@ class Worker:
         self._on_event_loop = built.handler.kind.on_loop
         self._streaming = built.handler.kind.streaming
         self._snapshot = built.snapshot
+        # Makes a context in which torch operations wait for the weights that they read, if some are arriving.
+        self._gate: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+        if built.snapshot is not None:
+            self._gate = built.snapshot.gate
         self._state = built.state
         self._threads = built.threads
         self._activated = threading.Event()
         self._draining = False
         self._measuring = False
-        self._restored_s = 0.0
 
     def run(self) -> None:
         """Run until the worker has drained. If the gateway ends, exit at once."""
@@ -76,17 +77,17 @@ class Worker:
         self._drained = asyncio.Event()
         self._released = asyncio.Event()
         self._loop.add_signal_handler(signal.SIGTERM, self._drain)
-        self._link = Link(self._sock, self._loop)
+        self._link = Link(self._sock)
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             self._runner = self._make_runner(tasks)
-            self._host = WorkerHost(self._link, self._loop, self._runner, self._drain)
+            self._host = WorkerHost(self._link, self._runner, self._drain)
             self._link.bind(self._on_frame, self._on_lost)
-            if self._on_event_loop:
+            if isinstance(self._runner, ThreadRunner):
+                self._start_thread("handler-0", self._run_first_thread, self._runner)
+            else:
                 fork_safety.set_threads(self._threads)
                 self._preparing = tasks.create_task(self._prepare())
-            else:
-                self._start_thread(self._run_first_thread, "handler-0")
             await self._drained.wait()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RELEASE_TIMEOUT_S):
@@ -99,25 +100,19 @@ class Worker:
             return LoopRunner(*common, tasks)
         return ThreadRunner(*common, self._loop, self._gate)
 
-    # -- from standby to ready worker: on the event loop for async handlers, else on the first handler thread
-
-    def _run_first_thread(self) -> None:
+    def _run_first_thread(self, runner: ThreadRunner) -> None:
         fork_safety.set_threads(self._threads)
         run_without_loop(self._prepare())
         self._activated.wait()
         if run_without_loop(self._set_up()):
             for number in range(1, self._spec.concurrency):
-                self._start_thread(self._run_next_thread, f"handler-{number}")
+                self._start_thread(f"handler-{number}", self._run_next_thread, runner)
             run_without_loop(self._become_ready())
-            self._work()
+            runner.work()
 
-    def _run_next_thread(self) -> None:
+    def _run_next_thread(self, runner: ThreadRunner) -> None:
         fork_safety.set_threads(self._threads)
-        self._work()
-
-    def _work(self) -> None:
-        if isinstance(self._runner, ThreadRunner):
-            self._runner.work()
+        runner.work()
 
     async def _set_up_on_loop(self) -> None:
         await self._preparing
@@ -131,22 +126,18 @@ class Worker:
             try:
                 if self._snapshot is not None:
                     self._snapshot.blank()
-                await call_hook(self._handler, self._handler.rehearse, self._context())
+                await call_hook(self._handler, self._handler.rehearse, self._context(self._host))
             except (Exception, SystemExit) as error:  # noqa: BLE001  the worker works without a rehearsal
                 self._log_failure("rehearse(context)", error)
         self._link.send(FrameKind.PRIMED)
 
     async def _set_up(self) -> bool:
         """Map the weights and call `setup`. Send FAILED and return False if that fails."""
-        snapshot = self._snapshot
         try:
-            self._restore()
-            if self._on_event_loop and snapshot is not None and snapshot.arriving:
-                # A gate applies to one thread only. Tasks share this thread and also use other threads, so
-                # wait for all weights instead.
-                await asyncio.to_thread(snapshot.wait, WEIGHTS_TIMEOUT_S)
+            if self._snapshot is not None:
+                await self._restore(self._snapshot)
             with self._gate():
-                state = await call_hook(self._handler, self._handler.setup, self._context())
+                state = await call_hook(self._handler, self._handler.setup, self._context(self._host))
         except (Exception, SystemExit) as error:  # noqa: BLE001  the gateway reports it
             failure = explain(HandlerSetupError, "Setting up a worker", error, self._spec.code)
             self._link.send_json(FrameKind.FAILED, 0, failure.to_wire())
@@ -156,73 +147,57 @@ class Worker:
             self._state = state
         return True
 
-    def _restore(self) -> None:
+    async def _restore(self, snapshot: Snapshot) -> None:
         """Map the weights. Some of their bytes may still be arriving when this returns."""
-        started_s = time.monotonic()
-        if (snapshot := self._snapshot) is not None:
-            other_threads = threading.active_count() - STANDBY_THREADS
-            snapshot.open()
-            if snapshot.arriving:
-                self._start_thread(self._await_weights, "weights")
-                if other_threads > 0 and not self._on_event_loop:
-                    # The rehearsal has started other threads. The gate does not apply to them, so wait here.
-                    snapshot.wait(WEIGHTS_TIMEOUT_S)
-        self._restored_s = time.monotonic() - started_s
+        # More than the main thread and the first handler thread: the rehearsal has started others.
+        other_threads = threading.active_count() > 2
+        snapshot.open()
+        if snapshot.arriving:
+            self._start_thread("weights", self._await_weights, snapshot)
+            # A gate applies to one thread only. If there are others, or tasks, which share the loop's thread
+            # and also use other threads, wait for all weights instead.
+            if self._on_event_loop:
+                await asyncio.to_thread(snapshot.wait, WEIGHTS_TIMEOUT_S)
+            elif other_threads:
+                snapshot.wait(WEIGHTS_TIMEOUT_S)
 
-    def _await_weights(self) -> None:
+    def _await_weights(self, snapshot: Snapshot) -> None:
         """Wait for all weights. If they do not arrive, drain: the next worker starts with another fetch."""
         try:
-            if self._snapshot is not None:
-                self._snapshot.wait(WEIGHTS_TIMEOUT_S)
+            snapshot.wait(WEIGHTS_TIMEOUT_S)
         except PilotflameError as error:
             sys.stderr.write(f"the weights did not arrive: {error}\n")
             self._loop.call_soon_threadsafe(self._drain)
-
-    def _gate(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which torch operations wait for the weights that they read.
-
-        It does nothing if no weights are arriving.
-        """
-        if self._snapshot is None or not self._snapshot.arriving:
-            return contextlib.nullcontext()
-        return self._snapshot.gate()
 
     async def _become_ready(self) -> None:
         curve: list[Point] = []
         # While weights are arriving, the measured times would include waiting for them.
         if self._measuring and not (self._snapshot and self._snapshot.arriving):
-            context = Context(
-                self._spec.function, self._spec.revision, state=self._state, snapshot=self._snapshot
-            )
             try:
-                await measure(self._runner, context, curve, lambda: self._draining)
+                await measure(self._runner, self._context(None), curve, lambda: self._draining)
             except (Exception, SystemExit) as error:  # noqa: BLE001  the gateway learns from real invocations
                 self._log_failure("Measuring the example of @batch", error)
         runner = self._runner
         head = {
             "window": runner.window, "slots": runner.slots, "limit": runner.limit,
-            "batching": self._handler.batch is not None, "restore_s": self._restored_s,
+            "batching": self._handler.batch is not None,
             "device": device_name(), "dtype": most_common_dtype(self._snapshot),
         }  # fmt: skip
         if self._measuring:
             # orjson cannot encode named tuples.
             head["curve"] = [list(point) for point in curve]
-        self._link.send(FrameKind.READY, 0, orjson.dumps(head))
+        self._link.send_json(FrameKind.READY, 0, head)
         setproctitle(f"pilotflame: worker {self._spec.label}")
 
     def _log_failure(self, what: str, error: BaseException) -> None:
         sys.stderr.write(f"{explain(HandlerSetupError, what, error, self._spec.code)}\n")
 
-    def _start_thread(self, run: Any, name: str) -> None:
-        threading.Thread(target=run, name=name, daemon=True).start()
+    def _start_thread(self, name: str, run: Callable[..., None], *arguments: Any) -> None:
+        threading.Thread(target=run, args=arguments, name=name, daemon=True).start()
 
-    def _context(self) -> Context:
-        return Context(
-            self._spec.function, self._spec.revision,
-            state=self._state, snapshot=self._snapshot, host=self._host,
-        )  # fmt: skip
-
-    # -- frames
+    def _context(self, host: WorkerHost | None) -> Context:
+        spec = self._spec
+        return Context(spec.function, spec.revision, state=self._state, snapshot=self._snapshot, host=host)
 
     def _on_frame(self, frame: Frame) -> None:
         if frame.kind == FrameKind.INVOKE:
@@ -242,8 +217,8 @@ class Worker:
         self._measuring = bool(head.get("measure"))
         self._activated.set()
         if self._on_event_loop:
-            # Run it on the loop's thread, because torch has a thread count for each calling thread. `setup`
-            # may block the loop, which has nothing else to do before READY.
+            # On the loop's thread, because torch has a thread count for each calling thread. `setup` may
+            # block the loop, which has nothing else to do before READY.
             self._tasks.create_task(self._set_up_on_loop())
 
     def _invoke(self, frame: Frame) -> None:
@@ -268,25 +243,21 @@ class Worker:
         )  # fmt: skip
         self._runner.submit(call, head.get("more", 0))
 
-    # -- the end
-
     def _drain(self) -> None:
         if self._draining:
             return
         self._draining = True
-        # If the worker drains without a DRAIN from the gateway, invocations may still be arriving. The
-        # gateway answers this DRAIN with its own and sends no invocations after it. Those that arrive before
-        # are returned, so that none is lost.
+        # If the worker drains by itself, invocations may still be arriving: `_invoke` returns them. The
+        # gateway answers this DRAIN with its own, and sends no invocations after it.
         self._link.send(FrameKind.DRAIN)
         if not self._activated.is_set():
-            # A standby has no invocations to finish.
             self._leave()
             return
         for call in self._runner.close():
             self._link.send(FrameKind.RETURNED, call.channel)
 
     def _leave(self) -> None:
-        """Exit without waiting for DRAIN: before READY, the gateway sends no invocations."""
+        """Exit without waiting for DRAIN: before READY, there are no invocations to finish or return."""
         self._drained.set()
         self._released.set()
 
@@ -295,11 +266,11 @@ class Worker:
         if self._handler.teardown is None:
             self._drained.set()
         else:
-            self._start_thread(self._tear_down, "teardown")
+            self._start_thread("teardown", self._tear_down)
 
     def _tear_down(self) -> None:
         try:
-            run_hook(self._handler.teardown, self._context())
+            run_hook(self._handler.teardown, self._context(self._host))
         except (Exception, SystemExit) as error:  # noqa: BLE001  the worker ends either way
             self._log_failure("teardown(context)", error)
         self._loop.call_soon_threadsafe(self._drained.set)
@@ -319,7 +290,5 @@ def device_name() -> str:
 
 def most_common_dtype(snapshot: Snapshot | None) -> str:
     """Return the most common dtype of the snapshot's tensors, or "" if there are no tensors."""
-    if snapshot is None:
-        return ""
-    dtypes = Counter(tensor.dtype for tensor in snapshot.manifest.tensors)
-    return dtypes.most_common(1)[0][0] if dtypes else ""
+    dtypes = [tensor.dtype for tensor in snapshot.manifest.tensors] if snapshot is not None else []
+    return mode(dtypes) if dtypes else ""

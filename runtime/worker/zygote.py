@@ -33,10 +33,7 @@ from .function_setup import Built, build
 from .worker import Worker
 
 DIAL_TIMEOUT_S = 10.0
-
-
-# The function that a process runs. In a child that it forked, it returns the child's role. In the process
-# itself it returns None when the process is to end.
+# What a process runs until its end. In a child that it has forked, it returns the role of this child.
 Role = Callable[[], Any]
 
 
@@ -73,8 +70,8 @@ class Zygote:
         """Get ready and send BUILT or FAILED. Return False if the process is to end."""
         raise NotImplementedError
 
-    def child_role(self, request: dict[str, Any]) -> Role:
-        """Return the function that a forked child runs. It is called in the child."""
+    def child_role(self, ticket: Ticket, request: dict[str, Any]) -> Role:
+        """Return the function that a forked child runs. Called in the child, with the child's ticket."""
         raise NotImplementedError
 
     def _watch_children(self) -> None:
@@ -122,11 +119,11 @@ class Zygote:
             link.send(FrameKind.FORKED, {"token": request["token"], "pid": pid})
             return None
         fork_safety.detach(parent)
-        link.close()
+        link.sock.close()
         self._wake_read.close()
         self._wake_write.close()
         fork_safety.reseed()
-        return self.child_role(request)
+        return self.child_role(Ticket(self._ticket.address, request["token"]), request)
 
 
 class Base(Zygote):
@@ -140,18 +137,15 @@ class Base(Zygote):
         setproctitle(f"pilotflame: base {' '.join(self._preload)}".rstrip())
         for name in self._preload:
             importlib.import_module(name)
-        threads = fork_safety.torch_threads()
+        os.environ["PILOTFLAME_TORCH_THREADS"] = str(fork_safety.torch_threads())
         fork_safety.make_torch_single_threaded()
-        link.send(FrameKind.BUILT, {"threads": fork_safety.thread_count(), "torch_threads": threads})
-        os.environ["PILOTFLAME_TORCH_THREADS"] = str(threads)
+        link.send(FrameKind.BUILT, {"threads": fork_safety.thread_count()})
         return True
 
-    def child_role(self, request: dict[str, Any]) -> Role:
-        ticket = Ticket(self._ticket.address, request["token"])
-        spec = WorkerSpec.model_validate(request["spec"])
+    def child_role(self, ticket: Ticket, request: dict[str, Any]) -> Role:
         if request["role"] == "zygote":
-            return RevisionZygote(ticket, spec).run
-        return partial(spawn_worker, ticket, spec)
+            return RevisionZygote(ticket, WorkerSpec.model_validate(request["spec"])).run
+        return partial(spawn_worker, ticket, request["spec"])
 
 
 class RevisionZygote(Zygote):
@@ -181,28 +175,16 @@ class RevisionZygote(Zygote):
         link.send(FrameKind.BUILT, {"facts": facts, "threads": threads, "thread_source": source})
         return True
 
-    def child_role(self, request: dict[str, Any]) -> Role:
-        if self._built is None:
-            raise RuntimeError("forked before it was built")
-        ticket = Ticket(self._ticket.address, request["token"])
-        return partial(run_forked, ticket, self._spec, self._built)
+    def child_role(self, ticket: Ticket, request: dict[str, Any]) -> Role:
+        return partial(run_worker, ticket, self._spec, self._built)
 
 
-def run_forked(ticket: Ticket, spec: WorkerSpec, built: Built) -> None:
-    """Run a worker that was forked from its revision's zygote."""
-    gc.enable()
-    setproctitle(f"pilotflame: standby {spec.label}")
-    redirect_output(ticket)
-    Worker(ticket.dial("worker"), spec, built).run()
+def spawn_worker(ticket: Ticket, spec: dict[str, Any]) -> None:
+    """Replace this process, which the base has forked and will reap, with a new interpreter for a worker.
 
-
-def spawn_worker(ticket: Ticket, spec: WorkerSpec) -> None:
-    """Replace this forked process with a fresh interpreter that runs a worker.
-
-    Used for handlers whose imports start threads, which a fork would not copy. The process is forked from the
-    base first, so that the base is the worker's parent and reaps it like its other children.
+    Used for handlers whose imports start threads, which a fork would not copy.
     """
-    request = {"address": ticket.address, "token": ticket.token, "spec": spec.model_dump(mode="json")}
+    request = {"address": ticket.address, "token": ticket.token, "spec": spec}
     memory = os.memfd_create("request", 0)
     os.write(memory, json.dumps(request).encode())
     os.lseek(memory, 0, os.SEEK_SET)
@@ -210,16 +192,14 @@ def spawn_worker(ticket: Ticket, spec: WorkerSpec) -> None:
     os.execv(sys.executable, [sys.executable, "-m", "pilotflame.runtime.worker.zygote", "solo"])  # noqa: S606
 
 
-def run_spawned(request: dict[str, Any]) -> None:
-    """Import and build the handler and run a worker, in the fresh interpreter that `spawn_worker` started."""
-    ticket = Ticket(request["address"], request["token"])
-    spec = WorkerSpec.model_validate(request["spec"])
-    fork_safety.detach(os.getppid())
+def run_worker(ticket: Ticket, spec: WorkerSpec, built: Built | None) -> None:
+    """Run a worker. If it inherits no `built` function from a zygote, import and build the handler first."""
+    gc.enable()
     setproctitle(f"pilotflame: standby {spec.label}")
     redirect_output(ticket)
     sock = ticket.dial("worker")
     try:
-        built = build(spec)
+        built = built or build(spec)
     except PilotflameError as error:
         BlockingLink(sock).send(FrameKind.FAILED, error.to_wire())
         return
@@ -248,12 +228,13 @@ def main() -> None:
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123
         os.dup2(nothing.fileno(), 0)
+    fork_safety.detach(os.getppid())
+    ticket = Ticket(request["address"], request["token"])
     if kind == "solo":
-        run_spawned(request)
+        run_worker(ticket, WorkerSpec.model_validate(request["spec"]), None)
     else:
         gc.disable()
-        fork_safety.detach(os.getppid())
-        role: Role | None = Base(Ticket(request["address"], request["token"]), request["preload"]).run
+        role: Role | None = Base(ticket, request["preload"]).run
         # In a forked child, `role` returns the child's own role, which runs next.
         while role is not None:
             role = role()

@@ -1,4 +1,1 @@
-"""Stores snapshots on a node, in tiers with budgets, and fetches each once for all openers.
-
-Start at `Cache`.
-"""
+"""Stores snapshots on a node, in tiers with budgets, and fetches each once. The entry point is `Cache`."""

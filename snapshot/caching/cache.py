@@ -9,13 +9,13 @@ All state is in files and locks, which no process owns. So any process may be ki
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from ...errors import CacheError, PilotflameError
+from ...errors import CacheError
 from ..fetching.arrival import Arrival
 from ..fetching.fetch import FetchStats
 from ..format.manifest import Manifest
@@ -32,8 +32,7 @@ class Lease:
     """A snapshot in use. Its files exist at full size; `arrival` says which of their chunks have landed.
 
     `root`, their folder, is not evicted before the lease is closed and every Mapping that was given `hold` is
-    gone. Closing a lease stops its fetch. If another lease in any process waits for the snapshot, that one
-    continues the fetch.
+    gone. Closing a lease stops its fetch, which any other lease of the snapshot then continues.
     """
 
     root: Path
@@ -41,12 +40,8 @@ class Lease:
     arrival: Arrival
     _hold: Hold | None
     _pull: Pull | None = None
-
-    def __post_init__(self) -> None:
-        self._lock = threading.Lock()
-        self._copy: Lease | None = None
-        self._copy_error: PilotflameError | None = None
-        self._copy_begun = threading.Event()
+    _copy: Future[Lease | None] = field(default_factory=Future, init=False)
+    """The lease of the copy on the disk, once the copy has begun. Its result is None if there is no copy."""
 
     @property
     def hold(self) -> Hold:
@@ -63,50 +58,50 @@ class Lease:
     def wait(self, timeout_s: float | None = None, *, copied: bool = False) -> None:
         """Block until the snapshot is published and, with `copied`, until its copy on the disk is too.
 
-        Returns at once if the snapshot was published when it was opened. Raises the error of the fetch or of
-        the copy, SourceUnavailable if one of them is not done within `timeout_s`, and CacheError if the copy
-        is not even begun within `timeout_s`.
+        Raises the error of the fetch or of the copy, SourceUnavailable if one of them is not done within
+        `timeout_s`, and CacheError if the copy is not even begun within `timeout_s`.
         """
-        if self._pull is not None:
-            self._pull.wait(timeout_s)
-        if self._pull is None or not copied:
+        if self._pull is None:
             return
-        if not self._copy_begun.wait(timeout_s):
-            raise CacheError(f"The copy on the disk was not begun within {timeout_s:.0f} s.")
-        if self._copy_error is not None:
-            raise self._copy_error
-        if self._copy is not None:
-            self._copy.wait(timeout_s)
+        self._pull.wait(timeout_s)
+        if copied:
+            try:
+                copy = self._copy.result(timeout_s)
+            except TimeoutError:
+                raise CacheError(f"The copy on the disk was not begun within {timeout_s:.0f} s.") from None
+            if copy is not None:
+                copy.wait(timeout_s)
 
     def close(self) -> None:
         """Release the files. May be called twice, and from another thread."""
-        with self._lock:
-            self._hold = None
-            copy = self._copy
-        for part in (copy, self._pull):
-            if part is not None:
-                part.close()
+        self._hold = None
+        # This also closes a copy that begins later.
+        self._copy.add_done_callback(_close_copy)
+        if self._pull is not None:
+            self._pull.close()
 
     def copy_to(self, tiers: Sequence[Tier]) -> None:
         """Start to copy the published snapshot to the first of `tiers` that has room, if there are any."""
+        copy = None
         try:
             if tiers:
                 # The copy is a fetch from this tier's folder: also resumable, verified and published last.
                 copy = Cache(tiers).open(self.manifest, FolderSource(self.root), tee=False)
-                with self._lock:
-                    self._copy, closed = copy, self._hold is None
-                if closed:
-                    copy.close()
-        except PilotflameError as error:
-            self._copy_error = error
-        finally:
-            self._copy_begun.set()
+        except Exception as error:  # noqa: BLE001  raised by `wait`
+            self._copy.set_exception(error)
+        else:
+            self._copy.set_result(copy)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *failure: object) -> None:
         self.close()
+
+
+def _close_copy(copy: Future[Lease | None]) -> None:
+    if copy.exception() is None and (lease := copy.result()) is not None:
+        lease.close()
 
 
 class Cache:
@@ -120,11 +115,11 @@ class Cache:
     ) -> Lease:
         """Return a lease of the snapshot as soon as its files can be mapped; its bytes may still be arriving.
 
-        If the snapshot is published in a tier, it is used from there, without reading bytes or starting a
-        thread. If another lease is fetching it, this lease waits for the same bytes. Otherwise this lease
-        fetches it from `source` into the first tier that has room. In both cases, if the tier is in memory
-        and `tee` is True, the snapshot is then copied to a disk tier. Raises CacheError if no tier has room,
-        and SourceError or SnapshotCorrupt if an asset cannot be fetched.
+        If the snapshot is published in a tier, it is used from there. If another lease is fetching it, this
+        lease waits for the same bytes. Otherwise this lease fetches it from `source` into the first tier that
+        has room. In both cases, if the tier is in memory and `tee` is True, the snapshot is then copied to a
+        disk tier. Raises CacheError if no tier has room, and SourceError or SnapshotCorrupt if an asset
+        cannot be fetched.
         """
         digest = manifest.digest
         for tier in self.tiers:
@@ -135,12 +130,12 @@ class Cache:
                 if progress is not None:
                     progress(manifest.total_bytes, manifest.total_bytes)
                 return Lease(tier.folder(digest) / "files", manifest, arrival, hold)
-        tier, pull = self._pull(digest, manifest, source)
+        pull = self._pull(digest, manifest, source)
         lease = Lease(pull.files, manifest, pull.arrival, pull.hold, pull)
         if progress is not None:
-            _report(manifest, pull.arrival, progress)
-        copied = tee and tier.kind == "tmpfs"
-        disks = [other for other in self.tiers if other.kind == "disk"] if copied else []
+            pull.arrival.report(progress)
+        copied = tee and pull.tier.kind == "tmpfs"
+        disks = [tier for tier in self.tiers if tier.kind == "disk"] if copied else []
         pull.start(lambda: lease.copy_to(disks))
         return lease
 
@@ -153,14 +148,12 @@ class Cache:
         for tier in self.tiers:
             tier.evict(digest)
 
-    def _pull(self, digest: str, manifest: Manifest, source: Source) -> tuple[Tier, Pull]:
-        # Try first the tiers that hold a part of it: a fetch that is running is shared, and one that broke
-        # off has less left to fetch.
-        tiers = sorted(self.tiers, key=lambda tier: not tier.has(digest))
+    def _pull(self, digest: str, manifest: Manifest, source: Source) -> Pull:
         refusals = []
-        for tier in tiers:
+        # Try first the tiers that hold a part of it: it may be arriving there, and there is less to fetch.
+        for tier in sorted(self.tiers, key=lambda tier: not tier.has(digest)):
             try:
-                return tier, Pull(tier, digest, manifest, source)
+                return Pull(tier, digest, manifest, source)
             except CacheError as error:
                 refusals.append(error)
         size_bytes = manifest.total_bytes + manifest.assets_bytes
@@ -170,14 +163,3 @@ class Cache:
             remedy=refusals[0].remedy if refusals else "Give the cache a tier.",
             details={"digest": digest, "size_bytes": size_bytes},
         )
-
-
-def _report(manifest: Manifest, arrival: Arrival, progress: Progress) -> None:
-    """Call `progress` for every chunk that lands, with a number of bytes that never decreases."""
-    lock = threading.Lock()
-
-    def landed(_chunk: int) -> None:
-        with lock:
-            progress(arrival.landed_bytes, manifest.total_bytes)
-
-    arrival.on_land(landed)

@@ -49,8 +49,7 @@ def download(
     Raises CacheError, without changing any file, if the folder holds the manifest of another snapshot, or if
     a name of this snapshot is taken by a link, a file of another size, or a shard with other bytes. With
     `force`, those files are removed instead. An asset of the right size with other bytes is always replaced.
-    Raises SnapshotCorrupt for an asset that differs from the manifest, and the errors of `fetch`. A download
-    that was interrupted, even by kill -9, is resumed by the next one into the same folder.
+    Raises SnapshotCorrupt for an asset that differs from the manifest, and the errors of `fetch`.
     """
     stopped = cancelled or threading.Event()
     if isinstance(source, FolderSource) and Path(source.url).resolve() == folder.resolve():
@@ -63,8 +62,6 @@ def download(
             fetch_assets(manifest, source, folder)
             if not work.arrival.complete:
                 (folder / MANIFEST_NAME).unlink(missing_ok=True)
-            if progress is not None:
-                progress(work.arrival.landed_bytes, manifest.total_bytes)
             stats = fetch(
                 work.manifest, source, work.targets, work.arrival,
                 connections=connections, part_bytes=part_bytes, progress=progress, cancelled=stopped,
@@ -83,10 +80,8 @@ class _Download:
 
     def __init__(self, manifest: Manifest, folder: Path, mark: int, *, force: bool) -> None:
         """`mark` is the descriptor of the mark, which may hold the digest of an interrupted download."""
-        self._folder = folder
-        self._mark = mark
-        self._force = force
-        self._present, self._other = _present(folder, manifest)
+        self._folder, self._mark, self._force = folder, mark, force
+        self._present = _present_manifest(folder, manifest, force=force)
         # If the snapshot was published without an order of first touch, keep the folder's own.
         touched = self._present.first_touch if self._present and not manifest.first_touch else ()
         self.manifest = manifest.model_copy(update={"first_touch": touched}) if touched else manifest
@@ -97,23 +92,22 @@ class _Download:
     def accept(self, opened: ExitStack, cancelled: threading.Event) -> None:
         """Open the shards' files at full size, and record as landed the chunks that they hold.
 
-        Raises CacheError if files in the folder may not be replaced, or if the disk has too little room. No
-        file is replaced or removed before these checks, and new files are removed again if one fails.
+        Raises CacheError if files in the folder may not be replaced, or if the disk has too little room. Then
+        no file is replaced or removed, and new files are removed again.
         """
-        if self._other and not self._force:
-            fault = f"{self._folder} holds the manifest of another snapshot ({self._other})."
-            raise CacheError(fault, remedy=_ELSEWHERE)
         foreign = self._foreign_files()
         self._check_room(foreign)
         paths = [self._folder / shard.name for shard in self.manifest.shards]
-        sure = self._known or self._force or not any(path.exists() for path in paths)
+        held = [path.is_file() and path.stat().st_size > 0 for path in paths]
+        sure = self._known or self._force or not any(held)
         if sure:
             self._write_mark()
         if self._force:
-            for path in (*foreign, *([self._folder / MANIFEST_NAME] if self._other else [])):
-                path.unlink()
+            for path in foreign if self._present else (*foreign, self._folder / MANIFEST_NAME):
+                path.unlink(missing_ok=True)
         with ExitStack() as undo:
-            held = [self._open(shard, opened, undo) for shard in self.manifest.shards]
+            for shard in self.manifest.shards:
+                self._open(shard, opened, undo)
             land_existing(self.manifest, self.targets, self.arrival, cancelled)
             if not sure:
                 self._check_held(held, cancelled)
@@ -169,11 +163,7 @@ class _Download:
             fault = f"{self._folder} has {free_bytes} bytes free, and {needed_bytes} are still to come."
             raise CacheError(fault, remedy="Make room, or name a folder on another disk.")
 
-    def _open(self, shard: Shard, opened: ExitStack, undo: ExitStack) -> bool:
-        """Open one shard's file at full size, and append its target. Return True if it had bytes before.
-
-        `opened` closes the file at the end. `undo` removes it if it is new and the checks fail.
-        """
+    def _open(self, shard: Shard, opened: ExitStack, undo: ExitStack) -> None:
         path = self._folder / shard.name
         path.parent.mkdir(parents=True, exist_ok=True)
         new = not path.exists()
@@ -181,17 +171,14 @@ class _Download:
         opened.callback(os.close, descriptor)
         if new:
             undo.callback(path.unlink, missing_ok=True)
-        held_bytes = os.fstat(descriptor).st_size
-        if held_bytes != shard.size_bytes:
+        if os.fstat(descriptor).st_size != shard.size_bytes:
             os.ftruncate(descriptor, shard.size_bytes)
         self.targets.append(ShardTarget(str(path), descriptor))
-        return held_bytes > 0
 
     def _check_held(self, held: Sequence[bool], cancelled: threading.Event) -> None:
         """Raise CacheError if a file that was there before differs from the snapshot in any chunk.
 
-        This is called if the files are not known to be a part of this snapshot: they may be of a finetune.
-        `held` says for each shard whether its file was there with bytes.
+        Such files may be of a finetune. `held` says for each shard whether its file had bytes before.
         """
         if cancelled.is_set():
             raise Cancelled("The download was cancelled.")
@@ -204,10 +191,7 @@ class _Download:
 
 @contextmanager
 def _mark(folder: Path) -> Iterator[int]:
-    """Open and lock the folder's mark, so that no other download writes to the folder. Yield its descriptor.
-
-    Raises CacheError if another download has locked it.
-    """
+    """Open and lock the folder's mark, and yield its descriptor. Raises CacheError if it is locked."""
     path = folder / MARK_NAME
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
@@ -225,16 +209,17 @@ def _mark(folder: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _present(folder: Path, manifest: Manifest) -> tuple[Manifest | None, str]:
-    """Return (manifest, "") if the folder's manifest is this snapshot's; else None and words for it.
-
-    The words are empty if the folder has no manifest.
-    """
+def _present_manifest(folder: Path, manifest: Manifest, *, force: bool) -> Manifest | None:
+    """Return the folder's manifest, or None. Raises CacheError if it is not `manifest`, unless `force`."""
     if not os.path.lexists(folder / MANIFEST_NAME):
-        return None, ""
+        return None
     try:
-        found = Manifest.read(folder / MANIFEST_NAME)
+        if (found := Manifest.read(folder / MANIFEST_NAME)).digest == manifest.digest:
+            return found
+        other = found.digest[:16]
     except ManifestError:
-        return None, "one that cannot be read"
-    digest = found.digest
-    return (found, "") if digest == manifest.digest else (None, digest[:16])
+        other = "one that cannot be read"
+    if force:
+        return None
+    fault = f"{folder} holds the manifest of another snapshot ({other})."
+    raise CacheError(fault, remedy=_ELSEWHERE)

@@ -29,29 +29,22 @@ def try_lock(descriptor: int, *, exclusive: bool) -> bool:
 
 @contextmanager
 def locked_file(path: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[int]:
-    """Open or create file `path`, lock it exclusively, and yield its descriptor.
-
-    Raises CacheError if another holder does not release the lock within `timeout_s`.
-    """
+    """Open or create a file, lock it, and yield its descriptor. Raises CacheError after `timeout_s`."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         if not try_lock(descriptor, exclusive=True):
-            _wait_for_lock(descriptor, path, timeout_s)
+            # flock has no timeout, so a thread calls it. After a timeout that thread waits on, until the
+            # holder releases the lock. The lock that it then gets is released at once: the descriptor is
+            # closed by then, so only the running flock still keeps the file open.
+            waiter = threading.Thread(target=fcntl.flock, args=(descriptor, fcntl.LOCK_EX), daemon=True)
+            waiter.start()
+            waiter.join(timeout_s)
+            if waiter.is_alive():
+                remedy = "See with `lslocks` which process holds it, and whether that is stopped."
+                raise CacheError(f"{path} stayed locked for {timeout_s:.0f} s.", remedy=remedy)
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def _wait_for_lock(descriptor: int, path: Path, timeout_s: float) -> None:
-    # flock has no timeout, so a thread calls it. After a timeout that thread waits on, until the holder
-    # releases the lock. The lock that it then gets is released at once: the caller has closed the descriptor,
-    # so only the running flock still keeps the file open.
-    waiter = threading.Thread(target=fcntl.flock, args=(descriptor, fcntl.LOCK_EX), daemon=True)
-    waiter.start()
-    waiter.join(timeout_s)
-    if waiter.is_alive():
-        remedy = "See with `lslocks` which process holds it, and whether that is stopped."
-        raise CacheError(f"{path} stayed locked for {timeout_s:.0f} s.", remedy=remedy)
 
 
 class Hold:
@@ -71,10 +64,7 @@ class Hold:
 
 
 def lock_folder(folder: Path, *, exclusive: bool) -> int | None:
-    """Open and lock `folder`, and return the descriptor.
-
-    Returns None if the folder is absent or was moved away, or if another lock prevents it.
-    """
+    """Open and lock `folder`, and return the descriptor; None if it is absent, moved away or locked."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):

@@ -35,18 +35,12 @@ _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 
 class Feed:
-    """The sending side, in the process that holds the fetch lock.
-
-    Followers can connect once it is constructed.
-    """
+    """The sending side, in the process that holds the fetch lock. It accepts followers immediately."""
 
     def __init__(self, folder: int, arrival: Arrival) -> None:
-        """`folder` is the descriptor of the snapshot's folder.
-
-        Its path may be too long for a socket's address.
-        """
+        """`folder` is a descriptor, since the path of the folder may be too long for a socket's address."""
         self._folder, self._arrival = folder, arrival
-        self._listener = _socket()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             _unlink_socket(folder)
             self._listener.bind(_address(folder))
@@ -114,12 +108,9 @@ class Feed:
             self._selector.register(follower, _READ, follower)
 
     def _read_demand(self, follower: socket.socket) -> None:
-        try:
+        demand = b""
+        with suppress(OSError):
             demand = follower.recv(_DEMAND.size)
-        except BlockingIOError:
-            return
-        except OSError:
-            demand = b""
         if len(demand) < _DEMAND.size:
             self._drop(follower)
             return
@@ -128,10 +119,7 @@ class Feed:
             self._arrival.demand(first, last)
 
     def _send_pending(self, follower: socket.socket) -> None:
-        """Send the chunks that the follower was not told of.
-
-        If its socket is full, continue once it is writable.
-        """
+        """Send the chunks that the follower was not told of, as far as its socket has room for them."""
         try:
             self._send_landed(follower)
             self._selector.modify(follower, _READ, follower)
@@ -170,11 +158,8 @@ class Following:
     """The receiving side, in a follower. It is connected once it is constructed."""
 
     def __init__(self, folder: int) -> None:
-        """Connect to the Feed in the folder with descriptor `folder`.
-
-        Raises ConnectionError or FileNotFoundError if there is none.
-        """
-        self._socket = _socket()
+        """Connect to the Feed of a folder. Raises ConnectionError or FileNotFoundError if it has none."""
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._socket.connect(_address(folder))
         except OSError:
@@ -203,10 +188,7 @@ class Following:
         return False
 
     def demand(self, first: int, last: int) -> None:
-        """Tell the fetching process which chunks are waited for.
-
-        Nothing is sent if the socket is full or closed.
-        """
+        """Tell the fetching process which chunks are waited for, unless the socket is full or closed."""
         with suppress(OSError):
             self._socket.send(_DEMAND.pack(first, last), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
@@ -217,10 +199,6 @@ class Following:
 
     def close(self) -> None:
         self._socket.close()
-
-
-def _socket() -> socket.socket:
-    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def _address(folder: int) -> str:
@@ -240,10 +218,7 @@ def _wire(error: PilotflameError | None) -> bytes:
 
 
 def _numbers(message: bytes, count: int) -> tuple[int, ...]:
-    """Return the chunk numbers in a LANDED message.
-
-    Raises LinkError if it is malformed or one is not below `count`.
-    """
+    """Return the numbers in a LANDED message. Raises LinkError if it is malformed or one is >= `count`."""
     body = message[1:]
     if message[:1] != LANDED or len(body) % 4:
         raise LinkError("The process that fetches the snapshot sent a malformed message.")

@@ -29,10 +29,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def prepare(root: Path, size_bytes: int) -> bool:
-    """Make folder `root` in shared memory, if possible with huge pages. Return `is_ours(root)`.
-
-    If `root` exists already, it is not changed. Only one process at a time may call this.
-    """
+    """Make folder `root` if it is absent, with huge pages if possible. Return `is_ours(root)`."""
     if not root.parent.is_dir() or not os.access(root.parent, os.W_OK):
         return False
     with suppress(FileExistsError):
@@ -42,10 +39,8 @@ def prepare(root: Path, size_bytes: int) -> bool:
 
 
 def is_ours(root: Path) -> bool:
-    """Return True if folder `root` belongs to this user and no other user has access to it.
-
-    This must be checked because any user can make a folder of this name in shared memory.
-    """
+    """Return True if folder `root` belongs to this user and no other user has access to it."""
+    # Any user can make a folder of this name in shared memory.
     with suppress(OSError):
         status = root.lstat()
         return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
@@ -53,11 +48,8 @@ def is_ours(root: Path) -> bool:
 
 
 def mount(folder: Path, size_bytes: int) -> bool:
-    """Mount a tmpfs with huge pages on `folder`. Return True if that was allowed.
-
-    With `huge=within_size`, a file has a huge page only where it fills that page, so that it does not use
-    more memory than its size.
-    """
+    """Mount a tmpfs with huge pages on `folder`. Return True if that was allowed."""
+    # within_size: a file has huge pages only where it fills them, so it uses no more memory than its size.
     options = f"huge=within_size,mode=0700,size={size_bytes}".encode()
     flags = _NOSUID | _NODEV | _NOEXEC
     return bool(_libc.mount(b"pilotflame", os.fsencode(folder), b"tmpfs", flags, options) == 0)
@@ -69,7 +61,7 @@ def unmount(folder: Path) -> bool:
 
 
 def give_back(root: Path) -> None:
-    """Unmount and remove `root` if it is empty. Only one process at a time may call this."""
+    """Unmount and remove `root` if it is empty. Only one process at a time may call this or `prepare`."""
     with suppress(OSError):
         if root.is_mount() and not any(root.iterdir()):
             unmount(root)
@@ -77,11 +69,8 @@ def give_back(root: Path) -> None:
 
 
 def sweep(roots: Iterable[Path], own: Path) -> None:
-    """Unmount and remove those of `roots` that are empty, were left by killed processes, and are not `own`.
-
-    A root that changed recently is not touched: another process may have just made it. The kernel does not
-    unmount one that is in use.
-    """
+    """Unmount and remove empty `roots` that killed processes left, except `own` and those in use."""
+    # A root that changed recently may have just been made by another process.
     before_s = time.time() - LEFT_AFTER_S
     for root in roots:
         # Another process may remove it at the same time.

@@ -11,7 +11,6 @@ from typing import NoReturn
 
 from ...errors import CacheError, SourceDenied
 from ..format.manifest import Manifest
-from ..sources.ranged import Ranged
 from .cache import Cache, Lease
 from .memory import SHARED_MEMORY, give_back, is_ours, prepare, sweep
 from .tier import Tier
@@ -85,17 +84,17 @@ def follow(folder: Path, manifest: Manifest) -> Lease:
     return Cache(node_tiers(folder)).open(manifest, _NoSource(), tee=False)
 
 
-class _NoSource(Ranged):
-    """The source of a process without credentials: its methods always raise.
-
-    Another process of the node fetches for such processes.
-    """
+class _NoSource:
+    """The source of a process without credentials, for which another process fetches: it always raises."""
 
     url = "the node's fetcher"
 
     def stat(self, name: str) -> NoReturn:
         fault = f"{name} is not on this node, and the process that was to fetch it has gone."
         raise SourceDenied(fault, remedy="Try again: the next activation fetches what is missing.")
+
+    def read_into(self, name: str, offset: int, view: memoryview) -> NoReturn:
+        self.stat(name)
 
     def connect(self) -> NoReturn:
         self.stat("The snapshot")

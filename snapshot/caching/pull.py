@@ -32,7 +32,6 @@ from .tier import Tier
 
 TAKEOVER_TIMEOUT_S = 30.0
 """How long a pull waits for the fetch lock while its holder has no feed, as at the holder's end."""
-# How long `close` waits for the thread to end.
 CLOSE_TIMEOUT_S = 10.0
 
 
@@ -81,42 +80,32 @@ class Pull:
 
     def start(self, on_published: Callable[[], None]) -> None:
         """Start the thread that brings the shards. It calls `on_published` once the snapshot is published."""
-        self._thread = threading.Thread(
-            target=self._run, args=(on_published,), name="snapshot-pull", daemon=True
-        )
+        run = self._run
+        self._thread = threading.Thread(target=run, args=(on_published,), name="snapshot-pull", daemon=True)
         self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Block until the snapshot is published.
-
-        Raises the pull's error, or SourceUnavailable after `timeout_s`.
-        """
+        """Block until the snapshot is published. Raises its error, or SourceUnavailable after `timeout_s`."""
         if not self._over.wait(timeout_s):
             raise SourceUnavailable(f"The weights did not arrive within {timeout_s:.0f} s.")
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
-        """Stop fetching or following.
-
-        Chunks that have landed stay in the files, and a follower fetches the others.
-        """
+        """Stop fetching or following. Landed chunks stay in the files, and a follower fetches the others."""
         self._cancelled.set()
         if isinstance(role := self._role, Following):
             role.cancel()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(CLOSE_TIMEOUT_S)
         if self._over.is_set():
-            # Drop the reference now: this object and `arrival` refer to each other, so it may be collected
-            # late.
+            # Not left to the garbage collector: this object and `arrival` refer to each other.
             self.hold = None
-
-    # -- the role
 
     def _take_role(self) -> _Fetching | Following | None:
         """Take the fetch lock, or follow the pull that has it. Return None if all is published by now.
 
-        Raises CacheError if the tier has no room, or if the fetch lock stays locked without a feed to follow.
+        Raises CacheError if the tier has no room, or if the lock stays locked without a feed to follow.
         """
         deadline_s = time.monotonic() + TAKEOVER_TIMEOUT_S
         while True:
@@ -146,10 +135,7 @@ class Pull:
                 pass
 
     def _drop_role(self, error: PilotflameError | None, *, dropped: bool = False) -> None:
-        """End fetching or following.
-
-        `error` and `dropped` are what the followers are told (see Feed.close).
-        """
+        """End fetching or following. `error` and `dropped` are passed to Feed.close."""
         role, self._role = self._role, None
         if isinstance(role, _Fetching):
             role.feed.close(error, dropped=dropped)
@@ -160,8 +146,6 @@ class Pull:
     def _demand(self, first: int, last: int) -> None:
         if isinstance(role := self._role, Following):
             role.demand(first, last)
-
-    # -- the thread
 
     def _run(self, on_published: Callable[[], None]) -> None:
         try:
@@ -190,11 +174,7 @@ class Pull:
         self.arrival.fail(error)
 
     def _play_role(self) -> bool:
-        """Fetch or follow to the end.
-
-        Returns True if the snapshot is published. Returns False if the pull that fetched has gone before
-        that.
-        """
+        """Fetch or follow to the end. Return False if the process that fetched has gone before that."""
         role = self._role
         # Check this only after taking the role. `close` sets the event and then cancels the role, so that one
         # of the two always ends this thread.
@@ -230,10 +210,7 @@ class Pull:
         return ShardTarget(str(self.files / name), descriptor, memory, fresh=fresh)
 
     def _publish(self) -> None:
-        """Publish the snapshot, whose chunks are all verified: write its manifest.
-
-        On a disk, sync the files first.
-        """
+        """Publish the complete snapshot: on a disk, sync its files. Then write its manifest."""
         # Temporary files of a process that was killed while it wrote the manifest.
         for rest in self.files.glob(f".{MANIFEST_NAME}.*"):
             rest.unlink()

@@ -66,10 +66,7 @@ class Spares:
                     self._mapped[_key(os.fstat(stream.fileno()))] = memory
 
     def map_pages(self, descriptor: int) -> memoryview | None:
-        """Map the open file shared and fill the page tables.
-
-        Return None if the file is empty or has holes.
-        """
+        """Map the open file shared and fill the page tables. Return None if it is empty or has holes."""
         # A file with holes is not mapped: if the tmpfs is full, writing to a hole through a mapping would
         # kill the process (SIGBUS), while pwrite only fails with ENOSPC.
         status = os.fstat(descriptor)

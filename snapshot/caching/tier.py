@@ -62,18 +62,12 @@ class Tier:
         return os.path.isdir(self.folder(digest))  # noqa: PTH112
 
     def used_bytes(self) -> int:
-        """Return the size of all snapshots and spare files.
-
-        Snapshots that are being fetched count in full.
-        """
+        """Return the size of all spare files and snapshots, including those that are being fetched."""
         return sum(stored.size_bytes for stored in self.list()) + self.spares.total_bytes()
 
     @contextmanager
     def locked(self, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
-        """Hold the tier's lock: no other process or thread makes room, starts a fetch or evicts meanwhile.
-
-        Raises CacheError if another one holds the lock for longer than `timeout_s`.
-        """
+        """Hold the tier's lock, which one thread at a time can do. Raises CacheError after `timeout_s`."""
         path = self.root / "lock"
         while True:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -180,10 +174,7 @@ class Tier:
                 self._trim()
 
     def _free(self, digest: str, size_bytes: int) -> None:
-        """Evict others until snapshot `digest` of `size_bytes` fits into the budget and onto the file system.
-
-        Raises CacheError, without evicting any, if that is impossible.
-        """
+        """Evict others until the snapshot fits. Raises CacheError, without evicting any, if it cannot fit."""
         stored = self.list()
         own_bytes = sum(item.allocated_bytes for item in stored if item.digest == digest)
         others = [item for item in stored if item.digest != digest]
@@ -217,11 +208,8 @@ class Tier:
         return CacheError(fault, remedy="Make room on it, or put the cache elsewhere.")
 
     def _discard(self, folders: Sequence[tuple[Path, int]]) -> None:
-        """Delete snapshots: pairs of a folder and the descriptor that locks it exclusively.
-
-        Closes the descriptors. A folder is renamed before it is emptied: if the process is killed in between,
-        no incomplete folder is left that looks like a snapshot.
-        """
+        """Delete snapshots, given as pairs of a folder and the descriptor that locks it, which is closed."""
+        # Rename the folder first. If this process is killed, no incomplete folder looks like a snapshot.
         for folder, descriptor in folders:
             gone = self.root / "trash" / uuid4().hex
             gone.parent.mkdir(exist_ok=True)
@@ -232,11 +220,8 @@ class Tier:
             if self.kind == "tmpfs":
                 for file in list((gone / "files").rglob("*")):
                     # Using the pages of smaller files again would save too little.
-                    if (
-                        file.is_file()
-                        and file.stat().st_size >= LEAST_SPARE_BYTES
-                        and file.name != MANIFEST_NAME
-                    ):
+                    large = file.is_file() and file.stat().st_size >= LEAST_SPARE_BYTES
+                    if large and file.name != MANIFEST_NAME:
                         self.spares.put(file)
             shutil.rmtree(gone, ignore_errors=True)
 

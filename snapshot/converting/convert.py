@@ -21,17 +21,13 @@ from .writer import CASTS, write_shards
 SHARD_BYTES = 5_000_000_000
 _TORCH_INDEX = "pytorch_model.bin.index.json"
 _TORCH_FILE = "pytorch_model.bin"
-# Files whose names start with one of these are not weights, even if they have a suffix of weights. Training
-# scripts save them.
+# Files whose names start with one of these are not weights. Training scripts save them.
 _TRAINING = ("training_args", "optimizer", "scheduler", "rng_state", "scaler", "trainer_state")
 
 
 @dataclass(frozen=True, slots=True)
 class _Input:
-    """What to convert in the folder `source`.
-
-    `shards` are its safetensors files, empty for any other format. `origin` opens the origin of all tensors.
-    """
+    """What to convert in folder `source`. `shards` are its safetensors files. `origin` opens the tensors."""
 
     source: FolderSource
     shards: tuple[str, ...]
@@ -52,16 +48,14 @@ def convert(
     `path_in` is a file of safetensors, torch.save or tensorizer, or a folder in a layout of Hugging Face. The
     assets of a folder are copied. `dtype` (bf16, fp16, fp32) is what floating-point tensors of 16 to 64 bits
     are cast to. Without `dtype`, safetensors files are copied as they are. In all other cases, tensors are
-    written to new safetensors files of about `shard_bytes` each, with one tensor in memory at a time.
-    `progress` is called with the bytes of weights that are written, and their total. Raises SnapshotError if
-    `path_in` cannot be converted (HeaderError for a safetensors file or an index that is not valid), and
-    CacheError if `path_out` cannot be written.
+    written to new safetensors files of about `shard_bytes` each, with one tensor in memory at a time. Raises
+    SnapshotError (HeaderError) if `path_in` cannot be converted, CacheError if `path_out` cannot be written.
     """
     if dtype is not None and dtype not in CASTS:
         raise SnapshotError(f"dtype {dtype!r} is unknown.", remedy=f"Use one of {', '.join(CASTS)}.")
     found = _find(path_in)
     copied = found.shards if dtype is None else ()
-    assets = tuple(name for name in found.assets if found.source.size(name) <= MAX_ASSET_BYTES)
+    assets = tuple(name for name in found.assets if found.source.stat(name).size_bytes <= MAX_ASSET_BYTES)
     with publish_folder(path_out) as folder:
         if copied:
             _copy(found.source, copied, folder, progress)
@@ -70,8 +64,7 @@ def convert(
             written = ByteCounter(sum(spec.size_bytes for spec in origin.specs), progress)
             cast = CASTS[dtype] if dtype else None
             write_shards(folder, origin, shard_bytes=shard_bytes, cast=cast, wrote=written.add)
-            # The index files at the top of `path_in` describe the old files. `write_shards` wrote a new one
-            # if needed.
+            # The index files at the top of `path_in` describe the old files.
             assets = tuple(name for name in assets if "/" in name or not name.endswith(".index.json"))
         _copy(found.source, assets, folder, None)
         provenance = Provenance(created_by=f"pilotflame {__version__}", source=str(path_in)[:4096])
@@ -81,7 +74,7 @@ def convert(
 
 
 def convert_to_tensorizer(path_in: Path, path_out: Path, *, progress: Progress | None = None) -> int:
-    """Write the tensors of `path_in` (see `convert`) to tensorizer file `path_out`. Return their size."""
+    """Write the tensors of `path_in` (see `convert`) to tensorizer file `path_out`. Return their bytes."""
     if path_out.exists():
         raise SnapshotError(f"{path_out} is there already.", remedy="Choose a path that does not exist.")
     return tensorizer_file.export(_find(path_in).origin(), path_out, progress)
@@ -98,7 +91,7 @@ def _find(path: Path) -> _Input:
     weights = [name for name in top if _is_foreign(name)]
     is_safetensors = any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in top)
     if is_safetensors or not (weights or _TORCH_INDEX in top):
-        # A folder without any weights gets here too: then `lay_out` raises the SnapshotError that says so.
+        # Without any weights, `lay_out` raises the SnapshotError that says so.
         layout = lay_out(source, names)
         return _Input(source, layout.shards, lambda: SafetensorsOrigin(source, layout), layout.assets)
     assets = tuple(name for name in names if is_asset(name))
@@ -146,6 +139,6 @@ def _sharded(path: Path, source: FolderSource) -> TensorOrigin:
 
 
 def _copy(source: FolderSource, names: tuple[str, ...], folder: Path, progress: Progress | None) -> None:
-    written = ByteCounter(sum(source.size(name) for name in names), progress)
+    written = ByteCounter(sum(source.stat(name).size_bytes for name in names), progress)
     for name in names:
         FolderSource(folder).put(name, Path(source.url, name), written.add)

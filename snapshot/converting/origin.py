@@ -1,11 +1,8 @@
-"""Defines TensorOrigin, the interface to read tensors of any format one at a time.
-
-Its implementation for safetensors is here too.
-"""
+"""Defines TensorOrigin, the interface to read tensors of any format, and implements it for safetensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -81,17 +78,26 @@ class SafetensorsOrigin:
         return values
 
 
+def grouped(specs: Iterable[TensorSpec], most_bytes: int) -> list[list[TensorSpec]]:
+    """Return the tensors in groups, in order. A group has at most `most_bytes`, or one larger tensor."""
+    groups: list[list[TensorSpec]] = []
+    free_bytes = 0
+    for spec in specs:
+        if not groups or spec.size_bytes > free_bytes:
+            groups.append([])
+            free_bytes = most_bytes
+        groups[-1].append(spec)
+        free_bytes -= spec.size_bytes
+    return groups
+
+
 def raw(tensor: torch.Tensor) -> memoryview:
     """Return a view of the bytes of a contiguous tensor."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def check_names(where: str, names: Sequence[str]) -> None:
-    """Raise SnapshotError unless one snapshot can hold tensors of these names.
-
-    There must be at least one name, not too many, and each must be valid and unique. `where` is the file or
-    the folder that holds the tensors, for the message.
-    """
+    """Raise SnapshotError, which names `where`, unless one snapshot can hold tensors of these names."""
     if not names:
         raise SnapshotError(f"{where} holds no tensors.", remedy="Check the path.")
     if len(names) > MAX_TENSORS:
@@ -111,5 +117,5 @@ def open_weights(path: Path) -> IO[bytes]:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of a library's error, without its final period, to use it in a message."""
+    """Return the first line of a library's error, without its final period."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200].rstrip(".")

@@ -38,10 +38,9 @@ def push(
     Verifies the files first, unless the caller has done so and passes `verified`. Does not send a file that
     the destination already has: its manifest lists the file with the same digests, and the file has the right
     size there. If the destination's manifest is of another snapshot or cannot be read, it is overwritten only
-    with `force`, because processes that read that snapshot then fail. `progress` is called with the bytes
-    that are sent, and their total. Raises SnapshotCorrupt if a file does not match `manifest`, SnapshotError
-    if `force` is needed or `destination` is not Writable, and SourceError or CacheError if the destination
-    cannot be read or written.
+    with `force`, because processes that read that snapshot then fail. Raises SnapshotCorrupt if a file does
+    not match `manifest`, SnapshotError if `force` is needed or `destination` is not Writable, and SourceError
+    or CacheError if the destination cannot be read or written.
     """
     if not isinstance(destination, Writable):
         fault = f"{destination.url} cannot be written to."
@@ -49,14 +48,13 @@ def push(
     if not verified:
         verify(folder, manifest)
     wanted = {file.name for file in manifest.files} | {MANIFEST_NAME}
-    sizes = {name: destination.size(name) for name in destination.names() if name in wanted}
+    sizes = {name: destination.stat(name).size_bytes for name in destination.names() if name in wanted}
     existing = _existing_manifest(destination, force=force) if MANIFEST_NAME in sizes else None
     if existing is not None and existing.digest != manifest.digest and not force:
         fault = f"{destination.url} holds another snapshot, {existing.digest[:12]}."
         raise SnapshotError(fault, remedy=_FORCE)
     known: set[Shard | Asset] = set(existing.assets if existing else ())
-    # Shards are comparable only if both manifests have the same chunk size, since each digest is that of one
-    # chunk.
+    # Each digest of a shard is that of one chunk, so both manifests must have the same chunk size.
     if existing is not None and existing.chunk_bytes == manifest.chunk_bytes:
         known.update(existing.shards)
     sent = [file for file in manifest.files if file not in known or sizes.get(file.name) != file.size_bytes]
@@ -81,10 +79,10 @@ def _existing_manifest(destination: Source, *, force: bool) -> Manifest | None:
 def _send(folder: Path, files: list[Shard | Asset], destination: Writable, progress: Progress | None) -> None:
     source, sent = FolderSource(folder), ByteCounter(sum(file.size_bytes for file in files), progress)
     for file in files:
-        if source.size(file.name) != file.size_bytes:
+        if source.stat(file.name).size_bytes != file.size_bytes:
             fault = f"{file.name} in {folder} does not have its {file.size_bytes} bytes any more."
             raise SnapshotChanged(fault, remedy="Create the manifest again, or fetch the file again.")
         destination.put(file.name, folder / file.name, sent.add)
-        if destination.size(file.name) != file.size_bytes:
+        if destination.stat(file.name).size_bytes != file.size_bytes:
             fault = f"{file.name} in {destination.url} does not have the bytes that were sent."
             raise SnapshotChanged(fault, remedy="Check that nothing else writes there, and push again.")

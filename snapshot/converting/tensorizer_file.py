@@ -15,12 +15,12 @@ import torch
 from ...errors import SnapshotError
 from ..publish import cannot_write, publish
 from ..sources.source import ByteCounter, Progress
-from .origin import DTYPE_NAMES, TensorOrigin, TensorSpec, check_names, first_line, open_weights
+from .origin import DTYPE_NAMES, TensorOrigin, TensorSpec, check_names, first_line, grouped, open_weights
 
 SUFFIX = ".tensors"
 
-# Tensors are read in batches of at most this many bytes, or of one larger tensor. The library's reader holds
-# all tensors that it has read in memory until it is closed, so each batch gets a new reader.
+# The most bytes of a batch, unless it is one larger tensor. Each batch gets a new reader, because a reader of
+# the library holds all tensors that it has read in memory until it is closed.
 BATCH_BYTES = 256 << 20
 
 
@@ -37,15 +37,15 @@ class TensorizerOrigin:
             for key, entry in reader._metadata.items():  # noqa: SLF001
                 self._add(key, entry, size_bytes)
         check_names(str(path), [spec.name for spec in self.specs])
-        self._sizes = {spec.name: spec.size_bytes for spec in self.specs}
 
     def tensors(self, names: Sequence[str]) -> Iterator[torch.Tensor]:
-        for batch in self._batches(names):
-            wanted = {self._keys[name] for name in batch}
-            with _reading(self._path, filter_func=wanted.__contains__) as (reader, _):
+        specs = {spec.name: spec for spec in self.specs}
+        for batch in grouped((specs[name] for name in names), BATCH_BYTES):
+            keys = [self._keys[spec.name] for spec in batch]
+            with _reading(self._path, filter_func=set(keys).__contains__) as (reader, _):
                 found = {key: value for *_, key, value in reader.read_tensors()}
-            for name in batch:
-                yield found.pop(self._keys[name]).detach()
+            for key in keys:
+                yield found.pop(key).detach()
 
     def _add(self, key: Any, entry: Any, size_bytes: int) -> None:
         path = tuple(key)
@@ -60,24 +60,9 @@ class TensorizerOrigin:
         self._keys[name] = path[0] if len(path) == 1 else path
         self.specs.append(spec)
 
-    def _batches(self, names: Sequence[str]) -> Iterator[list[str]]:
-        batch: list[str] = []
-        total_bytes = 0
-        for name in names:
-            if batch and total_bytes + self._sizes[name] > BATCH_BYTES:
-                yield batch
-                batch, total_bytes = [], 0
-            batch.append(name)
-            total_bytes += self._sizes[name]
-        if batch:
-            yield batch
-
 
 def export(origin: TensorOrigin, path: Path, progress: Progress | None = None) -> int:
-    """Write an origin's tensors to file `path`, and return their total bytes.
-
-    The format has no aliases: a tensor that has several names is written once for each.
-    """
+    """Write an origin's tensors to file `path`, and aliases as further tensors. Return the total bytes."""
     library = _library()
     sizes = {spec.name: spec.size_bytes for spec in origin.specs}
     for spec in origin.specs:
@@ -102,7 +87,6 @@ def export(origin: TensorOrigin, path: Path, progress: Progress | None = None) -
 
 def _library() -> Any:
     try:
-        # Imported only here, because it is an optional dependency.
         import tensorizer  # noqa: PLC0415
         import tensorizer.serialization  # noqa: PLC0415
     except ImportError as error:
@@ -114,8 +98,7 @@ def _library() -> Any:
 @contextmanager
 def _reading(path: Path, **options: Any) -> Iterator[tuple[Any, int]]:
     """Yield the library's reader of file `path`, and its size. Raise SnapshotError if reading fails."""
-    # One reader: with more, the library would open the file again by its name, which may be another file by
-    # then.
+    # With more readers, the library would open the file again by its name, which may be another file by then.
     options |= {"device": "cpu", "lazy_load": True, "num_readers": 1, "verify_hash": True}
     library = _library()
     with open_weights(path) as stream:
@@ -130,10 +113,9 @@ def _reading(path: Path, **options: Any) -> Iterator[tuple[Any, int]]:
 
 
 def _dtype(path: Path, tensor: str, text: str) -> str:
-    """Return the safetensors name of a tensor's type, which a tensorizer file stores as `text`.
+    """Return the safetensors name of a tensor's type.
 
-    `text` is the name of a numpy dtype. If numpy has no such type, a NUL character and torch's name of it
-    follow.
+    `text` is the name of a numpy dtype. If numpy lacks the type, a NUL character and torch's name follow.
     """
     plain, _, opaque = text.partition("\0")
     try:

@@ -14,15 +14,14 @@ from .origin import DTYPE_NAMES, TensorSpec, check_names, first_line, open_weigh
 
 SUFFIXES = frozenset({".pt", ".pth", ".bin", ".ckpt"})
 
-# Training scripts often save a dict that has the state dict under one of these keys, and epochs, optimizers
-# and the like under others. State dicts are looked for in at most _MAX_WRAPPED nested dicts.
+# Training scripts often save a dict that has the state dict under one of these keys. State dicts are looked
+# for in at most _MAX_WRAPPED nested dicts.
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 _MAX_WRAPPED = 4
 _SAVE = "Save tensors only: torch.save(model.state_dict(), path)."
 _ZIP = b"PK\x03\x04"
 # Tensors may be views that repeat their storage (`expand`), so a file of a kilobyte could become a terabyte.
-# A file is refused if the bytes of its tensors are more than _MAX_GROWTH times the bytes of its storages,
-# plus _FREE_GROWTH_BYTES.
+# The most bytes of a file's tensors are _MAX_GROWTH times those of its storages, plus _FREE_GROWTH_BYTES.
 _MAX_GROWTH = 4
 _FREE_GROWTH_BYTES = 64 << 20
 
@@ -30,10 +29,9 @@ _FREE_GROWTH_BYTES = 64 << 20
 class TorchOrigin:
     """The tensors in the state dicts of one or more files of torch.save.
 
-    Files of torch 1.6 and later are mapped into memory. Older files are read whole. Tensors that are the same
-    view of the same bytes (tied weights) become one tensor and aliases. Tensors that share only part of their
-    bytes become separate tensors. If a file holds a dict such as {"state_dict": …, "epoch": 3}, only the
-    state dict in it is used.
+    Files of torch 1.6 and later are mapped into memory, older files are read whole. Tensors that are the same
+    view of the same bytes (tied weights) become one tensor and aliases. If a file holds a dict such as
+    {"state_dict": …, "epoch": 3}, only the state dict in it is used.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -65,8 +63,7 @@ class TorchOrigin:
             place = (storage.data_ptr(), tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())
             flipped = tensor.is_conj() or tensor.is_neg()
             first = name if flipped or not tensor.numel() else seen.setdefault(place, name)
-            # A tensor named "format" cannot become an alias: aliases are written as keys of the safetensors
-            # metadata, where "format" has another meaning. It is stored as a separate tensor.
+            # Aliases are written as keys of the safetensors metadata, where "format" has another meaning.
             if name not in (first, "format"):
                 self.aliases[name] = first
                 continue

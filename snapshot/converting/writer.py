@@ -13,7 +13,7 @@ import torch
 from ...errors import SnapshotError
 from ..format.header import DTYPES, LENGTH_BYTES
 from ..publish import publish
-from .origin import TORCH_DTYPES, TensorOrigin, TensorSpec, raw
+from .origin import TORCH_DTYPES, TensorOrigin, TensorSpec, grouped, raw
 
 # The data of a file starts at a multiple of this, which is the size of the largest element type.
 ALIGNMENT_BYTES = 8
@@ -21,7 +21,7 @@ WRITE_BYTES = 16 << 20
 
 CASTS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 # 8-bit floats are not cast, because they mean nothing without their scales, which are separate tensors.
-_CAST_FROM = frozenset({"F16", "BF16", "F32", "F64"})
+_FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
 
 Wrote = Callable[[int], None]
 
@@ -34,10 +34,10 @@ def write_shards(
     `cast` is the safetensors name of the dtype that floating-point tensors are cast to. `wrote` is called
     with the number of bytes of each part that was written.
     """
-    written = [
-        replace(spec, dtype=cast) if cast and spec.dtype in _CAST_FROM else spec for spec in origin.specs
-    ]
-    plan = _plan(written, shard_bytes)
+    written = [replace(spec, dtype=cast) if cast and spec.dtype in _FLOATS else spec for spec in origin.specs]
+    # Tensors with larger elements come first. So every tensor starts at a multiple of its element size.
+    groups = grouped(written, shard_bytes)
+    plan = [sorted(group, key=lambda spec: -DTYPES[spec.dtype].itemsize_bytes) for group in groups]
     names = [
         "model.safetensors" if len(plan) == 1 else f"model-{number:05d}-of-{len(plan):05d}.safetensors"
         for number in range(1, len(plan) + 1)
@@ -46,12 +46,11 @@ def write_shards(
         held = {spec.name for spec in specs}
         metadata = {alias: target for alias, target in origin.aliases.items() if target in held}
         with publish(folder / name) as stream:
-            header = _header(specs, {"format": "pt", **metadata})
+            header = _header(specs, metadata)
             stream.write(len(header).to_bytes(LENGTH_BYTES, "little") + header)
             tensors = origin.tensors([spec.name for spec in specs])
             for spec in specs:
-                # Do not assign the tensor to a variable: it would stay in memory while the next one is
-                # created.
+                # Do not assign the tensor: it would stay in memory while the next one is created.
                 _write(stream, spec, next(tensors), wrote)
     if len(plan) > 1:
         places = {spec.name: name for name, specs in zip(names, plan, strict=True) for spec in specs}
@@ -71,7 +70,7 @@ def _write(stream: IO[bytes], spec: TensorSpec, tensor: torch.Tensor, wrote: Wro
 
 
 def _header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
-    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     end_bytes = 0
     for spec in specs:
         begin_bytes, end_bytes = end_bytes, end_bytes + spec.size_bytes
@@ -79,24 +78,6 @@ def _header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
         entries[spec.name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": offsets}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     return text + b" " * (-(LENGTH_BYTES + len(text)) % ALIGNMENT_BYTES)
-
-
-def _plan(specs: Sequence[TensorSpec], shard_bytes: int) -> list[list[TensorSpec]]:
-    """Distribute the tensors over files, and return the tensors of each file.
-
-    A file has at most `shard_bytes` of data, unless it holds a single tensor that is larger.
-    """
-    plan: list[list[TensorSpec]] = [[]]
-    filled_bytes = 0
-    for spec in specs:
-        if plan[-1] and filled_bytes + spec.size_bytes > shard_bytes:
-            plan.append([])
-            filled_bytes = 0
-        plan[-1].append(spec)
-        filled_bytes += spec.size_bytes
-    # In each file, tensors with larger elements come first. So every tensor starts at a multiple of its
-    # element size.
-    return [sorted(part, key=lambda spec: -DTYPES[spec.dtype].itemsize_bytes) for part in plan]
 
 
 def _cast(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

@@ -1,4 +1,1 @@
-"""Fetches a snapshot into files over several connections, without a cache.
-
-The entry point is `fetch.fetch`.
-"""
+"""Fetches a snapshot into files over several connections. The entry point is `fetch.fetch`."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from ...errors import PilotflameError, SourceUnavailable
 from ..format.manifest import Manifest
+from ..sources.source import Progress
 from .ranges import Chunks
 
 
@@ -40,7 +41,7 @@ class Arrival:
         return self._missing == 0 or all(self._landed[first : last + 1])
 
     def land(self, chunk: int) -> None:
-        """Record that `chunk` is in the file and verified, and call the listeners (see `on_land`)."""
+        """Record that `chunk` has landed, and call the listeners (see `on_land`)."""
         extent = self.chunks.extent(chunk)
         with self._changed:
             if self._landed[chunk]:
@@ -54,7 +55,7 @@ class Arrival:
             listener(chunk)
 
     def land_all(self) -> None:
-        """Record that every chunk is in the files and verified, and call the listeners (see `on_land`)."""
+        """Record that every chunk has landed, and call the listeners (see `on_land`)."""
         with self._changed:
             new = [chunk for chunk, landed in enumerate(self._landed) if not landed] if self._on_land else []
             self._landed = bytearray(b"\1") * self.count
@@ -67,10 +68,7 @@ class Arrival:
                 listener(chunk)
 
     def fail(self, error: PilotflameError) -> None:
-        """Raise `error` in every thread that waits, now or later, for a missing chunk.
-
-        If this is called again, the first error is still the one that is raised.
-        """
+        """Raise the first error given here in threads that wait, now or later, for a missing chunk."""
         with self._changed:
             if self.error is None:
                 self.error = error
@@ -97,6 +95,18 @@ class Arrival:
             self._on_land.append(listener)
         for chunk in already:
             listener(chunk)
+
+    def report(self, progress: Progress) -> None:
+        """Call `progress` now, and for every chunk that lands later. Its bytes done never decrease."""
+        lock = threading.Lock()
+
+        def landed(_chunk: int = 0) -> None:
+            with lock:
+                progress(self.landed_bytes, self._total_bytes)
+
+        with self._changed:
+            self._on_land.append(landed)
+        landed()
 
     def demand(self, first: int, last: int) -> None:
         """Ask that chunks `first` to `last`, both included, are fetched next."""

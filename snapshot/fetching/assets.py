@@ -1,7 +1,4 @@
-"""Fetches assets: the small files beside the weights that a handler reads by name.
-
-They are fetched before the shards.
-"""
+"""Fetches assets, the small files beside the weights that a handler reads, before the shards."""
 
 from __future__ import annotations
 
@@ -23,8 +20,17 @@ def fetch_assets(manifest: Manifest, source: Source, files: Path) -> None:
     """
     for asset in manifest.assets:
         path = files / asset.name
-        if not _is_there(path, asset):
-            _write(path, _read(asset, source))
+        if _is_there(path, asset):
+            continue
+        content = _read(asset, source)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Not durable: a disk tier syncs all files before it publishes the snapshot, and a cold start
+            # waits for this write.
+            with publish(path, durable=False) as stream:
+                stream.write(content)
+        except OSError as error:
+            raise cannot_write(path, error) from error
 
 
 def _is_there(path: Path, asset: Asset) -> bool:
@@ -47,14 +53,3 @@ def _read(asset: Asset, source: Source) -> bytearray:
         remedy="Make the manifest anew.",
         details={"asset": asset.name},
     )
-
-
-def _write(path: Path, content: bytearray) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Not durable: a disk tier syncs all files before it publishes the snapshot, and a cold start waits
-        # for this write.
-        with publish(path, durable=False) as stream:
-            stream.write(content)
-    except OSError as error:
-        raise cannot_write(path, error) from error

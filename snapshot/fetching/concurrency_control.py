@@ -21,8 +21,7 @@ FAR: tuple[tuple[float, int], ...] = ((0.005, 8), (0.015, 16), (0.05, 32))
 """Pairs: if nothing was received for this many seconds since the start, open this many connections. The
 source is far then, and many parallel requests hide its latency."""
 PAYS = 0.3
-"""Growing to n times as many connections is kept if the rate grew by a factor of at least
-1 + PAYS * (n - 1)."""
+"""n times as many connections are kept if the rate grew by a factor of at least 1 + PAYS * (n - 1)."""
 BUSY = 0.85
 """If a larger share than this of all processor time is used, the number does not grow: this machine is then
 the bottleneck, and more connections would make it slower."""
@@ -120,10 +119,7 @@ class ConcurrencyControl:
         return max(LEAST_SPLIT_BYTES, int(self.rate / max(1, active) * (self.latency_s + 0.02)))
 
     def stall_s(self, *, started: bool, attempts: int) -> float:
-        """Return how long a part may receive nothing before it is given up.
-
-        Each failed attempt doubles this time.
-        """
+        """Return how long a part may receive nothing. Each failed attempt doubles this time."""
         usual_s = STALL_LATENCIES * self.latency_s if self.latency_s else UNKNOWN_STALL_S
         if started and self.rate:
             usual_s = max(usual_s, 8 * (1 << 20) * self.connections / self.rate)
@@ -147,6 +143,5 @@ class ConcurrencyControl:
         factor = 4 if busy < IDLE else 2
         self._before = (self.connections, self.rate)
         self.connections = min(MAX_CONNECTIONS, self.connections * factor)
-        # The new connections must first be opened and answered, so the window that measures them begins
-        # later.
+        # Begin the window that measures the new connections only once they are opened and answered.
         self._window, self._from_s = None, now_s + 1.5 * self.latency_s

@@ -19,7 +19,7 @@ from pathlib import Path
 from ...errors import Cancelled, FetchFailed, PilotflameError, SnapshotChanged, SourceUnavailable
 from ..format.manifest import Manifest
 from ..format.verify import chunk_tensors, holding
-from ..sources.ranged import delay_s
+from ..sources.retries import delay_s
 from ..sources.source import Connection, ObjectInfo, Progress, Source, same_version
 from .arrival import Arrival
 from .concurrency_control import ConcurrencyControl
@@ -35,7 +35,7 @@ The limit for that time doubles with each failure, up to minutes."""
 PROGRESS_BYTES = 64 << 10
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FetchStats:
     """What a fetch did.
 
@@ -44,12 +44,12 @@ class FetchStats:
     """
 
     fetched_bytes: int
-    received_bytes: int
-    connections: int
-    requests: int
-    retries: int
-    stalls: int
-    seconds: float
+    received_bytes: int = 0
+    connections: int = 0
+    requests: int = 0
+    retries: int = 0
+    stalls: int = 0
+    seconds: float = 0.0
 
 
 def fetch(
@@ -72,8 +72,10 @@ def fetch(
     `cancelled` is set, Cancelled. For any other exception, the waiting threads get Cancelled.
     """
     control = ConcurrencyControl(connections=connections, part_bytes=part_bytes)
+    if progress is not None:
+        arrival.report(progress)
     try:
-        return _Fetch(manifest, source, targets, arrival, control, verify, progress, cancelled).run()
+        return _Fetch(manifest, source, targets, arrival, control, verify, cancelled).run()
     except PilotflameError as error:
         arrival.fail(error)
         raise
@@ -90,7 +92,6 @@ class _Fetch:
     arrival: Arrival
     control: ConcurrencyControl
     verify: bool
-    progress: Progress | None
     cancelled: threading.Event | None
 
     def __post_init__(self) -> None:
@@ -99,18 +100,15 @@ class _Fetch:
         missing = [chunk for chunk in wanted_order(self.manifest) if not self.arrival.landed(chunk)]
         self._ranges = Ranges(self.manifest, missing)
         self._landing = Landing(
-            self.manifest, self.targets, self.arrival, self._ranges, self._changed, self._on_bytes,
-            self.verify, self.progress,
-        )  # fmt: skip
-        self._fetched_bytes = self._ranges.waiting_bytes
+            self.manifest, self.targets, self.arrival, self._ranges, self._changed, self.verify
+        )
+        self._stats = FetchStats(self._ranges.waiting_bytes)
         self._versions: dict[int, str] = {}
         self._connections: dict[Part, Connection] = {}
         self._threads: list[threading.Thread] = []
         self._working = 0
         self._error: BaseException | None = None
         self._over = False
-        self._received_bytes = 0
-        self._requests = self._retries = self._stalls = 0
 
     def run(self) -> FetchStats:
         started_s = time.monotonic()
@@ -121,13 +119,10 @@ class _Fetch:
             self._stop()
         if self._error is not None:
             raise self._error
-        return FetchStats(
-            fetched_bytes=self._fetched_bytes, received_bytes=self._received_bytes,
-            connections=self.control.settled_connections, requests=self._requests, retries=self._retries,
-            stalls=self._stalls, seconds=time.monotonic() - started_s,
-        )  # fmt: skip
-
-    # -- the supervisor
+        self._stats.received_bytes = self._landing.received_bytes
+        self._stats.connections = self.control.settled_connections
+        self._stats.seconds = time.monotonic() - started_s
+        return self._stats
 
     def _supervise(self) -> None:
         processors = os.cpu_count() or 1
@@ -143,7 +138,7 @@ class _Fetch:
                 now_s = time.monotonic()
                 # The second number in the file is the idle time since boot, summed over all processors.
                 idle_s = float(os.pread(uptime.fileno(), 64, 0).split()[1])
-                self.control.update(now_s, self._received_bytes, idle_s, processors)
+                self.control.update(now_s, self._landing.received_bytes, idle_s, processors)
                 self._give_up_silent(now_s, late_s=now_s - before_s - wait_s)
 
     def _open_connections(self) -> None:
@@ -159,8 +154,7 @@ class _Fetch:
     def _give_up_silent(self, now_s: float, late_s: float) -> None:
         """Close the connection of each part that received nothing for longer than its limit.
 
-        `late_s` is by how much this thread woke too late. A busy machine delays the others as much, so that
-        time is not counted.
+        `late_s`, by how much this thread woke too late, is not counted: the others are delayed as much.
         """
         for part in self._ranges.active:
             if late_s > 0.01:
@@ -169,7 +163,7 @@ class _Fetch:
             limit_s = self.control.stall_s(started=part.started, attempts=part.attempts)
             if part in self._connections and not part.broken_off and silent_s > limit_s:
                 part.broken_off = True
-                self._stalls += 1
+                self._stats.stalls += 1
                 self._connections[part].close()
 
     def _stop(self) -> None:
@@ -185,8 +179,6 @@ class _Fetch:
         with self._changed:
             if not self._over:
                 self._ranges.demand(first, last)
-
-    # -- a connection's thread
 
     def _work(self, number: int) -> None:
         buffer = memoryview(bytearray(BOUNCE_BYTES))
@@ -212,8 +204,7 @@ class _Fetch:
     def _next(self, number: int) -> Part | None:
         """Wait for the next part to fetch and return it; None if the thread should end.
 
-        It should end if the fetch is over or has failed, or if `number`, which counts connections from 1, is
-        more than are wanted.
+        `number` counts connections from 1. The thread ends if that is more than are wanted.
         """
         ranges, control = self._ranges, self.control
         with self._changed:
@@ -231,7 +222,7 @@ class _Fetch:
     def _fetch_part(self, connection: Connection, part: Part, buffer: memoryview) -> None:
         with self._changed:
             self._connections[part] = connection
-            self._requests += 1
+            self._stats.requests += 1
         problem: SourceUnavailable | None = None
         begun = part.at
         try:
@@ -249,16 +240,11 @@ class _Fetch:
                 del self._connections[part]
                 self._put_back(part, problem, begun)
 
-    def _on_bytes(self, part: Part, count: int) -> None:
-        part.asked_s = time.monotonic()
-        # Without the lock: if another thread overwrites an increment, the measured rate is slightly wrong.
-        self._received_bytes += count
-
     def _put_back(self, part: Part, problem: SourceUnavailable | None, begun: int) -> None:
         attempts, due_s = 0, 0.0
         if problem is not None:
             attempts = 1 if part.at - begun >= PROGRESS_BYTES else part.attempts + 1
-            self._retries += 1
+            self._stats.retries += 1
             if attempts >= (STALLS if part.broken_off else ATTEMPTS):
                 self._error = self._error or self._failed(part, problem, attempts)
             if not part.broken_off:

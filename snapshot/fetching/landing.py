@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import xxhash
 from ..format.manifest import Manifest
 from ..format.verify import corrupt_chunk
 from ..publish import cannot_write
-from ..sources.source import Connection, Progress
+from ..sources.source import Connection
 from .arrival import Arrival
 from .ranges import Part, Ranges
 
@@ -30,9 +31,8 @@ class ShardTarget:
     """The open file of one shard, of exactly its size.
 
     `memory` is a shared mapping of the same file, into which bytes are received directly. It is given only if
-    its pages exist already or are huge pages. If `fresh` is True, its pages may still have to be allocated.
-    New small pages are filled faster by pwrite than through a mapping, because a mapping causes a page fault
-    for each of them (docs/snapshot-choices.md): then `memory` is None.
+    its pages exist already or, with `fresh`, are huge pages that may still have to be allocated. New small
+    pages are filled faster by pwrite, without a page fault for each of them (docs/snapshot-choices.md).
     """
 
     name: str
@@ -41,10 +41,9 @@ class ShardTarget:
     fresh: bool = False
 
     def reserve(self, begin: int, end: int) -> None:
-        """Allocate the pages of bytes [begin, end), if needed. Call it before writing to `memory`.
+        """Allocate the pages of bytes [begin, end), if needed. Raises OSError if the file system is full.
 
-        Raises OSError if the file system is full. Without this, writing to a page that a full tmpfs cannot
-        allocate would kill the process (SIGBUS).
+        Without this, writing to a page of `memory` that a full tmpfs cannot allocate would kill the process.
         """
         if self.fresh and begin < end:
             os.posix_fallocate(self.descriptor, begin, end - begin)
@@ -55,10 +54,7 @@ class ShardTarget:
             view, offset = view[count:], offset + count
 
     def digest(self, begin: int, end: int, buffer: memoryview) -> str:
-        """Return the digest of bytes [begin, end) of the file.
-
-        `buffer` is memory to read them into, piece by piece.
-        """
+        """Return the digest of bytes [begin, end) of the file, read piece by piece into `buffer`."""
         hasher, at = xxhash.xxh3_128(), begin
         while at < end and (count := os.preadv(self.descriptor, [buffer[: end - at]], at)):
             hasher.update(buffer[:count])
@@ -68,10 +64,7 @@ class ShardTarget:
 
 @dataclass(slots=True)
 class Landing:
-    """Receives the bytes of one fetch, for all its threads.
-
-    Verifies each chunk once all its bytes are received.
-    """
+    """Receives the bytes of one fetch, for all its threads. Verifies each chunk once it is complete."""
 
     manifest: Manifest
     targets: Sequence[ShardTarget]
@@ -79,10 +72,8 @@ class Landing:
     ranges: Ranges
     lock: threading.Condition
     """Guards `ranges` and the counts below. Notified when a chunk has to be fetched again."""
-    on_bytes: Callable[[Part, int], None]
-    """Called with the part and the number of its bytes that were just received."""
     verify: bool
-    progress: Progress | None
+    received_bytes: int = 0
     _filled: dict[int, int] = field(default_factory=dict)
     """For each incomplete chunk that arrives in several pieces, the number of bytes received so far."""
     _bad: set[int] = field(default_factory=set)
@@ -119,7 +110,9 @@ class Landing:
                 if direct is None:
                     target.write(part.at, view[:count])
                 part.at += count
-                self.on_bytes(part, count)
+                part.asked_s = time.monotonic()
+                # Without the lock: if threads overwrite an increment, the measured rate is slightly wrong.
+                self.received_bytes += count
         finally:
             digest = hasher.hexdigest() if hasher is not None and part.at == extent.end else None
             self._settle(chunk, part.at - begin, digest, buffer)
@@ -137,13 +130,15 @@ class Landing:
                     self._filled[chunk] = filled
                 return
         if self.verify and digest is None:
-            digest = self._reread(chunk, buffer)
+            target = self.targets[extent.shard]
+            if target.memory is not None:
+                digest = xxhash.xxh3_128_hexdigest(target.memory[extent.begin : extent.end])
+            else:
+                digest = target.digest(extent.begin, extent.end, buffer)
         if self.verify and digest != self.arrival.chunks.digests[chunk]:
             self._refuse(chunk)
             return
         self.arrival.land(chunk)
-        if self.progress is not None:
-            self.progress(self.arrival.landed_bytes, self.manifest.total_bytes)
 
     def _refuse(self, chunk: int) -> None:
         with self.lock:
@@ -155,23 +150,14 @@ class Landing:
         extent = self.arrival.chunks.extent(chunk)
         raise corrupt_chunk(self.manifest, extent.shard, extent.begin // self.manifest.chunk_bytes)
 
-    def _reread(self, chunk: int, buffer: memoryview) -> str:
-        """Return the digest of a chunk that was received in pieces, read from the memory or file."""
-        extent = self.arrival.chunks.extent(chunk)
-        target = self.targets[extent.shard]
-        if target.memory is not None:
-            return xxhash.xxh3_128_hexdigest(target.memory[extent.begin : extent.end])
-        return target.digest(extent.begin, extent.end, buffer)
-
 
 def land_existing(
     manifest: Manifest, targets: Sequence[ShardTarget], arrival: Arrival, cancelled: threading.Event
 ) -> None:
     """Record as landed every chunk that the files already hold. Parts that were never written are not read.
 
-    There is no journal that could be wrong after a crash: whatever the files contain is read and hashed
-    (5 GB/s from memory), and a chunk counts as landed only if its digest is the manifest's. Returns early,
-    without an error, once `cancelled` is set.
+    There is no journal that could be wrong after a crash: the files are read and hashed (5 GB/s from memory).
+    Returns early, without an error, once `cancelled` is set.
     """
     buffer = memoryview(bytearray(_RESUME_BUFFER_BYTES))
     shard = data_at = -1
@@ -191,11 +177,9 @@ def land_existing(
 
 
 def _next_data(descriptor: int, offset: int, size_bytes: int) -> int:
-    """Return the first offset, from `offset` on, that was written; `size_bytes` if there is none.
-
-    Returns `offset` if the file system cannot tell.
-    """
+    """Return the first offset >= `offset` that was written, or `size_bytes` if there is none."""
     try:
         return os.lseek(descriptor, offset, os.SEEK_DATA)
     except OSError as error:
+        # Any other error: the file system cannot tell.
         return size_bytes if error.errno == errno.ENXIO else offset

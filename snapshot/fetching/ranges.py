@@ -104,37 +104,32 @@ class Ranges:
         return not self._waiting and not self.active
 
     def take(self, limit_bytes: int, now_s: float) -> Part | None:
-        """Return the next part to read; None if no waiting range is due at `now_s`.
+        """Return the next part to read: the first range that is due at `now_s`. None if no range is due.
 
-        It is the first due range. If that is larger than `limit_bytes`, it is cut, between chunks if
-        possible.
+        A range larger than `limit_bytes` is cut, between chunks if possible.
         """
-        for index, item in enumerate(self._waiting):
-            if item.due_s > now_s:
-                continue
-            end = item.end
-            if end - item.begin > limit_bytes:
-                end = (item.begin + limit_bytes) // self._chunk_bytes * self._chunk_bytes
-                if end <= item.begin:
-                    end = item.begin + limit_bytes
-            part = Part(item.shard, item.begin, end, item.attempts)
-            if end == item.end:
-                del self._waiting[index]
-            else:
-                item.begin, item.attempts = end, 0
-            self.active.append(part)
-            return part
-        return None
+        item = next((item for item in self._waiting if item.due_s <= now_s), None)
+        if item is None:
+            return None
+        end = item.end
+        if end - item.begin > limit_bytes:
+            end = (item.begin + limit_bytes) // self._chunk_bytes * self._chunk_bytes
+            if end <= item.begin:
+                end = item.begin + limit_bytes
+        part = Part(item.shard, item.begin, end, item.attempts)
+        if end == item.end:
+            self._waiting.remove(item)
+        else:
+            item.begin, item.attempts = end, 0
+        self.active.append(part)
+        return part
 
     def next_due_s(self) -> float | None:
         """Return the earliest time at which a waiting range is due; None if no range waits."""
         return min((item.due_s for item in self._waiting), default=None)
 
     def finish(self, part: Part, *, attempts: int = 0, due_s: float = 0.0) -> None:
-        """Record that `part` is no longer read. Its unread bytes, if any, become the first waiting range.
-
-        That range gets `attempts` and `due_s`.
-        """
+        """Record that `part` is no longer read. Its unread bytes, if any, become the first waiting range."""
         self.active.remove(part)
         if part.at < part.end:
             self._waiting.insert(0, Range(part.shard, part.at, part.end, attempts, due_s))

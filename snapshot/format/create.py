@@ -7,26 +7,15 @@ from functools import partial
 from pathlib import Path
 
 from ..._version import __version__
-from ...errors import HeaderError, ManifestError, SnapshotError
+from ...errors import HeaderError, SnapshotError
 from ..sources.folder import FolderSource
 from ..sources.source import ByteCounter, Listing, Progress, Source, changed
 from .digests import ASSET_BUFFER_BYTES, chunk_digests, file_digest, in_order
 from .header import Header, aliases_of, read_header
 from .layout import SUFFIX, Layout, lay_out
-from .manifest import (
-    DEFAULT_CHUNK_BYTES,
-    MAX_ASSET_BYTES,
-    MAX_CHUNK_BYTES,
-    MIN_CHUNK_BYTES,
-    Asset,
-    Manifest,
-    Provenance,
-    Shard,
-    TensorEntry,
-)
+from .manifest import DEFAULT_CHUNK_BYTES, MAX_ASSET_BYTES, Asset, Manifest, Provenance, Shard, TensorEntry
 
-# Remote files are read by this many threads, because one stream seldom uses all the bandwidth of a network
-# link. Each thread holds one chunk in memory.
+# The number of threads that read remote files: one stream seldom uses all the bandwidth of a network link.
 REMOTE_READERS = 4
 
 
@@ -42,14 +31,12 @@ def create(
 
     The top folder must hold one `*.safetensors`, or several and the `*.safetensors.index.json` that lists
     them. With `file`, only that file is used. If the source cannot be listed (a web server), `files` must
-    have the names of all its files. `progress` is called with the bytes of shards that are read, and their
-    total. Raises SnapshotError if it is not clear which files to use, HeaderError if a file is not valid,
-    SourceError if one cannot be read, SnapshotChanged if one changes meanwhile, and ManifestError if the
-    format does not allow the result.
+    have the names of all its files. Raises SnapshotError if it is not clear which files to use, HeaderError
+    if a file is not valid, SourceError if one cannot be read, SnapshotChanged if one changes meanwhile, and
+    ManifestError if the format does not allow the result.
     """
-    if not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
-        remedy = f"Use a value from {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES}."
-        raise ManifestError(f"chunk_bytes is {chunk_bytes}.", remedy=remedy)
+    # Refuse a wrong `chunk_bytes` before all files are read.
+    Manifest.build(chunk_bytes=chunk_bytes, shards=(), tensors=())
     origin = str(where) if isinstance(where, Path) else where.url
     source, file = _open(where, file)
     layout = lay_out(source, _names(source, files, file), file)
@@ -105,8 +92,7 @@ def _names(source: Source, files: Sequence[str] | None, file: str | None) -> lis
 
 
 def _check_index(layout: Layout, headers: dict[str, Header]) -> None:
-    # A tensor that is in a shard, but not in the index, is no fault: it becomes part of the snapshot.
-    # transformers loads such tensors too.
+    # A tensor that is in a shard, but not in the index, is no fault: transformers loads such tensors too.
     holders: dict[str, str] = {}
     for file, header in headers.items():
         for tensor in header.tensors:
@@ -135,8 +121,8 @@ def _digest_shards(
 
 
 def _asset(source: Source, name: str, buffer: memoryview) -> Asset | None:
-    """Return file `name` as an asset, read through `buffer`; or None if it is too large to be an asset."""
-    size_bytes = source.size(name)
+    """Return file `name` as an asset, or None if it is too large to be an asset."""
+    size_bytes = source.stat(name).size_bytes
     if size_bytes > MAX_ASSET_BYTES:
         return None
     digest, count = file_digest(source, name, size_bytes, buffer)

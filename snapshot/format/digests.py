@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from queue import SimpleQueue
 from typing import NamedTuple, TypeVar
 
 import xxhash
@@ -20,8 +20,7 @@ ASSET_BUFFER_BYTES = 1 << 20
 class DigestedChunk(NamedTuple):
     """The digest of chunk number `position` of file `name`.
 
-    `size_bytes` counts the bytes that were read: fewer than the chunk should have if the file has become
-    shorter.
+    `size_bytes` is the number of bytes read. It is too small if the file has become shorter.
     """
 
     name: str
@@ -33,12 +32,8 @@ class DigestedChunk(NamedTuple):
 def chunk_digests(
     source: Source, sizes: Mapping[str, int], chunk_bytes: int, readers: int = 1
 ) -> Iterator[DigestedChunk]:
-    """Yield the digest of every chunk of the files in `sizes`, in the order of files and chunks.
-
-    `sizes` maps names to sizes in bytes. `readers` is the number of threads that read.
-    """
-    # A buffer is not larger than the largest file, because new memory is slow: its page faults take longer
-    # than reading a file into it.
+    """Yield the digest of every chunk of the files in `sizes` (bytes by name), in their order."""
+    # A buffer is not larger than the largest file: the page faults of new memory take longer than reading.
     buffer_bytes = min(chunk_bytes, max(sizes.values(), default=0))
     jobs = (
         partial(_digest_chunk, source, name, index, min(chunk_bytes, size_bytes - begin), begin)
@@ -64,26 +59,22 @@ def file_digest(source: Source, name: str, size_bytes: int, buffer: memoryview) 
 def in_order(jobs: Iterable[Callable[[memoryview], T]], readers: int, buffer_bytes: int) -> Iterator[T]:
     """Call each job with a buffer of `buffer_bytes`, and yield the results in the order of the jobs.
 
-    At most `readers` jobs run at once, each on a thread. With one reader, they run on the caller's thread. If
-    a job raises, the results of the jobs before it are yielded, then its exception is raised.
+    At most `readers` jobs run at once, each on a thread. One reader is the caller's thread. If a job raises,
+    the results of the jobs before it are yielded, then its exception is raised.
     """
     if readers == 1:
         buffer = memoryview(bytearray(buffer_bytes))
         yield from (job(buffer) for job in jobs)
         return
-    buffers: SimpleQueue[memoryview] = SimpleQueue()
-    for _ in range(readers):
-        buffers.put(memoryview(bytearray(buffer_bytes)))
+    own = threading.local()
+
+    def allocate() -> None:
+        own.buffer = memoryview(bytearray(buffer_bytes))
 
     def run(job: Callable[[memoryview], T]) -> T:
-        # There is always a free buffer, because there are as many buffers as threads.
-        buffer = buffers.get_nowait()
-        try:
-            return job(buffer)
-        finally:
-            buffers.put(buffer)
+        return job(own.buffer)
 
-    pool = ThreadPoolExecutor(readers, thread_name_prefix="snapshot-reader")
+    pool = ThreadPoolExecutor(readers, "snapshot-reader", allocate)
     pending: deque[Future[T]] = deque()
     try:
         for job in jobs:

@@ -23,12 +23,11 @@ LENGTH_BYTES = 8
 # The safetensors library has the same limit.
 MAX_HEADER_BYTES = 100_000_000
 MAX_TENSORS = 1 << 18
-# The most dimensions that a tensor may have. Torch has the same limit.
+# Torch has the same limit.
 MAX_RANK = 64
 MAX_TENSOR_NAME_CHARS = 1024
 MAX_FILE_BYTES = 1 << 53
-# The numbers of opening brackets and commas are limited before parsing: a JSON parser allocates up to 350
-# bytes for an opening bracket and 120 for a comma.
+# A JSON parser allocates up to 350 bytes for an opening bracket and 120 for a comma.
 MAX_BRACKETS = 1 << 20
 MAX_COMMAS = 1 << 22
 _METADATA = "__metadata__"
@@ -78,7 +77,7 @@ class Header:
 
 def read_header(source: Source, name: str) -> Header:
     """Return the header of file `name`. Reads nothing else of it. Raises HeaderError if it is not valid."""
-    file_bytes = source.size(name)
+    file_bytes = source.stat(name).size_bytes
     if file_bytes < LENGTH_BYTES:
         _refuse(name, f"it has {file_bytes} bytes, fewer than the {LENGTH_BYTES} of a header's length")
     header_bytes = int.from_bytes(_read(source, name, 0, LENGTH_BYTES), "little")
@@ -90,10 +89,7 @@ def read_header(source: Source, name: str) -> Header:
 
 
 def parse_header(text: bytes, *, file: str, file_bytes: int) -> Header:
-    """Parse `text`, the JSON of a header, and return the header. Raises HeaderError if it is not valid.
-
-    `file` is the name of the file for messages, and `file_bytes` its size.
-    """
+    """Return the header whose JSON is `text`. Raises HeaderError, which names `file`, if it is not valid."""
     if file_bytes > MAX_FILE_BYTES:
         _refuse(file, f"it has {file_bytes} bytes, over the limit of {MAX_FILE_BYTES}")
     entries = _entries(text, file)
@@ -121,8 +117,7 @@ def _read(source: Source, name: str, offset: int, size_bytes: int) -> bytes:
 def bulk_fault(text: bytes) -> str | None:
     """Return a fault if parsing this JSON could take much more memory than it should, else None.
 
-    Call it before parsing. It only counts characters, also those inside strings, which takes 1 ms per
-    megabyte.
+    It counts characters, also those inside strings, which takes 1 ms per megabyte.
     """
     brackets = text.count(b"[") + text.count(b"{")
     if brackets > MAX_BRACKETS:
@@ -188,10 +183,7 @@ def _naturals(file: str, name: str, field: str, values: Any, limit: int) -> tupl
 
 
 def _check_cover(file: str, tensors: list[TensorHeader], end_bytes: int, file_bytes: int) -> None:
-    """Raise HeaderError unless the tensors cover all of the data, each starting where the one before it ends.
-
-    `end_bytes` is where the data starts.
-    """
+    """Raise HeaderError unless the tensors cover the data, which starts at `end_bytes`, without gaps."""
     for tensor in tensors:
         if tensor.offset_bytes < end_bytes:
             _refuse(file, "its bytes overlap those of the tensor before it", tensor.name)
@@ -206,10 +198,7 @@ def _check_cover(file: str, tensors: list[TensorHeader], end_bytes: int, file_by
 
 
 def aliases_of(headers: Iterable[Header], stored: Set[str]) -> dict[str, str]:
-    """Return the aliases that safetensors.torch.save_model wrote into the metadata: alias to tensor.
-
-    `stored` has the names of all tensors. Entries of the metadata that are not aliases of them are left out.
-    """
+    """Return the aliases of tensors in `stored` that safetensors.torch.save_model put into the metadata."""
     return {
         alias: target
         for header in headers

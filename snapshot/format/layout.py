@@ -21,8 +21,8 @@ FOREIGN = frozenset(
     {".bin", ".pt", ".pth", ".ckpt", ".h5", ".hdf5", ".keras", ".msgpack", ".gguf", ".ggml", ".onnx", ".onnx_data"}
     | {".tensors", ".tflite", ".pb", ".npz", ".npy", ".ot", ".pkl", ".pickle", ".engine", ".mlmodel", ".pte"}
 )  # fmt: skip
-# The suffixes of further files that are never assets: partial downloads, caches and archives, since no
-# handler reads them, and code, since it belongs to the function, and editing it must not change the snapshot.
+# Further suffixes that are never those of assets: partial downloads, caches and archives, since no handler
+# reads them, and code, since it belongs to the function, and editing it must not change the snapshot.
 _IGNORED = frozenset(
     {".py", ".pyc", ".lock", ".incomplete", ".part", ".tmp", ".log", ".zip", ".tar", ".gz", ".tgz", ".zst"}
 )
@@ -30,11 +30,9 @@ _IGNORED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The names of a snapshot's files.
+    """The names of a snapshot's files. Some `assets` may be too large, because they are chosen only by name.
 
-    `index` is the name of the index file, or "" if there is none. `places` maps tensors to files as the index
-    says, and is empty without one. `assets` are chosen only by name, so some of them may be too large for an
-    asset.
+    `index` is the name of the index file, or "". `places` maps tensors to files, as the index says.
     """
 
     shards: tuple[str, ...]
@@ -44,7 +42,7 @@ class Layout:
 
 
 def lay_out(source: Source, names: Sequence[str], file: str | None = None) -> Layout:
-    """Return the layout of the files in `source`. `names` are the names of all of them.
+    """Return the layout of the files `names`, which are all in `source`.
 
     With `file`, that file is the only shard. Without it, the top folder must hold one `*.safetensors`, or
     several and the `*.safetensors.index.json` that lists them. Raises SnapshotError if it does not, and
@@ -106,8 +104,7 @@ def _indexed(
     places = read_index(source, index)
     shards = tuple(sorted(set(places.values())))
     # Safetensors files that the index does not list (consolidated.safetensors, an adapter) are ignored. But
-    # the file that has the name of the index (model.safetensors) could hold all weights too: then it is not
-    # clear which to use.
+    # the file that has the name of the index (model.safetensors) could hold all weights too.
     whole = index.removesuffix(".index.json")
     if whole in files and whole not in shards:
         raise ambiguous(source, [whole, index])
@@ -130,6 +127,7 @@ def _no_safetensors(source: Source, names: list[str]) -> SnapshotError:
     return SnapshotError(f"{source.url} holds no safetensors: {found}.", remedy=remedy)
 
 
-def some(names: Sequence[str]) -> str:
-    shown = ", ".join(name[:120] for name in names[:5])
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
+def some(names: Sequence[str], most: int = 5) -> str:
+    """Return the first names for a message: for example "a, b, c and 4 more"."""
+    shown = ", ".join(name[:120] for name in names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

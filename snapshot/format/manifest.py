@@ -1,8 +1,7 @@
 """Defines the manifest: a JSON file that makes the safetensors files in its folder a snapshot.
 
 It says where each tensor is, so that restoring parses no headers. It has the digest of each chunk, so that
-fetching can verify each chunk when it arrives. A manifest is untrusted input: sizes and counts have limits,
-fields are checked against each other, and each fault raises ManifestError.
+fetching can verify each chunk when it arrives. It is untrusted input: each fault raises ManifestError.
 """
 
 from __future__ import annotations
@@ -36,11 +35,9 @@ MAX_ASSETS_BYTES = 512 << 20
 # An asset may be in at most this many nested folders.
 MAX_ASSET_DEPTH = 4
 
-# If pydantic finds more faults than this, the message only says how many. Validation of a list stops at its
-# first fault, so only hostile input has this many.
+# If pydantic finds more faults than this, the message only says how many. Only hostile input has this many.
 _FAULTS_LISTED = 100
-# JSON of at most this size cannot cause enough faults to exhaust the memory: `_crowd_fault` does not check
-# it.
+# `_crowd_fault` does not check smaller JSON, which cannot cause enough faults to exhaust the memory.
 _LARGE_BYTES = 1 << 20
 _REMEDY = "Make the manifest anew: pilotflame snapshot create."
 
@@ -118,8 +115,8 @@ class Manifest(_Frozen):
 
     version: Literal[1] = 1
     algorithm: Literal["xxh3-128"] = "xxh3-128"
-    # A multiple of the page size: a write to a private mapping copies the whole page. If the page had bytes
-    # of the next chunk too, the copy could lack them, because that chunk has not arrived yet.
+    # A multiple of the page size: a write to a private mapping copies the whole page, and the copy would lack
+    # bytes of the next chunk if that chunk has not arrived yet.
     chunk_bytes: Annotated[
         int, Field(ge=MIN_CHUNK_BYTES, le=MAX_CHUNK_BYTES, multiple_of=MIN_CHUNK_BYTES)
     ] = DEFAULT_CHUNK_BYTES
@@ -147,10 +144,7 @@ class Manifest(_Frozen):
 
     @staticmethod
     def build(**fields: Any) -> Manifest:
-        """Return a manifest of these fields. Raises ManifestError if they are not valid.
-
-        The constructor would raise pydantic's ValidationError instead.
-        """
+        """Return a manifest of these fields. Raises ManifestError if they are not valid."""
         try:
             return Manifest(**fields)
         except ValidationError as error:
@@ -158,10 +152,7 @@ class Manifest(_Frozen):
 
     @staticmethod
     def read(path: Path) -> Manifest:
-        """Return the manifest in the file `path` or in the folder `path`.
-
-        Raises ManifestError if it is missing or not valid.
-        """
+        """Return the manifest in file or folder `path`. Raises ManifestError if there is no valid one."""
         file = path / MANIFEST_NAME if path.is_dir() else path
         try:
             with file.open("rb") as stream:
@@ -170,7 +161,7 @@ class Manifest(_Frozen):
             raise ManifestError(f"{file} cannot be read: {error.strerror}.", remedy=_REMEDY) from error
 
     def to_json(self) -> bytes:
-        """Return the JSON form, which `parse` turns into an equal manifest."""
+        """Return the JSON form, which `parse` reads."""
         return self.model_dump_json().encode() + b"\n"
 
     def write(self, path: Path) -> None:
@@ -214,30 +205,21 @@ class Manifest(_Frozen):
 
 
 def read_manifest(source: Source) -> Manifest:
-    """Return the manifest in `source`.
-
-    Raises SourceMissing if there is none, ManifestError if it is not valid, and SourceError if it cannot be
-    read.
-    """
+    """Return the manifest in `source`. Raises SourceError or, if the manifest is not valid, ManifestError."""
     try:
         text = read_all(source, MANIFEST_NAME, MAX_MANIFEST_BYTES + 1)
     except SourceMissing as error:
         if error.details.get("code") == "NoSuchBucket":
             raise
         place = source.url if isinstance(source, Writable) else "FOLDER (the one that is served)"
-        raise SourceMissing(
-            f"There is no manifest at {source.url}: {error.message}",
-            remedy=f"Check the URL. To create a manifest of existing weights: pilotflame snapshot create {place}",
-            details=error.details,
-        ) from error
+        fault = f"There is no manifest at {source.url}: {error.message}"
+        remedy = f"Check the URL. To make a manifest of existing weights: pilotflame snapshot create {place}"
+        raise SourceMissing(fault, remedy=remedy, details=error.details) from error
     return Manifest.parse(text)
 
 
 def _crowd_fault(text: bytes) -> str | None:
-    """Return why pydantic could find millions of faults in a large `text`, or None if it could not.
-
-    Such a text must not reach pydantic, which takes a kilobyte of memory for each fault.
-    """
+    """Return why pydantic could find millions of faults in `text`, or None. Each would take a kilobyte."""
     if len(text) <= _LARGE_BYTES:
         return None
     try:

@@ -8,36 +8,30 @@ from ...errors import SnapshotCorrupt, SnapshotError
 from ..sources.folder import FolderSource
 from ..sources.source import ByteCounter, Progress, Source
 from .digests import ASSET_BUFFER_BYTES, chunk_digests, file_digest
+from .layout import some
 from .manifest import Asset, Manifest, Shard
 
 _REMEDY = "Fetch the file again."
 
 
 def verify(root: Path, manifest: Manifest, progress: Progress | None = None) -> None:
-    """Compare all files in folder `root` with the manifest. Raises SnapshotCorrupt for the first fault.
-
-    `progress` is called with the bytes of shards that are read, and their total.
-    """
+    """Compare all files in folder `root` with the manifest. Raises SnapshotCorrupt for the first fault."""
     source = FolderSource(root)
-    positions = {shard.name: index for index, shard in enumerate(manifest.shards)}
-    for index in positions.values():
+    for index in range(len(manifest.shards)):
         _check_size(source, manifest, index)
     read = ByteCounter(manifest.total_bytes, progress)
-    sizes = {shard.name: shard.size_bytes for shard in manifest.shards}
-    for chunk in chunk_digests(source, sizes, manifest.chunk_bytes):
-        position = positions[chunk.name]
-        if chunk.digest != manifest.shards[position].chunks[chunk.position]:
-            raise corrupt_chunk(manifest, position, chunk.position)
-        read.add(chunk.size_bytes)
+    for index, shard in enumerate(manifest.shards):
+        sizes = {shard.name: shard.size_bytes}
+        for chunk in chunk_digests(source, sizes, manifest.chunk_bytes):
+            if chunk.digest != shard.chunks[chunk.position]:
+                raise corrupt_chunk(manifest, index, chunk.position)
+            read.add(chunk.size_bytes)
     for asset in manifest.assets:
         _check_asset(source, asset)
 
 
 def chunk_tensors(manifest: Manifest, shard: int, chunk: int) -> list[str]:
-    """Return the names of the tensors that have bytes in chunk number `chunk` of shard number `shard`.
-
-    They are in the order of their bytes.
-    """
+    """Return the tensors with bytes in chunk number `chunk` of shard number `shard`, by position."""
     begin_bytes = chunk * manifest.chunk_bytes
     end_bytes = begin_bytes + manifest.chunk_bytes
     before = [one for one in manifest.tensors if one.shard == shard and one.offset_bytes < end_bytes]
@@ -53,11 +47,7 @@ def corrupt_chunk(manifest: Manifest, index: int, chunk: int) -> SnapshotCorrupt
 
 
 def holding(names: list[str]) -> str:
-    """Return which tensors a chunk holds, for a message: for example "holds a, b, c and 4 more tensors"."""
-    if not names:
-        return "holds the header only"
-    shown = ", ".join(name[:120] for name in names[:3])
-    return f"holds {shown}" if len(names) <= 3 else f"holds {shown} and {len(names) - 3} more tensors"
+    return f"holds {some(names, 3)}" if names else "holds the header only"
 
 
 def _shard_fault(shard: Shard, fault: str, names: list[str], chunk: int | None) -> SnapshotCorrupt:
@@ -68,7 +58,7 @@ def _shard_fault(shard: Shard, fault: str, names: list[str], chunk: int | None) 
 def _check_size(source: Source, manifest: Manifest, index: int) -> None:
     shard = manifest.shards[index]
     try:
-        size_bytes = source.size(shard.name)
+        size_bytes = source.stat(shard.name).size_bytes
     except SnapshotError as error:
         raise _shard_fault(shard, error.message, [], None) from error
     if size_bytes < shard.size_bytes:
@@ -84,7 +74,7 @@ def _check_asset(source: Source, asset: Asset) -> None:
     buffer = memoryview(bytearray(min(asset.size_bytes, ASSET_BUFFER_BYTES)))
     fault = "its bytes differ"
     try:
-        size_bytes = source.size(asset.name)
+        size_bytes = source.stat(asset.name).size_bytes
         if size_bytes != asset.size_bytes:
             fault = f"it has {size_bytes} bytes, {asset.size_bytes} expected"
         elif file_digest(source, asset.name, size_bytes, buffer) == (asset.digest, size_bytes):

@@ -1,12 +1,11 @@
 """Runs a module while its weights arrive: every operation waits for the bytes of its own tensors only.
 
 torch calls `__torch_dispatch__` before every operation of the thread that entered the gate, from Python or
-C++, with the tensors that the operation will read. So modules need neither hooks nor known names: the gate
-also waits for a weight that is used by a module other than its owner (tied, or inside a fused layer). Some
-methods give access to memory without an operation (`.numpy()`, `.tolist()`, `.data_ptr()`): these wait when
-they are called. Starting a thread inside the gate waits until all bytes have arrived. The gate does not see
-the operations of threads that were started before (each needs its own gate), nor reads through addresses that
-were taken before.
+C++, with the tensors that the operation will read. So modules need no hooks, and it does not matter which
+module uses a weight. Methods that give access to memory without an operation (`.numpy()`, `.tolist()`,
+`.data_ptr()`) wait when they are called. Starting a thread inside the gate waits until all bytes are there.
+The gate does not see the operations of threads that were started before (each needs its own gate), nor reads
+through addresses that were taken before.
 """
 
 from __future__ import annotations
@@ -42,13 +41,26 @@ class Gate(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Self:
         self.thread = threading.get_ident()
-        _enter(self)
+        with _lock:
+            if not _gates:
+                for name in _READS:
+                    setattr(Tensor, name, _waiting(name))
+                threading.Thread.start = _start  # type: ignore[method-assign, assignment]
+            _gates.append(self)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *failure: object) -> None:
         super().__exit__(*failure)  # type: ignore[no-untyped-call]
-        _leave(self)
+        with _lock:
+            _gates.remove(self)
+            if not _gates:
+                for name, own in _READS.items():
+                    if own is None:
+                        delattr(Tensor, name)
+                    else:
+                        setattr(Tensor, name, own)
+                threading.Thread.start = _START  # type: ignore[method-assign]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -63,7 +75,7 @@ class Gate(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._wait(*self._arrival.chunks.covering(*extent))
 
     def wait_for_all(self) -> None:
-        """Block until all chunks have landed, for the sake of a new thread, which has no gate."""
+        """Block until all chunks have landed."""
         self._wait(0, self._arrival.count - 1)
 
     def _wait(self, first: int, last: int) -> None:
@@ -87,29 +99,9 @@ _lock = threading.Lock()
 _gates: list[Gate] = []
 
 
-def _enter(gate: Gate) -> None:
-    with _lock:
-        if not _gates:
-            for name in _READS:
-                setattr(Tensor, name, _waiting(name))
-            threading.Thread.start = _start  # type: ignore[method-assign, assignment]
-        _gates.append(gate)
-
-
-def _leave(gate: Gate) -> None:
-    with _lock:
-        _gates.remove(gate)
-        if not _gates:
-            for name, own in _READS.items():
-                if own is None:
-                    delattr(Tensor, name)
-                else:
-                    setattr(Tensor, name, own)
-            threading.Thread.start = _START  # type: ignore[method-assign]
-
-
 @functools.wraps(_START)
 def _start(thread: threading.Thread) -> None:
+    # The new thread has no gate.
     for gate in tuple(_gates):
         if gate.thread == threading.get_ident():
             gate.wait_for_all()

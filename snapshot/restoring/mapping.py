@@ -15,8 +15,8 @@ from ..format.manifest import Manifest, Shard
 from ..sources.folder import FolderSource, object_info
 from ..sources.source import ObjectInfo
 
-# Python's mmap module does not have this constant before 3.13. Without the flag, the kernel's heuristic
-# refuses a writable private mapping larger than the memory, although hardly a page of it is ever written.
+# Python's mmap module has this constant since 3.13. Without the flag, the kernel's heuristic refuses a
+# writable private mapping larger than the memory, although hardly a page of it is ever written.
 _MAP_NORESERVE = 0x4000
 
 
@@ -39,10 +39,9 @@ class Mapping:
         """Map the shards in folder `root`.
 
         `verified` is what `FolderSource.stat` returned for each shard when it was verified. Raises
-        SnapshotChanged if a shard differs from that, is missing, or does not have its size. `keep`, such as
-        the hold of a lease, is referenced as long as any shard is mapped, so that the files stay protected
-        after the lease is closed. If `arrival` is given, bytes may still be arriving: call `wait` before
-        reading them.
+        SnapshotChanged if a shard differs from that, is missing, or does not have its size. `keep`, such as a
+        lease, is referenced as long as any shard is mapped. With `arrival`, bytes may still be arriving: call
+        `wait` before reading them.
         """
         self.manifest = manifest
         self.arrival = arrival

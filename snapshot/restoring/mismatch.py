@@ -6,11 +6,12 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from ...errors import SnapshotMismatch
+from ..format.layout import some
 
-_SHOWN = 3
 _KEPT = 100
 
-Shape = tuple[int, ...]
+Difference = tuple[str, str, str]
+"""A tensor's name, what the snapshot has, and what the module has."""
 
 
 @dataclass(slots=True)
@@ -19,9 +20,8 @@ class Mismatches:
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
-    shapes: list[tuple[str, Shape, Shape]] = field(default_factory=list)
-    """The tensor's name, its shape in the snapshot, and its shape in the module; the same for `dtypes`."""
-    dtypes: list[tuple[str, str, str]] = field(default_factory=list)
+    shapes: list[Difference] = field(default_factory=list)
+    dtypes: list[Difference] = field(default_factory=list)
     unfilled: list[str] = field(default_factory=list)
     """Non-persistent buffers on the meta device that the snapshot does not hold."""
     lazy: list[str] = field(default_factory=list)
@@ -33,14 +33,13 @@ class Mismatches:
 def describe(
     found: Mismatches, module: str, stored: Collection[str], wanted: list[str], prefix: str
 ) -> SnapshotMismatch:
-    """Return the error that names everything that does not fit.
+    """Return the error that names everything that does not fit. `module` is the name of the module's class.
 
-    `module` is the name of its class. `stored` and `wanted` are all tensor names of the snapshot and of the
-    module, from which a missing prefix is guessed.
+    `stored` and `wanted` are all tensor names of the snapshot and of the module.
     """
     kinds = [kind for kind in _kinds(found) if kind[1]]
     misfits = [
-        f"{len(names)} {'tensor is' if len(names) == 1 else 'tensors are'} {what} ({_first(names)})"
+        f"{len(names)} {'tensor is' if len(names) == 1 else 'tensors are'} {what} ({some(names, 3)})"
         for what, names, _ in kinds
     ]
     hint = _prefix_hint(found, stored, wanted, prefix)
@@ -63,7 +62,7 @@ def _kinds(found: Mismatches) -> list[tuple[str, list[str], str]]:
         ("missing from it", found.missing, "Make the snapshot from a checkpoint of this very class."),
         ("in it but not in the module", found.unexpected,
          f'If the module does not need them, pass ignore=[r"{_pattern(found.unexpected)}"].'),
-        ("of another shape", [f"{name} {list(has)}, not {list(wants)}" for name, has, wants in found.shapes],
+        ("of another shape", [f"{name} {has}, not {wants}" for name, has, wants in found.shapes],
          "Build the module from the config that belongs to the snapshot."),
         ("of another dtype", [f"{name} {has}, not {wants}" for name, has, wants in found.dtypes],
          f"Build the skeleton with the snapshot's types: dtype={' or '.join(dtypes)}."),
@@ -97,8 +96,3 @@ def _prefix_hint(found: Mismatches, stored: Collection[str], wanted: list[str], 
             path = head.removesuffix(".")
             return f"The snapshot is of the module's part {path!r}: plan and restore module.{path} instead."
     return ""
-
-
-def _first(names: list[str]) -> str:
-    shown = ", ".join(name[:160] for name in names[:_SHOWN])
-    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"

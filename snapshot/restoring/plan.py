@@ -1,7 +1,7 @@
 """Makes plans, which say which attribute of which module gets which bytes of a snapshot, and applies them.
 
 A plan is made once, in the zygote, before the fork, by comparing names, shapes and dtypes. No file is opened.
-Whatever does not fit is found then, so that a forked worker only makes the views, in a loop (`restore`).
+A forked worker then only makes the views, in a loop (`restore`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import re
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,12 +46,10 @@ class Slot:
 class RestoreStep:
     """One tensor to restore: where its bytes are, its shape, and all slots that hold it."""
 
-    name: str
+    entry: TensorEntry
     shard: int
-    dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    offset_bytes: int
     offset_elements: int
     """The offset from the shard's first byte, in elements. It is -1 if the tensor must be copied, because its
     dtype is converted or its bytes are not aligned for its dtype."""
@@ -74,10 +72,7 @@ class Plan:
 
 @dataclass(slots=True)
 class _Held:
-    """One tensor object of the module, with all its names and slots.
-
-    If `needed`, the snapshot must hold it.
-    """
+    """One tensor object of the module, with all its names and slots. `needed`: the snapshot must hold it."""
 
     tensor: torch.Tensor
     is_parameter: bool
@@ -89,14 +84,11 @@ class _Held:
 def make_plan(
     module: nn.Module, manifest: Manifest, *, prefix: str = "", ignore: Sequence[str] = (), cast: bool = False
 ) -> Plan:
-    """Return the plan that restores `module` from the snapshot of `manifest`.
+    """Return the plan that restores `module` from the snapshot of `manifest`. See `Snapshot.restore`.
 
-    Raises one SnapshotMismatch that names everything that does not fit. `prefix` is put before each name in
-    the module to get its name in the snapshot. A tensor of the snapshot that the module does not use is a
-    mismatch, unless one of the regular expressions `ignore` is found in its name (`re.search`, as in
-    transformers). With `cast`, floating-point tensors are converted to the module's type. That takes memory
-    and time at each restore, while `pilotflame snapshot convert --dtype` does it once. If the module has a
-    tensor under several names, the snapshot needs only one of them.
+    Raises one SnapshotMismatch that names everything that does not fit. `cast` takes memory and time at each
+    restore, while `pilotflame snapshot convert --dtype` does it once. If the module has a tensor under
+    several names, the snapshot needs only one of them.
     """
     stored = {tensor.name: tensor for tensor in manifest.tensors}
     stored |= {alias: stored[target] for alias, target in manifest.aliases.items()}
@@ -116,8 +108,9 @@ def make_plan(
             found.unfilled.append(held.names[0])
     found.unexpected = _unexpected(manifest, used, ignore)
     if found:
-        raise describe(found, type(module).__name__, stored, [name for name, *_ in _named(module)], prefix)
-    steps.sort(key=lambda step: (step.shard, step.offset_bytes))
+        names = [name for held in holdings for name in held.names]
+        raise describe(found, type(module).__name__, stored, names, prefix)
+    steps.sort(key=lambda step: (step.shard, step.entry.offset_bytes))
     return Plan(module, manifest, tuple(steps), tuple(held.tensor for held in holdings))
 
 
@@ -127,31 +120,26 @@ def _unexpected(manifest: Manifest, used: set[str], ignore: Sequence[str]) -> li
     return [name for name in names if not any(pattern.search(name) for pattern in patterns)]
 
 
-def _named(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, MutableMapping[str, Any]]]:
-    """Yield every name of a parameter or buffer, with its module, its attribute and the dict that has it."""
-    # Duplicates are kept: a module or tensor with several names may be saved under any of them.
-    for path, owner in module.named_modules(remove_duplicate=False):
-        dot = f"{path}." if path else ""
-        # Not named_parameters and named_buffers, which do not return the owner.
-        stores: tuple[MutableMapping[str, Any], ...] = (owner._parameters, owner._buffers)  # noqa: SLF001
-        for store in stores:
-            for attribute, tensor in store.items():
-                if tensor is not None:
-                    yield dot + attribute, owner, attribute, store
-
-
 def _holdings(module: nn.Module) -> list[_Held]:
     holdings: dict[int, _Held] = {}
     seen: set[tuple[int, str]] = set()
-    for name, owner, attribute, store in _named(module):
-        tensor, is_parameter = store[attribute], store is owner._parameters  # noqa: SLF001
-        held = holdings.setdefault(id(tensor), _Held(tensor, is_parameter))
-        held.names.append(name)
-        held.needed |= is_parameter or attribute not in owner._non_persistent_buffers_set  # noqa: SLF001
-        if (id(owner), attribute) not in seen:
-            seen.add((id(owner), attribute))
-            watched = type(owner).__setattr__ is not nn.Module.__setattr__
-            held.slots.append(Slot(owner, attribute, store, watched))
+    # Duplicates are kept: a module or tensor with several names may be saved under any of them.
+    modules: Iterable[tuple[str, nn.Module]] = module.named_modules(remove_duplicate=False)
+    for path, owner in modules:
+        # Not named_parameters and named_buffers, which do not return the owner.
+        stores: tuple[MutableMapping[str, Any], ...] = (owner._parameters, owner._buffers)  # noqa: SLF001
+        places = [(store, attribute) for store in stores for attribute in store]
+        for store, attribute in places:
+            tensor, is_parameter = store[attribute], store is owner._parameters  # noqa: SLF001
+            if tensor is None:
+                continue
+            held = holdings.setdefault(id(tensor), _Held(tensor, is_parameter))
+            held.names.append(f"{path}.{attribute}".removeprefix("."))
+            held.needed |= is_parameter or attribute not in owner._non_persistent_buffers_set  # noqa: SLF001
+            if (id(owner), attribute) not in seen:
+                seen.add((id(owner), attribute))
+                watched = type(owner).__setattr__ is not nn.Module.__setattr__
+                held.slots.append(Slot(owner, attribute, store, watched))
     return list(holdings.values())
 
 
@@ -161,7 +149,7 @@ def _check_fit(held: _Held, entry: TensorEntry, found: Mismatches, *, cast: bool
         return
     shape = tuple(held.tensor.shape)
     if shape != entry.shape:
-        found.shapes.append((entry.name, entry.shape, shape))
+        found.shapes.append((entry.name, str(list(entry.shape)), str(list(shape))))
     dtype = _TORCH_DTYPES.get(entry.dtype)
     castable = cast and dtype is not None and dtype.is_floating_point and held.tensor.is_floating_point()
     if dtype != held.tensor.dtype and not castable:
@@ -172,18 +160,12 @@ def _step(held: _Held, entry: TensorEntry) -> RestoreStep:
     dtype = _TORCH_DTYPES.get(entry.dtype, torch.uint8)
     # An empty tensor may be at the end of the file, where no view can begin. So its view begins at 0.
     offset_elements, rest = divmod(entry.offset_bytes if entry.size_bytes else 0, dtype.itemsize)
-    return RestoreStep(
-        name=entry.name,
-        shard=entry.shard,
-        dtype=dtype,
-        shape=entry.shape,
-        # The strides of a contiguous tensor of this shape. On the meta device, making one takes no memory.
-        stride=torch.empty(entry.shape, device="meta").stride(),
-        offset_bytes=entry.offset_bytes,
-        offset_elements=-1 if rest or dtype != held.tensor.dtype else offset_elements,
-        tensor=_empty(held),
-        slots=tuple(held.slots),
-    )
+    if rest or dtype != held.tensor.dtype:
+        offset_elements = -1
+    # The strides of a contiguous tensor of this shape. On the meta device, making one takes no memory.
+    stride = torch.empty(entry.shape, device="meta").stride()
+    slots = tuple(held.slots)
+    return RestoreStep(entry, entry.shard, entry.shape, stride, offset_elements, _empty(held), slots)
 
 
 def _empty(held: _Held) -> torch.Tensor:
@@ -245,7 +227,7 @@ def _copied(step: RestoreStep, mapping: Mapping) -> torch.Tensor:
     # Either the module has another dtype, or the tensor's bytes are not aligned for its dtype, since the
     # file's header has no padding. torch's kernels can read such a tensor on some processors only. If the
     # file is saved again, its tensors are aligned.
-    end_bytes = step.offset_bytes + step.dtype.itemsize * math.prod(step.shape)
-    mapping.wait(step.shard, step.offset_bytes, end_bytes)
-    piece = mapping.flats[step.shard][step.offset_bytes : end_bytes].clone()
-    return piece.view(step.dtype).reshape(step.shape).to(step.tensor.dtype)
+    begin_bytes, end_bytes = step.entry.offset_bytes, step.entry.offset_bytes + step.entry.size_bytes
+    mapping.wait(step.shard, begin_bytes, end_bytes)
+    piece = mapping.flats[step.shard][begin_bytes:end_bytes].clone()
+    return piece.view(_TORCH_DTYPES[step.entry.dtype]).reshape(step.shape).to(step.tensor.dtype)

@@ -1,9 +1,8 @@
 """Builds modules without their weights: parameters are on the meta device, computed tensors are real.
 
-`torch.device("meta")` puts all tensors on the meta device. That includes buffers that a module computes and
-never saves (a rotary embedding's frequencies, position ids): those could not be restored. Here only
-tensors without a meaningful value are on the meta device: those from the functions for uninitialised and
-random tensors, with which layers allocate their parameters.
+`torch.device("meta")` also puts buffers that a module computes and never saves (a rotary embedding's
+frequencies, position ids) on the meta device: those could not be restored. Here only uninitialised and random
+tensors, with which layers allocate their parameters, are on the meta device.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 _VALUELESS: frozenset[Callable[..., Any]] = frozenset(
     {
-        # Not empty_like, rand_like and Tensor.new_empty: their result is on the device of the tensor that
-        # they are given. For a real tensor it must be real: nn.init.trunc_normal_ of torch.zeros draws values
-        # into it.
+        # Not empty_like, rand_like and Tensor.new_empty: for a real tensor their result must be real, because
+        # nn.init.trunc_normal_ of torch.zeros draws values into it.
         torch.empty,
         torch.empty_strided,
         torch.empty_permuted,
@@ -28,8 +26,8 @@ _VALUELESS: frozenset[Callable[..., Any]] = frozenset(
     }
 )
 
-# The methods by which initialisers fill a tensor. On a meta tensor they have no effect, or raise an error if
-# another operand is real. So they are skipped.
+# The methods by which initialisers fill a tensor. They are skipped for a meta tensor, on which they have no
+# effect, or raise an error if another operand is real.
 _FILLING_METHODS = (
     "__setitem__", "copy_", "fill_", "zero_", "masked_fill_", "index_fill_", "add_", "sub_", "mul_",
     "div_", "neg_", "exp_", "erfinv_", "clamp_", "clamp_min_", "clamp_max_", "clip_", "normal_",
@@ -61,10 +59,9 @@ class _SkeletonMode(TorchFunctionMode):
 
 
 def skeleton() -> AbstractContextManager[Any]:
-    """Return a context. Modules built in it have parameters on the meta device, and real computed tensors.
+    """Return a context in which modules are built with parameters on the meta device.
 
     In it, `torch.empty`, `rand` and `randn` make meta tensors, unless called with a generator or `out`. A
     parameter made from real values (`nn.Parameter(torch.zeros(n))`) is real until it is restored.
-    Initialising a meta tensor does nothing.
     """
     return _SkeletonMode()

@@ -71,10 +71,7 @@ class Touched:
 
 
 def record_first_touch(mapping: Mapping, run: Callable[[], Any]) -> Manifest:
-    """Call `run`, which uses modules restored from `mapping`. Return the manifest with the recorded order.
-
-    Tensors that `run` does not use are not in the order. The digest of the manifest does not depend on it.
-    """
+    """Call `run`, which uses modules restored from `mapping`. Return the manifest with the recorded order."""
     with _Recorder(mapping) as recorder:
         run()
     return mapping.manifest.model_copy(update={"first_touch": tuple(recorder.order)})
@@ -96,18 +93,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         for shard, begin, end in self._touched.extents(func, args, kwargs):
-            self._record(shard, begin, end)
+            index = max(0, bisect_right(self._placed, (shard, begin, math.inf)) - 1)
+            for other, low, high, name in self._placed[index:]:
+                if (other, low) >= (shard, end):
+                    break
+                if other == shard and high > begin:
+                    self.order.setdefault(name)
         return func(*args, **kwargs)
 
-    def _record(self, shard: int, begin: int, end: int) -> None:
-        index = max(0, bisect_right(self._placed, (shard, begin, math.inf)) - 1)
-        for other, low, high, name in self._placed[index:]:
-            if (other, low) >= (shard, end):
-                break
-            if other == shard and high > begin:
-                self.order.setdefault(name)
 
-
+# The schema of an operation does not tell: `to`, `contiguous` and `reshape` may return a view or a copy.
 _NEVER_COPIES = frozenset(
     getattr(torch.ops.aten, name)
     for name in (
@@ -119,9 +114,5 @@ _NEVER_COPIES = frozenset(
 
 @cache
 def _makes_view(func: Any) -> bool:
-    """Return True if `func` only makes another view of its argument, without reading or writing its bytes.
-
-    The list is needed because the schema of an operation does not tell: `to`, `contiguous` and `reshape` may
-    return a view or a copy.
-    """
+    """Return True if `func` only makes another view of its argument, without reading or writing its bytes."""
     return getattr(func, "overloadpacket", None) in _NEVER_COPIES

@@ -1,7 +1,4 @@
-"""Sends GET requests over one HTTP/1.1 connection. h11 formats the requests and parses the responses' heads.
-
-The bodies are received directly into the caller's memory.
-"""
+"""Sends GET requests over HTTP/1.1, with h11. Bodies are received directly into the caller's memory."""
 
 from __future__ import annotations
 
@@ -32,8 +29,7 @@ class StaleError(ConnectionError):
 class Exchange:
     """Sends requests and receives responses over one wire, one after another.
 
-    Methods raise OSError if the connection fails, and h11.RemoteProtocolError if the response is not valid
-    HTTP.
+    Methods raise OSError if the connection fails, and h11.RemoteProtocolError for a response that is no HTTP.
     """
 
     def __init__(self, wire: Wire) -> None:
@@ -43,11 +39,9 @@ class Exchange:
         self._received = 0
         # Bytes of the body that are received but not read: they came with the head, or from a chunked body.
         self._held = self._buffer[:0]
-        # The number of bytes of the body that are not read yet, including `_held`. It stays 0 if the length
-        # is unknown.
+        # The number of bytes of the body that are not read yet, including `_held`; 0 if it is unknown.
         self._left = 0
-        # The parser of a body whose length is unknown (for example chunked); None for any other body, and
-        # after its end.
+        # The parser of a body whose length is unknown (for example chunked), until its end; else None.
         self._parser: h11.Connection | None = None
         self._kept = False
 
@@ -99,13 +93,6 @@ class Exchange:
         self._left -= count
         return count
 
-    def read_rest(self, limit: int) -> bytes:
-        """Read and return the rest of the body, or its next `limit` bytes if it is longer."""
-        rest, done = memoryview(bytearray(limit)), 0
-        while done < limit and (count := self.read_into(rest[done:], limit - done)):
-            done += count
-        return bytes(rest[:done])
-
     def _start(self, parser: h11.Connection, response: h11.Response) -> Head:
         headers: dict[str, str] = {}
         for raw_name, raw_value in response.headers:
@@ -115,8 +102,7 @@ class Exchange:
         if "content-length" in headers and "transfer-encoding" not in headers:
             self._left = int(headers["content-length"])
             ahead = len(parser.trailing_data[0])
-            # The first bytes of the body came with the last `_receive`, because the head was incomplete
-            # before it.
+            # The first bytes of the body came with the last `_receive`, which completed the head.
             self._held = self._buffer[self._received - ahead : self._received]
             # If the server sent more bytes than the body has, the connection must not be used again.
             if ahead > self._left:
@@ -137,6 +123,5 @@ class Exchange:
 
     def _receive(self, parser: h11.Connection) -> None:
         self._received = self._wire.receive(self._buffer)
-        # If there are no bytes, the server has closed the connection. Inside a head or a chunked body, h11
-        # then raises.
+        # If the server has closed the connection inside a head or a chunked body, h11 raises.
         parser.receive_data(bytes(self._buffer[: self._received]))

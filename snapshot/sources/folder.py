@@ -25,11 +25,8 @@ class FolderSource:
     """
 
     def __init__(self, root: Path) -> None:
+        self.url = str(root)
         self._root = root
-
-    @property
-    def url(self) -> str:
-        return str(self._root)
 
     def stat(self, name: str) -> ObjectInfo:
         descriptor = self.open(name)
@@ -37,9 +34,6 @@ class FolderSource:
             return object_info(descriptor)
         finally:
             os.close(descriptor)
-
-    def size(self, name: str) -> int:
-        return self.stat(name).size_bytes
 
     def names(self) -> list[str]:
         """Return the names of all files in this folder and its subfolders, sorted.

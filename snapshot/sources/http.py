@@ -6,7 +6,7 @@ import base64
 import math
 import ssl
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -19,51 +19,35 @@ from ..._version import __version__
 from ...errors import PilotflameError, SnapshotChanged, SourceError, SourceMissing, SourceUnavailable
 from .exchange import Exchange, Head, StaleError
 from .location import PATH, QUERY, Location, ServerAddress, redirected, shown
-from .ranged import Ranged, Retries
 from .response import OK, PARTIAL, REDIRECTS, RangeRequest, check, object_info, refusal, unavailable
+from .retries import Retries
 from .source import ObjectInfo, name_fault
 from .wire import Wire
 
-TIMEOUT_S = 30.0
-CONNECT_TIMEOUT_S = 10.0
 MAX_REDIRECTS = 5
 MAX_ERROR_BYTES = 64 << 10
 
 
-class WebSource(Ranged):
+class WebSource(ABC):
     """A source whose objects are read with HTTP GET. It remembers their locations, sizes and versions."""
 
-    # A location is used for at most this time. Then `resolve` is called again.
     kept_for_s = math.inf
+    """How long a location is used. Then `resolve` is called again."""
 
-    def __init__(
-        self,
-        timeout_s: float = TIMEOUT_S,
-        connect_timeout_s: float = CONNECT_TIMEOUT_S,
-        ssl_context: ssl.SSLContext | None = None,
-    ) -> None:
-        self._timeout_s = timeout_s
-        self._connect_timeout_s = connect_timeout_s
+    def __init__(self, url: str, ssl_context: ssl.SSLContext | None = None) -> None:
+        self.url = url
         self._ssl_context = ssl_context
-        # All connections use these dicts too, on other threads. No lock is needed: single operations of a
-        # dict are atomic.
-        self._infos: dict[str, ObjectInfo] = {}
+        # All connections use these dicts, on their threads, without a lock: single operations are atomic.
+        self.infos: dict[str, ObjectInfo] = {}
+        """The first info seen of each object. Removed when a read finds that the object has changed."""
         self._locations: dict[str, tuple[Location, float]] = {}
-
-    @property
-    @abstractmethod
-    def url(self) -> str: ...
 
     @abstractmethod
     def resolve(self, name: str) -> Location:
         """Return the location at which to request `name` first. The server may redirect from there."""
 
     def locate(self, name: str, *, fresh: bool) -> Location:
-        """Return the location of `name`, usually a remembered one.
-
-        Pass `fresh` after the server has refused a request to the remembered location: `name` is resolved
-        again.
-        """
+        """Return the location of `name`, a remembered one unless `fresh` is True."""
         location, until_s = self._locations.get(name, (None, 0.0))
         if location is None or fresh or time.monotonic() >= until_s:
             location = self.resolve(name)
@@ -80,12 +64,8 @@ class WebSource(Ranged):
         return refusal(head, request)
 
     def stat(self, name: str) -> ObjectInfo:
-        """See Source. Retries temporary failures.
-
-        Sends a request only the first time. Later calls return the same info, until a read finds the object
-        changed.
-        """
-        if (info := self._infos.get(name)) is not None:
+        """See Source. Retries temporary failures. Sends a request only if the info is not known yet."""
+        if (info := self.infos.get(name)) is not None:
             return info
         retries = Retries()
         with closing(self.connect()) as connection:
@@ -95,9 +75,24 @@ class WebSource(Ranged):
                 except SourceUnavailable as error:
                     retries.wait(error)
 
+    def read_into(self, name: str, offset: int, view: memoryview) -> int:
+        """See Source. Retries temporary failures. Raises after ATTEMPTS of them in a row."""
+        info = self.stat(name)
+        end = min(info.size_bytes, offset + len(view))
+        at, retries = offset, Retries()
+        with closing(self.connect()) as connection:
+            while at < end:
+                try:
+                    connection.begin(name, at, end, info.version)
+                    while at < end and (count := connection.read_into(view[at - offset : end - offset])):
+                        at += count
+                        retries = Retries()
+                except SourceUnavailable as error:
+                    retries.wait(error)
+        return max(0, at - offset)
+
     def connect(self) -> HttpConnection:
-        wire = Wire(self._timeout_s, self._connect_timeout_s, lambda: self._tls)
-        return HttpConnection(self, wire, self._infos)
+        return HttpConnection(self, Wire(lambda: self._tls))
 
     @cached_property
     def _tls(self) -> ssl.SSLContext:
@@ -108,82 +103,63 @@ class WebSource(Ranged):
 
 
 class HttpSource(WebSource):
-    """The objects below `http(s)://host/prefix` on a web server.
+    """The objects below `http(s)://host/prefix` on a web server. Their URLs get the query of `url`.
 
     Every request has `headers`, and the user and password of `url`. They are not sent to another server to
-    which a redirect leads. If `url` has a query, the URL of each object gets the same query.
-    Raises SourceError if `url` is not an http(s) URL.
+    which a redirect leads. Raises SourceError if `url` is not an http(s) URL.
     """
 
     def __init__(
-        self,
-        url: str,
-        *,
-        headers: Mapping[str, str] | None = None,
-        timeout_s: float = TIMEOUT_S,
-        connect_timeout_s: float = CONNECT_TIMEOUT_S,
-        ssl_context: ssl.SSLContext | None = None,
+        self, url: str, headers: Mapping[str, str] | None = None, ssl_context: ssl.SSLContext | None = None
     ) -> None:
-        super().__init__(timeout_s, connect_timeout_s, ssl_context)
         try:
             origin, parts = ServerAddress.of(url), urlsplit(url)
         except ValueError as error:
             fault = f"{shown(url)!r} is not a URL of a web server: {error}."
             raise SourceError(fault, remedy="Write http(s)://host/path.") from None
-        self._base = f"{origin}{quote(parts.path.rstrip('/'), safe=PATH)}"
+        base = f"{origin}{quote(parts.path.rstrip('/'), safe=PATH)}"
+        super().__init__(base, ssl_context)
         self._query = f"?{quote(parts.query, safe=QUERY)}" if parts.query else ""
         self._headers = dict(headers or {})
         if parts.username is not None:
             pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
             self._headers["Authorization"] = f"Basic {base64.b64encode(pair.encode()).decode()}"
 
-    @property
-    def url(self) -> str:
-        return self._base
-
     def resolve(self, name: str) -> Location:
-        return Location(f"{self._base}/{quote(name, safe='/')}{self._query}", self._headers)
+        return Location(f"{self.url}/{quote(name, safe='/')}{self._query}", self._headers)
 
 
 class HttpConnection:
     """See Connection. It uses one kept-alive HTTP connection, and follows redirects."""
 
-    def __init__(self, source: WebSource, wire: Wire, infos: dict[str, ObjectInfo]) -> None:
-        """`infos`, which all connections of `source` share, has the first info seen of each object.
-
-        When a read finds that an object has changed, its info is removed.
-        """
+    def __init__(self, source: WebSource, wire: Wire) -> None:
         self._source = source
         self._wire = wire
-        self._infos = infos
         self._exchange = Exchange(wire)
         self._request = RangeRequest("", "", 0, 0)
         self._left = 0
 
     def begin(self, name: str, begin: int, end: int, version: str = "") -> ObjectInfo:
         self._left = 0
-        known = self._infos.get(name)
+        known = self._source.infos.get(name)
         try:
             head, request = self._get(name, begin, end, version)
             check(head, request, known.size_bytes if known else None)
         except SnapshotChanged:
-            self._infos.pop(name, None)
+            self._source.infos.pop(name, None)
             raise
         info = object_info(head, request)
-        self._infos.setdefault(name, info)
+        self._source.infos.setdefault(name, info)
         self._request, self._left = request, end - begin
         return info
 
     def stat(self, name: str) -> ObjectInfo:
-        """Return the size and version of `name`.
-
-        Requests the first byte with GET, because the server refuses HEAD if the URL is signed for GET.
-        """
+        """Return the size and version of `name`. Uses GET: a URL that is signed for GET refuses HEAD."""
         head, request = self._get(name, 0, 1, empty=True)
         info = object_info(head, request)
         if head.status == PARTIAL:
             check(head, request, None)
-        self._infos.setdefault(name, info)
+        self._source.infos.setdefault(name, info)
         return info
 
     def read_into(self, view: memoryview) -> int:
@@ -206,9 +182,8 @@ class HttpConnection:
     ) -> tuple[Head, RangeRequest]:
         """Request a range. Return the head of the successful response, and the request that it responds to.
 
-        If the server refuses the remembered location of the object, tries once more with a fresh one. Raises
-        the error of the last refusal. With `empty`, a refusal because the object is empty is returned like a
-        success.
+        If the server refuses the remembered location of the object, tries once more with a fresh one. With
+        `empty`, a refusal because the object is empty is returned like a success.
         """
         if fault := name_fault(name):
             raise SourceMissing(f"{name[:80]!r} is not a name below {self._source.url}: {fault}.")
@@ -217,7 +192,8 @@ class HttpConnection:
             location = self._source.locate(name, fresh=fresh)
             if location == tried:
                 break
-            head, request = self._follow(location, RangeRequest(name, location.shown, begin, end, version))
+            request = RangeRequest(name, shown(location.url), begin, end, version)
+            head, request = self._follow(location, request)
             is_empty = head.status == 416 and head.headers.get("content-range") == "bytes */0"
             if head.status in {OK, PARTIAL} or (empty and is_empty):
                 return head, request
@@ -236,7 +212,7 @@ class HttpConnection:
                 return head, request
             self._rest()
             location = redirected(location, head.headers["location"])
-            request = replace(request, url=location.shown)
+            request = replace(request, url=shown(location.url))
         fault = f"{request.url} redirects more than {MAX_REDIRECTS} times."
         raise SourceError(fault, remedy="Check the URL.")
 
@@ -246,8 +222,7 @@ class HttpConnection:
         headers = _headers(origin, location, request)
         try:
             if self._wire.origin == origin and self._exchange.clean and self._wire.quiet():
-                # If the server has closed the connection since the last request, open a new one: this is no
-                # failure.
+                # It is no failure if the server has closed the connection since the last request.
                 with suppress(StaleError):
                     return self._exchange.get(target, headers)
             self._wire.connect(origin)
@@ -260,11 +235,12 @@ class HttpConnection:
             raise SourceError(fault, remedy="Remove line ends and control characters.") from None
 
     def _rest(self) -> bytes:
-        try:
-            return self._exchange.read_rest(MAX_ERROR_BYTES)
-        except (OSError, h11.RemoteProtocolError):
-            # The body is only needed for the text of an error. The status is enough to choose the error.
-            return b""
+        rest, done = memoryview(bytearray(MAX_ERROR_BYTES)), 0
+        # If the body breaks off, its beginning suffices for the text of an error.
+        with suppress(OSError, h11.RemoteProtocolError):
+            while done < len(rest) and (count := self._exchange.read_into(rest[done:], len(rest) - done)):
+                done += count
+        return bytes(rest[:done])
 
     def _failed(self, request: RangeRequest, error: Exception) -> PilotflameError:
         self._wire.drop()

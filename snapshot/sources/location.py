@@ -49,10 +49,6 @@ class Location:
     url: str
     headers: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def shown(self) -> str:
-        return shown(self.url)
-
 
 def shown(url: str) -> str:
     """Return a URL without user, password, query and fragment, so that a message may show it."""
@@ -72,8 +68,9 @@ def redirected(location: Location, target: str) -> Location:
         url = urljoin(location.url, quote(target, safe=QUERY + "#"))
         before, after = ServerAddress.of(location.url), ServerAddress.of(url)
     except ValueError:
-        raise SourceError(f"{location.shown} redirects to a target that is not an http(s) URL.") from None
+        fault = f"{shown(location.url)} redirects to a target that is not an http(s) URL."
+        raise SourceError(fault) from None
     if before.scheme == "https" and after.scheme == "http":
-        fault = f"{location.shown} redirects to {after}, away from TLS."
+        fault = f"{shown(location.url)} redirects to {after}, away from TLS."
         raise SourceError(fault, remedy="Redirect to https instead.")
     return Location(url, location.headers if after == before else {})

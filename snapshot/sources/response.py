@@ -8,13 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 
-from ...errors import (
-    PilotflameError,
-    SourceDenied,
-    SourceError,
-    SourceMissing,
-    SourceUnavailable,
-)
+from ...errors import PilotflameError, SourceDenied, SourceError, SourceMissing, SourceUnavailable
 from .exchange import Head
 from .source import ObjectInfo, changed, same_version
 
@@ -93,10 +87,7 @@ def refusal(head: Head, request: RangeRequest) -> PilotflameError:
 
 
 def unavailable(request: RangeRequest, fault: str, head: Head | None = None) -> SourceUnavailable:
-    """Return a SourceUnavailable, which tells the caller that a retry may help.
-
-    If `head` is given, the details have its status and its Retry-After.
-    """
+    """Return a SourceUnavailable. If `head` is given, the details have its status and its Retry-After."""
     details: dict[str, object] = {"object": request.name}
     if head is not None:
         details["status"] = head.status
@@ -112,10 +103,7 @@ def _content_length(head: Head) -> int | None:
 
 
 def _content_range(head: Head) -> tuple[int, int, int | None]:
-    """Return what Content-Range says: begin and exclusive end of the range, and the total size.
-
-    Begin and end are 0 if the header has no range. The total is None if it is unknown.
-    """
+    """Return begin, exclusive end (0 without a range) and total size (None if unknown) of Content-Range."""
     found = _CONTENT_RANGE.fullmatch(head.headers.get("content-range", ""))
     if found is None:
         return 0, 0, None

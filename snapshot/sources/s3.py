@@ -40,20 +40,16 @@ class S3Source(WebSource):
     kept_for_s = 900.0
 
     def __init__(self, url: str) -> None:
-        super().__init__()
         scheme, _, rest = url.partition("://")
         self._bucket, _, prefix = rest.partition("/")
         self._prefix = prefix.strip("/")
         if scheme != "s3" or not self._bucket or "@" in self._bucket:
             raise SourceError(f"{scheme}://… is not a URL of S3.", remedy="Write s3://bucket/prefix.")
+        super().__init__(f"s3://{self._bucket}/{self._prefix}".rstrip("/"))
         # The bucket's region, if a response said that it is not the configured one.
         self._region: str | None = None
         self._opening = threading.Lock()
         self._opened: S3Client | None = None
-
-    @property
-    def url(self) -> str:
-        return f"s3://{self._bucket}/{self._prefix}".rstrip("/")
 
     def resolve(self, name: str) -> Location:
         target = {"Bucket": self._bucket, "Key": self._key(name)}
@@ -88,7 +84,7 @@ class S3Source(WebSource):
         """See Writable. Sends large objects in parts. Raises OSError if the file `content` cannot be read."""
         with opened(content) as stream, self._boto(name) as boto:
             boto.upload_fileobj(stream, self._bucket, self._key(name), Callback=sent)
-        self._infos.pop(name, None)
+        self.infos.pop(name, None)
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}" if self._prefix and name else self._prefix or name
@@ -106,8 +102,7 @@ class S3Source(WebSource):
         return self._client().ca_bundle
 
     def _client(self) -> S3Client:
-        # Imported only here: a source is never read if its snapshot is in the cache, and then boto3 is not
-        # needed.
+        # Imported only here: boto3 is not needed if the snapshot is in the cache.
         from .s3_client import S3Client  # noqa: PLC0415
 
         with self._opening:
@@ -117,9 +112,6 @@ class S3Source(WebSource):
 
 
 def _found(pattern: re.Pattern[bytes], body: bytes) -> str:
-    """Return the first group of the first match in `body`, the XML of an error, or "" if there is none.
-
-    Uses no XML parser, because the body is untrusted.
-    """
+    """Return the first group of the first match, or "". Uses no XML parser, because `body` is untrusted."""
     found = pattern.search(body)
     return found[1].decode("ascii") if found else ""

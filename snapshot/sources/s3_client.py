@@ -71,6 +71,14 @@ _CREDENTIAL_ERRORS = (
     exceptions.RefreshWithMFAUnsupportedError,
 )  # fmt: skip
 
+# Checksums are sent only when required. By default, boto3 sends them in trailers, which other stores than
+# Amazon's refuse. They are not needed, because the manifest has digests.
+_CONFIG = Config(
+    signature_version="s3v4", connect_timeout=10.0, read_timeout=30.0,
+    retries={"mode": "standard", "total_max_attempts": 5},
+    request_checksum_calculation="when_required", response_checksum_validation="when_required",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class S3Client:
@@ -87,15 +95,14 @@ class S3Client:
     def open(bucket: str, region: str | None = None) -> S3Client:
         """Create a client with the settings of environment and profile. `region` overrides their region.
 
-        Raises SourceDenied if the credentials cannot be loaded, and SourceError if the settings are not
-        valid.
+        Raises SourceDenied if the credentials cannot be loaded, SourceError if the settings are not valid.
         """
         try:
             core = botocore.session.Session()
             anonymous = os.environ.get("PILOTFLAME_S3_ANONYMOUS") == "1"
             found = None if anonymous else core.get_credentials()
             session = boto3.Session(botocore_session=core, region_name=region)
-            config = _config(signed=found is not None)
+            config = _CONFIG if found is not None else _CONFIG.merge(Config(signature_version=UNSIGNED))
             boto = session.client("s3", config=config)
             amazon = (urlsplit(boto.meta.endpoint_url).hostname or "").endswith(_AMAZON)
             if amazon and "." not in bucket:
@@ -115,19 +122,18 @@ class S3Client:
     @contextmanager
     def call(self, key: str) -> Iterator[Any]:
         """Yield the boto3 client. If the block raises an error of boto3, raise our error, about `key`."""
+        where = f"s3://{self.bucket}/{key}"
         try:
             yield self.boto
         except exceptions.ClientError as error:
             code = str(error.response.get("Error", {}).get("Code", ""))
             refused = f"the store refuses the request ({code}), made {self.credentials}"
-            raise self.error(code, key) or SourceError(f"s3://{self.bucket}/{key}: {refused}.") from error
+            raise self.error(code, key) or SourceError(f"{where}: {refused}.") from error
         except _CREDENTIAL_ERRORS as error:
             raise _no_credentials(self.bucket, key, error) from error
         except exceptions.BotoCoreError as error:
-            fault = f"{type(error).__name__}: {self.boto.meta.endpoint_url} does not respond"
-            raise SourceUnavailable(
-                f"s3://{self.bucket}/{key}: {fault}.", remedy="Check the endpoint.", details={"object": key}
-            ) from error
+            fault = f"{where}: {type(error).__name__}: {self.boto.meta.endpoint_url} does not respond."
+            raise SourceUnavailable(fault, remedy="Check the endpoint.", details={"object": key}) from error
 
     def error(
         self, code: str, key: str, details: dict[str, object] | None = None, region: str = ""
@@ -146,19 +152,6 @@ class S3Client:
             meaning = f"{meaning} ({region})"
         known = {"object": key, "bucket": self.bucket, "code": code, **(details or {})}
         return cls(f"s3://{self.bucket}/{key}: {meaning} ({code}).", remedy=remedy, details=known)
-
-
-def _config(*, signed: bool) -> Config:
-    # Checksums are sent only when required. By default, boto3 sends them in trailers, which other stores than
-    # Amazon's refuse. They are not needed, because the manifest has digests.
-    return Config(
-        signature_version="s3v4" if signed else UNSIGNED,
-        connect_timeout=10.0,
-        read_timeout=30.0,
-        retries={"mode": "standard", "total_max_attempts": 5},
-        request_checksum_calculation="when_required",
-        response_checksum_validation="when_required",
-    )
 
 
 # Messages show only the class of a boto3 error, because its text may have a signed URL.

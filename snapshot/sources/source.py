@@ -43,15 +43,11 @@ class Connection(Protocol):
     def read_into(self, view: memoryview) -> int:
         """Read the next bytes of the range into `view`. Return their number: 0 only at the range's end.
 
-        Raises SourceUnavailable if the response ends before the range, or if nothing arrives for the source's
-        timeout.
+        Raises SourceUnavailable if the response ends before the range, or if nothing arrives for too long.
         """
 
     def close(self) -> None:
-        """Close the connection. It may be closed already.
-
-        If another thread waits in `read_into`, that call raises SourceUnavailable at once.
-        """
+        """Close the connection, if it is open. A waiting `read_into` raises SourceUnavailable at once."""
 
 
 class Source(Protocol):
@@ -63,9 +59,6 @@ class Source(Protocol):
 
     def stat(self, name: str) -> ObjectInfo:
         """Return the size and version of `name`. Raises SourceMissing."""
-
-    def size(self, name: str) -> int:
-        """Return the size of `name` in bytes. Raises SourceMissing."""
 
     def read_into(self, name: str, offset: int, view: memoryview) -> int:
         """Fill `view` with the bytes of object `name` that start at `offset`, and return their number.
@@ -118,7 +111,7 @@ def opened(content: Path | bytes) -> IO[bytes]:
 
 def read_all(source: Source, name: str, most_bytes: int) -> bytes:
     """Return the bytes of object `name`, or its first `most_bytes` if it is larger."""
-    text = bytearray(min(source.size(name), most_bytes))
+    text = bytearray(min(source.stat(name).size_bytes, most_bytes))
     return bytes(text[: source.read_into(name, 0, memoryview(text))])
 
 

@@ -12,6 +12,9 @@ from contextlib import suppress
 
 from .location import ServerAddress
 
+TIMEOUT_S = 30.0
+CONNECT_TIMEOUT_S = 10.0
+
 
 class Wire:
     """At most one socket at a time. Only one thread may use it, except that any thread may call `close`.
@@ -21,10 +24,8 @@ class Wire:
     file that is opened next could get its number, and the running method would use that file.
     """
 
-    def __init__(self, timeout_s: float, connect_timeout_s: float, tls: Callable[[], ssl.SSLContext]) -> None:
+    def __init__(self, tls: Callable[[], ssl.SSLContext]) -> None:
         self.origin: ServerAddress | None = None
-        self._timeout_s = timeout_s
-        self._connect_timeout_s = connect_timeout_s
         self._tls = tls
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
@@ -34,14 +35,13 @@ class Wire:
     def connect(self, origin: ServerAddress) -> None:
         """Close the current socket and connect a new one to `origin`, with TLS for https.
 
-        Tries all addresses of the host, together for at most the connect timeout.
+        Tries all addresses of the host, together for at most CONNECT_TIMEOUT_S.
         """
         self.drop()
-        deadline_s = time.monotonic() + self._connect_timeout_s
+        deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
         failure: OSError = OSError(f"{origin.host} has no address")
-        for family, kind, protocol, _, address in socket.getaddrinfo(
-            origin.host, origin.port, type=socket.SOCK_STREAM
-        ):
+        addresses = socket.getaddrinfo(origin.host, origin.port, type=socket.SOCK_STREAM)
+        for family, kind, protocol, _, address in addresses:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 break
@@ -88,10 +88,7 @@ class Wire:
             self._discard()
 
     def close(self) -> None:
-        """Close the socket, so that the wire cannot be used again.
-
-        If `send` or `receive` runs in another thread, it raises ConnectionAbortedError at once.
-        """
+        """Close the socket for good. A waiting `send` or `receive` raises ConnectionAbortedError at once."""
         with self._lock:
             self._closed = True
             if self._socket is None:
@@ -101,8 +98,7 @@ class Wire:
                 return
             # An OSError means that the socket is not connected yet.
             with suppress(OSError):
-                # Do not call SSLSocket.shutdown: it removes TLS first, and a reader could then receive
-                # ciphertext.
+                # SSLSocket.shutdown would remove TLS first, and a reader could then receive ciphertext.
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def _open(
@@ -122,13 +118,12 @@ class Wire:
         connected = self._begin_use()
         try:
             connected.connect(address)
-            connected.settimeout(self._timeout_s)
+            connected.settimeout(TIMEOUT_S)
         finally:
             self._end_use()
         self.origin = origin
 
-    # A context manager would be shorter, but its generator takes a microsecond, and `receive` is called very
-    # often.
+    # A context manager would be shorter, but `receive` is called often, and a generator takes a microsecond.
     def _begin_use(self) -> socket.socket:
         with self._lock:
             self._check_open()

@@ -59,7 +59,7 @@ def test_batch_keeps_its_arguments() -> None:
         ({"max_size": True}, "max_size must be a whole number"),
         ({"cost": 5}, "cost must be a plain function"),
         ({"cost": async_cost}, "cost must be a plain function"),
-        ({"max_cost": 5}, "max_cost needs a cost function"),
+        ({"max_cost": 5}, "needs a cost function"),
         *(({"cost": cost, "max_cost": bad}, "a positive, finite number") for bad in (0, -1, float("nan"), float("inf"), "5", True)),
         ({"example": object()}, "the example is not JSON"),
         ({"example": float("nan")}, "the example is not JSON"),

@@ -47,7 +47,7 @@ def test_help_needs_nothing_heavy(run):
 def test_help_loads_nothing_heavy():
     heavy = ("aiohttp", "httpx", "pydantic", "rich", "torch", "uvloop")
     code = (
-        "import sys; from pilotflame.runtime.cli import run_command; run_command(['--help']);"
+        "import sys; from pilotflame.runtime.cli import main; main(['--help']);"
         f"sys.exit(' '.join(name for name in {heavy} if name in sys.modules) or None)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -33,7 +33,7 @@ from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
 from pilotflame.snapshot.restoring.mapping import Mapping
 from pilotflame.snapshot.restoring.plan import make_plan, restore
-from pilotflame.snapshot.sources import ranged
+from pilotflame.snapshot.sources import retries
 from pilotflame.snapshot.sources.http import HttpSource
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -89,7 +89,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     # Tries follow each other as fast as the server breaks off; how long they wait is the jitter's own test.
-    monkeypatch.setattr(ranged, "FIRST_DELAY_S", 0.0005)
+    monkeypatch.setattr(retries, "FIRST_DELAY_S", 0.0005)
 
 
 @contextmanager

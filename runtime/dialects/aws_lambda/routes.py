@@ -27,16 +27,14 @@ VERSION = "$LATEST"
 MAX_STREAMED_BYTES = 20 << 20
 TAIL_BYTES = 4096
 TAIL_LINES = 200
-INVOCATION_TYPES = ("RequestResponse", "Event", "DryRun")
+KINDS = ("RequestResponse", "Event", "DryRun")
 _BEFORE_NAME = re.compile(r"^(arn(:[^:]*){4}:|\d+:(?=function:))?(function:)?")
 NAME = Parameter("name", "A name or an ARN.", place="path")
 QUALIFIER = Parameter("Qualifier")
-INVOCATION_TYPE = header(
-    "X-Amz-Invocation-Type", type="string", enum=list(INVOCATION_TYPES), default=INVOCATION_TYPES[0]
-)
+INVOCATION_TYPE = header("X-Amz-Invocation-Type", type="string", enum=list(KINDS), default=KINDS[0])
 
-# Errors of the function. They are sent with status 200 and the header X-Amz-Function-Error. All other errors
-# belong to the request or the gateway and keep their own status. So does RevisionRetired, see `_ended`.
+# Errors of the function, sent with status 200 and the header X-Amz-Function-Error. All others, and
+# RevisionRetired (see `_ended`), belong to the request or the gateway and keep their own status.
 FUNCTION_ERRORS = (
     errors.HandlerError, errors.HandlerFailed, errors.OutputInvalid, errors.InputInvalid, errors.WorkerDied,
     errors.DeadlineExceeded, errors.ActivationFailed,
@@ -65,7 +63,7 @@ class LambdaError(TypedDict):
 
 
 def aws_error(error: PilotflameError, request_id: str) -> Response:
-    """Return the response for an error, except those of the function. Its status is as on other routes."""
+    """Return the response for an error that is none of the function."""
     ours = error.status >= 500
     name = next((name for cls, name in ERROR_NAMES if isinstance(error, cls)), "")
     name = name or ("ServiceException" if ours else "InvalidParameterValueException")
@@ -81,8 +79,7 @@ class LambdaApi:
         self._backend = backend
 
     def routes(self) -> list[Route]:
-        # The variable is not {function}, which the guard would check: it may hold an ARN with a version.
-        # Instead, `_live` checks that the API key covers the function.
+        # Not {function}, which the guard would check: the variable may hold an ARN. `_live` checks it.
         return [
             Route(
                 "POST", "/2015-03-31/functions/{name}/invocations", self.invoke, Scope.INVOKE,
@@ -104,9 +101,9 @@ class LambdaApi:
                 return await self._submit(request, live)
             if kind == "RequestResponse":
                 return await self._wait(request, live, request_id)
-            remedy = f"One of {', '.join(INVOCATION_TYPES)}."
+            remedy = f"One of {', '.join(KINDS)}."
             raise BadInput(f"X-Amz-Invocation-Type is {kind[:40]!r}.", remedy=remedy)
-        # Not left to the middleware, which would make a new request id: the response must have this one.
+        # Not left to the middleware, which would make a new request id.
         except PilotflameError as error:
             return aws_error(error, request_id).response()
 
@@ -143,7 +140,7 @@ class LambdaApi:
         return web.Response(body=answer.payload, headers=sent | {"Content-Type": answer.content_type})
 
     async def _ended(self, name: str, live: Live, invocation: Invocation) -> Output | PilotflameError:
-        """Wait for the end. Return the output, or one of FUNCTION_ERRORS. Raise all other errors.
+        """Wait for the end. Return the output or one of FUNCTION_ERRORS; raise all other errors.
 
         RevisionRetired is raised, too: the revision was replaced, which is no failure of the function.
         """
@@ -164,8 +161,8 @@ class LambdaApi:
     def _log_tail(self, request: web.Request, live: Live, invocation: Invocation) -> dict[str, str]:
         """Return the header with the end of the log if the caller requests it, else no header.
 
-        The log holds the duration. If workers run one invocation at a time, it also holds what the worker has
-        printed since the invocation was sent: otherwise the lines could be those of another invocation.
+        The log holds the duration and, if workers run one invocation at a time, what the worker has printed
+        since the invocation was sent: otherwise the lines could be those of another invocation.
         """
         if request.headers.get("X-Amz-Log-Type", "None") != "Tail":
             return {}
@@ -180,7 +177,8 @@ class LambdaApi:
         return {"X-Amz-Log-Result": base64.b64encode(tail).decode()}
 
     def _live(self, request: web.Request) -> Live:
-        name, qualifier = parse_name(request.match_info["name"])
+        # The text is `name`, `account:function:name` or an ARN, and each may end with `:qualifier`.
+        name, _, qualifier = _BEFORE_NAME.sub("", request.match_info["name"]).partition(":")
         caller_of(request).check(name)
         live = self._backend.functions.get(name)
         wanted = request.query.get("Qualifier", "") or qualifier
@@ -190,34 +188,21 @@ class LambdaApi:
         return live
 
 
-def parse_name(text: str) -> tuple[str, str]:
-    """Return (name, qualifier). The qualifier is "" if there is none.
-
-    `text` is `name`, `account:function:name` or an ARN, and each may end with `:qualifier`.
-    """
-    name, _, qualifier = _BEFORE_NAME.sub("", text).partition(":")
-    return name, qualifier
-
-
 def function_error(error: PilotflameError, request_id: str) -> dict[str, object]:
     """Return the body for a function's error. If a Lambda handler raised it, its details hold the fields."""
     details = error.details
-    kind = details.get("errorType") or details.get("exception")
-    kind = kind or next((name for cls, name in ERROR_TYPES if isinstance(error, cls)), error.code)
+    usual = next((name for cls, name in ERROR_TYPES if isinstance(error, cls)), error.code)
     trace = details.get("stackTrace") or str(details.get("traceback", "")).splitlines(keepends=True)
     return {
         "errorMessage": details.get("errorMessage", error.message),
-        "errorType": kind,
+        "errorType": details.get("errorType") or details.get("exception") or usual,
         "requestId": request_id,
         **({"stackTrace": trace} if trace else {}),
     }
 
 
 async def _collect(invocation: Invocation) -> Output:
-    """Wait for the output and return it. If the handler streams, return a JSON array of all pieces.
-
-    Raises OutputInvalid if the pieces exceed MAX_STREAMED_BYTES.
-    """
+    """Return the output, of a stream as a JSON array. Raises OutputInvalid if that is too large."""
     if invocation.stream is None:
         return await invocation.output
     pieces, size = [], 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,12 +11,13 @@ from urllib.parse import unquote
 
 import orjson
 from aiohttp import hdrs
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from ....errors import EventInvalid, InputTooLarge, UnsupportedMedia
 from ....handlers.codec import BYTES_TYPE, JSON_TYPE
 from ...api.requests import Headers, media_type_of, problems
 
+FAMILY = "application/cloudevents"
 STRUCTURED = "application/cloudevents+json"
 BATCHED = "application/cloudevents-batch+json"
 PREFIX = "ce-"
@@ -56,10 +56,9 @@ _Text = Annotated[_Printable, Field(min_length=1)]
 _Extension = bool | Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | _Printable
 
 
-class CloudEvent(BaseModel):
+class CloudEvent(BaseModel, extra="allow", strict=True):
     """An event in structured mode. Attributes besides these are extensions: text, booleans and 32-bit integers."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
     __pydantic_extra__: dict[str, _Extension]
 
     specversion: Literal["1.0"]
@@ -84,30 +83,24 @@ class ReceivedEvent:
 
     @property
     def idempotency(self) -> str:
-        """The idempotency key for the event's job: events with the same source and id are the same event."""
+        """The idempotency key: events with the same source and id are the same event."""
         return f"ce:{self.attributes['source']}\n{self.attributes['id']}"
 
 
 def is_event(headers: Headers) -> bool:
     """Return True if the headers are those of a request with events, in any mode."""
-    return _is_formatted(headers) or "ce-specversion" in headers or "ce-type" in headers
+    return media_type_of(headers).startswith(FAMILY) or "ce-specversion" in headers or "ce-type" in headers
 
 
 def parse(headers: Headers, body: bytes) -> list[ReceivedEvent]:
-    """Return the events of a request.
+    """Return the events of a request. Raises EventInvalid if one is malformed.
 
-    Raises EventInvalid if one is malformed. Raises UnsupportedMedia if their format or charset is not
-    supported. Raises InputTooLarge if there are too many events or attributes.
+    Raises UnsupportedMedia if their format or charset is not supported, and InputTooLarge if there are too
+    many events or attributes.
     """
-    return _formatted(headers, body) if _is_formatted(headers) else [_binary(headers, body)]
-
-
-def _is_formatted(headers: Headers) -> bool:
-    return media_type_of(headers).startswith("application/cloudevents")
-
-
-def _formatted(headers: Headers, body: bytes) -> list[ReceivedEvent]:
     media = media_type_of(headers)
+    if not media.startswith(FAMILY):
+        return [_binary(headers, body)]
     if media not in (STRUCTURED, BATCHED):
         remedy = f"Send {STRUCTURED} or {BATCHED}."
         raise UnsupportedMedia(f"CloudEvents as {media!r} are not supported.", remedy=remedy)
@@ -156,10 +149,7 @@ def _decode(header: str, value: str) -> str:
 
 
 def _structured(found: Any, where: str = "") -> ReceivedEvent:
-    """Return an event in structured mode: one JSON object holds its attributes and its data.
-
-    `where` begins the messages of errors: in batched mode, it tells which event is meant.
-    """
+    """Return the event in a JSON object. `where` tells in error messages which event of a batch is meant."""
     if not isinstance(found, dict):
         raise EventInvalid(f"{where}The event is not a JSON object.", remedy="Send an object of attributes.")
     sent = {name: value for name, value in found.items() if value is not None and name not in DATA}
@@ -181,11 +171,9 @@ def _structured(found: Any, where: str = "") -> ReceivedEvent:
 
 def _decode_base64(data: Any, where: str) -> bytes:
     try:
-        if isinstance(data, str):
-            return base64.b64decode(data, validate=True)
-    except (binascii.Error, ValueError):
-        pass
-    raise EventInvalid(f"{where}data_base64 is not Base64.", remedy="Encode it with padding.")
+        return base64.b64decode(data, validate=True)
+    except (TypeError, ValueError):
+        raise EventInvalid(f"{where}data_base64 is not Base64.", remedy="Encode it with padding.") from None
 
 
 def _normalize(data: bytes, where: str) -> bytes:

@@ -1,8 +1,6 @@
-"""Serves the routes of CloudEvents: each event becomes a job.
+"""Serves the routes of CloudEvents: each event becomes a job, with its attributes in `context.extra`.
 
-The handler finds the event's attributes in `context.extra["event"]`. Events are sent with POST to
-`/v2/{function}/run`. OPTIONS on the same path is the handshake with which a sender of HTTP webhooks asks for
-permission.
+POST sends events. OPTIONS is the handshake in which a sender of HTTP webhooks asks for permission.
 """
 
 from __future__ import annotations
@@ -13,12 +11,12 @@ from aiohttp import web
 
 from ....errors import EventInvalid, PilotflameError
 from ...access.keys import Scope
-from ...api.backend import ASYNC_BODY_BYTES, REPLAYED, Accepted, Backend, new_job
+from ...api.backend import ASYNC_BODY_BYTES, Accepted, Backend, Submitted
 from ...api.requests import traceparent_of
 from ...api.responses import json_response
 from ...api.routes import Route, header
 from ...functions.live import Live
-from ...jobs.job import Job, JobState, NewJob
+from ...jobs.job import JobState
 from .parsing import BATCHED, STRUCTURED, CloudEvent, ReceivedEvent, is_event, parse
 
 ORIGIN, RATE = "WebHook-Request-Origin", "WebHook-Request-Rate"
@@ -68,29 +66,23 @@ class EventsApi:
         """
         name = request.match_info["function"]
         live, body = await self._backend.read_body(request, name, ASYNC_BODY_BYTES)
-        new = [_event_job(request, live, event) for event in parse(request.headers, body)]
+        events = parse(request.headers, body)
         try:
             async with asyncio.TaskGroup() as tasks:
-                pending = [tasks.create_task(self._backend.jobs.submit(one)) for one in new]
+                pending = [tasks.create_task(self._submit_event(request, live, event)) for event in events]
         except* PilotflameError as refused:
             raise refused.exceptions[0] from None
         return _accepted(request, [one.result() for one in pending])
 
-
-def _event_job(request: web.Request, live: Live, event: ReceivedEvent) -> NewJob:
-    attributes = event.attributes
-    return new_job(
-        request,
-        live,
-        event.data,
-        content_type=event.content_type,
-        idempotency=event.idempotency,
-        traceparent=traceparent_of({"traceparent": str(attributes.get("traceparent", ""))}),
-        extra={"event": dict(attributes)},
-    )
+    async def _submit_event(self, request: web.Request, live: Live, event: ReceivedEvent) -> Submitted:
+        traceparent = traceparent_of({"traceparent": str(event.attributes.get("traceparent", ""))})
+        return await self._backend.submit(
+            request, live, event.data, content_type=event.content_type, idempotency=event.idempotency,
+            traceparent=traceparent, extra={"event": dict(event.attributes)},
+        )  # fmt: skip
 
 
-def _accepted(request: web.Request, found: list[tuple[Job, bool]]) -> web.Response:
+def _accepted(request: web.Request, found: list[Submitted]) -> web.Response:
     """Return the response, with the ids of the jobs in its body and in the header X-Job-Id.
 
     With `Prefer: reply`, there is no body: a sender such as Knative's broker would treat it as an event.
@@ -98,7 +90,7 @@ def _accepted(request: web.Request, found: list[tuple[Job, bool]]) -> web.Respon
     ids = [job.id for job, _ in found]
     headers = {"X-Job-Id": ",".join(ids[:MAX_HEADER_IDS])} if ids else {}
     if found and all(replayed for _, replayed in found):
-        headers |= REPLAYED
+        headers |= found[0][1]
     if "reply" in (part.strip().lower() for part in request.headers.get("Prefer", "").split(",")):
         return web.Response(status=202, headers=headers)
     jobs = [Accepted(id=job.id, status=job.state) for job, _ in found]

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal, NotRequired
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat
+from pydantic import BaseModel, Field, NonNegativeFloat
 from typing_extensions import TypedDict
 
 from ....errors import InputInvalid
@@ -32,10 +32,8 @@ _NULL = orjson.Fragment(b"null")
 _WAIT = re.compile(r"wait\s*=\s*\"?(\d{1,6})\"?")
 
 
-class PredictionRequest(BaseModel):
+class PredictionRequest(BaseModel, frozen=True, extra="ignore", strict=True):
     """A new prediction. Unknown keys are ignored, as Cog does."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
     input: Any = Field(default_factory=dict)
     id: str | None = Field(None, max_length=1024)
@@ -43,8 +41,8 @@ class PredictionRequest(BaseModel):
     webhook: str | None = Field(None, max_length=2048)
     webhook_events_filter: list[WebhookEvent] | None = Field(None, max_length=100)
 
-    def wanted_id(self, path_id: str | None) -> str:
-        """Return the id that the caller chose, in the path or in the body, or "" without one.
+    def fields(self, path_id: str | None, owner: str) -> dict[str, Any]:
+        """Return the fields of NewJob that this request sets. The path may choose the id, too.
 
         Raises InputInvalid if the id is malformed, or if path and body differ.
         """
@@ -54,13 +52,9 @@ class PredictionRequest(BaseModel):
         if wanted and not ID.fullmatch(wanted):
             remedy = "Use 1 to 128 of A-Z a-z 0-9 . _ ~ and -, and do not begin with job-."
             raise InputInvalid(f"{wanted[:128]!r} cannot be a prediction's id.", remedy=remedy)
-        return wanted
-
-    def fields(self, wanted_id: str, owner: str) -> dict[str, Any]:
-        """Return the fields of NewJob that this request sets. `wanted_id` is the chosen id or ""."""
-        fields: dict[str, Any] = {"wanted_id": stored_id(wanted_id, owner)}
-        if wanted_id:
-            fields["idempotency"] = f"prediction:{wanted_id}"
+        fields: dict[str, Any] = {"wanted_id": stored_id(wanted, owner)}
+        if wanted:
+            fields["idempotency"] = f"prediction:{wanted}"
         if self.webhook:
             fields["webhook"] = Webhook(self.webhook, tuple(self.webhook_events_filter or EVENTS))
         return fields
@@ -88,10 +82,7 @@ class Prediction(TypedDict):
 
 
 def preferred_wait(headers: Iterable[str]) -> float | None:
-    """Return how many seconds to wait for the job's end, given all lines of the header Prefer (RFC 7240).
-
-    0 means not to wait. None means that the caller sets no limit.
-    """
+    """Parse all lines of Prefer (RFC 7240). Return the seconds to wait for the job's end; None: no limit."""
     parts = [part.split(";")[0].strip().lower() for line in headers for part in line.split(",")]
     waits = [float(found[1]) for part in parts if (found := _WAIT.fullmatch(part)) is not None]
     if waits:
@@ -100,32 +91,29 @@ def preferred_wait(headers: Iterable[str]) -> float | None:
 
 
 def stored_id(wanted: str, owner: str) -> str:
-    """Return the id under which the job is stored: the chosen id and the job's owner.
-
-    So two owners can choose the same id. Otherwise JobConflict would reveal which ids other callers chose.
-    """
+    """Return the id with the owner's. Otherwise JobConflict would reveal which ids other callers chose."""
     return f"{wanted}~{owner}" if wanted and owner else wanted
 
 
 def chosen_id(job: Job) -> str:
-    """Return the job's id as its owner knows it: without the owner, which `stored_id` adds."""
+    """Return the job's id without the owner, which `stored_id` adds."""
     return job.id.removesuffix(f"~{job.owner}") if job.owner else job.id
 
 
 def shown(job: Job, pieces: Iterable[bytes] = ()) -> Prediction:
     """Return a job as a prediction, to be written by orjson.
 
-    `pieces` are those that a streaming handler has produced so far. They are the output while the job runs.
+    `pieces` are those of a streaming handler so far: the output while the job runs.
     """
-    took_s = job.ended_s - job.started_s
+    took_s, so_far = job.ended_s - job.started_s, b",".join(pieces)
+    output = job.status(job.ended_s or job.created_s).get("output", _NULL)
     return {
         "id": chosen_id(job),
         "version": job.function,
         "status": STATUSES[job.state],
-        # A job that was submitted by another route may have an input that is not JSON. Such an input is not
-        # shown.
+        # The input of a job that was submitted by another route is not shown if it is not JSON.
         "input": orjson.Fragment(job.input) if job.input and not job.content_type else _NULL,
-        "output": _output(job, pieces),
+        "output": orjson.Fragment(b"[" + so_far + b"]") if so_far and not job.state.final else output,
         "error": str(job.error.get("message", "")) if job.error is not None and job.state.final else None,
         "logs": job.logs,
         "metrics": {"predict_time": max(0.0, took_s)} if job.ended_s and job.started_s else {},
@@ -134,12 +122,6 @@ def shown(job: Job, pieces: Iterable[bytes] = ()) -> Prediction:
         "completed_at": _date(job.ended_s),
         "webhook": job.webhook.url if job.webhook is not None else None,
     }
-
-
-def _output(job: Job, pieces: Iterable[bytes]) -> Any:
-    if not job.state.final and (found := b",".join(pieces)):
-        return orjson.Fragment(b"[" + found + b"]")
-    return job.status(job.ended_s or job.created_s).get("output", _NULL)
 
 
 def _date(at_s: float) -> Timestamp | None:

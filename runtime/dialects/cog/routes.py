@@ -1,8 +1,8 @@
 """Serves the routes of Cog's predictions. A prediction is a job, whose end the request waits for by default.
 
 While all workers are busy, a prediction waits in the queue. Cog itself responds with 409 then. A failed
-prediction is returned with status 200, and its `status` is "failed". The exception is an input that does
-not fit the handler: if the request waits without a limit, the response is an error, usually 422.
+prediction is returned with status 200, and its `status` is "failed". But if its input does not fit the
+handler, and the request waits without a limit, the response is an error, usually 422.
 """
 
 from __future__ import annotations
@@ -52,38 +52,32 @@ class PredictionsApi:
     def routes(self) -> list[Route]:
         prediction = {JSON_TYPE: Prediction, **EVENTS}
         base, one, cancel = "/predictions", "/predictions/{id}", "/predictions/{id}/cancel"
+        which, errors = (FUNCTION_QUERY, FUNCTION), (404, 410, 503)
         create: dict[str, Any] = {
             "response": prediction, "other_responses": {202: Prediction}, "body": PredictionRequest,
-            "errors": (400, 404, 408, 409, 413, 422, 503),
+            "errors": (400, 404, 408, 409, 413, 422, 503), "parameters": (*which, PREFER),
         }  # fmt: skip
-        which, errors = (FUNCTION_QUERY, FUNCTION), (404, 410, 503)
-        new, same = (*which, PREFER), (CHOSEN_ID, *which, PREFER)
+        same = create | {"parameters": (CHOSEN_ID, *which, PREFER)}
         call, health = Scope.INVOKE, "Show the health of one function or all."
         return [
-            Route("POST", base, self.create, call, "Make a prediction.", parameters=new, **create),
-            Route(
-                "PUT", one, self.create, call, "Make the prediction with this id.", parameters=same, **create
-            ),
+            Route("POST", base, self.create, call, "Make a prediction.", **create),
+            Route("PUT", one, self.create, call, "Make the prediction with this id.", **same),
             Route("GET", one, self.show, call, "Show a prediction.", prediction, errors=errors),
             Route("POST", cancel, self.cancel, call, "Cancel a prediction.", prediction, errors=errors),
             Route("GET", "/health-check", self.health, None, health, HEALTH, errors=(404,), parameters=which),
         ]
 
     async def create(self, request: web.Request) -> web.StreamResponse:
-        """Make a prediction, or return the existing one if the caller repeats the request.
-
-        It is the same request if it has the same id, in the path or the body, or the same Idempotency-Key.
-        """
+        """Make a prediction, or return the existing one with the same id or Idempotency-Key."""
         wait_s = preferred_wait(request.headers.getall("Prefer", ()))
         limit = self._backend.max_body_bytes
         limit = limit if wait_s is None else min(limit, ASYNC_BODY_BYTES)
         body = await read_body(request, limit, self._backend.body_timeout_s)
         wanted = validate(PredictionRequest, load_json(body or b"{}"), REMEDY, InputInvalid)
-        wanted_id = wanted.wanted_id(request.match_info.get("id"))
+        fields = wanted.fields(request.match_info.get("id"), caller_of(request).owner)
         live = self._live(request, wanted.version)
         if len(body) > live.record.settings.max_body_bytes:
             raise too_large(live.record.settings.max_body_bytes)
-        fields = wanted.fields(wanted_id, caller_of(request).owner)
         job, replayed = await self._backend.submit(request, live, dump_json(wanted.input), **fields)
         if accepts_events(request):
             return await send_job(request, self._jobs, job, _encoder())
@@ -112,11 +106,10 @@ class PredictionsApi:
 
         A function without a worker is READY, too: a prediction starts one.
         """
-        if named := _named(request):
-            caller_of(request).check(named)
-            if all(live.record.function != named for live in self._backend.functions.all()):
-                raise UnknownFunction.named(named)
-        found = {name: self._health(name) for name in ([named] if named else self._names(request))}
+        named, names = _named(request), self._names(request)
+        if named and named not in names:
+            raise UnknownFunction.named(named)
+        found = {name: self._health(name) for name in ([named] if named else names)}
         status: Health = min(found.values(), key=HEALTHIEST_FIRST.index, default="READY")
         version = {"pilotflame": __version__}
         return json_response({"status": status, "version": version, "functions": found})
@@ -136,8 +129,7 @@ class PredictionsApi:
     async def _wait(self, job: Job, live: Live, *, replayed: bool) -> Job:
         """Wait for the job's end, for at most the function's `hold_s` + `timeout_s`. Return the job.
 
-        If the caller disconnects, the job is cancelled, unless an earlier request has created it
-        (`replayed`).
+        If the caller disconnects, the job is cancelled, unless an earlier request created it (`replayed`).
         """
         settings = live.record.settings
         try:
@@ -160,10 +152,9 @@ class PredictionsApi:
         return [name for name in names if caller.allows(name)]
 
     def _live(self, request: web.Request, version: str | None) -> Live:
-        """Return the function that the header, the query or `version` names.
+        """Return the function that the request names, or else the only one that the caller may see.
 
-        Without a name, return the only function that the caller may see. Raises UnknownFunction if there is
-        none, and InputInvalid if there are several.
+        Raises UnknownFunction if there is none, and InputInvalid if there are several.
         """
         if named := _named(request) or version:
             caller_of(request).check(named)
@@ -194,7 +185,6 @@ class PredictionsApi:
 
 
 def _encoder() -> JobEncoder:
-    """Return an encoder for one stream, with the events `start`, `output`, `log` and `completed`."""
     started = False
 
     def encode(job: Job, pieces: Sequence[tuple[int, bytes]]) -> Iterator[bytes]:

@@ -11,13 +11,13 @@ from typing import Annotated, Any, Literal, NotRequired
 
 import orjson
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, with_config
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, with_config
 from typing_extensions import TypedDict
 
 from ....errors import BadInput, InputInvalid
 from ....handlers.codec import JSON_TYPE
 from ...access.keys import Scope
-from ...api.backend import ASYNC_BODY_BYTES, REPLAYED_HEADER, SUBMIT_PARAMETERS, Accepted, Backend
+from ...api.backend import ASYNC_BODY_BYTES, REPLAYED_HEADER, SUBMIT_PARAMETERS, Accepted, Backend, Submitted
 from ...api.event_stream import EVENTS, JobEncoder, accepts_events, event, send_job
 from ...api.requests import dump_json, load_json, validate
 from ...api.responses import ErrorFields, Handler, Timestamp, json_response, timestamp
@@ -39,10 +39,8 @@ JOB_ERRORS = (404, 410, 503)
 _PRIORITIES = {"normal": 0, "low": LOW_PRIORITY, "batch": BATCH_PRIORITY}
 
 
-class JobPolicy(BaseModel):
+class JobPolicy(BaseModel, frozen=True, extra="ignore"):
     """How a job is treated; times in milliseconds."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     executionTimeout: int | None = Field(None, ge=1, le=7 * 86_400_000)
     ttl: int | None = Field(None, ge=1, le=365 * 86_400_000)
@@ -50,10 +48,8 @@ class JobPolicy(BaseModel):
     priority: Literal["normal", "low", "batch"] | None = None
 
 
-class JobRequest(BaseModel):
+class JobRequest(BaseModel, frozen=True, extra="ignore", title="JobOrder"):
     """A job as it is submitted. Unknown keys are ignored, as RunPod does."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", title="JobOrder")
 
     input: Any
     webhook: str | None = Field(None, max_length=2048)
@@ -73,18 +69,6 @@ class JobRequest(BaseModel):
         return fields
 
 
-def parse(body: bytes) -> JobRequest:
-    """Return the request in a body.
-
-    Raises BadInput if the body is not a JSON object with an input. Raises InputInvalid if another field is
-    invalid.
-    """
-    found, remedy = load_json(body), 'Send {"input": …}.'
-    if not isinstance(found, dict) or "input" not in found:
-        raise BadInput("The body has no input.", remedy=remedy)
-    return validate(JobRequest, found, remedy, InputInvalid)
-
-
 @with_config(title="Job")
 class JobStatus(TypedDict):
     """A job. How its handler failed is data, with status 200."""
@@ -93,9 +77,7 @@ class JobStatus(TypedDict):
     status: JobState
     function: str
     output: NotRequired[Annotated[Any, Field(description="While the job runs, its progress.")]]
-    output_type: NotRequired[
-        Annotated[str, Field(description="Of an output that is not JSON, which is Base64.")]
-    ]
+    output_type: NotRequired[Annotated[str, Field(description="Of output that is not JSON: it is Base64.")]]
     error: NotRequired[str]
     errorDetails: NotRequired[ErrorFields]
     pieces: NotRequired[NonNegativeInt]
@@ -118,30 +100,22 @@ class JobPiece(TypedDict):
 JOBS = {"requests": Annotated[list[JobStatus], Field(max_length=MAX_LISTED)]}
 PIECES = {"id": str, "status": JobState, "stream": list[JobPiece]}
 PURGED = {"removed": NonNegativeInt, "status": Literal["completed"]}
+_JOB_COUNTS = ("completed", "failed", "inProgress", "inQueue", "retried", "cancelled")
+_WORKER_COUNTS = ("idle", "running", "initializing", "ready", "throttled", "unhealthy", "draining")
 HEALTH = {
-    "jobs": dict.fromkeys(
-        ("completed", "failed", "inProgress", "inQueue", "retried", "cancelled"), NonNegativeInt
-    ),
-    "workers": dict.fromkeys(
-        ("idle", "running", "initializing", "ready", "throttled", "unhealthy", "draining"), NonNegativeInt
-    ),
+    "jobs": dict.fromkeys(_JOB_COUNTS, NonNegativeInt),
+    "workers": dict.fromkeys(_WORKER_COUNTS, NonNegativeInt),
 }
 
 
 def shown(job: Job) -> dict[str, Any]:
-    """Return a job as a JobStatus, to be written by orjson.
-
-    `error` is only the error's message, because RunPod's clients expect a string. `errorDetails` is the whole
-    error.
-    """
-    found = job.status(time.time()) | {
-        "attempts": job.attempts,
-        "retries": job.retries,
-        "createdAt": timestamp(job.created_s),
-    }
+    """Return a job as a JobStatus, to be written by orjson."""
+    counts = {"attempts": job.attempts, "retries": job.retries}
+    found = job.status(time.time()) | counts | {"createdAt": timestamp(job.created_s)}
     if job.logs:
         found["logs"] = job.logs
     if job.error is not None:
+        # RunPod's clients expect a string as `error`.
         found["error"], found["errorDetails"] = str(job.error.get("message", "")), dict(job.error)
     return found
 
@@ -156,11 +130,9 @@ class QueueApi:
         self._polled: OrderedDict[str, int] = OrderedDict()
 
     def routes(self) -> list[Route]:
-        def row(
-            method: str, path: str, handler: Handler, summary: str, response: Any, **fields: Any
-        ) -> Route:
-            path, fields = f"/v2/{{function}}/{path}", {"errors": JOB_ERRORS} | fields
-            return Route(method, path, handler, Scope.INVOKE, summary, response, **fields)
+        def row(method: str, path: str, handler: Handler, summary: str, response: Any, **more: Any) -> Route:
+            path, more = f"/v2/{{function}}/{path}", {"errors": JOB_ERRORS} | more
+            return Route(method, path, handler, Scope.INVOKE, summary, response, **more)
 
         submit = {"body": JobRequest, "errors": SUBMIT_ERRORS, "headers": REPLAYED_HEADER}
         timed = submit | {"parameters": (WAIT, *SUBMIT_PARAMETERS)}
@@ -187,10 +159,7 @@ class QueueApi:
         return json_response(Accepted(id=job.id, status=job.state), headers=headers)
 
     async def runsync(self, request: web.Request) -> web.StreamResponse:
-        """Submit a job. Respond with its state when it has ended, or when the time in `?wait=` is over.
-
-        RunPod itself then responds with IN_PROGRESS even if the job is still in the queue.
-        """
+        """Submit a job. Respond with its state when it has ended, or when the time in `?wait=` is over."""
         wait_s = min(max(WAIT.read(request), MIN_WAIT_MS), MAX_WAIT_MS) / 1000
         job, headers = await self._submit(request)
         job = await self._jobs.wait(job.function, job.id, wait_s)
@@ -229,17 +198,13 @@ class QueueApi:
         return json_response(health)
 
     async def requests(self, request: web.Request) -> web.StreamResponse:
-        """List jobs, the newest first, without their outputs and logs."""
         live = self._live(request)
         limit, before = min(max(1, LIMIT.read(request)), MAX_LISTED), request.query.get("before", "")
         found = await self._jobs.store.newest(live.record.function, STATUS.read(request), limit, before)
         return json_response({"requests": [shown(job) for job in found]})
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
-        """Return the pieces after `?after=` or, without it, those since the last poll.
-
-        If the caller accepts server-sent events, send all pieces as events until the job ends.
-        """
+        """Return the pieces after `?after=` or, without it, since the last poll, or send all as events."""
         job = await self._job(request)
         if accepts_events(request):
             return await send_job(request, self._jobs, job, _encoder())
@@ -247,24 +212,17 @@ class QueueApi:
         after = self._polled.get(job.id, 0) if polls else AFTER.read(request)
         pieces = await self._jobs.store.pieces(job.id, after, PIECES_PER_POLL)
         job = await self._jobs.store.get(job.function, job.id) if not pieces else job
-        if polls:
-            self._remember(job, pieces[-1][0] if pieces else 0)
-        found = [{"output": orjson.Fragment(piece), "number": number} for number, piece in pieces]
-        return json_response({"id": job.id, "status": job.state, "stream": found})
-
-    def _remember(self, job: Job, number: int) -> None:
-        """Store the number of the last piece that a poll returned; 0 means that it returned no piece.
-
-        RunPod's clients do not send `?after=`: their next poll continues after the stored number.
-        """
-        if number:
-            self._polled[job.id] = number
+        # RunPod's clients do not send `?after=`: their next poll continues after the stored number.
+        if polls and pieces:
+            self._polled[job.id] = pieces[-1][0]
             self._polled.move_to_end(job.id)
             if len(self._polled) > MAX_POLLERS:
                 self._polled.popitem(last=False)
         # The job has ended and all pieces were returned. The next poll starts with the first piece again.
-        elif job.state.final:
+        elif polls and job.state.final:
             self._polled.pop(job.id, None)
+        found = [{"output": orjson.Fragment(piece), "number": number} for number, piece in pieces]
+        return json_response({"id": job.id, "status": job.state, "stream": found})
 
     def _live(self, request: web.Request) -> Live:
         return self._backend.functions.get(request.match_info["function"])
@@ -273,9 +231,12 @@ class QueueApi:
         """Return the job, also if its function was deleted. Raises UnknownJob or JobExpired."""
         return await self._jobs.store.get(request.match_info["function"], request.match_info["job"])
 
-    async def _submit(self, request: web.Request, limit: int | None = None) -> tuple[Job, dict[str, str]]:
-        live, body = await self._backend.read_body(request, request.match_info["function"], limit)
-        wanted = parse(body)
+    async def _submit(self, request: web.Request, most: int | None = None) -> Submitted:
+        live, body = await self._backend.read_body(request, request.match_info["function"], most)
+        found, remedy = load_json(body), 'Send {"input": …}.'
+        if not isinstance(found, dict) or "input" not in found:
+            raise BadInput("The body has no input.", remedy=remedy)
+        wanted = validate(JobRequest, found, remedy, InputInvalid)
         body = dump_json(wanted.input)
         job, replayed = await self._backend.submit(request, live, body, **wanted.fields())
         return job, replayed | {"X-Request-Id": job.id}

@@ -31,8 +31,8 @@ def test_cut_anywhere_it_goes_on_after_the_last_whole_line(
     folder = tmp_path_factory.mktemp("journal")
     lines = [dumped(value) for value in values]
     journal = opened(folder)
-    if lines:
-        journal.append(lines)
+    for line in lines:
+        journal.append(line)
     journal.close()
     text = journal.path.read_bytes()
     cut = data.draw(st.integers(0, len(text)))
@@ -40,16 +40,16 @@ def test_cut_anywhere_it_goes_on_after_the_last_whole_line(
     again = opened(folder)
     assert again.run == journal.run
     assert again.done == text[:cut].count(b"\n")
-    again.append(lines[again.done :])
+    for line in lines[again.done :]:
+        again.append(line)
     again.close()
     assert [json.loads(line) for line in again.path.read_bytes().splitlines()] == values
 
 
 def test_failures_before_a_crash_are_counted_and_answers_with_an_error_are_not(tmp_path: Path) -> None:
     journal = opened(tmp_path)
-    journal.append(
-        [dumped({"error": {"message": "no", "details": {"line": 1}}}), dumped({"error": "mine"}), b"1"]
-    )
+    for value in ({"error": {"message": "no", "details": {"line": 1}}}, {"error": "mine"}, 1):
+        journal.append(dumped(value))
     journal.close()
     again = opened(tmp_path)
     assert (again.done, again.failed) == (3, 1)
@@ -59,7 +59,7 @@ def test_failures_before_a_crash_are_counted_and_answers_with_an_error_are_not(t
 @pytest.mark.parametrize("other", [{"function": "g"}, {"digest": "e"}])
 def test_another_batch_does_not_continue_it(tmp_path: Path, other: dict[str, str]) -> None:
     journal = opened(tmp_path)
-    journal.append([b"1"])
+    journal.append(b"1")
     journal.close()
     with pytest.raises(BatchFailed, match="--restart"):
         opened(tmp_path, **other)
@@ -71,7 +71,7 @@ def test_another_batch_does_not_continue_it(tmp_path: Path, other: dict[str, str
 
 def test_what_is_finished_is_not_overwritten(tmp_path: Path) -> None:
     journal = opened(tmp_path)
-    journal.append([b"1"])
+    journal.append(b"1")
     journal.sync()
     journal.finish()
     journal.close()

@@ -14,7 +14,7 @@ from aiohttp.test_utils import TestServer
 from pilotflame.errors import Forbidden, GatewayError, UnknownFunction
 from pilotflame.runtime.bulk.inputs import InputLine
 from pilotflame.runtime.bulk.journal import Journal
-from pilotflame.runtime.bulk.submitter import AHEAD, dumped, open_submitter, run_in_order
+from pilotflame.runtime.bulk.submitter import AHEAD, Submitter, dumped, run_in_order
 
 Answer = Callable[[web.Request], Awaitable[web.Response]]
 LINE = InputLine(7, "in.jsonl, line 7", b'{"a": 1}', 9)
@@ -50,7 +50,7 @@ async def test_it_retries_with_one_key_until_the_job_ends(serve) -> None:
             return web.json_response({"id": "job-1", "status": "IN_PROGRESS"})
         return web.json_response({"id": "job-1", "status": "COMPLETED", "output": [1]})
 
-    async with open_submitter(await serve(answer), "f", api_key="pf_x", run="r") as submitter:
+    async with Submitter(await serve(answer), "f", api_key="pf_x", run="r") as submitter:
         assert await submitter.answer(LINE) == b"[1]"
     assert requests == [("batch:r:7", {"input": {"a": 1}, "policy": {"priority": "batch"}})] * 4
 
@@ -70,7 +70,7 @@ async def test_the_error_of_one_line_names_it(serve, status: int, body: object) 
     async def answer(_: web.Request) -> web.Response:
         return web.json_response(body, status=status)
 
-    async with open_submitter(await serve(answer), "f", api_key="", run="r") as submitter:
+    async with Submitter(await serve(answer), "f", api_key="", run="r") as submitter:
         error = json.loads(await submitter.answer(LINE))["error"]
     assert error["type"]
     assert error["message"].startswith("in.jsonl, line 7: ")
@@ -81,13 +81,13 @@ async def test_an_error_of_all_lines_is_raised(serve) -> None:
     async def answer(_: web.Request) -> web.Response:
         return web.json_response({"error": Forbidden("not yours").to_wire()}, status=403)
 
-    async with open_submitter(await serve(answer), "f", api_key="", run="r") as submitter:
+    async with Submitter(await serve(answer), "f", api_key="", run="r") as submitter:
         with pytest.raises(Forbidden, match="not yours"):
             await submitter.answer(LINE)
 
 
 async def test_a_gateway_that_stays_away_ends_it() -> None:
-    async with open_submitter("http://127.0.0.1:9", "f", api_key="", run="r", patience_s=0.2) as submitter:
+    async with Submitter("http://127.0.0.1:9", "f", api_key="", run="r", patience_s=0.2) as submitter:
         with pytest.raises(GatewayError, match="continues where it stopped"):
             await submitter.answer(LINE)
 
@@ -98,7 +98,7 @@ async def test_bytes_and_half_surrogates_have_a_form(serve) -> None:
             {"id": "j", "status": "COMPLETED", "output": "AP8=", "output_type": "image/png"}
         )
 
-    async with open_submitter(await serve(answer), "f", api_key="", run="r") as submitter:
+    async with Submitter(await serve(answer), "f", api_key="", run="r") as submitter:
         assert json.loads(await submitter.answer(LINE)) == {"content_type": "image/png", "base64": "AP8="}
     assert dumped("\ud800\n") == b'"\\ud800\\n"'
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from pilotflame.runtime.cli import run_command
+from pilotflame.runtime.cli import main
 
 
 class Stdin(io.TextIOWrapper):
@@ -37,7 +37,7 @@ def run(capsysbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPa
             patch.setattr(sys, "stdin", Stdin(io.BytesIO(given)))
             patch.setattr(sys.stdin, "isatty", lambda: person)
             words = [str(argument) for argument in arguments]
-            code = run_command(words)
+            code = main(words)
             captured = capsysbinary.readouterr()
             out, errors = (stream.decode("utf-8", "replace") for stream in captured)
             return subprocess.CompletedProcess(words, code, out, errors)

@@ -264,9 +264,9 @@ async def test_malformed_responses_are_logged_and_end_nothing(deploy, queue) -> 
                b'"Attributes":{"ApproximateReceiveCount":"many"}}]}', b"[]", b"nonsense"]  # fmt: skip
     async with nonsense(answers) as url:
         function = await deploy(PLAIN, source(queue(), endpoint_url=url), check=False)
-        line = await function.logged("a message without MessageId, ReceiptHandle, Body")
-        assert "Check that the queue's URL" in line["text"]
-        await function.logged("is not a number")
+        line = await function.logged("the response of SQS is malformed (KeyError('MessageId'))")
+        assert "Check that the endpoint" in line["text"]
+        await function.logged("the request to SQS failed (ValueError)")
     # Other sources still work.
     mine = queue()
     await deploy(PLAIN, source(mine), check=False)

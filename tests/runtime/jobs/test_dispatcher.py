@@ -12,7 +12,7 @@ import pytest
 from live import LIMIT_S
 from pilotflame.runtime.jobs.database import Database
 from pilotflame.runtime.jobs.dispatcher import JobDispatcher
-from pilotflame.runtime.jobs.job import Job, JobState, NewJob
+from pilotflame.runtime.jobs.job import Job, JobOutcome, JobState, NewJob
 from pilotflame.runtime.jobs.schema import SCRIPTS
 from pilotflame.runtime.jobs.store import JobStore
 from pilotflame.runtime.scaling.autoscaler import ScaleSpec
@@ -75,7 +75,7 @@ async def test_a_job_that_becomes_due_during_a_read_is_run(database: Database):
     job, _ = await store.submit(JOB)
     assert await store.take(job.id)
     due_s = time.time() + 0.05
-    await store.requeue(job.id, 1, error=None, delay_s=0.05)
+    await store.requeue(job.id, 1, JobOutcome(JobState.FAILED), 0.05, counted=True)
 
     async def until_due(_found: list[Job]) -> None:
         await asyncio.sleep(max(0.0, due_s + 0.01 - time.time()))

@@ -21,7 +21,7 @@ from pilotflame.runtime.settings.function_settings import FunctionSettings
 def test_every_state_has_transitions_and_a_counter() -> None:
     assert set(TRANSITIONS) == set(JobState)
     assert set(COUNTERS) == set(JobState)
-    assert {*COUNTERS.values(), "retried"} == set(JobCounts.__slots__)
+    assert {*COUNTERS.values(), "retried", "queued_bytes"} == set(JobCounts.__slots__)
 
 
 @pytest.mark.parametrize("state", JobState)

@@ -43,7 +43,7 @@ def test_a_blocking_link_sees_the_end() -> None:
     assert link.receive() == []
     theirs.close()
     assert link.receive() is None
-    link.close()
+    link.sock.close()
 
 
 # -- links on a loop
@@ -53,7 +53,7 @@ class End:
     """One end of a link, and what happened at it."""
 
     def __init__(self, sock: socket.socket, *, join_writes: bool = False) -> None:
-        self.link = Link(sock, asyncio.get_running_loop(), join_writes=join_writes)
+        self.link = Link(sock, join_writes=join_writes)
         self.frames: asyncio.Queue[Frame] = asyncio.Queue()
         self.closed = asyncio.Event()
 

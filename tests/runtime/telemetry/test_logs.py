@@ -81,10 +81,10 @@ async def test_a_follower_that_does_not_read_misses_lines_and_delays_nothing() -
 class Output:
     """A process's end of its log connection."""
 
-    def __init__(self, begun: bytes = b"") -> None:
+    def __init__(self) -> None:
         self.sock, theirs = socket.socketpair()
         self.book = LogBook()
-        self.stream = LogStream(theirs, asyncio.get_running_loop(), self.book, "w1", begun)
+        self.stream = LogStream(theirs, self.book, "w1")
 
     async def end(self) -> None:
         self.sock.close()
@@ -116,8 +116,8 @@ def test_any_split_gives_the_same_lines(lines: list[str], ended: bool, data: st.
 
     async def run() -> list[str]:
         pieces = [stream[a:b] for a, b in zip([0, *cuts], [*cuts, len(stream)], strict=True)]
-        output = Output(begun=pieces[0])
-        for piece in pieces[1:]:
+        output = Output()
+        for piece in pieces:
             output.sock.sendall(piece)
             await asyncio.sleep(0)
         await output.end()

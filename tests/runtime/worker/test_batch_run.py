@@ -36,8 +36,8 @@ class Written:
     def __init__(self) -> None:
         self.frames: list[Frame] = []
 
-    def send(self, kind: int, channel: int = 0, head: bytes = b"", payload: bytes = b"") -> None:
-        self.frames.append(Frame(kind, channel, head, payload))
+    def send_json(self, kind: int, channel: int, head: dict[str, Any]) -> None:
+        self.frames.append(Frame(kind, channel, orjson.dumps(head), b""))
 
     def send_encoded(self, *parts: bytes) -> None:
         self.frames += FrameReader().feed(b"".join(parts))

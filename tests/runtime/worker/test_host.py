@@ -28,15 +28,14 @@ class Rig:
         self.loop = asyncio.get_running_loop()
         self.gateway, sock = socket.socketpair()
         self.gateway.setblocking(False)
-        self.link = Link(sock, self.loop)
+        self.link = Link(sock)
         self.link.bind(lambda _frame: None, lambda: None)
         self.sizes: list[int] = []
         self.drained: list[int] = []
         self.host = WorkerHost(
             self.link,
-            self.loop,
-            self,
-            lambda: self.drained.append(threading.get_ident()),  # type: ignore[arg-type]
+            self,  # type: ignore[arg-type]
+            lambda: self.drained.append(threading.get_ident()),
         )
         self._reader = FrameReader()
         self._frames: list[Frame] = []

@@ -40,7 +40,7 @@ class Rig:
         self.loop = asyncio.get_running_loop()
         self.gateway, sock = socket.socketpair()
         self.gateway.setblocking(False)
-        self.link = Link(sock, self.loop)
+        self.link = Link(sock)
         self.link.bind(lambda _frame: None, lambda: None)
         self.idle = asyncio.Event()
         self.idle_count = 0

@@ -140,7 +140,7 @@ def handler(event):
 def test_a_standby_sends_nothing_until_it_is_activated(worker: Callable[..., Process]) -> None:
     process = worker("def setup():\n    print('set up')\ndef handler(event): return event", concurrency=3)
     assert process.ready() == {
-        "window": 3, "slots": 3, "batching": False, "limit": 1, "restore_s": pytest.approx(0, abs=10), "device": "cpu", "dtype": "",
+        "window": 3, "slots": 3, "batching": False, "limit": 1, "device": "cpu", "dtype": "",
     }  # fmt: skip
     assert process.ask(1, {"a": 1}) == {"a": 1}
 

@@ -43,7 +43,7 @@ def test_a_plan_holds_every_parameter_and_buffer(save: Save) -> None:
         module = net()
     module[0].bias.requires_grad_(False)
     plan = make_plan(module, manifest)
-    steps = {step.name: step for step in plan.steps}
+    steps = {step.entry.name: step for step in plan.steps}
     assert set(steps) == set(module.state_dict())
     assert not isinstance(steps["1.running_mean"].tensor, nn.Parameter)
     assert isinstance(steps["0.bias"].tensor, nn.Parameter)
@@ -132,7 +132,7 @@ def test_a_computed_buffer_is_left_alone_or_taken_from_the_snapshot(save: Save) 
     _, manifest = save({"weight": torch.ones(2)})
     with skeleton():
         module = Computed()
-    assert [step.name for step in make_plan(module, manifest).steps] == ["weight"]
+    assert [step.entry.name for step in make_plan(module, manifest).steps] == ["weight"]
     _, manifest = save({"weight": torch.ones(2), "frequencies": torch.ones(3)})
     assert len(make_plan(module, manifest).steps) == 2
 

@@ -13,7 +13,7 @@ from pilotflame.snapshot.sources.folder import FolderSource
 def test_ranges_land_in_the_callers_memory(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"0123456789")
     source, buffer = FolderSource(tmp_path), bytearray(4)
-    assert source.size("f") == 10
+    assert source.stat("f").size_bytes == 10
     assert source.read_into("f", 3, memoryview(buffer)) == 4
     assert buffer == b"3456"
     assert source.read_into("f", 8, memoryview(buffer)) == 2
@@ -25,7 +25,7 @@ def test_ranges_land_in_the_callers_memory(tmp_path: Path) -> None:
 )
 def test_names_that_lead_out_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(SnapshotError, match="not a file name inside"):
-        FolderSource(tmp_path).size(name)
+        FolderSource(tmp_path).stat(name)
 
 
 def test_a_linked_file_is_followed_as_the_hugging_face_cache_needs(tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ def test_a_linked_file_is_followed_as_the_hugging_face_cache_needs(tmp_path: Pat
     snapshot.mkdir()
     (blobs / "abc").write_bytes(b"1234")
     (snapshot / "model.safetensors").symlink_to("../blobs/abc")
-    assert FolderSource(snapshot).size("model.safetensors") == 4
+    assert FolderSource(snapshot).stat("model.safetensors").size_bytes == 4
 
 
 def test_a_linked_directory_that_leaves_the_folder_is_refused(tmp_path: Path) -> None:
@@ -47,8 +47,8 @@ def test_a_linked_directory_that_leaves_the_folder_is_refused(tmp_path: Path) ->
     (inside / "real" / "f").write_bytes(b"12")
     (inside / "near").symlink_to("real")
     with pytest.raises(SnapshotError, match="linked directory"):
-        FolderSource(inside).size("out/secret")
-    assert FolderSource(inside).size("near/f") == 2
+        FolderSource(inside).stat("out/secret")
+    assert FolderSource(inside).stat("near/f").size_bytes == 2
 
 
 def test_what_is_not_a_regular_file_is_refused_at_once(tmp_path: Path) -> None:
@@ -56,9 +56,9 @@ def test_what_is_not_a_regular_file_is_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     for name in ("pipe", "folder"):
         with pytest.raises(SnapshotError, match="not a regular file"):
-            FolderSource(tmp_path).size(name)
+            FolderSource(tmp_path).stat(name)
     with pytest.raises(SnapshotError, match="No such file"):
-        FolderSource(tmp_path).size("missing")
+        FolderSource(tmp_path).stat("missing")
 
 
 def test_names_are_those_of_files_that_are_not_hidden(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_put_writes_files_and_bytes_whole(tmp_path: Path) -> None:
     source.put("empty", tmp_path / "new" / "a" / "b")
     source.put("a/b", b"")
     assert source.names() == ["a/b", "a/large", "empty"]
-    assert source.size("a/b") == 0
+    assert source.stat("a/b").size_bytes == 0
     assert (tmp_path / "new" / "a" / "large").read_bytes() == (tmp_path / "large").read_bytes()
     assert sent == [1 << 20] * 17
 

@@ -22,6 +22,7 @@ from pilotflame.errors import (
     SourceMissing,
     SourceUnavailable,
 )
+from pilotflame.snapshot.sources import wire
 from pilotflame.snapshot.sources.http import HttpConnection, HttpSource
 
 DATA = random.Random(3).randbytes(1 << 20)
@@ -48,8 +49,13 @@ def read(connection: HttpConnection, begin: int, end: int, version: str = "", na
 
 
 def read_once(server: FaultServer, begin: int = 1000, end: int = 700_000, version: str = "") -> bytes:
-    with connected(HttpSource(server.url, timeout_s=5)) as connection:
+    with connected(HttpSource(server.url)) as connection:
         return read(connection, begin, end, version)
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "TIMEOUT_S", 5.0)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +109,6 @@ def test_stat_asks_for_one_byte_and_remembers(server: FaultServer) -> None:
     info = source.stat(NAME)
     assert (info.size_bytes, info.version) == (len(DATA), '"v0"')
     assert source.stat(NAME) == info
-    assert source.size(NAME) == len(DATA)
     assert [request.headers["range"] for request in server.requests] == ["bytes=0-0"]
     assert source.stat("empty").size_bytes == 0
     assert source.read_into("empty", 0, memoryview(bytearray(4))) == 0
@@ -253,7 +258,7 @@ def test_an_unexpected_response_is_an_error(server: FaultServer) -> None:
 
 def test_a_server_without_ranges_serves_whole_objects_only(server: FaultServer) -> None:
     server.faults = Faults(ranges=False)
-    assert HttpSource(server.url).size(NAME) == len(DATA)
+    assert HttpSource(server.url).stat(NAME).size_bytes == len(DATA)
     assert read_once(server, 0, len(DATA)) == DATA
     with pytest.raises(SourceError, match="not served in ranges") as caught:
         read_once(server, 0, 500)
@@ -291,11 +296,12 @@ def test_early_hints_are_passed_over() -> None:
 # -- waiting and closing
 
 
-def test_a_timeout_is_unavailable(server: FaultServer) -> None:
+def test_a_timeout_is_unavailable(server: FaultServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "TIMEOUT_S", 0.2)
     for stall_at in (None, 5000):
         server.faults = Faults(stall_share=1, stall_s=60, stall_at=stall_at)
         with (
-            connected(HttpSource(server.url, timeout_s=0.2)) as connection,
+            connected(HttpSource(server.url)) as connection,
             pytest.raises(SourceUnavailable, match="timed out"),
         ):
             read(connection, 0, 20_000)
@@ -427,7 +433,9 @@ def trusting(authority: trustme.CA) -> ssl.SSLContext:
     return context
 
 
-def test_tls_reads_the_same_and_checks_certificates(plain: FaultServer) -> None:
+def test_tls_reads_the_same_and_checks_certificates(
+    plain: FaultServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     authority = trustme.CA()
     with FaultServer(FILES, ssl_context=serving(authority)) as server:
         source = HttpSource(server.url, ssl_context=trusting(authority))
@@ -444,7 +452,8 @@ def test_tls_reads_the_same_and_checks_certificates(plain: FaultServer) -> None:
         server.faults = Faults(redirect=plain.url + "/")
         with connected(source) as connection, pytest.raises(SourceError, match="away from TLS"):
             connection.begin(NAME, 0, 1)
-    source = HttpSource(plain.url.replace("http", "https"), connect_timeout_s=0.3)
+    monkeypatch.setattr(wire, "CONNECT_TIMEOUT_S", 0.3)
+    source = HttpSource(plain.url.replace("http", "https"))
     with connected(source) as connection, pytest.raises(SourceUnavailable):
         connection.begin(NAME, 0, 1)
 

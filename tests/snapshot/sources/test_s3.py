@@ -193,7 +193,7 @@ def test_a_private_bucket_refuses_strangers_and_says_why(store: Any, monkeypatch
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     source = S3Source("s3://weights")
-    assert source.size("open") == len(DATA)
+    assert source.stat("open").size_bytes == len(DATA)
     with pytest.raises(SourceDenied, match=r"s3://weights/f: .*anonymously, since no credentials were found"):
         source.stat("f")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from fault_server import Faults, FaultServer
 from pilotflame.errors import SourceMissing, SourceUnavailable
-from pilotflame.snapshot.sources import ranged
+from pilotflame.snapshot.sources import retries
 from pilotflame.snapshot.sources.http import HttpSource
 
 DATA = random.Random(4).randbytes(300_000)
@@ -16,7 +16,7 @@ DATA = random.Random(4).randbytes(300_000)
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultServer]:
-    monkeypatch.setattr(ranged, "FIRST_DELAY_S", 0.001)
+    monkeypatch.setattr(retries, "FIRST_DELAY_S", 0.001)
     with FaultServer({"f": DATA}) as found:
         yield found
 
@@ -53,7 +53,7 @@ def test_it_gives_up_after_six_attempts(server: FaultServer) -> None:
     server.faults = Faults(reset_share=1, status=503)
     with pytest.raises(SourceUnavailable, match="503"):
         source.read_into("f", 0, memoryview(bytearray(10)))
-    assert len(server.requests) == 1 + ranged.ATTEMPTS
+    assert len(server.requests) == 1 + retries.ATTEMPTS
 
 
 def test_a_permanent_failure_is_not_retried(server: FaultServer) -> None:
@@ -65,6 +65,6 @@ def test_a_permanent_failure_is_not_retried(server: FaultServer) -> None:
 def test_delays_double_up_to_a_limit_and_respect_the_source() -> None:
     for attempt in range(1, 40):
         for _ in range(20):
-            assert 0 <= ranged.delay_s(attempt) <= min(10.0, 0.1 * 2**attempt)
-    assert ranged.delay_s(1, 7.0) == 7.0
-    assert ranged.delay_s(1, 86400.0) == 20.0, "a source may not put us off for a day"
+            assert 0 <= retries.delay_s(attempt) <= min(10.0, 0.1 * 2**attempt)
+    assert retries.delay_s(1, 7.0) == 7.0
+    assert retries.delay_s(1, 86400.0) == 20.0, "a source may not put us off for a day"
