@@ -86,8 +86,8 @@ class Queue(Generic[T]):
 
     def admit(self, item: T, now_s: float, slots: Slots) -> None:
         """Add an item that just arrived. Raise QueueFull, or Overloaded if it would miss its deadline."""
-        if len(self._waiting) >= self._max_queue and self._has_share(item.tenant):
-            message = f"Function {self._name!r} has {len(self)} invocations waiting, its limit."
+        if len(self._waiting) >= self._max_queue and self._used_its_share(item.tenant):
+            message = f"Function {self._name!r} has {len(self)} invocations waiting; its limit is {self._max_queue}."
             remedy = "Try again later, or raise max_queue or scale.max in pilotflame.toml."
             details = {"retry_after_s": round(self._retry_s(now_s, slots), 3)}
             raise QueueFull(message, remedy=remedy, details=details)
@@ -97,10 +97,10 @@ class Queue(Generic[T]):
         first = busy and not item.patient and bool(self.curve.points) and self._check(item, now_s, slots)
         self._waiting.add(item, first=first)
 
-    def _has_share(self, tenant: str) -> bool:
-        """Return True if a tenant has its share of a full queue, which the tenants share equally.
+    def _used_its_share(self, tenant: str) -> bool:
+        """Return True if a tenant has used up its share of a full queue. All tenants have equal shares.
 
-        A tenant below its share may exceed the limit of the queue, up to twice the limit.
+        Items of a tenant below its share are still accepted, until the queue holds twice its limit.
         """
         own = self._waiting.count(tenant)
         tenants = self._waiting.tenants + (not own)
@@ -224,5 +224,5 @@ class Queue(Generic[T]):
         self._response_s += SMOOTHING * (seconds - self._response_s)
 
     def charge(self, item: T, cost: float) -> None:
-        """Replace the mean cost that an item's tenant was charged by the item's real cost."""
+        """Correct what the item's tenant was charged, the mean cost, to `cost`, the item's real cost."""
         self._waiting.charge(item.tenant, item.priority, cost - self.curve.mean_cost)
