@@ -40,7 +40,9 @@ from .functions.registry import FunctionEvents, Functions
 from .functions.store import Store
 from .jobs.jobs import Jobs
 from .jobs.webhook_signing import load_key
+from .launching.container_launcher import ContainerLauncher, find_engine
 from .launching.fetcher_client import FetcherClient
+from .launching.launcher import LauncherByImage
 from .launching.listener import Listener
 from .launching.process_launcher import ProcessLauncher
 from .settings.gateway_settings import GatewaySettings
@@ -125,7 +127,8 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
         _write(NO_KEY_YET.format(url=url_of(sock), state=shlex.quote(str(state))))
 
     tasks = await stack.enter_async_context(asyncio.TaskGroup())
-    launcher = ProcessLauncher(listener, tasks)
+    containers = ContainerLauncher(settings.engine or find_engine(), listener, tasks, str(state), _write)
+    launcher = LauncherByImage(ProcessLauncher(listener, tasks), containers)
     stack.push_async_callback(launcher.close)
     fetcher = FetcherClient(settings.cache_dir, tasks)
     stack.push_async_callback(fetcher.close)

@@ -111,7 +111,8 @@ def worker_spec(store: Store, record: RevisionRecord, cache: Path) -> WorkerSpec
         manifest=folder.parent / MANIFEST_FILE if snapshot is not None else None,
         source=record.snapshot_url or "", cache=cache if record.snapshot_url else None,
         concurrency=settings.concurrency, threads=settings.threads or fair_threads(settings.scale.max),
-        env=settings.env, preload=heavy_imports(folder / recognise(folder, settings.handler).file),
+        image=settings.image or "", resources=settings.resources, env=settings.env,
+        preload=heavy_imports(folder / recognise(folder, settings.handler).file),
     )  # fmt: skip
 
 

@@ -92,3 +92,18 @@ class Launcher(Protocol):
 
     async def close(self) -> None:
         """End all launched processes and wait until they have ended. Later launches raise LauncherError."""
+
+
+class LauncherByImage:
+    """Launches functions that have an image in containers, and all others as processes."""
+
+    def __init__(self, processes: Launcher, containers: Launcher) -> None:
+        self._processes, self._containers = processes, containers
+
+    async def launch(self, spec: WorkerSpec, logs: LogBook, on_death: Callable[[], None]) -> WorkerSource:
+        launcher = self._containers if spec.image else self._processes
+        return await launcher.launch(spec, logs, on_death)
+
+    async def close(self) -> None:
+        await self._containers.close()
+        await self._processes.close()

@@ -14,11 +14,10 @@ from ...errors import LauncherError
 from ..link.worker_spec import WorkerSpec
 from ..telemetry.logs import LogBook
 from .listener import Listener
-from .zygote_process import ChildProcess, ZygoteProcess
+from .zygote_process import ChildProcess, ZygoteProcess, ZygoteSource
 
 # How long a base may take to start. Importing large packages from a disk that is not cached is slow.
 BASE_TIMEOUT_S = 300.0
-BUILD_TIMEOUT_S = 600.0
 # The variables of the gateway's environment that functions inherit. Credentials are not among them.
 INHERITED = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "TZ", "LANG", "LANGUAGE", "VIRTUAL_ENV",
              "LD_LIBRARY_PATH")  # fmt: skip
@@ -27,37 +26,6 @@ SECRET_ENDINGS = ("_TOKEN", "_KEY", "_SECRET", "_PASSWORD")
 # These stop libraries from starting thread pools at import: a zygote must not have them. In workers,
 # `fork_safety.set_threads` raises the thread counts of torch and BLAS again.
 SINGLE_THREADED = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-
-
-class ProcessSource:
-    """Forks a revision's workers from its zygote. If the zygote has threads, the base spawns them instead."""
-
-    def __init__(
-        self, zygote: ZygoteProcess, base: ZygoteProcess, spec: WorkerSpec, facts: dict[str, Any],
-        spawn_reason: str,
-    ) -> None:  # fmt: skip
-        self.facts, self.spawn_reason = facts, spawn_reason
-        self._zygote, self._base, self._spec = zygote, base, spec
-
-    @property
-    def alive(self) -> bool:
-        return self._base.alive if self.spawn_reason else self._zygote.alive
-
-    @property
-    def zygote_pid(self) -> int | None:
-        return None if self.spawn_reason else self._zygote.child.pid
-
-    async def fork(self, name: str, logs: LogBook) -> ChildProcess:
-        if self.spawn_reason:
-            return await self._base.fork("solo", name, logs, self._spec)
-        return await self._zygote.fork("worker", name, logs)
-
-    def close(self) -> None:
-        self._zygote.close()
-
-    async def wait_closed(self, timeout_s: float) -> None:
-        self._zygote.child.kill_after(timeout_s)
-        await self._zygote.child.gone.wait()
 
 
 class ProcessLauncher:
@@ -70,24 +38,9 @@ class ProcessLauncher:
         self._processes: set[asyncio.subprocess.Process] = set()
         self._closed = False
 
-    async def launch(self, spec: WorkerSpec, logs: LogBook, on_death: Callable[[], None]) -> ProcessSource:
+    async def launch(self, spec: WorkerSpec, logs: LogBook, on_death: Callable[[], None]) -> ZygoteSource:
         base = await self._base(spec)
-        child = await base.fork("zygote", "zygote", logs, spec)
-        zygote = ZygoteProcess(child, self._listener, on_death)
-        try:
-            head = await zygote.wait_built(BUILD_TIMEOUT_S)
-        except BaseException:
-            # The build failed or the deploy was cancelled. The process may be running user code and not
-            # notice that its link is closed, so kill it.
-            zygote.close()
-            child.kill()
-            raise
-        reason = ""
-        if head["threads"] != 1:
-            zygote.close()
-            reason = f"{head['thread_source']} started threads, which no fork survives"
-            logs.write("zygote", f"workers are spawned, not forked, and each imports for itself: {reason}")
-        return ProcessSource(zygote, base, spec, head["facts"], reason)
+        return await base.launch(spec, logs, on_death)
 
     async def close(self) -> None:
         self._closed = True

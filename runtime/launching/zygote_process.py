@@ -18,6 +18,7 @@ from .launcher import Child
 from .listener import Listener
 
 FORK_TIMEOUT_S = 60.0
+BUILD_TIMEOUT_S = 600.0
 
 
 class ChildProcess(Child):
@@ -55,26 +56,25 @@ class ChildProcess(Child):
 class ZygoteProcess:
     """The process of a zygote, or of a base, from which zygotes are forked."""
 
-    def __init__(
-        self, child: ChildProcess, listener: Listener, on_death: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, child: Child, listener: Listener, on_death: Callable[[], None] | None = None) -> None:
         self.child, self._listener, self._on_death = child, listener, on_death
         self._built: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._forking: dict[str, asyncio.Future[ChildProcess]] = {}
+        self._forking: dict[str, asyncio.Future[Child]] = {}
+        # The pids are those that the zygote sees: in a container they differ from the machine's.
         self._token_of: dict[int, str] = {}
-        self._children: dict[int, ChildProcess] = {}
+        self._children: dict[str, Child] = {}
         child.link.bind(self._on_frame, self._on_lost)
 
     @property
     def alive(self) -> bool:
         return not self.child.link.closed
 
-    async def fork(self, role: str, name: str, logs: LogBook, spec: WorkerSpec | None = None) -> ChildProcess:
+    async def fork(self, role: str, name: str, logs: LogBook, spec: WorkerSpec | None = None) -> Child:
         """Return a new child once it has connected. Raise LauncherError if it dies before or is too slow."""
-        future: asyncio.Future[ChildProcess] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Child] = asyncio.get_running_loop().create_future()
 
         def on_link(link: Link, pid: int) -> None:
-            self._children[pid] = child = ChildProcess(link, pid, name)
+            self._children[token] = child = self._make_child(link, pid, name, token)
             if future.done():
                 # The caller of `fork` timed out or was cancelled.
                 link.close()
@@ -95,6 +95,42 @@ class ZygoteProcess:
         finally:
             self._forking.pop(token, None)
             self._listener.forget(token)
+
+    def kill(self, token: str) -> None:
+        """Ask the zygote to kill the child that was forked with `token`."""
+        for pid, of in self._token_of.items():
+            if of == token:
+                self.child.link.send_json(FrameKind.KILL, 0, {"pid": pid})
+
+    def _make_child(self, link: Link, pid: int, name: str, _token: str) -> Child:
+        return ChildProcess(link, pid, name)
+
+    async def launch(self, spec: WorkerSpec, logs: LogBook, on_death: Callable[[], None]) -> ZygoteSource:
+        """Fork the zygote of a revision from this base, as `Launcher.launch` describes."""
+        child = await self.fork("zygote", "zygote", logs, spec)
+        zygote = self._make_zygote(child, on_death)
+        try:
+            head = await zygote.wait_built(BUILD_TIMEOUT_S)
+        except BaseException:
+            # The build failed or the deploy was cancelled. The process may be running user code and not
+            # notice that its link is closed, so kill it.
+            zygote.close()
+            child.kill()
+            raise
+        reason = ""
+        if head["threads"] != 1:
+            zygote.close()
+            reason = f"{head['thread_source']} started threads, which no fork survives"
+            logs.write("zygote", f"workers are spawned, not forked, and each imports for itself: {reason}")
+        return self._make_source(zygote, spec, head["facts"], reason)
+
+    def _make_zygote(self, child: Child, on_death: Callable[[], None]) -> ZygoteProcess:
+        return ZygoteProcess(child, self._listener, on_death)
+
+    def _make_source(
+        self, zygote: ZygoteProcess, spec: WorkerSpec, facts: dict[str, Any], reason: str
+    ) -> ZygoteSource:
+        return ZygoteSource(zygote, self, spec, facts, reason)
 
     async def wait_built(self, timeout_s: float) -> dict[str, Any]:
         """Return the head of the BUILT frame. Raise the build's HandlerError, or LauncherError."""
@@ -129,10 +165,10 @@ class ZygoteProcess:
 
     def _child_ended(self, pid: int, code: int) -> None:
         token = self._token_of.pop(pid, "")
-        if token in self._forking and pid not in self._children:
+        if token in self._forking and token not in self._children:
             # The HELLO and the output that it sent before its death may still be unread.
             self._listener.settle()
-        if (child := self._children.pop(pid, None)) is not None:
+        if (child := self._children.pop(token, None)) is not None:
             child.report_exit(code)
         else:
             self._fail_fork(token, f"A child of {self.child.name} died before it dialled in ({code}).")
@@ -158,3 +194,34 @@ class ZygoteProcess:
         if not self._built.cancelled():
             # Retrieve the exception: otherwise asyncio logs an error if `wait_built` is never called.
             self._built.exception()
+
+
+class ZygoteSource:
+    """Forks a revision's workers from its zygote. If the zygote has threads, the base spawns them instead."""
+
+    def __init__(
+        self, zygote: ZygoteProcess, base: ZygoteProcess, spec: WorkerSpec, facts: dict[str, Any],
+        spawn_reason: str,
+    ) -> None:  # fmt: skip
+        self.facts, self.spawn_reason = facts, spawn_reason
+        self._zygote, self._base, self._spec = zygote, base, spec
+
+    @property
+    def alive(self) -> bool:
+        return self._base.alive if self.spawn_reason else self._zygote.alive
+
+    @property
+    def zygote_pid(self) -> int | None:
+        return None if self.spawn_reason else self._zygote.child.pid
+
+    async def fork(self, name: str, logs: LogBook) -> Child:
+        if self.spawn_reason:
+            return await self._base.fork("solo", name, logs, self._spec)
+        return await self._zygote.fork("worker", name, logs)
+
+    def close(self) -> None:
+        self._zygote.close()
+
+    async def wait_closed(self, timeout_s: float) -> None:
+        self._zygote.child.kill_after(timeout_s)
+        await self._zygote.child.gone.wait()

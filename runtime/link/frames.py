@@ -64,6 +64,8 @@ class FrameKind(enum.IntEnum):
     PRIMED = 20
     # Up, from a zygote: the operating system refused to fork.
     UNFORKED = 21
+    # Down, to a zygote: kill the child with the pid in the head.
+    KILL = 23
     # Up: the progress of an invocation, as JSON in the payload. It replaces earlier progress.
     PROGRESS = 22
 

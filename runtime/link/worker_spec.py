@@ -6,6 +6,10 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from ..settings.function_settings import Resources
+
+REQUEST_VARIABLE = "PILOTFLAME_ZYGOTE"
+"""The environment variable of a container with the request to its first process, as JSON."""
 WEIGHTS_TIMEOUT_S = 3600.0
 """How long a worker waits until all of its weights have arrived."""
 
@@ -30,6 +34,9 @@ class WorkerSpec(BaseModel):
     threads: int | None = None
     env: dict[str, str] = {}
     preload: tuple[str, ...] = ()
+    image: str = ""
+    """The container image that the function runs in; empty if it runs in processes of the gateway's machine."""
+    resources: Resources = Resources()
 
     @property
     def label(self) -> str:

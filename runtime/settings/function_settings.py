@@ -74,6 +74,22 @@ class Scale(BaseModel, frozen=True, extra="forbid", strict=True):
         return self
 
 
+class Resources(BaseModel, frozen=True, extra="forbid", strict=True):
+    """What all workers of a function on one node may use together. It needs a container (`image`)."""
+
+    memory_mb: int | None = Field(
+        None, ge=16, le=16 << 20, description="Memory in MiB, without shared weights."
+    )
+    cpus: float | None = Field(None, gt=0, le=1024, description="Processors, as 0.5 or 2.")
+    pids: int = Field(1024, ge=16, le=1 << 22, description="Processes and threads at most.")
+    tmp_mb: int = Field(
+        1024, ge=1, le=1 << 20, description="Size of /tmp in MiB; the other files are read-only."
+    )
+    network: Literal["none", "bridge", "host"] = Field(
+        "none", description="The network that the handler may use; none: only its gateway can be reached."
+    )
+
+
 def _handler_problem(handler: str) -> str | None:
     dialect, _, rest = handler.partition(":")
     file, colon, callable_name = (rest if dialect in recognise.DIALECTS else handler).partition(":")
@@ -137,6 +153,13 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     max_body_bytes: int = Field(20 * _MIB, ge=1, description="Largest request body.")
     env: Annotated[dict[str, str], checked(_env_problem)] = Field({}, description="The workers' environment.")
     scale: Scale = Field(default_factory=Scale, description="How many workers there are.")
+    image: str | None = Field(
+        None,
+        min_length=1,
+        max_length=512,
+        description="Container image that the function runs in, with pilotflame.",
+    )
+    resources: Resources = Field(default_factory=Resources, description="Limits of the function's container.")
     source: Annotated[tuple[EventSource, ...], Strict(False)] = Field(
         (), max_length=100, description="Queues whose messages are run as jobs: tables, [[source]]."
     )

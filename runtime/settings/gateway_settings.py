@@ -35,6 +35,11 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
         default_factory=lambda: _xdg(os.environ, "XDG_CACHE_HOME", ".cache") / "pilotflame" / "snapshots",
         description="Folder of the node's cache of fetched snapshots.",
     )
+    engine: str | None = Field(
+        None,
+        pattern=r"^(unix|tcp|http|https)://.",
+        description="URL of docker's or podman's socket; found if not set.",
+    )
     auth: Literal["auto", "always"] = Field(
         "auto",
         description="Whether callers need an API key: auto, if other machines can reach the gateway or a key was made;"

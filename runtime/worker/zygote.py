@@ -27,7 +27,7 @@ from setproctitle import setproctitle
 from ...errors import PilotflameError
 from ..link.connection import BlockingLink, dial
 from ..link.frames import FrameKind
-from ..link.worker_spec import WorkerSpec
+from ..link.worker_spec import REQUEST_VARIABLE, WorkerSpec
 from . import fork_safety
 from .function_setup import Built, build
 from .worker import Worker
@@ -57,6 +57,7 @@ class Zygote:
     def __init__(self, ticket: Ticket) -> None:
         self._ticket = ticket
         self._wake_read, self._wake_write = socket.socketpair()
+        self._children: set[int] = set()
 
     def run(self) -> Role | None:
         self._watch_children()
@@ -92,6 +93,8 @@ class Zygote:
                 if frames is None:
                     return None
                 for frame in frames:
+                    if frame.kind == FrameKind.KILL:
+                        self._kill(frame.json()["pid"])
                     if frame.kind == FrameKind.FORK and (role := self._fork(link, frame.json())) is not None:
                         return role
 
@@ -104,8 +107,14 @@ class Zygote:
                 if pid == 0:
                     return
                 # OSError: the gateway has ended, which `_serve` notices at its next read.
+                self._children.discard(pid)
                 with contextlib.suppress(OSError):
                     link.send(FrameKind.EXITED, {"pid": pid, "code": os.waitstatus_to_exitcode(status)})
+
+    def _kill(self, pid: int) -> None:
+        # Until it is reaped here, the pid of a child is not given to another process.
+        if pid in self._children:
+            os.kill(pid, signal.SIGKILL)
 
     def _fork(self, link: BlockingLink, request: dict[str, Any]) -> Role | None:
         parent = os.getpid()
@@ -116,6 +125,7 @@ class Zygote:
             link.send(FrameKind.UNFORKED, {"token": request["token"], "why": str(error)})
             return None
         if pid != 0:
+            self._children.add(pid)
             link.send(FrameKind.FORKED, {"token": request["token"], "pid": pid})
             return None
         fork_safety.detach(parent)
@@ -222,8 +232,13 @@ def redirect_output(ticket: Ticket) -> None:
 
 
 def main() -> None:
-    """Run `python -m pilotflame.runtime.worker.zygote base|solo`. Standard input is the request as JSON."""
-    kind, request = sys.argv[1], json.load(sys.stdin)
+    """Run `python -m pilotflame.runtime.worker.zygote base|solo`.
+
+    The request is JSON: the environment variable REQUEST_VARIABLE, which containers are given, or else
+    standard input.
+    """
+    kind, given = sys.argv[1], os.environ.pop(REQUEST_VARIABLE, None)
+    request = json.loads(given) if given is not None else json.load(sys.stdin)
     # uvloop leaves a copy of the gateway's standard error open in its children.
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123

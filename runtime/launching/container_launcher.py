@@ -1,0 +1,336 @@
+"""Launches functions in containers, through the Docker Engine API of docker or podman.
+
+Each revision has one container. Its first process is a base, and the zygote and the workers are forked in it.
+They connect to the gateway's link socket, which is mounted into the container. So a container needs no
+network, and a cold start from a running zygote costs no more than without a container.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...errors import LauncherError
+from ..link.connection import Link
+from ..link.worker_spec import REQUEST_VARIABLE, WorkerSpec
+from ..telemetry.logs import LogBook
+from .launcher import Child
+from .listener import Listener
+from .process_launcher import SINGLE_THREADED
+from .zygote_process import ZygoteProcess, ZygoteSource
+
+if TYPE_CHECKING:
+    import aiodocker
+    from aiodocker.containers import DockerContainer
+
+START_TIMEOUT_S = 300.0
+REMOVE_TIMEOUT_S = 30.0
+EXIT_TIMEOUT_S = 5.0
+ENGINE_TIMEOUT_S = 60.0
+GATEWAY_LABEL = "pilotflame.gateway"
+COMMAND = ("python", "-m", "pilotflame.runtime.worker.zygote", "base")
+SOCKETS = ("/var/run/docker.sock", "/run/podman/podman.sock")
+OPEN_FILES = 4096
+_MIB = 1 << 20
+_LAST_LINES = 20
+
+
+def find_engine(environ: dict[str, str] | os._Environ[str] = os.environ) -> str | None:
+    """Return the URL of the engine's socket: DOCKER_HOST, or the socket of docker or podman that exists."""
+    if url := environ.get("DOCKER_HOST"):
+        return url
+    runtime = environ.get("XDG_RUNTIME_DIR")
+    own = (f"{runtime}/docker.sock", f"{runtime}/podman/podman.sock") if runtime else ()
+    return next((f"unix://{path}" for path in (*own, *SOCKETS) if Path(path).is_socket()), None)
+
+
+class ContainerChild(Child):
+    """A process in a container. Its parent kills it, and reports its end."""
+
+    def __init__(self, link: Link, pid: int, name: str, kill: Callable[[], None]) -> None:
+        super().__init__(link, pid, name)
+        self._kill = kill
+
+    def kill(self) -> None:
+        self._kill()
+
+    def report_exit(self, code: int | None) -> None:
+        super().report_exit(code)
+        self.ended()
+
+
+class ContainerZygote(ZygoteProcess):
+    """The process of a base or a zygote in a container."""
+
+    def _make_child(self, link: Link, pid: int, name: str, token: str) -> Child:
+        return ContainerChild(link, pid, name, lambda: self.kill(token))
+
+
+class ContainerBase(ContainerZygote):
+    """The first process of a container. Closing it removes the container."""
+
+    def __init__(self, child: Child, listener: Listener, remove: Callable[[], None]) -> None:
+        super().__init__(child, listener, remove)
+        self._remove = remove
+
+    def close(self) -> None:
+        super().close()
+        self._remove()
+
+    def _make_zygote(self, child: Child, on_death: Callable[[], None]) -> ZygoteProcess:
+        return ContainerZygote(child, self._listener, on_death)
+
+    def _make_source(
+        self, zygote: ZygoteProcess, spec: WorkerSpec, facts: dict[str, Any], reason: str
+    ) -> ZygoteSource:
+        return ContainerSource(zygote, self, spec, facts, reason)
+
+
+class ContainerSource(ZygoteSource):
+    """Forks a revision's workers from its zygote. Closing it removes the container."""
+
+    def close(self) -> None:
+        super().close()
+        self._base.close()
+
+    async def wait_closed(self, timeout_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._base.child.gone.wait()
+
+
+class ContainerLauncher:
+    """Runs one container for each revision that has an image."""
+
+    def __init__(
+        self,
+        url: str | None,
+        listener: Listener,
+        tasks: asyncio.TaskGroup,
+        gateway: str,
+        log: Callable[[str], None],
+    ) -> None:
+        """`url` is the socket of the engine. `gateway` identifies the containers of this gateway."""
+        self._log = log
+        self._url, self._listener, self._tasks, self._gateway = url, listener, tasks, gateway
+        self._engine: aiodocker.Docker | None = None
+        self._user = ""
+        self._bases: dict[str, ContainerBase] = {}
+        self._containers: dict[str, DockerContainer] = {}
+        # The first process of each container, once it has connected.
+        self._first: dict[str, ContainerChild] = {}
+        self._starting: dict[str, asyncio.Lock] = {}
+        self._removing: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    async def launch(self, spec: WorkerSpec, logs: LogBook, on_death: Callable[[], None]) -> ZygoteSource:
+        """Launch the zygote of `spec` in its container. Raise HandlerError or LauncherError."""
+        async with self._starting.setdefault(spec.label, asyncio.Lock()):
+            base = self._bases.get(spec.label)
+            if base is None or not base.alive:
+                base = self._bases[spec.label] = await self._start_base(spec, logs)
+        try:
+            return await base.launch(spec, logs, on_death)
+        except BaseException:
+            base.close()
+            raise
+
+    async def close(self) -> None:
+        """Remove all containers of this gateway."""
+        self._closed = True
+        for base in self._bases.values():
+            base.close()
+        await asyncio.gather(*(self._remove(name) for name in list(self._containers)))
+        if self._removing:
+            await asyncio.wait(self._removing, timeout=REMOVE_TIMEOUT_S)
+        if self._engine is not None:
+            await self._engine.close()
+
+    # -- the engine
+
+    async def _connect(self) -> aiodocker.Docker:
+        """Return the client of the engine. The first call removes containers that a killed gateway left."""
+        if self._closed:
+            raise LauncherError("The gateway is shutting down.")
+        if self._engine is not None:
+            return self._engine
+        try:
+            import aiodocker  # noqa: PLC0415  only functions with an image need it
+        except ImportError:
+            message = "Functions with an image need the package aiodocker, which is not installed."
+            raise LauncherError(message, remedy="pip install aiodocker") from None
+        if self._url is None:
+            raise LauncherError(
+                "No container engine was found.",
+                remedy="Install docker or podman, start its service, or set DOCKER_HOST to the URL of its socket.",
+            )
+        engine = aiodocker.Docker(url=self._url)
+        try:
+            async with _engine_errors(self._url):
+                info = await engine.system.info()
+                for container in await engine.containers.list(
+                    all=True, filters={"label": [f"{GATEWAY_LABEL}={self._gateway}"]}
+                ):
+                    await container.delete(force=True)
+        except BaseException:
+            await engine.close()
+            raise
+        # A rootless engine maps the user who runs it to root, and files of that user are mounted.
+        rootless = any("rootless" in option for option in info.get("SecurityOptions") or ())
+        self._user = "0:0" if rootless else f"{os.getuid()}:{os.getgid()}"
+        self._engine = engine
+        return engine
+
+    # -- containers
+
+    async def _start_base(self, spec: WorkerSpec, logs: LogBook) -> ContainerBase:
+        engine = await self._connect()
+        name = f"pilotflame-{spec.function}-{spec.revision.partition('-')[0]}-{secrets.token_hex(4)}"
+        dialled: asyncio.Future[ContainerChild] = asyncio.get_running_loop().create_future()
+        token = self._listener.expect(
+            "zygote", f"container {name}", LogBook(),
+            lambda link, pid: dialled.set_result(ContainerChild(link, pid, name, lambda: self._end(name))),
+        )  # fmt: skip
+        try:
+            async with _engine_errors(self._url), asyncio.timeout(ENGINE_TIMEOUT_S):
+                container = await engine.containers.create(self._configuration(spec, token), name=name)
+                self._containers[name] = container
+                await container.start()
+            child = self._first[name] = await self._wait_dialled(container, dialled, name)
+            base = ContainerBase(child, self._listener, lambda: self._end(name))
+            await base.wait_built(START_TIMEOUT_S)
+        except TimeoutError:
+            self._end(name)
+            raise LauncherError(
+                f"The container engine did not start {name} within {ENGINE_TIMEOUT_S:.0f} s."
+            ) from None
+        except BaseException:
+            self._end(name)
+            raise
+        finally:
+            self._listener.forget(token)
+        logs.write("gateway", f"container {name} runs {spec.image}")
+        return base
+
+    def _configuration(self, spec: WorkerSpec, token: str) -> dict[str, Any]:
+        """Return the body of the engine's request to create the container."""
+        limits = spec.resources
+        request = {"address": str(self._listener.path), "token": token, "preload": spec.preload}
+        environment = {
+            **SINGLE_THREADED,
+            "PYTHONUNBUFFERED": "",
+            "HOME": "/tmp",
+            REQUEST_VARIABLE: json.dumps(request),
+        }
+        host: dict[str, Any] = {
+            "Binds": [f"{self._listener.path}:{self._listener.path}", *_read_only(spec)],
+            "NetworkMode": limits.network, "ReadonlyRootfs": True, "CapDrop": ["ALL"],
+            "SecurityOpt": ["no-new-privileges"], "PidsLimit": limits.pids,
+            "Tmpfs": {"/tmp": f"rw,nosuid,nodev,size={limits.tmp_mb * _MIB}"}, "Ulimits": list(_limits(limits.pids)),
+        }  # fmt: skip
+        if limits.memory_mb is not None:
+            host |= {"Memory": limits.memory_mb * _MIB, "MemorySwap": limits.memory_mb * _MIB}
+        if limits.cpus is not None:
+            host["NanoCpus"] = int(limits.cpus * 1e9)
+        labels = {
+            GATEWAY_LABEL: self._gateway,
+            "pilotflame.function": spec.function,
+            "pilotflame.revision": spec.revision,
+        }
+        return {
+            "Image": spec.image, "Entrypoint": [], "Cmd": list(COMMAND), "User": self._user, "WorkingDir": "/",
+            "Env": [f"{key}={value}" for key, value in environment.items()], "Labels": labels, "HostConfig": host,
+        }  # fmt: skip
+
+    async def _wait_dialled(
+        self, container: DockerContainer, dialled: asyncio.Future[ContainerChild], name: str
+    ) -> ContainerChild:
+        """Return the container's first process once it has connected. Raise LauncherError if it ends before."""
+        ended = asyncio.ensure_future(container.wait())
+        try:
+            waited: set[asyncio.Future[Any]] = {ended, dialled}
+            await asyncio.wait(waited, timeout=START_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+            if dialled.done():
+                return dialled.result()
+            if not ended.done():
+                raise LauncherError(f"{name} did not connect within {START_TIMEOUT_S:.0f} s.")
+            async with _engine_errors(self._url):
+                code, lines = (
+                    ended.result()["StatusCode"],
+                    await container.log(stdout=True, stderr=True, tail=_LAST_LINES),
+                )
+            raise LauncherError(
+                f"The container of image {container.id[:12]} ended with code {code} before it was ready: {''.join(lines)[-2000:].strip()}",
+                remedy="The image must have a `python` with pilotflame; `pilotflame build` makes one.",
+            )
+        finally:
+            ended.cancel()
+
+    def _end(self, name: str) -> None:
+        """Remove a container in the background: it has ended, or is to be killed."""
+        if name in self._containers:
+            task = self._tasks.create_task(self._remove(name))
+            self._removing.add(task)
+            task.add_done_callback(self._removing.discard)
+
+    async def _remove(self, name: str) -> None:
+        container = self._containers.pop(name, None)
+        if container is None:
+            return
+        first = self._first.pop(name, None)
+        try:
+            async with _engine_errors(self._url), asyncio.timeout(REMOVE_TIMEOUT_S):
+                if first is not None and first.link.closed:
+                    # Its first process ends by itself. An engine may fail to kill what is just ending.
+                    with contextlib.suppress(TimeoutError):
+                        await container.wait(timeout=EXIT_TIMEOUT_S)
+                await container.delete(force=True)
+        except (LauncherError, TimeoutError) as error:
+            # The next gateway with this state folder removes what is left.
+            self._log(f"container {name} could not be removed: {error}")
+        finally:
+            if first is not None:
+                first.report_exit(None)
+
+
+@contextlib.asynccontextmanager
+async def _engine_errors(url: str | None) -> AsyncIterator[None]:
+    """Raise LauncherError for errors of the engine and of the connection to it."""
+    import aiodocker  # noqa: PLC0415
+    import aiohttp  # noqa: PLC0415
+
+    try:
+        yield
+    except aiodocker.exceptions.DockerError as error:
+        remedy = (
+            "Pull or build the image on this node." if error.status == 404 else "See the log of the engine."
+        )
+        raise LauncherError(f"The container engine refused: {error.message}.", remedy=remedy) from error
+    except (aiohttp.ClientError, OSError) as error:
+        raise LauncherError(
+            f"The container engine at {url} cannot be reached: {error}.", remedy="Start its service."
+        ) from error
+
+
+def _read_only(spec: WorkerSpec) -> Iterator[str]:
+    """Yield the mounts of what the function reads: its code, and the weights and their manifest."""
+    for path in {spec.code, spec.snapshot, spec.manifest, spec.cache} - {None}:
+        yield f"{path}:{path}:ro"
+
+
+def _limits(pids: int) -> Iterator[dict[str, Any]]:
+    """Yield the limits of each process. An engine may be unable to set higher ones than the gateway has."""
+    for name, number, wanted in (
+        ("nofile", resource.RLIMIT_NOFILE, OPEN_FILES),
+        ("nproc", resource.RLIMIT_NPROC, pids),
+    ):
+        _, most = resource.getrlimit(number)
+        value = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
+        yield {"Name": name, "Soft": value, "Hard": value}
