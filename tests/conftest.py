@@ -16,6 +16,7 @@ import hypothesis
 import pytest
 import pytest_asyncio
 import uvloop
+from containers import REQUIRED as CONTAINERS_REQUIRED
 from live import Function, Gate, Gateway, gateway_here, short_folder
 from pilotflame.snapshot.caching.memory import unmount
 
@@ -24,6 +25,10 @@ hypothesis.settings.register_profile(
     "house", max_examples=int(os.environ.get("PILOTFLAME_TEST_EXAMPLES", "50"))
 )
 hypothesis.settings.load_profile("house")
+
+
+def pytest_report_header() -> str:
+    return f"containers: {'required' if CONTAINERS_REQUIRED else 'skipped where podman is missing'}"
 
 
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:

@@ -13,12 +13,14 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import click
 import psutil
 
+from ..launching.container_launcher import find_engine
 from ..settings.gateway_settings import GatewaySettings
 from . import display, exit_codes, options
 
@@ -83,6 +85,7 @@ def examine(settings: GatewaySettings) -> Iterator[Check]:
     yield _page_cache()
     yield from _packages()
     yield _torch()
+    yield _containers(settings)
 
 
 def _noted(name: str, found: str, remedy: str) -> Check:
@@ -205,3 +208,12 @@ def _torch() -> Check:
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     found = f"{torch.__version__}, {torch.get_num_threads()} threads, {devices} GPUs"
     return Check("torch", "ok", found)
+
+
+def _containers(settings: GatewaySettings) -> Check:
+    engine, remedy = settings.engine or find_engine(), ""
+    if engine is None:
+        remedy = "Functions with an image cannot run. Install docker or podman, and start its service."
+    elif find_spec("aiodocker") is None:
+        remedy = "Functions with an image cannot run: pip install aiodocker"
+    return _noted("container engine", engine or "none", remedy)

@@ -76,7 +76,7 @@ def prepare(store: Store, environments: Path, request: Deployment, log: Log) -> 
             )
         if request.path is not None:
             code.copy_folder(folder, staged_code, exclude=snapshot)
-        environment = _environment(staged_code, environments, request, log)
+        environment = _environment(staged_code, environments, settings, request, log)
         fields = _fields(staged, settings, snapshot, environment, log)
         undo.pop_all()
     return staged, fields
@@ -111,7 +111,7 @@ def worker_spec(store: Store, record: RevisionRecord, cache: Path) -> WorkerSpec
         manifest=folder.parent / MANIFEST_FILE if snapshot is not None else None,
         source=record.snapshot_url or "", cache=cache if record.snapshot_url else None,
         concurrency=settings.concurrency, threads=settings.threads or fair_threads(settings.scale.max),
-        image=settings.image or "", resources=settings.resources, env=settings.env,
+        image=settings.image.name or "", resources=settings.resources, env=settings.env,
         preload=heavy_imports(folder / recognise(folder, settings.handler).file),
     )  # fmt: skip
 
@@ -151,16 +151,19 @@ def _source_folder(request: Deployment, staged_code: Path) -> Path:
     return request.path
 
 
-def _environment(code_folder: Path, environments: Path, request: Deployment, log: Log) -> tuple[Path, str]:
+def _environment(
+    code_folder: Path, environments: Path, settings: FunctionSettings, request: Deployment, log: Log
+) -> tuple[Path, str]:
     """Return the path of the Python that runs the function, and the digest of its requirements.
 
-    Raise RequirementsError if they are not met and are not to be installed, or if their installation fails.
+    If the function has an image, that must hold them. Raise RequirementsError if they are not met and are not to be installed, or if their installation fails.
     """
     file = code_folder / REQUIREMENTS_FILE
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
     digest = requirements.requirements_digest(text)
     try:
-        requirements.check_requirements(text)
+        if settings.image.name is None:
+            requirements.check_requirements(text)
     except RequirementsError:
         if not request.install:
             raise

@@ -14,6 +14,7 @@ import os
 import resource
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator
+from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,10 @@ GATEWAY_LABEL = "pilotflame.gateway"
 COMMAND = ("python", "-m", "pilotflame.runtime.worker.zygote", "base")
 SOCKETS = ("/var/run/docker.sock", "/run/podman/podman.sock")
 OPEN_FILES = 4096
+# The only folder of a container that can be written to.
+TMP = "/tmp"  # noqa: S108
+# aiodocker uses this status if it cannot connect.
+UNREACHABLE = 900
 _MIB = 1 << 20
 _LAST_LINES = 20
 
@@ -226,14 +231,14 @@ class ContainerLauncher:
         environment = {
             **SINGLE_THREADED,
             "PYTHONUNBUFFERED": "",
-            "HOME": "/tmp",
+            "HOME": TMP,
             REQUEST_VARIABLE: json.dumps(request),
         }
         host: dict[str, Any] = {
             "Binds": [f"{self._listener.path}:{self._listener.path}", *_read_only(spec)],
             "NetworkMode": limits.network, "ReadonlyRootfs": True, "CapDrop": ["ALL"],
             "SecurityOpt": ["no-new-privileges"], "PidsLimit": limits.pids,
-            "Tmpfs": {"/tmp": f"rw,nosuid,nodev,size={limits.tmp_mb * _MIB}"}, "Ulimits": list(_limits(limits.pids)),
+            "Tmpfs": {TMP: f"rw,nosuid,nodev,size={limits.tmp_mb * _MIB}"}, "Ulimits": list(_limits(limits.pids)),
         }  # fmt: skip
         if limits.memory_mb is not None:
             host |= {"Memory": limits.memory_mb * _MIB, "MemorySwap": limits.memory_mb * _MIB}
@@ -309,14 +314,17 @@ async def _engine_errors(url: str | None) -> AsyncIterator[None]:
     try:
         yield
     except aiodocker.exceptions.DockerError as error:
-        remedy = (
-            "Pull or build the image on this node." if error.status == 404 else "See the log of the engine."
-        )
-        raise LauncherError(f"The container engine refused: {error.message}.", remedy=remedy) from error
-    except (aiohttp.ClientError, OSError) as error:
-        raise LauncherError(
-            f"The container engine at {url} cannot be reached: {error}.", remedy="Start its service."
-        ) from error
+        if error.status == UNREACHABLE:
+            message, remedy = f"The container engine at {url} cannot be reached.", "Start its service."
+        elif error.status == HTTPStatus.NOT_FOUND:
+            message = f"The container engine does not have it: {error.message}."
+            remedy = "Build or pull the image on this node."
+        else:
+            message, remedy = f"The container engine refused: {error.message}.", "See the engine's log."
+        raise LauncherError(message, remedy=remedy) from error
+    except aiohttp.ClientError as error:
+        message = f"The container engine at {url} ended the connection: {error}."
+        raise LauncherError(message, remedy="See the engine's log.") from error
 
 
 def _read_only(spec: WorkerSpec) -> Iterator[str]:

@@ -74,6 +74,16 @@ class Scale(BaseModel, frozen=True, extra="forbid", strict=True):
         return self
 
 
+class Image(BaseModel, frozen=True, extra="forbid", strict=True):
+    """The container image that a function runs in. Without a name, it runs in processes of the gateway's machine."""
+
+    name: str | None = Field(
+        None,
+        pattern=r"^[^\s-]\S{0,511}$",
+        description="Image with pilotflame and the function's requirements.",
+    )
+
+
 class Resources(BaseModel, frozen=True, extra="forbid", strict=True):
     """What all workers of a function on one node may use together. It needs a container (`image`)."""
 
@@ -153,16 +163,19 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     max_body_bytes: int = Field(20 * _MIB, ge=1, description="Largest request body.")
     env: Annotated[dict[str, str], checked(_env_problem)] = Field({}, description="The workers' environment.")
     scale: Scale = Field(default_factory=Scale, description="How many workers there are.")
-    image: str | None = Field(
-        None,
-        min_length=1,
-        max_length=512,
-        description="Container image that the function runs in, with pilotflame.",
-    )
+    image: Image = Field(default_factory=Image, description="The container that it runs in, if any.")
     resources: Resources = Field(default_factory=Resources, description="Limits of the function's container.")
     source: Annotated[tuple[EventSource, ...], Strict(False)] = Field(
         (), max_length=100, description="Queues whose messages are run as jobs: tables, [[source]]."
     )
+
+    @model_validator(mode="after")
+    def _weights_of_container(self) -> Self:
+        if self.image.name is not None and self.snapshot_url is not None:
+            raise ValueError(
+                "with image.name, snapshot must be a folder or a file: containers cannot follow a fetch yet"
+            )
+        return self
 
     @property
     def snapshot_url(self) -> str | None:

@@ -14,6 +14,7 @@ from pilotflame.errors import SettingsError
 from pilotflame.runtime.settings.event_source import EventSource
 from pilotflame.runtime.settings.function_settings import (
     FunctionSettings,
+    Resources,
     Scale,
     check_name,
     read_settings,
@@ -237,6 +238,14 @@ _valid = st.builds(
         ),
         max_size=2,
     ).map(tuple),
+    resources=st.builds(
+        Resources,
+        memory_mb=st.none() | st.integers(16, 4096),
+        cpus=st.none() | st.floats(min_value=0.01, max_value=64),
+        pids=st.integers(16, 4096),
+        tmp_mb=st.integers(1, 4096),
+        network=st.sampled_from(["none", "bridge", "host"]),
+    ),
     scale=st.builds(
         Scale,
         min=st.integers(0, 8),
@@ -254,9 +263,11 @@ _valid = st.builds(
 )
 @given(wanted=_valid)
 def test_any_settings_survive_the_command_line(tmp_path: Path, wanted: FunctionSettings) -> None:
-    flat = {key: value for key, value in wanted.model_dump().items() if key not in ("env", "scale")}
-    flat |= {f"scale.{key}": value for key, value in wanted.scale.model_dump().items()}
-    flat |= {f"env.{key}": value for key, value in wanted.env.items()}
+    flat: dict[str, Any] = {}
+    for key, value in wanted.model_dump().items():
+        flat |= (
+            {f"{key}.{name}": of for name, of in value.items()} if isinstance(value, dict) else {key: value}
+        )
     assert read_settings(tmp_path, overrides={key: _text(value) for key, value in flat.items()}) == wanted
 
 

@@ -1,0 +1,265 @@
+"""Functions in containers: from zero and back, isolation, limits, and ends of every kind. Real podman, real images."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from containers import Engine, made_image, podman, require_podman, running_engine
+from live import Function, Gateway, failure, gateway_here, gateway_process, short_folder
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+
+HANDLER = """
+import os, socket, time
+def handler(event):
+    what = event.get("do")
+    if what == "write":
+        with open(event["path"], "wb") as file:
+            file.write(b"x" * event.get("bytes", 1))
+        return "written"
+    if what == "read":
+        return open(event["path"]).read()
+    if what == "connect":
+        socket.create_connection((event["host"], event["port"]), timeout=2).close()
+        return "connected"
+    if what == "eat":
+        return len(bytearray(b"x") * (event["mb"] << 20))
+    if what == "fork":
+        children = 0
+        try:
+            while children < 10_000:
+                if os.fork() == 0:
+                    time.sleep(1)
+                    os._exit(0)
+                children += 1
+        except OSError as error:
+            return {"children": children, "error": type(error).__name__}
+    if what == "die":
+        os._exit(3)
+    return {"pid": os.getpid(), "root": sorted(os.listdir("/")), "capabilities": capabilities(), "echo": event,
+            "code": os.path.dirname(__file__)}
+def capabilities():
+    return next(line.split()[1] for line in open("/proc/self/status") if line.startswith("CapEff"))
+"""
+STREAM = """
+def handler(event):
+    for number in range(event["count"]):
+        yield number
+"""
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    require_podman()
+    with short_folder() as folder, running_engine(folder) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def image(engine: Engine) -> str:
+    return made_image()
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def gateway(engine: Engine) -> AsyncIterator[Gateway]:
+    with short_folder() as folder:
+        async with gateway_here(folder / "state", engine=engine.url) as found:
+            yield found
+        assert containers(folder / "state") == []
+
+
+def containers(state: Path, *, every: bool = True) -> list[dict[str, Any]]:
+    """The containers of a gateway, as podman knows them."""
+    label = f"label=pilotflame.gateway={state}"
+    return list(
+        json.loads(podman("ps", *(["-a"] if every else []), "--filter", label, "--format", "json") or "[]")
+    )
+
+
+async def exception(function: Function, event: dict[str, Any]) -> str:
+    """The type of the exception that the handler raises for `event`."""
+    error = await function.error(event)
+    assert error["type"] == "handler_failed", error
+    found = re.search(r"\w+Error", error["message"])
+    assert found is not None, error
+    return found[0]
+
+
+async def deployed(gateway: Gateway, image: str, handler: str = HANDLER, **settings: Any) -> Function:
+    fixed = {"image.name": image, "scale.idle_timeout_s": 30} | settings
+    return await gateway.deploy(handler, fixed)
+
+
+async def test_from_zero_in_a_container_and_back(gateway: Gateway, image: str) -> None:
+    function = await deployed(gateway, image, **{"scale.idle_timeout_s": 0.2})
+    await function.settled(ready=0)
+    (container,) = [
+        found
+        for found in containers(gateway.state)
+        if found["Labels"]["pilotflame.function"] == function.name
+    ]
+    for _ in range(10):
+        response = await function.call({"n": 1})
+        assert response.status_code == 200, response.text
+        assert response.headers["X-Cold-Start"] == "true"
+        answer = response.json()
+        assert answer["echo"] == {"n": 1}
+        assert not {"home", "work", "opt"} & {*answer["root"]}
+        assert answer["pid"] < 1000
+        await function.settled(ready=0)
+    # One container served all of them.
+    assert [
+        found["Id"]
+        for found in containers(gateway.state)
+        if found["Labels"]["pilotflame.function"] == function.name
+    ] == [container["Id"]]
+    await gateway.client.delete(f"/v1/functions/{function.name}")
+    assert [
+        found
+        for found in containers(gateway.state)
+        if found["Labels"]["pilotflame.function"] == function.name
+    ] == []
+
+
+async def test_a_worker_has_no_rights(gateway: Gateway, image: str) -> None:
+    function = await deployed(gateway, image)
+    assert int((await function.answer({}))["capabilities"], 16) == 0
+    code = (await function.answer({}))["code"]
+    for path in ("/etc/passwd", f"{code}/x", "/usr/local/lib/x"):
+        assert await exception(function, {"do": "write", "path": path}) in {"OSError", "FileNotFoundError"}
+    assert await function.answer({"do": "write", "path": "/tmp/x", "bytes": 1000}) == "written"
+
+
+async def test_nothing_of_another_function_or_of_the_gateway_can_be_read(
+    gateway: Gateway, image: str
+) -> None:
+    other = await deployed(gateway, image, "SECRET = 'of another'\n" + HANDLER)
+    code = next((gateway.state / "functions").rglob("handler.py"))
+    assert code.exists()
+    function = await deployed(gateway, image)
+    paths = [
+        path for path in (gateway.state).rglob("*") if path.is_file() and function.name not in path.parts
+    ]
+    assert any(other.name in path.parts for path in paths)
+    for path in (*paths[:50], Path("/proc/1/root/etc/shadow"), gateway.state / "run" / "own.sock"):
+        assert await exception(function, {"do": "read", "path": str(path)}) in {
+            "FileNotFoundError", "PermissionError", "OSError", "NotADirectoryError",
+        }  # fmt: skip
+
+
+async def test_no_connection_without_a_grant(gateway: Gateway, image: str) -> None:
+    host, port = gateway.address
+    function = await deployed(gateway, image)
+    assert await exception(function, {"do": "connect", "host": host, "port": port}) in {
+        "ConnectionRefusedError",
+        "OSError",
+    }
+    granted = await deployed(gateway, image, **{"resources.network": "host"})
+    assert await granted.answer({"do": "connect", "host": host, "port": port}) == "connected"
+
+
+async def test_limits_of_memory_processes_and_disk(gateway: Gateway, image: str) -> None:
+    limits = {"resources.memory_mb": 160, "resources.pids": 64, "resources.tmp_mb": 8}
+    function = await deployed(gateway, image, **limits)
+    neighbour = await deployed(gateway, image)
+    assert await function.answer({"do": "write", "path": "/tmp/a", "bytes": 1 << 20}) == "written"
+    assert await exception(function, {"do": "write", "path": "/tmp/b", "bytes": 16 << 20}) == "OSError"
+    found = await function.answer({"do": "fork"})
+    assert found["error"] == "BlockingIOError"
+    assert found["children"] < 64
+    eaten = await function.call({"do": "eat", "mb": 400})
+    assert eaten.status_code == 500
+    assert failure(eaten)["type"] in {"worker_died", "handler_failed", "out_of_memory"}
+    assert (await neighbour.answer({"n": 2}))["echo"] == {"n": 2}
+    assert (await function.answer({"n": 3}))["echo"] == {"n": 3}
+
+
+async def test_a_dead_worker_is_replaced_and_its_end_is_told(gateway: Gateway, image: str) -> None:
+    function = await deployed(gateway, image)
+    error = await function.error({"do": "die"})
+    assert error["type"] == "worker_died"
+    assert "exit code 3" in error["message"]
+    assert (await function.answer({}))["echo"] == {}
+
+
+async def test_a_killed_container_is_replaced(gateway: Gateway, image: str) -> None:
+    function = await deployed(gateway, image)
+    assert (await function.answer({}))["echo"] == {}
+    (container,) = [
+        found
+        for found in containers(gateway.state)
+        if found["Labels"]["pilotflame.function"] == function.name
+    ]
+    podman("kill", container["Id"])
+    assert (await function.answer({"again": True}))["echo"] == {"again": True}
+    (other,) = [
+        found for found in containers(gateway.state, every=False)
+        if found["Labels"]["pilotflame.function"] == function.name
+    ]  # fmt: skip
+    assert other["Id"] != container["Id"]
+
+
+async def test_streams_and_three_workers(gateway: Gateway, image: str) -> None:
+    function = await deployed(gateway, image, STREAM, **{"scale.max": 3})
+    response = await function.call({"count": 5})
+    assert response.text.count("data:") >= 5
+    await gateway.client.post(f"/v2/{function.name}/warmup", params={"workers": "3"})
+    await function.settled(ready=3)
+
+
+async def test_the_engine_is_restarted_meanwhile(gateway: Gateway, image: str, engine: Engine) -> None:
+    function = await deployed(gateway, image, **{"scale.idle_timeout_s": 0.2})
+    engine.stop()
+    assert (await function.answer({"n": 1}))["echo"] == {"n": 1}
+    await function.settled(ready=0)
+    assert (await function.answer({"n": 2}))["echo"] == {"n": 2}
+    engine.start()
+    await gateway.client.delete(f"/v1/functions/{function.name}")
+    assert [
+        found
+        for found in containers(gateway.state)
+        if found["Labels"]["pilotflame.function"] == function.name
+    ] == []
+
+
+async def test_what_cannot_start_says_why(gateway: Gateway, image: str, state: Path) -> None:
+    response = await gateway.send(HANDLER, {"image.name": "localhost/no-such-image"})
+    assert response.status_code == 500
+    assert "no-such-image" in failure(response)["message"]
+    response = await gateway.send("import no_such_module\n" + HANDLER, {"image.name": image})
+    assert "no_such_module" in failure(response)["message"]
+    async with gateway_here(state, engine=f"unix://{state}/none.sock") as other:
+        response = await other.send(HANDLER, {"image.name": image})
+        assert "cannot be reached" in failure(response)["message"]
+
+
+async def test_a_killed_gateways_containers_are_removed_by_the_next(
+    engine: Engine, image: str, state: Path
+) -> None:
+    async with gateway_process(state, engine=engine.url) as first:
+        await deployed(first, image)
+        assert len(containers(state)) == 1
+        assert first.process is not None
+        os.kill(first.process.pid, signal.SIGKILL)
+        await first.process.wait()
+    async with gateway_process(state, engine=engine.url) as second:
+        await second.client.get("/healthz")
+        await asyncio.wait_for(_only_one(state), 30)
+        assert second.process is not None
+        second.process.terminate()
+        await second.process.wait()
+    assert containers(state) == []
+
+
+async def _only_one(state: Path) -> None:
+    while len(found := containers(state)) != 1 or found[0]["State"] != "running":
+        await asyncio.sleep(0.1)
