@@ -60,6 +60,7 @@ The text beside a class says what has happened when it is raised.
     ├── UnknownRoute                no route has this path
     ├── MethodNotAllowed            the route does not accept this method
     ├── UnknownFunction             no function has this name
+    ├── UnknownRevision             the function has no such revision
     ├── LinkError                   the link of gateway and worker broke, or its protocol was violated
     ├── LauncherError               a zygote, a worker or the fetcher could not be started, or ended
     └── GatewayError                the gateway cannot start, shuts down, or broke off a response
@@ -312,6 +313,9 @@ class UnknownFunction(PilotflameError, code="unknown_function", status=404):
     def named(cls, name: str) -> UnknownFunction:
         """Return the error for a function `name` that is missing, or that the caller may not know of."""
         return cls(f"There is no function {name[:64]!r}.", remedy="See `pilotflame list`, or deploy it.")
+
+
+class UnknownRevision(PilotflameError, code="unknown_revision", status=404): ...
 
 
 class LinkError(PilotflameError, code="link_error"): ...

@@ -29,6 +29,7 @@ from .api.guard import Guard
 from .api.invoke import Gateway
 from .api.openapi import OpenApi
 from .api.responses import ErrorResponses, compressed
+from .api.revisions import RevisionsApi
 from .api.routes import error_formats
 from .api.server import bind, http_server, url_of
 from .api.webhooks import WebhooksApi
@@ -37,7 +38,7 @@ from .dialects.registry import dialect_routes
 from .events.sources import Sources
 from .functions.deploy import Deployment
 from .functions.registry import FunctionEvents, Functions
-from .functions.store import Store
+from .functions.store import Retention, Store
 from .jobs.jobs import Jobs
 from .jobs.webhook_signing import load_key
 from .launching.fetcher_client import FetcherClient
@@ -111,7 +112,8 @@ async def serve(settings: GatewaySettings) -> AsyncIterator[Server]:
 async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -> Server:
     """Start each part after the parts that it uses. Closing `stack` drains and closes them in reverse."""
     state = stack.enter_context(locked_state_dir(settings.state_dir))
-    store = Store(state, _write)
+    retention = Retention(settings.keep_revisions, settings.keep_revisions_bytes)
+    store = Store(state, _write, retention)
     await asyncio.to_thread(store.start)
     listener = Listener(state / "run" / "link.sock")
     listener.open()
@@ -132,6 +134,7 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     events = FunctionEvents()
     environments = state / "environments"
     functions = Functions(store, environments, launcher, tasks, fetcher, secrets, events, settings.drain_s)
+    stack.callback(functions.close_threads)
     metrics = Metrics(functions.census)
     events.activated.append(metrics.activated)
     await functions.restore()
@@ -146,7 +149,8 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     admin = Admin(functions, metrics, local=local)
     backend = Backend(functions, jobs, metrics, settings.max_body_bytes, settings.body_timeout_s)
     gateway = Gateway(backend)
-    apis = (gateway, admin, AccessControl(keyring, secrets, functions), WebhooksApi(functions, jobs))
+    access = AccessControl(keyring, secrets, functions)
+    apis = (gateway, admin, RevisionsApi(functions), access, WebhooksApi(functions, jobs))
     own_routes = [route for api in apis for route in api.routes()]
     routes = OpenApi([*own_routes, *dialect_routes(backend)], admin.statuses).routes
     guard = Guard(

@@ -137,6 +137,11 @@ class Client:
             request = {"content": pack(folder), "headers": headers, "params": params}
         return _json_of(self._request("POST", "/v1/functions", timeout=DEPLOY_TIMEOUT, **request))
 
+    def replace(self, name: str, how: str, **order: Any) -> dict[str, Any]:
+        """Replace the live revision of a function, and return its status. `how` is "restart" or "rollback"."""
+        path = _path("v1", "functions", name, how)
+        return _json_of(self._request("POST", path, json=order, timeout=DEPLOY_TIMEOUT))
+
     def logs(self, name: str, *, lines: int = 100, follow: bool = False) -> Iterator[dict[str, Any]]:
         """Yield the last lines of a function's log; with `follow`, every new line until the caller stops."""
         params = {"lines": lines, "follow": int(follow)}

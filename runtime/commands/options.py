@@ -45,6 +45,9 @@ _api_key = click.option(
 _name = click.option("--name", metavar="NAME", help="Use this name instead of the one in pilotflame.toml.")
 
 
+function = click.argument("name")
+
+
 def states(option: str, kind: type[StrEnum]) -> Callable[[F], F]:
     """Return a decorator that adds an option to select by state. Its values are passed as `states`."""
     choice = click.Choice(list(kind), case_sensitive=False)

@@ -76,6 +76,7 @@ def prepare(store: Store, environments: Path, request: Deployment, log: Log) -> 
             )
         if request.path is not None:
             code.copy_folder(folder, staged_code, exclude=snapshot)
+        store.weights.share(staged_code, snapshot)
         environment = _environment(staged_code, environments, request, log)
         fields = _fields(staged, settings, snapshot, environment, log)
         undo.pop_all()

@@ -25,7 +25,7 @@ import sysconfig
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -76,6 +76,20 @@ def ensure_environment(root: Path, requirements: str, progress: Log, *, deadline
     return python
 
 
+def discard_unused(root: Path, digests: Collection[str]) -> None:
+    """Remove the environments in `root` whose requirements are not among `digests`.
+
+    One that another deploy is building stays. A function whose environment is missing gets it built again.
+    """
+    kept = {_key(digest) for digest in digests}
+    for folder in root.glob("py*-*/"):
+        if folder.name not in kept:
+            with contextlib.suppress(BlockingIOError), _locked(folder.with_name(f"{folder.name}.lock")):
+                # Without its marker, what a crash leaves of the folder is an unfinished environment.
+                (folder / _MARKER).unlink(missing_ok=True)
+                shutil.rmtree(folder)
+
+
 def _key(digest: str) -> str:
     """Return the name of the environment's folder, which depends on the requirements and the interpreter."""
     base = f"{digest}\n{sys.prefix}\n{sys.version}\n{os.pathsep.join(_base_paths())}".encode()
@@ -105,12 +119,17 @@ def _met(folder: Path, requirements: str) -> bool:
 
 
 @contextlib.contextmanager
-def _locked(path: Path, progress: Log) -> Iterator[int]:
-    """Hold a lock on the file `path`, so that only one deploy builds an environment. Yield its descriptor."""
+def _locked(path: Path, progress: Log | None = None) -> Iterator[int]:
+    """Hold a lock on the file `path`, so that only one deploy builds an environment. Yield its descriptor.
+
+    Raise BlockingIOError, without `progress`, if another deploy holds the lock.
+    """
     with path.open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            if progress is None:
+                raise
             progress("waiting for another deploy that builds the same environment")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield file.fileno()

@@ -75,6 +75,8 @@ class Revision(RevisionEvents):
         self._unexplained_deaths = 0
         self._backoff_until_s = 0.0
         self._first_start: asyncio.Future[PilotflameError | None] | None = None
+        # How many workers `try_start` still waits for.
+        self._unproven = 0
         self._empty = asyncio.Event()
 
     def configure(self, policy: Policy) -> None:
@@ -190,13 +192,15 @@ class Revision(RevisionEvents):
 
     # -- start and end
 
-    async def try_start(self) -> None:
-        """Start one worker to prove that it gets ready, and then stop it, unless `min` workers need it.
+    async def try_start(self, keep: int = 0) -> None:
+        """Start `keep` workers, at least one, to prove that they get ready.
 
-        Raise the error with which it failed. Raise ActivationFailed if it is not ready in time.
+        Then stop those that neither `keep` nor `min` asks for. Raise the error with which one of them failed.
+        Raise ActivationFailed if they are not ready in time.
         """
         self._first_start = self._loop.create_future()
-        self.pool.start(1)
+        self._unproven = max(1, keep)
+        self.pool.start(self._unproven)
         try:
             async with asyncio.timeout(FIRST_START_TIMEOUT_S):
                 error = await self._first_start
@@ -207,7 +211,7 @@ class Revision(RevisionEvents):
             self._first_start = None
         if error is not None:
             raise error
-        self.pool.stop(max(0, len(self.pool.ready) - self.policy.scale.min))
+        self.pool.stop(max(0, len(self.pool.ready) - max(keep, self.policy.scale.min)))
         self.pool.zygote.replenish()
 
     def _settle_first_start(self, error: PilotflameError | None) -> None:
@@ -236,7 +240,9 @@ class Revision(RevisionEvents):
 
     def on_ready(self, replica: Replica) -> None:
         self._unexplained_deaths = self.failures = 0
-        self._settle_first_start(None)
+        self._unproven -= 1
+        if self._unproven <= 0:
+            self._settle_first_start(None)
         self.pool.note_ready(replica)
         self.dispatcher.adopt(replica)
         self.scale()

@@ -41,6 +41,12 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
         " or always.",
     )
     keep_result_s: PositiveSeconds = Field(1800.0, description="Seconds for which a job's result is kept.")
+    keep_revisions: int = Field(
+        5, ge=1, le=1000, description="Revisions of a function that are kept, the live one in any case."
+    )
+    keep_revisions_bytes: int = Field(
+        4096 * _MIB, ge=0, description="Most bytes of a function's old revisions; shared weights count once."
+    )
     webhook_networks: tuple[str, ...] = Field(
         (), description="Private networks that webhooks may call, as 10.0.0.0/8,fd00::/8; by default none."
     )
