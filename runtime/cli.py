@@ -113,6 +113,7 @@ def dev(*, source: options.FunctionSource, state_dir: Path | None, **settings: A
 
     def listening(url: str) -> None:
         display.say(f"pilotflame: {url} serves {folder} and deploys its changes")
+        display.warn(options.withheld(folder))
 
     with nullcontext(state_dir) if state_dir else TemporaryDirectory(prefix="pilotflame-dev-") as state:
         gateway = options.gateway_settings(state_dir=Path(state), **settings)

@@ -37,7 +37,7 @@ def deploy(
         found = client.deploy(source.folder, overrides, install=install, check=not no_check, upload=not local)
     if as_json:
         return display.print_json(found)
-    display.warn(found["warnings"])
+    display.warn([*found["warnings"], *options.withheld(source.folder)])
     if (platform := PLATFORMS.get(found.get("dialect", ""))) is not None:
         display.say(f"recognised a {platform} handler: {found['entry']}")
     name = found["name"]

@@ -114,6 +114,21 @@ def function_source(command: Callable[..., Any]) -> Callable[..., Any]:
     return folder(_settings(_name(_snapshot(run))))
 
 
+def withheld(folder: Path) -> list[str]:
+    """Return a warning if files in a function's folder are not deployed because they look like credentials."""
+    # The import takes time, and only commands that deploy need it.
+    from ..functions.code import IGNORE_FILE, withheld  # noqa: PLC0415
+
+    found = withheld(folder)
+    more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+    how = f"to deploy one, write !NAME into {IGNORE_FILE}, or better: pilotflame secrets set"
+    return (
+        [f"not deployed, since they look like credentials: {', '.join(found[:5])}{more}; {how}"]
+        if found
+        else []
+    )
+
+
 def gateway_settings(**overrides: Any) -> GatewaySettings:
     """Return the gateway's settings from the environment. `overrides` that are not None replace them."""
     # pydantic takes time to import, and --help does not need it.

@@ -56,7 +56,7 @@ def test(*, source: options.FunctionSource, install: bool, as_json: bool) -> Non
             if lines and not error.remedy:
                 error.remedy = "The end of its log: " + " | ".join(lines)
             raise
-    display.warn(deployed["warnings"])
+    display.warn([*deployed["warnings"], *options.withheld(source.folder)])
     if as_json:
         facts = display.reply_facts(answer, reply)
         return display.print_json(facts | {"warnings": deployed["warnings"]})

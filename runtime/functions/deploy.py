@@ -143,6 +143,8 @@ def _source_folder(request: Deployment, staged_code: Path) -> Path:
     """Return the request's folder. Or unpack its archive into `staged_code`, and return that folder."""
     if request.archive is not None:
         unpack(request.archive, staged_code)
+        # Archives that other programs have packed may hold credentials and caches.
+        code.remove_ignored(staged_code)
         return staged_code
     if request.path is None:
         raise SettingsError("The deploy has neither a path nor an archive.", remedy="Send one of them.")
