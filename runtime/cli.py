@@ -32,6 +32,10 @@ COMMANDS = {
     "rollback": ("revisions", "Make an older revision of a function live."),
     "run": ("jobs", "Submit a job and print its id."),
     "secrets": ("secrets", "Give a function secrets: environment variables that no command shows."),
+    "settings": (
+        "settings",
+        "Describe the settings of functions and of the gateway: type, range, default, meaning.",
+    ),
     "simulate": ("simulate", "Predict how many calls are answered in time, for each number of workers."),
     "snapshot": ("snapshot", "Create, inspect, verify, copy and convert snapshots of weights."),
     "status": ("functions", "Show one function: revision, workers, settings, processes."),
@@ -63,7 +67,7 @@ def cli() -> None:
 def _gateway_options(command: Any) -> Any:
     port = click.option("--port", type=click.IntRange(0, 65535), help="0 takes a free one.  [default: 8600]")
     host = click.option("--host", help="Address to listen on.  [default: 127.0.0.1]")
-    return host(port(options.state_dir(command)))
+    return host(port(options.state_dir(options.config(command))))
 
 
 @cli.command()
@@ -75,8 +79,7 @@ def serve(*, as_json: bool, **settings: Any) -> None:
     """Run the gateway until Ctrl-C, and let running calls finish.
 
     Functions that were deployed before are there again, without workers. Every option is also an environment
-    variable: PILOTFLAME_HOST, PILOTFLAME_PORT, PILOTFLAME_STATE_DIR, PILOTFLAME_DRAIN_S; see also
-    PILOTFLAME_MAX_BODY_BYTES.
+    variable, such as PILOTFLAME_PORT, and a key of the --config file, and there are more: see `pilotflame settings`.
 
     With --auth auto the gateway asks for API keys if other machines can reach it, or if a key exists. It then
     answers only health checks without one; see `pilotflame keys`.

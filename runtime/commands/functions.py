@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime
 from typing import Any
 
@@ -106,6 +107,8 @@ def status(*, name: str, memory: bool, client: Client, as_json: bool) -> None:
     if as_json:
         return display.print_json(found)
     display.print_table(("", ""), _facts(found))
+    click.echo()
+    display.print_table(("setting", "value", "from"), _settings(found))
     if memory:
         columns = ("process", "pid", "own memory", "with its share", "resident")
         click.echo()
@@ -194,6 +197,25 @@ def _facts(status: dict[str, Any]) -> list[tuple[str, str]]:
         ("requests", f"{status['queued']} queued, {status['in_flight']} running"),
         ("activations", f"{status['activations']}, the last cold start {last_ms}"),
     ]
+
+
+def _settings(status: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Return each setting in force, its value, and where it comes from. Values of variables are not shown."""
+    origins, rows = status["setting_origins"], list[tuple[str, str]]()
+    for key, value in status["settings"].items():
+        if key == "env":
+            rows += [(f"env.{name}", "(set)") for name in value]
+        elif isinstance(value, dict):
+            rows += [(f"{key}.{name}", _shown(inner)) for name, inner in value.items()]
+        else:
+            rows.append((key, _shown(value)))
+    return [(key, value, origins.get(key, "default")) for key, value in rows]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return display.counted(len(value), "table")
+    return "-" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
 def _process_row(process: dict[str, Any]) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 URL_VARIABLE = "PILOTFLAME_URL"
 KEY_VARIABLE = "PILOTFLAME_API_KEY"
+CONFIG_VARIABLE = "PILOTFLAME_CONFIG"
 INPUT_FILE = "test_input.json"
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs, one value a line.")
@@ -29,6 +30,10 @@ yes = click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmatio
 limit = click.option("-n", "--limit", type=click.IntRange(1, 1000), default=20, help="How many to show.")
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 state_dir = click.option("--state-dir", type=_FOLDER, help="The gateway's state folder.")
+config = click.option(
+    "--config", envvar=CONFIG_VARIABLE, type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+    help="Read the gateway's settings from a TOML file; variables and options win.",
+)  # fmt: skip
 _snapshot = click.option("--snapshot", metavar="PATH", help="Use these weights: folder or .safetensors file.")
 _settings = click.option(
     "--set", "settings", metavar="KEY=VALUE", multiple=True,
@@ -129,12 +134,18 @@ def withheld(folder: Path) -> list[str]:
     )
 
 
-def gateway_settings(**overrides: Any) -> GatewaySettings:
-    """Return the gateway's settings from the environment. `overrides` that are not None replace them."""
+def gateway_settings(*, config: Path | None = None, **overrides: Any) -> GatewaySettings:
+    """Return the gateway's settings. Without `config`, PILOTFLAME_CONFIG names their file, if there is one.
+
+    `overrides` that are not None replace those of the file and of the environment.
+    """
     # pydantic takes time to import, and --help does not need it.
     from ..settings.gateway_settings import read_gateway_settings  # noqa: PLC0415
 
-    return read_gateway_settings(os.environ, other_variables=(URL_VARIABLE, KEY_VARIABLE), **overrides)
+    if config is None and (named := os.environ.get(CONFIG_VARIABLE)):
+        config = Path(named)
+    other = (URL_VARIABLE, KEY_VARIABLE, CONFIG_VARIABLE)
+    return read_gateway_settings(os.environ, config=config, other_variables=other, **overrides)
 
 
 def event_body(event: str | None) -> bytes:

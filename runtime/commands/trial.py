@@ -25,9 +25,9 @@ START_TIMEOUT_S = 60.0
 DRAIN_S = 5.0
 STOP_TIMEOUT_S = 15.0
 LOG_LINES = 20
-# This variable is removed from the gateway's environment, so that the gateway asks for no API key. Only this
+# These variables are removed from the gateway's environment, so that the gateway asks for no API key. Only this
 # process knows the gateway's address.
-AUTH_VARIABLE = "PILOTFLAME_AUTH"
+AUTH_VARIABLES = ("PILOTFLAME_AUTH", options.CONFIG_VARIABLE)
 _PR_SET_PDEATHSIG = 1
 # The module of the command line. It is run with `python -m`.
 _PROGRAM = f"{__name__.rpartition('.commands.')[0]}.cli"
@@ -91,7 +91,7 @@ def _start(state_dir: Path, errors: IO[bytes]) -> subprocess.Popen[bytes]:
         # Ctrl-C on the terminal reaches only this process, which then stops the gateway. If this process is
         # killed, the kernel ends the gateway.
         process_group=0,
-        env={name: value for name, value in os.environ.items() if name != AUTH_VARIABLE},
+        env={name: value for name, value in os.environ.items() if name not in AUTH_VARIABLES},
         preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),  # noqa: PLW1509  one thread here
     )
 

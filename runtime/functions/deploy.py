@@ -20,7 +20,7 @@ from ...errors import RequirementsError, SettingsError, SnapshotError
 from ...handlers.dialects.recognise import recognise
 from ..link.worker_spec import WorkerSpec
 from ..settings.event_source import missing_package
-from ..settings.function_settings import FunctionSettings, read_settings
+from ..settings.function_settings import FunctionSettings, read_settings, setting_origins
 from . import code, requirements
 from .archive import unpack
 from .environment import Log, ensure_environment
@@ -79,8 +79,9 @@ def prepare(store: Store, environments: Path, request: Deployment, log: Log) -> 
         store.weights.share(staged_code, snapshot)
         environment = _environment(staged_code, environments, request, log)
         fields = _fields(staged, settings, snapshot, environment, log)
+        origins = setting_origins(folder, overrides=request.overrides)
         undo.pop_all()
-    return staged, fields
+    return staged, fields.model_copy(update={"setting_origins": origins})
 
 
 def _fields(

@@ -62,6 +62,7 @@ class FunctionStatus(BaseModel, frozen=True):
     last_cold_start_phases_ms: dict[str, float]
     warnings: list[str]
     settings: FunctionSettings
+    setting_origins: dict[str, str] = {}
     input_schema: dict[str, Any]
     output_schema: dict[str, Any]
     processes: list[Process] = []
@@ -136,7 +137,7 @@ class Live:
             activations=self.revision.pool.activations,
             last_cold_start_ms=cold.total_s * 1000 if cold else None,
             last_cold_start_phases_ms={name: s * 1000 for name, s in cold.phases().items()} if cold else {},
-            warnings=self.warnings, settings=settings, processes=processes or [],
+            warnings=self.warnings, settings=settings, setting_origins=record.setting_origins, processes=processes or [],
             **{key: facts.get(key, missing) for key, missing in _FACTS.items()},
         )  # fmt: skip
 

@@ -47,6 +47,7 @@ class RevisionFields(BaseModel, frozen=True, extra="forbid"):
 
     code_digest: str
     settings: FunctionSettings
+    setting_origins: dict[str, str] = Field(default_factory=dict)
     snapshot_root: Path | None = None
     snapshot_url: str | None = None
     python: Path

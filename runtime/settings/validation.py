@@ -6,7 +6,9 @@ Settings are pydantic models, which may hold tables and lists of tables. Keys ar
 from __future__ import annotations
 
 import difflib
+import tomllib
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
@@ -37,6 +39,23 @@ def checked(problem_of: Callable[[Any], str | None]) -> AfterValidator:
         return value
 
     return AfterValidator(check)
+
+
+def read_toml(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:
+    """Return the content of a TOML file; with `missing_ok`, an empty table if it does not exist.
+
+    Raise SettingsError if it cannot be read.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        if missing_ok and isinstance(error, FileNotFoundError):
+            return {}
+        message = f"{path} cannot be read: {error.strerror}."
+        raise SettingsError(message, remedy="Check the path, and make it readable.") from error
+    # TOMLDecodeError and UnicodeDecodeError are both ValueErrors.
+    except ValueError as error:
+        raise SettingsError(f"{path} is not TOML: {error}.", remedy="Correct that line.") from error
 
 
 def validate(model: type[_M], raw: dict[str, Any], problems: list[str], subject: str, remedy: str) -> _M:

@@ -104,6 +104,57 @@ def test_the_life_of_a_function(pilotflame, tmp_path: Path):
     one_paragraph(pilotflame("status", "life-of-one"), "life-of-one")
 
 
+def test_the_settings_in_force_and_where_they_come_from(pilotflame, deployed, tmp_path: Path):
+    name = deployed(ECHO, "--set", "scale.max=3", "--set", "env.TOKEN=hidden")
+    shown = {
+        line.split()[0]: " ".join(line.split()[1:])
+        for line in pilotflame("status", name).stdout.splitlines()
+        if line.strip()
+    }
+    assert shown["scale.max"] == "3 --set"
+    assert shown["scale.min"] == "0 default"
+    assert shown["env.TOKEN"] == "(set) --set"
+    assert shown["threads"] == "- default"
+
+
+def test_a_gateway_reads_its_file(start, run, short_tmp: Path, tmp_path: Path):
+    file = tmp_path / "gateway.toml"
+    file.write_text(f'port = 0\nstate_dir = "{short_tmp}/filed"\ndrain_s = 1\n')
+    process = start("serve", "--json", "--config", file)
+    assert json.loads(process.stdout.readline())["url"].startswith("http://127.0.0.1:")
+    assert (short_tmp / "filed").is_dir()
+    file.write_text("prot = 0\n")
+    one_paragraph(run("serve", "--config", file), "prot is not a setting", "did you mean port")
+    one_paragraph(run("serve", PILOTFLAME_CONFIG=str(tmp_path / "no.toml")), "no.toml")
+
+
+def test_settings_are_described(run):
+    assert "1 to 1024" in run("settings", "scale.max").stdout
+    (described,) = json.loads(run("settings", "PILOTFLAME_PORT", "--json").stdout)["settings"]
+    assert (described["name"], described["default"]) == ("port", "8600")
+    one_paragraph(run("settings", "scale.mx"), "did you mean scale.max")
+
+
+def test_restart_rollback_and_revisions(pilotflame, deployed, tmp_path: Path):
+    name = deployed("def handler(event):\n    return 1\n")
+    (tmp_path / name / "handler.py").write_text(
+        "import os\ndef handler(event):\n    return os.environ['TOKEN']\n"
+    )
+    assert pilotflame("deploy", tmp_path / name, "--name", name).returncode == 0
+    assert pilotflame("secrets", "set", name, "TOKEN", given=b"new\n").returncode == 0
+    restarted = pilotflame("restart", name)
+    assert "runs in new processes" in restarted.stdout, restarted.stderr
+    assert pilotflame("invoke", name).stdout == '"new"\n'
+    assert "is live again" in pilotflame("rollback", name).stdout
+    assert pilotflame("invoke", name).stdout == "1\n"
+    listed = json.loads(pilotflame("revisions", name, "--json").stdout)["revisions"]
+    assert [(one["number"], one["state"] == "live") for one in listed] == [(2, False), (1, True)]
+    assert "stored" in (text := pilotflame("revisions", name).stdout) or "draining" in text
+    one_paragraph(pilotflame("rollback", name), "no older revision")
+    one_paragraph(pilotflame("rollback", name, "r7"), "r7")
+    one_paragraph(pilotflame("restart", "nobody"), "nobody")
+
+
 def test_a_second_deploy_is_a_new_revision(pilotflame, deployed, tmp_path: Path):
     name = deployed("def handler(event):\n    return 1\n")
     first = json.loads(pilotflame("status", name, "--json").stdout)["revision"]
