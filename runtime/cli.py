@@ -14,10 +14,15 @@ from .._version import __version__
 from .commands import display, exit_codes, options
 from .commands.lazy_group import LazyGroup
 
+PROGRAM = "pilotflame"
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True}
 # For each command its module in `commands`, and the first sentence of its help.
 COMMANDS = {
     "batch": ("batch", "Run FUNCTION with every line of INPUT, and write the answers to OUTPUT."),
+    "completion": (
+        "completion",
+        "Print the script that completes commands, functions and templates in SHELL.",
+    ),
     "delete": ("functions", "Delete a function and all its revisions."),
     "deploy": ("functions", "Deploy FOLDER as a function, or as a new revision of it."),
     "doctor": ("doctor", "Check whether this machine has what functions need, and how fast it is."),
@@ -59,8 +64,8 @@ def cli() -> None:
       pilotflame invoke hello '{"name": "Ada"}' --timing
 
     \b
-    Exit codes: 0 done, 1 it failed (one paragraph on stderr says what and why), 2 the command line is
-    wrong, 3 no gateway answers, 4 the job that was waited for (or a line of a batch) failed, 130 interrupted.
+    Exit codes: 0 done, 1 it failed (one paragraph on stderr says what and why; with --json one line of
+    JSON), 2 the command line is wrong, 3 no gateway answers, 4 the job that was waited for (or a line of a batch) failed, 130 interrupted.
     """
 
 
@@ -125,7 +130,10 @@ def dev(*, source: options.FunctionSource, state_dir: Path | None, **settings: A
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command line, by default the process's own, and return its exit code."""
-    return exit_codes.exit_code_of(lambda: cli.main(arguments, prog_name="pilotflame", standalone_mode=False))
+    words = sys.argv[1:] if arguments is None else arguments
+    return exit_codes.exit_code_of(
+        lambda: cli.main(words, prog_name=PROGRAM, standalone_mode=False), as_json="--json" in words
+    )
 
 
 if __name__ == "__main__":

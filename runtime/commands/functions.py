@@ -46,7 +46,7 @@ def deploy(
 
 
 @click.command()
-@click.argument("name")
+@options.function
 @click.argument("event", required=False)
 @click.option("--timing", is_flag=True, help="Show on stderr how long each phase took.")
 @click.option("--content-type", default="application/json", help="The input's media type.")
@@ -95,7 +95,7 @@ def list_functions(*, client: Client, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("name")
+@options.function
 @click.option("--memory", is_flag=True, help="Also measure the memory of each of its processes.")
 @options.gateway
 def status(*, name: str, memory: bool, client: Client, as_json: bool) -> None:
@@ -117,7 +117,7 @@ def status(*, name: str, memory: bool, client: Client, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("name")
+@options.function
 @click.option("-f", "--follow", is_flag=True, help="Go on with every new line, until Ctrl-C.")
 @click.option("-n", "--lines", type=click.IntRange(0, 10_000), default=100, help="How many old lines.")
 @options.gateway
@@ -135,7 +135,7 @@ def logs(*, name: str, follow: bool, lines: int, client: Client, as_json: bool) 
 
 
 @click.command()
-@click.argument("name")
+@options.function
 @options.yes
 @options.gateway
 def delete(*, name: str, yes: bool, client: Client, as_json: bool) -> None:
@@ -153,7 +153,7 @@ def delete(*, name: str, yes: bool, client: Client, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("name")
+@options.function
 @click.option("--workers", type=click.IntRange(min=1), default=1, help="How many workers to have.")
 @options.gateway
 def warmup(*, name: str, workers: int, client: Client, as_json: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 
-from ...errors import CodeError
+from ...errors import CodeError, PilotflameError
 from ...snapshot.sources.locate import is_remote
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+DEFAULT_URL = "http://127.0.0.1:8600"
 URL_VARIABLE = "PILOTFLAME_URL"
 KEY_VARIABLE = "PILOTFLAME_API_KEY"
 CONFIG_VARIABLE = "PILOTFLAME_CONFIG"
@@ -40,7 +42,7 @@ _settings = click.option(
     help="Override a setting of pilotflame.toml, for example scale.max=8 or env.MODE=fast. Repeatable.",
 )  # fmt: skip
 _url = click.option(
-    "--url", envvar=URL_VARIABLE, default="http://127.0.0.1:8600", show_envvar=True,
+    "--url", envvar=URL_VARIABLE, default=DEFAULT_URL, show_envvar=True,
     help="The gateway's address.",
 )  # fmt: skip
 _api_key = click.option(
@@ -50,7 +52,19 @@ _api_key = click.option(
 _name = click.option("--name", metavar="NAME", help="Use this name instead of the one in pilotflame.toml.")
 
 
-function = click.argument("name")
+def complete_functions(context: click.Context, _parameter: click.Parameter, beginning: str) -> list[str]:
+    """Return the names of the gateway's functions for shell completion; none if no gateway answers."""
+    from .client import COMPLETION_TIMEOUT, Client  # noqa: PLC0415
+
+    url = context.params.get("url") or os.environ.get(URL_VARIABLE, DEFAULT_URL)
+    key = context.params.get("api_key") or os.environ.get(KEY_VARIABLE, "")
+    with contextlib.suppress(PilotflameError), Client(url, api_key=key, timeout=COMPLETION_TIMEOUT) as client:
+        names = [function["name"] for function in client.get("v1", "functions")["functions"]]
+        return [name for name in names if name.startswith(beginning)]
+    return []
+
+
+function = click.argument("name", shell_complete=complete_functions)
 
 
 def states(option: str, kind: type[StrEnum]) -> Callable[[F], F]:

@@ -25,6 +25,9 @@ START_TIMEOUT_S = 60.0
 DRAIN_S = 5.0
 STOP_TIMEOUT_S = 15.0
 LOG_LINES = 20
+PRINTED_LINES = 200
+# The sources of lines that the function has not printed itself.
+OWN_SOURCES = ("gateway", "deploy")
 # These variables are removed from the gateway's environment, so that the gateway asks for no API key. Only this
 # process knows the gateway's address.
 AUTH_VARIABLES = ("PILOTFLAME_AUTH", options.CONFIG_VARIABLE)
@@ -40,7 +43,8 @@ _PROGRAM = f"{__name__.rpartition('.commands.')[0]}.cli"
 def test(*, source: options.FunctionSource, install: bool, as_json: bool) -> None:
     """Deploy FOLDER in a temporary gateway, send it test_input.json, and print the answer.
 
-    Exit code 0 if it answered, 1 if it could not be deployed or failed. Leaves nothing behind.
+    What the function prints is shown too. Exit code 0 if it answered, 1 if it could not be deployed or failed.
+    Leaves nothing behind.
 
     Example: pilotflame test hello
     """
@@ -51,6 +55,7 @@ def test(*, source: options.FunctionSource, install: bool, as_json: bool) -> Non
         try:
             with client.call(deployed["name"], event) as reply:
                 answer = reply.value()
+            printed = _printed(client, deployed["name"])
         except InvocationError as error:
             lines = [line["text"] for line in client.logs(deployed["name"], lines=LOG_LINES)]
             if lines and not error.remedy:
@@ -59,9 +64,17 @@ def test(*, source: options.FunctionSource, install: bool, as_json: bool) -> Non
     display.warn([*deployed["warnings"], *options.withheld(source.folder)])
     if as_json:
         facts = display.reply_facts(answer, reply)
-        return display.print_json(facts | {"warnings": deployed["warnings"]})
+        return display.print_json(facts | {"warnings": deployed["warnings"], "printed": printed})
+    for line in printed:
+        display.say(f"printed | {line}")
     display.print_answer(answer)
     return display.print_timing(reply)
+
+
+def _printed(client: Client, name: str) -> list[str]:
+    """Return the last lines that the function printed, in its imports as well."""
+    found = client.logs(name, lines=PRINTED_LINES)
+    return [line["text"] for line in found if line["source"] not in OWN_SOURCES]
 
 
 @contextmanager

@@ -63,7 +63,8 @@ def prepare(store: Store, environments: Path, request: Deployment, log: Log) -> 
     with contextlib.ExitStack() as undo:
         undo.callback(shutil.rmtree, staged, ignore_errors=True)
         folder = _source_folder(request, staged_code)
-        settings = read_settings(folder, overrides=request.overrides)
+        place = "the uploaded folder" if request.archive is not None else ""
+        settings = read_settings(folder, overrides=request.overrides, place=place)
         if request.authorize is not None:
             request.authorize(settings.name)
         if settings.source and (problem := missing_package()):

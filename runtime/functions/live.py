@@ -60,6 +60,8 @@ class FunctionStatus(BaseModel, frozen=True):
     activations: int
     last_cold_start_ms: float | None
     last_cold_start_phases_ms: dict[str, float]
+    latency_curve: list[tuple[float, float]] = []
+    """Batch sizes, and the median seconds that such a batch takes."""
     warnings: list[str]
     settings: FunctionSettings
     setting_origins: dict[str, str] = {}
@@ -137,6 +139,7 @@ class Live:
             activations=self.revision.pool.activations,
             last_cold_start_ms=cold.total_s * 1000 if cold else None,
             last_cold_start_phases_ms={name: s * 1000 for name, s in cold.phases().items()} if cold else {},
+            latency_curve=[(point.size, point.p50_s) for point in self.revision.dispatcher.learned],
             warnings=self.warnings, settings=settings, setting_origins=record.setting_origins, processes=processes or [],
             **{key: facts.get(key, missing) for key, missing in _FACTS.items()},
         )  # fmt: skip

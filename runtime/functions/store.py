@@ -87,6 +87,10 @@ class Store:
     ) -> None:
         self.curves = root.absolute() / "curves"
         """The folder that holds the measured latency curves."""
+        self.copies = re.compile(
+            rf"{re.escape(str(root.absolute()))}/(?:functions/[^/\s]+|staging)/[^/\s]+/{CODE_FOLDER}/"
+        )
+        """Matches the paths of copied code in a text, up to the name of the file in the function's folder."""
         self.weights = SharedWeights(root.absolute() / "weights")
         self._retention = retention
         self._functions = root.absolute() / "functions"

@@ -155,8 +155,12 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
         return (folder / Path(self.snapshot).expanduser()).resolve()
 
 
-def read_settings(folder: Path, *, overrides: Mapping[str, Any] | None = None) -> FunctionSettings:
+def read_settings(
+    folder: Path, *, overrides: Mapping[str, Any] | None = None, place: str = ""
+) -> FunctionSettings:
     """Return the settings of the function in `folder`. Raise SettingsError, which names all problems.
+
+    Errors call the folder `place`, if that is given.
 
     `overrides` have dotted keys, as in `{"scale.max": "8", "env.MODE": "x"}`, and take precedence over the
     file. A text is converted to the type of its key. An empty text sets an optional key to None. A key whose
@@ -167,7 +171,13 @@ def read_settings(folder: Path, *, overrides: Mapping[str, Any] | None = None) -
     raw = read_toml(folder / SETTINGS_FILE, missing_ok=True)
     problems = list(_apply(raw, overrides or {}))
     raw.setdefault("name", slug(folder.resolve().name))
-    return validate(FunctionSettings, raw, problems, f"The settings of {folder}", f"Correct {SETTINGS_FILE}.")
+    try:
+        return validate(FunctionSettings, raw, problems, f"The settings of {place or folder}", "")
+    except SettingsError as error:
+        origins = setting_origins(folder, overrides=overrides)
+        places = {origins.get(problem.split()[0], SETTINGS_FILE) for problem in error.details["problems"]}
+        error.remedy = f"Correct {' and '.join(sorted(places))}."
+        raise
 
 
 def setting_origins(folder: Path, *, overrides: Mapping[str, Any] | None = None) -> dict[str, str]:

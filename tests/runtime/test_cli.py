@@ -180,6 +180,62 @@ def test_no_check_defers_errors_to_the_first_call(pilotflame, deployed, tmp_path
     one_paragraph(pilotflame("deploy", tmp_path, "--name", "checked"), "handler.py", "line 2", "no device")
 
 
+@pytest.mark.parametrize("upload", [(), ("--upload",)], ids=["folder", "upload"])
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("scale.max=many", "scale.max is 'many'"),
+        ("scale.mx=1", "did you mean scale.max"),
+        ("env.1=x", "env.1"),
+    ],
+)
+def test_a_bad_set_is_named_as_such(
+    pilotflame, tmp_path: Path, setting: str, said: str, upload: tuple[str, ...]
+):
+    (tmp_path / "handler.py").write_text(ECHO)
+    (tmp_path / "pilotflame.toml").write_text("hold_s = 1\n")
+    done = pilotflame("deploy", tmp_path, "--name", "bad-set", "--set", setting, *upload)
+    one_paragraph(done, said, "Correct --set.")
+    assert "staging" not in done.stderr
+    (tmp_path / "pilotflame.toml").write_text("hold = 1\n")
+    done = pilotflame("deploy", tmp_path, "--name", "bad-set", "--set", setting, *upload)
+    one_paragraph(done, said, "Correct --set and pilotflame.toml.")
+
+
+def test_errors_are_json_for_programs(pilotflame, run, tmp_path: Path):
+    def error(done, code: int) -> dict[str, str]:
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (code, "", 1)
+        return json.loads(done.stderr)["error"]
+
+    unknown = error(pilotflame("status", "nobody", "--json"), 1)
+    assert unknown["type"] == "unknown_function"
+    assert unknown["remedy"]
+    assert error(run("list", "--json", "--url", "http://127.0.0.1:1"), 3)["type"] == "gateway_unreachable"
+    assert error(run("status", "--json"), 2)["type"] == "usage"
+    assert error(run("deploy", tmp_path / "no", "--json"), 2)["type"] == "usage"
+
+
+def completed(run, words: str, **variables: str) -> list[str]:
+    """Return what bash is offered for the last of these words."""
+    given = {
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split(" ")) - 1),
+        "_PILOTFLAME_COMPLETE": "bash_complete",
+    }
+    return [line.partition(",")[2] for line in run(**given, **variables).stdout.splitlines() if line]
+
+
+def test_a_shell_completes_commands_functions_and_templates(run, served, deployed):
+    name = deployed(ECHO)
+    assert completed(run, "pilotflame rest") == ["restart"]
+    assert name in completed(run, "pilotflame status ", PILOTFLAME_URL=served)
+    assert name in completed(run, f"pilotflame invoke --url {served} {name[:4]}")
+    assert completed(run, "pilotflame init -t te") == ["text-embedding"]
+    assert completed(run, "pilotflame status x", PILOTFLAME_URL="http://127.0.0.1:1") == []
+    for shell in ("bash", "zsh", "fish"):
+        assert "_PILOTFLAME_COMPLETE" in run("completion", shell).stdout
+
+
 def test_warmup_starts_workers(pilotflame, deployed):
     name = deployed(ECHO)
     workers = json.loads(pilotflame("warmup", name, "--workers", 2, "--json").stdout)["workers"]
@@ -384,6 +440,19 @@ def test_test_answers_and_leaves_nothing_behind(run, tmp_path: Path, short_tmp: 
     outcome = json.loads(run("test", folder, "--json", TMPDIR=str(short_tmp)).stdout)
     assert outcome["cold"] is True
     assert outcome["answer"] == {"greeting": "Hello, Ada!"}
+
+
+def test_test_shows_what_was_printed(run, tmp_path: Path, short_tmp: Path):
+    (tmp_path / "handler.py").write_text("print('loaded')\n" + SHOUT)
+    (tmp_path / "test_input.json").write_text('"hi"')
+    done = run("test", tmp_path, "--name", "loud", TMPDIR=str(short_tmp))
+    assert "printed | loaded" in done.stderr
+    assert "printed | heard hi" in done.stderr
+    assert "is live" not in done.stderr
+    printed = json.loads(run("test", tmp_path, "--name", "loud", "--json", TMPDIR=str(short_tmp)).stdout)[
+        "printed"
+    ]
+    assert printed == ["loaded", "heard hi"]
 
 
 def test_test_fails_as_the_function_fails(run, tmp_path: Path, short_tmp: Path):
