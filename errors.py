@@ -22,6 +22,7 @@ The text beside a class says what has happened when it is raised.
     │   │   ├── SourceDenied                credentials are missing, expired or insufficient
     │   │   ├── SourceUnavailable           the source is busy or silent, or broke off; a retry may help
     │   │   └── FetchFailed                 all retries failed; it names object, chunk and tensors
+    │   ├── PackageMissing              an optional package that this needs is not installed
     │   └── CacheError                  the cache is full, read-only or over its budget
     ├── InvocationError             one invocation was refused, or failed
     │   ├── BadInput                    the body is not JSON, or a header, name or value is malformed
@@ -189,6 +190,9 @@ class SourceUnavailable(SourceError, code="source_unavailable", status=503):
 
 
 class FetchFailed(SourceError, code="fetch_failed"): ...
+
+
+class PackageMissing(SnapshotError, code="package_missing"): ...
 
 
 class CacheError(SnapshotError, code="cache_error", status=507): ...

@@ -18,8 +18,8 @@ from typing import Any
 
 from ...errors import RequirementsError, SettingsError, SnapshotError
 from ...handlers.dialects.recognise import recognise
+from ...snapshot.extras import is_installed, missing
 from ..link.worker_spec import WorkerSpec
-from ..settings.event_source import missing_package
 from ..settings.function_settings import FunctionSettings, read_settings, setting_origins
 from . import code, requirements
 from .archive import unpack
@@ -67,8 +67,8 @@ def prepare(store: Store, environments: Path, request: Deployment, log: Log) -> 
         settings = read_settings(folder, overrides=request.overrides, place=place)
         if request.authorize is not None:
             request.authorize(settings.name)
-        if settings.source and (problem := missing_package()):
-            raise SettingsError(f"The [[source]] tables of {settings.name!r} cannot be used: {problem}.")
+        if settings.source and not is_installed("boto3"):
+            raise missing("A [[source]] table", "boto3")
         snapshot = settings.snapshot_path(folder)
         if snapshot is not None and not snapshot.exists():
             remedy = "Put the weights there, or set `snapshot` (or --snapshot) to where they are."
