@@ -18,6 +18,7 @@ PROGRAM = "pilotflame"
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True}
 # For each command its module in `commands`, and the first sentence of its help.
 COMMANDS = {
+    "backup": ("backup", "Write functions, jobs, keys and secrets to FILE, also while the gateway serves."),
     "batch": ("batch", "Run FUNCTION with every line of INPUT, and write the answers to OUTPUT."),
     "completion": (
         "completion",
@@ -33,6 +34,7 @@ COMMANDS = {
     "list": ("functions", "List the functions, with the number of their workers and requests."),
     "logs": ("functions", "Print what a function's processes wrote."),
     "restart": ("revisions", "Replace a function's processes, without dropping a call."),
+    "restore": ("backup", "Make a state folder from a backup in FILE."),
     "revisions": ("revisions", "List a function's revisions, the newest first."),
     "rollback": ("revisions", "Make an older revision of a function live."),
     "run": ("jobs", "Submit a job and print its id."),

@@ -45,7 +45,7 @@ from .launching.fetcher_client import FetcherClient
 from .launching.listener import Listener
 from .launching.process_launcher import ProcessLauncher
 from .settings.gateway_settings import GatewaySettings
-from .settings.state_dir import locked_state_dir
+from .settings.state_dir import is_disk_full, locked_state_dir
 from .telemetry.metrics import Metrics
 
 # How many new objects trigger a garbage collection. A request creates about twenty objects that the collector
@@ -146,7 +146,8 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     sources = Sources(jobs, tasks, functions.log, drain_s=settings.drain_s)
     _connect(events, functions, jobs, sources)
 
-    admin = Admin(functions, metrics, local=local)
+    disk_full = functools.partial(is_disk_full, state, settings.min_free_bytes)
+    admin = Admin(functions, metrics, local=local, disk_full=disk_full)
     backend = Backend(functions, jobs, metrics, settings.max_body_bytes, settings.body_timeout_s)
     gateway = Gateway(backend)
     access = AccessControl(keyring, secrets, functions)

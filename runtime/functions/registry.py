@@ -22,7 +22,7 @@ from ..telemetry.logs import LogBook
 from ..telemetry.metrics import Census
 from ..telemetry.timeline import Timeline
 from .deploy import Deployment, prepare, worker_spec
-from .environment import discard_unused
+from .environment import EnvironmentLauncher, discard_unused
 from .live import Live, RevisionFacts, policy_of
 from .store import RevisionRecord, Store
 
@@ -290,6 +290,7 @@ class Functions:
         # holds all else of a revision that affects the speed of its workers.
         settings = f"{record.settings.concurrency} {record.settings.threads}"
         key = f"{record.code_digest} {record.requirements_digest} {settings}"
+        launcher = EnvironmentLauncher(self.launcher, self.environments, self._thread)
         opened = functools.partial(LatencyCurveStore.open, self.store.curves, key, spec.manifest)
         curves = await self._thread(opened)
         if spec.source:
@@ -300,7 +301,7 @@ class Functions:
                 callback(record.function, outcome)
 
         revision = Revision(
-            spec, policy_of(record), self.launcher, logs, self.tasks, activated, self.weights,
+            spec, policy_of(record), launcher, logs, self.tasks, activated, self.weights,
             lambda: self.secrets.of(record.function), curves,
         )  # fmt: skip
         return Live(record, revision, logs)

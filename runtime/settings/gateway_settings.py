@@ -58,6 +58,11 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
     webhook_networks: tuple[str, ...] = Field(
         (), description="Private networks that webhooks may call, as 10.0.0.0/8,fd00::/8; by default none."
     )
+    min_free_bytes: int = Field(
+        64 * _MIB,
+        ge=0,
+        description="With less free space for the state folder, /readyz answers 503, disk_full; 0: never.",
+    )
     drain_s: Seconds = Field(30.0, description="Seconds that started invocations get at shutdown.")
     max_body_bytes: int = Field(20 * _MIB, ge=1, description="Largest request body of any function.")
     body_timeout_s: PositiveSeconds = Field(30.0, description="Seconds a request's body may take.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import shutil
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -364,6 +365,26 @@ async def test_a_function_runs_in_the_environment_of_its_requirements(state, sma
         # With the last function that needs it, the environment goes.
         await gateway.client.delete("/v1/functions/small")
         assert list((state / "environments").glob("py*/")) == []
+
+
+async def test_environments_are_built_again_where_the_state_folder_was_moved_or_they_are_missing(
+    state, small: Path
+):
+    async with gateway_here(state) as gateway:
+        body = {"path": str(small), "install": True}
+        response = await gateway.client.post("/v1/functions", json=body)
+        assert response.status_code == 201, response.text
+    moved = state.with_name("moved")
+    state.rename(moved)
+    async with gateway_here(moved) as gateway:
+        size, prefix = await gateway.function("small").answer()
+        assert (size, prefix.startswith(f"{moved}/environments/py")) == ("tiny", True)
+    (scripts,) = moved.glob("environments/py*/bin/activate")
+    assert str(state) + "/" not in scripts.read_text()
+    shutil.rmtree(moved / "environments")
+    async with gateway_here(moved) as gateway:
+        size, prefix = await gateway.function("small").answer()
+        assert (size, prefix.startswith(f"{moved}/environments/py")) == ("tiny", True)
 
 
 async def test_a_deploy_whose_caller_leaves_while_files_are_prepared_leaves_nothing(state, small: Path):
