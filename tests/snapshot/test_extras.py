@@ -79,6 +79,22 @@ async def test_a_source_that_lost_boto3_says_so_in_the_log(state, tmp_path: Path
         assert "pip install" in line["text"]
 
 
+@pytest.mark.parametrize("use", ["skeleton()", "restore(None)", "open()"])
+def test_a_handler_that_restores_without_torch_reads_what_to_install(tmp_path: Path, use: str):
+    machine = Machine(tmp_path, ("torch",))
+    code = f"from pathlib import Path\nfrom pilotflame.snapshot.handle import Snapshot\nSnapshot(Path('x'), None).{use}"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **machine.environ},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (
+        "PackageMissing: context.snapshot needs torch, which is not installed" in done.stderr.splitlines()[-1]
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
