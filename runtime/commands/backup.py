@@ -124,9 +124,9 @@ def _link(source: Path, target: Path) -> None:
     for attempt in range(ATTEMPTS):
         try:
             if source.is_dir():
-                shutil.copytree(source, target, symlinks=True, copy_function=os.link)
+                shutil.copytree(source, target, symlinks=True, copy_function=_link_or_copy)
             else:
-                os.link(source, target)
+                _link_or_copy(source, target)
         except (FileNotFoundError, shutil.Error):
             shutil.rmtree(target, ignore_errors=True)
             # The function was deleted.
@@ -136,6 +136,16 @@ def _link(source: Path, target: Path) -> None:
                 raise
         else:
             return
+
+
+def _link_or_copy(source: str | Path, target: str | Path) -> None:
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        # The file system has no hard links.
+        shutil.copy2(source, target)
 
 
 def _copy_database(source: Path, target: Path) -> None:

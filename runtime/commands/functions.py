@@ -34,11 +34,13 @@ def deploy(
     """
     local = client.on_loopback and not upload
     overrides = source.overrides(local=local)
+    if not as_json:
+        display.warn(options.withheld(source.folder))
     with display.spinner(f"deploying {source.folder}"):
         found = client.deploy(source.folder, overrides, install=install, check=not no_check, upload=not local)
     if as_json:
         return display.print_json(found)
-    display.warn([*found["warnings"], *options.withheld(source.folder)])
+    display.warn(found["warnings"])
     if (platform := PLATFORMS.get(found.get("dialect", ""))) is not None:
         display.say(f"recognised a {platform} handler: {found['entry']}")
     name = found["name"]

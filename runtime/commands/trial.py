@@ -50,6 +50,8 @@ def test(*, source: options.FunctionSource, install: bool, as_json: bool) -> Non
     """
     file = source.folder / options.INPUT_FILE
     event = options.read_event(file, remedy="Write the event to send into it, as JSON.")
+    if not as_json:
+        display.warn(options.withheld(source.folder))
     with display.spinner(f"testing {source.folder}"), private_gateway() as url, Client(url) as client:
         deployed = client.deploy(source.folder, source.overrides(), install=install)
         try:
@@ -61,7 +63,7 @@ def test(*, source: options.FunctionSource, install: bool, as_json: bool) -> Non
             if lines and not error.remedy:
                 error.remedy = "The end of its log: " + " | ".join(lines)
             raise
-    display.warn([*deployed["warnings"], *options.withheld(source.folder)])
+    display.warn(deployed["warnings"])
     if as_json:
         facts = display.reply_facts(answer, reply)
         return display.print_json(facts | {"warnings": deployed["warnings"], "printed": printed})

@@ -214,7 +214,9 @@ class Functions:
 
         def undone(done: asyncio.Future[T]) -> None:
             if undo is not None and not done.cancelled() and done.exception() is None:
-                self._threads.submit(undo, done.result())
+                # RuntimeError: the gateway ends. The next one empties the staging folder.
+                with contextlib.suppress(RuntimeError):
+                    self._threads.submit(undo, done.result())
 
         try:
             return await asyncio.shield(running)

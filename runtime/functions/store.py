@@ -104,6 +104,7 @@ class Store:
         if self._staging.exists():
             shutil.rmtree(self._staging)
         self._staging.mkdir(mode=0o700)
+        self.weights.discard_unused()
         for folder in self._functions.glob("*/"):
             for half_written in (*folder.glob(f".{_CURRENT}.*"), *folder.glob(f"*/.{_RECORD}.*")):
                 half_written.unlink()

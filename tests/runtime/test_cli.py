@@ -155,6 +155,19 @@ def test_restart_rollback_and_revisions(pilotflame, deployed, tmp_path: Path):
     one_paragraph(pilotflame("restart", "nobody"), "nobody")
 
 
+def test_credentials_are_named_and_not_deployed(pilotflame, tmp_path: Path):
+    (tmp_path / ".env").write_text("TOKEN=1")
+    (tmp_path / "handler.py").write_text("def handler(event):\n    return open('.env').read()\n")
+    for upload in ((), ("--upload",)):
+        done = pilotflame("deploy", tmp_path, "--name", "no-env", *upload)
+        assert "not deployed, since they look like credentials: .env; " in done.stderr
+        assert "FileNotFoundError" in pilotflame("invoke", "no-env", 1).stderr
+    (tmp_path / ".pilotflameignore").write_text("!.env\n")
+    done = pilotflame("deploy", tmp_path, "--name", "no-env")
+    assert "credentials" not in done.stderr
+    assert pilotflame("delete", "no-env", "--yes").returncode == 0
+
+
 def test_a_second_deploy_is_a_new_revision(pilotflame, deployed, tmp_path: Path):
     name = deployed("def handler(event):\n    return 1\n")
     first = json.loads(pilotflame("status", name, "--json").stdout)["revision"]

@@ -119,12 +119,12 @@ class LambdaApi:
     async def _wait(self, request: web.Request, live: Live, request_id: str) -> web.Response:
         received_s, name = time.monotonic(), live.record.function
         live, body = await self._backend.read_body(request, name)
-        revision, policy = live.revision, live.revision.policy
+        revision, limits = live.revision, live.record.settings
         headers, caller = request.headers, caller_of(request)
         # `bare`, as in a job, tells the worker that the body is the input itself, not {"input": …}.
         invocation = Invocation(
-            request_id, body, now_s=received_s, deadline_s=received_s + timeout_of(headers, policy.timeout_s),
-            hold_until_s=received_s + policy.hold_s, traceparent=traceparent_of(headers), extra={"bare": True},
+            request_id, body, now_s=received_s, deadline_s=received_s + timeout_of(headers, limits.timeout_s),
+            hold_until_s=received_s + limits.hold_s, traceparent=traceparent_of(headers), extra={"bare": True},
             streaming=revision.streaming, tenant=caller.owner, priority=priority_of(headers, urgent=caller.urgent),
         )  # fmt: skip
         try:

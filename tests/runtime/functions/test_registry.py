@@ -100,6 +100,34 @@ async def test_a_restart_that_fails_leaves_the_old_workers(gateway, deploy):
     assert failure(await gateway.client.post("/v1/functions/nobody/restart"))["status"] == 404
 
 
+async def test_a_restart_under_load_has_as_many_workers_as_before_or_as_can_start(
+    deploy, gate: Gate, tmp_path
+):
+    source = (
+        "import gate, os\ndef setup(context):\n    if len(os.listdir(os.environ['PLACES'])) == 3:\n"
+        "        raise MemoryError('no place')\n    open(f\"{os.environ['PLACES']}/{os.getpid()}\", 'w').close()\n"
+        "def handler(event):\n    gate.wait(event)\n    return os.getpid()"
+    )
+    function = await deploy(source, {"env.PLACES": str(tmp_path), "scale.max": 2}, name="scarce", gate=gate)
+    for path in tmp_path.iterdir():
+        path.unlink()
+    calls = [asyncio.create_task(function.answer(f"{number}")) for number in range(2)]
+    await gate.next()
+    await gate.next()
+    assert len(list(tmp_path.iterdir())) == 2
+    # There is place for one more worker: the restart needs only one that gets ready.
+    response = await function.client.post("/v1/functions/scarce/restart")
+    assert response.status_code == 200, response.text
+    assert len(list(tmp_path.iterdir())) == 3
+    gate.open()
+    old = set(await asyncio.gather(*calls))
+    assert await function.answer("new") not in old
+    for path in tmp_path.iterdir():
+        path.unlink()
+    await function.settled(ready=1)
+    assert (await function.client.post("/v1/functions/scarce/restart")).status_code == 200
+
+
 async def test_a_rollback_makes_an_older_revision_live_also_after_a_restart(state):
     def version(number: int) -> str:
         return f"def handler(event):\n    return {number}"
