@@ -21,7 +21,7 @@ from pilotflame.errors import (
     Unauthorized,
     UnknownFunction,
 )
-from pilotflame.runtime.dialects.aws_lambda.routes import aws_error
+from pilotflame.runtime.dialects.aws_lambda.failures import aws_error
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -217,6 +217,146 @@ async def test_a_streamed_output_is_a_list(deploy, aws):
     function = await deploy(STREAMS)
     assert (await invoke(aws, function.name, 3))["Payload"] == [0, 1, 2]
     assert (await invoke(aws, function.name, 0))["Payload"] == []
+
+
+CONTEXT = """
+def lambda_handler(event, context):
+    sent = context.client_context
+    client = sent and sent.client
+    return {
+        "custom": sent and sent.custom, "env": sent and sent.env, "title": client and client.app_title,
+        "version": client and client.app_version_name, "arn": context.invoked_function_arn,
+    }
+"""
+
+
+async def test_the_client_context(deploy, aws):
+    function = await deploy(None, files={"lambda_function.py": CONTEXT})
+    sent = {"custom": {"k": "v"}, "env": {"locale": "de"}, "client": {"app_title": "shop"}}
+    packed = base64.b64encode(json.dumps(sent).encode()).decode()
+    told = (await invoke(aws, function.name, ClientContext=packed))["Payload"]
+    assert (told["custom"], told["env"], told["title"], told["version"]) == ({"k": "v"}, {"locale": "de"}, "shop", None)  # fmt: skip
+    assert (await invoke(aws, function.name))["Payload"]["custom"] is None
+    for kind in ("RequestResponse", "Event"):
+        for wrong in ("no base64", base64.b64encode(b"[1]").decode(), base64.b64encode(b"x" * 4000).decode()):
+            assert await refused(aws, function.name, ClientContext=wrong, InvocationType=kind) == (
+                "InvalidRequestContentException",
+                400,
+            )
+    queued = await invoke(aws, function.name, {}, ClientContext=packed, InvocationType="Event")
+    status = f"/v2/{function.name}/status/{queued['ResponseMetadata']['RequestId']}"
+
+    async def done() -> bool:
+        return bool((await function.client.get(status)).json()["status"] == "COMPLETED")
+
+    await until(done, "the end of the job")
+    assert (await function.client.get(status)).json()["output"]["custom"] == {"k": "v"}
+
+
+async def test_qualifiers_are_the_live_revision(deploy, gateway: Gateway, aws):
+    function = await deploy(None, files={"lambda_function.py": CONTEXT}, name="twice")
+    await deploy(None, files={"lambda_function.py": CONTEXT}, name="twice")
+    revision = (await function.status())["revision"]
+    number = revision[1:].partition("-")[0]
+    for qualifier in (number, revision):
+        found = await invoke(aws, "twice", Qualifier=qualifier)
+        assert (found["ExecutedVersion"], found["Payload"]["arn"].rpartition(":")[2]) == (number, qualifier)
+    found = await invoke(aws, "twice", Qualifier="$LATEST")
+    assert found["ExecutedVersion"] == "$LATEST"
+    assert found["Payload"]["arn"].endswith(":function:twice:$LATEST")
+    assert (await invoke(aws, "twice"))["Payload"]["arn"].endswith(":function:twice")
+    for old in ("1", "0", "prod"):
+        assert await refused(aws, "twice", Qualifier=old) == ("ResourceNotFoundException", 404)
+
+
+# -- response streams
+
+
+async def streamed(
+    client: Any, name: str, event: Any = None, **more: Any
+) -> tuple[list[bytes], dict[str, Any]]:
+    """Return (payloads, the last event) of a response stream, as botocore reads it."""
+
+    def called() -> tuple[list[bytes], dict[str, Any]]:
+        found = client.invoke_with_response_stream(FunctionName=name, Payload=json.dumps(event), **more)
+        assert found["ExecutedVersion"] == "$LATEST"
+        events = list(found["EventStream"])
+        assert [list(one) for one in events] == [["PayloadChunk"]] * (len(events) - 1) + [["InvokeComplete"]]
+        return [one["PayloadChunk"]["Payload"] for one in events[:-1]], events[-1]["InvokeComplete"]
+
+    return await asyncio.to_thread(called)
+
+
+async def test_a_response_stream(deploy, aws):
+    source = "def handler(event):\n    for word in event:\n        yield word\n"
+    pieces, end = await streamed(aws, (await deploy(source)).name, ["one ", "zwei ü", 3, {"a": [None]}])
+    assert b"".join(pieces) == 'one zwei ü3\n{"a":[null]}\n'.encode()
+    assert end == {}
+    pieces, end = await streamed(aws, (await deploy(ECHO)).name, {"n": 1}, LogType="Tail")
+    assert json.loads(b"".join(pieces)) == {"got": {"n": 1}}
+    assert "REPORT RequestId" in base64.b64decode(end["LogResult"]).decode()
+    large = "x" * 3_000_000
+    pieces, _ = await streamed(aws, (await deploy(ECHO)).name, large)
+    assert json.loads(b"".join(pieces)) == {"got": large}
+    assert len(pieces) == 3
+
+
+async def test_pieces_of_a_response_stream_arrive_while_it_runs(deploy, aws, gate: Gate):
+    source = (
+        "import gate\ndef handler(event):\n    yield 'first'\n    gate.wait('middle')\n    yield 'second'\n"
+    )
+    function = await deploy(source, gate=gate)
+
+    def first() -> tuple[Any, bytes]:
+        events = iter(aws.invoke_with_response_stream(FunctionName=function.name)["EventStream"])
+        return events, next(events)["PayloadChunk"]["Payload"]
+
+    events, piece = await asyncio.to_thread(first)
+    assert piece == b"first"
+    (await gate.next("middle")).go()
+    rest = await asyncio.to_thread(list, events)
+    assert rest == [{"PayloadChunk": {"Payload": b"second"}}, {"InvokeComplete": {}}]
+
+
+async def test_a_response_stream_that_fails(deploy, aws, gate: Gate):
+    source = "def handler(event):\n    yield 'a'\n    raise ValueError('no good')\n"
+    pieces, end = await streamed(aws, (await deploy(source)).name)
+    assert pieces == [b"a"]
+    assert end["ErrorCode"] == "ValueError"
+    assert json.loads(end["ErrorDetails"])["errorMessage"]
+    pieces, end = await streamed(aws, (await deploy(FAILS)).name)
+    assert (pieces, end["ErrorCode"]) == ([], "ValueError")
+    pieces, end = await streamed(aws, (await deploy(SLOW, {"timeout_s": 0.5}, gate=gate)).name)
+    assert (pieces, end["ErrorCode"]) == ([], "Sandbox.Timedout")
+    with pytest.raises(aws.exceptions.ResourceNotFoundException):
+        await streamed(aws, "none")
+    response = aws.invoke_with_response_stream
+    name = (await deploy(ECHO)).name
+    dry = await asyncio.to_thread(lambda: response(FunctionName=name, InvocationType="DryRun"))
+    assert dry["StatusCode"] == 204
+    with pytest.raises(ClientError) as raised:
+        await asyncio.to_thread(lambda: response(FunctionName=name, InvocationType="Event"))
+    assert raised.value.response["ResponseMetadata"]["HTTPStatusCode"] == 400
+
+
+async def test_a_reader_of_a_response_stream_that_disconnects_cancels(deploy, gate: Gate):
+    source = """
+import gate
+async def handler(event):
+    try:
+        yield "first"
+        await gate.wait_async("begun")
+        yield "second"
+    finally:
+        gate.say("over")
+"""
+    function = await deploy(source, gate=gate)
+    url = f"/2021-11-15/functions/{function.name}/response-streaming-invocations"
+    async with function.client.stream("POST", url) as response:
+        assert response.headers["X-Accel-Buffering"] == "no"
+        await anext(response.aiter_raw())
+        await gate.next("begun")
+    await gate.next("over")
 
 
 # -- plain HTTP
