@@ -152,6 +152,7 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     guard = Guard(
         keyring, tasks, routes, required=settings.auth == "always" or not local,
         on_quota=functools.partial(_count_refusal, functions, metrics),
+        max_body_bytes=settings.max_body_bytes, body_timeout_s=settings.body_timeout_s,
     )  # fmt: skip
     errors = ErrorResponses(error_formats(routes))
     control = stack.enter_context(control_socket(state))

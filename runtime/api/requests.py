@@ -22,6 +22,8 @@ from ..serving.invocation import NORMAL
 from ..telemetry.timeline import TRACEPARENT
 
 CALLER = web.RequestKey("caller", Caller)
+BODY = web.RequestKey("body", bytes)
+"""The body of a request that the guard had to read. `read_body` returns it."""
 Headers: TypeAlias = Mapping[str, str]
 M = TypeVar("M", bound=BaseModel)
 
@@ -61,8 +63,11 @@ async def read_body(
 
     Raises InputTimeout if it takes longer than `timeout_s`, and BadInput if it ends early or is malformed.
     """
-    if (request.content_length or 0) > limit:
+    read: bytes | None = request.get(BODY)
+    if (request.content_length or 0) > limit or len(read or b"") > limit:
         raise too_large(limit, remedy)
+    if read is not None:
+        return read
     if not request.can_read_body:
         return b""
     try:

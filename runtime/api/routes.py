@@ -131,6 +131,8 @@ class Route:
     """The headers of a successful response, described as in OpenAPI."""
     public: bool = False
     """True if no API key is needed."""
+    aws_signed: bool = False
+    """True if, instead of sending an API key, a caller may sign the request with it, as AWS's clients do."""
     accepts: Callable[[Mapping[str, str]], bool] | None = None
     """If several rows have the same method and path, the first whose `accepts` returns True for the request's
     headers serves the request, or, if there is none, the row without `accepts`."""

@@ -61,7 +61,7 @@ class LambdaApi:
         # Not {function}, which the guard would check: the variable may hold an ARN. `_live` checks it.
         shared: dict[str, Any] = {
             "body": Any, "body_required": False, "parameters": PARAMETERS, "errors": (400, 408, 413, 500, 503),
-            "error_format": aws_error, "error_type": LambdaError | ErrorBody,
+            "aws_signed": True, "error_format": aws_error, "error_type": LambdaError | ErrorBody,
         }  # fmt: skip
         return [
             Route(
@@ -97,7 +97,7 @@ class LambdaApi:
             return aws_error(error, request_id).response()
         return response
 
-    async def _submit(self, request: web.Request, _: str) -> web.Response:
+    async def _submit(self, request: web.Request, _request_id: str) -> web.Response:
         """Submit the body as a job. Respond with 202 once the job is stored."""
         extra = _extra(request.headers)
         function = self._live(request)[0].record.function

@@ -10,7 +10,10 @@ from typing import Any
 import boto3
 import httpx
 import pytest
+from botocore.auth import SigV4Auth
+from botocore.awsrequest import AWSRequest
 from botocore.config import Config
+from botocore.credentials import Credentials
 from botocore.exceptions import ClientError
 from live import Function, Gate, Gateway, gateway_here, until
 from pilotflame.errors import (
@@ -59,10 +62,10 @@ async def test_deadlines_and_priorities_are_those_of_invoke(deploy, gateway: Gat
         assert name in response.text
 
 
-def client_of(url: str, token: str | None = None) -> Any:
+def client_of(url: str, token: str | None = None, *, key: str = "any", secret: str = "any") -> Any:
     """boto3's client, as its users make it."""
     return boto3.client(
-        "lambda", endpoint_url=url, region_name="us-east-1", aws_access_key_id="any", aws_secret_access_key="any",
+        "lambda", endpoint_url=url, region_name="us-east-1", aws_access_key_id=key, aws_secret_access_key=secret,
         aws_session_token=token, config=Config(retries={"total_max_attempts": 1}, proxies={}),
     )  # fmt: skip
 
@@ -417,6 +420,57 @@ async def test_the_session_token_is_the_api_key(state):
                 "UnrecognizedClientException",
                 401,
             )
+
+
+async def test_a_key_signs_the_requests_of_boto3(state):
+    async with (
+        gateway_here(state, auth="always", drain_s=1.0, max_body_bytes=100_000) as gateway,
+        gateway.at_home() as home,
+    ):
+
+        async def key(**wanted: Any) -> dict[str, Any]:
+            return dict((await home.post("/v1/keys", json={"name": "k", **wanted})).json())
+
+        admin, mine, quota = await key(scopes=["admin"]), await key(functions=["mine"]), await key(concurrency=1, rate_per_s=0.01)  # fmt: skip
+        gateway.client.headers["Authorization"] = f"Bearer {admin['key']}"
+        await gateway.deploy(STREAMS, name="mine")
+        await gateway.deploy(ECHO, name="theirs")
+
+        def client(made: dict[str, Any]) -> Any:
+            return client_of(gateway.url, key=made["id"], secret=made["key"].rpartition("_")[2])
+
+        aws = client(mine)
+        assert (await invoke(aws, "mine", 2))["Payload"] == [0, 1]
+        arn = "arn:aws:lambda:us-east-1:000000000000:function:mine"
+        assert (await invoke(aws, arn, 1, Qualifier="$LATEST"))["Payload"] == [0]
+        assert (await invoke(aws, "mine", 1, InvocationType="Event"))["StatusCode"] == 202
+        assert b"".join((await streamed(aws, "mine", 2))[0]) == b"0\n1\n"
+        assert await refused(aws, "theirs") == ("ResourceNotFoundException", 404)
+        wrong = client_of(gateway.url, key=mine["id"], secret="0" * 64)
+        unknown = client_of(gateway.url, key="0" * 12, secret="0" * 64)
+        for stranger in (wrong, unknown):
+            assert await refused(stranger, "mine") == ("UnrecognizedClientException", 401)
+        with pytest.raises(aws.exceptions.RequestTooLargeException):
+            await invoke(aws, "mine", "x" * 200_000)
+        # The secret that signs is not a token, and a signature opens the routes of Lambda only.
+        found = (await home.get("/v1/keys")).text
+        assert "signing" not in found
+        assert mine["key"].rpartition("_")[2] not in (state / "access" / "keys.json").read_text()
+        await invoke(client(quota), "mine", 1)
+        assert await refused(client(quota), "mine") == ("TooManyRequestsException", 429)
+        assert (await home.delete(f"/v1/keys/{mine['id']}")).status_code == 200
+        assert await refused(aws, "mine") == ("UnrecognizedClientException", 401)
+
+
+async def test_a_signature_opens_no_other_route(state):
+    async with gateway_here(state, auth="always", drain_s=1.0) as gateway, gateway.at_home() as home:
+        made = (await home.post("/v1/keys", json={"name": "k", "scopes": ["admin"]})).json()
+        credentials = Credentials(made["id"], made["key"].rpartition("_")[2])
+        for path in ("/v1/functions", "/v1/keys", "/metrics", "/v2/f/health"):
+            request = AWSRequest("GET", gateway.url + path)
+            SigV4Auth(credentials, "lambda", "us-east-1").add_auth(request)
+            response = await gateway.client.get(path, headers=dict(request.headers.items()))
+            assert response.status_code == 401
 
 
 @pytest.mark.parametrize(
