@@ -159,7 +159,7 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     await stack.enter_async_context(
         http_server(
             [sock, control], routes, [compressed, errors.middleware, guard.middleware],
-            FastPath(gateway, functions, guard), settings.header_timeout_s,
+            FastPath(gateway, functions, guard, routes), settings.header_timeout_s,
         )
     )  # fmt: skip
     server = Server(url_of(sock), functions, admin, tasks, jobs, sources)

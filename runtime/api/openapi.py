@@ -148,7 +148,7 @@ def _invoke(operation: dict[str, Any], function: FunctionStatus, schemas: dict[s
         "operationId": f"invoke_{function.name}",
         "summary": f"Call {function.name} ({function.revision}) and wait for its output.",
         "parameters": [one for one in operation["parameters"] if one["in"] != "path"],
-        "requestBody": {"content": {JSON_TYPE: {"schema": taken}}},
+        "requestBody": {"content": operation["requestBody"]["content"] | {JSON_TYPE: {"schema": taken}}},
     }
     success = operation["responses"]["200"]
     if function.streaming:

@@ -168,6 +168,16 @@ def idempotency_of(headers: Headers) -> str:
     return f"key:{key}" if key else ""
 
 
+def preferences_of(request: web.Request) -> dict[str, str]:
+    """Return the preferences in the headers Prefer (RFC 7240), by name in lower case; "" without a value."""
+    found: dict[str, str] = {}
+    for line in request.headers.getall("Prefer", ()):
+        for preference in line.split(","):
+            name, _, value = preference.partition(";")[0].partition("=")
+            found.setdefault(name.strip().lower(), value.strip(' \t"'))
+    return found
+
+
 def media_type_of(headers: Headers) -> str:
     """Return the body's media type in lower case and without parameters, or "" without the header."""
     return headers.get(hdrs.CONTENT_TYPE, "").partition(";")[0].strip().lower()
