@@ -148,6 +148,56 @@ async def test_a_message_that_fails_too_often_is_dead_lettered(deploy, gate: Gat
     assert sorted(found.word for found in gate.arrived) == ["boom", "boom", "fine"]
 
 
+ORDERED = {"FifoQueue": "true", "ContentBasedDeduplication": "true"}
+
+
+async def test_the_messages_of_a_group_run_in_their_order(deploy, gate: Gate, queue) -> None:
+    mine = queue(**ORDERED)
+    for word in ("a1", "a2", "a3", "b1", "b2", "b3"):
+        await mine.send(json.dumps(word), MessageGroupId=word[0])
+    await deploy(HANDLER, {**source(mine), "concurrency": 8, "scale.max": 1}, gate=gate, check=False)
+    first = {arrival.word: arrival for arrival in [await gate.next(), await gate.next()]}
+    assert sorted(first) == ["a1", "b1"]
+    # Group b runs to its end while a1 runs; no message of its group has started.
+    first["b1"].go()
+    for word in ("b2", "b3"):
+        arrival = await gate.next()
+        assert arrival.word == word
+        arrival.go()
+    first["a1"].go()
+    for word in ("a2", "a3"):
+        arrival = await gate.next()
+        assert arrival.word == word
+        arrival.go()
+    await until(mine.empty, "all messages are deleted")
+
+
+FLAKY = """
+import pathlib
+from gate import say
+
+def handler(event):
+    say(event["word"])
+    flag = pathlib.Path(event["flag"])
+    if event["word"] == "2" and not flag.exists():
+        flag.touch()
+        raise ValueError("not yet")
+"""
+
+
+async def test_the_messages_behind_a_failed_one_wait_for_it(
+    deploy, gate: Gate, queue, tmp_path, monkeypatch
+) -> None:
+    # While a poll waits, moto does not notice that a group has become free.
+    monkeypatch.setattr("pilotflame.runtime.events.sqs.POLL_S", 1)
+    mine = queue(**ORDERED)
+    for word in "1234":
+        await mine.send(json.dumps({"word": word, "flag": str(tmp_path / "flag")}), MessageGroupId="g")
+    await deploy(FLAKY, {**source(mine), "concurrency": 8, "scale.max": 1}, gate=gate, check=False)
+    await until(mine.empty, "all messages are deleted")
+    assert [arrival.word for arrival in gate.arrived] == ["1", "2", "2", "3", "4"]
+
+
 async def test_outputs_go_to_a_queue(deploy, gate: Gate, queue) -> None:
     mine, answers = queue(), queue()
     function = await deploy(PLAIN, source(mine, result=f"sqs://{answers.name}"), check=False)
