@@ -87,11 +87,13 @@ class FastPath:
             return None
         if message.should_close or message.upgrade or message.chunked or message.compression:
             return None
-        # Prefer may ask for a job instead of an output, and Expect for an interim response.
-        if PREFER in message.headers or hdrs.EXPECT in message.headers:
+        # Prefer may ask for a job instead of an output, and Expect for an interim response. Web pages, which
+        # send Origin, need headers in the response.
+        headers = message.headers
+        if PREFER in headers or hdrs.EXPECT in headers or hdrs.ORIGIN in headers:
             return None
         for accepts in self._elsewhere:
-            if accepts(message.headers):
+            if accepts(headers):
                 return None
         try:
             revision = self._functions.live(path[len(BEGINNING) :])

@@ -24,6 +24,7 @@ from ...errors import Forbidden, GatewayError, PilotflameError, QuotaExceeded, U
 from ..access.aws_signature import SCHEME, SignedRequest, parse_signature, unknown_signer, verify
 from ..access.keyring import Held, Keyring, Meter
 from ..access.keys import ANYBODY, Caller, Scope
+from .cross_origin import CrossOrigin
 from .requests import BODY, CALLER, Headers, read_body
 from .responses import Handler
 from .routes import Route, scopes_by_path
@@ -47,8 +48,8 @@ class Admitted(NamedTuple):
 UNKNOWN_CALLER = Admitted(ANYBODY)
 
 
-def check_origin(headers: Headers) -> None:
-    """Raise Forbidden if a web page of another origin has caused the request.
+def check_origin(headers: Headers, allows: Callable[[str], bool]) -> None:
+    """Raise Forbidden if a web page of another origin has caused the request, unless `allows(origin)`.
 
     Any page can send requests to 127.0.0.1, also under a host name of its own that resolves to it. But the
     browser sets Host, Origin and Sec-Fetch-Site itself, and no page can forge them.
@@ -57,6 +58,8 @@ def check_origin(headers: Headers) -> None:
     if host is not None and not _names_loopback(f"//{host}"):
         raise _forbidden(f"answers only to this machine's own names, not to {host[:80]!a}")
     if origin is not None and not _names_loopback(origin):
+        if allows(origin):
+            return
         raise _forbidden(f"answers no web page of {origin[:80]!a}")
     if headers.get(_FETCH_SITE) == "cross-site":
         raise _forbidden("answers no web page of another origin")
@@ -66,14 +69,14 @@ class Guard:
     """The guard of a gateway, with the scope that each route requires."""
 
     def __init__(
-        self, keyring: Keyring, tasks: asyncio.TaskGroup, routes: Sequence[Route], *, required: bool,
+        self, keyring: Keyring, tasks: asyncio.TaskGroup, routes: Sequence[Route], cors: CrossOrigin, *, required: bool,
         on_quota: Callable[[str, PilotflameError], None], max_body_bytes: int, body_timeout_s: float,
     ) -> None:  # fmt: skip
         """`on_quota` is called with the function and the error of a request that exceeds its key's quota.
 
         `max_body_bytes` and `body_timeout_s` limit the bodies of signed requests, which the guard reads.
         """
-        self._keyring, self._tasks = keyring, tasks
+        self._keyring, self._tasks, self._cors = keyring, tasks, cors
         self._public = {route.path for route in routes if route.public}
         self._signed = {route.path for route in routes if route.aws_signed}
         self._scopes = scopes_by_path(routes)
@@ -117,7 +120,7 @@ class Guard:
         """
         if not self.closed:
             try:
-                check_origin(headers)
+                check_origin(headers, lambda origin: self._cors.allows(origin, path, function))
             except Forbidden:
                 if not _on_control_socket(transport):
                     raise
@@ -197,7 +200,10 @@ def token_in(header: str) -> str:
 
 
 def _forbidden(what: str) -> Forbidden:
-    remedy = "Call http://localhost:PORT, or send an API key (pilotflame keys create NAME --scope admin)."
+    remedy = (
+        "Call http://localhost:PORT, send an API key (pilotflame keys create NAME --scope admin), or let pages of this"
+        " origin call a function: [cors] in pilotflame.toml."
+    )
     return Forbidden(f"Without API keys this gateway {what}.", remedy=remedy)
 
 

@@ -149,7 +149,12 @@ def aiohttp_routes(routes: Sequence[Route]) -> list[web.RouteDef]:
     """
     key = attrgetter("path", "method")
     grouped = groupby(sorted(routes, key=key), key)
-    return [web.route(method, path, _choose(tuple(rows))) for (path, method), rows in grouped]
+    found = {(method, path): _choose(tuple(rows)) for (path, method), rows in grouped}
+    # Health checkers often send HEAD.
+    public = {
+        ("HEAD", route.path): route.handler for route in routes if route.public and route.method == "GET"
+    }
+    return [web.route(method, path, handler) for (method, path), handler in (public | found).items()]
 
 
 def scopes_by_path(routes: Sequence[Route]) -> dict[str, Scope | None]:

@@ -24,7 +24,7 @@ from ...errors import SettingsError
 from ...handlers.dialects import recognise
 from ...snapshot.sources.locate import is_remote
 from .event_source import EventSource
-from .validation import ENV_PREFIX, PositiveSeconds, Seconds, checked, keys, unknown_key, validate
+from .validation import ENV_PREFIX, Origin, PositiveSeconds, Seconds, checked, keys, unknown_key, validate
 
 SETTINGS_FILE = "pilotflame.toml"
 # First segments of the gateway's own HTTP paths. Requests to a function with such a name would not reach it.
@@ -105,6 +105,19 @@ def _variable_problem(name: str, value: str) -> str | None:
     return f"env.{name} contains a NUL character" if "\0" in value else None
 
 
+class Cors(BaseModel, frozen=True, extra="forbid", strict=True):
+    """Which web pages of other origins may call the function from a browser."""
+
+    origins: Annotated[tuple[Origin, ...], Strict(False)] = Field(
+        (),
+        max_length=100,
+        description='Origins of the pages, as https://shop.example; "*" for all; by default none.',
+    )
+    max_age_s: int = Field(
+        600, ge=0, le=86_400, description="Seconds for which a browser remembers what is allowed."
+    )
+
+
 class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     """All settings of a function; part of its immutable revision."""
 
@@ -137,6 +150,7 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     max_body_bytes: int = Field(20 * _MIB, ge=1, description="Largest request body.")
     env: Annotated[dict[str, str], checked(_env_problem)] = Field({}, description="The workers' environment.")
     scale: Scale = Field(default_factory=Scale, description="How many workers there are.")
+    cors: Cors = Field(default_factory=Cors, description="Which web pages of other origins may call it.")
     source: Annotated[tuple[EventSource, ...], Strict(False)] = Field(
         (), max_length=100, description="Queues whose messages are run as jobs: tables, [[source]]."
     )

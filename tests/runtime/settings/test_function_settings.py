@@ -334,3 +334,19 @@ def test_every_setting_has_a_description() -> None:
 def test_units_are_finite() -> None:
     with pytest.raises(ValidationError):
         FunctionSettings(name="a", timeout_s=math.inf)
+
+
+@pytest.mark.parametrize("wrong", ["shop.example", "https://shop.example/", "https://shop.example/path", "ftp://x", "*.example"])  # fmt: skip
+def test_what_is_no_origin_is_refused(tmp_path: Path, wrong: str) -> None:
+    (tmp_path / "pilotflame.toml").write_text(f'name = "f"\n[cors]\norigins = ["{wrong}"]\n')
+    with pytest.raises(SettingsError, match="no origin"):
+        read_settings(tmp_path)
+    with pytest.raises(SettingsError, match="no origin"):
+        read_gateway_settings({"PILOTFLAME_CORS_ORIGINS": f"https://fine.example, {wrong}"})
+
+
+def test_origins_come_from_the_environment_and_the_file(tmp_path: Path) -> None:
+    found = read_gateway_settings({"PILOTFLAME_CORS_ORIGINS": "https://shop.example, http://[::1]:3000"})
+    assert found.cors_origins == ("https://shop.example", "http://[::1]:3000")
+    (tmp_path / "pilotflame.toml").write_text('name = "f"\n[cors]\norigins = ["*", "https://shop.example"]\n')
+    assert read_settings(tmp_path).cors.origins == ("*", "https://shop.example")
