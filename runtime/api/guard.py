@@ -48,7 +48,7 @@ class Admitted(NamedTuple):
 UNKNOWN_CALLER = Admitted(ANYBODY)
 
 
-def check_origin(headers: Headers, allows: Callable[[str], bool]) -> None:
+def check_origin(headers: Headers, allows: Callable[[str], bool] = lambda _origin: False) -> None:
     """Raise Forbidden if a web page of another origin has caused the request, unless `allows(origin)`.
 
     Any page can send requests to 127.0.0.1, also under a host name of its own that resolves to it. But the

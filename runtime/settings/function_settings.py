@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from types import NoneType
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, Field, Strict, TypeAdapter, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, Strict, TypeAdapter, model_validator
 from pydantic.fields import FieldInfo
 
 from ...addresses import INPUT_NETWORKS
@@ -24,7 +24,17 @@ from ...errors import SettingsError
 from ...handlers.dialects import recognise
 from ...snapshot.sources.locate import is_remote
 from .event_source import EventSource
-from .validation import ENV_PREFIX, Origin, PositiveSeconds, Seconds, checked, keys, unknown_key, validate
+from .validation import (
+    ENV_PREFIX,
+    Origin,
+    PositiveSeconds,
+    Seconds,
+    checked,
+    keys,
+    split_text,
+    unknown_key,
+    validate,
+)
 
 SETTINGS_FILE = "pilotflame.toml"
 # First segments of the gateway's own HTTP paths. Requests to a function with such a name would not reach it.
@@ -108,7 +118,7 @@ def _variable_problem(name: str, value: str) -> str | None:
 class Cors(BaseModel, frozen=True, extra="forbid", strict=True):
     """Which web pages of other origins may call the function from a browser."""
 
-    origins: Annotated[tuple[Origin, ...], Strict(False)] = Field(
+    origins: Annotated[tuple[Origin, ...], Strict(False), BeforeValidator(split_text)] = Field(
         (),
         max_length=100,
         description='Origins of the pages, as https://shop.example; "*" for all; by default none.',

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, field_validator
 
-from .validation import ENV_PREFIX, Origin, PositiveSeconds, Seconds, unknown_key, validate
+from .validation import ENV_PREFIX, Origin, PositiveSeconds, Seconds, split_text, unknown_key, validate
 
 _MIB = 1024 * 1024
 
@@ -56,8 +56,8 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
     @field_validator("webhook_networks", "cors_origins", mode="before")
     @classmethod
     def _split(cls, values: Any) -> Any:
-        """Split a text, which is the value of an environment variable, at commas and blanks."""
-        return tuple(values.replace(",", " ").split()) if isinstance(values, str) else values
+        """Split a text, which is the value of an environment variable."""
+        return split_text(values)
 
     @field_validator("state_dir", "cache_dir")
     @classmethod

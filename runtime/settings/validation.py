@@ -52,6 +52,11 @@ Origin = Annotated[str, checked(_origin_problem)]
 """The origin of web pages, or "*" for all."""
 
 
+def split_text(value: Any) -> Any:
+    """Return a text split at commas and blanks, as a tuple. Return any other value unchanged."""
+    return tuple(value.replace(",", " ").split()) if isinstance(value, str) else value
+
+
 def validate(model: type[_M], raw: dict[str, Any], problems: list[str], subject: str, remedy: str) -> _M:
     """Return `raw`, a table of settings, as a `model`.
 
