@@ -172,7 +172,7 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
 
 
 async def shutdown(server: Server) -> None:
-    """Refuse new work, finish what runs, and release the messages of event sources whose jobs do not run."""
+    """Refuse new work, finish what runs, and release messages of event sources that no job is running for."""
     server.admin.draining = True
     server.jobs.stop()
     async with asyncio.TaskGroup() as closing:

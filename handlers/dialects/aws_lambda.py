@@ -39,7 +39,7 @@ _CLIENT = ("installation_id", "app_title", "app_version_name", "app_version_code
 def resolve_lambda(root: Path, entry: Entry, function: str) -> Handler:
     """Import the file of `entry` and return the Handler for the function that `entry` names.
 
-    `function` is the name that AWS's context and variables show, by default that of the folder. Raises
+    `function` is the name in AWS's context object and environment variables, by default the folder's. Raises
     HandlerImportError if the file cannot be imported, HandlerSignatureError if the function cannot be used.
     """
     function = function or root.name
@@ -148,7 +148,7 @@ def _client_context(sent: Mapping[str, Any] | None) -> SimpleNamespace | None:
 
 
 class LambdaCaller:
-    """Calls the user's function. If it raises, the details of our error have Lambda's description."""
+    """Calls the user's function. If it raises, the details of HandlerFailed have Lambda's errorType etc."""
 
     def __init__(self, function: Callable[..., Any], root: Path) -> None:
         self._function = function
@@ -179,7 +179,7 @@ class LambdaCaller:
 
 
 def _set_environment(root: Path, entry: Entry, function: str) -> None:
-    """Set the environment variables that AWS sets before it imports a handler, unless they are set."""
+    """Set the main environment variables that AWS sets before it imports a handler, unless they are set."""
     memory_mb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
     stream = f"{datetime.now(UTC):%Y/%m/%d}/[{VERSION}]{os.getpid():032x}"
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or DEFAULT_REGION

@@ -50,7 +50,7 @@ class Backend:
 
     def body_limit(self, revision: Revision) -> int:
         """Return the largest number of bytes that a body for this revision may have."""
-        return min(self.max_body_bytes, revision.policy.max_body_bytes)
+        return min(self.max_body_bytes, revision.policy.settings.max_body_bytes)
 
     async def read_body(self, request: web.Request, name: str, most: int | None = None) -> tuple[Live, bytes]:
         """Return the function, as it is after the body has arrived, and the body.

@@ -120,11 +120,11 @@ class Gateway:
         """
         # Look the revision up again: another one may have become live while the body arrived.
         revision = self._functions.live(name)
-        policy = revision.policy
+        settings = revision.policy.settings
         invocation = Invocation(
             request_id, body, now_s=received_s,
-            deadline_s=received_s + timeout_of(headers, policy.timeout_s),
-            hold_until_s=received_s + seconds(headers, HOLD, policy.hold_s, MAX_HOLD_S),
+            deadline_s=received_s + timeout_of(headers, settings.timeout_s),
+            hold_until_s=received_s + seconds(headers, HOLD, settings.hold_s, MAX_HOLD_S),
             content_type=content_type_of(headers) if content_type is None else content_type, extra=extra,
             traceparent=traceparent_of(headers), accept=accept_of(headers), streaming=revision.streaming,
             tenant=caller.owner, on_end=on_end, priority=priority_of(headers, urgent=caller.urgent),

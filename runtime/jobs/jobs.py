@@ -1,4 +1,4 @@
-"""Offers jobs to routes and event sources: submit, read, wait, cancel, retry and webhook deliveries."""
+"""Offers to routes and event sources what can be done with jobs: submit, read, wait, cancel, retry."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .webhook_signing import SigningKey
 
 DATABASE_FILE = "jobs.sqlite3"
 CLOSE_TIMEOUT_S = 10.0
-"""How long `close` waits for attempts to be stored, and then as long for webhook requests."""
+"""`close` waits this long for attempts to be stored, and then this long for webhook requests."""
 EXPIRY_RETRY_S = 5.0
-"""The pause after the expiry of jobs failed."""
+"""The pause before jobs are expired again, after the store failed."""
 
 
 class Jobs:

@@ -165,12 +165,12 @@ class LambdaApi:
         extra, name = _extra(headers), self._live(request)[0].record.function
         _, body = await self._backend.read_body(request, name)
         live, qualifier = self._live(request)
-        policy = live.revision.policy
+        limits = live.record.settings
         # `bare`, as in a job, tells the worker that the body is the input itself, not {"input": …}.
         extra |= {"bare": True} | ({"qualifier": qualifier} if qualifier else {})
         invocation = Invocation(
-            request_id, body, now_s=received_s, deadline_s=received_s + timeout_of(headers, policy.timeout_s),
-            hold_until_s=received_s + policy.hold_s, traceparent=traceparent_of(headers), extra=extra,
+            request_id, body, now_s=received_s, deadline_s=received_s + timeout_of(headers, limits.timeout_s),
+            hold_until_s=received_s + limits.hold_s, traceparent=traceparent_of(headers), extra=extra,
             streaming=live.revision.streaming, tenant=caller.owner,
             priority=priority_of(headers, urgent=caller.urgent),
         )  # fmt: skip

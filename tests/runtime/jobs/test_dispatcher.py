@@ -37,10 +37,10 @@ class Echo:
         invocation.worker = "tone-1"
         assert invocation.on_sent is not None
         invocation.on_sent()
-        invocation.resolve(Output(invocation.body, "application/json"))
+        invocation.end(Output(invocation.body, "application/json"))
 
     def cancel(self, invocation: Invocation) -> None:
-        invocation.abandon()
+        invocation.end(None)
 
 
 class SlowStore(JobStore):
