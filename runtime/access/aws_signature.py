@@ -124,7 +124,7 @@ def _canonical(names: tuple[str, ...], request: SignedRequest) -> bytes:
     values = ((name, request.headers.getall(name, [])) for name in names)
     lines = (f"{name}:{','.join(' '.join(one.split()) for one in found)}\n" for name, found in values)
     parts = (
-        request.method, quote(path, safe="/~"), "&".join(f"{name}={value}" for name, value in encoded),
+        request.method, quote(path, safe="/~", errors="surrogateescape"), "&".join(f"{name}={value}" for name, value in encoded),
         "".join(lines), ";".join(names), hashlib.sha256(request.body).hexdigest(),
     )  # fmt: skip
     # Header bytes that are not UTF-8 were decoded as lone surrogates. This turns them back into bytes.

@@ -22,7 +22,15 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none';"
     " form-action 'none'; frame-ancestors 'none'"
 )
-LINKS = {"docs": "/docs", "openapi": "/openapi.json", "live": "/healthz", "ready": "/readyz"}
+LINKS = {
+    "docs_url": "/docs",
+    "openapi_url": "/openapi.json",
+    "live_url": "/healthz",
+    "ready_url": "/readyz",
+    "healthcheck_url": "/health-check",
+    "predictions_url": "/predictions",
+}
+"""Cog's root has the same names for the pages that it has, too."""
 HEADERS: Mapping[str, str] = {
     "Content-Security-Policy": POLICY,
     "Referrer-Policy": "no-referrer",
@@ -54,7 +62,7 @@ class DocsPage:
     async def index(self, request: web.Request) -> web.StreamResponse:
         """Respond with 200, as health checkers expect. A browser is sent to the page."""
         if "text/html" in request.headers.get("Accept", ""):
-            return web.Response(status=303, headers={"Location": LINKS["docs"], "Vary": "Accept"})
+            return web.Response(status=303, headers={"Location": LINKS["docs_url"], "Vary": "Accept"})
         return json_response({"name": NAME, "version": __version__, **LINKS}, headers={"Vary": "Accept"})
 
     async def options(self, _request: web.Request) -> web.StreamResponse:

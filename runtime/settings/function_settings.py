@@ -42,6 +42,7 @@ RESERVED_NAMES = frozenset({"models", "health", "repository"})
 
 _MIB = 1024 * 1024
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+_ALIAS = re.compile(r"(?![0-9]+$)[A-Za-z0-9_-]{1,128}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -62,6 +63,15 @@ def check_name(name: str) -> str:
     if problem := name_problem(name):
         raise SettingsError(f"The function's {problem}.", remedy="Choose another name.")
     return name
+
+
+def _alias_problem(alias: str) -> str | None:
+    if _ALIAS.fullmatch(alias):
+        return None
+    return f"{alias[:80]!r} is no alias; allowed: 1 to 128 of a-z, A-Z, 0-9, - and _, not only digits"
+
+
+Alias = Annotated[str, checked(_alias_problem)]
 
 
 class Scale(BaseModel, frozen=True, extra="forbid", strict=True):
@@ -160,6 +170,11 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     max_body_bytes: int = Field(20 * _MIB, ge=1, description="Largest request body.")
     env: Annotated[dict[str, str], checked(_env_problem)] = Field({}, description="The workers' environment.")
     scale: Scale = Field(default_factory=Scale, description="How many workers there are.")
+    aliases: Annotated[tuple[Alias, ...], Strict(False), BeforeValidator(split_text)] = Field(
+        (),
+        max_length=100,
+        description="Qualifiers by which callers of AWS Lambda may name the live revision, as prod.",
+    )
     cors: Cors = Field(default_factory=Cors, description="Which web pages of other origins may call it.")
     source: Annotated[tuple[EventSource, ...], Strict(False)] = Field(
         (), max_length=100, description="Queues whose messages are run as jobs: tables, [[source]]."

@@ -45,7 +45,7 @@ CLIENT_CONTEXT_HEADER = "X-Amz-Client-Context"
 MAX_CONTEXT_CHARS = 3583
 _BEFORE_NAME = re.compile(r"^(arn(:[^:]*){4}:|\d+:(?=function:))?(function:)?")
 NAME = Parameter("name", "A name or an ARN.", place="path")
-QUALIFIER = Parameter("Qualifier", f"{VERSION}, or the number or the id of the live revision.")
+QUALIFIER = Parameter("Qualifier", f"{VERSION}, or the number, the id or an alias of the live revision.")
 INVOCATION_TYPE = header("X-Amz-Invocation-Type", type="string", enum=list(KINDS), default=KINDS[0])
 CLIENT_CONTEXT = header(CLIENT_CONTEXT_HEADER, "A JSON object in base64, as context.client_context.")
 PARAMETERS = (NAME, QUALIFIER, INVOCATION_TYPE, CLIENT_CONTEXT, TIMEOUT_PARAMETER, PRIORITY_PARAMETER)
@@ -221,15 +221,17 @@ class LambdaApi:
     def _live(self, request: web.Request) -> tuple[Live, str]:
         """Return the function and the qualifier that the request names; "" if it names none.
 
-        Raises UnknownFunction unless the qualifier is $LATEST, or the number or the id of the live revision.
+        Raises UnknownFunction unless the qualifier is $LATEST, or the number, the id or an alias of the live
+        revision.
         """
         # The text is `name`, `account:function:name` or an ARN, and each may end with `:qualifier`.
         name, _, qualifier = _BEFORE_NAME.sub("", request.match_info["name"]).partition(":")
         caller_of(request).check(name)
         live = self._backend.functions.get(name)
         wanted = request.query.get("Qualifier", "") or qualifier
-        if wanted not in ("", VERSION, str(live.record.number), live.record.revision):
-            remedy = f"Omit it, or send {VERSION} or {live.record.number}, the number of the live revision."
+        record = live.record
+        if wanted not in ("", VERSION, str(record.number), record.revision, *record.settings.aliases):
+            remedy = f"Omit it, or send {VERSION} or {record.number}, the number of the live revision."
             raise UnknownFunction(f"Function {name!r} has no version {wanted[:64]!r}.", remedy=remedy)
         return live, wanted
 

@@ -90,6 +90,12 @@ def test_a_header_of_aws_that_is_not_signed_is_refused() -> None:
         check(altered(request, headers=more))
 
 
+def test_bytes_that_are_not_text_are_no_bug() -> None:
+    request = altered(signed(), target="/2015-03-31/functions/\udcff?\udcfe=%ff")
+    with pytest.raises(Unauthorized, match="does not fit"):
+        check(request)
+
+
 def test_old_signatures_are_refused() -> None:
     request = signed()
     for now_s in (time.time() + MAX_SKEW_S + 2, time.time() - MAX_SKEW_S - 2):

@@ -110,8 +110,9 @@ async def test_the_root_answers_a_health_checker(client: httpx.AsyncClient):
     response = await client.get("/")
     assert response.status_code == 200
     assert response.json() == {
-        "name": "pilotflame", "version": __version__, "docs": "/docs", "openapi": "/openapi.json",
-        "live": "/healthz", "ready": "/readyz",
+        "name": "pilotflame", "version": __version__, "docs_url": "/docs", "openapi_url": "/openapi.json",
+        "live_url": "/healthz", "ready_url": "/readyz", "healthcheck_url": "/health-check",
+        "predictions_url": "/predictions",
     }  # fmt: skip
     for path in ("/", "/healthz", "/readyz"):
         head = await client.head(path)

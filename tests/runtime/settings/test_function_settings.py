@@ -247,6 +247,7 @@ _valid = st.builds(
         rest=st.sampled_from(["zygote", "local"]),
         standby=st.booleans(),
     ),
+    aliases=st.lists(st.sampled_from(["prod", "1a", "_"])).map(tuple),
     cors=st.builds(
         Cors,
         origins=st.lists(st.sampled_from(["*", "https://shop.example", "http://[::1]:3000"])).map(tuple),
@@ -350,6 +351,13 @@ def test_what_is_no_origin_is_refused(tmp_path: Path, wrong: str) -> None:
         read_settings(tmp_path)
     with pytest.raises(SettingsError, match="no origin"):
         read_gateway_settings({"PILOTFLAME_CORS_ORIGINS": f"https://fine.example, {wrong}"})
+
+
+@pytest.mark.parametrize("wrong", ["7", "a b", "", "$LATEST", "x" * 129])
+def test_what_is_no_alias_is_refused(tmp_path: Path, wrong: str) -> None:
+    (tmp_path / "pilotflame.toml").write_text(f'name = "f"\naliases = ["prod", "{wrong}"]\n')
+    with pytest.raises(SettingsError, match="no alias"):
+        read_settings(tmp_path)
 
 
 def test_origins_come_from_the_environment_and_the_file(tmp_path: Path) -> None:

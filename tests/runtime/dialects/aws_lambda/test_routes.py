@@ -258,17 +258,17 @@ async def test_the_client_context(deploy, aws):
 
 async def test_qualifiers_are_the_live_revision(deploy, gateway: Gateway, aws):
     function = await deploy(None, files={"lambda_function.py": CONTEXT}, name="twice")
-    await deploy(None, files={"lambda_function.py": CONTEXT}, name="twice")
+    await deploy(None, {"aliases": "prod,Blue_2"}, files={"lambda_function.py": CONTEXT}, name="twice")
     revision = (await function.status())["revision"]
     number = revision[1:].partition("-")[0]
-    for qualifier in (number, revision):
+    for qualifier in (number, revision, "prod", "Blue_2"):
         found = await invoke(aws, "twice", Qualifier=qualifier)
         assert (found["ExecutedVersion"], found["Payload"]["arn"].rpartition(":")[2]) == (number, qualifier)
     found = await invoke(aws, "twice", Qualifier="$LATEST")
     assert found["ExecutedVersion"] == "$LATEST"
     assert found["Payload"]["arn"].endswith(":function:twice:$LATEST")
     assert (await invoke(aws, "twice"))["Payload"]["arn"].endswith(":function:twice")
-    for old in ("1", "0", "prod"):
+    for old in ("1", "0", "green"):
         assert await refused(aws, "twice", Qualifier=old) == ("ResourceNotFoundException", 404)
 
 
