@@ -61,16 +61,22 @@ class Consumer:
         self._running: set[asyncio.Task[bool]] = set()
         self._last: dict[str, asyncio.Task[bool]] = {}
         """By message group, the task of the latest message. It is removed if a message of the group fails."""
+        self._left: set[str] = set()
+        """The ids of messages that are given back to the queue, whose tasks are about to end."""
+        self._again: dict[str, Message] = {}
+        """By message id, deliveries of messages in `_left`, which are run after the task has ended."""
         self._changed = asyncio.Event()
         """Set when a message was added to or removed from `_messages`."""
         self._visibility = asyncio.Lock()
         """Held while visibility timeouts are changed."""
         self._stopping = False
+        self._tasks: asyncio.TaskGroup
         self._polling: asyncio.Task[None]
         self._extending: asyncio.Task[None]
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
-        self._polling = tasks.create_task(self._poll(tasks))
+        self._tasks = tasks
+        self._polling = tasks.create_task(self._poll())
         self._extending = tasks.create_task(self._extend())
 
     def update(self, settings: FunctionSettings) -> None:
@@ -101,7 +107,7 @@ class Consumer:
 
     # -- all messages
 
-    async def _poll(self, tasks: asyncio.TaskGroup) -> None:
+    async def _poll(self) -> None:
         retry_s, logged = RETRY_S, ""
         while True:
             while (room := self._room()) <= 0:
@@ -109,7 +115,7 @@ class Consumer:
                 await self._changed.wait()
             try:
                 for message in await self._queue.receive(room):
-                    self._accept(message, tasks)
+                    self._accept(message)
                 retry_s, logged = RETRY_S, ""
             except Exception as error:  # noqa: BLE001  one broken source must not end the gateway
                 # An error that repeats is logged only once.
@@ -123,14 +129,17 @@ class Consumer:
         most = self.source.concurrency or self._settings.scale.max * self._settings.concurrency
         return most - len(self._messages)
 
-    def _accept(self, message: Message, tasks: asyncio.TaskGroup) -> None:
+    def _accept(self, message: Message) -> None:
+        if message.id in self._left:
+            self._again[message.id] = message
+            return
         running = message.id in self._messages
         # If the timeout of a message was not renewed in time, the queue delivers it again. Then only the
         # receipt of the latest delivery can be used to renew the timeout and to delete the message.
         self._messages[message.id] = message
         if not running:
             self._changed.set()
-            task = tasks.create_task(self._run(message, self._last.get(message.group)))
+            task = self._tasks.create_task(self._run(message, self._last.get(message.group)))
             if message.group:
                 self._last[message.group] = task
             self._running.add(task)
@@ -145,7 +154,8 @@ class Consumer:
             await asyncio.sleep(self.source.visibility_s / EXTENSIONS)
             try:
                 async with self._visibility:
-                    failed = await self._queue.extend(list(self._messages.values()))
+                    kept = [one for one in self._messages.values() if one.id not in self._left]
+                    failed = await self._queue.extend(kept)
             except Exception as error:  # noqa: BLE001  one broken source must not end the gateway
                 self._log(f"messages in flight could not be extended: {_text_of(error)}")
             else:
@@ -168,7 +178,7 @@ class Consumer:
         """Run a message. Return True if it was deleted. `before` runs the message of its group before it."""
         try:
             if before is not None and not await self._may_follow(before):
-                await self._release([self._messages[message.id]], 0)
+                await self._give_back(message, 0)
                 return False
             return await self._run_job(message)
         except TimeoutError:
@@ -179,9 +189,12 @@ class Consumer:
         finally:
             del self._messages[message.id]
             self._news.pop(message.id, None)
+            self._left.discard(message.id)
             if self._last.get(message.group) is asyncio.current_task():
                 del self._last[message.group]
             self._changed.set()
+            if (again := self._again.pop(message.id, None)) is not None:
+                self._accept(again)
         return False
 
     async def _run_job(self, message: Message) -> bool:
@@ -194,7 +207,7 @@ class Consumer:
         if self._stopping and job.state is JobState.CANCELLED:
             # The job did not run, so the message may be delivered to another consumer immediately.
             self._end_group(message)
-            await self._release([self._messages[message.id]], 0)
+            await self._give_back(message, 0)
         else:
             why = f" ({job.error.get('message', '')})" if job.error else ""
             await self._leave(message, f"job {job.id} is {job.state}{why}; left to the queue")
@@ -214,7 +227,12 @@ class Consumer:
         self._end_group(message)
         self._log(f"message {message.id}: {why}")
         backoff_s = min(MAX_BACKOFF_S, self.source.backoff_s << min(message.received - 1, 16))
-        await self._release([self._messages[message.id]], backoff_s)
+        await self._give_back(message, backoff_s)
+
+    async def _give_back(self, message: Message, delay_s: int) -> None:
+        # From now on, a delivery is a new one: the queue may send it before it confirms the release.
+        self._left.add(message.id)
+        await self._release([self._messages[message.id]], delay_s)
 
     async def _ended_job(self, message: Message) -> Job:
         """Submit the message's job, wait until it is final and return it.

@@ -14,9 +14,11 @@ from collections.abc import Mapping
 import orjson
 from aiohttp import web
 
+from ....errors import PilotflameError
 from ....handlers.codec import BYTES_TYPE, JSON_TYPE
 from ...api.event_stream import STREAM_HEADERS, EventStream
 from ...serving.invocation import Invocation
+from .failures import function_error
 
 EVENT_STREAM_TYPE = "application/vnd.amazon.eventstream"
 MAX_PAYLOAD_BYTES = 1 << 20
@@ -40,10 +42,11 @@ class ResponseStream(EventStream):
         """Send a complete output."""
         await self._write(_chunks(payload))
 
-    async def complete(self, failure: Mapping[str, object] | None, log: str) -> web.StreamResponse:
-        """Send the last message. `failure` describes the function's error, if there is one."""
+    async def complete(self, error: PilotflameError | None, log: str) -> web.StreamResponse:
+        """Send the last message, with the function's error, if there is one."""
         found: dict[str, object] = {"LogResult": log} if log else {}
-        if failure is not None:
+        if error is not None:
+            failure = function_error(error, self._invocation.id)
             found |= {"ErrorCode": failure["errorType"], "ErrorDetails": orjson.dumps(failure).decode()}
         response = await self._write(_message("InvokeComplete", JSON_TYPE, orjson.dumps(found)))
         await response.write_eof()

@@ -131,7 +131,7 @@ class LambdaApi:
                 if invocation.stream is not None:
                     await events.send_pieces(invocation.stream)
                 answer = await self._streamed(live, invocation, events)
-                error = function_error(answer, request_id) if isinstance(answer, PilotflameError) else None
+                error = answer if isinstance(answer, PilotflameError) else None
                 return await events.complete(error, self._log_tail(request, live, invocation))
         except TimeoutError:
             events.abort()
