@@ -182,3 +182,8 @@ async def test_keys_are_sent_as_described(gateway: Gateway):
     async with gateway.at_home() as owner:
         made = (await owner.post("/v1/keys", json={"name": "described"})).json()
     assert set(made) == {*found["components"]["schemas"]["ApiKey"]["properties"], "key"}
+
+
+def test_the_routes_of_lambda_take_signatures() -> None:
+    signed = [path for path, found in describe(()).get("paths", {}).items() if {"aws": []} in found.get("post", {}).get("security", ())]  # fmt: skip
+    assert signed == ["/2015-03-31/functions/{name}/invocations", "/2021-11-15/functions/{name}/response-streaming-invocations"]  # fmt: skip
