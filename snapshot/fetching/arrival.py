@@ -38,7 +38,7 @@ class Arrival:
 
     def has(self, first: int, last: int) -> bool:
         """Return True if all chunks from `first` to `last`, both included, have landed."""
-        return self._missing == 0 or all(self._landed[first : last + 1])
+        return self._missing == 0 or self._first_missing(first, last) > last
 
     def land(self, chunk: int) -> None:
         """Record that `chunk` has landed, and call the listeners (see `on_land`)."""
@@ -82,11 +82,23 @@ class Arrival:
         if self.has(first, last):
             return
         self.demand(first, last)
+        at = first
+
+        def over() -> bool:
+            # Look on from the first chunk that was missing, not from `first` again at every landing.
+            nonlocal at
+            at = last + 1 if self._missing == 0 else self._first_missing(at, last)
+            return at > last or self.error is not None
+
         with self._changed:
-            self._changed.wait_for(lambda: self.error is not None or self.has(first, last), timeout_s)
-            if self.has(first, last):
-                return
-            raise self.error or SourceUnavailable(f"The weights did not arrive within {timeout_s:.0f} s.")
+            self._changed.wait_for(over, timeout_s)
+            if at <= last:
+                raise self.error or SourceUnavailable(f"The weights did not arrive within {timeout_s:.0f} s.")
+
+    def _first_missing(self, first: int, last: int) -> int:
+        """Return the first of the chunks `first` to `last` that has not landed, or `last` + 1."""
+        found = self._landed.find(0, first, last + 1)
+        return last + 1 if found < 0 else found
 
     def on_land(self, listener: Callable[[int], None]) -> None:
         """Call `listener(chunk)` for every chunk that has landed already, and for each that lands later."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pilotflame.errors import CacheError
 from pilotflame.snapshot.caching.cache import Cache
-from pilotflame.snapshot.caching.flock import locked_file
+from pilotflame.snapshot.caching.flock import locked_file, try_lock
 from pilotflame.snapshot.caching.tier import Tier
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
 from pilotflame.snapshot.format.verify import verify
@@ -195,6 +197,42 @@ def test_published_is_what_has_a_manifest(tier: Tier, sources: list[tuple[Path, 
 def test_a_lock_that_nobody_lets_go_of_is_named(tier: Tier) -> None:
     path = tier.root / "lock"
     with tier.locked(), pytest.raises(CacheError, match="lock stayed locked"), locked_file(path, 0.01):
+        pass
+
+
+def test_a_wait_that_is_given_up_locks_no_other_file(tmp_path: Path) -> None:
+    """The thread that waits may call flock only after the caller gave up and closed its descriptor."""
+    reached, go_on = threading.Event(), threading.Event()
+
+    def hold_back(frame: Any, event: str, argument: Any) -> None:
+        if event == "c_call" and argument is fcntl.flock and threading.current_thread().daemon:
+            reached.set()
+            go_on.wait(20)
+
+    def give_up() -> None:
+        with locked_file(tmp_path / "lock", 0.0):
+            pass
+
+    before = set(threading.enumerate())
+    with locked_file(tmp_path / "lock"):
+        threading.setprofile(hold_back)
+        try:
+            with pytest.raises(CacheError, match="stayed locked"):
+                give_up()
+        finally:
+            threading.setprofile(None)
+        with (tmp_path / "other").open("wb") as other, (tmp_path / "other").open("rb") as again:
+            (waiter,) = set(threading.enumerate()) - before
+            assert reached.wait(20)
+            go_on.set()
+            # It waits for the lock now, or has locked the other file and ended.
+            waiter.join(0.2)
+            assert waiter.is_alive()
+            assert try_lock(other.fileno(), exclusive=True)
+            assert not try_lock(again.fileno(), exclusive=True)
+    waiter.join(20)
+    assert not waiter.is_alive()
+    with locked_file(tmp_path / "lock", 0.0):
         pass
 
 
