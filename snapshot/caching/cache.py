@@ -9,6 +9,7 @@ All state is in files and locks, which no process owns. So any process may be ki
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -61,9 +62,8 @@ class Lease:
         Raises the error of the fetch or of the copy, SourceUnavailable if one of them is not done within
         `timeout_s`, and CacheError if the copy is not even begun within `timeout_s`.
         """
-        if self._pull is None:
-            return
-        self._pull.wait(timeout_s)
+        if self._pull is not None:
+            self._pull.wait(timeout_s)
         if copied:
             try:
                 copy = self._copy.result(timeout_s)
@@ -80,13 +80,21 @@ class Lease:
         if self._pull is not None:
             self._pull.close()
 
-    def copy_to(self, tiers: Sequence[Tier]) -> None:
-        """Start to copy the published snapshot to the first of `tiers` that has room, if there are any."""
-        copy = None
+    def start_copy(self, tiers: Sequence[Tier]) -> None:
+        """Copy the published snapshot to the first of `tiers` that has room. Return at once.
+
+        A copy that was broken off is continued, and one that is there is only marked as used.
+        """
+        if tiers:
+            # In a thread of its own: making room may wait for a lock and for the disk, `close` must not.
+            threading.Thread(target=self._copy_to, args=(tiers,), name="snapshot-copy", daemon=True).start()
+        else:
+            self._copy.set_result(None)
+
+    def _copy_to(self, tiers: Sequence[Tier]) -> None:
         try:
-            if tiers:
-                # The copy is a fetch from this tier's folder: also resumable, verified and published last.
-                copy = Cache(tiers).open(self.manifest, FolderSource(self.root), tee=False)
+            # The copy is a fetch from this tier's folder: also resumable, verified and published last.
+            copy = Cache(tiers).open(self.manifest, FolderSource(self.root), tee=False)
         except Exception as error:  # noqa: BLE001  raised by `wait`
             self._copy.set_exception(error)
         else:
@@ -118,7 +126,7 @@ class Cache:
         If the snapshot is published in a tier, it is used from there. If another lease is fetching it, this
         lease waits for the same bytes. Otherwise this lease fetches it from `source` into the first tier that
         has room. In both cases, if the tier is in memory and `tee` is True, the snapshot is then copied to a
-        disk tier. Raises CacheError if no tier has room, and SourceError or SnapshotCorrupt if an asset
+        disk tier, unless a disk tier has it. Raises CacheError if no tier has room, and SourceError or SnapshotCorrupt if an asset
         cannot be fetched.
         """
         digest = manifest.digest
@@ -129,14 +137,17 @@ class Cache:
                 arrival.land_all()
                 if progress is not None:
                     progress(manifest.total_bytes, manifest.total_bytes)
-                return Lease(tier.folder(digest) / "files", manifest, arrival, hold)
+                lease = Lease(tier.folder(digest) / "files", manifest, arrival, hold)
+                disks = self._disks_to_copy_to(tier) if tee else ()
+                # Only if it is missing there, so that the usual open starts no thread.
+                lease.start_copy(() if any(disk.ready(digest, manifest) for disk in disks) else disks)
+                return lease
         pull = self._pull(digest, manifest, source)
         lease = Lease(pull.files, manifest, pull.arrival, pull.hold, pull)
         if progress is not None:
             pull.arrival.report(progress)
-        copied = tee and pull.tier.kind == "tmpfs"
-        disks = [tier for tier in self.tiers if tier.kind == "disk"] if copied else []
-        pull.start(lambda: lease.copy_to(disks))
+        disks = self._disks_to_copy_to(pull.tier) if tee else ()
+        pull.start(lambda: lease.start_copy(disks))
         return lease
 
     def list(self) -> Sequence[Stored]:
@@ -147,6 +158,9 @@ class Cache:
         """Remove a snapshot from every tier. Raises CacheError if it is in use."""
         for tier in self.tiers:
             tier.evict(digest)
+
+    def _disks_to_copy_to(self, tier: Tier) -> Sequence[Tier]:
+        return [disk for disk in self.tiers if disk.kind == "disk"] if tier.kind == "tmpfs" else ()
 
     def _pull(self, digest: str, manifest: Manifest, source: Source) -> Pull:
         refusals = []

@@ -146,6 +146,27 @@ def test_a_fast_tier_is_preferred_and_copied_to_the_disk(
         check(lease.root, source)
 
 
+def test_a_copy_that_was_cancelled_is_continued_by_the_next_that_opens(
+    shm: Path, tmp_path: Path, source: Path, manifest: Manifest
+) -> None:
+    fast, slow = Tier(shm / "fast", ROOMY, "tmpfs"), Tier(tmp_path / "slow", ROOMY, "disk")
+    # While the disk tier is locked, the copy cannot begin, and closing the lease cancels it.
+    with slow.locked():
+        lease = Cache([fast, slow]).open(manifest, FolderSource(source))
+        lease.wait(LIMIT_S)
+        lease.close()
+    assert [stored.ready for stored in fast.list()] == [True]
+    assert not any(stored.ready for stored in slow.list())
+    with Cache([fast, slow]).open(manifest, FolderSource(tmp_path / "nowhere")) as lease:
+        assert lease.root.is_relative_to(fast.root)
+        lease.wait(LIMIT_S, copied=True)
+    assert [stored.ready for stored in slow.list()] == [True]
+    check(slow.folder(manifest.digest) / "files", source)
+    before = threading.active_count()
+    with Cache([fast, slow]).open(manifest, FolderSource(tmp_path / "nowhere")) as lease:
+        assert threading.active_count() == before
+
+
 def test_without_tee_nothing_is_copied(shm: Path, tmp_path: Path, source: Path, manifest: Manifest) -> None:
     fast, slow = Tier(shm / "fast", ROOMY, "tmpfs"), Tier(tmp_path / "slow", ROOMY, "disk")
     with Cache([fast, slow]).open(manifest, FolderSource(source), tee=False) as lease:
