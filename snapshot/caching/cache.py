@@ -2,7 +2,7 @@
 
     cache = Cache([Tier(Path("/dev/shm/weights"), 8 << 30, "tmpfs"), Tier(Path("/var/weights"), 200 << 30)])
     with cache.open(manifest, open_source("s3://bucket/prefix")) as lease:
-        mapping = Mapping(lease.root, lease.manifest, keep=lease.hold)
+        mapping = Mapping(lease.root, lease.manifest, keep=lease.hold, arrival=lease.arrival)
 
 All state is in files and locks, which no process owns. So any process may be killed at any time.
 """

@@ -7,11 +7,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
 
 from ...errors import PilotflameError, SourceUnavailable
 from ..format.manifest import Manifest
 from ..sources.source import Progress
 from .ranges import Chunks
+
+
+class View(Protocol):
+    """What shows the bytes of landed chunks to readers, such as a mapping. Called by one thread at a time."""
+
+    def move(self, root: Path) -> None:
+        """Take the chunks that are shown from now on from the files in folder `root`."""
+
+    def show(self, chunk: int) -> None:
+        """Make the bytes of `chunk` readable. It is called before anybody is told that the chunk has landed."""
 
 
 class Arrival:
@@ -26,6 +38,8 @@ class Arrival:
         self._missing = self.count
         self.error: PilotflameError | None = None
         self._changed = threading.Condition()
+        self._root: Path | None = None
+        self._views: list[View] = []
         self._on_land: list[Callable[[int], None]] = []
         self._on_demand: list[Callable[[int, int], None]] = []
 
@@ -46,8 +60,10 @@ class Arrival:
         with self._changed:
             if self._landed[chunk]:
                 return
+            self._show(chunk)
             self._landed[chunk] = 1
             self._missing -= 1
+            self._drop_views()
             self.landed_bytes += extent.end - extent.begin
             listeners = list(self._on_land)
             self._changed.notify_all()
@@ -57,9 +73,13 @@ class Arrival:
     def land_all(self) -> None:
         """Record that every chunk has landed, and call the listeners (see `on_land`)."""
         with self._changed:
-            new = [chunk for chunk, landed in enumerate(self._landed) if not landed] if self._on_land else []
+            wanted = self._on_land or self._views
+            new = [chunk for chunk, landed in enumerate(self._landed) if not landed] if wanted else []
+            for chunk in new:
+                self._show(chunk)
             self._landed = bytearray(b"\1") * self.count
             self._missing = 0
+            self._drop_views()
             self.landed_bytes = self._total_bytes
             listeners = list(self._on_land)
             self._changed.notify_all()
@@ -99,6 +119,36 @@ class Arrival:
         """Return the first of the chunks `first` to `last` that has not landed, or `last` + 1."""
         found = self._landed.find(0, first, last + 1)
         return last + 1 if found < 0 else found
+
+    def move(self, root: Path) -> None:
+        """Record that the chunks that land from now on are in the files in folder `root`.
+
+        Those that have landed already are there too, and stay where the views have found them.
+        """
+        with self._changed:
+            for view in self._views:
+                view.move(root)
+            self._root = root
+
+    def attach(self, view: View) -> None:
+        """Let `view` show every chunk that has landed already, and each that lands later."""
+        with self._changed:
+            if self._root is not None:
+                view.move(self._root)
+            for chunk, landed in enumerate(self._landed):
+                if landed:
+                    view.show(chunk)
+            self._views.append(view)
+            self._drop_views()
+
+    def _show(self, chunk: int) -> None:
+        for view in self._views:
+            view.show(chunk)
+
+    def _drop_views(self) -> None:
+        """Forget the views once they have shown everything: they keep files open."""
+        if self._missing == 0:
+            self._views.clear()
 
     def on_land(self, listener: Callable[[int], None]) -> None:
         """Call `listener(chunk)` for every chunk that has landed already, and for each that lands later."""
