@@ -33,10 +33,11 @@ class Lease:
     """A snapshot in use. Its files exist at full size; `arrival` says which of their chunks have landed.
 
     `root`, their folder, is not evicted before the lease is closed and every Mapping that was given `hold` is
-    gone. Closing a lease stops its fetch, which any other lease of the snapshot then continues.
+    gone. If the tier becomes full during the fetch, the rest arrives in another tier, whose folder `root` is
+    from then on; a Mapping that was given `arrival` notices. Closing a lease stops its fetch, which any other lease of the snapshot then continues.
     """
 
-    root: Path
+    _files: Path
     manifest: Manifest
     arrival: Arrival
     _hold: Hold | None
@@ -45,11 +46,16 @@ class Lease:
     """The lease of the copy on the disk, once the copy has begun. Its result is None if there is no copy."""
 
     @property
+    def root(self) -> Path:
+        return self._pull.at.files if self._pull is not None else self._files
+
+    @property
     def hold(self) -> Hold:
         """The object that protects the files from eviction for as long as it is referenced."""
-        if self._hold is None:
+        hold = self._hold and (self._pull.at.hold if self._pull is not None else self._hold)
+        if hold is None:
             raise CacheError("The lease is closed.", remedy="Map the files before closing it.")
-        return self._hold
+        return hold
 
     @property
     def stats(self) -> FetchStats | None:
@@ -146,8 +152,15 @@ class Cache:
         lease = Lease(pull.files, manifest, pull.arrival, pull.hold, pull)
         if progress is not None:
             pull.arrival.report(progress)
-        disks = self._disks_to_copy_to(pull.tier) if tee else ()
-        pull.start(lambda: lease.start_copy(disks))
+
+        def copy() -> None:
+            lease.start_copy(self._disks_to_copy_to(pull.at.tier) if tee else ())
+
+        def elsewhere(full: Pull) -> Pull:
+            others = Cache([tier for tier in self.tiers if tier is not full.tier])
+            return others._pull(digest, manifest, source, before=full)
+
+        pull.start(copy, elsewhere if len(self.tiers) > 1 else None)
         return lease
 
     def list(self) -> Sequence[Stored]:
@@ -162,12 +175,12 @@ class Cache:
     def _disks_to_copy_to(self, tier: Tier) -> Sequence[Tier]:
         return [disk for disk in self.tiers if disk.kind == "disk"] if tier.kind == "tmpfs" else ()
 
-    def _pull(self, digest: str, manifest: Manifest, source: Source) -> Pull:
+    def _pull(self, digest: str, manifest: Manifest, source: Source, *, before: Pull | None = None) -> Pull:
         refusals = []
-        # Try first the tiers that hold a part of it: it may be arriving there, and there is less to fetch.
-        for tier in sorted(self.tiers, key=lambda tier: not tier.has(digest)):
+        # Try first the tier where it is arriving, then those that hold a part of it: there is less to fetch.
+        for tier in sorted(self.tiers, key=lambda tier: (not tier.fetches(digest), not tier.has(digest))):
             try:
-                return Pull(tier, digest, manifest, source)
+                return Pull(tier, digest, manifest, source, before=before)
             except CacheError as error:
                 refusals.append(error)
         size_bytes = manifest.total_bytes + manifest.assets_bytes

@@ -42,6 +42,7 @@ class Arrival:
         self._views: list[View] = []
         self._on_land: list[Callable[[int], None]] = []
         self._on_demand: list[Callable[[int, int], None]] = []
+        self._relayed_to: Arrival | None = None
 
     @property
     def complete(self) -> bool:
@@ -93,6 +94,18 @@ class Arrival:
             if self.error is None:
                 self.error = error
             self._changed.notify_all()
+            relayed_to = self._relayed_to
+        if relayed_to is not None:
+            relayed_to.fail(error)
+
+    def relay(self, other: Arrival) -> None:
+        """Let all that has landed here, and lands later, land in `other` too. Errors and demands pass as well."""
+        with self._changed:
+            self._relayed_to, error = other, self.error
+        self.on_land(other.land)
+        other.on_demand(self.demand)
+        if error is not None:
+            other.fail(error)
 
     def wait(self, first: int, last: int, timeout_s: float | None = None) -> None:
         """Block until chunks `first` to `last`, both included, have landed.

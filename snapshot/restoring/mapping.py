@@ -85,11 +85,13 @@ class _Veil:
     of other weights. Showing a chunk takes one call of mmap, a few microseconds.
     """
 
-    def __init__(self, root: Path, arrival: Arrival, shards: Sequence[Shard], memories: Sequence[_Memory | None]) -> None:
+    def __init__(
+        self, root: Path, arrival: Arrival, shards: Sequence[Shard], memories: Sequence[_Memory | None]
+    ) -> None:
         """`memories` are the `shards`, mapped whole, which nobody reads yet. Those of size 0 are None."""
         self._root, self._chunks, self._shards = root, arrival.chunks, shards
         # Weak, because a memory refers to the lease, which refers to `arrival`, which refers to this object.
-        self._memories = [memory and weakref.ref(memory) for memory in memories]
+        self._memories = [memory if memory is None else weakref.ref(memory) for memory in memories]
         self._descriptors: dict[int, int] = {}
         weakref.finalize(self, _close_all, self._descriptors).atexit = False
         for memory in memories:
@@ -103,7 +105,7 @@ class _Veil:
     def show(self, chunk: int) -> None:
         extent = self._chunks.extent(chunk)
         reference = self._memories[extent.shard]
-        memory = reference and reference()
+        memory = reference() if reference is not None else None
         if memory is None:
             return
         descriptor = self._descriptors.get(extent.shard)

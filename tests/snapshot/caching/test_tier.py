@@ -330,7 +330,9 @@ def test_who_reads_without_waiting_sees_zeros_and_never_the_spares_old_bytes(
     cache = Cache([tier])
     with cache.open(sources[1][1], stopping) as first, cache.open(sources[1][1], stopping) as second:
         lease = second if follows else first
-        assert (lease.root / "model.safetensors").read_bytes()[landed + 2000 :] == old[landed + 2000 : len(new)]
+        assert (lease.root / "model.safetensors").read_bytes()[landed + 2000 :] == old[
+            landed + 2000 : len(new)
+        ]
         early = Mapping(lease.root, sources[1][1], keep=lease, arrival=lease.arrival)
         lease.arrival.wait(0, 4, LIMIT_S)
         late = Mapping(lease.root, sources[1][1], keep=lease, arrival=lease.arrival)

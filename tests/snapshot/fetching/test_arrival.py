@@ -8,7 +8,6 @@ import time
 from pilotflame.snapshot.fetching.arrival import Arrival
 from pilotflame.snapshot.format.manifest import Manifest, Shard
 
-
 CHUNKS = 80_000
 CHUNK_BYTES = 4096
 LIMIT_S = 8.0
