@@ -1,4 +1,4 @@
-"""Queries on jobs, which `JobStore` runs in the reader thread. Each query uses an index."""
+"""Queries on jobs, which `JobStore` runs in the reader thread. Each uses an index, and sees one state of the file."""
 
 from __future__ import annotations
 
