@@ -85,6 +85,16 @@ def take(transaction: Transaction, job_id: str, worker: str = "") -> int | None:
     return int(row["attempts"]) + 1
 
 
+def start(transaction: Transaction, new: NewJob, worker: str) -> int | None:
+    """Store a new job whose first attempt has been sent to `worker`, and return the attempt's fence."""
+    return take(transaction, transaction.add(new).id, worker)
+
+
+def record(transaction: Transaction, new: NewJob, job: Job, outcome: JobOutcome) -> Job:
+    """Store a new job whose first attempt has ended, and return it. See `Transaction.add_ended`."""
+    return transaction.add_ended(new, job, outcome)
+
+
 def finish(transaction: Transaction, job_id: str, fence: int, outcome: JobOutcome) -> bool:
     """End the attempt `fence` and its job. Return False if this is no longer the job's running attempt."""
     if not outcome.state.final:
