@@ -45,6 +45,7 @@ from .launching.listener import Listener
 from .launching.process_launcher import ProcessLauncher
 from .settings.gateway_settings import GatewaySettings
 from .settings.state_dir import locked_state_dir
+from .telemetry.background import BackgroundTasks
 from .telemetry.metrics import Metrics
 
 # How many new objects trigger a garbage collection. A request creates about twenty objects that the collector
@@ -63,7 +64,7 @@ class Server:
     url: str
     functions: Functions
     admin: Admin
-    tasks: asyncio.TaskGroup
+    tasks: BackgroundTasks
     jobs: Jobs
     sources: Sources
 
@@ -94,7 +95,8 @@ def run(
                 on_listening(server.url)
                 if folder is not None:
                     deployment = Deployment(path=folder, overrides=overrides or {})
-                    server.tasks.create_task(watch(folder, server.functions, deployment, stop))
+                    follow = functools.partial(watch, folder, server.functions, deployment, stop)
+                    server.tasks.keep(follow, name="watch")
                 await stop.wait()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -124,7 +126,7 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     if not local and not keyring.exists:
         _write(NO_KEY_YET.format(url=url_of(sock), state=shlex.quote(str(state))))
 
-    tasks = await stack.enter_async_context(asyncio.TaskGroup())
+    tasks = await stack.enter_async_context(BackgroundTasks())
     launcher = ProcessLauncher(listener, tasks)
     stack.push_async_callback(launcher.close)
     fetcher = FetcherClient(settings.cache_dir, tasks)
@@ -132,7 +134,7 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     events = FunctionEvents()
     environments = state / "environments"
     functions = Functions(store, environments, launcher, tasks, fetcher, secrets, events, settings.drain_s)
-    metrics = Metrics(functions.census)
+    metrics = Metrics(functions.census, tasks.failures)
     events.activated.append(metrics.activated)
     await functions.restore()
 
@@ -170,9 +172,9 @@ async def shutdown(server: Server) -> None:
     """Refuse new work, finish what runs, and release the messages of event sources whose jobs do not run."""
     server.admin.draining = True
     server.jobs.stop()
-    async with asyncio.TaskGroup() as closing:
-        closing.create_task(server.sources.close())
-        closing.create_task(server.functions.close())
+    # Not a task group of their own: if one failed, it would cancel the other.
+    parts = (server.sources.close(), server.functions.close())
+    await asyncio.wait([server.tasks.create_task(part) for part in parts])
 
 
 def _connect(events: FunctionEvents, functions: Functions, jobs: Jobs, sources: Sources) -> None:

@@ -148,7 +148,7 @@ class Guard:
             remedy = "See `pilotflame keys list` on the gateway's machine."
             raise Unauthorized("The API key is unknown, was revoked, or has expired.", remedy=remedy)
         if held.used(now_s):
-            self._tasks.create_task(asyncio.to_thread(self._save))
+            self._tasks.create_task(asyncio.to_thread(self._save), name="keyring")
         return held
 
     def _save(self) -> None:

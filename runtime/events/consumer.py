@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from functools import partial
 
 import orjson
 
@@ -20,6 +21,7 @@ from ..jobs.job import Job, JobState, NewJob
 from ..jobs.jobs import Jobs
 from ..settings.event_source import MAX_VISIBILITY_S, EventSource
 from ..settings.function_settings import FunctionSettings
+from ..telemetry.background import BackgroundTasks
 from ..telemetry.timeline import TRACEPARENT
 from .sinks import Sink
 from .sqs import Message, MessageQueue
@@ -64,9 +66,9 @@ class Consumer:
         self._polling: asyncio.Task[None]
         self._extending: asyncio.Task[None]
 
-    def start(self, tasks: asyncio.TaskGroup) -> None:
-        self._polling = tasks.create_task(self._poll(tasks))
-        self._extending = tasks.create_task(self._extend())
+    def start(self, tasks: BackgroundTasks) -> None:
+        self._polling = tasks.keep(partial(self._poll, tasks), name="source")
+        self._extending = tasks.keep(self._extend, name="source_visibility")
 
     def update(self, settings: FunctionSettings) -> None:
         """Use the settings of a new revision for messages that are received from now on."""

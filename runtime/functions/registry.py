@@ -14,6 +14,7 @@ from ..launching.fetcher_client import FetcherClient
 from ..launching.launcher import Launcher
 from ..serving.latency_curve_store import LatencyCurveStore
 from ..serving.revision import Revision
+from ..telemetry.background import BackgroundTasks
 from ..telemetry.logs import LogBook
 from ..telemetry.metrics import Census
 from ..telemetry.timeline import Timeline
@@ -41,7 +42,7 @@ class Functions:
     store: Store
     environments: Path
     launcher: Launcher
-    tasks: asyncio.TaskGroup
+    tasks: BackgroundTasks
     weights: FetcherClient
     secrets: Secrets
     events: FunctionEvents
@@ -130,7 +131,7 @@ class Functions:
         async def outcome() -> Exception | None:
             try:
                 await change
-            except (PilotflameError, OSError) as error:
+            except Exception as error:  # noqa: BLE001  whatever it is, it belongs to the caller
                 return error
             return None
 
@@ -173,12 +174,10 @@ class Functions:
     async def close(self) -> None:
         """Refuse new requests, finish the accepted ones within `drain_s`, and end all processes."""
         self._closing = True
-        async with asyncio.TaskGroup() as tasks:
-            for live in self._live.values():
-                tasks.create_task(live.revision.retire(self.drain_s))
+        retiring = [live.revision.retire(self.drain_s) for live in self._live.values()]
         # Replaced revisions may still be finishing their invocations.
-        if self._retirements:
-            await asyncio.wait(self._retirements)
+        if ends := {*map(self.tasks.create_task, retiring), *self._retirements}:
+            await asyncio.wait(ends)
 
     async def _create(self, record: RevisionRecord, logs: LogBook) -> Live:
         # `worker_spec` and `LatencyCurveStore.open` read files, so they run in threads.

@@ -113,13 +113,15 @@ class Pool:
                 child = child or await self.zygote.fork()
             self.zygote.check_open()
         except BaseException as failed:
+            self._forking -= 1
             if child is not None:
                 child.link.close()
             error = failed.exceptions[0] if isinstance(failed, ExceptionGroup) else failed
+            if not isinstance(error, Exception):
+                raise
+            self._events.on_start_failed(error if isinstance(error, PilotflameError) else _unexpected(error))
             if not isinstance(error, PilotflameError):
                 raise
-            self._forking -= 1
-            self._events.on_start_failed(error)
         else:
             self._forking -= 1
             self._activate(child, activation)
@@ -195,6 +197,11 @@ class Pool:
             await child.gone.wait()
         self._release_weights()
         await self.zygote.wait_closed()
+
+
+def _unexpected(error: Exception) -> ActivationFailed:
+    message = f"A worker could not be started: {type(error).__name__}: {error}"
+    return ActivationFailed(message, remedy="See the gateway's log for the traceback.")
 
 
 def _preferred(replica: Replica, other: Replica) -> bool:
