@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from ..link.worker_spec import WorkerSpec
 from ..telemetry.logs import LogBook
 
 EXIT_REPORT_TIMEOUT_S = 2.0
+# How long a killed process may take to end, before the gateway goes on without it.
+KILLED_S = 10.0
 
 
 class Child(ABC):
@@ -23,7 +26,7 @@ class Child(ABC):
         self.gone = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._exit_code: asyncio.Future[int | None] = self._loop.create_future()
-        self._kill_timers: list[asyncio.TimerHandle] = []
+        self._kill_timer: asyncio.TimerHandle | None = None
 
     @abstractmethod
     def kill(self) -> None:
@@ -31,8 +34,18 @@ class Child(ABC):
 
     def kill_after(self, timeout_s: float) -> None:
         """Kill the process if it has not ended in `timeout_s`. Of several deadlines, the earliest counts."""
-        if not self.gone.is_set():
-            self._kill_timers.append(self._loop.call_later(timeout_s, self.kill))
+        timer = self._kill_timer
+        if self.gone.is_set() or (timer is not None and timer.when() <= self._loop.time() + timeout_s):
+            return
+        if timer is not None:
+            timer.cancel()
+        self._kill_timer = self._loop.call_later(timeout_s, self.kill)
+
+    async def wait_gone(self, timeout_s: float) -> None:
+        """Wait until the process has ended, at most `timeout_s`: the kernel may be unable to end it."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.gone.wait()
 
     async def cause(self) -> str:
         """Return how the process ended, as text for messages: "signal 9 (SIGKILL)" or "exit code 1"."""
@@ -54,8 +67,8 @@ class Child(ABC):
     def ended(self) -> None:
         """Set `gone`, because the process has ended, and stop the timers."""
         # Until it fires, a running timer would keep this object in memory.
-        for timer in self._kill_timers:
-            timer.cancel()
+        if self._kill_timer is not None:
+            self._kill_timer.cancel()
         self.gone.set()
 
 

@@ -13,12 +13,15 @@ from typing import Any
 from ...errors import LauncherError
 from ..link.worker_spec import WorkerSpec
 from ..telemetry.logs import LogBook
+from .launcher import KILLED_S
 from .listener import Listener
 from .zygote_process import ChildProcess, ZygoteProcess
 
 # How long a base may take to start. Importing large packages from a disk that is not cached is slow.
 BASE_TIMEOUT_S = 300.0
 BUILD_TIMEOUT_S = 600.0
+# How long a base that was told to end may take. Then it is killed.
+BASE_EXIT_S = 10.0
 # The variables of the gateway's environment that functions inherit. Credentials are not among them.
 INHERITED = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "TZ", "LANG", "LANGUAGE", "VIRTUAL_ENV",
              "LD_LIBRARY_PATH")  # fmt: skip
@@ -57,7 +60,7 @@ class ProcessSource:
 
     async def wait_closed(self, timeout_s: float) -> None:
         self._zygote.child.kill_after(timeout_s)
-        await self._zygote.child.gone.wait()
+        await self._zygote.child.wait_gone(timeout_s + KILLED_S)
 
 
 class ProcessLauncher:
@@ -68,6 +71,8 @@ class ProcessLauncher:
         self._bases: dict[tuple[str, tuple[str, ...]], ZygoteProcess] = {}
         self._starting: dict[tuple[str, tuple[str, ...]], asyncio.Lock] = {}
         self._processes: set[asyncio.subprocess.Process] = set()
+        # The tasks that wait for the ends of `_processes`.
+        self._reaping: set[asyncio.Task[None]] = set()
         self._closed = False
 
     async def launch(self, spec: WorkerSpec, logs: LogBook, on_death: Callable[[], None]) -> ProcessSource:
@@ -93,11 +98,12 @@ class ProcessLauncher:
         self._closed = True
         for base in self._bases.values():
             base.close()
-        for process in list(self._processes):
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()
-        for process in list(self._processes):
-            await process.wait()
+        for end in (asyncio.subprocess.Process.terminate, asyncio.subprocess.Process.kill):
+            for process in self._processes:
+                with contextlib.suppress(ProcessLookupError):
+                    end(process)
+            if self._reaping:
+                await asyncio.wait(self._reaping, timeout=BASE_EXIT_S)
 
     async def _base(self, spec: WorkerSpec) -> ZygoteProcess:
         key = (spec.python or sys.executable, spec.preload)
@@ -121,6 +127,8 @@ class ProcessLauncher:
             process = await _spawn_base(python, request)
             self._processes.add(process)
             ended = self._tasks.create_task(self._reap(process, dialled, name))
+            self._reaping.add(ended)
+            ended.add_done_callback(self._reaping.discard)
             try:
                 async with asyncio.timeout(BASE_TIMEOUT_S):
                     base = ZygoteProcess(await dialled, self._listener)

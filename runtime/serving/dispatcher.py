@@ -58,9 +58,11 @@ class Dispatcher:
         on_left: Callable[[], None],
     ) -> None:  # fmt: skip
         """`on_left` is called when fewer workers may be needed: after a cancellation or a time limit."""
+        settings = policy.settings
         self.queue: Queue[Invocation] = Queue(
-            spec.function, max_batch=policy.max_batch, max_queue=policy.settings.max_queue
-        )
+            spec.function, max_batch=policy.max_batch, max_queue=settings.max_queue,
+            max_bytes=settings.max_queue_bytes,
+        )  # fmt: skip
         self._spec, self._policy, self._pool = spec, policy, pool
         self._curves, self._on_left = curves, on_left
         self._device = ""
@@ -72,7 +74,8 @@ class Dispatcher:
 
     def configure(self, policy: Policy) -> None:
         self._policy = policy
-        self.queue.configure(max_batch=policy.max_batch, max_queue=policy.settings.max_queue)
+        limits = {"max_queue": policy.settings.max_queue, "max_bytes": policy.settings.max_queue_bytes}
+        self.queue.configure(max_batch=policy.max_batch, **limits)
 
     def close(self) -> None:
         """Send nothing more. Fail the waiting invocations, and later those that exiting workers give back."""
@@ -80,6 +83,7 @@ class Dispatcher:
         self.fail_queued(self._retired())
         if self._batch_timer is not None:
             self._batch_timer.cancel()
+        self._deadlines.close()
 
     # -- arrivals
 

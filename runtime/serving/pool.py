@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from ...errors import ActivationFailed, PilotflameError, SourceDenied
 from ..launching.fetcher_client import FetcherClient, FetchProgress
-from ..launching.launcher import Child, Launcher
+from ..launching.launcher import KILLED_S, Child, Launcher
 from ..link.worker_spec import WEIGHTS_TIMEOUT_S, WorkerSpec
 from ..settings.function_settings import Scale
 from ..telemetry.logs import LogBook
@@ -193,8 +193,9 @@ class Pool:
         children = [replica.child for replica in self.replicas]
         for replica in list(self.replicas):
             replica.drain(timeout_s)
+        gone_by_s = time.monotonic() + timeout_s + KILLED_S
         for child in children:
-            await child.gone.wait()
+            await child.wait_gone(gone_by_s - time.monotonic())
         self._release_weights()
         await self.zygote.wait_closed()
 

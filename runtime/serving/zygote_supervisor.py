@@ -50,6 +50,7 @@ class ZygoteSupervisor:
         self._names = itertools.count(1)
         self._forking_standby = False
         self._scheduled: asyncio.Task[None] | None = None
+        self._relaunching: asyncio.TimerHandle | None = None
         self._closed = False
         self._delay_s = 0.0
         self._launched_s = 0.0
@@ -96,7 +97,7 @@ class ZygoteSupervisor:
         if time.monotonic() - self._launched_s > STABLE_AFTER_S:
             self._delay_s = 0.0
         self._logs.write("gateway", f"the zygote died; a new one is launched in {self._delay_s:.1f} s")
-        asyncio.get_running_loop().call_later(self._delay_s, self._relaunch)
+        self._relaunching = asyncio.get_running_loop().call_later(self._delay_s, self._relaunch)
         self._delay_s = min(LAST_RELAUNCH_DELAY_S, max(FIRST_RELAUNCH_DELAY_S, self._delay_s * 2))
 
     def _relaunch(self) -> None:
@@ -119,6 +120,8 @@ class ZygoteSupervisor:
         self._closed = True
         if self._scheduled is not None:
             self._scheduled.cancel()
+        if self._relaunching is not None:
+            self._relaunching.cancel()
         self._drop_standby()
 
     async def wait_closed(self) -> None:

@@ -32,7 +32,7 @@ class BackgroundTasks(asyncio.TaskGroup):
         self.failures: Counter[str] = Counter()
         """The number of failures by task: the first word of the task's name, or the name of its function."""
 
-    def create_task(  # type: ignore[override]  without coroutines that are generators
+    def create_task(  # type: ignore[override]
         self, coro: Coroutine[Any, Any, T], *, name: str | None = None, context: Context | None = None
     ) -> asyncio.Task[T]:
         """Run a coroutine once."""
