@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -27,6 +28,7 @@ class Child(ABC):
         self._loop = asyncio.get_running_loop()
         self._exit_code: asyncio.Future[int | None] = self._loop.create_future()
         self._kill_timer: asyncio.TimerHandle | None = None
+        self._kill_at_s = math.inf
 
     @abstractmethod
     def kill(self) -> None:
@@ -34,11 +36,12 @@ class Child(ABC):
 
     def kill_after(self, timeout_s: float) -> None:
         """Kill the process if it has not ended in `timeout_s`. Of several deadlines, the earliest counts."""
-        timer = self._kill_timer
-        if self.gone.is_set() or (timer is not None and timer.when() <= self._loop.time() + timeout_s):
+        kill_at_s = self._loop.time() + timeout_s
+        if self.gone.is_set() or kill_at_s >= self._kill_at_s:
             return
-        if timer is not None:
-            timer.cancel()
+        if self._kill_timer is not None:
+            self._kill_timer.cancel()
+        self._kill_at_s = kill_at_s
         self._kill_timer = self._loop.call_later(timeout_s, self.kill)
 
     async def wait_gone(self, timeout_s: float) -> None:

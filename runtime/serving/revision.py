@@ -75,6 +75,8 @@ class Revision(RevisionEvents):
 
     def submit(self, invocation: Invocation) -> None:
         """Send an invocation, or queue it. Raise QueueFull, Overloaded or RevisionRetired."""
+        if self.retiring:
+            raise self.dispatcher.retired()
         try:
             sent = self.dispatcher.submit(invocation)
         except Overloaded:
@@ -82,7 +84,7 @@ class Revision(RevisionEvents):
             if not self.pool.ready:
                 self.warm(1)
             raise
-        if not sent or self.retiring or self.pool.in_flight > self._sufficient_load:
+        if not sent or self.pool.in_flight > self._sufficient_load:
             self.scale()
 
     def cancel(self, invocation: Invocation) -> None:

@@ -218,7 +218,10 @@ def no_free_descriptor() -> Iterator[None]:
     taken: list[int] = []
     # The limit is on the number of a descriptor, so all lower ones must be taken.
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 2, limits[1]))
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE,
+            (max(int(path.name) for path in Path("/proc/self/fd").iterdir()) + 2, limits[1]),
+        )
         with suppress(OSError):
             while True:
                 taken.append(os.dup(0))
