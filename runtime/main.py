@@ -37,6 +37,7 @@ from .dialects.registry import dialect_routes
 from .events.sources import Sources
 from .functions.deploy import Deployment
 from .functions.registry import FunctionEvents, Functions
+from .functions.rest import Rest
 from .functions.store import Store
 from .jobs.jobs import Jobs
 from .jobs.webhook_signing import load_key
@@ -136,7 +137,12 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     functions = Functions(store, environments, launcher, tasks, fetcher, secrets, events, settings.drain_s)
     metrics = Metrics(functions.census, tasks.failures)
     events.activated.append(metrics.activated)
+    rest = Rest(functions.all, launcher, tasks, settings.rest_mb)
+    stack.callback(rest.close)
+    for notice in (events.activated, events.live, events.deleted):
+        notice.append(rest.note_change)
     await functions.restore()
+    rest.note_change()
 
     key = await asyncio.to_thread(load_key, state)
     jobs = Jobs(state, key, functions.get, tasks, settings)

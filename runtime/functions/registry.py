@@ -20,6 +20,7 @@ from ..telemetry.metrics import Census
 from ..telemetry.timeline import Timeline
 from .deploy import Deployment, prepare, worker_spec
 from .live import Live, policy_of
+from .rest import LIGHT_S
 from .store import RevisionRecord, Store
 
 
@@ -168,7 +169,8 @@ class Functions:
         for name, record in (await asyncio.to_thread(self.store.functions)).items():
             self._live[name] = live = await self._create(record, LogBook())
             if record.settings.scale.rest == "zygote":
-                self.tasks.create_task(live.revision.pool.zygote.warm())
+                light = live.builds_within(LIGHT_S)
+                self.tasks.create_task(live.revision.pool.zygote.warm(shared_only=light))
             live.revision.scale()
 
     async def close(self) -> None:

@@ -104,7 +104,22 @@ class Launcher(Protocol):
     """Launches revisions, for example as processes of this machine."""
 
     async def launch(self, spec: WorkerSpec, logs: LogBook, on_death: Callable[[], None]) -> WorkerSource:
-        """Launch the zygote of `spec`. Its death calls `on_death`. Raise HandlerError or LauncherError."""
+        """Launch the zygote of `spec`. Its death calls `on_death`. Raise HandlerError or LauncherError.
+
+        Call `forget` with the same `spec` when its revision has ended.
+        """
+
+    async def prepare(self, spec: WorkerSpec) -> None:
+        """Start what a launch of `spec` shares with others, so that it takes less time. Raise LauncherError."""
+
+    async def forget(self, spec: WorkerSpec) -> None:
+        """End what was started for `spec`, which must be the same object as at its launch, and for no other."""
+
+    def shared_pids(self) -> list[int]:
+        """Return the processes that belong to no single revision."""
+
+    def end_unused(self) -> None:
+        """End the shared processes that no launched revision needs now. A later launch starts them again."""
 
     async def close(self) -> None:
         """End all launched processes and wait until they have ended. Later launches raise LauncherError."""

@@ -32,6 +32,10 @@ SECRET_ENDINGS = ("_TOKEN", "_KEY", "_SECRET", "_PASSWORD")
 SINGLE_THREADED = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
+# What a base is started for: the path of the Python, and the packages that the base imports.
+BaseKey = tuple[str, tuple[str, ...]]
+
+
 class ProcessSource:
     """Forks a revision's workers from its zygote. If the zygote has threads, the base spawns them instead."""
 
@@ -68,8 +72,10 @@ class ProcessLauncher:
 
     def __init__(self, listener: Listener, tasks: asyncio.TaskGroup) -> None:
         self._listener, self._tasks = listener, tasks
-        self._bases: dict[tuple[str, tuple[str, ...]], ZygoteProcess] = {}
-        self._starting: dict[tuple[str, tuple[str, ...]], asyncio.Lock] = {}
+        self._bases: dict[BaseKey, ZygoteProcess] = {}
+        self._starting: dict[BaseKey, asyncio.Lock] = {}
+        # By base, the ids of the specs that it was started for. The revisions keep the specs in memory.
+        self._specs: dict[BaseKey, set[int]] = {}
         self._processes: set[asyncio.subprocess.Process] = set()
         # The tasks that wait for the ends of `_processes`.
         self._reaping: set[asyncio.Task[None]] = set()
@@ -94,6 +100,30 @@ class ProcessLauncher:
             logs.write("zygote", f"workers are spawned, not forked, and each imports for itself: {reason}")
         return ProcessSource(zygote, base, spec, head["facts"], reason)
 
+    async def prepare(self, spec: WorkerSpec) -> None:
+        await self._base(spec)
+
+    async def forget(self, spec: WorkerSpec) -> None:
+        specs = self._specs.get(key := _key(spec), set())
+        specs.discard(id(spec))
+        if specs or key not in self._specs:
+            return
+        del self._specs[key], self._starting[key]
+        if (base := self._bases.pop(key, None)) is not None:
+            base.close()
+            base.child.kill_after(BASE_EXIT_S)
+            await base.child.wait_gone(BASE_EXIT_S + KILLED_S)
+
+    def shared_pids(self) -> list[int]:
+        return [base.child.pid for base in self._bases.values() if base.alive]
+
+    def end_unused(self) -> None:
+        for key, base in list(self._bases.items()):
+            if base.childless:
+                del self._bases[key]
+                base.close()
+                base.child.kill_after(BASE_EXIT_S)
+
     async def close(self) -> None:
         self._closed = True
         for base in self._bases.values():
@@ -106,7 +136,8 @@ class ProcessLauncher:
                 await asyncio.wait(self._reaping, timeout=BASE_EXIT_S)
 
     async def _base(self, spec: WorkerSpec) -> ZygoteProcess:
-        key = (spec.python or sys.executable, spec.preload)
+        key = _key(spec)
+        self._specs.setdefault(key, set()).add(id(spec))
         async with self._starting.setdefault(key, asyncio.Lock()):
             if self._closed:
                 raise LauncherError("The gateway is shutting down.")
@@ -154,6 +185,10 @@ class ProcessLauncher:
             remedy = "Run `pilotflame doctor`, and see the gateway's standard error for the output."
             message = f"The {name} process ended with code {code} before it was ready."
             dialled.set_exception(LauncherError(message, remedy=remedy))
+
+
+def _key(spec: WorkerSpec) -> BaseKey:
+    return spec.python or sys.executable, spec.preload
 
 
 async def _spawn_base(python: str, request: dict[str, Any]) -> asyncio.subprocess.Process:

@@ -33,6 +33,8 @@ class Pool:
         """
         self.replicas: list[Replica] = []
         self.activations = 0
+        self.used_s = 0.0
+        """When a worker that had run invocations was last there; 0 if no worker has run one."""
         self.zygote = ZygoteSupervisor(spec, scale, launcher, logs, tasks, lambda: self.in_flight > 0)
         self._spec, self._tasks, self._events, self._secrets = spec, tasks, events, secrets
         self._measure = measure
@@ -175,6 +177,8 @@ class Pool:
         self.replicas.remove(replica)
         self._last = None
         self._past_busy_s += replica.outstanding.busy_s
+        if replica.completed:
+            self.used_s = time.monotonic()
         if replica.activation.ready_s:
             self._past_ready_s += time.monotonic() - replica.activation.ready_s
         # Without workers, forking a standby disturbs no invocation, and the next activation may come soon.

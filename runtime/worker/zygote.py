@@ -17,6 +17,7 @@ import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -162,6 +163,7 @@ class RevisionZygote(Zygote):
         return super().run()
 
     def prepare(self, link: BlockingLink) -> bool:
+        began_s = time.monotonic()
         with fork_safety.watch_threads() as started:
             try:
                 self._built = build(self._spec)
@@ -171,7 +173,7 @@ class RevisionZygote(Zygote):
         fork_safety.make_torch_single_threaded()
         threads = fork_safety.thread_count()
         source = fork_safety.describe_threads(started) if threads > 1 else ""
-        facts = self._built.handler.facts()
+        facts = {**self._built.handler.facts(), "build_s": round(time.monotonic() - began_s, 3)}
         link.send(FrameKind.BUILT, {"facts": facts, "threads": threads, "thread_source": source})
         return True
 
