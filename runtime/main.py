@@ -139,7 +139,8 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     events.activated.append(metrics.activated)
     rest = Rest(functions.all, launcher, tasks, settings.rest_mb)
     stack.callback(rest.close)
-    for notice in (events.activated, events.live, events.deleted):
+    events.removed.append(metrics.forget)
+    for notice in (events.activated, events.live, events.removed):
         notice.append(rest.note_change)
     await functions.restore()
     rest.note_change()

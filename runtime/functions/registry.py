@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from ...errors import GatewayError, PilotflameError, UnknownFunction
 from ..access.secrets import Secrets
@@ -34,6 +35,8 @@ class FunctionEvents:
     """Called with a function's name when a deploy has made a revision of it live."""
     deleted: list[Callable[[str], None]] = field(default_factory=list)
     """Called with a function's name when its deletion begins. From then on it accepts no more requests."""
+    removed: list[Callable[[str], None]] = field(default_factory=list)
+    """Called with a function's name when its deletion has ended: nothing of it runs any more."""
 
 
 @dataclass(eq=False)
@@ -49,7 +52,8 @@ class Functions:
     events: FunctionEvents
     drain_s: float
     _live: dict[str, Live] = field(default_factory=dict, init=False)
-    _locks: dict[str, asyncio.Lock] = field(default_factory=dict, init=False)
+    # A lock goes when no deploy and no delete holds it or waits for it: names come and go.
+    _locks: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary, init=False)
     _closing: bool = field(default=False, init=False)
     _retirements: set[asyncio.Task[None]] = field(default_factory=set, init=False)
 
@@ -163,6 +167,8 @@ class Functions:
         # The secrets go first, so that a crash in between does not leave them to a new function of this name.
         await asyncio.to_thread(self.secrets.forget, name)
         await asyncio.to_thread(self.store.delete, name)
+        for callback in self.events.removed:
+            callback(name)
 
     async def restore(self) -> None:
         """Make the stored functions live. Their zygotes and workers (`scale.min`) start in the background."""

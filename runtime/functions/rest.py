@@ -122,6 +122,7 @@ class Rest:
             # It may have been called during the measurement.
             if live.record.function in resting and _idle(live.revision):
                 live.revision.pool.zygote.rest()
+                live.note_rest(0.0)
         if shared_mb + sum(one.held_mb for one in stats) > self._limit_mb:
             self._launcher.end_unused()
             return RECHECK_S

@@ -134,6 +134,10 @@ class Metrics(Collector):
         """Count the start of a worker by its outcome."""
         self._functions[function].activations[outcome] += 1
 
+    def forget(self, function: str) -> None:
+        """Drop the counts of a deleted function: names come and go, and each has many time series."""
+        self._functions.pop(function, None)
+
     def text(self) -> bytes:
         """Return the body of the response to GET /metrics, in the text format of Prometheus."""
         return generate_latest(self._registry)
