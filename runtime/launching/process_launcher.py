@@ -28,8 +28,8 @@ INHERITED = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "TZ", "LANG",
 INHERITED_PREFIXES = ("LC_", "HF_", "TRANSFORMERS_", "OMP_", "MKL_", "KMP_", "CUDA_", "NVIDIA_", "COVERAGE_")
 SECRET_ENDINGS = ("_TOKEN", "_KEY", "_SECRET", "_PASSWORD")
 # These stop libraries from starting thread pools at import: a zygote must not have them. In workers,
-# `fork_safety.set_threads` raises the thread counts of torch and BLAS again.
-SINGLE_THREADED = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+# `fork_safety.set_threads` raises the thread counts of torch, BLAS and numexpr again.
+SINGLE_THREADED = {"OPENBLAS_NUM_THREADS": "1", "NUMEXPR_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 # What a base is started for: the path of the Python, and the packages that the base imports.
@@ -96,7 +96,9 @@ class ProcessLauncher:
         reason = ""
         if head["threads"] != 1:
             zygote.close()
-            reason = f"{head['thread_source']} started threads, which no fork survives"
+            reason = (
+                f"{head['thread_source']} started threads, which no fork survives. {head['thread_remedy']}"
+            )
             logs.write("zygote", f"workers are spawned, not forked, and each imports for itself: {reason}")
         return ProcessSource(zygote, base, spec, head["facts"], reason)
 

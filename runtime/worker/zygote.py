@@ -30,7 +30,7 @@ from ..link.connection import BlockingLink, dial
 from ..link.frames import FrameKind
 from ..link.worker_spec import WorkerSpec
 from . import fork_safety
-from .function_setup import Built, build
+from .function_setup import Built, build, weights_hint
 from .worker import Worker
 
 DIAL_TIMEOUT_S = 10.0
@@ -174,7 +174,11 @@ class RevisionZygote(Zygote):
         threads = fork_safety.thread_count()
         source = fork_safety.describe_threads(started) if threads > 1 else ""
         facts = {**self._built.handler.facts(), "build_s": round(time.monotonic() - began_s, 3)}
-        link.send(FrameKind.BUILT, {"facts": facts, "threads": threads, "thread_source": source})
+        remedy = fork_safety.describe_remedy(started)
+        head = {"facts": facts, "threads": threads, "thread_source": source, "thread_remedy": remedy}
+        link.send(FrameKind.BUILT, head)
+        if self._spec.snapshot is None and (hint := weights_hint(self._spec.code)):
+            sys.stderr.write(hint)
         return True
 
     def child_role(self, ticket: Ticket, request: dict[str, Any]) -> Role:
