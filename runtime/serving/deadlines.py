@@ -31,8 +31,8 @@ _Slot = dict[Invocation, float]
 class Deadlines:
     """The timers of invocations, at most one for each. `on_due` is called with an invocation that is due.
 
-    Slots without invocations are removed, and after `close` the timer with the last slot, so that no timer
-    keeps a retired revision in memory.
+    There are few slots, so empty ones stay until they open. But after `close` they and their timer go at once,
+    so that no timer keeps a retired revision in memory.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_due: Callable[[Invocation], None]) -> None:
@@ -40,54 +40,51 @@ class Deadlines:
         self._on_due = on_due
         # By the second at which a slot opens.
         self._slots: dict[int, _Slot] = {}
-        self._timers: dict[Invocation, asyncio.TimerHandle | int] = {}
+        self._timers: dict[Invocation, asyncio.TimerHandle | _Slot] = {}
         self._next: asyncio.TimerHandle | None = None
         self._next_s = math.inf
         self._closed = False
 
     def __len__(self) -> int:
         """Return the number of timers of the event loop."""
-        return sum(not isinstance(timer, int) for timer in self._timers.values()) + (self._next is not None)
+        return sum(not isinstance(timer, dict) for timer in self._timers.values()) + (self._next is not None)
 
     def set(self, invocation: Invocation, when_s: float, now_s: float) -> None:
         """Make an invocation due at `when_s`. This replaces the time that was set before."""
         if invocation in self._timers:
             self.cancel(invocation)
-        if when_s - now_s <= SOON_S:
-            self._timers[invocation] = self._loop.call_later(max(0.0, when_s - now_s), self._fire, invocation)
+        left_s = when_s - now_s
+        if left_s <= SOON_S:
+            self._timers[invocation] = self._loop.call_later(max(0.0, left_s), self._fire, invocation)
             return
         width = 1
-        while when_s - now_s >= 2 * RATIO * width:
+        while left_s >= 2 * RATIO * width:
             width *= RATIO
-        second = int((when_s - SOON_S / 2) // width) * width
+        second = int(when_s - SOON_S / 2) // width * width
         if (slot := self._slots.get(second)) is None:
             slot = self._slots[second] = {}
             if second < self._next_s:
                 self._open_at(second, now_s)
         slot[invocation] = when_s
-        self._timers[invocation] = second
+        self._timers[invocation] = slot
 
     def cancel(self, invocation: Invocation) -> None:
         timer = self._timers.pop(invocation, None)
-        if isinstance(timer, int):
-            slot = self._slots[timer]
-            del slot[invocation]
-            if not slot:
-                self._remove(timer)
+        if isinstance(timer, dict):
+            del timer[invocation]
+            if self._closed and not timer:
+                self._remove_empty()
         elif timer is not None:
             timer.cancel()
 
     def close(self) -> None:
         """Keep no timer of the event loop without an invocation. The timers that are set stay."""
         self._closed = True
-        if not self._slots:
-            self._stop()
+        self._remove_empty()
 
-    def _remove(self, second: int) -> None:
-        # While the revision is live, the timer may stay: invocations come and go, and starting a timer takes
-        # longer than all else here.
-        del self._slots[second]
-        if self._closed and not self._slots:
+    def _remove_empty(self) -> None:
+        self._slots = {second: slot for second, slot in self._slots.items() if slot}
+        if not self._slots:
             self._stop()
 
     def _fire(self, invocation: Invocation) -> None:

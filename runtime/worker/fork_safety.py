@@ -99,7 +99,7 @@ def set_threads(count: int) -> None:
     if (control := sys.modules.get("threadpoolctl")) is not None:
         control.threadpool_limits(count, user_api="blas")
     if (numexpr := sys.modules.get("numexpr")) is not None:
-        numexpr.set_num_threads(count)
+        numexpr.set_num_threads(min(count, numexpr.MAX_THREADS))
 
 
 class _ThreadWatch(importlib.abc.MetaPathFinder):

@@ -61,8 +61,10 @@ async def test_a_day_of_distinct_deadlines_has_few_timers_and_few_slots():
     assert len(timers._slots) < 300
     for one in calls:
         timers.cancel(one)
-    assert not timers._slots
     assert not timers._timers
+    timers.close()
+    assert len(timers) == 0
+    assert not timers._slots
 
 
 async def test_no_timer_keeps_a_retired_revision_in_memory():

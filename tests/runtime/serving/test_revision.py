@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import time
+import weakref
 
 import pytest
-from live import Gate, failure, gone
+from live import Gate, failure, gone, until
 from pilotflame.errors import RevisionRetired
 from pilotflame.runtime.serving.invocation import Invocation
 
@@ -270,3 +272,30 @@ async def test_a_revision_that_retires_accepts_nothing_more(gateway, deploy, gat
     gate.open()
     assert await running == "runs"
     await retiring
+
+
+async def test_nothing_keeps_a_replaced_revision_in_memory(gateway, deploy, gate: Gate):
+    """Neither timers of jobs with a long time to live, nor those of callers who disconnected."""
+    source = "import gate\nasync def handler(event):\n    await gate.wait_async(str(event))\n    return event"
+    function = await deploy(source, {"concurrency": 2, "scale.max": 1, "timeout_s": 7200.0}, gate=gate)
+    job = await function.client.post(
+        f"/v2/{function.name}/run", json={"input": "job", "policy": {"ttl": 86_400_000}}
+    )
+    await gate.next("job")
+    leaver = asyncio.create_task(function.call("leaves"))
+    await gate.next("leaves")
+    waits = asyncio.create_task(function.call("waits"))
+    await function.settled(ready=1, in_flight=2, queued=1)
+    for call in (leaver, waits):
+        call.cancel()
+    gate.open()
+    assert gateway.server is not None
+    revision = weakref.ref(gateway.server.functions.live(function.name))
+    assert job.status_code == 200
+    await gateway.deploy(PID, name=function.name)
+
+    async def collected() -> bool:
+        gc.collect()
+        return revision() is None
+
+    await until(collected, "the end of the old revision in memory")
