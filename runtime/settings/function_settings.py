@@ -165,6 +165,7 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     ttl_s: PositiveSeconds = Field(86_400.0, description="Seconds a job may wait in the queue.")
     attempts: int = Field(3, ge=1, le=100, description="Attempts of a job whose workers die or cannot start.")
     max_queue: int = Field(1000, ge=1, le=1_000_000, description="Most waiting invocations.")
+    max_queue_bytes: int = Field(512 * _MIB, ge=1, description="Most bytes of waiting invocations.")
     max_jobs: int = Field(100_000, ge=1, le=100_000_000, description="Most jobs in the queue.")
     max_jobs_bytes: int = Field(4096 * _MIB, ge=1, description="Most bytes of input of jobs in the queue.")
     max_body_bytes: int = Field(20 * _MIB, ge=1, description="Largest request body.")
