@@ -64,7 +64,7 @@ async def test_typed_inputs(deploy_folder: Callable[..., Any], file_server: str)
     schema = function.described["input_schema"]
     assert schema["required"] == ["image"]
     assert schema["properties"]["image"] == {
-        "description": "Image to caption", "format": "uri", "title": "Image", "type": "string",
+        "description": "Image to caption", "format": "uri", "title": "Image", "type": "string", "x-order": 0,
     }  # fmt: skip
     assert schema["properties"]["style"]["enum"] == ["plain", "poetic"]
     length = schema["properties"]["length"]
@@ -120,7 +120,7 @@ async def test_our_own_network_is_not_fetched_from(
 async def test_an_iterator_streams(deploy_folder: Callable[..., Any]) -> None:
     function = await deploy_folder("cog-iterator")
     assert function.described["streaming"]
-    assert function.described["output_schema"] == {"type": "string"}
+    assert function.described["output_schema"] == {"type": "string", "x-cog-array-display": "concatenate"}
     # The predictor has an input named `input`, which works bare and in the envelope.
     for event in ({"input": "hi", "count": 1}, {"input": {"input": "hi", "count": 1}}):
         assert pieces((await function.call(event)).text) == ["hi", " once", {}]
@@ -222,6 +222,7 @@ class Runner(BaseRunner):
 async def test_answers_with_files(deploy: Callable[..., Any]) -> None:
     source = """
 import dataclasses, enum, io, pathlib
+from typing import Any
 from cog import BasePredictor, Path
 class Colour(enum.Enum):
     RED = "red"
@@ -229,23 +230,24 @@ class Colour(enum.Enum):
 class Found:
     path: Path
 class Predictor(BasePredictor):
-    def predict(self, what: str) -> Path:
+    def predict(self, what: str) -> Any:
         pathlib.Path("a.webp").write_bytes(b"a")
         return {
             "path": Path("a.webp"), "plain": pathlib.Path("a.webp"), "list": [Path("a.webp")],
             "nested": {"x": (Found(Path("a.webp")), Colour.RED)}, "opened": open("a.webp", "rb"),
-            "memory": io.StringIO("a"), "bytes": b"raw", "gone": {"x": [Path("gone")]}, "keys": {1: 2},
+            "memory": io.StringIO("a"), "bytes": b"raw", "inner": [b"text", b"\\xff"], "gone": {"x": [Path("gone")]}, "keys": {1: 2},
         }[what]
 """
     function = await deploy(None, files={"predict.py": source})
     url = "data:image/webp;base64,YQ=="
-    assert function.described["output_schema"] == {"type": "string", "format": "uri"}
     for what in ("path", "plain", "opened"):
         assert await function.answer({"what": what}) == url
     assert await function.answer({"what": "list"}) == [url]
     assert await function.answer({"what": "nested"}) == {"x": [{"path": url}, "red"]}
     assert await function.answer({"what": "memory"}) == "data:application/octet-stream;base64,YQ=="
     assert await function.answer({"what": "keys"}) == {"1": 2}
+    # As in Cog, bytes in JSON are text. Those that are no text are a file.
+    assert await function.answer({"what": "inner"}) == ["text", "data:application/octet-stream;base64,/w=="]
     raw = await function.call({"what": "bytes"})
     assert (raw.content, raw.headers["content-type"]) == (b"raw", "application/octet-stream")
     error = await function.error({"what": "gone"})
