@@ -21,6 +21,8 @@ BATCH_PRIORITY = 2
 EVENTS = ("start", "output", "logs", "completed")
 """The events that a webhook may subscribe to."""
 ID_PREFIX = "job-"
+ALL = "*"
+"""Instead of an owner: the jobs of all owners. No API key has this id."""
 
 
 class JobState(enum.StrEnum):

@@ -14,7 +14,7 @@ from ..settings.gateway_settings import GatewaySettings
 from .database import Database
 from .dispatcher import JobDispatcher
 from .http_post import AddressPolicy
-from .job import Job, NewJob
+from .job import ALL, Job, NewJob
 from .schema import SCRIPTS
 from .store import JobStore
 from .transaction import Transaction
@@ -130,10 +130,10 @@ class Jobs:
                 if not pieces:
                     await wait(news, every_s)
 
-    async def purge(self, function: str) -> int:
-        """Cancel all queued jobs of a function and return how many. It goes on if the caller is cancelled."""
+    async def purge(self, function: str, owner: str = ALL) -> int:
+        """Cancel an owner's queued jobs and return how many. It goes on if the caller is cancelled."""
         # The task is not in the task group, because an error of the task would end the group.
-        return await asyncio.shield(asyncio.create_task(self.store.purge(function)))
+        return await asyncio.shield(asyncio.create_task(self.store.purge(function, owner)))
 
     # -- for functions that are deployed or deleted
 

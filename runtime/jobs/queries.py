@@ -7,35 +7,42 @@ from collections.abc import Callable, Collection
 from contextlib import closing
 
 from ...errors import JobExpired, UnknownJob
-from .job import Job, JobCounts, JobState
+from .job import ALL, Job, JobCounts, JobState
 from .schema import SELECT_WHOLE, find_row, find_rows, job_of
 from .transaction import missing, row_of
 
 _READY = "WHERE function = ? AND state = 'IN_QUEUE' AND due_s = 0 AND until_s > ? ORDER BY priority, jobs.number LIMIT ?"
 _DELAYED = _READY.replace("due_s = 0", "due_s > 0 AND due_s <= ?")
-_NEWEST = "WHERE function = ? AND state = ? AND jobs.number < ? ORDER BY jobs.number DESC LIMIT ?"
+_NEWEST = "WHERE function = ? AND %s state = ? AND jobs.number < ? ORDER BY jobs.number DESC LIMIT ?"
+OWNED = "owner <> '' AND owner = ? AND"
+"""The condition on an owner. Without its first part, SQLite would not use the indexes of owners."""
 _MAX_NUMBER = 1 << 62
+_COUNTS = "in_queue, in_progress, completed, failed, cancelled, retried, queued_bytes"
 PIECES_BYTES = 4 << 20
 """`pieces` adds no more pieces to its result when the result has reached this size."""
 
 
-def get(connection: sqlite3.Connection, function: str, job_id: str) -> Job:
-    """Return a function's job with its input and result. Raise JobExpired or UnknownJob if it has none."""
-    return job_of(row_of(connection, function, job_id, SELECT_WHOLE))
+def get(connection: sqlite3.Connection, function: str, job_id: str, owner: str = ALL) -> Job:
+    """Return an owner's job with its input and result. Raise JobExpired or UnknownJob if there is none."""
+    return job_of(row_of(connection, function, job_id, owner, SELECT_WHOLE))
 
 
 def find(
-    connection: sqlite3.Connection, job_id: str, allows: Callable[[str], bool], among: Collection[str]
+    connection: sqlite3.Connection,
+    job_id: str,
+    allows: Callable[[str], bool],
+    among: Collection[str],
+    owner: str = ALL,
 ) -> Job:
-    """Return the job with this id if `allows(function)` is true for its function.
+    """Return the owner's job with this id if `allows(function)` is true for its function.
 
     Raises JobExpired if it was deleted and belonged to a function in `among`, else UnknownJob.
     """
     row = find_row(connection, job_id, SELECT_WHOLE)
-    if row is not None and allows(row["function"]):
+    if row is not None and allows(row["function"]) and owner in (ALL, row["owner"]):
         return job_of(row)
     for function in among if row is None else ():
-        if isinstance(why := missing(connection, function, job_id), JobExpired):
+        if isinstance(why := missing(connection, function, job_id, owner), JobExpired):
             raise why
     raise unknown(job_id)
 
@@ -73,16 +80,18 @@ def newest(
     states: Collection[JobState] = (),
     limit: int = 100,
     before_id: str = "",
+    owner: str = ALL,
 ) -> list[Job]:
-    """Return up to `limit` jobs in these states (default: all), newest first, without input, output and logs.
+    """Return up to `limit` of the owner's jobs in these states (default: all), without input, output and logs.
 
-    With `before_id`, return only jobs that are older than that job.
+    The newest is the first. With `before_id`, return only jobs that are older than that job.
     """
-    before = row_of(connection, function, before_id)["number"] if before_id else _MAX_NUMBER
+    before = row_of(connection, function, before_id, owner)["number"] if before_id else _MAX_NUMBER
     # One query per state, because the index is ordered by number only within a state.
     rows: list[sqlite3.Row] = []
+    owned, values = ("", (function,)) if owner == ALL else (OWNED, (function, owner))
     for state in set(states) or set(JobState):
-        rows += find_rows(connection, _NEWEST, function, state.value, before, limit)
+        rows += find_rows(connection, _NEWEST % owned, *values, state.value, before, limit)
     rows.sort(key=lambda row: -int(row["number"]))
     return [job_of(row) for row in rows[:limit]]
 
@@ -108,16 +117,21 @@ def pieces(
     return found
 
 
-def counts(connection: sqlite3.Connection, function: str) -> JobCounts:
-    columns = "in_queue, in_progress, completed, failed, cancelled, retried, queued_bytes"
-    query = f"SELECT {columns} FROM counters WHERE function = ?"  # noqa: S608
-    return JobCounts(*connection.execute(query, (function,)).fetchone() or ())
+def counts(connection: sqlite3.Connection, function: str, owner: str = ALL) -> JobCounts:
+    """Return the numbers of an owner's jobs of a function."""
+    query = f"SELECT {_COUNTS} FROM counters WHERE function = ? AND owner = ?"  # noqa: S608
+    return JobCounts(*connection.execute(query, (function, owner)).fetchone() or ())
+
+
+def all_counts(connection: sqlite3.Connection) -> dict[str, JobCounts]:
+    """Return the numbers of each function's jobs."""
+    rows = connection.execute(f"SELECT function, {_COUNTS} FROM counters WHERE owner = ?", (ALL,))  # noqa: S608
+    return {function: JobCounts(*numbers) for function, *numbers in rows}
 
 
 def functions_waiting(connection: sqlite3.Connection) -> list[str]:
     """Return the functions that have jobs in the queue."""
-    rows = connection.execute("SELECT function FROM counters WHERE in_queue > 0 ORDER BY function")
-    return [function for (function,) in rows]
+    return sorted(function for function, counts in all_counts(connection).items() if counts.in_queue)
 
 
 def last_number(connection: sqlite3.Connection) -> int:

@@ -104,7 +104,38 @@ UPDATE counters SET queued_bytes = (
 );
 """
 
-SCRIPTS = (_TABLES, _QUEUED_BYTES)
+# Counts, lists and finds jobs by their owner, the id of an API key. The row of `counters` with the owner '*' counts
+# all jobs of a function. Jobs without an owner have no other row and no entry in the indexes.
+_OWNERS = """
+CREATE TABLE owner_counters (
+    function TEXT NOT NULL,
+    owner TEXT NOT NULL,
+    in_queue INTEGER NOT NULL DEFAULT 0,
+    in_progress INTEGER NOT NULL DEFAULT 0,
+    completed INTEGER NOT NULL DEFAULT 0,
+    failed INTEGER NOT NULL DEFAULT 0,
+    cancelled INTEGER NOT NULL DEFAULT 0,
+    retried INTEGER NOT NULL DEFAULT 0,
+    queued_bytes INTEGER NOT NULL DEFAULT 0,
+    PRIMARY KEY (function, owner)
+) WITHOUT ROWID;
+INSERT INTO owner_counters
+    SELECT function, '*', in_queue, in_progress, completed, failed, cancelled, retried, queued_bytes FROM counters;
+INSERT INTO owner_counters
+    SELECT function, owner, sum(state = 'IN_QUEUE'), sum(state = 'IN_PROGRESS'), sum(state = 'COMPLETED'),
+        sum(state IN ('FAILED', 'TIMED_OUT')), sum(state = 'CANCELLED'), sum(retries),
+        sum(CASE state WHEN 'IN_QUEUE' THEN (SELECT length(body) FROM inputs WHERE number = jobs.number) ELSE 0 END)
+    FROM jobs WHERE owner <> '' GROUP BY function, owner;
+DROP TABLE counters;
+ALTER TABLE owner_counters RENAME TO counters;
+CREATE INDEX jobs_owner ON jobs (function, owner, state) WHERE owner <> '';
+ALTER TABLE tombstones ADD COLUMN owner TEXT NOT NULL DEFAULT '';
+ALTER TABLE deliveries ADD COLUMN owner TEXT NOT NULL DEFAULT '';
+UPDATE deliveries SET owner = coalesce((SELECT owner FROM jobs WHERE jobs.id = job_id), '');
+CREATE INDEX deliveries_owner ON deliveries (function, owner, created_s) WHERE owner <> '';
+"""
+
+SCRIPTS = (_TABLES, _QUEUED_BYTES, _OWNERS)
 """`SCRIPTS[n]` upgrades a file from version n to n + 1. Do not edit a released script: add a new one."""
 
 _COLUMNS = (

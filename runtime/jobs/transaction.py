@@ -10,8 +10,8 @@ Fence: the start of an attempt increments the job's `attempts`. The new value is
 passes with every change that it requests. `running_row` returns None if the fence is no longer the current
 one. So an attempt that reports after its job was requeued changes nothing.
 
-Counters: a function's row of `counters` holds the number of its jobs in each state. It is updated in the
-transaction that changes the state, so it is exact even after a crash.
+Counters: a function's rows of `counters` hold the number of jobs in each state: of all its jobs, and of those
+of each owner. They are updated in the transaction that changes the state, so they are exact even after a crash.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import orjson
 
 from ...errors import JobConflict, JobExpired, UnknownJob
 from . import outbox
-from .job import TRANSITIONS, Job, JobOutcome, JobState, NewJob, new_job_id, tombstone_key
+from .job import ALL, TRANSITIONS, Job, JobOutcome, JobState, NewJob, new_job_id, tombstone_key
 from .schema import SELECT_WITH_RESULT, SELECT_WITHOUT_BODIES, find_row, insert_job, read_job, webhook_of
 
 COUNTERS = {
@@ -37,6 +37,9 @@ COUNTERS = {
     JobState.CANCELLED: "cancelled",
 }
 """The column of `counters` for each state."""
+_COUNT_NEW = """
+INSERT INTO counters (function, owner, in_queue, queued_bytes) VALUES (?, ?, 1, ?) ON CONFLICT (function, owner)
+DO UPDATE SET in_queue = in_queue + 1, queued_bytes = queued_bytes + excluded.queued_bytes"""
 
 
 @dataclass(slots=True)
@@ -66,11 +69,8 @@ class Transaction:
     def add(self, new: NewJob) -> Job:
         """Insert a new job into its function's queue and return it."""
         job = insert_job(self.connection, new, new.wanted_id or new_job_id(self.now_s), self.now_s)
-        self.connection.execute(
-            "INSERT INTO counters (function, in_queue, queued_bytes) VALUES (?, 1, ?) ON CONFLICT (function) "
-            "DO UPDATE SET in_queue = in_queue + 1, queued_bytes = queued_bytes + excluded.queued_bytes",
-            (new.function, len(new.input)),
-        )
+        for owner in (ALL, new.owner) if new.owner else (ALL,):
+            self.connection.execute(_COUNT_NEW, (new.function, owner, len(new.input)))
         self.queued.add(new.function)
         return job
 
@@ -137,24 +137,33 @@ class Transaction:
         size = "(SELECT length(body) FROM inputs WHERE number = ?)"
         states = f"{less} = {less} - 1, {more} = {more} + 1, retried = retried + ?"
         changes = f"{states}, queued_bytes = queued_bytes + ? * {size}"
-        update = f"UPDATE counters SET {changes} WHERE function = ?"  # noqa: S608
-        self.connection.execute(update, (retried, queued, row["number"], row["function"]))
+        update = f"UPDATE counters SET {changes} WHERE function = ? AND owner IN (?, ?)"  # noqa: S608
+        self.connection.execute(update, (retried, queued, row["number"], row["function"], ALL, row["owner"]))
 
 
 def row_of(
-    connection: sqlite3.Connection, function: str, job_id: str, select: str = SELECT_WITHOUT_BODIES
+    connection: sqlite3.Connection,
+    function: str,
+    job_id: str,
+    owner: str,
+    select: str = SELECT_WITHOUT_BODIES,
 ) -> sqlite3.Row:
-    """Return the row of a function's job, read with a query of schema.py. Raise what `missing` returns."""
+    """Return the row of an owner's job, read with a query of schema.py. Raise what `missing` returns."""
     row = find_row(connection, job_id, select)
-    if row is None or row["function"] != function:
-        raise missing(connection, function, job_id)
+    if row is None or row["function"] != function or owner not in (ALL, row["owner"]):
+        raise missing(connection, function, job_id, owner)
     return row
 
 
-def missing(connection: sqlite3.Connection, function: str, job_id: str) -> UnknownJob | JobExpired:
-    """Return the error for a job that the function does not have: JobExpired if it was deleted."""
-    key = tombstone_key(function, job_id)
-    if connection.execute("SELECT 1 FROM tombstones WHERE key = ?", (key,)).fetchone():
+def missing(
+    connection: sqlite3.Connection, function: str, job_id: str, owner: str
+) -> UnknownJob | JobExpired:
+    """Return the error for a job that the owner does not have: JobExpired if it was deleted."""
+    key, deleted = (
+        tombstone_key(function, job_id),
+        "SELECT 1 FROM tombstones WHERE key = ? AND ? IN (owner, ?)",
+    )
+    if connection.execute(deleted, (key, owner, ALL)).fetchone():
         return JobExpired(
             f"Job {job_id!r} of {function!r} has ended, and its result was deleted.",
             remedy="Ask sooner, or keep results longer.",

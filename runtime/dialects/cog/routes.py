@@ -21,12 +21,11 @@ from ....handlers.codec import JSON_TYPE
 from ...access.keys import Scope
 from ...api.backend import ASYNC_BODY_BYTES, Backend
 from ...api.event_stream import EVENTS, JobEncoder, accepts_events, event, send_job
-from ...api.requests import caller_of, dump_json, load_json, read_body, too_large, validate
+from ...api.requests import caller_of, dump_json, load_json, owner_of, read_body, too_large, validate
 from ...api.responses import json_response
 from ...api.routes import Parameter, Route, header
 from ...functions.live import Live
-from ...jobs import queries
-from ...jobs.job import ID_PREFIX, Job, JobState
+from ...jobs.job import Job, JobState
 from .prediction import ID, Prediction, PredictionRequest, chosen_id, preferred_wait, shown, stored_id
 
 MAX_CHOICES = 50
@@ -170,18 +169,12 @@ class PredictionsApi:
 
     async def _job(self, request: web.Request) -> Job:
         """Return the job, also if its function was deleted. Raises UnknownJob or JobExpired."""
-        caller, job_id = caller_of(request), request.match_info["id"]
+        caller, job_id, owner = caller_of(request), request.match_info["id"], owner_of(request)
         names = self._names(request)
-        try:
-            job = await self._jobs.store.find(stored_id(job_id, caller.owner), caller.allows, names)
+        with contextlib.suppress(UnknownJob):
+            return await self._jobs.store.find(stored_id(job_id, caller.owner), caller.allows, names, owner)
         # The stored id has no owner: it was generated, or chosen by a caller without an API key.
-        except UnknownJob:
-            job = await self._jobs.store.find(job_id, caller.allows, names)
-        # A chosen id can be guessed, so a job with an owner is shown only to the owner and administrators.
-        foreign = job.owner not in ("", caller.owner) and not job.id.startswith(ID_PREFIX)
-        if foreign and Scope.ADMIN not in caller.scopes:
-            raise queries.unknown(job_id)
-        return job
+        return await self._jobs.store.find(job_id, caller.allows, names, owner)
 
 
 def _encoder() -> JobEncoder:
