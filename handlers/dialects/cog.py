@@ -84,7 +84,7 @@ class Predictor:
 
     def _set_up(self, context: Context) -> Any:
         instance = self._target()
-        concurrency = getattr(self._predict(instance), CONCURRENCY_MARK, 1)
+        concurrency = getattr(self._predict(instance), CONCURRENCY_MARK, 0) or _concurrency()
         if concurrency > 1 and self.kind.on_loop:
             context.resize(concurrency)
         setup = getattr(instance, "setup", None)
@@ -231,9 +231,17 @@ def _kind(predict: Callable[..., Any], returned: Any) -> HandlerKind:
     """Return the kind of `predict`. A plain function annotated to return an iterator is a generator."""
     kind = kind_of(predict)
     origin = typing.get_origin(returned) or returned
-    if kind is HandlerKind.PLAIN and isinstance(origin, type) and issubclass(origin, Iterator):
+    # An open file is an iterator, too.
+    streams = isinstance(origin, type) and issubclass(origin, Iterator) and not issubclass(origin, io.IOBase)
+    if kind is HandlerKind.PLAIN and streams:
         return HandlerKind.GENERATOR
     return kind
+
+
+def _concurrency() -> int:
+    """Return how many predictions of an async predictor run at once, as cog.yaml says."""
+    text = os.environ.get("COG_MAX_CONCURRENCY", "")
+    return int(text) if text.isascii() and text.isdecimal() else 1
 
 
 def weights_for(setup: Callable[..., Any], files: InputFiles) -> Any:

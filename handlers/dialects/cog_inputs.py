@@ -108,7 +108,7 @@ class CogInputs:
         if default is None:
             kind = Union[kind, None]  # noqa: UP007  the type is computed
         # Defaults of file inputs are validated, because that downloads a default that is a URL.
-        extra = {"x-order": order}
+        extra: dict[str, Any] = {"x-order": order}
         return kind, Field(default, validate_default=is_file, json_schema_extra=extra, **options)
 
 

@@ -13,13 +13,11 @@ from pathlib import PurePath
 from typing import IO, Any
 from urllib import error, parse, request
 
-from ...addresses import INPUT_NETWORKS
+from ...addresses import INPUT_NETWORKS, UPLOAD_URL
 from ...errors import OutputInvalid
 from .files import BLOCK_BYTES, media_type, opened_file
 from .opener import opener
 
-# The function's variable with the URL below which the files of asynchronous predictions are stored.
-UPLOAD_URL = "PILOTFLAME_UPLOAD_URL"
 # An upload fails if its server accepts or sends nothing for this long.
 SILENCE_S = 30.0
 TRIES = 3
@@ -93,7 +91,7 @@ class Uploader:
         return whole, len(head) + length + len(tail), f"multipart/form-data; boundary={boundary}"
 
 
-def _blocks(source: IO[Any]) -> tuple[Iterator[bytes], int]:
+def _blocks(source: Any) -> tuple[Iterator[bytes], int]:
     """Return the blocks of a file and their total size. Text, and files that cannot seek, are read at once."""
     if isinstance(source, io.TextIOBase) or not source.seekable():
         content = source.read()

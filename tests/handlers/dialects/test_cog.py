@@ -176,6 +176,45 @@ class Predictor(BasePredictor):
     assert [task.result() for task in asked] == [{"n": n, "ready": True, "path": "picture"} for n in range(2)]
 
 
+async def test_cog_yaml_says_how_many_run_at_once(deploy: Callable[..., Any], gate: Gate) -> None:
+    source = """
+import gate
+from cog import BasePredictor
+class Predictor(BasePredictor):
+    async def predict(self, n: int) -> int:
+        await gate.wait_async(str(n))
+        return n
+"""
+    config = "build:\n  python_packages:\n    - pydantic>=2\nconcurrency:\n  max: 2\npredict: predict.py:Predictor\n"
+    function = await deploy(
+        None, {"scale.max": 1}, files={"predict.py": source, "cog.yaml": config}, gate=gate
+    )
+    async with asyncio.TaskGroup() as tasks:
+        asked = [tasks.create_task(function.answer({"n": n})) for n in range(2)]
+        assert (await gate.next()).pid == (await gate.next()).pid
+        gate.open()
+    assert [task.result() for task in asked] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("config", "fault", "word"),
+    [
+        ("build:\n  python_packages: [no-such-package==1.0]", "requirements_unmet", "cog.yaml is not met: line 1: no-such-package==1.0"),
+        ("build:\n  python_requirements: more.txt", "requirements_unmet", "cog.yaml is not met: line 1: no-such-other"),
+        ("build:\n  python_requirements: ../more.txt", "settings_invalid", "not in the folder"),
+        ("concurrency:\n  max: many", "settings_invalid", "concurrency.max"),
+        ("build: [", "settings_invalid", "cog.yaml cannot be used"),
+    ],
+)  # fmt: skip
+async def test_what_cog_yaml_needs_is_checked(gateway: Gateway, config: str, fault: str, word: str) -> None:
+    source = "from cog import BasePredictor\nclass Predictor(BasePredictor):\n    def predict(self) -> int:\n        return 1\n"
+    files = {"predict.py": source, "cog.yaml": config, "more.txt": "no-such-other"}
+    response = await gateway.send(None, files=files)
+    error = response.json()["error"]
+    assert (response.status_code, error["type"]) == (422, fault)
+    assert word in error["message"]
+
+
 @pytest.mark.parametrize(
     ("body", "kind", "answer"),
     [

@@ -210,7 +210,9 @@ class StoreMachine(RuleBasedStateMachine):
         else:
             self.refused(JobConflict, self.store.retry(function, job_id, owner))
 
-    @rule(function=st.sampled_from(FUNCTIONS), delete=st.booleans(), owner=st.sampled_from((ALL, *OWNERS[1:])))
+    @rule(
+        function=st.sampled_from(FUNCTIONS), delete=st.booleans(), owner=st.sampled_from((ALL, *OWNERS[1:]))
+    )
     def purge(self, function: str, delete: bool, owner: str) -> None:
         jobs = self.model.owned(function, owner)
         purged = [JobState.IN_PROGRESS, QUEUED] if delete else [QUEUED]
