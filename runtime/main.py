@@ -144,7 +144,7 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     _connect(events, functions, jobs, sources)
 
     admin = Admin(functions, metrics, local=local)
-    backend = Backend(functions, jobs, metrics, settings.max_body_bytes, settings.body_timeout_s)
+    backend = Backend(functions, jobs, metrics, settings.max_body_bytes, settings.body_timeout_s, state)
     gateway = Gateway(backend)
     apis = (gateway, admin, AccessControl(keyring, secrets, functions), WebhooksApi(functions, jobs))
     own_routes = [route for api in apis for route in api.routes()]
