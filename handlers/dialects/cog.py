@@ -16,7 +16,7 @@ from pathlib import Path, PurePath
 from types import ModuleType
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from ...errors import HandlerSignatureError, OutputInvalid
 from ..codec import InputCodec
@@ -171,21 +171,21 @@ class Answers:
             self._adapter.validate_python(output)
         except ValidationError as error:
             # Cog, too, checks arrays and enumerations as the JSON that is made of them.
-            if not self._fits_as_json(output):
+            if not _fits_as_json(self._adapter, output):
                 wrong = error.errors(include_url=False, include_input=False, include_context=False)[0]
                 where = "".join(f".{step}" for step in wrong["loc"])
                 fault = f"The output does not fit the predictor's return annotation: output{where}: {wrong['msg']}."
                 remedy = "Return what the annotation says, or annotate with Any."
                 raise OutputInvalid(fault, remedy=remedy) from None
 
-    def _fits_as_json(self, output: Any) -> bool:
-        assert self._adapter is not None
-        try:
-            payload, _ = LenientOutput(None).encode(with_urls(output, publish=lambda file, _: str(file)))
-            self._adapter.validate_json(payload)
-        except (OutputInvalid, ValidationError):
-            return False
-        return True
+
+def _fits_as_json(adapter: TypeAdapter[Any], output: Any) -> bool:
+    try:
+        payload, _ = LenientOutput(None).encode(with_urls(output, publish=lambda file, _: str(file)))
+        adapter.validate_json(payload)
+    except (OutputInvalid, ValidationError):
+        return False
+    return True
 
 
 def _about(context: Context) -> Mapping[str, Any]:

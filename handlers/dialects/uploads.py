@@ -7,7 +7,7 @@ import http.client
 import io
 import os
 import secrets
-import time
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 from typing import IO, Any
@@ -21,7 +21,7 @@ from .opener import opener
 # An upload fails if its server accepts or sends nothing for this long.
 SILENCE_S = 30.0
 TRIES = 3
-FIRST_PAUSE_S = 0.2
+PAUSE_S = 0.2
 # A request with one of these statuses is repeated.
 BUSY = frozenset({408, 429, 500, 502, 503, 504})
 
@@ -60,22 +60,23 @@ class Uploader:
                 raise OutputInvalid(message, remedy=remedy) from None
 
     def _put(self, url: str, name: str, source: IO[Any]) -> str:
-        for tried in range(1, TRIES + 1):
-            body, length, kind = self._body(name, source)
-            headers = {**self._headers, "Content-Type": kind, "Content-Length": str(length)}
-            wanted = request.Request(url, data=body, headers=headers, method="PUT")  # noqa: S310  the opener checks it
+        """Send the file, again if the server is busy. Return the file's URL."""
+        for tried in range(1, TRIES):
             try:
-                with opener().open(wanted, timeout=SILENCE_S) as response:
-                    return _final(
-                        url if self._form else response.headers.get("Location") or response.geturl()
-                    )
+                return self._put_once(url, name, source)
             except error.HTTPError as refusal:
                 refusal.close()
-                if refusal.code not in BUSY or tried == TRIES or not source.seekable():
+                if refusal.code not in BUSY or not source.seekable():
                     raise
-            source.seek(0)
-            time.sleep(FIRST_PAUSE_S * tried)
-        raise AssertionError("the last try returns or raises")
+            threading.Event().wait(PAUSE_S * tried)
+        return self._put_once(url, name, source)
+
+    def _put_once(self, url: str, name: str, source: IO[Any]) -> str:
+        body, length, kind = self._body(name, source)
+        headers = {**self._headers, "Content-Type": kind, "Content-Length": str(length)}
+        wanted = request.Request(url, data=body, headers=headers, method="PUT")  # noqa: S310  the opener checks it
+        with opener().open(wanted, timeout=SILENCE_S) as response:
+            return url if self._form else _final(response.headers.get("Location") or response.geturl())
 
     def _body(self, name: str, source: IO[Any]) -> tuple[Iterator[bytes], int, str]:
         """Return (blocks, number of bytes, media type) of the request's body."""

@@ -147,7 +147,7 @@ async def _text(part: BodyPartReader) -> bytes:
 
 
 def _metadata(text: bytes) -> dict[str, Any]:
-    found = load_json(text) or {}
+    found = load_json(text or b"{}")
     if not isinstance(found, dict):
         raise BadInput(f"The field {METADATA} is not a JSON object.", remedy="Send {} or leave it out.")
     return found

@@ -73,7 +73,9 @@ def _encoder() -> JobEncoder:
             return
         if job.state is JobState.COMPLETED and not job.pieces and job.output:
             last += 1
-            yield _event("output", str(prediction_of(job)["output"]) if job.output_type else _text(job.output), last)
+            yield _event(
+                "output", str(prediction_of(job)["output"]) if job.output_type else _text(job.output), last
+            )
         if job.error is not None:
             last += 1
             yield _event("error", str(job.error.get("message", "")), last)
