@@ -41,6 +41,8 @@ from ..predictions import (
 )
 
 MAX_CHOICES = 50
+# A caller who does not wait for the end gets the state when a worker has the prediction, or after this time.
+START_S = 0.1
 # The codes of errors with which a caller who waits gets an error instead of a failed prediction.
 ERRORS = frozenset({"bad_json", "input_invalid", "output_invalid"})
 REMEDY = 'Send for example {"input": {"text": "hello"}}.'
@@ -113,6 +115,8 @@ class PredictionsApi:
                 raise PilotflameError.from_wire(dict(job.error))
         elif wait_s:
             job = await self._jobs.wait(job.function, job.id, wait_s)
+        else:
+            job = await self._started(job)
         waited, changes = wait_s != 0 and job.state.final, {}
         if wait_s and not waited:
             # Callers, such as Replicate's clients, take every other status for the end of their wait.
@@ -169,6 +173,15 @@ class PredictionsApi:
                 with contextlib.suppress(PilotflameError):
                     await self._jobs.store.cancel(job.function, job.id)
             raise
+
+    async def _started(self, job: Job) -> Job:
+        """Wait until a worker has the job, as Cog does, but not longer than START_S. Return the job."""
+        with self._jobs.watch(job.id) as news, contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(START_S):
+                while (job := await self._jobs.store.get(job.function, job.id)).state is JobState.IN_QUEUE:
+                    await news.wait()
+                    news.clear()
+        return job
 
     async def _response(
         self, job: Job, status: int = 200, changes: Mapping[str, str] = NOTHING, **headers: str

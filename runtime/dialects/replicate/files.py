@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from aiohttp import BodyPartReader, MultipartReader, web
+from aiohttp.http_exceptions import HttpProcessingError
 from typing_extensions import TypedDict
 
 from ....errors import BadInput, InputInvalid, InputTimeout, UnknownFile
@@ -74,8 +75,8 @@ class FilesApi:
                 about = await self._receive(request, await request.multipart())
         except TimeoutError:
             raise InputTimeout(f"The upload took longer than {UPLOAD_TIMEOUT_S:.0f} s.") from None
-        except (ValueError, web.RequestPayloadError) as error:
-            raise BadInput(f"The form is malformed: {error}.") from None
+        except (ValueError, HttpProcessingError, web.RequestPayloadError) as error:
+            raise BadInput(f"The form is malformed: {type(error).__name__}.") from None
         return json_response(_shown(about, request), status=201)
 
     async def list(self, request: web.Request) -> web.StreamResponse:

@@ -25,6 +25,7 @@ NOT_ALIKE = {
     "train_openapi_specification": "there are no trainings",
     "prediction_idempotent_endpoint_conflict": "a second prediction waits in the queue instead of 409",
     "index_document": "`/` is the gateway's own",
+    "asynchronous_prediction_endpoint_with_trace_context": "uploads carry `traceparent`; webhooks and `tracestate` do not",
     "untyped_inputs": "an input without a type takes any value",
     "input_with_unsupported_type": "an input may be any type that pydantic knows",
 }
@@ -457,7 +458,7 @@ async def test_every_event_of_a_stream_is_the_prediction(deployed: Callable[...,
     assert told[-1]["output"] == ["foo", "bar"]
 
 
-async def test_asynchronous_prediction_endpoint_with_trace_context(
+async def test_files_of_asynchronous_predictions_are_uploaded(
     deployed: Callable[..., Any], host: Host
 ) -> None:
     call = await deployed(

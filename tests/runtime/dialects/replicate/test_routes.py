@@ -153,8 +153,17 @@ async def test_files_are_their_uploaders(caller: Callable[..., Any], predictor: 
     assert (await mine("DELETE", own)).status_code == 204
 
 
-async def test_forms_that_are_refused(caller: Callable[..., Any]) -> None:
+async def test_forms_that_are_refused(gateway: Gateway, caller: Callable[..., Any]) -> None:
     call = await caller()
+    form = {"Content-Type": "multipart/form-data; boundary=x"}
+    for body in (
+        b"",
+        b"--x\r\n\r\n",
+        b'--x\r\nContent-Disposition: form-data; name="a\x7f"\r\n\r\n\r\n--x--\r\n',
+        b"--y--",
+    ):
+        response = await gateway.client.post("/v1/files", content=body, headers=form)
+        assert (response.status_code, response.json()["error"]["type"]) == (400, "bad_json"), response.text
     assert (await call("POST", "/v1/files", {})).status_code == 400
     assert (await call.upload("a", b"a", "[]")).status_code == 400
     assert (await call.upload("a", b"a", "{")).status_code == 400
