@@ -61,6 +61,7 @@ The text beside a class says what has happened when it is raised.
     ├── UnknownRoute                no route has this path
     ├── MethodNotAllowed            the route does not accept this method
     ├── UnknownFunction             no function has this name
+    ├── UnknownFile                 no uploaded file has this id, or it is another caller's
     ├── LinkError                   the link of gateway and worker broke, or its protocol was violated
     ├── LauncherError               a zygote, a worker or the fetcher could not be started, or ended
     └── GatewayError                the gateway cannot start, shuts down, or broke off a response
@@ -304,6 +305,9 @@ class UnknownRoute(PilotflameError, code="unknown_route", status=404): ...
 
 
 class MethodNotAllowed(PilotflameError, code="method_not_allowed", status=405): ...
+
+
+class UnknownFile(PilotflameError, code="unknown_file", status=404): ...
 
 
 class UnknownFunction(PilotflameError, code="unknown_function", status=404):

@@ -155,7 +155,7 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     _connect(events, functions, jobs, sources)
 
     admin = Admin(functions, metrics, local=local)
-    backend = Backend(functions, jobs, metrics, settings.max_body_bytes, settings.body_timeout_s)
+    backend = Backend(functions, jobs, metrics, settings.max_body_bytes, settings.body_timeout_s, state)
     gateway = Gateway(backend)
     access = AccessControl(keyring, secrets, functions)
     apis = (gateway, admin, access, WebhooksApi(functions, jobs), DocsPage())

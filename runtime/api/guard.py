@@ -194,9 +194,12 @@ class Guard:
 
 
 def token_in(header: str) -> str:
-    """Return the token of an Authorization header. Some of RunPod's clients send it without "Bearer"."""
+    """Return the token of an Authorization header.
+
+    Some of RunPod's clients send it without "Bearer", and older ones of Replicate with "Token".
+    """
     scheme, space, rest = header.strip().partition(" ")
-    return rest.strip() if space and scheme.lower() == "bearer" else header.strip()
+    return rest.strip() if space and scheme.lower() in ("bearer", "token") else header.strip()
 
 
 def _forbidden(what: str) -> Forbidden:
