@@ -117,8 +117,7 @@ async def serve(settings: GatewaySettings) -> AsyncIterator[Server]:
 async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -> Server:
     """Start each part after the parts that it uses. Closing `stack` drains and closes them in reverse."""
     state = stack.enter_context(locked_state_dir(settings.state_dir))
-    retention = Retention(settings.keep_revisions, settings.keep_revisions_bytes)
-    store = Store(state, _write, retention)
+    store = Store(state, _write, Retention(settings.keep_revisions, settings.keep_revisions_bytes))
     await asyncio.to_thread(store.start)
     listener = Listener(state / "run" / "link.sock")
     listener.open()
@@ -157,12 +156,16 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     sources = Sources(jobs, tasks, functions.log, drain_s=settings.drain_s)
     _connect(events, functions, jobs, sources)
 
-    disk_full = functools.partial(is_disk_full, state, settings.min_free_bytes)
-    admin = Admin(functions, metrics, local=local, disk_full=disk_full)
+    admin = Admin(
+        functions, metrics, local=local,
+        disk_full=functools.partial(is_disk_full, state, settings.min_free_bytes),
+    )  # fmt: skip
     backend = Backend(functions, jobs, metrics, settings.max_body_bytes, settings.body_timeout_s, state)
     gateway = Gateway(backend)
-    access = AccessControl(keyring, secrets, functions)
-    apis = (gateway, admin, RevisionsApi(functions), access, WebhooksApi(functions, jobs), DocsPage())
+    apis = (
+        gateway, admin, RevisionsApi(functions), AccessControl(keyring, secrets, functions),
+        WebhooksApi(functions, jobs), DocsPage(),
+    )  # fmt: skip
     own_routes = [route for api in apis for route in api.routes()]
     routes = OpenApi([*own_routes, *dialect_routes(backend)], admin.statuses).routes
     cors = CrossOrigin(functions, routes, settings.cors_origins)
