@@ -23,6 +23,7 @@ The text beside a class says what has happened when it is raised.
     │   │   ├── SourceUnavailable           the source is busy or silent, or broke off; a retry may help
     │   │   └── FetchFailed                 all retries failed; it names object, chunk and tensors
     │   └── CacheError                  the cache is full, read-only or over its budget
+    │       └── StorageFull                 the file system that is written to is full
     ├── InvocationError             one invocation was refused, or failed
     │   ├── BadInput                    the body is not JSON, or a header, name or value is malformed
     │   ├── InputInvalid                the body does not fit the handler's annotated input
@@ -60,6 +61,7 @@ The text beside a class says what has happened when it is raised.
     ├── UnknownRoute                no route has this path
     ├── MethodNotAllowed            the route does not accept this method
     ├── UnknownFunction             no function has this name
+    ├── UnknownFile                 no uploaded file has this id, or it is another caller's
     ├── LinkError                   the link of gateway and worker broke, or its protocol was violated
     ├── LauncherError               a zygote, a worker or the fetcher could not be started, or ended
     └── GatewayError                the gateway cannot start, shuts down, or broke off a response
@@ -193,6 +195,9 @@ class FetchFailed(SourceError, code="fetch_failed"): ...
 class CacheError(SnapshotError, code="cache_error", status=507): ...
 
 
+class StorageFull(CacheError, code="storage_full"): ...
+
+
 class InvocationError(PilotflameError, code="invocation_error"): ...
 
 
@@ -300,6 +305,9 @@ class UnknownRoute(PilotflameError, code="unknown_route", status=404): ...
 
 
 class MethodNotAllowed(PilotflameError, code="method_not_allowed", status=405): ...
+
+
+class UnknownFile(PilotflameError, code="unknown_file", status=404): ...
 
 
 class UnknownFunction(PilotflameError, code="unknown_function", status=404):

@@ -39,6 +39,7 @@ from .dialects.registry import dialect_routes
 from .events.sources import Sources
 from .functions.deploy import Deployment
 from .functions.registry import FunctionEvents, Functions
+from .functions.rest import Rest
 from .functions.store import Store
 from .jobs.jobs import Jobs
 from .jobs.webhook_signing import load_key
@@ -47,6 +48,7 @@ from .launching.listener import Listener
 from .launching.process_launcher import ProcessLauncher
 from .settings.gateway_settings import GatewaySettings
 from .settings.state_dir import locked_state_dir
+from .telemetry.background import BackgroundTasks
 from .telemetry.metrics import Metrics
 
 # How many new objects trigger a garbage collection. A request creates about twenty objects that the collector
@@ -65,7 +67,7 @@ class Server:
     url: str
     functions: Functions
     admin: Admin
-    tasks: asyncio.TaskGroup
+    tasks: BackgroundTasks
     jobs: Jobs
     sources: Sources
 
@@ -96,7 +98,8 @@ def run(
                 on_listening(server.url)
                 if folder is not None:
                     deployment = Deployment(path=folder, overrides=overrides or {})
-                    server.tasks.create_task(watch(folder, server.functions, deployment, stop))
+                    follow = functools.partial(watch, folder, server.functions, deployment, stop)
+                    server.tasks.keep(follow, name="watch")
                 await stop.wait()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -126,7 +129,7 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     if not local and not keyring.exists:
         _write(NO_KEY_YET.format(url=url_of(sock), state=shlex.quote(str(state))))
 
-    tasks = await stack.enter_async_context(asyncio.TaskGroup())
+    tasks = await stack.enter_async_context(BackgroundTasks())
     launcher = ProcessLauncher(listener, tasks)
     stack.push_async_callback(launcher.close)
     fetcher = FetcherClient(settings.cache_dir, tasks)
@@ -134,9 +137,15 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     events = FunctionEvents()
     environments = state / "environments"
     functions = Functions(store, environments, launcher, tasks, fetcher, secrets, events, settings.drain_s)
-    metrics = Metrics(functions.census)
+    metrics = Metrics(functions.census, tasks.failures)
     events.activated.append(metrics.activated)
+    rest = Rest(functions.all, launcher, tasks, settings.rest_mb)
+    stack.callback(rest.close)
+    events.removed.append(metrics.forget)
+    for notice in (events.activated, events.live, events.removed):
+        notice.append(rest.note_change)
     await functions.restore()
+    rest.note_change()
 
     key = await asyncio.to_thread(load_key, state)
     jobs = Jobs(state, key, functions.get, tasks, settings)
@@ -146,7 +155,7 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     _connect(events, functions, jobs, sources)
 
     admin = Admin(functions, metrics, local=local)
-    backend = Backend(functions, jobs, metrics, settings.max_body_bytes, settings.body_timeout_s)
+    backend = Backend(functions, jobs, metrics, settings.max_body_bytes, settings.body_timeout_s, state)
     gateway = Gateway(backend)
     access = AccessControl(keyring, secrets, functions)
     apis = (gateway, admin, access, WebhooksApi(functions, jobs), DocsPage())
@@ -175,9 +184,9 @@ async def shutdown(server: Server) -> None:
     """Refuse new work, finish what runs, and release messages of event sources that no job is running for."""
     server.admin.draining = True
     server.jobs.stop()
-    async with asyncio.TaskGroup() as closing:
-        closing.create_task(server.sources.close())
-        closing.create_task(server.functions.close())
+    # Not a task group of their own: if one failed, it would cancel the other.
+    parts = (server.sources.close(), server.functions.close())
+    await asyncio.wait([server.tasks.create_task(part) for part in parts])
 
 
 def _connect(events: FunctionEvents, functions: Functions, jobs: Jobs, sources: Sources) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from pilotflame.runtime.functions.live import FunctionStatus
 
 def described() -> OpenApi:
     missing: Any = None
-    backend: Any = SimpleNamespace(functions=None, jobs=None, metrics=None, body_limit=None)
+    backend: Any = SimpleNamespace(functions=None, jobs=None, metrics=None, body_limit=None, state=Path())
     apis = (
         Gateway(backend),
         Admin(missing, missing, local=True),

@@ -287,12 +287,15 @@ def test_tests_mirror_the_sources() -> None:
 
 # Tests of several files at once, by what they show.
 TOGETHER = {
+    "cog_cases",
     "corruptions",
     "faults",
     "format",
     "hostile",
     "hostile_http",
     "large",
+    "npm_client",
+    "pypi_client",
     "schema",
     "templates",
     "fetcher_s3",

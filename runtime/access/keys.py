@@ -41,9 +41,13 @@ class Caller:
     """The names of the only functions that the caller may use. None means all."""
 
     @property
+    def administers(self) -> bool:
+        return Scope.ADMIN in self.scopes
+
+    @property
     def urgent(self) -> bool:
         """True if the caller may choose a priority above the default, which can starve all other callers."""
-        return not self.owner or Scope.ADMIN in self.scopes
+        return not self.owner or self.administers
 
     def allows(self, function: str) -> bool:
         """Return True if the caller may use, and know of, this function."""
@@ -56,7 +60,7 @@ class Caller:
 
     def check_scope(self, scope: Scope) -> None:
         """Raise Forbidden if the caller has neither `scope` nor the scope admin."""
-        if scope not in self.scopes and Scope.ADMIN not in self.scopes:
+        if scope not in self.scopes and not self.administers:
             message = f"This API key lacks the scope {scope.value!r}."
             raise Forbidden(message, remedy="Ask the key's creator for one that has it.")
 

@@ -186,7 +186,7 @@ class Guard:
 
     def _note_use(self, held: Held, now_s: float) -> None:
         if held.used(now_s):
-            self._tasks.create_task(asyncio.to_thread(self._save))
+            self._tasks.create_task(asyncio.to_thread(self._save), name="keyring")
 
     def _save(self) -> None:
         try:
@@ -197,9 +197,12 @@ class Guard:
 
 
 def token_in(header: str) -> str:
-    """Return the token of an Authorization header. Some of RunPod's clients send it without "Bearer"."""
+    """Return the token of an Authorization header.
+
+    Some of RunPod's clients send it without "Bearer", and older ones of Replicate with "Token".
+    """
     scheme, space, rest = header.strip().partition(" ")
-    return rest.strip() if space and scheme.lower() == "bearer" else header.strip()
+    return rest.strip() if space and scheme.lower() in ("bearer", "token") else header.strip()
 
 
 def _forbidden(what: str) -> Forbidden:

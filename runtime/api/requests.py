@@ -18,6 +18,7 @@ from ...errors import BadInput, InputTimeout, InputTooLarge, PilotflameError
 from ...handlers.arrays import NPY_TYPE, SAFETENSORS_TYPE
 from ...handlers.codec import BYTES_TYPE, JSON_TYPE
 from ..access.keys import ANYBODY, Caller
+from ..jobs.job import ALL
 from ..serving.invocation import NORMAL
 from ..telemetry.timeline import TRACEPARENT
 
@@ -54,6 +55,12 @@ def caller_of(request: web.Request) -> Caller:
     """Return the caller that the guard has set, or ANYBODY on public routes, where it sets none."""
     found: Caller = request.get(CALLER, ANYBODY)
     return found
+
+
+def owner_of(request: web.Request) -> str:
+    """Return the owner whose jobs the caller may see and change; ALL for administrators."""
+    caller = caller_of(request)
+    return ALL if caller.administers else caller.owner
 
 
 async def read_body(

@@ -176,7 +176,8 @@ def _workers(status: dict[str, Any]) -> str:
 
 
 def _at_rest(status: dict[str, Any]) -> str:
-    return " + ".join(name for name in ("zygote", "standby") if status[name]) or "files only"
+    held, held_mb = " + ".join(name for name in ("zygote", "standby") if status[name]), status.get("rest_mb")
+    return f"{held}, {held_mb:.0f} MB" if held and held_mb else held or "files only"
 
 
 def _facts(status: dict[str, Any]) -> list[tuple[str, str]]:

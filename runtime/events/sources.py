@@ -9,6 +9,7 @@ from functools import partial
 from ..jobs.jobs import Jobs
 from ..settings.event_source import missing_package
 from ..settings.function_settings import FunctionSettings
+from ..telemetry.background import BackgroundTasks
 from .consumer import Consumer
 from .sinks import open_sink
 from .sqs import MessageQueue
@@ -21,7 +22,7 @@ class Sources:
     """The consumers of all live functions. `log(function, text)` writes a line to a function's log."""
 
     def __init__(
-        self, jobs: Jobs, tasks: asyncio.TaskGroup, log: Callable[[str, str], None], *, drain_s: float
+        self, jobs: Jobs, tasks: BackgroundTasks, log: Callable[[str, str], None], *, drain_s: float
     ) -> None:
         self._jobs = jobs
         self._tasks = tasks

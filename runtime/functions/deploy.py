@@ -23,6 +23,7 @@ from ..settings.event_source import missing_package
 from ..settings.function_settings import FunctionSettings, read_settings
 from . import code, requirements
 from .archive import unpack
+from .cog_yaml import COG_YAML, CogYaml
 from .environment import Log, ensure_environment
 from .store import CODE_FOLDER, RevisionFields, RevisionRecord, Store
 
@@ -64,6 +65,8 @@ def prepare(store: Store, environments: Path, request: Deployment, log: Log) -> 
         undo.callback(shutil.rmtree, staged, ignore_errors=True)
         folder = _source_folder(request, staged_code)
         settings = read_settings(folder, overrides=request.overrides)
+        cog = _cog_yaml(folder, settings)
+        settings = settings.model_copy(update={"env": cog.env() | dict(settings.env)})
         if request.authorize is not None:
             request.authorize(settings.name)
         if settings.source and (problem := missing_package()):
@@ -76,7 +79,7 @@ def prepare(store: Store, environments: Path, request: Deployment, log: Log) -> 
             )
         if request.path is not None:
             code.copy_folder(folder, staged_code, exclude=snapshot)
-        environment = _environment(staged_code, environments, request, log)
+        environment = _environment(staged_code, environments, request, cog, log)
         fields = _fields(staged, settings, snapshot, environment, log)
         undo.pop_all()
     return staged, fields
@@ -150,16 +153,26 @@ def _source_folder(request: Deployment, staged_code: Path) -> Path:
     return request.path
 
 
-def _environment(code_folder: Path, environments: Path, request: Deployment, log: Log) -> tuple[Path, str]:
+def _cog_yaml(folder: Path, settings: FunctionSettings) -> CogYaml:
+    """Return the settings in cog.yaml, which count only if the handler is Cog's."""
+    return CogYaml.read(folder) if recognise(folder, settings.handler).dialect == "cog" else CogYaml()
+
+
+def _environment(
+    code_folder: Path, environments: Path, request: Deployment, cog: CogYaml, log: Log
+) -> tuple[Path, str]:
     """Return the path of the Python that runs the function, and the digest of its requirements.
 
     Raise RequirementsError if they are not met and are not to be installed, or if their installation fails.
     """
     file = code_folder / REQUIREMENTS_FILE
-    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    text, name = file.read_text(encoding="utf-8") if file.is_file() else "", REQUIREMENTS_FILE
+    if more := cog.requirements(code_folder):
+        name = f"{REQUIREMENTS_FILE}, followed by the packages of {COG_YAML}," if text else COG_YAML
+        text = f"{text}\n{more}" if text else more
     digest = requirements.requirements_digest(text)
     try:
-        requirements.check_requirements(text)
+        requirements.check_requirements(text, file=name)
     except RequirementsError:
         if not request.install:
             raise

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import time
 from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
@@ -58,6 +60,8 @@ class FunctionStatus(BaseModel, frozen=True):
     queued: int
     in_flight: int
     activations: int
+    rest_mb: float | None = None
+    """The memory (PSS) of its zygote and standby, when it was last measured."""
     last_cold_start_ms: float | None
     last_cold_start_phases_ms: dict[str, float]
     warnings: list[str]
@@ -83,7 +87,18 @@ class Live:
         self.revision = revision
         self.logs = logs
         self.warnings: list[str] = []
+        self.since_s = time.monotonic()
+        """When this object was made, in monotonic seconds."""
         self._last_cold: Timeline | None = None
+        self._rest_mb: float | None = None
+
+    def builds_within(self, seconds: float) -> bool:
+        """Return True if the zygote took at most so long to import and build the handler."""
+        return bool(self.record.handler.get("build_s", math.inf) <= seconds)
+
+    def note_rest(self, held_mb: float) -> None:
+        """Remember how much memory the zygote and the standby hold, which `status` shows."""
+        self._rest_mb = held_mb
 
     async def prove(self, *, check: bool) -> None:
         """Start the zygote and, with `check`, a worker. Raise the error if one of them fails to start.
@@ -116,6 +131,7 @@ class Live:
             workers=Workers(ready=census.ready, starting=census.starting, draining=census.draining),
             standby=census.standby, zygote=census.zygote, queued=census.queued, in_flight=census.in_flight,
             activations=self.revision.pool.activations,
+            rest_mb=round(self._rest_mb, 1) if self._rest_mb is not None else None,
             last_cold_start_ms=cold.total_s * 1000 if cold else None,
             last_cold_start_phases_ms={name: s * 1000 for name, s in cold.phases().items()} if cold else {},
             warnings=self.warnings, settings=settings, processes=processes or [],
@@ -131,7 +147,7 @@ class Live:
             rows.append((zygote.standby.pid, "standby", zygote.standby.name))
         if zygote.source is not None and zygote.source.zygote_pid is not None:
             rows.append((zygote.source.zygote_pid, "zygote", "zygote"))
-        return await asyncio.to_thread(lambda: [process for row in rows for process in _measure(*row)])
+        return await asyncio.to_thread(lambda: [process for row in rows for process in memory_of(*row)])
 
 
 def policy_of(record: RevisionRecord) -> Policy:
@@ -148,7 +164,7 @@ def policy_of(record: RevisionRecord) -> Policy:
     )
 
 
-def _measure(pid: int, role: str, name: str) -> Iterator[Process]:
+def memory_of(pid: int, role: str, name: str) -> Iterator[Process]:
     """Yield the process with its memory. Yield nothing if it has ended or may not be measured."""
     with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
         memory = psutil.Process(pid).memory_full_info()

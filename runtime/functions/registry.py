@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from ...errors import GatewayError, PilotflameError, UnknownFunction
 from ..access.secrets import Secrets
@@ -14,11 +15,13 @@ from ..launching.fetcher_client import FetcherClient
 from ..launching.launcher import Launcher
 from ..serving.latency_curve_store import LatencyCurveStore
 from ..serving.revision import Revision
+from ..telemetry.background import BackgroundTasks
 from ..telemetry.logs import LogBook
 from ..telemetry.metrics import Census
 from ..telemetry.timeline import Timeline
 from .deploy import Deployment, prepare, worker_spec
 from .live import Live, policy_of
+from .rest import LIGHT_S
 from .store import RevisionRecord, Store
 
 
@@ -32,6 +35,8 @@ class FunctionEvents:
     """Called with a function's name when a deploy has made a revision of it live."""
     deleted: list[Callable[[str], None]] = field(default_factory=list)
     """Called with a function's name when its deletion begins. From then on it accepts no more requests."""
+    removed: list[Callable[[str], None]] = field(default_factory=list)
+    """Called with a function's name when its deletion has ended: nothing of it runs any more."""
 
 
 @dataclass(eq=False)
@@ -41,13 +46,14 @@ class Functions:
     store: Store
     environments: Path
     launcher: Launcher
-    tasks: asyncio.TaskGroup
+    tasks: BackgroundTasks
     weights: FetcherClient
     secrets: Secrets
     events: FunctionEvents
     drain_s: float
     _live: dict[str, Live] = field(default_factory=dict, init=False)
-    _locks: dict[str, asyncio.Lock] = field(default_factory=dict, init=False)
+    # A lock goes when no deploy and no delete holds it or waits for it: names come and go.
+    _locks: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary, init=False)
     _closing: bool = field(default=False, init=False)
     _retirements: set[asyncio.Task[None]] = field(default_factory=set, init=False)
 
@@ -130,7 +136,7 @@ class Functions:
         async def outcome() -> Exception | None:
             try:
                 await change
-            except (PilotflameError, OSError) as error:
+            except Exception as error:  # noqa: BLE001  whatever it is, it belongs to the caller
                 return error
             return None
 
@@ -161,24 +167,25 @@ class Functions:
         # The secrets go first, so that a crash in between does not leave them to a new function of this name.
         await asyncio.to_thread(self.secrets.forget, name)
         await asyncio.to_thread(self.store.delete, name)
+        for callback in self.events.removed:
+            callback(name)
 
     async def restore(self) -> None:
         """Make the stored functions live. Their zygotes and workers (`scale.min`) start in the background."""
         for name, record in (await asyncio.to_thread(self.store.functions)).items():
             self._live[name] = live = await self._create(record, LogBook())
             if record.settings.scale.rest == "zygote":
-                self.tasks.create_task(live.revision.pool.zygote.warm())
+                light = live.builds_within(LIGHT_S)
+                self.tasks.create_task(live.revision.pool.zygote.warm(shared_only=light))
             live.revision.scale()
 
     async def close(self) -> None:
         """Refuse new requests, finish the accepted ones within `drain_s`, and end all processes."""
         self._closing = True
-        async with asyncio.TaskGroup() as tasks:
-            for live in self._live.values():
-                tasks.create_task(live.revision.retire(self.drain_s))
+        retiring = [live.revision.retire(self.drain_s) for live in self._live.values()]
         # Replaced revisions may still be finishing their invocations.
-        if self._retirements:
-            await asyncio.wait(self._retirements)
+        if ends := {*map(self.tasks.create_task, retiring), *self._retirements}:
+            await asyncio.wait(ends)
 
     async def _create(self, record: RevisionRecord, logs: LogBook) -> Live:
         # `worker_spec` and `LatencyCurveStore.open` read files, so they run in threads.

@@ -32,7 +32,7 @@ FIRST_START_TIMEOUT_S = 900.0
 # even if all the time was used to end invocations.
 MIN_TEARDOWN_S = 2.0
 # After n failed starts in a row, workers that only `min` and `buffer` ask for are not started for
-# FIRST_BACKOFF_S x 2^n seconds, at most MAX_BACKOFF_S. Workers for waiting invocations are started without
+# FIRST_BACKOFF_S x 2^(n - 1) seconds, at most MAX_BACKOFF_S. Workers for waiting invocations are started without
 # this delay.
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 300.0
@@ -46,7 +46,7 @@ class Revision(RevisionEvents):
         on_activation: Callable[[str], None], weights: FetcherClient, secrets: Callable[[], dict[str, str]],
         curves: LatencyCurveStore,
     ) -> None:  # fmt: skip
-        """`on_activation` is called with "failed" when a worker could not be started."""
+        """`on_activation` is called with "ready" or "failed" when a worker is ready or could not be started."""
         self.spec, self.policy, self.streaming = spec, policy, policy.streaming
         scale, measure = policy.settings.scale, not curves.known
         self.pool = Pool(spec, scale, launcher, logs, tasks, self, weights, secrets, measure)
@@ -75,6 +75,8 @@ class Revision(RevisionEvents):
 
     def submit(self, invocation: Invocation) -> None:
         """Send an invocation, or queue it. Raise QueueFull, Overloaded or RevisionRetired."""
+        if self.retiring:
+            raise self.dispatcher.retired()
         try:
             sent = self.dispatcher.submit(invocation)
         except Overloaded:
@@ -82,7 +84,7 @@ class Revision(RevisionEvents):
             if not self.pool.ready:
                 self.warm(1)
             raise
-        if not sent or self.retiring or self.pool.in_flight > self._sufficient_load:
+        if not sent or self.pool.in_flight > self._sufficient_load:
             self.scale()
 
     def cancel(self, invocation: Invocation) -> None:
@@ -198,6 +200,7 @@ class Revision(RevisionEvents):
         if not self._first_start.done():
             self._first_start.set_result(None)
         self.pool.note_ready(replica)
+        self._on_activation("ready")
         self.dispatcher.adopt(replica)
         self.scale()
 
@@ -264,7 +267,7 @@ class Revision(RevisionEvents):
     def _count_failure(self, error: PilotflameError) -> None:
         self._on_activation("failed")
         self.failures += 1
-        backoff_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(self.failures, 16))
+        backoff_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(self.failures - 1, 16))
         self._backoff_until_s = time.monotonic() + backoff_s
         if not self._first_start.done():
             self._first_start.set_result(error)

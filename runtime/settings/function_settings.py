@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BaseModel, BeforeValidator, Field, Strict, TypeAdapter, model_validator
 from pydantic.fields import FieldInfo
 
-from ...addresses import INPUT_NETWORKS
+from ...addresses import INPUT_NETWORKS, UPLOAD_URL
 from ...errors import SettingsError
 from ...handlers.dialects import recognise
 from ...snapshot.sources.locate import is_remote
@@ -120,7 +120,7 @@ def _variable_problem(name: str, value: str) -> str | None:
     # No message shows the value of the variable, which may be a secret.
     if not _VARIABLE.fullmatch(name):
         return f"env.{name} is not a variable's name; allowed: letters, digits and _, no digit first"
-    if name.upper().startswith(ENV_PREFIX) and name != INPUT_NETWORKS:
+    if name.upper().startswith(ENV_PREFIX) and name not in (INPUT_NETWORKS, UPLOAD_URL):
         return f"env.{name} begins with {ENV_PREFIX}, which is reserved"
     return f"env.{name} contains a NUL character" if "\0" in value else None
 
@@ -165,6 +165,7 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     ttl_s: PositiveSeconds = Field(86_400.0, description="Seconds a job may wait in the queue.")
     attempts: int = Field(3, ge=1, le=100, description="Attempts of a job whose workers die or cannot start.")
     max_queue: int = Field(1000, ge=1, le=1_000_000, description="Most waiting invocations.")
+    max_queue_bytes: int = Field(512 * _MIB, ge=1, description="Most bytes of waiting invocations.")
     max_jobs: int = Field(100_000, ge=1, le=100_000_000, description="Most jobs in the queue.")
     max_jobs_bytes: int = Field(4096 * _MIB, ge=1, description="Most bytes of input of jobs in the queue.")
     max_body_bytes: int = Field(20 * _MIB, ge=1, description="Largest request body.")

@@ -49,6 +49,12 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
         description="Origins of web pages that may call all functions, as https://shop.example; by default none.",
     )
     drain_s: Seconds = Field(30.0, description="Seconds that started invocations get at shutdown.")
+    rest_mb: int | None = Field(
+        None,
+        ge=0,
+        description="MiB of memory that functions without workers may hold together; then the least"
+        " recently used keep no zygote. By default an eighth of the machine's memory.",
+    )
     max_body_bytes: int = Field(20 * _MIB, ge=1, description="Largest request body of any function.")
     body_timeout_s: PositiveSeconds = Field(30.0, description="Seconds a request's body may take.")
     header_timeout_s: PositiveSeconds = Field(10.0, description="Seconds a request's header may take.")

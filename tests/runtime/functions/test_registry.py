@@ -106,7 +106,10 @@ async def test_a_restart_brings_functions_back_at_zero(state):
         assert (await two.status())["settings"]["scale"]["max"] == 2
         response = await two.call()
         assert (response.json(), response.headers["x-cold-start"]) == ("two again", "true")
-        await gateway.function("one").settled(standby=True, zygote=True)
+        # Its imports take no time, so it has nothing until it is used.
+        await gateway.function("one").settled(standby=False, zygote=False)
+        assert await gateway.function("one").answer() == "one"
+        await gateway.function("one").settled(ready=1, standby=True, zygote=True)
         await gateway.client.delete("/v1/functions/one")
     async with gateway_here(state) as gateway:
         listed = (await gateway.client.get("/v1/functions")).json()["functions"]
