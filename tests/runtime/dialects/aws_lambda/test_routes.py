@@ -357,7 +357,9 @@ async def handler(event):
     url = f"/2021-11-15/functions/{function.name}/response-streaming-invocations"
     async with function.client.stream("POST", url) as response:
         assert response.headers["X-Accel-Buffering"] == "no"
-        await anext(response.aiter_raw())
+        # Kept, because httpx closes the response with the iterator.
+        pieces = response.aiter_raw()
+        await anext(pieces)
         await gate.next("begun")
     await gate.next("over")
 
