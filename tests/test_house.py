@@ -304,6 +304,7 @@ TOGETHER = {
     "schema",
     "templates",
     "fetcher_s3",
+    "tenants",
     "unstored",
 }
 
