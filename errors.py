@@ -23,6 +23,7 @@ The text beside a class says what has happened when it is raised.
     │   │   ├── SourceUnavailable           the source is busy or silent, or broke off; a retry may help
     │   │   └── FetchFailed                 all retries failed; it names object, chunk and tensors
     │   └── CacheError                  the cache is full, read-only or over its budget
+    │       └── StorageFull                 the file system that is written to is full
     ├── InvocationError             one invocation was refused, or failed
     │   ├── BadInput                    the body is not JSON, or a header, name or value is malformed
     │   ├── InputInvalid                the body does not fit the handler's annotated input
@@ -192,6 +193,9 @@ class FetchFailed(SourceError, code="fetch_failed"): ...
 
 
 class CacheError(SnapshotError, code="cache_error", status=507): ...
+
+
+class StorageFull(CacheError, code="storage_full"): ...
 
 
 class InvocationError(PilotflameError, code="invocation_error"): ...

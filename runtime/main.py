@@ -24,6 +24,8 @@ from .access.secrets import Secrets
 from .api.access import AccessControl
 from .api.admin import Admin
 from .api.backend import Backend
+from .api.cross_origin import CrossOrigin
+from .api.docs_page import DocsPage
 from .api.fast_path import FastPath
 from .api.guard import Guard
 from .api.invoke import Gateway
@@ -146,19 +148,22 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     admin = Admin(functions, metrics, local=local)
     backend = Backend(functions, jobs, metrics, settings.max_body_bytes, settings.body_timeout_s, state)
     gateway = Gateway(backend)
-    apis = (gateway, admin, AccessControl(keyring, secrets, functions), WebhooksApi(functions, jobs))
+    access = AccessControl(keyring, secrets, functions)
+    apis = (gateway, admin, access, WebhooksApi(functions, jobs), DocsPage())
     own_routes = [route for api in apis for route in api.routes()]
     routes = OpenApi([*own_routes, *dialect_routes(backend)], admin.statuses).routes
+    cors = CrossOrigin(functions, routes, settings.cors_origins)
     guard = Guard(
-        keyring, tasks, routes, required=settings.auth == "always" or not local,
+        keyring, tasks, routes, cors, required=settings.auth == "always" or not local,
         on_quota=functools.partial(_count_refusal, functions, metrics),
+        max_body_bytes=settings.max_body_bytes, body_timeout_s=settings.body_timeout_s,
     )  # fmt: skip
     errors = ErrorResponses(error_formats(routes))
     control = stack.enter_context(control_socket(state))
     await stack.enter_async_context(
         http_server(
-            [sock, control], routes, [compressed, errors.middleware, guard.middleware],
-            FastPath(gateway, functions, guard), settings.header_timeout_s,
+            [sock, control], routes, [cors.middleware, compressed, errors.middleware, guard.middleware],
+            FastPath(gateway, functions, guard, routes), settings.header_timeout_s, [cors.on_prepare],
         )
     )  # fmt: skip
     server = Server(url_of(sock), functions, admin, tasks, jobs, sources)
@@ -167,7 +172,7 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
 
 
 async def shutdown(server: Server) -> None:
-    """Refuse new work, finish what runs, and release the messages of event sources whose jobs do not run."""
+    """Refuse new work, finish what runs, and release messages of event sources that no job is running for."""
     server.admin.draining = True
     server.jobs.stop()
     async with asyncio.TaskGroup() as closing:

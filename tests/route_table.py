@@ -9,6 +9,7 @@ from typing import Any
 
 from pilotflame.runtime.api.access import AccessControl
 from pilotflame.runtime.api.admin import Admin
+from pilotflame.runtime.api.docs_page import DocsPage
 from pilotflame.runtime.api.invoke import Gateway
 from pilotflame.runtime.api.openapi import OpenApi
 from pilotflame.runtime.api.webhooks import WebhooksApi
@@ -24,6 +25,7 @@ def described() -> OpenApi:
         Admin(missing, missing, local=True),
         AccessControl(missing, missing, missing),
         WebhooksApi(missing, missing),
+        DocsPage(),
     )
     own = [route for api in apis for route in api.routes()]
     return OpenApi([*own, *dialect_routes(backend)], lambda _request: ())

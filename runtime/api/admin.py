@@ -109,7 +109,11 @@ class Admin:
     async def logs(self, request: web.Request) -> web.StreamResponse:
         book = self._functions.get(request.match_info["function"]).logs
         count, follow = LINES.read(request), FOLLOW.read(request)
-        headers = {"Content-Type": "application/x-ndjson", "Cache-Control": "no-store"}
+        headers = {
+            "Content-Type": "application/x-ndjson",
+            "Cache-Control": "no-store",
+            "X-Accel-Buffering": "no",
+        }
         response = web.StreamResponse(headers=headers)
         await response.prepare(request)
         if not follow:

@@ -25,7 +25,13 @@ from .routes import Parameter, Route
 INVOKE_PATH = "/invoke/{function}"
 FUNCTION = Parameter("function", "Describe only this function.")
 _GUARD_ERRORS = (401, 403, 404, 429)
-_SECURITY_SCHEMES = {"key": {"type": "http", "scheme": "bearer", "description": "An API key: pf_…"}}
+_SECURITY_SCHEMES = {
+    "key": {"type": "http", "scheme": "bearer", "description": "An API key: pf_…"},
+    "aws": {
+        "type": "apiKey", "in": "header", "name": "Authorization",
+        "description": "An AWS signature, version 4. The access key is the id of an API key, the secret its last part.",
+    },
+}  # fmt: skip
 _INFO = {"title": "pilotflame", "version": __version__, "description": "Functions that start when called."}
 _Mode = Literal["validation", "serialization"]
 
@@ -141,7 +147,7 @@ def _operation(route: Route, types: _Types) -> dict[str, Any]:
         responses[str(status)] = response
     operation["responses"] = responses
     if not route.public:
-        operation["security"] = [{}, {"key": []}]
+        operation["security"] = [{}, {"key": []}, *([{"aws": []}] if route.aws_signed else [])]
     return operation
 
 
@@ -163,7 +169,7 @@ def _invoke(operation: dict[str, Any], function: FunctionStatus, schemas: dict[s
         "operationId": f"invoke_{function.name}",
         "summary": f"Call {function.name} ({function.revision}) and wait for its output.",
         "parameters": [one for one in operation["parameters"] if one["in"] != "path"],
-        "requestBody": {"content": {JSON_TYPE: {"schema": taken}}},
+        "requestBody": {"content": operation["requestBody"]["content"] | {JSON_TYPE: {"schema": taken}}},
     }
     success = operation["responses"]["200"]
     if function.streaming:

@@ -85,37 +85,29 @@ class Queue(Generic[T]):
     # -- arrivals
 
     def admit(self, item: T, now_s: float, slots: Slots) -> None:
-        """Add an item that just arrived.
-
-        Raise QueueFull if there is no place for it. Raise Overloaded if it would miss its deadline.
-        """
-        if len(self._waiting) >= self._max_queue and self._has_share(item.tenant):
-            raise QueueFull(
-                f"Function {self._name!r} has {len(self)} invocations waiting, its limit.",
-                remedy="Try again later, or raise max_queue or scale.max in pilotflame.toml.",
-                details={"retry_after_s": round(self._retry_s(now_s, slots), 3)},
-            )
+        """Add an item that just arrived. Raise QueueFull, or Overloaded if it would miss its deadline."""
+        if len(self._waiting) >= self._max_queue and self._used_its_share(item.tenant):
+            message = f"Function {self._name!r} has {len(self)} invocations waiting; its limit is {self._max_queue}."
+            remedy = "Try again later, or raise max_queue or scale.max in pilotflame.toml."
+            details = {"retry_after_s": round(self._retry_s(now_s, slots), 3)}
+            raise QueueFull(message, remedy=remedy, details=details)
         if self.max_batch > 1:
             self._arrivals.observe_arrival(now_s)
         busy = slots.free_at_s > now_s or len(self._waiting) > 0
         first = busy and not item.patient and bool(self.curve.points) and self._check(item, now_s, slots)
         self._waiting.add(item, first=first)
 
-    def _has_share(self, tenant: str) -> bool:
-        """Return True if a tenant has no place left in a full queue.
+    def _used_its_share(self, tenant: str) -> bool:
+        """Return True if a tenant has used up its share of a full queue. All tenants have equal shares.
 
-        The places are shared equally, so that one tenant cannot take those of the others. A tenant below its
-        share may exceed the limit of the queue, up to twice the limit.
+        Items of a tenant below its share are still accepted, until the queue holds twice its limit.
         """
         own = self._waiting.count(tenant)
         tenants = self._waiting.tenants + (not own)
         return own * tenants >= self._max_queue or len(self._waiting) >= 2 * self._max_queue
 
     def _check(self, item: T, now_s: float, slots: Slots) -> bool:
-        """Return True if the item has a reservation that lets it end in time: then it is served first.
-
-        Raise Overloaded if it would end after its deadline.
-        """
+        """Return True if a reservation puts the item first. Raise Overloaded if it would end too late."""
         reserved = self._reservations.use(item.tenant, item.body, now_s, item.timeout_s)
         if reserved and self._finish_s(len(self._reserved), now_s, slots) <= item.deadline_s:
             self._reserved.add(id(item))
@@ -126,11 +118,9 @@ class Queue(Generic[T]):
         return False
 
     def _finish_s(self, ahead: int, now_s: float, slots: Slots) -> float:
-        """Return when an item with `ahead` items before it is expected to end.
-
-        Before that, a slot must become free, the full batches before it must run, and then its own batch.
-        This uses the medians: with the 95th percentiles, many items would be refused that can end in time.
-        """
+        """Return when an item is expected to end that has `ahead` items before it."""
+        # A slot becomes free, then the full batches before it run, then its own. This uses the medians: with
+        # the 95th percentiles, many items would be refused that can end in time.
         rounds, own = divmod(ahead, self.max_batch * slots.count)
         start_s = max(now_s, slots.free_at_s) + rounds * self.curve.typical(self.max_batch)
         return start_s + self.curve.typical(min(self.max_batch, own + 1))
@@ -144,11 +134,9 @@ class Queue(Generic[T]):
         """Return the error for an item that would miss its deadline, and add a reservation for its retry."""
         wait_s = self._retry_s(now_s, slots)
         self._reservations.make(item.tenant, item.body, now_s, wait_s, item.timeout_s)
-        return Overloaded(
-            f"Function {self._name!r} has {len(self)} invocations waiting; this one would miss its deadline.",
-            remedy="Try again as Retry-After says, allow more time, or raise scale.max in pilotflame.toml.",
-            details={"retry_after_s": round(wait_s, 3)},
-        )
+        message = f"Function {self._name!r} has {len(self)} invocations waiting; it would miss its deadline."
+        remedy = "Try again as Retry-After says, allow more time, or raise scale.max in pilotflame.toml."
+        return Overloaded(message, remedy=remedy, details={"retry_after_s": round(wait_s, 3)})
 
     def _retry_s(self, now_s: float, slots: Slots) -> float:
         """Return the seconds until all waiting items and open reservations are expected to have run."""
@@ -183,10 +171,7 @@ class Queue(Generic[T]):
         return wait_until(now_s, queued, self.max_batch, slack_s, self.curve, self._arrivals)
 
     def _form(self, start_s: float) -> tuple[list[T], list[T]]:
-        """Remove the next batch from the queue.
-
-        Return it, and the removed items that would miss their deadlines.
-        """
+        """Remove and return the next batch, and the items before it that would miss their deadlines."""
         most, batch, late = self.max_batch, list[T](), list[T]()
         while len(batch) < most and (item := self._waiting.pop(self.curve.mean_cost)) is not None:
             if item.max_batch and len(batch) >= item.max_batch:
@@ -217,10 +202,9 @@ class Queue(Generic[T]):
         self._waiting.charge(item.tenant, priority, -self.curve.mean_cost)
 
     def _late(self, item: T, start_s: float, batch: int) -> bool:
-        """Return True if an item would be late in a batch of `batch` items that starts at `start_s`.
+        """Return True if an item should be dropped early, as in Nexus (SOSP '19).
 
-        Such items are dropped early, as in Nexus (SOSP '19). An item that would be alone is never dropped: it
-        delays no other item.
+        It would be late in a batch of `batch` items that starts at `start_s`, and delay the others.
         """
         if batch == 1 or item.patient or id(item) in self._reserved:
             return False
@@ -240,5 +224,5 @@ class Queue(Generic[T]):
         self._response_s += SMOOTHING * (seconds - self._response_s)
 
     def charge(self, item: T, cost: float) -> None:
-        """Replace the mean cost that an item's tenant was charged by the item's real cost."""
+        """Correct what the item's tenant was charged, the mean cost, to `cost`, the item's real cost."""
         self._waiting.charge(item.tenant, item.priority, cost - self.curve.mean_cost)

@@ -8,7 +8,6 @@ request: otherwise a caller could first send a request that is sure to be refuse
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 
@@ -37,13 +36,8 @@ class Reservations:
         self._open: OrderedDict[_Reservation, None] = OrderedDict()
         self._by_key: dict[bytes, deque[_Reservation]] = {}
 
-    def make(
-        self, tenant: str, body: bytes, now_s: float, wait_s: float, timeout_s: float = math.inf
-    ) -> None:
-        """Add a reservation for a retry after `wait_s`.
-
-        If there are too many reservations, the oldest is dropped.
-        """
+    def make(self, tenant: str, body: bytes, now_s: float, wait_s: float, timeout_s: float) -> None:
+        """Add a reservation for a retry after `wait_s`. Drop the oldest reservation if there are too many."""
         begins_s, ends_s = now_s + (1 - EARLY) * wait_s, now_s + wait_s + LATE_S
         made = _Reservation(_key(tenant, body), begins_s, ends_s, timeout_s * (1 + EARLY))
         self._open[made] = None
@@ -51,7 +45,7 @@ class Reservations:
         if len(self._open) > MAX_RESERVATIONS:
             self._close(next(iter(self._open)))
 
-    def use(self, tenant: str, body: bytes, now_s: float, timeout_s: float = 0.0) -> bool:
+    def use(self, tenant: str, body: bytes, now_s: float, timeout_s: float) -> bool:
         """Use up a reservation of this caller that is valid now. Return False if there is none."""
         self._expire(now_s)
         key = _key(tenant, body) if self._open else b""
@@ -65,7 +59,7 @@ class Reservations:
         return False
 
     def pending(self, now_s: float) -> int:
-        """Return the number of reservations. It may include some that have ended but are not the oldest."""
+        """Return the number of reservations. It may include ended ones that are not the oldest."""
         self._expire(now_s)
         return len(self._open)
 

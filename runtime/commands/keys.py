@@ -1,4 +1,7 @@
-"""The commands about API keys, in a gateway or in its files: `pilotflame keys create|list|revoke`."""
+"""The commands `pilotflame keys create|list|revoke`.
+
+They ask the gateway or, if it does not run, change the files in its state folder.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +31,10 @@ _DURATION = re.compile(r"([1-9][0-9]{0,8})([smhd])")
 
 @contextmanager
 def _open_keys(url: str, api_key: str, state_dir: Path | None) -> Iterator[Client | Keyring]:
-    """Yield the API keys that a command works on: a client of their gateway, or the keyring of its files.
+    """Yield access to a gateway's API keys: a client of the gateway, or the keyring in its files.
 
-    If the user gave a URL or an API key, and no state folder, they are those of the gateway at `url`.
-    Otherwise they are those of the state folder, used through the control socket if its gateway runs.
+    If the user gave a URL or an API key, and no state folder, the gateway is the one at `url`. Otherwise it
+    is the one of the state folder. Its control socket is used if it runs, else its files.
     """
     source = click.get_current_context().get_parameter_source("url")
     if state_dir is None and (api_key or source is not click.core.ParameterSource.DEFAULT):
@@ -82,10 +85,12 @@ def keys() -> None:
 @keys.command("create")
 @click.argument("name")
 @_repeatable("--scope", "scopes", default=("invoke",), type=SCOPES, help="What it may do; repeatable.")
-@_repeatable("--function", "functions", metavar="NAME", help="The only function it sees. Repeatable.")
+@_repeatable(
+    "--function", "functions", metavar="NAME", help="A function it may use; repeatable.  [default: all]"
+)
 @click.option("--rate", "rate_per_s", type=float, metavar="N", help="Requests a second, on average.")
-@click.option("--burst", type=int, metavar="N", help="Requests at once.  [default: --rate]")
-@click.option("--concurrency", type=int, metavar="N", help="Requests at the same time.")
+@click.option("--burst", type=int, metavar="N", help="Requests in quick succession.  [default: --rate]")
+@click.option("--concurrency", type=int, metavar="N", help="Requests that may run at the same time.")
 @click.option("--expires", "expires_in_s", callback=_seconds, metavar="TIME", help="Lifetime: 90d, 12h, 30m.")
 @_with_keys
 def create_key(*, functions: tuple[str, ...], store: Client | Keyring, as_json: bool, **fields: Any) -> None:
@@ -129,7 +134,7 @@ def list_keys(*, store: Client | Keyring, as_json: bool) -> None:
 @click.argument("key_id", metavar="ID")
 @_with_keys
 def revoke_key(*, key_id: str, store: Client | Keyring, as_json: bool) -> None:
-    """Revoke the API key with this ID. Its next request is refused; requests that run finish.
+    """Revoke the API key with this ID. Its next request is refused. Requests that already run are finished.
 
     The gateway asks for keys even when the last one is gone. To open it again, stop it and remove the file
     access/keys.json from its state folder.
@@ -146,7 +151,7 @@ def revoke_key(*, key_id: str, store: Client | Keyring, as_json: bool) -> None:
 
 
 def _row(key: dict[str, Any]) -> tuple[str, ...]:
-    units = {"rate_per_s": "a second", "burst": "at once", "concurrency": "running"}
+    units = {"rate_per_s": "a second", "burst": "in succession", "concurrency": "running"}
     quota = ", ".join(f"{key[name]:.7g} {unit}" for name, unit in units.items() if key[name] is not None)
     times = (key[name] or "-" for name in ("created_at", "last_used_at", "expires_at"))
     return (key["id"], key["name"], _rights(key), quota or "none", *times)

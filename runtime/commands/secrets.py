@@ -13,7 +13,7 @@ from .client import Client
 
 @click.group()
 def secrets() -> None:
-    """Give a function secrets: environment variables that no command shows.
+    """Give a function secrets: environment variables whose values no command shows.
 
     Example: pilotflame secrets set greeter API_TOKEN --from-file token.txt
     """
@@ -39,7 +39,7 @@ def set_secret(*, name: str, key: str, from_file: BinaryIO | None, client: Clien
     result = client.put("v1", "functions", name, "secrets", key, body={"value": _value(key, from_file)})
     display.print_result(result, f"{name} has {key}; workers that start from now on get it", as_json=as_json)
     if not (as_json or result["deployed"]):
-        display.say(f"no function {name} is deployed yet; it gets the secret when it is")
+        display.say(f"no function {name} is deployed yet; it will get the secret when it is deployed")
 
 
 @secrets.command("list")

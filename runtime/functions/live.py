@@ -139,14 +139,13 @@ def policy_of(record: RevisionRecord) -> Policy:
     settings, batch = record.settings, record.handler.get("batch") or 1
     scale, in_flight = settings.scale, settings.concurrency * batch
     return Policy(
-        scale=ScaleSpec(scale.min, scale.max, scale.buffer, in_flight, scale.idle_timeout_s),
-        timeout_s=settings.timeout_s, execution_timeout_s=settings.execution_timeout_s, max_batch=batch,
+        settings,
+        ScaleSpec(scale.min, scale.max, scale.buffer, in_flight, scale.idle_timeout_s),
+        max_batch=batch,
         interruptible=record.handler.get("kind") in ("async", "async_generator"),
         streaming=bool(record.handler.get("streaming")),
-        aggregates=bool(record.handler.get("aggregate", True)), idempotent=settings.idempotent,
-        hold_s=settings.hold_s, max_queue=settings.max_queue, max_body_bytes=settings.max_body_bytes,
-        standby=scale.standby and scale.rest == "zygote", keep_zygote=scale.rest == "zygote",
-    )  # fmt: skip
+        aggregates=bool(record.handler.get("aggregate", True)),
+    )
 
 
 def _measure(pid: int, role: str, name: str) -> Iterator[Process]:

@@ -97,6 +97,11 @@ class NewJob:
         configured: dict[str, Any] = {**limits, **queue, "max_attempts": settings.attempts}
         return cls(settings.name, body, **configured | fields)
 
+    def queued(self, job_id: str, now_s: float) -> Job:
+        """Return the job that a submit at `now_s` puts in the queue."""
+        shared = {name: getattr(self, name) for name in SHARED_FIELDS}
+        return Job(job_id, state=JobState.IN_QUEUE, created_s=now_s, extra=self.extra or None, **shared)
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -160,6 +165,13 @@ class Job:
         if self.output_type:
             return {"output": base64.b64encode(self.output).decode(), "output_type": self.output_type}
         return {"output": orjson.Fragment(self.output)}
+
+
+SHARED_FIELDS = (
+    "function", "input", "owner", "priority", "content_type", "execution_timeout_s", "ttl_s", "max_attempts", "webhook",
+    "traceparent",
+)  # fmt: skip
+"""The fields of a NewJob that its Job has too, besides `extra`."""
 
 
 @dataclass(frozen=True, slots=True)

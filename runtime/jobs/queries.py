@@ -1,4 +1,4 @@
-"""Queries on jobs, which `JobStore` runs in the reader thread. Each query uses an index."""
+"""Queries on jobs, which `JobStore` runs in the reader thread. Each uses an index, and sees one state of the file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import closing
 
 from ...errors import JobExpired, UnknownJob
 from .job import ALL, Job, JobCounts, JobState
-from .schema import SELECT_WHOLE, find_row, find_rows, job_of
+from .schema import SELECT_WHOLE, find_row, find_rows, job_of, read_job
 from .transaction import missing, row_of
 
 _READY = "WHERE function = ? AND state = 'IN_QUEUE' AND due_s = 0 AND until_s > ? ORDER BY priority, jobs.number LIMIT ?"
@@ -54,16 +54,23 @@ def unknown(job_id: str) -> UnknownJob:
     )
 
 
-def due(connection: sqlite3.Connection, function: str, limit: int, now_s: float) -> list[Job]:
+def due(
+    connection: sqlite3.Connection,
+    function: str,
+    limit: int,
+    now_s: float,
+    known: Collection[str] = (),
+) -> list[Job]:
     """Return up to `limit` queued jobs that may start, ordered by priority, then by age.
 
-    Jobs whose ttl has passed are left out.
+    Jobs whose ttl has passed and those with an id in `known` are left out. The inputs of these are not read.
     """
+    select, most = "SELECT priority, number, id FROM jobs ", limit + len(known)
     # Each query uses its own index. The second finds few jobs, since only repeated attempts are delayed.
-    rows = connection.execute(SELECT_WHOLE + _READY, (function, now_s, limit)).fetchall()
-    rows += connection.execute(SELECT_WHOLE + _DELAYED, (function, now_s, now_s, limit)).fetchall()
-    rows.sort(key=lambda row: (row["priority"], row["number"]))
-    return [job_of(row) for row in rows[:limit]]
+    rows = connection.execute(select + _READY, (function, now_s, most)).fetchall()
+    rows += connection.execute(select + _DELAYED, (function, now_s, now_s, most)).fetchall()
+    numbers = [number for _, number, job_id in sorted(map(tuple, rows)) if job_id not in known]
+    return [read_job(connection, number, SELECT_WHOLE) for number in numbers[:limit]]
 
 
 def next_due(connection: sqlite3.Connection, function: str, after_s: float = 0.0) -> float | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from .job import Job, JobState, NewJob, Webhook, idempotency_digest
+from .job import SHARED_FIELDS, Job, JobState, NewJob, Webhook, idempotency_digest
 
 _TABLES = """
 CREATE TABLE jobs (
@@ -154,29 +154,30 @@ SELECT_WITHOUT_BODIES = (
     f"SELECT {_COLUMNS}, x'' AS input, NULL AS output, '' AS output_type, '' AS logs FROM jobs "  # noqa: S608
 )
 _JOB_FIELDS = tuple(field.name for field in dataclasses.fields(Job))
-_SHARED_FIELDS = (
-    "function", "owner", "priority", "content_type", "execution_timeout_s", "ttl_s", "max_attempts", "traceparent",
-)  # fmt: skip
+_PLAIN_FIELDS = tuple(name for name in SHARED_FIELDS if name not in ("input", "webhook"))
 
 
-def insert_job(connection: sqlite3.Connection, new: NewJob, job_id: str, now_s: float) -> Job:
-    """Insert a new job in state IN_QUEUE, and its input. Return the job."""
-    shared: dict[str, Any] = {name: getattr(new, name) for name in _SHARED_FIELDS}
-    shared |= {"id": job_id, "state": JobState.IN_QUEUE, "created_s": now_s}
-    stale_s = now_s + new.ttl_s
-    columns = shared | {
+def insert_job(connection: sqlite3.Connection, new: NewJob, job: Job, **more: Any) -> int:
+    """Insert a new job and its input, with the columns in `more`. Return its row number."""
+    columns: dict[str, Any] = {name: getattr(new, name) for name in _PLAIN_FIELDS}
+    stale_s = job.created_s + new.ttl_s
+    columns |= {
+        "id": job.id,
+        "state": job.state.value,
+        "created_s": job.created_s,
         "allowed": new.max_attempts,
         "stale_s": stale_s,
         "until_s": stale_s,
         "webhook": orjson.dumps(new.webhook).decode() if new.webhook is not None else None,
         "extra": orjson.dumps(new.extra).decode() if new.extra else None,
         "idempotency": idempotency_digest(new.function, new.owner, new.idempotency),
+        **more,
     }
     marks = ", ".join("?" * len(columns))
     insert = f"INSERT INTO jobs ({', '.join(columns)}) VALUES ({marks})"  # noqa: S608
     number = connection.execute(insert, tuple(columns.values())).lastrowid
     connection.execute("INSERT INTO inputs VALUES (?, ?)", (number, new.input))
-    return Job(input=new.input, webhook=new.webhook, extra=new.extra or None, **shared)
+    return number or 0
 
 
 def find_row(

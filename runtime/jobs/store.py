@@ -68,6 +68,8 @@ class JobStore:
     recover = _transition(transitions.recover)
     submit = _transition(transitions.submit)
     take = _transition(transitions.take)
+    start = _transition(transitions.start)
+    record = _transition(transitions.record)
     finish = _transition(transitions.finish)
     requeue = _transition(transitions.requeue)
     add_pieces = _transition(transitions.add_pieces)

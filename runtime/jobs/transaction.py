@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import orjson
@@ -48,6 +48,11 @@ COUNTERS = {
 _COUNT_NEW = """
 INSERT INTO counters (function, owner, in_queue, queued_bytes) VALUES (?, ?, 1, ?) ON CONFLICT (function, owner)
 DO UPDATE SET in_queue = in_queue + 1, queued_bytes = queued_bytes + excluded.queued_bytes"""
+_COUNT_ENDED = {
+    state: f"INSERT INTO counters (function, owner, {name}) VALUES (?, ?, 1) "  # noqa: S608
+    f"ON CONFLICT (function, owner) DO UPDATE SET {name} = {name} + 1"
+    for state, name in COUNTERS.items()
+}
 
 
 @dataclass(slots=True)
@@ -76,11 +81,32 @@ class Transaction:
 
     def add(self, new: NewJob) -> Job:
         """Insert a new job into its function's queue and return it."""
-        job = insert_job(self.connection, new, new.wanted_id or new_job_id(self.now_s), self.now_s)
+        job = new.queued(new.wanted_id or new_job_id(self.now_s), self.now_s)
+        insert_job(self.connection, new, job)
         for owner in (ALL, new.owner) if new.owner else (ALL,):
             self.connection.execute(_COUNT_NEW, (new.function, owner, len(new.input)))
         self.queued.add(new.function)
         return job
+
+    def add_ended(self, new: NewJob, job: Job, outcome: JobOutcome) -> Job:
+        """Insert a job without webhook whose first attempt has ended, and its result. Return the job.
+
+        `job` has the attempt's worker and times. The rows are the same as after `add`, `move` and `end`.
+        """
+        expires_s, error = self.now_s + self.keep_s, outcome.error
+        ended = replace(
+            job, state=outcome.state, attempts=1, ended_s=self.now_s, expires_s=expires_s, error=error,
+            output=outcome.output, output_type=outcome.output_type, logs=outcome.logs,
+        )  # fmt: skip
+        number = insert_job(
+            self.connection, new, ended, attempts=1, worker=job.worker, started_s=job.started_s,
+            ended_s=self.now_s, expires_s=expires_s, until_s=expires_s,
+            error=orjson.dumps(error).decode() if error is not None else None,
+        )  # fmt: skip
+        for owner in (ALL, new.owner) if new.owner else (ALL,):
+            self.connection.execute(_COUNT_ENDED[outcome.state], (new.function, owner))
+        self._insert_result(number, outcome)
+        return ended
 
     def move(self, row: sqlite3.Row, to: JobState, *, retried: bool = False, **fields: Any) -> None:
         """Change the state of the job in `row` and set the columns in `fields`. `retried` counts a retry.
@@ -103,11 +129,7 @@ class Transaction:
         self.move(row, outcome.state, error=error)
         if outcome.state is JobState.CANCELLED:
             self.cancelled.append((row["function"], row["id"]))
-        if outcome.output is not None or outcome.logs:
-            self.connection.execute(
-                "INSERT INTO results (number, type, logs, body) VALUES (?, ?, ?, ?)",
-                (row["number"], outcome.output_type, outcome.logs, outcome.output),
-            )
+        self._insert_result(row["number"], outcome)
         self.notify(row, "completed")
 
     def touch(self, row: sqlite3.Row, **fields: Any) -> None:
@@ -122,6 +144,13 @@ class Transaction:
             job = read_job(self.connection, row["number"], select)
             outbox.add(self.connection, job, event, self.now_s)
             self.notified = True
+
+    def _insert_result(self, number: int, outcome: JobOutcome) -> None:
+        if outcome.output is not None or outcome.logs:
+            self.connection.execute(
+                "INSERT INTO results (number, type, logs, body) VALUES (?, ?, ?, ?)",
+                (number, outcome.output_type, outcome.logs, outcome.output),
+            )
 
     def _update(self, row: sqlite3.Row, fields: Mapping[str, Any]) -> None:
         assignments = ", ".join(f"{name} = ?" for name in fields)

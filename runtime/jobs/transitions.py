@@ -85,6 +85,16 @@ def take(transaction: Transaction, job_id: str, worker: str = "") -> int | None:
     return int(row["attempts"]) + 1
 
 
+def start(transaction: Transaction, new: NewJob, worker: str) -> int | None:
+    """Store a new job whose first attempt has been sent to `worker`, and return the attempt's fence."""
+    return take(transaction, transaction.add(new).id, worker)
+
+
+def record(transaction: Transaction, new: NewJob, job: Job, outcome: JobOutcome) -> Job:
+    """Store a new job whose first attempt has ended, and return it. See `Transaction.add_ended`."""
+    return transaction.add_ended(new, job, outcome)
+
+
 def finish(transaction: Transaction, job_id: str, fence: int, outcome: JobOutcome) -> bool:
     """End the attempt `fence` and its job. Return False if this is no longer the job's running attempt."""
     if not outcome.state.final:
@@ -128,7 +138,7 @@ def recover(transaction: Transaction) -> int:
             transaction.move(row, JobState.IN_QUEUE)
             continue
         error = WorkerDied(
-            f"The gateway, or the worker with it, died during attempt {row['attempts']} of {row['max_attempts']}.",
+            f"The gateway ended during attempt {row['attempts']} of {row['max_attempts']}.",
             remedy="Look in the function's logs for the cause, then retry the job.",
         )
         transaction.end(row, JobOutcome(JobState.FAILED, error=error.to_wire()))
@@ -191,9 +201,9 @@ def retry(transaction: Transaction, function: str, job_id: str, owner: str = ALL
 
 
 def purge(transaction: Transaction, function: str, last: int, *, owner: str, running: bool) -> int:
-    """Cancel up to PURGE_SLICE queued jobs with numbers up to `last`, with `running` also running ones.
+    """Cancel up to PURGE_SLICE queued jobs whose numbers are at most `last`, and return how many.
 
-    Return how many were cancelled.
+    If `running` is True, this includes running jobs.
     """
     owned, values = ("", (function,)) if owner == ALL else (queries.OWNED, (function, owner))
     where = f"WHERE function = ? AND {owned} state IN ('IN_QUEUE', ?) AND jobs.number <= ? LIMIT ?"
@@ -215,7 +225,7 @@ def expire(transaction: Transaction, limit: int = 200) -> int:
 
     Also delete old tombstones and deliveries of deleted jobs, and give free pages back to the file system.
     One call handles at most `limit` jobs and `limit` tombstones, and returns how many it handled. Call it
-    again while the time that `next_expiry` returns has been reached.
+    again as long as `next_expiry` returns a time that has passed.
     """
     until_s = time.monotonic() + EXPIRY_SLICE_S
     where, done = "WHERE until_s <= ? ORDER BY until_s LIMIT ?", 0

@@ -19,14 +19,11 @@ class Child(ABC):
     """A launched process that has connected to the gateway. `gone` is set once the process has ended."""
 
     def __init__(self, link: Link, pid: int, name: str) -> None:
-        self.link = link
-        self.pid = pid
-        self.name = name
+        self.link, self.pid, self.name = link, pid, name
         self.gone = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._exit_code: asyncio.Future[int | None] = self._loop.create_future()
-        self._kill_timer: asyncio.TimerHandle | None = None
-        self._kill_at_s = 0.0
+        self._kill_timers: list[asyncio.TimerHandle] = []
 
     @abstractmethod
     def kill(self) -> None:
@@ -34,22 +31,13 @@ class Child(ABC):
 
     def kill_after(self, timeout_s: float) -> None:
         """Kill the process if it has not ended in `timeout_s`. Of several deadlines, the earliest counts."""
-        kill_at_s = self._loop.time() + timeout_s
-        if self._kill_timer is not None:
-            if self._kill_at_s <= kill_at_s:
-                return
-            self._kill_timer.cancel()
         if not self.gone.is_set():
-            self._kill_at_s = kill_at_s
-            self._kill_timer = self._loop.call_later(timeout_s, self.kill)
+            self._kill_timers.append(self._loop.call_later(timeout_s, self.kill))
 
     async def cause(self) -> str:
         """Return how the process ended, as text for messages: "signal 9 (SIGKILL)" or "exit code 1"."""
-        try:
-            async with asyncio.timeout(EXIT_REPORT_TIMEOUT_S):
-                code = await asyncio.shield(self._exit_code)
-        except TimeoutError:
-            code = None
+        await asyncio.wait([self._exit_code], timeout=EXIT_REPORT_TIMEOUT_S)
+        code = self._exit_code.result() if self._exit_code.done() else None
         if code is None:
             return "an unknown cause"
         if code >= 0:
@@ -59,15 +47,15 @@ class Child(ABC):
         return f"signal {-code} ({names.get(-code, 'real-time')})"
 
     def report_exit(self, code: int | None) -> None:
-        """Set the exit code that the parent reported. It is None if the parent ended and cannot report it."""
+        """Set the exit code that the parent reported, or None if the parent ended before."""
         if not self._exit_code.done():
             self._exit_code.set_result(code)
 
     def ended(self) -> None:
-        """Set `gone`, because the process has ended, and stop the kill timer."""
-        if self._kill_timer is not None:
-            # Until it fires, a running timer would keep this object in memory.
-            self._kill_timer.cancel()
+        """Set `gone`, because the process has ended, and stop the timers."""
+        # Until it fires, a running timer would keep this object in memory.
+        for timer in self._kill_timers:
+            timer.cancel()
         self.gone.set()
 
 
@@ -100,10 +88,7 @@ class Launcher(Protocol):
     """Launches revisions, for example as processes of this machine."""
 
     async def launch(self, spec: WorkerSpec, logs: LogBook, on_death: Callable[[], None]) -> WorkerSource:
-        """Launch a zygote that imports and builds the handler of `spec`, and return the source of workers.
-
-        `on_death` is called if the zygote dies before it is closed. Raise HandlerError or LauncherError.
-        """
+        """Launch the zygote of `spec`. Its death calls `on_death`. Raise HandlerError or LauncherError."""
 
     async def close(self) -> None:
         """End all launched processes and wait until they have ended. Later launches raise LauncherError."""

@@ -24,8 +24,8 @@ INHERITED = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "TZ", "LANG",
              "LD_LIBRARY_PATH")  # fmt: skip
 INHERITED_PREFIXES = ("LC_", "HF_", "TRANSFORMERS_", "OMP_", "MKL_", "KMP_", "CUDA_", "NVIDIA_", "COVERAGE_")
 SECRET_ENDINGS = ("_TOKEN", "_KEY", "_SECRET", "_PASSWORD")
-# These variables stop libraries from starting thread pools at import, because a zygote must not have them. In
-# workers, `fork_safety.set_threads` raises the thread counts of torch and BLAS again.
+# These stop libraries from starting thread pools at import: a zygote must not have them. In workers,
+# `fork_safety.set_threads` raises the thread counts of torch and BLAS again.
 SINGLE_THREADED = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -36,11 +36,8 @@ class ProcessSource:
         self, zygote: ZygoteProcess, base: ZygoteProcess, spec: WorkerSpec, facts: dict[str, Any],
         spawn_reason: str,
     ) -> None:  # fmt: skip
-        self.facts = facts
-        self.spawn_reason = spawn_reason
-        self._zygote = zygote
-        self._base = base
-        self._spec = spec
+        self.facts, self.spawn_reason = facts, spawn_reason
+        self._zygote, self._base, self._spec = zygote, base, spec
 
     @property
     def alive(self) -> bool:
@@ -67,8 +64,7 @@ class ProcessLauncher:
     """Runs one base for each Python environment and set of preloaded packages, and forks zygotes from it."""
 
     def __init__(self, listener: Listener, tasks: asyncio.TaskGroup) -> None:
-        self._listener = listener
-        self._tasks = tasks
+        self._listener, self._tasks = listener, tasks
         self._bases: dict[tuple[str, tuple[str, ...]], ZygoteProcess] = {}
         self._starting: dict[tuple[str, tuple[str, ...]], asyncio.Lock] = {}
         self._processes: set[asyncio.subprocess.Process] = set()
@@ -159,10 +155,8 @@ async def _spawn_base(python: str, request: dict[str, Any]) -> asyncio.subproces
             stdin=asyncio.subprocess.PIPE, stdout=sys.stderr.fileno(), env=environment(), cwd="/",
         )  # fmt: skip
     except OSError as error:
-        raise LauncherError(
-            f"{python} cannot be started: {error.strerror}.",
-            remedy="Deploy again if its environment was moved.",
-        ) from error
+        remedy = "Deploy again if its environment was moved."
+        raise LauncherError(f"{python} cannot be started: {error.strerror}.", remedy=remedy) from error
     if process.stdin is not None:
         process.stdin.write(json.dumps(request).encode())
         process.stdin.close()

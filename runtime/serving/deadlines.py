@@ -37,7 +37,7 @@ class Deadlines:
         if invocation in self._timers:
             self.cancel(invocation)
         if when_s - now_s <= SOON_S:
-            self._start(invocation, when_s - now_s)
+            self._timers[invocation] = self._loop.call_later(max(0.0, when_s - now_s), self._fire, invocation)
             return
         second = int(when_s - SOON_S / 2)
         if (slot := self._slots.get(second)) is None:
@@ -53,9 +53,6 @@ class Deadlines:
         elif timer is not None:
             timer.cancel()
 
-    def _start(self, invocation: Invocation, delay_s: float) -> None:
-        self._timers[invocation] = self._loop.call_later(max(0.0, delay_s), self._fire, invocation)
-
     def _fire(self, invocation: Invocation) -> None:
         self._timers.pop(invocation, None)
         self._on_due(invocation)
@@ -64,15 +61,11 @@ class Deadlines:
         """Start a timer for each invocation that is still in the slot of `second`."""
         now_s = time.monotonic()
         for invocation, when_s in self._slots.pop(second).items():
-            self._start(invocation, when_s - now_s)
+            self._timers[invocation] = self._loop.call_later(max(0.0, when_s - now_s), self._fire, invocation)
 
 
 def limit_s(invocation: Invocation, now_s: float) -> float:
-    """Return when to check an invocation next.
-
-    If a worker has it, that is its deadline or the end of its time for one handler call. If it waits, that is
-    its deadline or the end of its hold time, unless that is over.
-    """
+    """Return when to check an invocation next: at its deadline, or at the end of an earlier limit."""
     if invocation.worker:
         return min(invocation.deadline_s, invocation.execution_deadline_s)
     holding = invocation.hold_until_s > now_s + EARLY_S
@@ -90,7 +83,6 @@ def execution_timeout(limit_s: float) -> DeadlineExceeded:
 
 
 def activation_timeout(function: str, waited_s: float) -> ActivationTimeout:
-    return ActivationTimeout(
-        f"No worker of {function!r} was ready within the hold time ({waited_s:.1f} s).",
-        remedy="Try again: the activation goes on. To wait longer, raise hold_s or send X-Scale-Up-Timeout.",
-    )
+    message = f"No worker of {function!r} was ready within the hold time ({waited_s:.1f} s)."
+    remedy = "Try again: the activation goes on. To wait longer, raise hold_s or send X-Scale-Up-Timeout."
+    return ActivationTimeout(message, remedy=remedy)

@@ -11,6 +11,7 @@ from ...errors import LauncherError, PilotflameError
 from ..launching.launcher import Child, Launcher, WorkerSource
 from ..link.frames import Frame, FrameKind
 from ..link.worker_spec import WorkerSpec
+from ..settings.function_settings import Scale
 from ..telemetry.logs import LogBook
 
 # A zygote that was closed is killed if it has not ended after this time.
@@ -31,23 +32,19 @@ LATEST_STANDBY_S = 2.0
 
 
 class ZygoteSupervisor:
-    """The zygote of one revision, and its standby, which becomes the next worker.
-
-    The standby is a forked child without weights.
-    """
+    """The zygote of one revision, and its standby: a child without weights that becomes the next worker."""
 
     def __init__(
-        self, spec: WorkerSpec, launcher: Launcher, logs: LogBook, tasks: asyncio.TaskGroup,
-        busy: Callable[[], bool], *, with_standby: bool, keep: bool,
+        self, spec: WorkerSpec, scale: Scale, launcher: Launcher, logs: LogBook, tasks: asyncio.TaskGroup,
+        busy: Callable[[], bool],
     ) -> None:  # fmt: skip
-        """`busy` returns True while invocations run.
-
-        Unless `keep`, the zygote is ended after the last worker.
-        """
+        """`busy` returns True while invocations run."""
         self.standby: Child | None = None
         self.standby_primed = False
         self._spec, self._launcher, self._logs, self._tasks, self._busy = spec, launcher, logs, tasks, busy
-        self._with_standby, self._keep = with_standby, keep
+        # If it is not kept, the zygote is ended after the last worker.
+        self._keep = scale.rest == "zygote"
+        self._with_standby = self._keep and scale.standby
         self._source: WorkerSource | None = None
         self._launching = asyncio.Lock()
         self._names = itertools.count(1)
@@ -111,7 +108,7 @@ class ZygoteSupervisor:
         self._delay_s = 0.0
 
     def release(self) -> None:
-        """End the zygote, because there are no workers, unless it is to be kept."""
+        """End the zygote, unless it is to be kept without workers."""
         if not self._keep and self._source is not None:
             self._drop_standby()
             self._source.close()
@@ -133,10 +130,7 @@ class ZygoteSupervisor:
     # -- the zygote's children
 
     async def fork(self) -> Child:
-        """Return a new child. If the zygote dies meanwhile, launch another zygote and return its child.
-
-        Raise HandlerError or LauncherError.
-        """
+        """Return a new child, of another zygote if this one dies. Raise HandlerError or LauncherError."""
         for _ in range(MAX_LAUNCHES - 1):
             try:
                 return await self._fork(await self.open())
@@ -202,6 +196,5 @@ class ZygoteSupervisor:
 
     def _drop_standby(self) -> None:
         """Close the standby's link, which ends its process."""
-        if self.standby is not None:
-            self.standby.link.close()
-            self.standby = None
+        if (child := self.take_standby()) is not None:
+            child.link.close()

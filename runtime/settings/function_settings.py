@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from types import NoneType
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, Field, Strict, TypeAdapter, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, Strict, TypeAdapter, model_validator
 from pydantic.fields import FieldInfo
 
 from ...addresses import INPUT_NETWORKS, UPLOAD_URL
@@ -24,7 +24,17 @@ from ...errors import SettingsError
 from ...handlers.dialects import recognise
 from ...snapshot.sources.locate import is_remote
 from .event_source import EventSource
-from .validation import ENV_PREFIX, PositiveSeconds, Seconds, checked, keys, unknown_key, validate
+from .validation import (
+    ENV_PREFIX,
+    Origin,
+    PositiveSeconds,
+    Seconds,
+    checked,
+    keys,
+    split_text,
+    unknown_key,
+    validate,
+)
 
 SETTINGS_FILE = "pilotflame.toml"
 # First segments of the gateway's own HTTP paths. Requests to a function with such a name would not reach it.
@@ -32,6 +42,7 @@ RESERVED_NAMES = frozenset({"models", "health", "repository"})
 
 _MIB = 1024 * 1024
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+_ALIAS = re.compile(r"(?![0-9]+$)[A-Za-z0-9_-]{1,128}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -52,6 +63,15 @@ def check_name(name: str) -> str:
     if problem := name_problem(name):
         raise SettingsError(f"The function's {problem}.", remedy="Choose another name.")
     return name
+
+
+def _alias_problem(alias: str) -> str | None:
+    if _ALIAS.fullmatch(alias):
+        return None
+    return f"{alias[:80]!r} is no alias; allowed: 1 to 128 of a-z, A-Z, 0-9, - and _, not only digits"
+
+
+Alias = Annotated[str, checked(_alias_problem)]
 
 
 class Scale(BaseModel, frozen=True, extra="forbid", strict=True):
@@ -105,6 +125,19 @@ def _variable_problem(name: str, value: str) -> str | None:
     return f"env.{name} contains a NUL character" if "\0" in value else None
 
 
+class Cors(BaseModel, frozen=True, extra="forbid", strict=True):
+    """Which web pages of other origins may call the function from a browser."""
+
+    origins: Annotated[tuple[Origin, ...], Strict(False), BeforeValidator(split_text)] = Field(
+        (),
+        max_length=100,
+        description='Origins of the pages, as https://shop.example; "*" for all; by default none.',
+    )
+    max_age_s: int = Field(
+        600, ge=0, le=86_400, description="Seconds for which a browser remembers what is allowed."
+    )
+
+
 class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     """All settings of a function; part of its immutable revision."""
 
@@ -137,6 +170,12 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     max_body_bytes: int = Field(20 * _MIB, ge=1, description="Largest request body.")
     env: Annotated[dict[str, str], checked(_env_problem)] = Field({}, description="The workers' environment.")
     scale: Scale = Field(default_factory=Scale, description="How many workers there are.")
+    aliases: Annotated[tuple[Alias, ...], Strict(False), BeforeValidator(split_text)] = Field(
+        (),
+        max_length=100,
+        description="Qualifiers by which callers of AWS Lambda may name the live revision, as prod.",
+    )
+    cors: Cors = Field(default_factory=Cors, description="Which web pages of other origins may call it.")
     source: Annotated[tuple[EventSource, ...], Strict(False)] = Field(
         (), max_length=100, description="Queues whose messages are run as jobs: tables, [[source]]."
     )

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, field_validator
 
-from .validation import ENV_PREFIX, PositiveSeconds, Seconds, unknown_key, validate
+from .validation import ENV_PREFIX, Origin, PositiveSeconds, Seconds, split_text, unknown_key, validate
 
 _MIB = 1024 * 1024
 
@@ -44,16 +44,20 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
     webhook_networks: tuple[str, ...] = Field(
         (), description="Private networks that webhooks may call, as 10.0.0.0/8,fd00::/8; by default none."
     )
+    cors_origins: tuple[Origin, ...] = Field(
+        (),
+        description="Origins of web pages that may call all functions, as https://shop.example; by default none.",
+    )
     drain_s: Seconds = Field(30.0, description="Seconds that started invocations get at shutdown.")
     max_body_bytes: int = Field(20 * _MIB, ge=1, description="Largest request body of any function.")
     body_timeout_s: PositiveSeconds = Field(30.0, description="Seconds a request's body may take.")
     header_timeout_s: PositiveSeconds = Field(10.0, description="Seconds a request's header may take.")
 
-    @field_validator("webhook_networks", mode="before")
+    @field_validator("webhook_networks", "cors_origins", mode="before")
     @classmethod
-    def _split(cls, networks: Any) -> Any:
-        """Split a text, which is the value of an environment variable, at commas and blanks."""
-        return tuple(networks.replace(",", " ").split()) if isinstance(networks, str) else networks
+    def _split(cls, values: Any) -> Any:
+        """Split a text, which is the value of an environment variable."""
+        return split_text(values)
 
     @field_validator("state_dir", "cache_dir")
     @classmethod

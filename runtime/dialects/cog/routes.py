@@ -104,8 +104,8 @@ class PredictionsApi:
         owner = caller_of(request).owner
         fields = wanted.fields(request.match_info.get("id"), owner, waits=wait_s is None)
         live = self._live(request, wanted.version)
-        if len(body) > live.revision.policy.max_body_bytes:
-            raise too_large(live.revision.policy.max_body_bytes)
+        if len(body) > live.record.settings.max_body_bytes:
+            raise too_large(live.record.settings.max_body_bytes)
         job, replayed = await self._backend.submit(request, live, dump_json(wanted.input), **fields)
         if accepts_events(request):
             return await send_job(request, self._jobs, job, _encoder())
@@ -165,9 +165,9 @@ class PredictionsApi:
 
         If the caller disconnects, the job is cancelled, unless an earlier request created it (`replayed`).
         """
-        policy = live.revision.policy
+        settings = live.record.settings
         try:
-            return await self._jobs.wait(job.function, job.id, policy.hold_s + policy.timeout_s)
+            return await self._jobs.wait(job.function, job.id, settings.hold_s + settings.timeout_s)
         except (asyncio.CancelledError, ConnectionError):
             if not replayed:
                 with contextlib.suppress(PilotflameError):

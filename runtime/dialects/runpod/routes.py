@@ -137,6 +137,7 @@ class QueueApi:
 
         submit = {"body": JobRequest, "errors": SUBMIT_ERRORS, "headers": REPLAYED_HEADER}
         timed = submit | {"parameters": (WAIT, *SUBMIT_PARAMETERS)}
+        waiting = {"parameters": (WAIT,), "errors": (400, *JOB_ERRORS)}
         stream = {"parameters": (AFTER, header("Last-Event-ID")), "errors": (400, *JOB_ERRORS)}
         listing = {"parameters": (STATUS, LIMIT, BEFORE), "errors": (400, *JOB_ERRORS)}
         retry = {"errors": (409, *JOB_ERRORS)}
@@ -146,6 +147,7 @@ class QueueApi:
             row("POST", "runsync", self.runsync, "Submit a job and wait for its end.", JobStatus, **timed),
             row("GET", "status/{job}", self.status, "Show a job.", JobStatus),
             row("POST", "status/{job}", self.status, "Show a job.", JobStatus),
+            row("GET", "status-sync/{job}", self.status_sync, "Wait for a job's end.", JobStatus, **waiting),
             row("GET", "stream/{job}", self.stream, poll, pieces, **stream),
             row("POST", "stream/{job}", self.stream, poll, pieces, **stream),
             row("POST", "cancel/{job}", self.cancel, "Cancel a job unless it has ended.", JobStatus),
@@ -161,13 +163,17 @@ class QueueApi:
 
     async def runsync(self, request: web.Request) -> web.StreamResponse:
         """Submit a job. Respond with its state when it has ended, or when the time in `?wait=` is over."""
-        wait_s = min(max(WAIT.read(request), MIN_WAIT_MS), MAX_WAIT_MS) / 1000
-        job, headers = await self._submit(request)
-        job = await self._jobs.wait(job.function, job.id, wait_s)
+        wait_s = _wait_s(request)
+        job, headers = await self._submit(request, wait_s=wait_s)
         return json_response(shown(job), headers=headers)
 
     async def status(self, request: web.Request) -> web.StreamResponse:
         return json_response(shown(await self._job(request)))
+
+    async def status_sync(self, request: web.Request) -> web.StreamResponse:
+        """Respond with a job when it has ended, or when the time in `?wait=` is over."""
+        wait_s, job = _wait_s(request), await self._job(request)
+        return json_response(shown(await self._jobs.wait(job.function, job.id, wait_s)))
 
     async def cancel(self, request: web.Request) -> web.StreamResponse:
         return json_response(shown(await self._jobs.store.cancel(*_named(request))))
@@ -232,20 +238,26 @@ class QueueApi:
         """Return the job, also if its function was deleted. Raises UnknownJob or JobExpired."""
         return await self._jobs.store.get(*_named(request))
 
-    async def _submit(self, request: web.Request, most: int | None = None) -> Submitted:
+    async def _submit(
+        self, request: web.Request, most: int | None = None, wait_s: float | None = None
+    ) -> Submitted:
         live, body = await self._backend.read_body(request, request.match_info["function"], most)
         found, remedy = load_json(body), 'Send {"input": …}.'
         if not isinstance(found, dict) or "input" not in found:
             raise BadInput("The body has no input.", remedy=remedy)
         wanted = validate(JobRequest, found, remedy, InputInvalid)
         body = dump_json(wanted.input)
-        job, replayed = await self._backend.submit(request, live, body, **wanted.fields())
+        job, replayed = await self._backend.submit(request, live, body, wait_s=wait_s, **wanted.fields())
         return job, replayed | {"X-Request-Id": job.id}
 
 
 def _named(request: web.Request) -> tuple[str, str, str]:
     """Return the function and the job that the path names, and the owner that the job must have."""
     return request.match_info["function"], request.match_info["job"], owner_of(request)
+
+
+def _wait_s(request: web.Request) -> float:
+    return min(max(WAIT.read(request), MIN_WAIT_MS), MAX_WAIT_MS) / 1000
 
 
 def _encoder() -> JobEncoder:

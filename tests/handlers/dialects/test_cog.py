@@ -114,7 +114,7 @@ async def test_our_own_network_is_not_fetched_from(
 ) -> None:
     function = await deploy_folder("cog-inputs")
     found = await problems(function, {"image": f"{file_server}/cat.png"})
-    assert "may not be fetched from: loopback" in found["input.image"]
+    assert "its address is not allowed: loopback" in found["input.image"]
 
 
 async def test_an_iterator_streams(deploy_folder: Callable[..., Any]) -> None:

@@ -130,6 +130,39 @@ class StoreMachine(RuleBasedStateMachine):
             job = self.run(self.store.get(kept.new.function, job_id))
             assert (job.worker, job.started_s, job.attempts) == ("w", self.model.now_s, fence)
 
+    @rule(
+        target=ids,
+        function=st.sampled_from(FUNCTIONS),
+        owner=st.sampled_from(OWNERS),
+        ttl_s=st.sampled_from([30.0, 50.0]),
+    )
+    def start(self, function: str, owner: str, ttl_s: float) -> str:
+        """A job that is stored when a worker has it."""
+        job_id = f"started-{len(self.model.jobs)}-{self.model.arrived}"
+        asked = new(function, owner=owner, ttl_s=ttl_s, wanted_id=job_id)
+        assert self.run(self.store.start(asked, "w")) == 1
+        self.model.submit(job_id, asked)
+        assert self.model.take(job_id)
+        return job_id
+
+    @rule(
+        target=ids,
+        function=st.sampled_from(FUNCTIONS),
+        owner=st.sampled_from(OWNERS),
+        state=st.sampled_from(["COMPLETED", "FAILED"]),
+    )
+    def record(self, function: str, owner: str, state: str) -> str:
+        """A job that is stored when it has ended: the rows are the same as after submit, take and finish."""
+        asked, outcome = new(function, owner=owner), JobOutcome(JobState(state), output=b"o", logs="l")
+        queued = asked.queued(f"ended-{self.model.arrived}", self.model.now_s)
+        started = dataclasses.replace(queued, worker="w", started_s=self.model.now_s)
+        job = self.run(self.store.record(asked, started, outcome))
+        self.model.submit(job.id, asked)
+        self.model.take(job.id)
+        self.model.end(job.id, outcome)
+        assert job == self.run(self.store.get(function, job.id))
+        return str(job.id)
+
     def fence(self, job_id: str, off: int) -> int:
         return self.model.jobs[job_id].attempts - off if job_id in self.model.jobs else 1
 
@@ -363,6 +396,10 @@ async def test_a_queue_is_limited_in_bytes_too(store: JobStore) -> None:
         await store.submit(new(body=b"x", max_queued_bytes=300))
 
 
+def insert_older(connection: sqlite3.Connection, asked: NewJob, job_id: str) -> None:
+    schema.insert_job(connection, asked, asked.queued(job_id, 1_000_000.0))
+
+
 async def test_the_queue_of_an_older_file_is_counted(
     open_store: Callable[..., tuple[JobStore, Database]], tmp_path: Path
 ) -> None:
@@ -370,7 +407,7 @@ async def test_the_queue_of_an_older_file_is_counted(
         older.executescript(f"{SCRIPTS[0]}; PRAGMA user_version=1;")
         older.row_factory = sqlite3.Row
         for number, body in enumerate((b"x" * 200, b"x" * 50)):
-            schema.insert_job(older, new(body=body), f"job-{number}", 1_000_000.0)
+            insert_older(older, new(body=body), f"job-{number}")
         older.execute("INSERT INTO counters (function, in_queue) VALUES ('tone', 2), ('echo', 0)")
         older.commit()
     store, _ = open_store()
@@ -385,7 +422,7 @@ async def test_the_jobs_and_deliveries_of_an_older_file_keep_their_owners(
     with closing(sqlite3.connect(tmp_path / "jobs.db")) as older:
         older.executescript(f"{SCRIPTS[0]}; {SCRIPTS[1]}; PRAGMA user_version=2;")
         for number, owner in enumerate(("", "key-1", "key-1", "key-2")):
-            schema.insert_job(older, new(body=b"x" * number, owner=owner), f"job-{number}", 1_000_000.0)
+            insert_older(older, new(body=b"x" * number, owner=owner), f"job-{number}")
             older.execute(
                 "INSERT INTO deliveries VALUES (?, ?, 'tone', '', '', '', '', 'PENDING', 0, 0, 0, 0, '', '[]')",
                 (f"msg_{number}", f"job-{number}"),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pilotflame.errors import SettingsError
 from pilotflame.runtime.settings.event_source import EventSource
 from pilotflame.runtime.settings.function_settings import (
+    Cors,
     FunctionSettings,
     Scale,
     check_name,
@@ -246,6 +247,12 @@ _valid = st.builds(
         rest=st.sampled_from(["zygote", "local"]),
         standby=st.booleans(),
     ),
+    aliases=st.lists(st.sampled_from(["prod", "1a", "_"])).map(tuple),
+    cors=st.builds(
+        Cors,
+        origins=st.lists(st.sampled_from(["*", "https://shop.example", "http://[::1]:3000"])).map(tuple),
+        max_age_s=st.integers(0, 86_400),
+    ),
 )
 
 
@@ -254,8 +261,9 @@ _valid = st.builds(
 )
 @given(wanted=_valid)
 def test_any_settings_survive_the_command_line(tmp_path: Path, wanted: FunctionSettings) -> None:
-    flat = {key: value for key, value in wanted.model_dump().items() if key not in ("env", "scale")}
+    flat = {key: value for key, value in wanted.model_dump().items() if key not in ("env", "scale", "cors")}
     flat |= {f"scale.{key}": value for key, value in wanted.scale.model_dump().items()}
+    flat |= {f"cors.{key}": value for key, value in wanted.cors.model_dump().items()}
     flat |= {f"env.{key}": value for key, value in wanted.env.items()}
     assert read_settings(tmp_path, overrides={key: _text(value) for key, value in flat.items()}) == wanted
 
@@ -334,3 +342,29 @@ def test_every_setting_has_a_description() -> None:
 def test_units_are_finite() -> None:
     with pytest.raises(ValidationError):
         FunctionSettings(name="a", timeout_s=math.inf)
+
+
+@pytest.mark.parametrize("wrong", ["shop.example", "https://shop.example/", "https://shop.example/path", "ftp://x", "*.example"])  # fmt: skip
+def test_what_is_no_origin_is_refused(tmp_path: Path, wrong: str) -> None:
+    (tmp_path / "pilotflame.toml").write_text(f'name = "f"\n[cors]\norigins = ["{wrong}"]\n')
+    with pytest.raises(SettingsError, match="no origin"):
+        read_settings(tmp_path)
+    with pytest.raises(SettingsError, match="no origin"):
+        read_gateway_settings({"PILOTFLAME_CORS_ORIGINS": f"https://fine.example, {wrong}"})
+
+
+@pytest.mark.parametrize("wrong", ["7", "a b", "", "$LATEST", "x" * 129])
+def test_what_is_no_alias_is_refused(tmp_path: Path, wrong: str) -> None:
+    (tmp_path / "pilotflame.toml").write_text(f'name = "f"\naliases = ["prod", "{wrong}"]\n')
+    with pytest.raises(SettingsError, match="no alias"):
+        read_settings(tmp_path)
+
+
+def test_origins_come_from_the_environment_and_the_file(tmp_path: Path) -> None:
+    found = read_gateway_settings({"PILOTFLAME_CORS_ORIGINS": "https://shop.example, http://[::1]:3000"})
+    assert found.cors_origins == ("https://shop.example", "http://[::1]:3000")
+    (tmp_path / "pilotflame.toml").write_text('name = "f"\n[cors]\norigins = ["*", "https://shop.example"]\n')
+    assert read_settings(tmp_path).cors.origins == ("*", "https://shop.example")
+    # As a user writes it after --set.
+    found = read_settings(tmp_path, overrides={"cors.origins": "https://a.example,http://localhost:3000"})
+    assert found.cors.origins == ("https://a.example", "http://localhost:3000")
