@@ -12,6 +12,7 @@ from pilotflame.runtime.api.admin import Admin
 from pilotflame.runtime.api.docs_page import DocsPage
 from pilotflame.runtime.api.invoke import Gateway
 from pilotflame.runtime.api.openapi import OpenApi
+from pilotflame.runtime.api.revisions import RevisionsApi
 from pilotflame.runtime.api.webhooks import WebhooksApi
 from pilotflame.runtime.dialects.registry import dialect_routes
 from pilotflame.runtime.functions.live import FunctionStatus
@@ -23,6 +24,7 @@ def described() -> OpenApi:
     apis = (
         Gateway(backend),
         Admin(missing, missing, local=True),
+        RevisionsApi(missing),
         AccessControl(missing, missing, missing),
         WebhooksApi(missing, missing),
         DocsPage(),

@@ -171,6 +171,11 @@ def pyproject() -> dict[str, Any]:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
+def test_the_readme_names_the_python_that_is_required() -> None:
+    least = pyproject()["project"]["requires-python"].removeprefix(">=")
+    assert f"Python {least} or later" in (ROOT / "README.md").read_text()
+
+
 def test_the_packages_listed_are_the_folders() -> None:
     folders = [
         path.parent.relative_to(ROOT)

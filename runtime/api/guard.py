@@ -183,7 +183,7 @@ class Guard:
 
     def _note_use(self, held: Held, now_s: float) -> None:
         if held.used(now_s):
-            self._tasks.create_task(asyncio.to_thread(self._save))
+            self._tasks.create_task(asyncio.to_thread(self._save), name="keyring")
 
     def _save(self) -> None:
         try:

@@ -23,6 +23,7 @@ from ..jobs.job import Job, JobState, NewJob
 from ..jobs.jobs import Jobs
 from ..settings.event_source import MAX_VISIBILITY_S, EventSource
 from ..settings.function_settings import FunctionSettings
+from ..telemetry.background import BackgroundTasks
 from ..telemetry.timeline import TRACEPARENT
 from .sinks import Sink
 from .sqs import Message, MessageQueue
@@ -70,14 +71,14 @@ class Consumer:
         self._visibility = asyncio.Lock()
         """Held while visibility timeouts are changed."""
         self._stopping = False
-        self._tasks: asyncio.TaskGroup
+        self._tasks: BackgroundTasks
         self._polling: asyncio.Task[None]
         self._extending: asyncio.Task[None]
 
-    def start(self, tasks: asyncio.TaskGroup) -> None:
+    def start(self, tasks: BackgroundTasks) -> None:
         self._tasks = tasks
-        self._polling = tasks.create_task(self._poll())
-        self._extending = tasks.create_task(self._extend())
+        self._polling = tasks.keep(self._poll, name="source")
+        self._extending = tasks.keep(self._extend, name="source_visibility")
 
     def update(self, settings: FunctionSettings) -> None:
         """Use the settings of a new revision for messages that are received from now on."""

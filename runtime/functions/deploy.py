@@ -18,9 +18,9 @@ from typing import Any
 
 from ...errors import RequirementsError, SettingsError, SnapshotError
 from ...handlers.dialects.recognise import recognise
+from ...snapshot.extras import is_installed, missing
 from ..link.worker_spec import WorkerSpec
-from ..settings.event_source import missing_package
-from ..settings.function_settings import FunctionSettings, read_settings
+from ..settings.function_settings import FunctionSettings, read_settings, setting_origins
 from . import code, requirements
 from .archive import unpack
 from .cog_yaml import COG_YAML, CogYaml
@@ -64,13 +64,14 @@ def prepare(store: Store, environments: Path, request: Deployment, log: Log) -> 
     with contextlib.ExitStack() as undo:
         undo.callback(shutil.rmtree, staged, ignore_errors=True)
         folder = _source_folder(request, staged_code)
-        settings = read_settings(folder, overrides=request.overrides)
+        place = "the uploaded folder" if request.archive is not None else ""
+        settings = read_settings(folder, overrides=request.overrides, place=place)
         cog = _cog_yaml(folder, settings)
         settings = settings.model_copy(update={"env": cog.env() | dict(settings.env)})
         if request.authorize is not None:
             request.authorize(settings.name)
-        if settings.source and (problem := missing_package()):
-            raise SettingsError(f"The [[source]] tables of {settings.name!r} cannot be used: {problem}.")
+        if settings.source and not is_installed("boto3"):
+            raise missing("A [[source]] table", "boto3")
         snapshot = settings.snapshot_path(folder)
         if snapshot is not None and not snapshot.exists():
             remedy = "Put the weights there, or set `snapshot` (or --snapshot) to where they are."
@@ -79,10 +80,12 @@ def prepare(store: Store, environments: Path, request: Deployment, log: Log) -> 
             )
         if request.path is not None:
             code.copy_folder(folder, staged_code, exclude=snapshot)
+        store.weights.share(staged_code, snapshot)
         environment = _environment(staged_code, environments, request, cog, log)
         fields = _fields(staged, settings, snapshot, environment, log)
+        origins = setting_origins(folder, overrides=request.overrides)
         undo.pop_all()
-    return staged, fields
+    return staged, fields.model_copy(update={"setting_origins": origins})
 
 
 def _fields(
@@ -145,6 +148,8 @@ def _source_folder(request: Deployment, staged_code: Path) -> Path:
     """Return the request's folder. Or unpack its archive into `staged_code`, and return that folder."""
     if request.archive is not None:
         unpack(request.archive, staged_code)
+        # Archives that other programs have packed may hold credentials and caches.
+        code.remove_ignored(staged_code)
         return staged_code
     if request.path is None:
         raise SettingsError("The deploy has neither a path nor an archive.", remedy="Send one of them.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import re
 from collections.abc import Iterator, Mapping
 from importlib import metadata
@@ -82,6 +83,9 @@ def check_requirements(text: str, installed: Mapping[str, str] | None = None, *,
     `installed` are the versions of the installed packages by name. Without it, the packages of this
     interpreter are used. Only then are the dependencies that extras add checked too.
     """
+    if installed is None:
+        # Otherwise Python may not see a package that was installed since it last looked into the folder.
+        importlib.invalidate_caches()
     present = installed_versions() if installed is None else installed
     versions = {str(canonicalize_name(name)): version for name, version in present.items()}
     unmet: dict[int, list[str]] = {}

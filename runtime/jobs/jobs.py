@@ -11,6 +11,7 @@ from pathlib import Path
 from ...errors import JobStoreFailed
 from ..functions.live import Live
 from ..settings.gateway_settings import GatewaySettings
+from ..telemetry.background import BackgroundTasks
 from .database import Database
 from .dispatcher import JobDispatcher
 from .http_post import AddressPolicy
@@ -36,7 +37,7 @@ class Jobs:
         state: Path,
         key: SigningKey,
         live: Callable[[str], Live],
-        tasks: asyncio.TaskGroup,
+        tasks: BackgroundTasks,
         settings: GatewaySettings,
     ) -> None:
         """`key` signs webhooks. `live` returns a live function by name; see `JobDispatcher`."""
@@ -63,7 +64,7 @@ class Jobs:
         await self.store.recover()
         for function in await self.store.functions_waiting():
             self._dispatcher.wake(function)
-        self._expiry = self._tasks.create_task(self._expire())
+        self._expiry = self._tasks.keep(self._expire, name="jobs_expiry")
 
     def stop(self) -> None:
         """Submit no more jobs to workers. Call it before the functions are closed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import logging
 import os
 import secrets
 import socket
@@ -18,7 +19,11 @@ from ..link.connection import Link
 from ..link.frames import Frame, FrameKind, FrameReader
 from ..telemetry.logs import LogBook, LogStream
 
+_log = logging.getLogger(__name__)
+
 HELLO_TIMEOUT_S = 10.0
+# The pause after a connection could not be accepted, as in asyncio: no event tells that a descriptor is free.
+ACCEPT_RETRY_S = 1.0
 MAX_HELLO_BYTES = 4096
 BACKLOG = 512
 PEERCRED = struct.Struct("3i")
@@ -51,6 +56,8 @@ class Listener:
         self._greetings: set[_Greeting] = set()
         # The log connections by the first half of the token.
         self._streams: dict[str, LogStream] = {}
+        self._paused: asyncio.TimerHandle | None = None
+        self._failing = False
 
     def open(self) -> None:
         """Listen on a socket that only this user can connect to."""
@@ -62,9 +69,11 @@ class Listener:
         self._sock.bind(str(self.path))
         self.path.chmod(0o600)
         self._sock.listen(BACKLOG)
-        self._loop.add_reader(self._sock, self._accept)
+        self._resume()
 
     def close(self) -> None:
+        if self._paused is not None:
+            self._paused.cancel()
         self._loop.remove_reader(self._sock)
         self._sock.close()
         self.path.unlink(missing_ok=True)
@@ -118,8 +127,26 @@ class Listener:
             sock, _ = self._sock.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return False
+        except OSError as error:
+            self._pause(error)
+            return False
+        self._failing = False
         self._greetings.add(_Greeting(sock, self._loop, self))
         return True
+
+    def _pause(self, error: OSError) -> None:
+        """Accept nothing for a while, after an error such as EMFILE: the socket would stay readable."""
+        if not self._failing:
+            self._failing = True
+            remedy = "Raise the limit of open files (ulimit -n)."
+            _log.error("workers cannot connect to the gateway: %s. %s", error.strerror, remedy)
+        if self._paused is None:
+            self._loop.remove_reader(self._sock)
+            self._paused = self._loop.call_later(ACCEPT_RETRY_S, self._resume)
+
+    def _resume(self) -> None:
+        self._paused = None
+        self._loop.add_reader(self._sock, self._accept)
 
 
 class _Greeting:
@@ -160,7 +187,8 @@ class _Greeting:
         self._listener.discard(self)
 
     def _greet(self, hello: Frame) -> bool:
-        with contextlib.suppress(LinkError, KeyError):
+        # OSError: no descriptor is free to watch the process.
+        with contextlib.suppress(LinkError, KeyError, OSError):
             if hello.kind == FrameKind.HELLO:
                 head = hello.json()
                 return self._listener.hello(self._sock, str(head["token"]), str(head["role"]))

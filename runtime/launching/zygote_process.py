@@ -69,6 +69,11 @@ class ZygoteProcess:
     def alive(self) -> bool:
         return not self.child.link.closed
 
+    @property
+    def childless(self) -> bool:
+        """True if it has no child and forks none."""
+        return not self._children and not self._forking
+
     async def fork(self, role: str, name: str, logs: LogBook, spec: WorkerSpec | None = None) -> ChildProcess:
         """Return a new child once it has connected. Raise LauncherError if it dies before or is too slow."""
         future: asyncio.Future[ChildProcess] = asyncio.get_running_loop().create_future()

@@ -109,6 +109,8 @@ class Invocation:
     attempt: int = field(init=False, default=1)
     max_batch: int = field(init=False, default=0)
     """The size of the largest batch it may run in; 0 for no limit."""
+    first: bool = field(init=False, default=False)
+    """True once a reservation has put it before the invocations of all priorities."""
     batch_size: int = field(init=False, default=1)
     """The number of invocations that were sent to its worker in one batch, itself included."""
     worker: str = field(init=False, default="")
@@ -148,6 +150,10 @@ class Invocation:
     def mark_queued(self, *, cold: bool) -> None:
         """The invocation waits in the queue. `cold` is True if no worker is ready."""
         self._cold = cold
+
+    def mark_first(self) -> None:
+        """The caller had a reservation: it is served before the invocations of all priorities."""
+        self.first = True
 
     def mark_sent(self, worker: str, batch_size: int, now_s: float, activation: Activation) -> None:
         self.worker, self.batch_size = worker, batch_size

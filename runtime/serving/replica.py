@@ -19,8 +19,8 @@ from .invocation import Invocation, Output
 
 # A worker is killed if it is not READY this long after ACTIVATE.
 START_TIMEOUT_S = 900.0
-# A worker is killed if it has not exited this long after it reported a failed start, or after it had to be
-# replaced.
+# A worker is killed if it has not exited this long after it reported a failed start, after it had to be
+# replaced, or after it ended its last invocation while it drains: so long its `teardown` may take.
 EXIT_TIMEOUT_S = 30.0
 # The timing of an invocation that failed or was given back, which the worker does not measure: a cost of 0.
 UNKNOWN = Timing(0.0, 0.0, 1, 0.0)
@@ -80,6 +80,8 @@ class Replica:
         self._events = events
         # The channels of invocations whose handler call does not end.
         self._stuck: set[int] = set()
+        # By channel, the timers that replace the worker if cancelled invocations do not end.
+        self._cancelled: dict[int, asyncio.TimerHandle] = {}
         # Otherwise a worker that hangs while it starts would count as starting for ever.
         self._start_timer = asyncio.get_running_loop().call_later(start_timeout_s, child.kill)
         child.link.bind(self._on_frame, self._on_lost)
@@ -136,7 +138,13 @@ class Replica:
         """Cancel an invocation. Replace the worker if the invocation has not ended after `kill_after_s`."""
         if (channel := self.outstanding.channel_of(invocation)) is not None:
             self.child.link.send(FrameKind.CANCEL, channel)
-            asyncio.get_running_loop().call_later(kill_after_s, self._replace, channel)
+            self._drop_timer(channel)
+            loop = asyncio.get_running_loop()
+            self._cancelled[channel] = loop.call_later(kill_after_s, self._replace, channel)
+
+    def _drop_timer(self, channel: int) -> None:
+        if (timer := self._cancelled.pop(channel, None)) is not None:
+            timer.cancel()
 
     def started_s(self, invocation: Invocation) -> float | None:
         """Return the earliest time at which the worker can have started an invocation; None if it has not."""
@@ -192,6 +200,10 @@ class Replica:
         invocation, batch = self.outstanding.remove(channel, now_s, timing[3])
         if not self.outstanding.calls:
             self.idle_since_s = now_s
+            if self.state is ReplicaState.DRAINING:
+                self.child.kill_after(EXIT_TIMEOUT_S)
+        if self._cancelled:
+            self._drop_timer(channel)
         if self._stuck:
             self._stuck.discard(channel)
             self._kill_if_only_stuck()
@@ -223,6 +235,9 @@ class Replica:
             if self.state is not ReplicaState.DRAINING:
                 self.state = ReplicaState.DRAINING
                 self.child.link.send(FrameKind.DRAIN)
+                # Otherwise it may run until its last invocation has ended, which deadlines limit.
+                if not self.outstanding.calls:
+                    self.child.kill_after(EXIT_TIMEOUT_S)
         elif kind == FrameKind.FAILED:
             self.reported_failure = True
             self._start_timer.cancel()
@@ -263,6 +278,8 @@ class Replica:
         if self.state is ReplicaState.DEAD:
             return
         self._start_timer.cancel()
+        for channel in list(self._cancelled):
+            self._drop_timer(channel)
         # A worker without a link is useless, even if its process still runs. A draining one exits by itself.
         if self.state is not ReplicaState.DRAINING:
             self.child.kill()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import tomllib
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
@@ -31,12 +30,16 @@ from .validation import (
     Seconds,
     checked,
     keys,
+    read_toml,
     split_text,
     unknown_key,
     validate,
 )
 
 SETTINGS_FILE = "pilotflame.toml"
+# Where a setting comes from if it is neither in SETTINGS_FILE nor a default.
+FROM_OVERRIDE = "--set"
+FROM_FOLDER = "the folder's name"
 # First segments of the gateway's own HTTP paths. Requests to a function with such a name would not reach it.
 RESERVED_NAMES = frozenset({"models", "health", "repository"})
 
@@ -165,6 +168,7 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     ttl_s: PositiveSeconds = Field(86_400.0, description="Seconds a job may wait in the queue.")
     attempts: int = Field(3, ge=1, le=100, description="Attempts of a job whose workers die or cannot start.")
     max_queue: int = Field(1000, ge=1, le=1_000_000, description="Most waiting invocations.")
+    max_queue_bytes: int = Field(512 * _MIB, ge=1, description="Most bytes of waiting invocations.")
     max_jobs: int = Field(100_000, ge=1, le=100_000_000, description="Most jobs in the queue.")
     max_jobs_bytes: int = Field(4096 * _MIB, ge=1, description="Most bytes of input of jobs in the queue.")
     max_body_bytes: int = Field(20 * _MIB, ge=1, description="Largest request body.")
@@ -192,8 +196,12 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
         return (folder / Path(self.snapshot).expanduser()).resolve()
 
 
-def read_settings(folder: Path, *, overrides: Mapping[str, Any] | None = None) -> FunctionSettings:
+def read_settings(
+    folder: Path, *, overrides: Mapping[str, Any] | None = None, place: str = ""
+) -> FunctionSettings:
     """Return the settings of the function in `folder`. Raise SettingsError, which names all problems.
+
+    Errors call the folder `place`, if that is given.
 
     `overrides` have dotted keys, as in `{"scale.max": "8", "env.MODE": "x"}`, and take precedence over the
     file. A text is converted to the type of its key. An empty text sets an optional key to None. A key whose
@@ -201,29 +209,41 @@ def read_settings(folder: Path, *, overrides: Mapping[str, Any] | None = None) -
     """
     if not folder.is_dir():
         raise SettingsError(f"{folder} is not a folder.", remedy="Give the folder that holds handler.py.")
-    raw = _read_toml(folder / SETTINGS_FILE)
+    raw = read_toml(folder / SETTINGS_FILE, missing_ok=True)
     problems = list(_apply(raw, overrides or {}))
     raw.setdefault("name", slug(folder.resolve().name))
-    return validate(FunctionSettings, raw, problems, f"The settings of {folder}", f"Correct {SETTINGS_FILE}.")
+    try:
+        return validate(FunctionSettings, raw, problems, f"The settings of {place or folder}", "")
+    except SettingsError as error:
+        origins = setting_origins(folder, overrides=overrides)
+        places = {origins.get(problem.split()[0], SETTINGS_FILE) for problem in error.details["problems"]}
+        error.remedy = f"Correct {' and '.join(sorted(places))}."
+        raise
+
+
+def setting_origins(folder: Path, *, overrides: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """Return where each setting of the function in `folder` comes from, by its key; defaults are left out.
+
+    The arguments are those of `read_settings`, which must have accepted them.
+    """
+    found = dict.fromkeys(_flat(read_toml(folder / SETTINGS_FILE, missing_ok=True)), SETTINGS_FILE)
+    found.setdefault("name", FROM_FOLDER)
+    return found | {key: FROM_OVERRIDE for key, value in (overrides or {}).items() if value is not None}
+
+
+def _flat(raw: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys of a table and of the tables in it."""
+    for key, value in raw.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key
 
 
 def slug(text: str) -> str:
     """Return a function's name made from `text`, or "" if no character of `text` can be used."""
     ascii_text = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
     return re.sub(r"[^a-z0-9]+", "-", ascii_text.lower()).strip("-")[:63].rstrip("-")
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        message = f"{path} cannot be read: {error.strerror}."
-        raise SettingsError(message, remedy="Make it readable.") from error
-    # TOMLDecodeError and UnicodeDecodeError are both ValueErrors.
-    except ValueError as error:
-        raise SettingsError(f"{path} is not TOML: {error}.", remedy="Correct that line.") from error
 
 
 def _apply(raw: dict[str, Any], overrides: Mapping[str, Any]) -> Iterator[str]:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import difflib
 import re
+import tomllib
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
@@ -55,6 +57,23 @@ Origin = Annotated[str, checked(_origin_problem)]
 def split_text(value: Any) -> Any:
     """Return a text split at commas and blanks, as a tuple. Return any other value unchanged."""
     return tuple(value.replace(",", " ").split()) if isinstance(value, str) else value
+
+
+def read_toml(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:
+    """Return the content of a TOML file; with `missing_ok`, an empty table if it does not exist.
+
+    Raise SettingsError if it cannot be read.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        if missing_ok and isinstance(error, FileNotFoundError):
+            return {}
+        message = f"{path} cannot be read: {error.strerror}."
+        raise SettingsError(message, remedy="Check the path, and make it readable.") from error
+    # TOMLDecodeError and UnicodeDecodeError are both ValueErrors.
+    except ValueError as error:
+        raise SettingsError(f"{path} is not TOML: {error}.", remedy="Correct that line.") from error
 
 
 def validate(model: type[_M], raw: dict[str, Any], problems: list[str], subject: str, remedy: str) -> _M:

@@ -20,6 +20,7 @@ from pilotflame.runtime.events.consumer import Consumer
 from pilotflame.runtime.events.sqs import Message
 from pilotflame.runtime.settings.event_source import EventSource
 from pilotflame.runtime.settings.function_settings import FunctionSettings
+from pilotflame.runtime.telemetry.background import BackgroundTasks
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -426,7 +427,7 @@ async def test_an_unexpected_error_does_not_end_the_gateway() -> None:
     broken: Any = Broken()
     settings = FunctionSettings(name="broken")
     source = EventSource(type="sqs", queue="https://sqs.us-east-1.amazonaws.com/1/broken")
-    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(20), BackgroundTasks() as tasks:
         # Jobs are missing, so submitting fails too.
         consumer = Consumer(settings, source, cast("Any", None), broken, broken, logged.append)
         consumer.start(tasks)
