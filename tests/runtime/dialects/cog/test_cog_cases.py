@@ -473,6 +473,9 @@ async def test_files_of_asynchronous_predictions_are_uploaded(
     assert uploaded[3] == b"hello"
     assert (uploaded[2]["X-Prediction-ID"], uploaded[2]["traceparent"][3:35]) == ("traced", trace[3:35])
     assert told[3]["output"] == f"{host.url}/upload/file"
+    made = (await call({}, Prefer="respond-async")).json()
+    assert (await reached(call, made["id"], "succeeded"))["output"] == f"{host.url}/upload/file"
+    assert host.came[-1][2]["X-Prediction-ID"] == made["id"]
     # A caller who waits gets data URLs, as in Cog.
     await call.succeeds({}, data_url(b"hello", "application/octet-stream"))
 
