@@ -306,8 +306,6 @@ TOGETHER = {
     "tenants",
     "unstored",
     "fetcher_s3",
-    "tenants",
-    "unstored",
 }
 
 
