@@ -136,8 +136,9 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     fetcher = FetcherClient(settings.cache_dir, tasks)
     stack.push_async_callback(fetcher.close)
     events = FunctionEvents()
-    environments = state / "environments"
-    functions = Functions(store, environments, launcher, tasks, fetcher, secrets, events, settings.drain_s)
+    functions = Functions(
+        store, state / "environments", launcher, tasks, fetcher, secrets, events, settings.drain_s
+    )
     stack.callback(functions.close_threads)
     metrics = Metrics(functions.census, tasks.failures)
     events.activated.append(metrics.activated)
@@ -175,10 +176,10 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
         max_body_bytes=settings.max_body_bytes, body_timeout_s=settings.body_timeout_s,
     )  # fmt: skip
     errors = ErrorResponses(error_formats(routes))
-    control = stack.enter_context(control_socket(state))
     await stack.enter_async_context(
         http_server(
-            [sock, control], routes, [cors.middleware, compressed, errors.middleware, guard.middleware],
+            [sock, stack.enter_context(control_socket(state))], routes,
+            [cors.middleware, compressed, errors.middleware, guard.middleware],
             FastPath(gateway, functions, guard, routes), settings.header_timeout_s, [cors.on_prepare],
         )
     )  # fmt: skip
