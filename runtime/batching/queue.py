@@ -98,12 +98,12 @@ class Queue(Generic[T]):
 
     def admit(self, item: T, now_s: float, slots: Slots) -> None:
         """Add an item that just arrived. Raise QueueFull, or Overloaded if it would miss its deadline."""
-        if len(self._waiting) >= self._max_queue and self._has_share(item.tenant, self._max_queue):
-            waiting = f"{len(self)} invocations waiting, its limit (max_queue)"
+        if len(self._waiting) >= self._max_queue and self._used_its_share(item.tenant, self._max_queue):
+            waiting = f"{len(self)} invocations waiting; its limit is {self._max_queue} (max_queue)"
             raise self._full(waiting, "max_queue", now_s, slots)
         # As with the number, one more is accepted below the limit, however large it is.
-        if self._bytes >= self._max_bytes and self._has_share(item.tenant, len(self._waiting)):
-            waiting = f"{self._bytes >> 20} MiB of bodies waiting, its limit (max_queue_bytes)"
+        if self._bytes >= self._max_bytes and self._used_its_share(item.tenant, len(self._waiting)):
+            waiting = f"{self._bytes >> 20} MiB of bodies waiting; its limit is {self._max_bytes >> 20} MiB (max_queue_bytes)"
             raise self._full(waiting, "max_queue_bytes", now_s, slots)
         if self.max_batch > 1:
             self._arrivals.observe_arrival(now_s)
@@ -121,10 +121,10 @@ class Queue(Generic[T]):
         self._bytes -= len(item.body)
         self._first -= item.first
 
-    def _has_share(self, tenant: str, most: int) -> bool:
-        """Return True if a tenant has its share of a full queue of `most` items, which tenants share equally.
+    def _used_its_share(self, tenant: str, most: int) -> bool:
+        """Return True if a tenant has used up its share of a full queue of `most` items. All shares are equal.
 
-        A tenant below its share may exceed the limits of the queue, up to twice the limits.
+        Items of a tenant below its share are still accepted, until the queue holds twice its limits.
         """
         own = self._waiting.count(tenant)
         tenants = self._waiting.tenants + (not own)
@@ -254,6 +254,6 @@ class Queue(Generic[T]):
         self._response_s += SMOOTHING * (seconds - self._response_s)
 
     def charge(self, item: T, cost: float) -> None:
-        """Replace the mean cost that an item's tenant was charged by the item's real cost."""
+        """Correct what the item's tenant was charged, the mean cost, to `cost`, the item's real cost."""
         priority = FIRST if item.first else item.priority
         self._waiting.charge(item.tenant, priority, cost - self.curve.mean_cost)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 
 from ..jobs.jobs import Jobs
-from ..settings.event_source import missing_package
 from ..settings.function_settings import FunctionSettings
 from ..telemetry.background import BackgroundTasks
 from .consumer import Consumer
@@ -43,9 +42,6 @@ class Sources:
             if consumer is not None:
                 # The consumer of an unchanged source goes on, so a new revision does not affect its messages.
                 consumer.update(settings)
-            elif problem := missing_package():
-                self._log(name, f"source {source.queue}: {problem}")
-                continue
             else:
                 queue, log = MessageQueue(source), partial(self._log_source, name, source.queue_name)
                 consumer = Consumer(settings, source, self._jobs, queue, open_sink(source), log)

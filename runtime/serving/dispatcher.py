@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...errors import PilotflameError, RevisionRetired, WorkerDied
 from ..batching.assignment import assign
+from ..batching.latency_curve import Point
 from ..batching.outstanding import BatchEnd
 from ..batching.queue import Queue, Slots
 from ..link.worker_spec import WorkerSpec
@@ -315,6 +316,11 @@ class Dispatcher:
         message = f"The worker that ran this invocation died of {cause} (attempt {invocation.attempt})."
         self._fail(invocation, WorkerDied(message, remedy=remedy))
         return False
+
+    @property
+    def learned(self) -> Sequence[Point]:
+        """The points of the latency curve: those of the present workers, or else the stored ones."""
+        return self.queue.curve.points or self._curves.latest()
 
     async def store_curve(self) -> None:
         """Store the latency curve for later activations, if it differs enough from the stored one."""

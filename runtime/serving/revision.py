@@ -63,8 +63,9 @@ class Revision(RevisionEvents):
         self._scale_at_s = 0.0
         self._unexplained_deaths = 0
         self._backoff_until_s = 0.0
-        # The outcome of the first start of a worker: the error if it failed.
+        # The outcome of the first start of workers: the error if it failed. `_unproven` have not reported yet.
         self._first_start: asyncio.Future[PilotflameError | None] = self._loop.create_future()
+        self._unproven, self._proven = 1, False
         self._empty = asyncio.Event()
 
     def configure(self, policy: Policy) -> None:
@@ -166,17 +167,31 @@ class Revision(RevisionEvents):
 
     # -- start and end
 
-    async def try_start(self) -> None:
-        """Start one worker. Raise its error if it fails. Stop it once it is ready, unless `min` needs it."""
-        self.pool.start(1)
+    async def try_start(self, keep: int = 0) -> None:
+        """Start `keep` workers, at least one. Raise the error if the first of them fails.
+
+        Once they are ready, stop those that neither `keep` nor `min` asks for.
+        """
+        self._unproven = max(1, keep)
+        self.pool.start(self._unproven)
         await asyncio.wait([self._first_start], timeout=FIRST_START_TIMEOUT_S)
         if not self._first_start.done():
             message = f"The first worker was not ready within {FIRST_START_TIMEOUT_S:.0f} s."
             raise ActivationFailed(message, remedy="Make `setup` faster.")
         if (error := self._first_start.result()) is not None:
             raise error
-        self.pool.stop(max(0, len(self.pool.ready) - self.policy.scale.min))
+        self.pool.stop(max(0, len(self.pool.ready) - max(keep, self.policy.scale.min)))
         self.pool.zygote.replenish()
+
+    def _settle_first_start(self, error: PilotflameError | None) -> None:
+        """Learn for `try_start` that one worker is ready, or why it is not.
+
+        Once one is ready, those that fail, for example for lack of memory, are not the revision's fault.
+        """
+        self._unproven -= 1
+        self._proven = self._proven or error is None
+        if not self._first_start.done() and (not self._proven or self._unproven <= 0):
+            self._first_start.set_result(None if self._proven else error)
 
     async def retire(self, timeout_s: float) -> None:
         """Run the accepted invocations for at most `timeout_s`, fail the others, and end the processes."""
@@ -197,8 +212,7 @@ class Revision(RevisionEvents):
 
     def on_ready(self, replica: Replica) -> None:
         self._unexplained_deaths = self.failures = 0
-        if not self._first_start.done():
-            self._first_start.set_result(None)
+        self._settle_first_start(None)
         self.pool.note_ready(replica)
         self._on_activation("ready")
         self.dispatcher.adopt(replica)
@@ -269,8 +283,7 @@ class Revision(RevisionEvents):
         self.failures += 1
         backoff_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(self.failures - 1, 16))
         self._backoff_until_s = time.monotonic() + backoff_s
-        if not self._first_start.done():
-            self._first_start.set_result(error)
+        self._settle_first_start(error)
 
     def _count_unexplained_death(self, cause: str) -> None:
         self._unexplained_deaths += 1

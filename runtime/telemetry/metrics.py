@@ -127,7 +127,7 @@ class Metrics(Collector):
         self.turned_away(function, error)
 
     def turned_away(self, function: str, error: PilotflameError) -> None:
-        """Count a refusal by the code of its error. Unlike `refused`, do not count an answered request."""
+        """Count a refusal by the code of its error. Unlike `refused`, this does not count the HTTP status."""
         self._functions[function].refusals[error.code] += 1
 
     def activated(self, function: str, outcome: str) -> None:

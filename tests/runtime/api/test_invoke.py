@@ -588,3 +588,12 @@ class leaving:  # noqa: N801
     async def __aexit__(self, *_: object) -> None:
         self._writer.close()
         await self._writer.wait_closed()
+
+
+@pytest.mark.parametrize("prefer", ["respond-async", "Respond-Async", 'foo="a", RESPOND-ASYNC; x=y'])
+async def test_preferences_have_any_case(deploy, prefer: str):
+    function = await deploy("def handler(event):\n    return event")
+    response = await function.client.post(function.path, json=1, headers={"Prefer": prefer})
+    assert (response.status_code, response.headers["Preference-Applied"]) == (202, "respond-async")
+    other = await function.client.post(function.path, json=1, headers={"Prefer": "not-respond-async"})
+    assert other.status_code == 200
