@@ -141,12 +141,9 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     functions = Functions(store, environments, launcher, tasks, fetcher, secrets, events, settings.drain_s)
     stack.callback(functions.close_threads)
     metrics = Metrics(functions.census, tasks.failures)
-    events.activated.append(metrics.activated)
     rest = Rest(functions.all, launcher, tasks, settings.rest_mb)
     stack.callback(rest.close)
-    events.removed.append(metrics.forget)
-    for notice in (events.activated, events.live, events.removed):
-        notice.append(rest.note_change)
+    _observe(events, metrics, rest)
     await functions.restore()
     rest.note_change()
 
@@ -191,6 +188,14 @@ async def shutdown(server: Server) -> None:
     # Not a task group of their own: if one failed, it would cancel the other.
     parts = (server.sources.close(), server.functions.close())
     await asyncio.wait([server.tasks.create_task(part) for part in parts])
+
+
+def _observe(events: FunctionEvents, metrics: Metrics, rest: Rest) -> None:
+    """Tell the metrics and what limits the memory at rest when workers start and when functions come and go."""
+    events.activated.append(metrics.activated)
+    events.removed.append(metrics.forget)
+    for notice in (events.activated, events.live, events.removed):
+        notice.append(rest.note_change)
 
 
 def _connect(events: FunctionEvents, functions: Functions, jobs: Jobs, sources: Sources) -> None:
