@@ -125,9 +125,7 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     stack.callback(listener.close)
     sock = stack.enter_context(bind(settings.host, settings.port))
     local = is_loopback(sock.getsockname()[0])
-    keyring, secrets = Keyring(state), Secrets(state)
-    await asyncio.to_thread(keyring.load)
-    await asyncio.to_thread(secrets.load)
+    keyring, secrets = await asyncio.to_thread(_load_access, state)
     if not local and not keyring.exists:
         _write(NO_KEY_YET.format(url=url_of(sock), state=shlex.quote(str(state))))
 
@@ -188,6 +186,13 @@ async def shutdown(server: Server) -> None:
     # Not a task group of their own: if one failed, it would cancel the other.
     parts = (server.sources.close(), server.functions.close())
     await asyncio.wait([server.tasks.create_task(part) for part in parts])
+
+
+def _load_access(state: Path) -> tuple[Keyring, Secrets]:
+    keyring, secrets = Keyring(state), Secrets(state)
+    keyring.load()
+    secrets.load()
+    return keyring, secrets
 
 
 def _observe(events: FunctionEvents, metrics: Metrics, rest: Rest) -> None:
