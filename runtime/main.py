@@ -124,9 +124,7 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     stack.callback(listener.close)
     sock = stack.enter_context(bind(settings.host, settings.port))
     local = is_loopback(sock.getsockname()[0])
-    keyring, secrets = Keyring(state), Secrets(state)
-    await asyncio.to_thread(keyring.load)
-    await asyncio.to_thread(secrets.load)
+    keyring, secrets = await asyncio.to_thread(_load_access, state)
     if not local and not keyring.exists:
         _write(NO_KEY_YET.format(url=url_of(sock), state=shlex.quote(str(state))))
 
@@ -141,12 +139,9 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     )
     stack.callback(functions.close_threads)
     metrics = Metrics(functions.census, tasks.failures)
-    events.activated.append(metrics.activated)
     rest = Rest(functions.all, launcher, tasks, settings.rest_mb)
     stack.callback(rest.close)
-    events.removed.append(metrics.forget)
-    for notice in (events.activated, events.live, events.removed):
-        notice.append(rest.note_change)
+    _observe(events, metrics, rest)
     await functions.restore()
     rest.note_change()
 
@@ -195,6 +190,21 @@ async def shutdown(server: Server) -> None:
     # Not a task group of their own: if one failed, it would cancel the other.
     parts = (server.sources.close(), server.functions.close())
     await asyncio.wait([server.tasks.create_task(part) for part in parts])
+
+
+def _load_access(state: Path) -> tuple[Keyring, Secrets]:
+    keyring, secrets = Keyring(state), Secrets(state)
+    keyring.load()
+    secrets.load()
+    return keyring, secrets
+
+
+def _observe(events: FunctionEvents, metrics: Metrics, rest: Rest) -> None:
+    """Tell the metrics and what limits the memory at rest when workers start and when functions come and go."""
+    events.activated.append(metrics.activated)
+    events.removed.append(metrics.forget)
+    for notice in (events.activated, events.live, events.removed):
+        notice.append(rest.note_change)
 
 
 def _connect(events: FunctionEvents, functions: Functions, jobs: Jobs, sources: Sources) -> None:

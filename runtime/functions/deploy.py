@@ -140,6 +140,8 @@ def heavy_imports(file: Path) -> tuple[str, ...]:
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
     found = {name.partition(".")[0] for name in names}
+    if "sentence_transformers" in found:
+        found.add("transformers")
     if "transformers" in found:
         found.add("torch")
     return tuple(name for name in HEAVY if name in found)

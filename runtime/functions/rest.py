@@ -123,6 +123,7 @@ class Rest:
             if live.record.function in resting and _idle(live.revision):
                 live.revision.pool.zygote.rest()
                 live.note_rest(0.0)
+                live.logs.write("gateway", "the zygote ended to save memory; the next call launches it again")
         if shared_mb + sum(one.held_mb for one in stats) > self._limit_mb:
             self._launcher.end_unused()
             return RECHECK_S

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -537,3 +539,11 @@ def test_deploy_names_the_platform_of_a_recognised_handler(pilotflame, tmp_path)
     assert "app.py:lambda_handler (Lambda), plain" in pilotflame("status", "greeter").stdout
     assert pilotflame("invoke", "greeter", '{"name": "Ada"}').stdout.strip() == '"Ada"'
     pilotflame("delete", "greeter", "--yes")
+
+
+def test_status_says_what_rest_costs(pilotflame, deployed):
+    name, until_s, said = deployed("def handler(event):\n    return event"), time.monotonic() + 30, ""
+    # It is measured some seconds after the deploy.
+    while "MB" not in said and time.monotonic() < until_s:
+        said = pilotflame("status", name).stdout
+    assert re.search(r"at rest +zygote \+ standby, [1-9]\d* MB", said)

@@ -178,7 +178,7 @@ def test_waiting_bodies_are_limited_in_bytes() -> None:
     waiting = [Item("a", body=bytes(1 << 20)) for _ in range(3)]
     for item in waiting:
         queue.admit(item, 0.0, busy())
-    with pytest.raises(QueueFull, match="3 MiB of bodies waiting, its limit") as caught:
+    with pytest.raises(QueueFull, match="3 MiB of bodies waiting; its limit") as caught:
         queue.admit(Item("a", body=b"x"), 0.0, busy())
     assert "max_queue_bytes" in caught.value.remedy
     # Another tenant has its share.

@@ -237,6 +237,7 @@ def test_a_manifest_beside_the_weights_is_taken(store: Store, folder: Path, weig
         ("from torch import nn", ("torch",)),
         ("def handler(event):\n    import numpy", ("numpy",)),
         ("from transformers import AutoModel", ("torch", "transformers")),
+        ("from sentence_transformers import SentenceTransformer", ("torch", "transformers")),
         ("import transformers, numpy", ("numpy", "torch", "transformers")),
         ("from .torch import x", ()),
         ("import torchvision, json", ()),

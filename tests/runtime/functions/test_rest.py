@@ -82,6 +82,7 @@ async def test_the_limit_ends_the_zygotes_that_were_least_recently_used_and_then
         for pid in (worker, zygote, base):
             await gone(pid)
         await function.settled(zygote=False, standby=False)
+        await function.logged("the zygote ended to save memory")
         again = await function.call()
         assert again.headers["x-cold-start"] == "true"
 

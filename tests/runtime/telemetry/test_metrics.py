@@ -74,6 +74,22 @@ def test_cold_starts_have_their_phases_and_warm_calls_none() -> None:
     assert set(cold.phases()) == set(PHASES)
 
 
+def test_a_deleted_function_has_no_time_series_left() -> None:
+    metrics = Metrics(dict)
+    for name in ("stays", "goes"):
+        metrics.responded(name, 200, WARM)
+        metrics.activated(name, "ready")
+    metrics.forget("goes")
+    metrics.forget("never was")
+    assert "goes" not in metrics.text().decode()
+    assert value(metrics, "pilotflame_invocations_total", function="stays", code="200") == 1
+
+
+def test_failures_of_background_tasks_are_counted_by_task() -> None:
+    metrics = Metrics(dict, {"webhooks": 2})
+    assert value(metrics, "pilotflame_background_failures_total", task="webhooks") == 2
+
+
 def test_activations_are_counted_by_outcome() -> None:
     metrics = Metrics(dict)
     metrics.activated("tone", "ready")
