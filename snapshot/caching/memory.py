@@ -132,7 +132,9 @@ def _enlarge(source: FolderSource, name: str) -> int:
 
 def _map_whole(descriptor: int, size_bytes: int) -> int:
     """Map an open file and all its pages. Return how many faults that took: the larger the pages, the fewer."""
-    with mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE) as memory:
+    with mmap.mmap(
+        descriptor, size_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+    ) as memory:
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         before = resource.getrusage(resource.RUSAGE_THREAD)
         # A kernel that knows neither of these leaves the pages as they are. Not by reading from `memory`, since
