@@ -1,4 +1,4 @@
-"""Fetches assets, the small files beside the weights that a handler reads, before the shards."""
+"""Fetches the assets before the shards. Assets are small files beside the weights, which handlers read."""
 
 from __future__ import annotations
 
