@@ -140,7 +140,7 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     environments = state / "environments"
     functions = Functions(store, environments, launcher, tasks, fetcher, secrets, events, settings.drain_s)
     stack.callback(functions.close_threads)
-    metrics = Metrics(functions.census, tasks.failures)
+    metrics = Metrics(functions.census, tasks.failures, [fetcher.metrics])
     events.activated.append(metrics.activated)
     rest = Rest(functions.all, launcher, tasks, settings.rest_mb)
     stack.callback(rest.close)
