@@ -38,7 +38,7 @@ class SnapshotMetrics(Collector):
         self._under_way += 1
 
     def ended(self, outcome: str) -> None:
-        """Count a fetch that ended: "done", "failed", or "released" before its end."""
+        """Count a fetch that ended: "done", "failed", or "released" before its end was known."""
         self._under_way -= 1
         self._outcomes[outcome] += 1
 
