@@ -303,6 +303,8 @@ TOGETHER = {
     "pypi_client",
     "schema",
     "templates",
+    "tenants",
+    "unstored",
     "fetcher_s3",
 }
 
