@@ -138,7 +138,7 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
         store, state / "environments", launcher, tasks, fetcher, secrets, events, settings.drain_s
     )
     stack.callback(functions.close_threads)
-    metrics = Metrics(functions.census, tasks.failures)
+    metrics = Metrics(functions.census, tasks.failures, [fetcher.metrics])
     rest = Rest(functions.all, launcher, tasks, settings.rest_mb)
     stack.callback(rest.close)
     _observe(events, metrics, rest)

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...errors import RequirementsError, SettingsError, SnapshotError
 from ...handlers.dialects.recognise import recognise
@@ -26,6 +26,9 @@ from .archive import unpack
 from .cog_yaml import COG_YAML, CogYaml
 from .environment import Log, ensure_environment
 from .store import CODE_FOLDER, RevisionFields, RevisionRecord, Store
+
+if TYPE_CHECKING:
+    from ...snapshot.format.manifest import Manifest
 
 MANIFEST_FILE = "manifest.json"
 # Holds the files of a remote snapshot that are not weights, such as config and tokenizer.
@@ -211,6 +214,16 @@ def _write_manifest(snapshot: Path, target: Path, log: Log) -> None:
         log(f"making a manifest of {snapshot}")
     manifest = Manifest.read(beside) if beside.is_file() else create(snapshot)
     manifest.write(target)
+    _enlarge_pages(beside.parent, manifest)
+
+
+def _enlarge_pages(root: Path, manifest: Manifest) -> None:
+    """Read the weights into large pages of the page cache, so that workers map them in a fraction of the time."""
+    from ...snapshot.caching.memory import enlarge_cached_pages  # noqa: PLC0415  as above
+
+    # Workers can map small pages too. If a file cannot be read, the first worker says so.
+    with contextlib.suppress(OSError, SnapshotError):
+        enlarge_cached_pages(root, manifest)
 
 
 def _fetch_manifest(url: str, folder: Path, log: Log) -> None:

@@ -97,17 +97,21 @@ class Metrics(Collector):
     """The metrics of one gateway. Gateways in one process do not share them."""
 
     def __init__(
-        self, census: Callable[[], Mapping[str, Census]], failures: Mapping[str, int] | None = None
+        self,
+        census: Callable[[], Mapping[str, Census]],
+        failures: Mapping[str, int] | None = None,
+        others: Iterable[Collector] = (),
     ) -> None:
         """`census` returns the census of each function by name. It is called when metrics are read.
 
-        `failures` is the number of failures of each background task.
+        `failures` is the number of failures of each background task. `others` are the metrics of other parts.
         """
         self._census = census
         self._failures = failures if failures is not None else {}
         self._functions: defaultdict[str, _FunctionCounts] = defaultdict(_FunctionCounts)
         self._registry = CollectorRegistry()
-        self._registry.register(self)
+        for collector in (self, *others):
+            self._registry.register(collector)
 
     def responded(
         self, function: str, code: int, timeline: Timeline, error: PilotflameError | None = None

@@ -258,9 +258,14 @@ class Pull:
                 new = False
             if not new:
                 land_existing(self._manifest, targets, self.arrival, self._cancelled)
-            self._stats = fetch(
-                self._manifest, self._source, targets, self.arrival, cancelled=self._cancelled
-            )
+            landed_bytes = self.arrival.landed_bytes
+            try:
+                self._stats = fetch(
+                    self._manifest, self._source, targets, self.arrival, cancelled=self._cancelled,
+                    count_received=self.tier.counts.add_received,
+                )  # fmt: skip
+            finally:
+                self.tier.counts.add_verified(self.arrival.landed_bytes - landed_bytes)
 
     def _target(self, name: str, opened: ExitStack, *, huge: bool) -> ShardTarget:
         descriptor = os.open(self.files / name, os.O_RDWR | os.O_CLOEXEC)

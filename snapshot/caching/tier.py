@@ -29,7 +29,7 @@ from ...errors import CacheError, StorageFull
 from ..format.manifest import MANIFEST_NAME, Manifest
 from .flock import LOCK_TIMEOUT_S, Hold, hold, is_at, lock_folder, locked_file, try_lock
 from .spare import Spares
-from .stored import Stored, is_whole, read_stored
+from .stored import Stored, TierCounts, is_whole, read_stored
 
 STALE_AFTER_S = 86_400.0
 SWEEP_TIMEOUT_S = 1.0
@@ -52,6 +52,7 @@ class Tier:
 
     def __post_init__(self) -> None:
         self.spares = Spares(self.root / "spare")
+        self.counts = TierCounts()
 
     def folder(self, digest: str) -> Path:
         return self.root / "snapshots" / digest
@@ -222,6 +223,7 @@ class Tier:
         """Delete snapshots, given as pairs of a folder and the descriptor that locks it, which is closed."""
         # Rename the folder first. If this process is killed, no incomplete folder looks like a snapshot.
         for folder, descriptor in folders:
+            self.counts.add_evicted(read_stored(folder).allocated_bytes)
             gone = self.root / "trash" / uuid4().hex
             gone.parent.mkdir(exist_ok=True)
             try:

@@ -14,6 +14,7 @@ from pilotflame.errors import (
     QuotaExceeded,
 )
 from pilotflame.runtime.telemetry.metrics import Census, Metrics
+from pilotflame.runtime.telemetry.snapshot_metrics import SnapshotMetrics
 from pilotflame.runtime.telemetry.timeline import PHASES, WARM_PHASES, Activation, Timeline
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -168,6 +169,31 @@ def test_how_busy_workers_were() -> None:
     assert value(metrics, "pilotflame_worker_busy_ratio", function="new") == 0
 
 
+def snapshot_metrics() -> SnapshotMetrics:
+    made = SnapshotMetrics()
+    made.began()
+    made.began()
+    made.ended("failed")
+    counts = {
+        "received_bytes": 5,
+        "verified_bytes": 4,
+        "evicted_bytes": 3,
+        "used_bytes": 2,
+        "budget_bytes": 9,
+    }
+    made.on_tiers([{"kind": "tmpfs", **counts}, {"kind": "disk", **counts}])
+    return made
+
+
+def test_fetches_and_the_tiers_of_the_cache_are_exported() -> None:
+    metrics = Metrics(dict, others=[snapshot_metrics()])
+    assert value(metrics, "pilotflame_snapshot_fetches_under_way") == 1
+    assert value(metrics, "pilotflame_snapshot_fetches_total", outcome="failed") == 1
+    assert value(metrics, "pilotflame_snapshot_received_bytes_total", tier="memory") == 5
+    assert value(metrics, "pilotflame_snapshot_evicted_bytes_total", tier="disk") == 3
+    assert value(metrics, "pilotflame_snapshot_cache_budget_bytes", tier="disk") == 9
+
+
 PROMTOOL = os.environ.get("PROMTOOL") or shutil.which("promtool") or ""
 
 
@@ -175,7 +201,8 @@ PROMTOOL = os.environ.get("PROMTOOL") or shutil.which("promtool") or ""
     not os.access(PROMTOOL, os.X_OK), reason="promtool is not here; .ci/run fetches it (PROMTOOL)"
 )
 def test_promtool_accepts_the_exposition() -> None:
-    metrics = Metrics(lambda: {"tone": Census(1, 2, 3, 4, 5, 6.0, 7.0)})
+    census = {"tone": Census(1, 2, 3, 4, 5, 6.0, 7.0)}
+    metrics = Metrics(lambda: census, others=[snapshot_metrics()])
     metrics.responded("tone", 200, WARM)
     metrics.responded(
         "tone", 200, Timeline(1.0, 5.0, 6.0, 6.0, exec_s=1.0, activation=Activation(1.5, 2.0, 4.0))
