@@ -40,7 +40,7 @@ BACKOFF_S = 2.0
 MAX_BACKOFF_S = 300.0
 LOG_LINES = 20
 """How many of the worker's last log lines are stored with a job that FAILED or TIMED_OUT."""
-UNSTORED_S = 0.1
+UNSTORED_S = 0.5
 """A job that nobody knows of yet is stored after this time if it has not ended. Then it can be listed and
 cancelled, and it survives the gateway."""
 STORE_RETRY_S = 5.0
@@ -71,6 +71,8 @@ class JobAttempt:
         self._store = store
         self._closing = closing
         self._unstored = unstored
+        self.awaited = unstored is not None
+        """True if it was submitted for a caller who waits, before the job was stored."""
         self.stored: asyncio.Future[Job | None] = asyncio.get_running_loop().create_future()
         """Of an unstored job: resolved with the job when it is stored, which is at its end or, if that takes
         longer, after UNSTORED_S. None: it was not run, since the gateway or its revision ends. Or an error."""
@@ -163,7 +165,7 @@ class JobAttempt:
             self._fence = await self._store.start(new, self.invocation.worker) or 0
             self._store_progress()
         else:
-            await self._store.submit(new)
+            await self._store.admit(new)
         self.stored.set_result(self.job)
 
     async def _run(self) -> None:

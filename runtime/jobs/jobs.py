@@ -96,10 +96,10 @@ class Jobs:
         if (attempt := self._dispatcher.run_unstored(new)) is not None:
             # The attempt goes on if the caller is cancelled.
             stored = await asyncio.shield(attempt.stored)
-            if isinstance(stored, Job) and stored.state.final:
-                self._expect_expiry(stored.expires_s)
-                return stored, False
             if stored is not None:
+                self._expect_expiry(stored.expires_s or stored.created_s + min(stored.ttl_s, self._keep_s))
+                if stored.state.final:
+                    return stored, False
                 return await self.wait(stored.function, stored.id, until_s - time.monotonic()), False
             # It was not run. The function may have been deleted, or the gateway may be shutting down.
             self._live(new.function)

@@ -68,6 +68,7 @@ class JobStore:
     recover = _transition(transitions.recover)
     submit = _transition(transitions.submit)
     take = _transition(transitions.take)
+    admit = _transition(transitions.admit)
     start = _transition(transitions.start)
     record = _transition(transitions.record)
     finish = _transition(transitions.finish)
