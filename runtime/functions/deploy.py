@@ -159,7 +159,7 @@ def _environment(code_folder: Path, environments: Path, request: Deployment, log
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
     digest = requirements.requirements_digest(text)
     try:
-        requirements.check_requirements(text)
+        requirements.check_requirements(text, stand_ins=not request.install)
     except RequirementsError:
         if not request.install:
             raise
