@@ -30,7 +30,8 @@ def stand_in(start: Callable[..., Any], progress_update: Callable[..., Any]) -> 
     uploads = {one.__name__: one for one in (upload_file_to_bucket, upload_image, upload_in_memory_object)}
     downloads = {"download_files_from_urls": download_files_from_urls, "file": file}
     timers = {one.__name__: one for one in (Checkpoints, FunctionTimer, LineTimer)}
-    debugger = {**timers, "get_debugger_output": get_debugger_output}
+    outputs = (get_debugger_output, clear_debugger_output)
+    debugger = {**timers, **{one.__name__: one for one in outputs}}
     return stand_in_modules(
         {
             "runpod": {"RunPodLogger": RunPodLogger, "api_key": None, "__version__": VERSION},
@@ -119,8 +120,12 @@ class FunctionTimer:
 def get_debugger_output() -> list[dict[str, Any]]:
     """Return the steps that have ended, and forget all steps."""
     found = Checkpoints().get_checkpoints()
-    Checkpoints().clear()
+    clear_debugger_output()
     return found
+
+
+def clear_debugger_output() -> None:
+    Checkpoints().clear()
 
 
 class RunPodLogger:
