@@ -24,11 +24,14 @@ from .access.secrets import Secrets
 from .api.access import AccessControl
 from .api.admin import Admin
 from .api.backend import Backend
+from .api.cross_origin import CrossOrigin
+from .api.docs_page import DocsPage
 from .api.fast_path import FastPath
 from .api.guard import Guard
 from .api.invoke import Gateway
 from .api.openapi import OpenApi
 from .api.responses import ErrorResponses, compressed
+from .api.revisions import RevisionsApi
 from .api.routes import error_formats
 from .api.server import bind, http_server, url_of
 from .api.webhooks import WebhooksApi
@@ -37,14 +40,16 @@ from .dialects.registry import dialect_routes
 from .events.sources import Sources
 from .functions.deploy import Deployment
 from .functions.registry import FunctionEvents, Functions
-from .functions.store import Store
+from .functions.rest import Rest
+from .functions.store import Retention, Store
 from .jobs.jobs import Jobs
 from .jobs.webhook_signing import load_key
 from .launching.fetcher_client import FetcherClient
 from .launching.listener import Listener
 from .launching.process_launcher import ProcessLauncher
 from .settings.gateway_settings import GatewaySettings
-from .settings.state_dir import locked_state_dir
+from .settings.state_dir import is_disk_full, locked_state_dir
+from .telemetry.background import BackgroundTasks
 from .telemetry.metrics import Metrics
 
 # How many new objects trigger a garbage collection. A request creates about twenty objects that the collector
@@ -63,7 +68,7 @@ class Server:
     url: str
     functions: Functions
     admin: Admin
-    tasks: asyncio.TaskGroup
+    tasks: BackgroundTasks
     jobs: Jobs
     sources: Sources
 
@@ -94,7 +99,8 @@ def run(
                 on_listening(server.url)
                 if folder is not None:
                     deployment = Deployment(path=folder, overrides=overrides or {})
-                    server.tasks.create_task(watch(folder, server.functions, deployment, stop))
+                    follow = functools.partial(watch, folder, server.functions, deployment, stop)
+                    server.tasks.keep(follow, name="watch")
                 await stop.wait()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -111,7 +117,8 @@ async def serve(settings: GatewaySettings) -> AsyncIterator[Server]:
 async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -> Server:
     """Start each part after the parts that it uses. Closing `stack` drains and closes them in reverse."""
     state = stack.enter_context(locked_state_dir(settings.state_dir))
-    store = Store(state, _write)
+    retention = Retention(settings.keep_revisions, settings.keep_revisions_bytes)
+    store = Store(state, _write, retention)
     await asyncio.to_thread(store.start)
     listener = Listener(state / "run" / "link.sock")
     listener.open()
@@ -124,7 +131,7 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     if not local and not keyring.exists:
         _write(NO_KEY_YET.format(url=url_of(sock), state=shlex.quote(str(state))))
 
-    tasks = await stack.enter_async_context(asyncio.TaskGroup())
+    tasks = await stack.enter_async_context(BackgroundTasks())
     launcher = ProcessLauncher(listener, tasks)
     stack.push_async_callback(launcher.close)
     fetcher = FetcherClient(settings.cache_dir, tasks)
@@ -132,9 +139,16 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     events = FunctionEvents()
     environments = state / "environments"
     functions = Functions(store, environments, launcher, tasks, fetcher, secrets, events, settings.drain_s)
-    metrics = Metrics(functions.census)
+    stack.callback(functions.close_threads)
+    metrics = Metrics(functions.census, tasks.failures)
     events.activated.append(metrics.activated)
+    rest = Rest(functions.all, launcher, tasks, settings.rest_mb)
+    stack.callback(rest.close)
+    events.removed.append(metrics.forget)
+    for notice in (events.activated, events.live, events.removed):
+        notice.append(rest.note_change)
     await functions.restore()
+    rest.note_change()
 
     key = await asyncio.to_thread(load_key, state)
     jobs = Jobs(state, key, functions.get, tasks, settings)
@@ -143,22 +157,26 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     sources = Sources(jobs, tasks, functions.log, drain_s=settings.drain_s)
     _connect(events, functions, jobs, sources)
 
-    admin = Admin(functions, metrics, local=local)
-    backend = Backend(functions, jobs, metrics, settings.max_body_bytes, settings.body_timeout_s)
+    disk_full = functools.partial(is_disk_full, state, settings.min_free_bytes)
+    admin = Admin(functions, metrics, local=local, disk_full=disk_full)
+    backend = Backend(functions, jobs, metrics, settings.max_body_bytes, settings.body_timeout_s, state)
     gateway = Gateway(backend)
-    apis = (gateway, admin, AccessControl(keyring, secrets, functions), WebhooksApi(functions, jobs))
+    access = AccessControl(keyring, secrets, functions)
+    apis = (gateway, admin, RevisionsApi(functions), access, WebhooksApi(functions, jobs), DocsPage())
     own_routes = [route for api in apis for route in api.routes()]
     routes = OpenApi([*own_routes, *dialect_routes(backend)], admin.statuses).routes
+    cors = CrossOrigin(functions, routes, settings.cors_origins)
     guard = Guard(
-        keyring, tasks, routes, required=settings.auth == "always" or not local,
+        keyring, tasks, routes, cors, required=settings.auth == "always" or not local,
         on_quota=functools.partial(_count_refusal, functions, metrics),
+        max_body_bytes=settings.max_body_bytes, body_timeout_s=settings.body_timeout_s,
     )  # fmt: skip
     errors = ErrorResponses(error_formats(routes))
     control = stack.enter_context(control_socket(state))
     await stack.enter_async_context(
         http_server(
-            [sock, control], routes, [compressed, errors.middleware, guard.middleware],
-            FastPath(gateway, functions, guard), settings.header_timeout_s,
+            [sock, control], routes, [cors.middleware, compressed, errors.middleware, guard.middleware],
+            FastPath(gateway, functions, guard, routes), settings.header_timeout_s, [cors.on_prepare],
         )
     )  # fmt: skip
     server = Server(url_of(sock), functions, admin, tasks, jobs, sources)
@@ -167,12 +185,12 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
 
 
 async def shutdown(server: Server) -> None:
-    """Refuse new work, finish what runs, and release the messages of event sources whose jobs do not run."""
+    """Refuse new work, finish what runs, and release messages of event sources that no job is running for."""
     server.admin.draining = True
     server.jobs.stop()
-    async with asyncio.TaskGroup() as closing:
-        closing.create_task(server.sources.close())
-        closing.create_task(server.functions.close())
+    # Not a task group of their own: if one failed, it would cancel the other.
+    parts = (server.sources.close(), server.functions.close())
+    await asyncio.wait([server.tasks.create_task(part) for part in parts])
 
 
 def _connect(events: FunctionEvents, functions: Functions, jobs: Jobs, sources: Sources) -> None:

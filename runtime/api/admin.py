@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -49,8 +50,19 @@ class DeployRequest(BaseModel, frozen=True, extra="forbid"):
 class Admin:
     """The control routes of a gateway. While `draining` is true, /readyz responds with 503."""
 
-    def __init__(self, functions: Functions, metrics: Metrics, *, local: bool) -> None:
-        """`local`: only this machine can reach the gateway. Only then may callers deploy folders by path."""
+    def __init__(
+        self,
+        functions: Functions,
+        metrics: Metrics,
+        *,
+        local: bool,
+        disk_full: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`local`: only this machine can reach the gateway. Only then may callers deploy folders by path.
+
+        `disk_full` is called in a thread, and returns whether the state folder's disk is full.
+        """
+        self._disk_full = disk_full
         self._functions = functions
         self._metrics = metrics
         self._local = local
@@ -58,7 +70,10 @@ class Admin:
 
     def routes(self) -> list[Route]:
         functions, function, deploy = "/v1/functions", "/v1/functions/{function}", Scope.DEPLOY
-        listing, ready = {"functions": list[FunctionStatus]}, {"status": Literal["ready", "draining"]}
+        listing, ready = (
+            {"functions": list[FunctionStatus]},
+            {"status": Literal["ready", "draining", "disk_full"]},
+        )
         lines: Any = {"application/x-ndjson": str}
         probe: Any = {"public": True, "errors": ()}
         return [
@@ -109,7 +124,11 @@ class Admin:
     async def logs(self, request: web.Request) -> web.StreamResponse:
         book = self._functions.get(request.match_info["function"]).logs
         count, follow = LINES.read(request), FOLLOW.read(request)
-        headers = {"Content-Type": "application/x-ndjson", "Cache-Control": "no-store"}
+        headers = {
+            "Content-Type": "application/x-ndjson",
+            "Cache-Control": "no-store",
+            "X-Accel-Buffering": "no",
+        }
         response = web.StreamResponse(headers=headers)
         await response.prepare(request)
         if not follow:
@@ -126,6 +145,8 @@ class Admin:
     async def ready(self, _request: web.Request) -> web.StreamResponse:
         if self.draining:
             return json_response({"status": "draining"}, status=503, headers={"Retry-After": "5"})
+        if await asyncio.to_thread(self._disk_full):
+            return json_response({"status": "disk_full"}, status=503, headers={"Retry-After": "60"})
         return json_response({"status": "ready"})
 
     async def metrics(self, _request: web.Request) -> web.StreamResponse:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from aiohttp import web
@@ -47,10 +48,12 @@ class Backend:
     metrics: Metrics
     max_body_bytes: int
     body_timeout_s: float
+    state: Path
+    """The gateway's state folder."""
 
     def body_limit(self, revision: Revision) -> int:
         """Return the largest number of bytes that a body for this revision may have."""
-        return min(self.max_body_bytes, revision.policy.max_body_bytes)
+        return min(self.max_body_bytes, revision.policy.settings.max_body_bytes)
 
     async def read_body(self, request: web.Request, name: str, most: int | None = None) -> tuple[Live, bytes]:
         """Return the function, as it is after the body has arrived, and the body.

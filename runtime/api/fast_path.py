@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from aiohttp import hdrs
@@ -26,6 +26,7 @@ from .invoke import Gateway
 from .openapi import INVOKE_PATH
 from .requests import Headers, request_id_of
 from .responses import MAX_ON_LOOP_BYTES, Response, choose_coding, compress_now, pays
+from .routes import Route
 
 BEGINNING = "/invoke/"
 PREFER = istr("Prefer")
@@ -35,8 +36,12 @@ Send: TypeAlias = Callable[[Response], None]
 class FastPath:
     """The fast path of a gateway. All `connection.FastConnection`s offer their requests to it."""
 
-    def __init__(self, gateway: Gateway, functions: Functions, guard: Guard) -> None:
+    def __init__(self, gateway: Gateway, functions: Functions, guard: Guard, routes: Sequence[Route]) -> None:
         self.gateway = gateway
+        # Requests that another row of the route table serves, such as CloudEvents.
+        self._elsewhere = [
+            row.accepts for row in routes if row.path == INVOKE_PATH and row.accepts is not None
+        ]
         self._functions, self._guard = functions, guard
         self._outgoing: list[tuple[Send, Response]] = []
 
@@ -82,9 +87,14 @@ class FastPath:
             return None
         if message.should_close or message.upgrade or message.chunked or message.compression:
             return None
-        # Prefer may ask for a job instead of an output, and Expect for an interim response.
-        if PREFER in message.headers or hdrs.EXPECT in message.headers:
+        # Prefer may ask for a job instead of an output, and Expect for an interim response. Web pages, which
+        # send Origin, need headers in the response.
+        headers = message.headers
+        if PREFER in headers or hdrs.EXPECT in headers or hdrs.ORIGIN in headers:
             return None
+        for accepts in self._elsewhere:
+            if accepts(headers):
+                return None
         try:
             revision = self._functions.live(path[len(BEGINNING) :])
         except PilotflameError:

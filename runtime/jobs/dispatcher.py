@@ -13,9 +13,11 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from ...errors import GatewayError, JobStoreFailed, QueueFull, RevisionRetired, UnknownFunction
 from ..functions.live import Live
+from ..telemetry.background import BackgroundTasks
 from .attempt import STORE_RETRY_S, JobAttempt
 from .job import Job, NewJob, new_job_id
 from .store import JobStore
@@ -31,7 +33,7 @@ FULL_RETRY_S = 1.0
 class JobDispatcher:
     """`live(name)` returns a live function. It raises UnknownFunction, or GatewayError during shutdown."""
 
-    def __init__(self, store: JobStore, live: Callable[[str], Live], tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, store: JobStore, live: Callable[[str], Live], tasks: BackgroundTasks) -> None:
         self._store = store
         self._live = live
         self._tasks = tasks
@@ -68,7 +70,7 @@ class JobDispatcher:
         """Return the function's entry. If there is none, the store has no jobs of the function that could run."""
         if function not in self._functions:
             jobs = self._functions[function] = _FunctionJobs()
-            run = self._tasks.create_task(self._run(function, jobs))
+            run = self._tasks.keep(partial(self._run, function, jobs), name="jobs")
             self._runs.add(run)
             run.add_done_callback(self._runs.discard)
         return self._functions[function]
@@ -94,17 +96,15 @@ class JobDispatcher:
 
     async def _run(self, function: str, jobs: _FunctionJobs) -> None:
         """Submit jobs. Return when no attempt runs and nothing is left to submit, now or later."""
-        try:
-            while True:
-                jobs.news.clear()
-                delay_s = None if self._closing.is_set() else await self._submit_next(function, jobs)
-                if delay_s is None and not jobs.attempts and not jobs.news.is_set():
-                    return
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(delay_s):
-                        await jobs.news.wait()
-        finally:
-            del self._functions[function]
+        while True:
+            jobs.news.clear()
+            delay_s = None if self._closing.is_set() else await self._submit_next(function, jobs)
+            if delay_s is None and not jobs.attempts and not jobs.news.is_set():
+                del self._functions[function]
+                return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(delay_s):
+                    await jobs.news.wait()
 
     async def _submit_next(self, function: str, jobs: _FunctionJobs) -> float | None:
         """Submit as many jobs as there is room for.

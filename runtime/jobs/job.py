@@ -20,6 +20,8 @@ BATCH_PRIORITY = 2
 """Priorities: jobs with a smaller number run first. The default is 0."""
 EVENTS = ("start", "output", "logs", "completed")
 """The events that a webhook may subscribe to."""
+PREDICTION = "prediction"
+"""The form of webhooks of predictions."""
 ID_PREFIX = "job-"
 ALL = "*"
 """Instead of an owner: the jobs of all owners. No API key has this id."""
@@ -56,6 +58,8 @@ class Webhook:
 
     url: str
     events: tuple[str, ...] = ("completed",)
+    form: str = ""
+    """What is sent: with PREDICTION the job as a prediction, with "" an event of Standard Webhooks."""
 
 
 @dataclass(frozen=True, slots=True)

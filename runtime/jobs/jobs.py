@@ -1,4 +1,4 @@
-"""Offers jobs to routes and event sources: submit, read, wait, cancel, retry and webhook deliveries."""
+"""Offers to routes and event sources what can be done with jobs: submit, read, wait, cancel, retry."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from ...errors import JobStoreFailed
 from ..functions.live import Live
 from ..settings.gateway_settings import GatewaySettings
+from ..telemetry.background import BackgroundTasks
 from .database import Database
 from .dispatcher import JobDispatcher
 from .http_post import AddressPolicy
@@ -23,9 +24,9 @@ from .webhook_signing import SigningKey
 
 DATABASE_FILE = "jobs.sqlite3"
 CLOSE_TIMEOUT_S = 10.0
-"""How long `close` waits for attempts to be stored, and then as long for webhook requests."""
+"""`close` waits this long for attempts to be stored, and then this long for webhook requests."""
 EXPIRY_RETRY_S = 5.0
-"""The pause after the expiry of jobs failed."""
+"""The pause before jobs are expired again, after the store failed."""
 
 
 class Jobs:
@@ -36,7 +37,7 @@ class Jobs:
         state: Path,
         key: SigningKey,
         live: Callable[[str], Live],
-        tasks: asyncio.TaskGroup,
+        tasks: BackgroundTasks,
         settings: GatewaySettings,
     ) -> None:
         """`key` signs webhooks. `live` returns a live function by name; see `JobDispatcher`."""
@@ -63,7 +64,7 @@ class Jobs:
         await self.store.recover()
         for function in await self.store.functions_waiting():
             self._dispatcher.wake(function)
-        self._expiry = self._tasks.create_task(self._expire())
+        self._expiry = self._tasks.keep(self._expire, name="jobs_expiry")
 
     def stop(self) -> None:
         """Submit no more jobs to workers. Call it before the functions are closed."""

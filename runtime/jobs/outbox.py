@@ -17,7 +17,8 @@ from urllib.parse import urlsplit
 import orjson
 
 from ...errors import UnknownDelivery
-from .job import ALL, Job
+from .job import ALL, PREDICTION, Job
+from .prediction import MAX_SHOWN_PIECES, prediction_of
 from .webhook_delivery import Delivery, DeliveryAttempt, DeliveryState, RetrySchedule
 
 HELD_TRIES = 3
@@ -68,7 +69,16 @@ def add(connection: sqlite3.Connection, job: Job, event: str, now_s: float) -> N
     parts = urlsplit(webhook.url)
     host = f"{parts.scheme}://{parts.netloc}".lower()
     row = (f"msg_{secrets.token_hex(16)}", job.id, job.function, event, webhook.url, host)
-    connection.execute(_INSERT, (*row, message(job, event, now_s), attempts, next_s, now_s, log, job.owner))
+    body = _prediction(connection, job) if webhook.form == PREDICTION else message(job, event, now_s)
+    connection.execute(_INSERT, (*row, body, attempts, next_s, now_s, log, job.owner))
+
+
+def _prediction(connection: sqlite3.Connection, job: Job) -> bytes:
+    """Return the body of each event of a prediction: as in Cog, the prediction as it is now."""
+    query = "SELECT body FROM jobs JOIN pieces ON pieces.job = jobs.number WHERE id = ? ORDER BY pieces.number LIMIT ?"
+    streams = job.pieces and not job.state.final
+    rows = connection.execute(query, (job.id, MAX_SHOWN_PIECES)) if streams else ()
+    return orjson.dumps(prediction_of(job, [body for (body,) in rows]))
 
 
 def message(job: Job, event: str, now_s: float) -> bytes:

@@ -94,11 +94,36 @@ def newest(
     The newest is the first. With `before_id`, return only jobs that are older than that job.
     """
     before = row_of(connection, function, before_id, owner)["number"] if before_id else _MAX_NUMBER
+    return _newest(connection, [function], states, before, limit, owner)
+
+
+def latest(
+    connection: sqlite3.Connection,
+    functions: Collection[str],
+    limit: int,
+    before_id: str = "",
+    owner: str = ALL,
+) -> list[Job]:
+    """Return up to `limit` of the owner's jobs of these functions, as `newest` does."""
+    before = _MAX_NUMBER
+    if before_id:
+        row = find_row(connection, before_id)
+        if row is None or row["function"] not in functions or owner not in (ALL, row["owner"]):
+            raise unknown(before_id)
+        before = row["number"]
+    return _newest(connection, functions, (), before, limit, owner)
+
+
+def _newest(
+    connection: sqlite3.Connection, functions: Collection[str], states: Collection[JobState], before: int,
+    limit: int, owner: str,
+) -> list[Job]:  # fmt: skip
     # One query per state, because the index is ordered by number only within a state.
     rows: list[sqlite3.Row] = []
-    owned, values = ("", (function,)) if owner == ALL else (OWNED, (function, owner))
-    for state in set(states) or set(JobState):
-        rows += find_rows(connection, _NEWEST % owned, *values, state.value, before, limit)
+    for function in functions:
+        owned, values = ("", (function,)) if owner == ALL else (OWNED, (function, owner))
+        for state in set(states) or set(JobState):
+            rows += find_rows(connection, _NEWEST % owned, *values, state.value, before, limit)
     rows.sort(key=lambda row: -int(row["number"]))
     return [job_of(row) for row in rows[:limit]]
 

@@ -217,4 +217,4 @@ def webhook_of(row: sqlite3.Row) -> Webhook | None:
     if row["webhook"] is None:
         return None
     fields = orjson.loads(row["webhook"])
-    return Webhook(fields["url"], tuple(fields["events"]))
+    return Webhook(fields["url"], tuple(fields["events"]), fields.get("form", ""))

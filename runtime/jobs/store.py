@@ -87,6 +87,7 @@ class JobStore:
     next_due = _query(queries.next_due)
     next_expiry = _query(transitions.next_expiry)
     newest = _query(queries.newest)
+    latest = _query(queries.latest)
     pieces = _query(queries.pieces)
     counts = _query(queries.counts)
     all_counts = _query(queries.all_counts)

@@ -26,7 +26,15 @@ import orjson
 from ...errors import JobConflict, JobExpired, UnknownJob
 from . import outbox
 from .job import ALL, TRANSITIONS, Job, JobOutcome, JobState, NewJob, new_job_id, tombstone_key
-from .schema import SELECT_WITH_RESULT, SELECT_WITHOUT_BODIES, find_row, insert_job, read_job, webhook_of
+from .schema import (
+    SELECT_WHOLE,
+    SELECT_WITH_RESULT,
+    SELECT_WITHOUT_BODIES,
+    find_row,
+    insert_job,
+    read_job,
+    webhook_of,
+)
 
 COUNTERS = {
     JobState.IN_QUEUE: "in_queue",
@@ -132,7 +140,8 @@ class Transaction:
     def notify(self, row: sqlite3.Row, event: str) -> None:
         """Add a webhook delivery if the job's webhook subscribes to the event."""
         if (webhook := webhook_of(row)) is not None and event in webhook.events:
-            job = read_job(self.connection, row["number"], SELECT_WITH_RESULT)
+            select = SELECT_WHOLE if webhook.form else SELECT_WITH_RESULT
+            job = read_job(self.connection, row["number"], select)
             outbox.add(self.connection, job, event, self.now_s)
             self.notified = True
 

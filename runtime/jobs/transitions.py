@@ -146,7 +146,7 @@ def recover(transaction: Transaction) -> int:
             transaction.move(row, JobState.IN_QUEUE)
             continue
         error = WorkerDied(
-            f"The gateway, or the worker with it, died during attempt {row['attempts']} of {row['max_attempts']}.",
+            f"The gateway ended during attempt {row['attempts']} of {row['max_attempts']}.",
             remedy="Look in the function's logs for the cause, then retry the job.",
         )
         transaction.end(row, JobOutcome(JobState.FAILED, error=error.to_wire()))
@@ -209,9 +209,9 @@ def retry(transaction: Transaction, function: str, job_id: str, owner: str = ALL
 
 
 def purge(transaction: Transaction, function: str, last: int, *, owner: str, running: bool) -> int:
-    """Cancel up to PURGE_SLICE queued jobs with numbers up to `last`, with `running` also running ones.
+    """Cancel up to PURGE_SLICE queued jobs whose numbers are at most `last`, and return how many.
 
-    Return how many were cancelled.
+    If `running` is True, this includes running jobs.
     """
     owned, values = ("", (function,)) if owner == ALL else (queries.OWNED, (function, owner))
     where = f"WHERE function = ? AND {owned} state IN ('IN_QUEUE', ?) AND jobs.number <= ? LIMIT ?"
@@ -233,7 +233,7 @@ def expire(transaction: Transaction, limit: int = 200) -> int:
 
     Also delete old tombstones and deliveries of deleted jobs, and give free pages back to the file system.
     One call handles at most `limit` jobs and `limit` tombstones, and returns how many it handled. Call it
-    again while the time that `next_expiry` returns has been reached.
+    again as long as `next_expiry` returns a time that has passed.
     """
     until_s = time.monotonic() + EXPIRY_SLICE_S
     where, done = "WHERE until_s <= ? ORDER BY until_s LIMIT ?", 0

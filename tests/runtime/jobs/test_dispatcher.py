@@ -17,6 +17,7 @@ from pilotflame.runtime.jobs.schema import SCRIPTS
 from pilotflame.runtime.jobs.store import JobStore
 from pilotflame.runtime.scaling.autoscaler import ScaleSpec
 from pilotflame.runtime.serving.invocation import Invocation, Output
+from pilotflame.runtime.telemetry.background import BackgroundTasks
 from pilotflame.runtime.telemetry.logs import LogBook
 
 JOB = NewJob("tone", b"1", execution_timeout_s=60.0, ttl_s=600.0)
@@ -37,10 +38,10 @@ class Echo:
         invocation.worker = "tone-1"
         assert invocation.on_sent is not None
         invocation.on_sent()
-        invocation.resolve(Output(invocation.body, "application/json"))
+        invocation.end(Output(invocation.body, "application/json"))
 
     def cancel(self, invocation: Invocation) -> None:
-        invocation.abandon()
+        invocation.end(None)
 
 
 class SlowStore(JobStore):
@@ -86,7 +87,7 @@ async def test_a_job_that_becomes_due_during_a_read_is_run(database: Database):
         await asyncio.sleep(max(0.0, due_s + 0.01 - time.time()))
 
     store.meanwhile = until_due
-    async with asyncio.TaskGroup() as tasks:
+    async with BackgroundTasks() as tasks:
         dispatcher = JobDispatcher(store, lambda _: SimpleNamespace(revision=echo, logs=LogBook()), tasks)
         dispatcher.wake("tone")
         assert (await final(store, job)).state is JobState.COMPLETED
@@ -110,7 +111,7 @@ async def test_a_job_that_ends_during_a_read_does_not_run_again(database: Databa
             await asyncio.sleep(0.01)
 
     store.meanwhile = second_read_is_slow
-    async with asyncio.TaskGroup() as tasks:
+    async with BackgroundTasks() as tasks:
         dispatcher = JobDispatcher(store, lambda _: SimpleNamespace(revision=echo, logs=LogBook()), tasks)
         dispatcher.wake("tone")
         await final(store, first)
