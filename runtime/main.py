@@ -117,22 +117,16 @@ async def serve(settings: GatewaySettings) -> AsyncIterator[Server]:
 async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -> Server:
     """Start each part after the parts that it uses. Closing `stack` drains and closes them in reverse."""
     state = stack.enter_context(locked_state_dir(settings.state_dir))
-    retention = Retention(settings.keep_revisions, settings.keep_revisions_bytes)
-    store = Store(state, _write, retention)
+    store = Store(state, _write, Retention(settings.keep_revisions, settings.keep_revisions_bytes))
     await asyncio.to_thread(store.start)
-    listener = Listener(state / "run" / "link.sock")
-    listener.open()
-    stack.callback(listener.close)
     sock = stack.enter_context(bind(settings.host, settings.port))
     local = is_loopback(sock.getsockname()[0])
-    keyring, secrets = Keyring(state), Secrets(state)
-    await asyncio.to_thread(keyring.load)
-    await asyncio.to_thread(secrets.load)
+    keyring, secrets = await asyncio.to_thread(_load_access, state)
     if not local and not keyring.exists:
         _write(NO_KEY_YET.format(url=url_of(sock), state=shlex.quote(str(state))))
 
     tasks = await stack.enter_async_context(BackgroundTasks())
-    launcher = ProcessLauncher(listener, tasks)
+    launcher = ProcessLauncher(_listen(state, stack), tasks)
     stack.push_async_callback(launcher.close)
     fetcher = FetcherClient(settings.cache_dir, tasks)
     stack.push_async_callback(fetcher.close)
@@ -156,6 +150,7 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     stack.push_async_callback(jobs.close)
     sources = Sources(jobs, tasks, functions.log, drain_s=settings.drain_s)
     _connect(events, functions, jobs, sources)
+    metrics.readers += [jobs.readings, sources.readings, keyring.readings]
 
     disk_full = functools.partial(is_disk_full, state, settings.min_free_bytes)
     admin = Admin(functions, metrics, local=local, disk_full=disk_full)
@@ -171,17 +166,33 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
         on_quota=functools.partial(_count_refusal, functions, metrics),
         max_body_bytes=settings.max_body_bytes, body_timeout_s=settings.body_timeout_s,
     )  # fmt: skip
-    errors = ErrorResponses(error_formats(routes))
+    errors = ErrorResponses(error_formats(routes)).middleware
     control = stack.enter_context(control_socket(state))
     await stack.enter_async_context(
         http_server(
-            [sock, control], routes, [cors.middleware, compressed, errors.middleware, guard.middleware],
+            [sock, control], routes, [cors.middleware, compressed, errors, guard.middleware],
             FastPath(gateway, functions, guard, routes), settings.header_timeout_s, [cors.on_prepare],
         )
     )  # fmt: skip
     server = Server(url_of(sock), functions, admin, tasks, jobs, sources)
     stack.push_async_callback(shutdown, server)
     return server
+
+
+def _listen(state: Path, stack: contextlib.AsyncExitStack) -> Listener:
+    """Open the socket that zygotes and workers dial, and close it with `stack`."""
+    listener = Listener(state / "run" / "link.sock")
+    listener.open()
+    stack.callback(listener.close)
+    return listener
+
+
+def _load_access(state: Path) -> tuple[Keyring, Secrets]:
+    """Read the API keys and secrets. Blocks. Raise GatewayError if a file is damaged."""
+    keyring, secrets = Keyring(state), Secrets(state)
+    keyring.load()
+    secrets.load()
+    return keyring, secrets
 
 
 async def shutdown(server: Server) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from functools import partialmethod
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Self
+from typing import Any, ClassVar
 
 from ...snapshot.extras import needs
 from .files import InputFiles
@@ -53,11 +53,11 @@ def stand_in(start: Callable[..., Any], progress_update: Callable[..., Any]) -> 
 class Checkpoints:
     """Names and durations of steps, which handlers measure. There is one object for all steps."""
 
-    _only: Checkpoints | None = None
+    _only: ClassVar[Checkpoints | None] = None
 
-    def __new__(cls) -> Self:
+    def __new__(cls) -> Checkpoints:
         if cls._only is None:
-            cls._only = super().__new__(cls)
+            cls._only = object.__new__(cls)
             cls._only.clear()
         return cls._only
 

@@ -93,6 +93,7 @@ class JobStore:
     all_counts = _query(queries.all_counts)
     functions_waiting = _query(queries.functions_waiting)
     deliveries = _query(outbox.newest)
+    pending_deliveries = _query(outbox.pending)
 
     async def purge(self, function: str, owner: str = ALL, *, running: bool = False) -> int:
         """Cancel an owner's queued jobs, with `running` also the running ones. Return how many.
