@@ -301,6 +301,8 @@ TOGETHER = {
     "large",
     "npm_client",
     "pypi_client",
+    "tenants",
+    "unstored",
     "schema",
     "templates",
     "fetcher_s3",
