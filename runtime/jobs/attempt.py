@@ -117,8 +117,8 @@ class JobAttempt:
             await self._finish(JobOutcome(JobState.FAILED, error=internal.to_wire()))
         finally:
             # Nobody else resolves it if this task is cancelled or the code above has a bug.
-            if not self.stored.done():
-                self.stored.cancel()
+            if self._unstored is not None and not self.stored.done():
+                self._refuse(GatewayError("The job was not run to its end.", remedy="Submit it again."))
 
     async def _run_unstored(self, new: NewJob) -> bool:
         """Wait for the end of an unstored job, and store it. Return False if the job was stored before its end.
@@ -136,11 +136,14 @@ class JobAttempt:
                 await self._store_early(new)
         except PilotflameError as error:
             self.cancel()
-            self.stored.set_exception(error)
-            # Mark it as retrieved: if the caller has gone, asyncio must not warn about it.
-            self.stored.exception()
+            self._refuse(error)
             return True
         return self.stored.result() is not self.job
+
+    def _refuse(self, error: PilotflameError) -> None:
+        self.stored.set_exception(error)
+        # Mark it as retrieved: if the caller has gone, asyncio must not warn about it.
+        self.stored.exception()
 
     def _ended(self) -> JobOutcome | None:
         """Return how an unstored job has ended; None if it has not, or if it is to be queued again."""

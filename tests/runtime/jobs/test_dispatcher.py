@@ -127,7 +127,7 @@ async def test_a_submitted_job_is_not_read_again(database: Database):
     waiting = Waiting()
     store = SlowStore(database, keep_s=600.0)
     jobs = [(await store.submit(JOB))[0].id for _ in range(6)]
-    async with asyncio.TaskGroup() as tasks:
+    async with BackgroundTasks() as tasks:
         dispatcher = JobDispatcher(store, lambda _: SimpleNamespace(revision=waiting, logs=LogBook()), tasks)
         dispatcher.wake("tone")
         async with asyncio.timeout(LIMIT_S):
