@@ -131,8 +131,9 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     fetcher = FetcherClient(settings.cache_dir, tasks)
     stack.push_async_callback(fetcher.close)
     events = FunctionEvents()
-    environments = state / "environments"
-    functions = Functions(store, environments, launcher, tasks, fetcher, secrets, events, settings.drain_s)
+    functions = Functions(
+        store, state / "environments", launcher, tasks, fetcher, secrets, events, settings.drain_s
+    )
     stack.callback(functions.close_threads)
     metrics = Metrics(functions.census, tasks.failures)
     events.activated.append(metrics.activated)
@@ -152,8 +153,10 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     _connect(events, functions, jobs, sources)
     metrics.readers += [jobs.readings, sources.readings, keyring.readings]
 
-    disk_full = functools.partial(is_disk_full, state, settings.min_free_bytes)
-    admin = Admin(functions, metrics, local=local, disk_full=disk_full)
+    admin = Admin(
+        functions, metrics, local=local,
+        disk_full=functools.partial(is_disk_full, state, settings.min_free_bytes),
+    )  # fmt: skip
     backend = Backend(functions, jobs, metrics, settings.max_body_bytes, settings.body_timeout_s, state)
     gateway = Gateway(backend)
     access = AccessControl(keyring, secrets, functions)
@@ -166,11 +169,11 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
         on_quota=functools.partial(_count_refusal, functions, metrics),
         max_body_bytes=settings.max_body_bytes, body_timeout_s=settings.body_timeout_s,
     )  # fmt: skip
-    errors = ErrorResponses(error_formats(routes)).middleware
-    control = stack.enter_context(control_socket(state))
+    errors = ErrorResponses(error_formats(routes))
     await stack.enter_async_context(
         http_server(
-            [sock, control], routes, [cors.middleware, compressed, errors, guard.middleware],
+            [sock, stack.enter_context(control_socket(state))], routes,
+            [cors.middleware, compressed, errors.middleware, guard.middleware],
             FastPath(gateway, functions, guard, routes), settings.header_timeout_s, [cors.on_prepare],
         )
     )  # fmt: skip

@@ -305,7 +305,11 @@ TOGETHER = {
     "unstored",
     "schema",
     "templates",
+    "tenants",
+    "unstored",
     "fetcher_s3",
+    "tenants",
+    "unstored",
 }
 
 
