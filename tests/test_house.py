@@ -305,11 +305,7 @@ TOGETHER = {
     "unstored",
     "schema",
     "templates",
-    "tenants",
-    "unstored",
     "fetcher_s3",
-    "tenants",
-    "unstored",
 }
 
 
