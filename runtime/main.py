@@ -159,8 +159,10 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     )  # fmt: skip
     backend = Backend(functions, jobs, metrics, settings.max_body_bytes, settings.body_timeout_s, state)
     gateway = Gateway(backend)
-    access = AccessControl(keyring, secrets, functions)
-    apis = (gateway, admin, RevisionsApi(functions), access, WebhooksApi(functions, jobs), DocsPage())
+    apis = (
+        gateway, admin, RevisionsApi(functions), AccessControl(keyring, secrets, functions),
+        WebhooksApi(functions, jobs), DocsPage(),
+    )  # fmt: skip
     own_routes = [route for api in apis for route in api.routes()]
     routes = OpenApi([*own_routes, *dialect_routes(backend)], admin.statuses).routes
     cors = CrossOrigin(functions, routes, settings.cors_origins)
