@@ -119,9 +119,6 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     state = stack.enter_context(locked_state_dir(settings.state_dir))
     store = Store(state, _write, Retention(settings.keep_revisions, settings.keep_revisions_bytes))
     await asyncio.to_thread(store.start)
-    listener = Listener(state / "run" / "link.sock")
-    listener.open()
-    stack.callback(listener.close)
     sock = stack.enter_context(bind(settings.host, settings.port))
     local = is_loopback(sock.getsockname()[0])
     keyring, secrets = await asyncio.to_thread(_load_access, state)
@@ -129,7 +126,7 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
         _write(NO_KEY_YET.format(url=url_of(sock), state=shlex.quote(str(state))))
 
     tasks = await stack.enter_async_context(BackgroundTasks())
-    launcher = ProcessLauncher(listener, tasks)
+    launcher = ProcessLauncher(_listen(state, stack), tasks)
     stack.push_async_callback(launcher.close)
     fetcher = FetcherClient(settings.cache_dir, tasks)
     stack.push_async_callback(fetcher.close)
@@ -151,6 +148,7 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     stack.push_async_callback(jobs.close)
     sources = Sources(jobs, tasks, functions.log, drain_s=settings.drain_s)
     _connect(events, functions, jobs, sources)
+    metrics.readers += [jobs.readings, sources.readings, keyring.readings]
 
     admin = Admin(
         functions, metrics, local=local,
@@ -181,6 +179,22 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     server = Server(url_of(sock), functions, admin, tasks, jobs, sources)
     stack.push_async_callback(shutdown, server)
     return server
+
+
+def _listen(state: Path, stack: contextlib.AsyncExitStack) -> Listener:
+    """Open the socket that zygotes and workers dial, and close it with `stack`."""
+    listener = Listener(state / "run" / "link.sock")
+    listener.open()
+    stack.callback(listener.close)
+    return listener
+
+
+def _load_access(state: Path) -> tuple[Keyring, Secrets]:
+    """Read the API keys and secrets. Blocks. Raise GatewayError if a file is damaged."""
+    keyring, secrets = Keyring(state), Secrets(state)
+    keyring.load()
+    secrets.load()
+    return keyring, secrets
 
 
 async def shutdown(server: Server) -> None:

@@ -301,10 +301,10 @@ TOGETHER = {
     "large",
     "npm_client",
     "pypi_client",
-    "schema",
-    "templates",
     "tenants",
     "unstored",
+    "schema",
+    "templates",
     "fetcher_s3",
 }
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from ...errors import UnknownKey
+from ..telemetry.metrics import Numbers, Reading
 from . import private_files
 from .keys import NOBODY, TOKEN, ApiKey, Caller, NewKey, mint
 
@@ -142,6 +143,17 @@ class Keyring:
                 raise UnknownKey(message, remedy="See `pilotflame keys list`.")
             self._replace(other for other in self._held.values() if other is not held)
         return held.key
+
+    async def readings(self) -> list[Reading]:
+        """Return the metrics of all keys together: metrics with a label for each key would grow with the keys."""
+        now_s, held = time.time(), list(self._held.values())
+        expired = sum(one.key.expires_s is not None and one.key.expires_s <= now_s for one in held)
+        states: Numbers = {("valid",): len(held) - expired, ("expired",): expired}
+        running: Numbers = {(): sum(one.meter.running for one in held)}
+        return [
+            Reading("keys", "API keys.", states, ("state",)),
+            Reading("key_requests_running", "Requests with an API key that are running.", running, ()),
+        ]
 
     def save(self) -> None:
         """Write the file again, with the times at which the keys were last used."""

@@ -150,7 +150,7 @@ class Admin:
         return json_response({"status": "ready"})
 
     async def metrics(self, _request: web.Request) -> web.StreamResponse:
-        return web.Response(body=self._metrics.text(), headers={"Content-Type": METRICS_TYPE})
+        return web.Response(body=await self._metrics.read(), headers={"Content-Type": METRICS_TYPE})
 
     def statuses(self, request: web.Request) -> Iterator[FunctionStatus]:
         """Yield the status of each function that the caller may see."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Callable
 
 import orjson
@@ -55,6 +56,8 @@ class Consumer:
         self._queue = queue
         self._sink = sink
         self._log = log
+        self.ended: Counter[str] = Counter()
+        """The number of messages by outcome: completed, or left to the queue."""
         self._messages: dict[str, Message] = {}
         """By message id, the latest delivery of each message that is in progress."""
         self._news: dict[str, asyncio.Event] = {}
@@ -74,6 +77,11 @@ class Consumer:
         self._tasks: BackgroundTasks
         self._polling: asyncio.Task[None]
         self._extending: asyncio.Task[None]
+
+    @property
+    def in_flight(self) -> int:
+        """How many messages it holds."""
+        return len(self._messages)
 
     def start(self, tasks: BackgroundTasks) -> None:
         self._tasks = tasks
@@ -204,6 +212,7 @@ class Consumer:
             if self._sink is not None:
                 await self._sink.put(message, job)
             await self._queue.delete(self._messages[message.id])
+            self.ended["completed"] += 1
             return True
         if self._stopping and job.state is JobState.CANCELLED:
             # The job did not run, so the message may be delivered to another consumer immediately.
@@ -227,6 +236,7 @@ class Consumer:
         """Log why the message stays in the queue, and hide it for a time that doubles with each delivery."""
         self._end_group(message)
         self._log(f"message {message.id}: {why}")
+        self.ended["left"] += 1
         backoff_s = min(MAX_BACKOFF_S, self.source.backoff_s << min(message.received - 1, 16))
         await self._give_back(message, backoff_s)
 

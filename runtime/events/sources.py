@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
 from ..jobs.jobs import Jobs
 from ..settings.function_settings import FunctionSettings
 from ..telemetry.background import BackgroundTasks
+from ..telemetry.metrics import Reading
 from .consumer import Consumer
 from .sinks import open_sink
 from .sqs import MessageQueue
@@ -62,6 +64,20 @@ class Sources:
             self.stop(name)
         if self._closing:
             await asyncio.wait(self._closing)
+
+    async def readings(self) -> list[Reading]:
+        """Return the metrics of the consumers that run."""
+        held: Counter[tuple[str, ...]] = Counter()
+        ended: Counter[tuple[str, ...]] = Counter()
+        for name, consumers in self._consumers.items():
+            for consumer in consumers:
+                held[name,] += consumer.in_flight
+                ended.update({(name, outcome): count for outcome, count in consumer.ended.items()})
+        labels = ("function", "outcome")
+        return [
+            Reading("source_messages_in_flight", "Messages of event sources that run as jobs.", held),
+            Reading("source_messages", "Messages of event sources by outcome.", ended, labels, total=True),
+        ]
 
     def _close(self, consumers: list[Consumer]) -> None:
         for consumer in consumers:

@@ -194,7 +194,7 @@ def _environment(
     text, name = _requirements(code_folder, cog)
     digest = requirements.requirements_digest(text)
     try:
-        requirements.check_requirements(text, file=name)
+        requirements.check_requirements(text, file=name, stand_ins=not request.install)
     except RequirementsError:
         if not request.install:
             raise

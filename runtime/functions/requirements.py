@@ -39,6 +39,10 @@ _REFUSED = (
 )
 
 
+# Workers have stand-ins for these packages, so handlers need the real ones only for what the stand-ins lack.
+STOOD_IN = frozenset({"runpod"})
+
+
 class RequirementLine(NamedTuple):
     """One requirement, and the number of the line in requirements.txt at which it begins."""
 
@@ -77,21 +81,27 @@ def parse_requirements(text: str, file: str = FILE) -> list[RequirementLine]:
     return lines
 
 
-def check_requirements(text: str, installed: Mapping[str, str] | None = None, *, file: str = FILE) -> None:
+def check_requirements(
+    text: str, installed: Mapping[str, str] | None = None, *, file: str = FILE, stand_ins: bool = False
+) -> None:
     """Raise RequirementsError, which names all unmet lines of `text`, if there are any.
 
     `installed` are the versions of the installed packages by name. Without it, the packages of this
-    interpreter are used. Only then are the dependencies that extras add checked too.
+    interpreter are used. Only then are the dependencies that extras add checked too. With `stand_ins`, a package
+    that is not installed and has a stand-in meets any requirement.
     """
     if installed is None:
         # Otherwise Python may not see a package that was installed since it last looked into the folder.
         importlib.invalidate_caches()
     present = installed_versions() if installed is None else installed
     versions = {str(canonicalize_name(name)): version for name, version in present.items()}
+    stood_in = STOOD_IN - versions.keys() if stand_ins else frozenset()
     unmet: dict[int, list[str]] = {}
     wanted: list[str] = []
     for line in parse_requirements(text, file):
         for requirement in _with_extras(line.requirement, follow=installed is None):
+            if canonicalize_name(requirement.name) in stood_in:
+                continue
             if problem := _unmet(requirement, versions):
                 unmet.setdefault(line.number, []).append(problem)
                 wanted.append(f"'{requirement.name}{requirement.specifier}'")

@@ -40,7 +40,7 @@ BACKOFF_S = 2.0
 MAX_BACKOFF_S = 300.0
 LOG_LINES = 20
 """How many of the worker's last log lines are stored with a job that FAILED or TIMED_OUT."""
-UNSTORED_S = 0.1
+UNSTORED_S = 0.5
 """A job that nobody knows of yet is stored after this time if it has not ended. Then it can be listed and
 cancelled, and it survives the gateway."""
 STORE_RETRY_S = 5.0
@@ -71,6 +71,8 @@ class JobAttempt:
         self._store = store
         self._closing = closing
         self._unstored = unstored
+        self.awaited = unstored is not None
+        """True if it was submitted for a caller who waits, before the job was stored."""
         self.stored: asyncio.Future[Job | None] = asyncio.get_running_loop().create_future()
         """Of an unstored job: resolved with the job when it is stored, which is at its end or, if that takes
         longer, after UNSTORED_S. None: it was not run, since the gateway or its revision ends. Or an error."""
@@ -115,8 +117,8 @@ class JobAttempt:
             await self._finish(JobOutcome(JobState.FAILED, error=internal.to_wire()))
         finally:
             # Nobody else resolves it if this task is cancelled or the code above has a bug.
-            if not self.stored.done():
-                self.stored.cancel()
+            if self._unstored is not None and not self.stored.done():
+                self._refuse(GatewayError("The job was not run to its end.", remedy="Submit it again."))
 
     async def _run_unstored(self, new: NewJob) -> bool:
         """Wait for the end of an unstored job, and store it. Return False if the job was stored before its end.
@@ -134,11 +136,14 @@ class JobAttempt:
                 await self._store_early(new)
         except PilotflameError as error:
             self.cancel()
-            self.stored.set_exception(error)
-            # Mark it as retrieved: if the caller has gone, asyncio must not warn about it.
-            self.stored.exception()
+            self._refuse(error)
             return True
         return self.stored.result() is not self.job
+
+    def _refuse(self, error: PilotflameError) -> None:
+        self.stored.set_exception(error)
+        # Mark it as retrieved: if the caller has gone, asyncio must not warn about it.
+        self.stored.exception()
 
     def _ended(self) -> JobOutcome | None:
         """Return how an unstored job has ended; None if it has not, or if it is to be queued again."""
@@ -163,7 +168,7 @@ class JobAttempt:
             self._fence = await self._store.start(new, self.invocation.worker) or 0
             self._store_progress()
         else:
-            await self._store.submit(new)
+            await self._store.admit(new)
         self.stored.set_result(self.job)
 
     async def _run(self) -> None:

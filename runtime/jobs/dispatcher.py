@@ -52,10 +52,11 @@ class JobDispatcher:
     def run_unstored(self, new: NewJob) -> JobAttempt | None:
         """Run a job that is not stored, and return its attempt. Return None if it must be stored before it runs.
 
-        This is so if stored jobs wait before it, if anybody could know of it, and if its function cannot take it.
+        This is so if anybody could know of it before it ends, and if its function cannot take it. It waits in the
+        revision's queue, which serves jobs with the same ttl in the order of their arrival.
         """
         jobs = self._functions.get(new.function)
-        full = jobs is not None and (jobs.waiting or len(jobs.attempts) >= MAX_SUBMITTED)
+        full = jobs is not None and len(jobs.attempts) >= 2 * MAX_SUBMITTED
         known = new.webhook is not None or new.idempotency or new.wanted_id
         if self._closing.is_set() or full or known:
             return None
@@ -150,9 +151,11 @@ class JobDispatcher:
         scale = self._live(function).revision.policy.scale
         capacity = scale.max * scale.concurrency
         # An attempt whose invocation has ended waits only for the store and uses no worker.
-        outstanding = sum(not attempt.invocation.ended for attempt in jobs.attempts.values())
+        # Those of waiting callers are not counted: otherwise a steady flow of them would keep out stored jobs.
+        queued = [attempt for attempt in jobs.attempts.values() if not attempt.awaited]
+        outstanding = sum(not attempt.invocation.ended for attempt in queued)
         room = min(MAX_SUBMITTED, capacity + max(capacity, MIN_PREFETCH)) - outstanding
-        return min(room, MAX_SUBMITTED - len(jobs.attempts))
+        return min(room, MAX_SUBMITTED - len(queued))
 
     def _start(self, job: Job) -> None:
         if not self._closing.is_set():

@@ -12,6 +12,7 @@ from ...errors import JobStoreFailed
 from ..functions.live import Live
 from ..settings.gateway_settings import GatewaySettings
 from ..telemetry.background import BackgroundTasks
+from ..telemetry.metrics import Numbers, Reading
 from .database import Database
 from .dispatcher import JobDispatcher
 from .http_post import AddressPolicy
@@ -97,10 +98,10 @@ class Jobs:
         if (attempt := self._dispatcher.run_unstored(new)) is not None:
             # The attempt goes on if the caller is cancelled.
             stored = await asyncio.shield(attempt.stored)
-            if isinstance(stored, Job) and stored.state.final:
-                self._expect_expiry(stored.expires_s)
-                return stored, False
             if stored is not None:
+                self._expect_expiry(stored.expires_s or stored.created_s + min(stored.ttl_s, self._keep_s))
+                if stored.state.final:
+                    return stored, False
                 return await self.wait(stored.function, stored.id, until_s - time.monotonic()), False
             # It was not run. The function may have been deleted, or the gateway may be shutting down.
             self._live(new.function)
@@ -174,6 +175,30 @@ class Jobs:
     def webhook_secret(self, function: str) -> str:
         """Return the secret with which receivers verify a function's deliveries."""
         return self._key.of(function).secret
+
+    async def readings(self) -> list[Reading]:
+        """Return the metrics of jobs and webhooks. Raise JobStoreFailed if the store cannot be read."""
+        counts, pending = await self.store.all_counts(), await self.store.pending_deliveries()
+
+        def by_state(*states: str) -> Numbers:
+            return {(name, state): getattr(of, state) for name, of in counts.items() for state in states}
+
+        live, ended = by_state("in_queue", "in_progress"), by_state("completed", "failed", "cancelled")
+        state, outcome = ("function", "state"), ("function", "outcome")
+        retried: Numbers = {(name,): of.retried for name, of in counts.items()}
+        size: Numbers = {(name,): of.queued_bytes for name, of in counts.items()}
+        waiting: Numbers = {(name,): count for name, count in pending.items()}
+        sent: Numbers = dict(self._sender.attempts)
+        return [
+            Reading("jobs", "Jobs that wait or run.", live, state),
+            Reading("jobs_ended", "Jobs that have ended, by final state.", ended, state, total=True),
+            Reading("job_retries", "Retries of jobs that callers requested.", retried, total=True),
+            Reading("job_queue_bytes", "Size of the inputs of waiting jobs.", size),
+            Reading("webhooks_pending", "Webhook deliveries to be sent, now or later.", waiting),
+            Reading(
+                "webhook_attempts", "Attempts to send a delivery, by outcome.", sent, outcome, total=True
+            ),
+        ]
 
     # -- after each transaction
 

@@ -200,6 +200,12 @@ def newest(
     return [_delivery(row) for row in rows]
 
 
+def pending(connection: sqlite3.Connection) -> dict[str, int]:
+    """Return how many deliveries of each function are to be sent, now or later."""
+    query = "SELECT function, count(*) FROM deliveries WHERE state = 'PENDING' GROUP BY function"
+    return dict(connection.execute(query).fetchall())
+
+
 def delete_orphans(connection: sqlite3.Connection, before_s: float, limit: int) -> None:
     """Delete up to `limit` ended deliveries that were added before `before_s` and outlived their job."""
     connection.execute(

@@ -135,7 +135,10 @@ UPDATE deliveries SET owner = coalesce((SELECT owner FROM jobs WHERE jobs.id = j
 CREATE INDEX deliveries_owner ON deliveries (function, owner, created_s) WHERE owner <> '';
 """
 
-SCRIPTS = (_TABLES, _QUEUED_BYTES, _OWNERS)
+# Counts pending deliveries by function without reading them.
+_PENDING = "CREATE INDEX deliveries_pending ON deliveries (function) WHERE state = 'PENDING';"
+
+SCRIPTS = (_TABLES, _QUEUED_BYTES, _OWNERS, _PENDING)
 """`SCRIPTS[n]` upgrades a file from version n to n + 1. Do not edit a released script: add a new one."""
 
 _COLUMNS = (

@@ -68,6 +68,7 @@ class JobStore:
     recover = _transition(transitions.recover)
     submit = _transition(transitions.submit)
     take = _transition(transitions.take)
+    admit = _transition(transitions.admit)
     start = _transition(transitions.start)
     record = _transition(transitions.record)
     finish = _transition(transitions.finish)
@@ -92,6 +93,7 @@ class JobStore:
     all_counts = _query(queries.all_counts)
     functions_waiting = _query(queries.functions_waiting)
     deliveries = _query(outbox.newest)
+    pending_deliveries = _query(outbox.pending)
 
     async def purge(self, function: str, owner: str = ALL, *, running: bool = False) -> int:
         """Cancel an owner's queued jobs, with `running` also the running ones. Return how many.

@@ -6,14 +6,15 @@ objects of the Prometheus library are made from them only when the metrics are r
 
 from __future__ import annotations
 
+import contextlib
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -93,6 +94,30 @@ class _FunctionCounts:
                 self.cold_phases.setdefault(phase, _Histogram(SECONDS)).observe(seconds)
 
 
+Numbers: TypeAlias = Mapping[tuple[str, ...], float]
+"""The numbers of a metric by the values of its labels."""
+
+
+class Reading(NamedTuple):
+    """A metric that another part of the gateway keeps."""
+
+    name: str
+    text: str
+    values: Numbers
+    labels: tuple[str, ...] = ("function",)
+    """If the first label is the function, only the numbers of live functions are exported."""
+    total: bool = False
+    """True if it only grows, which makes it a counter."""
+
+
+class _Families(Collector):
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = list(families)
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
 class Metrics(Collector):
     """The metrics of one gateway. Gateways in one process do not share them."""
 
@@ -109,9 +134,9 @@ class Metrics(Collector):
         self._census = census
         self._failures = failures if failures is not None else {}
         self._functions: defaultdict[str, _FunctionCounts] = defaultdict(_FunctionCounts)
-        self._registry = CollectorRegistry()
-        for collector in (self, *others):
-            self._registry.register(collector)
+        self._others = list(others)
+        self.readers: list[Callable[[], Awaitable[Iterable[Reading]]]] = []
+        """Called when metrics are read. If one fails, its metrics are left out."""
 
     def responded(
         self, function: str, code: int, timeline: Timeline, error: PilotflameError | None = None
@@ -142,13 +167,31 @@ class Metrics(Collector):
         """Drop the counts of a deleted function: names come and go, and each has many time series."""
         self._functions.pop(function, None)
 
-    def text(self) -> bytes:
-        """Return the body of the response to GET /metrics, in the text format of Prometheus."""
-        return generate_latest(self._registry)
+    async def read(self) -> bytes:
+        """Return the body of the response to GET /metrics, with the readings of `readers`."""
+        readings: list[Reading] = []
+        for reader in self.readers:
+            with contextlib.suppress(PilotflameError):
+                readings += await reader()
+        return self.text(readings)
+
+    def text(self, readings: Iterable[Reading] = ()) -> bytes:
+        """Return all metrics in the text format of Prometheus."""
+        families = [family for part in (self, *self._others) for family in part.collect()]
+        return generate_latest(_Families([*families, *map(self._read, readings)]))
 
     def collect(self) -> Iterable[Metric]:
-        """Return all metrics. The registry calls this when the metrics are read."""
+        """Return all metrics that this object counts."""
         return [*self._counters(), *self._histograms(), *self._states()]
+
+    def _read(self, reading: Reading) -> Metric:
+        kind = CounterMetricFamily if reading.total else GaugeMetricFamily
+        family = kind(f"pilotflame_{reading.name}", reading.text, labels=reading.labels)
+        of_function, live = reading.labels[:1] == ("function",), self._census()
+        for labels, number in reading.values.items():
+            if not of_function or labels[0] in live:
+                family.add_metric(list(labels), number)
+        return family
 
     def _counters(self) -> Iterator[Metric]:
         codes = _family(CounterMetricFamily, "invocations", "Invocations answered.", "code")

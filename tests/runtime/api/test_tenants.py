@@ -47,6 +47,9 @@ OF_A_JOB: list[tuple[str, str]] = [
     ("POST", "/v1/functions/{function}/webhooks/{delivery}/redeliver"),
     ("GET", "/predictions/{job}"),
     ("POST", "/predictions/{job}/cancel"),
+    ("GET", "/v2/{function}/status-sync/{job}?wait=1000"),
+    ("GET", "/v1/predictions/{job}"),
+    ("POST", "/v1/predictions/{job}/cancel"),
 ]
 
 
@@ -286,7 +289,13 @@ class TenantMachine(RuleBasedStateMachine):
                 self.check_counts(tenant, function, mine)
                 self.note_deliveries(tenant, function)
 
-    @invariant()
+    @rule(who=st.integers(0, TENANTS - 1))
+    def list_predictions(self, who: int) -> None:
+        tenant = self.tenants[who]
+        found = tenant.client.get("/v1/predictions").json()["results"]
+        assert {job["id"] for job in found} <= {job.partition("~")[0] for job in tenant.jobs}
+
+    @rule()
     def an_administrator_sees_all(self) -> None:
         for function in FUNCTIONS:
             found = self.all(self.served.admin, function)
@@ -316,7 +325,7 @@ def test_nobody_sees_changes_or_counts_what_is_not_theirs(served: Served):
     run_state_machine_as_test(
         TenantMachine,
         settings=settings(
-            max_examples=max(10, settings().max_examples // 5), stateful_step_count=30, deadline=None,
+            max_examples=max(8, settings().max_examples // 6), stateful_step_count=20, deadline=None,
             suppress_health_check=list(HealthCheck),
         ),
     )  # fmt: skip

@@ -9,11 +9,12 @@ from pilotflame.errors import (
     DeadlineExceeded,
     HandlerFailed,
     InputTooLarge,
+    JobStoreFailed,
     Overloaded,
     QueueFull,
     QuotaExceeded,
 )
-from pilotflame.runtime.telemetry.metrics import Census, Metrics
+from pilotflame.runtime.telemetry.metrics import Census, Metrics, Reading
 from pilotflame.runtime.telemetry.snapshot_metrics import SnapshotMetrics
 from pilotflame.runtime.telemetry.timeline import PHASES, WARM_PHASES, Activation, Timeline
 from prometheus_client.parser import text_string_to_metric_families
@@ -192,6 +193,26 @@ def test_fetches_and_the_tiers_of_the_cache_are_exported() -> None:
     assert value(metrics, "pilotflame_snapshot_received_bytes_total", tier="memory") == 5
     assert value(metrics, "pilotflame_snapshot_evicted_bytes_total", tier="disk") == 3
     assert value(metrics, "pilotflame_snapshot_cache_budget_bytes", tier="disk") == 9
+
+
+async def test_readings_of_other_parts_are_exported_and_a_failing_one_is_left_out() -> None:
+    metrics = Metrics(lambda: {"tone": Census()})
+    rows = {("tone", "completed"): 3.0, ("deleted", "completed"): 4.0}
+
+    async def read() -> list[Reading]:
+        return [
+            Reading("jobs_ended", "Ended.", rows, ("function", "state"), total=True),
+            Reading("keys_running", "All.", {(): 2.0}, ()),
+        ]
+
+    async def broken() -> list[Reading]:
+        raise JobStoreFailed("The disk is full.")
+
+    metrics.readers += [read, broken]
+    text = (await metrics.read()).decode()
+    assert 'pilotflame_jobs_ended_total{function="tone",state="completed"} 3.0' in text
+    assert "pilotflame_keys_running 2.0" in text
+    assert "deleted" not in text
 
 
 PROMTOOL = os.environ.get("PROMTOOL") or shutil.which("promtool") or ""
