@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import functools
 import gc
+import logging
 import shlex
 import signal
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +22,14 @@ from .access.control_socket import control_socket
 from .access.keyring import Keyring
 from .access.secrets import Secrets
 from .api.access import AccessControl
+from .api.access_log import AccessLog
 from .api.admin import Admin
+from .api.audit import Audit
 from .api.backend import Backend
 from .api.fast_path import FastPath
 from .api.guard import Guard
 from .api.invoke import Gateway
+from .api.logs import LogsApi
 from .api.openapi import OpenApi
 from .api.responses import ErrorResponses, compressed
 from .api.routes import error_formats
@@ -45,8 +48,12 @@ from .launching.listener import Listener
 from .launching.process_launcher import ProcessLauncher
 from .settings.gateway_settings import GatewaySettings
 from .settings.state_dir import locked_state_dir
+from .telemetry.gateway_log import gateway_logging
+from .telemetry.log_files import ACCESS, AUDIT, LogFiles
+from .telemetry.logs import Logs
 from .telemetry.metrics import Metrics
 
+LOG = logging.getLogger(__name__)
 # How many new objects trigger a garbage collection. A request creates about twenty objects that the collector
 # counts. Nearly all of them are freed when the request ends, so frequent collections would find nothing.
 YOUNG_OBJECTS = 20_000
@@ -111,7 +118,8 @@ async def serve(settings: GatewaySettings) -> AsyncIterator[Server]:
 async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -> Server:
     """Start each part after the parts that it uses. Closing `stack` drains and closes them in reverse."""
     state = stack.enter_context(locked_state_dir(settings.state_dir))
-    store = Store(state, _write)
+    logs = await _open_logs(state, settings, stack)
+    store = Store(state, LOG.warning)
     await asyncio.to_thread(store.start)
     listener = Listener(state / "run" / "link.sock")
     listener.open()
@@ -122,7 +130,7 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     await asyncio.to_thread(keyring.load)
     await asyncio.to_thread(secrets.load)
     if not local and not keyring.exists:
-        _write(NO_KEY_YET.format(url=url_of(sock), state=shlex.quote(str(state))))
+        LOG.warning(NO_KEY_YET.format(url=url_of(sock), state=shlex.quote(str(state))))
 
     tasks = await stack.enter_async_context(asyncio.TaskGroup())
     launcher = ProcessLauncher(listener, tasks)
@@ -131,8 +139,10 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     stack.push_async_callback(fetcher.close)
     events = FunctionEvents()
     environments = state / "environments"
-    functions = Functions(store, environments, launcher, tasks, fetcher, secrets, events, settings.drain_s)
-    metrics = Metrics(functions.census)
+    functions = Functions(
+        store, environments, launcher, tasks, fetcher, secrets, events, logs, settings.drain_s
+    )  # fmt: skip
+    metrics = Metrics(functions.census, lambda: logs.files.dropped)
     events.activated.append(metrics.activated)
     await functions.restore()
 
@@ -143,10 +153,11 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     sources = Sources(jobs, tasks, functions.log, drain_s=settings.drain_s)
     _connect(events, functions, jobs, sources)
 
-    admin = Admin(functions, metrics, local=local)
+    admin = Admin(functions, metrics, logs, local=local)
     backend = Backend(functions, jobs, metrics, settings.max_body_bytes, settings.body_timeout_s)
     gateway = Gateway(backend)
-    apis = (gateway, admin, AccessControl(keyring, secrets, functions), WebhooksApi(functions, jobs))
+    access = AccessControl(keyring, secrets, functions)
+    apis = (gateway, admin, LogsApi(functions, logs), access, WebhooksApi(functions, jobs))
     own_routes = [route for api in apis for route in api.routes()]
     routes = OpenApi([*own_routes, *dialect_routes(backend)], admin.statuses).routes
     guard = Guard(
@@ -154,16 +165,29 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
         on_quota=functools.partial(_count_refusal, functions, metrics),
     )  # fmt: skip
     errors = ErrorResponses(error_formats(routes))
+    requests = AccessLog(logs.book(ACCESS)) if settings.access_log else None
+    outer = [requests.middleware] if requests is not None else []
+    audit = Audit(routes, logs.book(AUDIT))
     control = stack.enter_context(control_socket(state))
     await stack.enter_async_context(
         http_server(
-            [sock, control], routes, [compressed, errors.middleware, guard.middleware],
-            FastPath(gateway, functions, guard), settings.header_timeout_s,
+            [sock, control], routes, [*outer, compressed, errors.middleware, guard.middleware, audit.middleware],
+            FastPath(gateway, functions, guard, requests), settings.header_timeout_s,
         )
     )  # fmt: skip
     server = Server(url_of(sock), functions, admin, tasks, jobs, sources)
     stack.push_async_callback(shutdown, server)
     return server
+
+
+async def _open_logs(state: Path, settings: GatewaySettings, stack: contextlib.AsyncExitStack) -> Logs:
+    """Open the logs, and let the gateway's own messages go there and to standard error."""
+    files = LogFiles(state / "logs", max_bytes=settings.log_max_bytes, keep_s=settings.log_keep_s)
+    await asyncio.to_thread(files.start)
+    stack.push_async_callback(asyncio.to_thread, files.close)
+    logs = Logs(files)
+    stack.enter_context(gateway_logging(logs, settings.log_level, settings.log_format))
+    return logs
 
 
 async def shutdown(server: Server) -> None:
@@ -211,7 +235,7 @@ def _capture_signals(stop: asyncio.Event) -> Iterator[None]:
         for number in numbers:
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_DFL)
-        _write("draining; press Ctrl-C again to stop at once")
+        LOG.info("draining; press Ctrl-C again to stop at once")
         stop.set()
 
     for number in numbers:
@@ -221,7 +245,3 @@ def _capture_signals(stop: asyncio.Event) -> Iterator[None]:
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)
-
-
-def _write(text: str) -> None:
-    sys.stderr.write(f"pilotflame: {text}\n")

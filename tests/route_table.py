@@ -9,6 +9,7 @@ from typing import Any
 from pilotflame.runtime.api.access import AccessControl
 from pilotflame.runtime.api.admin import Admin
 from pilotflame.runtime.api.invoke import Gateway
+from pilotflame.runtime.api.logs import LogsApi
 from pilotflame.runtime.api.openapi import OpenApi
 from pilotflame.runtime.api.webhooks import WebhooksApi
 from pilotflame.runtime.dialects.registry import dialect_routes
@@ -20,7 +21,8 @@ def described() -> OpenApi:
     backend: Any = SimpleNamespace(functions=None, jobs=None, metrics=None, body_limit=None)
     apis = (
         Gateway(backend),
-        Admin(missing, missing, local=True),
+        Admin(missing, missing, missing, local=True),
+        LogsApi(missing, missing),
         AccessControl(missing, missing, missing),
         WebhooksApi(missing, missing),
     )

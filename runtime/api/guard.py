@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import socket
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -25,8 +25,9 @@ from ..access.keyring import Held, Keyring, Meter
 from ..access.keys import ANYBODY, Caller, Scope
 from .requests import CALLER, Headers
 from .responses import Handler
-from .routes import Route, scopes_by_path
+from .routes import Route, scopes_by_route
 
+LOG = logging.getLogger(__name__)
 SIGNED = "AWS4-"
 # AWS's clients sign requests and also send a session token. A caller can use the API key as this token.
 SESSION_TOKEN = "X-Amz-Security-Token"  # noqa: S105
@@ -72,7 +73,7 @@ class Guard:
         """`on_quota` is called with the function and the error of a request that exceeds its key's quota."""
         self._keyring, self._tasks = keyring, tasks
         self._public = {route.path for route in routes if route.public}
-        self._scopes = scopes_by_path(routes)
+        self._scopes = scopes_by_route(routes)
         self._required = required
         self._on_quota = on_quota
 
@@ -89,7 +90,7 @@ class Guard:
             return await handler(request)
         function = request.match_info.get("function")
         try:
-            admitted = self.admit(request.headers, path, function, request.transport)
+            admitted = self.admit(request.headers, (request.method, path), function, request.transport)
         except QuotaExceeded as error:
             if function is not None:
                 self._on_quota(function, error)
@@ -101,9 +102,10 @@ class Guard:
             admitted.leave()
 
     def admit(
-        self, headers: Headers, path: str, function: str | None, transport: asyncio.BaseTransport | None
-    ) -> Admitted:
-        """Admit a request to the route with this registered path. `leave` of the result must be called.
+        self, headers: Headers, route: tuple[str, str], function: str | None,
+        transport: asyncio.BaseTransport | None,
+    ) -> Admitted:  # fmt: skip
+        """Admit a request to the route of this method and registered path. Call `leave` of the result.
 
         Raises Unauthorized, Forbidden, QuotaExceeded, or UnknownFunction if the key does not cover it.
         """
@@ -122,7 +124,7 @@ class Guard:
             details = {"retry_after_s": wait_s}
             raise QuotaExceeded("This API key's quota is used up.", remedy=remedy, details=details)
         try:
-            if path and (scope := self._scopes.get(path, Scope.ADMIN)) is not None:
+            if route[1] and (scope := self._scopes.get(route, Scope.ADMIN)) is not None:
                 held.caller.check_scope(scope)
             if function is not None:
                 held.caller.check(function)
@@ -156,7 +158,7 @@ class Guard:
             self._keyring.save()
         except GatewayError as error:
             # The time of last use is only shown to users, so the request is admitted all the same.
-            sys.stderr.write(f"pilotflame: {error}\n")
+            LOG.warning("%s", error)
 
 
 def token_in(header: str) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
-import sys
 from collections.abc import AsyncIterator, Sequence
 
 import aiohttp
@@ -18,10 +18,11 @@ from .connection import ClientConnection, FastConnection, header_timer, missing_
 from .fast_path import FastPath
 from .routes import Route, aiohttp_routes
 
+LOG = logging.getLogger(__name__)
 BACKLOG = 1024
 NO_FAST_PATH = (
-    "pilotflame: aiohttp {version} lacks {names}, so plain calls take more time. Install an aiohttp that pilotflame's"
-    " pyproject.toml allows.\n"
+    "aiohttp {version} lacks {names}, so plain calls take more time. Install an aiohttp that pilotflame's"
+    " pyproject.toml allows."
 )
 
 
@@ -56,10 +57,10 @@ async def http_server(
 ) -> AsyncIterator[None]:  # fmt: skip
     """Serve `routes` on `socks` inside the block. At its end, requests have one more second.
 
-    If the installed aiohttp does not support `fast_path`, print a message and serve without it.
+    If the installed aiohttp does not support `fast_path`, log a message and serve without it.
     """
     if missing := missing_internals():
-        sys.stderr.write(NO_FAST_PATH.format(version=aiohttp.__version__, names=", ".join(missing)))
+        LOG.warning(NO_FAST_PATH.format(version=aiohttp.__version__, names=", ".join(missing)))
         middlewares = [header_timer, *middlewares]
     app = web.Application(client_max_size=MAX_ARCHIVE_BYTES, middlewares=middlewares)
     app.add_routes(aiohttp_routes(routes))

@@ -41,6 +41,9 @@ def exit_code_of(command: Callable[[], Any]) -> int:
         error.show()
         return USAGE if isinstance(error, click.UsageError) else ERROR
     except PilotflameError as error:
+        # Only those who may see the function's code get its traceback.
+        if error.trace:
+            say(error.trace.rstrip())
         say(f"error: {' '.join(str(error).split())}")
         return UNREACHABLE if isinstance(error, GatewayUnreachable) else ERROR
     except BrokenPipeError:

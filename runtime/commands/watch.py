@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -49,7 +48,8 @@ async def _deploy(functions: Functions, deployment: Deployment) -> Live | None:
     except (PilotflameError, OSError) as error:
         # OSError: a file may vanish while it is copied.
         display.say(f"pilotflame: not deployed: {error}")
-        sys.stderr.write(getattr(error, "details", {}).get("traceback", ""))
+        if isinstance(error, PilotflameError) and error.trace:
+            display.say(error.trace.rstrip())
         return None
     name, elapsed_s = f"{live.record.function} {live.record.revision}", time.monotonic() - started_s
     display.say(f"pilotflame: {name} is live ({elapsed_s:.1f} s)")

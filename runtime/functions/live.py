@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 import psutil
@@ -16,9 +16,14 @@ from ..scaling.autoscaler import ScaleSpec
 from ..serving.dispatcher import Policy
 from ..serving.revision import Revision
 from ..settings.function_settings import FunctionSettings
-from ..telemetry.logs import LogBook
+from ..telemetry.log_files import LogQuery, function_file
+from ..telemetry.logs import LogBook, Logs
 from ..telemetry.timeline import Timeline
 from .store import RevisionRecord
+
+# How many of the latest errors the status shows, and how much of each.
+LAST_ERRORS = 5
+MAX_ERROR_CHARS = 500
 
 
 class Workers(BaseModel, frozen=True):
@@ -38,6 +43,15 @@ class Process(BaseModel, frozen=True):
     rss_mb: float
     uss_mb: float
     pss_mb: float
+
+
+class LastError(BaseModel, frozen=True):
+    """What the function's log says of a failure, in one line."""
+
+    at: datetime
+    source: str
+    request_id: str
+    text: str
 
 
 class FunctionStatus(BaseModel, frozen=True):
@@ -61,6 +75,7 @@ class FunctionStatus(BaseModel, frozen=True):
     last_cold_start_ms: float | None
     last_cold_start_phases_ms: dict[str, float]
     warnings: list[str]
+    last_errors: list[LastError] = []
     settings: FunctionSettings
     input_schema: dict[str, Any]
     output_schema: dict[str, Any]
@@ -82,7 +97,7 @@ class Live:
         self.record = record
         self.revision = revision
         self.logs = logs
-        self.warnings: list[str] = []
+        self.warnings = list(record.warnings)
         self._last_cold: Timeline | None = None
 
     async def prove(self, *, check: bool) -> None:
@@ -91,16 +106,30 @@ class Live:
         The zygote also tells the facts of the handler. They are put into the record and the policy.
         """
         source = await self.revision.pool.zygote.open()
-        self.record = self.record.model_copy(update={"handler": source.facts})
-        self.revision.configure(policy_of(self.record))
         if source.spawn_reason:
             self.warnings.append(f"Workers are spawned, not forked: {source.spawn_reason}.")
+        # The record is stored when the revision goes live, so the warnings survive a restart.
+        found = {"handler": source.facts, "warnings": tuple(self.warnings)}
+        self.record = self.record.model_copy(update=found)
+        self.revision.configure(policy_of(self.record))
         if check:
             await self.revision.try_start()
 
     def note_cold(self, timeline: Timeline) -> None:
         """Remember the timeline of the latest cold start, which `status` shows."""
         self._last_cold = timeline
+
+    async def last_errors(self, logs: Logs) -> list[LastError]:
+        """Return the latest errors in the function's log, the newest last."""
+        query = LogQuery(LAST_ERRORS, level="error")
+        lines = await logs.history(function_file(self.record.function), query)
+        return [
+            LastError(
+                at=datetime.fromtimestamp(line.at, UTC), source=line.source, request_id=line.request_id,
+                text=line.text.partition("\n")[0][:MAX_ERROR_CHARS],
+            )
+            for line in lines
+        ]  # fmt: skip
 
     def status(self, processes: list[Process] | None = None) -> FunctionStatus:
         """Return the status of the function. It shows `processes` if these were measured."""

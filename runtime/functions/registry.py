@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,12 +15,14 @@ from ..launching.fetcher_client import FetcherClient
 from ..launching.launcher import Launcher
 from ..serving.latency_curve_store import LatencyCurveStore
 from ..serving.revision import Revision
-from ..telemetry.logs import LogBook
+from ..telemetry.logs import LogBook, Logs
 from ..telemetry.metrics import Census
 from ..telemetry.timeline import Timeline
 from .deploy import Deployment, prepare, worker_spec
 from .live import Live, policy_of
 from .store import RevisionRecord, Store
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,7 @@ class Functions:
     weights: FetcherClient
     secrets: Secrets
     events: FunctionEvents
+    logs: Logs
     drain_s: float
     _live: dict[str, Live] = field(default_factory=dict, init=False)
     _locks: dict[str, asyncio.Lock] = field(default_factory=dict, init=False)
@@ -89,23 +93,30 @@ class Functions:
         The old revision finishes its invocations in the background. If the deploy fails, its error is raised
         and the old revision stays live.
         """
-        logs, loop = LogBook(), asyncio.get_running_loop()
-
-        def log(text: str) -> None:
-            loop.call_soon_threadsafe(logs.write, "deploy", text)
-
-        staged, fields = await asyncio.to_thread(prepare, self.store, self.environments, request, log)
+        said: list[str] = []
+        try:
+            staged, fields = await asyncio.to_thread(
+                prepare, self.store, self.environments, request, said.append
+            )
+        except PilotflameError as error:
+            LOG.warning("a deploy was refused: %s", error)
+            raise
         name = fields.settings.name
+        logs = self.logs.of_function(name)
+        for text in said:
+            logs.write("deploy", text)
         async with self._locks.setdefault(name, asyncio.Lock()):
-            if (old := self._live.get(name)) is not None:
-                logs = old.logs
+            old = self._live.get(name)
             self._check_open()
             record = await asyncio.to_thread(self.store.place, staged, fields)
             live = await self._create(record, logs)
             try:
                 await live.prove(check=request.check)
                 self._check_open()
-            except BaseException:
+            except BaseException as error:
+                if isinstance(error, PilotflameError):
+                    text = f"revision {record.revision} was not deployed: {error}\n{error.trace}".rstrip()
+                    logs.write("deploy", text, "error", revision=record.revision)
                 await live.revision.retire(0.0)
                 await asyncio.to_thread(self.store.withdraw, record)
                 raise
@@ -158,6 +169,7 @@ class Functions:
         for callback in self.events.deleted:
             callback(name)
         await live.revision.retire(self.drain_s)
+        live.logs.write("gateway", f"{name} was deleted")
         # The secrets go first, so that a crash in between does not leave them to a new function of this name.
         await asyncio.to_thread(self.secrets.forget, name)
         await asyncio.to_thread(self.store.delete, name)
@@ -165,7 +177,7 @@ class Functions:
     async def restore(self) -> None:
         """Make the stored functions live. Their zygotes and workers (`scale.min`) start in the background."""
         for name, record in (await asyncio.to_thread(self.store.functions)).items():
-            self._live[name] = live = await self._create(record, LogBook())
+            self._live[name] = live = await self._create(record, self.logs.of_function(name))
             if record.settings.scale.rest == "zygote":
                 self.tasks.create_task(live.revision.pool.zygote.warm())
             live.revision.scale()
@@ -196,7 +208,7 @@ class Functions:
                 callback(record.function, outcome)
 
         revision = Revision(
-            spec, policy_of(record), self.launcher, logs, self.tasks, activated, self.weights,
+            spec, policy_of(record), self.launcher, logs.of(record.revision), self.tasks, activated, self.weights,
             lambda: self.secrets.of(record.function), curves,
         )  # fmt: skip
         return Live(record, revision, logs)

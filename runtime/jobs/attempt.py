@@ -21,6 +21,7 @@ from ...errors import (
 )
 from ..functions.live import Live
 from ..serving.invocation import LAST, NORMAL, Invocation, Output
+from ..telemetry.logs import Capture
 from .job import Job, JobOutcome, JobState
 from .store import JobStore
 
@@ -36,8 +37,8 @@ ROW_BYTES = 32
 BACKOFF_S = 2.0
 """The delay before the second attempt if no worker could start. Each further delay is 4 times longer."""
 MAX_BACKOFF_S = 300.0
-LOG_LINES = 20
-"""How many of the worker's last log lines are stored with a job that FAILED or TIMED_OUT."""
+MAX_LOG_CHARS = 64 << 10
+"""How much of what a job has printed is stored with its result: the last lines."""
 STORE_RETRY_S = 5.0
 """The pause before a failed call of the store is repeated."""
 
@@ -73,6 +74,7 @@ class JobAttempt:
             streaming=revision.streaming, execution_s=job.execution_timeout_s, on_sent=self._sent.set,
             extra={**(job.extra or {}), "bare": True, "job": {"id": job.id, "attempt": job.attempts + 1}},
             on_progress=self._store_progress, tenant=job.owner, priority=LAST if job.priority else NORMAL,
+            capture=Capture(MAX_LOG_CHARS),
         )  # fmt: skip
         self.invocation.output.add_done_callback(lambda _: self._sent.set())
 
@@ -171,7 +173,7 @@ class JobAttempt:
             payload, output_type = await self._retried(self._aggregate), ""
         elif output_type == "application/json":
             output_type = ""
-        await self._finish(JobOutcome(JobState.COMPLETED, payload, output_type))
+        await self._finish(JobOutcome(JobState.COMPLETED, payload, output_type, logs=self._logs()))
 
     async def _aggregate(self) -> bytes:
         """Return all pieces as one JSON list, which is empty if it is too large or the handler wants none."""
@@ -229,6 +231,5 @@ class JobAttempt:
                     await self._closing.wait()
 
     def _logs(self) -> str:
-        worker = self.invocation.worker
-        lines = [line.text for line in self._log_book.tail(10 * LOG_LINES) if line.source == worker]
-        return "\n".join(lines[-LOG_LINES:])
+        """Return what this job has printed, and no other invocation of its worker."""
+        return self.invocation.capture.text() if self.invocation.capture is not None else ""

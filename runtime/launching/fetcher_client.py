@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import socket
 import sys
 import time
@@ -17,6 +18,7 @@ from ...errors import LauncherError, PilotflameError
 from ..link.worker_spec import WorkerSpec
 from ..telemetry.timeline import Fetch
 
+LOG = logging.getLogger(__name__)
 HOLD_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 10.0
 MAX_LINE_BYTES = 1 << 20
@@ -164,7 +166,7 @@ class FetcherClient:
                         progress.on_event(event)
                 except (ValueError, KeyError, TypeError):
                     # The line is not an event: a library printed it in the fetcher.
-                    sys.stderr.write(f"fetcher: {line.decode(errors='replace')}")
+                    LOG.info("fetcher: %s", line.decode(errors="replace").rstrip())
         requests.close()
         await process.wait()
         ended = f"The fetcher ended (exit code {process.returncode})."

@@ -1,24 +1,32 @@
-"""Defines the launcher interface: launch a revision, fork and kill its workers, learn how they ended."""
+"""Defines the launcher interface: launch a revision, fork and kill its workers, learn why they ended."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 from ..link.connection import Link
 from ..link.worker_spec import WorkerSpec
-from ..telemetry.logs import LogBook
+from ..telemetry.log_stream import LogStream
+from ..telemetry.logs import Log
 
 EXIT_REPORT_TIMEOUT_S = 2.0
+# How long a stuck worker has to write its stacks before it is killed.
+STACKS_TIMEOUT_S = 0.5
 
 
 class Child(ABC):
     """A launched process that has connected to the gateway. `gone` is set once the process has ended."""
 
-    def __init__(self, link: Link, pid: int, name: str) -> None:
+    def __init__(self, link: Link, pid: int, name: str, output: LogStream | None = None) -> None:
+        """`output` is what the process prints, if it has connected that."""
+        self.output = output
         self.link = link
         self.pid = pid
         self.name = name
@@ -27,24 +35,46 @@ class Child(ABC):
         self._exit_code: asyncio.Future[int | None] = self._loop.create_future()
         self._kill_timer: asyncio.TimerHandle | None = None
         self._kill_at_s = 0.0
+        self._kill_reason = ""
 
     @abstractmethod
     def kill(self) -> None:
         """Kill the process."""
 
+    @abstractmethod
+    def dump_stacks(self) -> None:
+        """Let a worker write to its log what each of its threads is doing, even if they are stuck."""
+
+    def kill_stuck(self, reason: str) -> None:
+        """Let the worker write its stacks, and kill it a moment later. `reason` is for its log."""
+        if self._kill_reason or self.gone.is_set():
+            return
+        self._kill_reason = reason
+        if self.output is not None:
+            # The stacks belong to no caller.
+            self.output.crowd()
+        self.dump_stacks()
+        if self._kill_timer is not None:
+            self._kill_timer.cancel()
+        self._kill_timer = self._loop.call_later(STACKS_TIMEOUT_S, self.kill)
+
     def kill_after(self, timeout_s: float) -> None:
         """Kill the process if it has not ended in `timeout_s`. Of several deadlines, the earliest counts."""
         kill_at_s = self._loop.time() + timeout_s
         if self._kill_timer is not None:
-            if self._kill_at_s <= kill_at_s:
+            if self._kill_reason or self._kill_at_s <= kill_at_s:
                 return
             self._kill_timer.cancel()
         if not self.gone.is_set():
+            reason = f"it had not ended {timeout_s:.0f} s after it was told to"
             self._kill_at_s = kill_at_s
-            self._kill_timer = self._loop.call_later(timeout_s, self.kill)
+            self._kill_timer = self._loop.call_later(timeout_s, self.kill_stuck, reason)
 
     async def cause(self) -> str:
-        """Return how the process ended, as text for messages: "signal 9 (SIGKILL)" or "exit code 1"."""
+        """Return how the process ended, as text for messages: "signal 9 (SIGKILL)" or "exit code 1".
+
+        If it was killed, that includes by whom and why, as far as that can be known.
+        """
         try:
             async with asyncio.timeout(EXIT_REPORT_TIMEOUT_S):
                 code = await asyncio.shield(self._exit_code)
@@ -56,7 +86,12 @@ class Child(ABC):
             return f"exit code {code}"
         # Python has no names for real-time signals.
         names = {number.value: number.name for number in signal.Signals}
-        return f"signal {-code} ({names.get(-code, 'real-time')})"
+        text = f"signal {-code} ({names.get(-code, 'real-time')})"
+        if self._kill_reason:
+            return f"{text}, sent by the gateway because {self._kill_reason}"
+        if code == -signal.SIGKILL and await asyncio.to_thread(_memory.has_killed):
+            return f"{text}, sent by the kernel because memory ran out"
+        return text
 
     def report_exit(self, code: int | None) -> None:
         """Set the exit code that the parent reported. It is None if the parent ended and cannot report it."""
@@ -69,6 +104,43 @@ class Child(ABC):
             # Until it fires, a running timer would keep this object in memory.
             self._kill_timer.cancel()
         self.gone.set()
+
+
+class OutOfMemoryKills:
+    """Counts the processes that the kernel has killed because memory ran out, as far as it tells."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known = self._count()
+
+    def has_killed(self) -> bool:
+        """Return True if the kernel has killed one more process than this has returned True for. Blocks."""
+        with self._lock:
+            if self._count() <= self._known:
+                return False
+            self._known += 1
+            return True
+
+    def _count(self) -> int:
+        # The counters of this container, in version 2 and 1 of cgroups, or else of the whole machine.
+        group = ""
+        with contextlib.suppress(OSError):
+            group = Path("/proc/self/cgroup").read_text().rpartition("0::")[2].split("\n")[0].strip("/")
+        files = (
+            f"/sys/fs/cgroup/{group}/memory.events",
+            "/sys/fs/cgroup/memory/memory.oom_control",
+            "/proc/vmstat",
+        )
+        for file in files:
+            with contextlib.suppress(OSError):
+                for line in Path(file).read_text().splitlines():
+                    name, _, count = line.partition(" ")
+                    if name == "oom_kill":
+                        return int(count)
+        return 0
+
+
+_memory = OutOfMemoryKills()
 
 
 class WorkerSource(Protocol):
@@ -86,7 +158,7 @@ class WorkerSource(Protocol):
     def zygote_pid(self) -> int | None:
         """Return the pid of the process that workers are forked from. None if workers are spawned."""
 
-    async def fork(self, name: str, logs: LogBook) -> Child:
+    async def fork(self, name: str, logs: Log) -> Child:
         """Return a new standby: a worker process that is connected, without weights. Raise LauncherError."""
 
     def close(self) -> None:
@@ -99,7 +171,7 @@ class WorkerSource(Protocol):
 class Launcher(Protocol):
     """Launches revisions, for example as processes of this machine."""
 
-    async def launch(self, spec: WorkerSpec, logs: LogBook, on_death: Callable[[], None]) -> WorkerSource:
+    async def launch(self, spec: WorkerSpec, logs: Log, on_death: Callable[[], None]) -> WorkerSource:
         """Launch a zygote that imports and builds the handler of `spec`, and return the source of workers.
 
         `on_death` is called if the zygote dies before it is closed. Raise HandlerError or LauncherError.

@@ -16,12 +16,15 @@ from pathlib import Path
 from ...errors import GatewayError, LinkError
 from ..link.connection import Link
 from ..link.frames import HEADER, FrameKind, FrameReader
-from ..telemetry.logs import LogBook, LogStream
+from ..telemetry.log_stream import LogStream
+from ..telemetry.logs import Log
 
 HELLO_TIMEOUT_S = 10.0
 MAX_HELLO_BYTES = 4096
 BACKLOG = 512
 PEERCRED = struct.Struct("3i")
+# Called with the link, the pid of its process, and the process's log connection, if it has one.
+OnLink = Callable[[Link, int, LogStream | None], None]
 # Linux allows 108 bytes for the path of a unix socket, including the zero byte at the end.
 MAX_SOCKET_PATH = 107
 
@@ -36,13 +39,13 @@ class Expected:
 
     secret: str
     source: str
-    logs: LogBook
-    on_link: Callable[[Link, int], None]
+    logs: Log
+    on_link: OnLink
     role: str
     log_stream: LogStream | None = None
 
-    def open_log(self, sock: socket.socket) -> LogStream:
-        self.log_stream = LogStream(sock, self.logs, self.source)
+    def open_log(self, sock: socket.socket, mark: str) -> LogStream:
+        self.log_stream = LogStream(sock, self.logs, self.source, mark)
         return self.log_stream
 
 
@@ -81,10 +84,10 @@ class Listener:
         for stream in self._streams:
             stream.close()
 
-    def expect(self, role: str, source: str, logs: LogBook, on_link: Callable[[Link, int], None]) -> str:
+    def expect(self, role: str, source: str, logs: Log, on_link: OnLink) -> str:
         """Return a token for one process, whose output is written to `logs` with the name `source`.
 
-        When the process opens its link as `role`, `on_link(link, pid)` is called.
+        When the process opens its link as `role`, `on_link(link, pid, log_stream)` is called.
         """
         name, secret = secrets.token_hex(8), secrets.token_hex(16)
         self._expected[name] = Expected(secret, source, logs, on_link, role)
@@ -101,7 +104,7 @@ class Listener:
         for greeting in list(self._greetings):
             greeting.read()
 
-    def hello(self, sock: socket.socket, token: str, role: str) -> bool:
+    def hello(self, sock: socket.socket, token: str, role: str, mark: str = "") -> bool:
         """Hand over a connection that sent HELLO. Return False if it is refused: the caller closes it."""
         name, _, secret = token.partition(".")
         expected = self._expected.get(name)
@@ -113,12 +116,12 @@ class Listener:
             return False
         if role == "log" and expected.log_stream is None:
             self._streams = {stream for stream in self._streams if stream.alive}
-            self._streams.add(expected.open_log(sock))
+            self._streams.add(expected.open_log(sock, mark))
             return True
         if role != expected.role:
             return False
         self.forget(token)
-        expected.on_link(Link(sock, join_writes=True), pid)
+        expected.on_link(Link(sock, join_writes=True), pid, expected.log_stream)
         return True
 
     def discard(self, greeting: _Greeting) -> None:
@@ -183,5 +186,6 @@ class _Greeting:
             frames = FrameReader(MAX_HELLO_BYTES).feed(self._data)
             if len(frames) == 1 and frames[0].kind == FrameKind.HELLO:
                 head = frames[0].json()
-                return self._listener.hello(self._sock, str(head["token"]), str(head["role"]))
+                token, role, mark = str(head["token"]), str(head["role"]), str(head.get("mark", ""))
+                return self._listener.hello(self._sock, token, role, mark)
         return False

@@ -10,7 +10,7 @@ from ...errors import ActivationFailed, PilotflameError, SourceDenied
 from ..launching.fetcher_client import FetcherClient, FetchProgress
 from ..launching.launcher import Child, Launcher
 from ..link.worker_spec import WEIGHTS_TIMEOUT_S, WorkerSpec
-from ..telemetry.logs import LogBook
+from ..telemetry.logs import Log
 from ..telemetry.timeline import Activation
 from .replica import START_TIMEOUT_S, Replica, ReplicaState, RevisionEvents
 from .zygote_supervisor import ZygoteSupervisor
@@ -23,7 +23,7 @@ class Pool:
     """The workers of one revision, and their hold on the weights, which they share on this node."""
 
     def __init__(
-        self, spec: WorkerSpec, launcher: Launcher, logs: LogBook, tasks: asyncio.TaskGroup,
+        self, spec: WorkerSpec, launcher: Launcher, logs: Log, tasks: asyncio.TaskGroup,
         events: RevisionEvents, *, standby: bool, keep_zygote: bool, weights: FetcherClient,
         secrets: Callable[[], dict[str, str]], measure: bool,
     ) -> None:  # fmt: skip

@@ -84,11 +84,16 @@ class Replica:
         """Its device and dtype."""
         self.measured: list[Point] = []
         """The latency curve that it measured before it was ready."""
+        self.left = False
+        """True if its end was to be expected: it drained."""
         self._events = events
         # The channels of invocations whose handler call does not end.
         self._stuck: set[int] = set()
+        # The channels of invocations whose printed lines are captured.
+        self._recorded: set[int] = set()
         # Otherwise a worker that hangs while it starts would count as starting for ever.
-        self._start_timer = asyncio.get_running_loop().call_later(start_timeout_s, child.kill)
+        late = f"it was not ready after {start_timeout_s:.0f} s"
+        self._start_timer = asyncio.get_running_loop().call_later(start_timeout_s, child.kill_stuck, late)
         child.link.bind(self._on_frame, self._on_lost)
         child.link.send_json(FrameKind.ACTIVATE, 0, {"env": env} | ({"measure": True} if measure else {}))
         # If the worker died while it was a standby, the link was closed before `_on_lost` was bound to it.
@@ -123,17 +128,32 @@ class Replica:
         if not self.outstanding.batching:
             for invocation in invocations:
                 channel = self.outstanding.add(invocation, now_s)
+                if invocation.capture is not None or self._recorded:
+                    self._record(channel, invocation)
                 if invocation.stream is not None:
                     self._connect(invocation.stream, channel)
                 link.send_json(FrameKind.INVOKE, channel, invocation.head(now_s), invocation.body)
             return
         channels = self.outstanding.add_batch(invocations, now_s)
         for place, (channel, invocation) in enumerate(zip(channels, invocations, strict=True), start=1):
+            if invocation.capture is not None or self._recorded:
+                self._record(channel, invocation)
             head = invocation.head(now_s, len(channels) - place)
             link.send_json(FrameKind.INVOKE, channel, head, invocation.body)
         # Send now. Otherwise the frames would be sent at the end of this iteration of the event loop, after
         # the responses of the last batch.
         link.flush()
+
+    def _record(self, channel: int, invocation: Invocation) -> None:
+        """Capture what an invocation prints, if it wants that. Others share the worker with it from now on."""
+        if (output := self.child.output) is None:
+            return
+        if invocation.capture is None:
+            output.crowd()
+            return
+        alone = len(self.outstanding.calls) == 1
+        output.record(channel, invocation.id, invocation.capture, alone=alone)
+        self._recorded.add(channel)
 
     def _connect(self, stream: Stream, channel: int) -> None:
         def grant(count: int) -> None:
@@ -171,7 +191,7 @@ class Replica:
 
     def _kill_if_only_stuck(self) -> None:
         if self._stuck and self.outstanding.running() <= self._stuck:
-            self.child.kill()
+            self.child.kill_stuck("a call of the handler did not end in time")
 
     def drain(self, kill_after_s: float) -> None:
         """Ask the worker to end the invocations that run, and to exit.
@@ -211,6 +231,10 @@ class Replica:
             self._events.on_end(self, invocation, outcome, timing, now_s, batch)
 
     def _remove(self, channel: int, cost: float, now_s: float) -> tuple[Invocation | None, BatchEnd | None]:
+        if channel in self._recorded:
+            self._recorded.discard(channel)
+            if self.child.output is not None:
+                self.child.output.end(channel)
         removed = self.outstanding.remove(channel, now_s, cost)
         if not self.outstanding.calls:
             self.idle_since_s = now_s
@@ -279,7 +303,11 @@ class Replica:
         if self.state is ReplicaState.DEAD:
             return
         self._start_timer.cancel()
+        if self.child.output is not None:
+            # Its last words came before the end of its link.
+            self.child.output.drain()
         # A worker without a link is useless, even if its process still runs. A draining one exits by itself.
+        self.left = self.state is ReplicaState.DRAINING and not self.reported_failure
         if self.state is not ReplicaState.DRAINING:
             self.child.kill()
         self.state = ReplicaState.DEAD

@@ -11,7 +11,7 @@ from ...errors import LauncherError, PilotflameError
 from ..launching.launcher import Child, Launcher, WorkerSource
 from ..link.frames import Frame, FrameKind
 from ..link.worker_spec import WorkerSpec
-from ..telemetry.logs import LogBook
+from ..telemetry.logs import Log
 
 # A zygote that was closed is killed if it has not ended after this time.
 EXIT_TIMEOUT_S = 10.0
@@ -37,7 +37,7 @@ class ZygoteSupervisor:
     """
 
     def __init__(
-        self, spec: WorkerSpec, launcher: Launcher, logs: LogBook, tasks: asyncio.TaskGroup,
+        self, spec: WorkerSpec, launcher: Launcher, logs: Log, tasks: asyncio.TaskGroup,
         busy: Callable[[], bool], *, with_standby: bool, keep: bool,
     ) -> None:  # fmt: skip
         """`busy` returns True while invocations run.

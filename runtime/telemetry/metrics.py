@@ -96,9 +96,15 @@ class _FunctionCounts:
 class Metrics(Collector):
     """The metrics of one gateway. Gateways in one process do not share them."""
 
-    def __init__(self, census: Callable[[], Mapping[str, Census]]) -> None:
-        """`census` returns the census of each function by name. It is called when metrics are read."""
+    def __init__(
+        self, census: Callable[[], Mapping[str, Census]], dropped: Callable[[], int] = lambda: 0
+    ) -> None:
+        """`census` returns the census of each function by name, `dropped` how many log lines were dropped.
+
+        Both are called when metrics are read.
+        """
         self._census = census
+        self._dropped = dropped
         self._functions: defaultdict[str, _FunctionCounts] = defaultdict(_FunctionCounts)
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -134,7 +140,9 @@ class Metrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Return all metrics. The registry calls this when the metrics are read."""
-        return [*self._counters(), *self._histograms(), *self._states()]
+        lost = CounterMetricFamily("pilotflame_log_lines_dropped", "Log lines that were not stored.")
+        lost.add_metric([], self._dropped())
+        return [*self._counters(), *self._histograms(), *self._states(), lost]
 
     def _counters(self) -> Iterator[Metric]:
         codes = _family(CounterMetricFamily, "invocations", "Invocations answered.", "code")

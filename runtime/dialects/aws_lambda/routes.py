@@ -22,11 +22,11 @@ from ...api.responses import ErrorBody, Response, retry_headers
 from ...api.routes import Parameter, Route, header
 from ...functions.live import Live
 from ...serving.invocation import Invocation, Output
+from ...telemetry.logs import Capture
 
 VERSION = "$LATEST"
 MAX_STREAMED_BYTES = 20 << 20
 TAIL_BYTES = 4096
-TAIL_LINES = 200
 KINDS = ("RequestResponse", "Event", "DryRun")
 _BEFORE_NAME = re.compile(r"^(arn(:[^:]*){4}:|\d+:(?=function:))?(function:)?")
 NAME = Parameter("name", "A name or an ARN.", place="path")
@@ -126,6 +126,7 @@ class LambdaApi:
             request_id, body, now_s=received_s, deadline_s=received_s + timeout_of(headers, policy.timeout_s),
             hold_until_s=received_s + policy.hold_s, traceparent=traceparent_of(headers), extra={"bare": True},
             streaming=revision.streaming, tenant=caller.owner, priority=priority_of(headers, urgent=caller.urgent),
+            capture=Capture(TAIL_BYTES) if headers.get("X-Amz-Log-Type") == "Tail" else None,
         )  # fmt: skip
         try:
             revision.submit(invocation)
@@ -133,10 +134,11 @@ class LambdaApi:
             self._backend.metrics.refused(name, error)
             raise
         answer = await self._ended(name, live, invocation)
-        sent = _headers(request_id) | self._log_tail(request, live, invocation)
+        sent = _headers(request_id) | _log_tail(invocation)
         if isinstance(answer, PilotflameError):
             sent["X-Amz-Function-Error"] = "Unhandled"
-            answer = Output(orjson.dumps(function_error(answer, request_id)), JSON_TYPE)
+            private = caller.sees_code(name)
+            answer = Output(orjson.dumps(function_error(answer, request_id, private=private)), JSON_TYPE)
         return web.Response(body=answer.payload, headers=sent | {"Content-Type": answer.content_type})
 
     async def _ended(self, name: str, live: Live, invocation: Invocation) -> Output | PilotflameError:
@@ -158,24 +160,6 @@ class LambdaApi:
         self._backend.record(name, 200, invocation)
         return answer
 
-    def _log_tail(self, request: web.Request, live: Live, invocation: Invocation) -> dict[str, str]:
-        """Return the header with the end of the log if the caller requests it, else no header.
-
-        The log holds the duration and, if workers run one invocation at a time, what the worker has printed
-        since the invocation was sent: otherwise the lines could be those of another invocation.
-        """
-        if request.headers.get("X-Amz-Log-Type", "None") != "Tail":
-            return {}
-        begun_s = time.time() - (time.monotonic() - (invocation.timeline.sent_s or time.monotonic()))
-        lines: list[str] = []
-        if live.revision.policy.scale.concurrency == 1:
-            found = (one for one in live.logs.tail(TAIL_LINES) if one.source == invocation.worker)
-            lines = [one.text for one in found if one.at >= begun_s]
-        took_ms = invocation.timeline.exec_s * 1000
-        lines.append(f"REPORT RequestId: {invocation.id}\tDuration: {took_ms:.2f} ms")
-        tail = "\n".join(lines).encode()[-TAIL_BYTES:]
-        return {"X-Amz-Log-Result": base64.b64encode(tail).decode()}
-
     def _live(self, request: web.Request) -> Live:
         # The text is `name`, `account:function:name` or an ARN, and each may end with `:qualifier`.
         name, _, qualifier = _BEFORE_NAME.sub("", request.match_info["name"]).partition(":")
@@ -188,16 +172,19 @@ class LambdaApi:
         return live
 
 
-def function_error(error: PilotflameError, request_id: str) -> dict[str, object]:
-    """Return the body for a function's error. If a Lambda handler raised it, its details hold the fields."""
+def function_error(error: PilotflameError, request_id: str, *, private: bool = False) -> dict[str, object]:
+    """Return the body for a function's error. If a Lambda handler raised it, its details hold the fields.
+
+    With `private`, it includes the stack.
+    """
     details = error.details
     usual = next((name for cls, name in ERROR_TYPES if isinstance(error, cls)), error.code)
-    trace = details.get("stackTrace") or str(details.get("traceback", "")).splitlines(keepends=True)
+    trace = error.private.get("stackTrace") or error.trace.splitlines(keepends=True)
     return {
         "errorMessage": details.get("errorMessage", error.message),
         "errorType": details.get("errorType") or details.get("exception") or usual,
         "requestId": request_id,
-        **({"stackTrace": trace} if trace else {}),
+        **({"stackTrace": trace} if trace and private else {}),
     }
 
 
@@ -215,6 +202,17 @@ async def _collect(invocation: Invocation) -> Output:
         pieces += some
     await invocation.output
     return Output(b"[" + b",".join(pieces) + b"]", JSON_TYPE)
+
+
+def _log_tail(invocation: Invocation) -> dict[str, str]:
+    """Return the header with the end of what the invocation printed, if its caller has asked for that."""
+    if invocation.capture is None:
+        return {}
+    printed, took_ms = invocation.capture.text(), invocation.timeline.exec_s * 1000
+    lines = [printed] if printed else []
+    lines.append(f"REPORT RequestId: {invocation.id}\tDuration: {took_ms:.2f} ms")
+    tail = "\n".join(lines).encode(errors="replace")[-TAIL_BYTES:]
+    return {"X-Amz-Log-Result": base64.b64encode(tail).decode()}
 
 
 def _headers(request_id: str) -> dict[str, str]:

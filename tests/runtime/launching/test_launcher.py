@@ -93,6 +93,9 @@ async def test_of_several_kill_deadlines_the_earliest_counts():
         def kill(self) -> None:
             killed.set()
 
+        def dump_stacks(self) -> None:
+            pass
+
     victim = Victim(None, 1, "victim")  # type: ignore[arg-type]
     victim.kill_after(60.0)
     victim.kill_after(0.0)
