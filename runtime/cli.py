@@ -26,7 +26,7 @@ COMMANDS = {
     "jobs": ("jobs", "List a function's jobs; show, cancel, retry or follow them."),
     "keys": ("keys", "Make, list and revoke API keys."),
     "list": ("functions", "List the functions, with the number of their workers and requests."),
-    "logs": ("functions", "Print what a function's processes wrote."),
+    "logs": ("logs", "Print the log of a function, or of the gateway."),
     "run": ("jobs", "Submit a job and print its id."),
     "secrets": ("secrets", "Give a function secrets: environment variables that no command shows."),
     "simulate": ("simulate", "Predict how many calls are answered in time, for each number of workers."),

@@ -20,13 +20,13 @@ from .responses import Timestamp, json_response, timestamp
 from .routes import Flag, Number, Parameter, Route
 
 MAX_LINES = 10_000
+NAMES = (GATEWAY, AUDIT, ACCESS)
+FUNCTIONS = "functions/"
 LINES = Number("lines", "The largest number of lines, the last ones.", 100, maximum=MAX_LINES)
 FOLLOW = Flag("follow", "Go on with new lines: such a response does not end.")
 SINCE = Parameter("since", "Unix time in seconds of the first line.", type="number")
 UNTIL = Parameter("until", "Unix time in seconds of the last line.", type="number")
 REQUEST = Parameter("request", "Only the lines of the invocation or job with this id.")
-NAMES = (GATEWAY, AUDIT, ACCESS)
-FUNCTIONS = "functions/"
 
 
 class LogLevel(StrEnum):
@@ -38,6 +38,7 @@ class LogLevel(StrEnum):
     ERROR = "error"
 
 
+LOG = Parameter("log", place="path", type="string", enum=list(NAMES))
 LEVEL = Parameter("level", "The lowest level.", type="string", enum=list(LogLevel))
 PARAMETERS: tuple[Parameter, ...] = (LINES, FOLLOW, SINCE, UNTIL, REQUEST, LEVEL)
 
@@ -65,7 +66,15 @@ class LogsApi:
         return [
             Route("GET", one, self.of_function, Scope.DEPLOY, printed, lines, parameters=PARAMETERS),
             Route("GET", "/v1/logs", self.list, Scope.READ, "List the stored logs.", listing),
-            Route("GET", "/v1/logs/{log}", self.of_gateway, Scope.ADMIN, said, lines, parameters=PARAMETERS),
+            Route(
+                "GET",
+                "/v1/logs/{log}",
+                self.of_gateway,
+                Scope.ADMIN,
+                said,
+                lines,
+                parameters=(LOG, *PARAMETERS),
+            ),
         ]
 
     async def of_function(self, request: web.Request) -> web.StreamResponse:

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from ...errors import GatewayUnreachable, PilotflameError
-from .display import say
+from .display import function_trace, say
 
 ERROR = 1
 USAGE = 2
@@ -41,10 +41,10 @@ def exit_code_of(command: Callable[[], Any]) -> int:
         error.show()
         return USAGE if isinstance(error, click.UsageError) else ERROR
     except PilotflameError as error:
-        # Only those who may see the function's code get its traceback.
-        if error.trace:
-            say(error.trace.rstrip())
         say(f"error: {' '.join(str(error).split())}")
+        # The gateway sends it only to those who may see the function's code.
+        if error.trace:
+            say(f"\n{function_trace(error.trace)}")
         return UNREACHABLE if isinstance(error, GatewayUnreachable) else ERROR
     except BrokenPipeError:
         # The reader of stdout has closed it. Redirect it, so that the interpreter can flush it at exit.

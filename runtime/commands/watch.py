@@ -49,7 +49,7 @@ async def _deploy(functions: Functions, deployment: Deployment) -> Live | None:
         # OSError: a file may vanish while it is copied.
         display.say(f"pilotflame: not deployed: {error}")
         if isinstance(error, PilotflameError) and error.trace:
-            display.say(error.trace.rstrip())
+            display.say(display.function_trace(error.trace))
         return None
     name, elapsed_s = f"{live.record.function} {live.record.revision}", time.monotonic() - started_s
     display.say(f"pilotflame: {name} is live ({elapsed_s:.1f} s)")

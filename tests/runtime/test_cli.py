@@ -26,11 +26,16 @@ SHOUT = (
 
 
 def one_paragraph(done, *named: str) -> None:
-    """Check that the command failed with exit code 1 and one line on stderr that contains these texts."""
+    """Check that the command failed with exit code 1 and one line on stderr that contains these texts.
+
+    After an empty line, the traceback of the function may follow.
+    """
     assert done.returncode == 1, done.stderr
     assert done.stdout == ""
     assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
+    paragraph, _, trace = done.stderr.partition("\n\n")
+    assert paragraph.rstrip("\n").count("\n") == 0
+    assert not trace or "  File " in trace
     for text in named:
         assert text in done.stderr
 

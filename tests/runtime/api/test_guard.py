@@ -217,7 +217,7 @@ async def test_scopes_are_kept_apart(keyed: Opened):
         (invoke, "DELETE", "/v1/functions/mine"),
         (invoke, "POST", "/v1/functions"),
         (deploy, "POST", "/invoke/mine"),
-        (deploy, "GET", "/metrics"),
+        (deploy, "GET", "/v1/logs/audit"),
         (deploy, "GET", "/v1/keys"),
         (deploy, "POST", "/v1/keys"),
         (invoke, "DELETE", "/v1/keys/000000000000"),
@@ -226,6 +226,32 @@ async def test_scopes_are_kept_apart(keyed: Opened):
         assert (error["status"], error["type"]) == (403, "forbidden"), path
     assert (await invoke.get("/nothing/here")).status_code == 404
     assert (await invoke.post("/healthz")).status_code == 405
+
+
+async def test_a_key_that_only_reads_sees_figures_and_changes_nothing(gateway: Gateway, keyed: Opened):
+    await gateway.deploy(
+        "def handler(event):\n    return 1\n", {"env.TOKEN": "of-the-owner"}, name="secretive"
+    )
+    read = await keyed(scopes=["read"])
+    assert "pilotflame_workers" in (await read.get("/metrics")).text
+    assert (await read.get("/v1/functions")).status_code == 200
+    status = await read.get("/v1/functions/secretive")
+    assert status.json()["settings"]["env"] == {"TOKEN": "…"}
+    assert "functions/secretive" in [log["name"] for log in (await read.get("/v1/logs")).json()["logs"]]
+    document = (await read.get("/openapi.json")).json()
+    changing = [
+        (method.upper(), path.replace("{function}", "secretive"))
+        for path, methods in document["paths"].items()
+        for method in methods
+        if method in ("post", "put", "delete", "patch")
+    ]
+    assert len(changing) > 10
+    for method, path in [*changing, ("GET", "/v1/functions/secretive/logs"), ("GET", "/v1/keys")]:
+        assert (await read.request(method, path)).status_code == 403, (method, path)
+    narrow = await keyed(scopes=["read"], functions=["mine"])
+    assert [one["name"] for one in (await narrow.get("/v1/functions")).json()["functions"]] == ["mine"]
+    assert [one["name"] for one in (await narrow.get("/v1/logs")).json()["logs"]] == ["functions/mine"]
+    assert (await narrow.get("/metrics")).status_code == 403
 
 
 async def test_a_key_for_one_function_cannot_discover_others(gateway: Gateway, keyed: Opened):
