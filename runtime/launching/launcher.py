@@ -17,6 +17,10 @@ from ..telemetry.log_stream import LogStream
 from ..telemetry.logs import Log
 
 EXIT_REPORT_TIMEOUT_S = 2.0
+# Where the kernel counts its kills: of this container in version 2 and 1 of cgroups, or of the whole machine.
+OOM_COUNTERS = (
+    "/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control", "/proc/vmstat",
+)  # fmt: skip
 # How long a stuck worker has to write its stacks before it is killed.
 STACKS_TIMEOUT_S = 0.5
 
@@ -122,16 +126,7 @@ class OutOfMemoryKills:
             return True
 
     def _count(self) -> int:
-        # The counters of this container, in version 2 and 1 of cgroups, or else of the whole machine.
-        group = ""
-        with contextlib.suppress(OSError):
-            group = Path("/proc/self/cgroup").read_text().rpartition("0::")[2].split("\n")[0].strip("/")
-        files = (
-            f"/sys/fs/cgroup/{group}/memory.events",
-            "/sys/fs/cgroup/memory/memory.oom_control",
-            "/proc/vmstat",
-        )
-        for file in files:
+        for file in OOM_COUNTERS:
             with contextlib.suppress(OSError):
                 for line in Path(file).read_text().splitlines():
                     name, _, count = line.partition(" ")

@@ -10,10 +10,13 @@ from collections.abc import AsyncIterator
 import pytest
 from live import LIMIT_S, Function, Gate, Gateway, gateway_here
 from pilotflame.errors import OutputInvalid
+from pilotflame.runtime.access.keys import Caller
 from pilotflame.runtime.api import connection as connections
 from pilotflame.runtime.api.connection import encode
 from pilotflame.runtime.api.fast_path import FastPath
+from pilotflame.runtime.api.invoke import Gateway as ApiGateway
 from pilotflame.runtime.api.responses import Response
+from pilotflame.runtime.serving.invocation import Invocation
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -164,3 +167,41 @@ async def test_without_aiohttps_internals_the_ordinary_way_serves_and_says_so(
             async with asyncio.timeout(LIMIT_S):
                 assert await reader.read() == b""
     assert taken == []
+
+
+async def test_an_answer_that_cannot_be_made_drops_no_other(
+    deploy, gateway: Gateway, gate: Gate, monkeypatch: pytest.MonkeyPatch
+):
+    source = "import gate\nasync def handler(event):\n    await gate.wait_async(str(event))\n    return event"
+    function = await deploy(source, {"concurrency": 4, "scale.max": 1}, gate=gate)
+    answered = ApiGateway.answered
+
+    def broken(self: ApiGateway, name: str, invocation: Invocation, caller: Caller) -> Response:
+        if invocation.body == b"0":
+            raise UnicodeEncodeError("ascii", "é", 0, 1, "no header can hold this")
+        return answered(self, name, invocation, caller)
+
+    monkeypatch.setattr(ApiGateway, "answered", broken)
+    calls = [asyncio.create_task(function.call(number)) for number in range(4)]
+    for _ in calls:
+        await gate.next()
+    gate.open()
+    responses = await asyncio.gather(*calls)
+    assert [response.status_code for response in responses] == [503, 200, 200, 200]
+    workers = {response.headers["x-worker-id"] for response in responses[1:]}
+    assert (await function.call(5)).headers["x-worker-id"] in workers
+
+
+async def test_a_response_that_cannot_be_sent_drops_no_other_of_its_turn(caplog: pytest.LogCaptureFixture):
+    path, sent, done = FastPath(None, None, None), list[int](), asyncio.Event()  # type: ignore[arg-type]
+
+    def fail(_response: Response) -> None:
+        raise KeyError("transport")
+
+    path.send(fail, Response(200, {}, b""))
+    path.send(lambda response: sent.append(response.status), Response(201, {}, b""))
+    path.send(lambda _response: done.set(), Response(202, {}, b""))
+    async with asyncio.timeout(LIMIT_S):
+        await done.wait()
+    assert sent == [201]
+    assert "a response with status 200 could not be sent" in caplog.text
