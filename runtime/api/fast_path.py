@@ -17,7 +17,7 @@ from aiohttp.http import HttpVersion11, RawRequestMessage
 from aiohttp.streams import StreamReader
 from multidict import istr
 
-from ...errors import GatewayError, PilotflameError
+from ...errors import InvocationError, PilotflameError
 from ...handlers.codec import JSON_TYPE
 from ..functions.registry import Functions
 from ..serving.invocation import Invocation
@@ -154,7 +154,8 @@ class FastRequest:
             # An answer that cannot be made, for example because of a header, must not end its worker's link,
             # on which other answers arrive in the same turn.
             LOG.exception("the answer to invocation %s of %s cannot be sent", invocation.id, self._name)
-            response = error_reply(GatewayError("The answer could not be sent."), invocation.id)
+            failed = InvocationError("The answer could not be sent.", remedy="See `pilotflame logs`.")
+            response = error_reply(failed, invocation.id)
         self._end(response)
 
     def _end(self, response: Response) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import signal
 import threading
 from abc import ABC, abstractmethod
@@ -72,7 +73,9 @@ class Child(ABC):
         if not self.gone.is_set():
             reason = f"it had not ended {timeout_s:.0f} s after it was told to"
             self._kill_at_s = kill_at_s
-            self._kill_timer = self._loop.call_later(timeout_s, self.kill_stuck, reason)
+            # One that is not given any time is not stuck.
+            kill = functools.partial(self.kill_stuck, reason) if timeout_s > 0 else self.kill
+            self._kill_timer = self._loop.call_later(timeout_s, kill)
 
     async def cause(self) -> str:
         """Return how the process ended, as text for messages: "signal 9 (SIGKILL)" or "exit code 1".

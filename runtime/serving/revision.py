@@ -315,7 +315,9 @@ class Revision(RevisionEvents):
             return
         words = self._logs.last_words(replica.name, LAST_WORDS)
         said = f"; its last words: {words}" if words else "; it printed nothing"
-        self._logs.write("gateway", f"worker {replica.name} ended with {cause}{said}", "error")
+        # A failed start was logged as such, and the gateway kills what it does not want any more.
+        level = "info" if replica.reported_failure or (replica.left and self.retiring) else "error"
+        self._logs.write("gateway", f"worker {replica.name} ended with {cause}{said}", level)
 
     def _count_failure(self) -> None:
         self._on_activation("failed")

@@ -170,7 +170,7 @@ async def test_without_aiohttps_internals_the_ordinary_way_serves_and_says_so(
 
 
 async def test_an_answer_that_cannot_be_made_drops_no_other(
-    deploy, gateway: Gateway, gate: Gate, monkeypatch: pytest.MonkeyPatch
+    deploy, gateway: Gateway, gate: Gate, taken: list[bool], monkeypatch: pytest.MonkeyPatch
 ):
     source = "import gate\nasync def handler(event):\n    await gate.wait_async(str(event))\n    return event"
     function = await deploy(source, {"concurrency": 4, "scale.max": 1}, gate=gate)
@@ -182,14 +182,16 @@ async def test_an_answer_that_cannot_be_made_drops_no_other(
         return answered(self, name, invocation, caller)
 
     monkeypatch.setattr(ApiGateway, "answered", broken)
-    calls = [asyncio.create_task(function.call(number)) for number in range(4)]
-    for _ in calls:
-        await gate.next()
-    gate.open()
-    responses = await asyncio.gather(*calls)
-    assert [response.status_code for response in responses] == [503, 200, 200, 200]
-    workers = {response.headers["x-worker-id"] for response in responses[1:]}
-    assert (await function.call(5)).headers["x-worker-id"] in workers
+    async with contextlib.AsyncExitStack() as stack:
+        wires = [await stack.enter_async_context(wire(gateway)) for _ in range(4)]
+        for number, (_, writer) in enumerate(wires):
+            writer.write(post(function, str(number).encode()))
+            await gate.next()
+        gate.open()
+        heads = [(await reply(one))[0] for one in wires]
+    assert taken == [True] * 4
+    assert [head.split()[1] for head in heads] == ["500", "200", "200", "200"]
+    assert (await function.status())["activations"] == 2
 
 
 async def test_a_response_that_cannot_be_sent_drops_no_other_of_its_turn(caplog: pytest.LogCaptureFixture):
