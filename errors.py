@@ -133,7 +133,7 @@ class PilotflameError(Exception):
             error,
             str(wire.get("message", "unknown error")),
             remedy=str(wire.get("remedy", "")),
-            details=wire.get("details"),
+            details=details if isinstance(details := wire.get("details"), dict) else None,
         )
         return error
 

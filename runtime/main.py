@@ -16,6 +16,7 @@ from typing import Any
 
 import uvloop
 
+from .._version import __version__
 from ..addresses import is_loopback
 from ..errors import GatewayError, PilotflameError, UnknownFunction
 from .access.control_socket import control_socket
@@ -168,6 +169,8 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     requests = AccessLog(logs.book(ACCESS)) if settings.access_log else None
     outer = [requests.middleware] if requests is not None else []
     audit = Audit(routes, logs.book(AUDIT))
+    audit.note_gateway("Start", __version__)
+    stack.callback(audit.note_gateway, "Stop", __version__)
     control = stack.enter_context(control_socket(state))
     await stack.enter_async_context(
         http_server(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from aiohttp import web
@@ -45,6 +46,10 @@ class Audit:
         finally:
             self._write(request, action, outcome)
         return response
+
+    def note_gateway(self, verb: str, version: str) -> None:
+        """Log that the gateway starts or stops."""
+        self._book.write("audit", f'by="user {os.getuid()}" did="{verb} the gateway" version="{version}"')
 
     def _write(self, request: web.Request, action: str, outcome: str) -> None:
         owner = caller_of(request).owner

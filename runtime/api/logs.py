@@ -95,7 +95,7 @@ class LogsApi:
         rows = [
             LogSummary(name=one.name, bytes=one.bytes, written_at=timestamp(one.written_at))
             for one in found
-            if caller.allows(one.name.removeprefix(FUNCTIONS))
+            if caller.functions is None or one.name in {f"{FUNCTIONS}{name}" for name in caller.functions}
         ]
         return json_response({"logs": rows})
 

@@ -84,7 +84,7 @@ class JobAttempt:
 
     def log(self, text: str) -> None:
         """Write a line about the job to the function's log."""
-        self._log_book.write("gateway", f"job {self.job.id} {text}")
+        self._log_book.write("gateway", f"job {self.job.id} {text}", "error", request_id=self.job.id)
 
     async def run(self) -> None:
         """Store what the attempt produces. Raise JobStoreFailed if that fails while the gateway closes."""

@@ -90,7 +90,8 @@ class ProcessLauncher:
         if head["threads"] != 1:
             zygote.close()
             reason = f"{head['thread_source']} started threads, which no fork survives"
-            logs.write("zygote", f"workers are spawned, not forked, and each imports for itself: {reason}")
+            text = f"workers are spawned, not forked, and each imports for itself: {reason}"
+            logs.write("zygote", text, "warning")
         return ProcessSource(zygote, base, spec, head["facts"], reason)
 
     async def close(self) -> None:

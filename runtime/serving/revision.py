@@ -24,6 +24,7 @@ from .latency_curve_store import LatencyCurveStore
 from .pool import Pool
 from .replica import Replica, ReplicaState, RevisionEvents
 
+FAILURES = (HandlerFailed, OutputInvalid)
 # How many of the lines that a worker printed last are repeated when it dies.
 LAST_WORDS = 5
 # If this many workers in a row died while they started, without a report, the waiting invocations fail.
@@ -247,7 +248,7 @@ class Revision(RevisionEvents):
         self, replica: Replica, invocation: Invocation, outcome: Output | PilotflameError,
         timing: WorkerTiming, now_s: float, batch: BatchEnd | None,
     ) -> None:  # fmt: skip
-        if isinstance(outcome, HandlerFailed | OutputInvalid):
+        if isinstance(outcome, FAILURES):
             text = f"{outcome.message}\n{outcome.trace}".rstrip()
             self._logs.write(replica.name, text, "error", request_id=invocation.id)
         self.dispatcher.complete(replica, invocation, outcome, timing, now_s, batch)

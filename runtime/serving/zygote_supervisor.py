@@ -88,7 +88,8 @@ class ZygoteSupervisor:
         try:
             await self.open()
         except PilotflameError as error:
-            self._logs.write("gateway", f"the zygote could not be launched: {error}")
+            text = f"the zygote could not be launched: {error}\n{error.trace}".rstrip()
+            self._logs.write("gateway", text, "error")
             return
         self.replenish()
 
@@ -98,7 +99,9 @@ class ZygoteSupervisor:
             return
         if time.monotonic() - self._launched_s > STABLE_AFTER_S:
             self._delay_s = 0.0
-        self._logs.write("gateway", f"the zygote died; a new one is launched in {self._delay_s:.1f} s")
+        self._logs.write(
+            "gateway", f"the zygote died; a new one is launched in {self._delay_s:.1f} s", "error"
+        )
         asyncio.get_running_loop().call_later(self._delay_s, self._relaunch)
         self._delay_s = min(LAST_RELAUNCH_DELAY_S, max(FIRST_RELAUNCH_DELAY_S, self._delay_s * 2))
 
@@ -144,7 +147,7 @@ class ZygoteSupervisor:
                 # If the zygote still runs, its death is not the cause.
                 if self._closed or self.source is not None:
                     raise
-                self._logs.write("gateway", f"starting a worker once more: {error}")
+                self._logs.write("gateway", f"starting a worker once more: {error}", "warning")
         return await self._fork(await self.open())
 
     async def _fork(self, source: WorkerSource) -> Child:
@@ -182,7 +185,7 @@ class ZygoteSupervisor:
         try:
             child = await self._fork(source)
         except LauncherError as error:
-            self._logs.write("gateway", f"no standby: {error}")
+            self._logs.write("gateway", f"no standby: {error}", "warning")
             return
         finally:
             self._forking_standby = False

@@ -24,6 +24,7 @@ Level = Literal["debug", "info", "warning", "error"]
 # asyncio reports exceptions of callbacks, and aiohttp those of its own handlers.
 LOGGERS = (__name__.partition(".")[0], "asyncio", "aiohttp.server", "aiohttp.web")
 MAX_WAITING = 10_000
+STOP_TIMEOUT_S = 2.0
 
 
 class MessageFormatter(logging.Formatter):
@@ -63,13 +64,25 @@ class _LossyHandler(QueueHandler):
         """Drop the message: it is in the file."""
 
 
+class _Printer(QueueListener):
+    """The thread that writes messages to standard error."""
+
+    def stop(self) -> None:
+        """Write what waits, unless whoever reads standard error is too slow."""
+        with contextlib.suppress(queue.Full):
+            self.enqueue_sentinel()
+        if (thread := self._thread) is not None:
+            thread.join(STOP_TIMEOUT_S)
+        self._thread = None
+
+
 @contextlib.contextmanager
 def gateway_logging(logs: Logs, level: Level, form: Format) -> Iterator[None]:
     """Inside the block, messages of `level` and above go to standard error, and to the gateway's log."""
     stream = logging.StreamHandler(sys.stderr)
     stream.setFormatter(MessageFormatter(form))
     waiting: queue.Queue[logging.LogRecord] = queue.Queue(MAX_WAITING)
-    listener = QueueListener(waiting, stream)
+    listener = _Printer(waiting, stream)
     handlers = (_LossyHandler(waiting), BookHandler(logs.book(GATEWAY)))
     loggers = [logging.getLogger(name) for name in LOGGERS]
     before = [(logger, logger.level) for logger in loggers]

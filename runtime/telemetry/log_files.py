@@ -28,6 +28,7 @@ import orjson
 
 from ...errors import UnknownFunction
 
+LOG = logging.getLogger(__name__)
 GATEWAY, AUDIT, ACCESS = "gateway", "audit", "access"
 LEVELS = ("debug", "info", "warning", "error")
 SUFFIX = ".jsonl"
@@ -202,8 +203,13 @@ class LogFiles:
             if time.monotonic() - pruned_s > PRUNE_EVERY_S:
                 self._prune()
                 pruned_s = time.monotonic()
-            with contextlib.suppress(queue.Empty):
+            try:
                 self._store(self._waiting.get(timeout=PRUNE_EVERY_S))
+            except queue.Empty:
+                continue
+            except Exception:
+                # The thread goes on with the lines that follow.
+                LOG.exception("lines of a log could not be stored")
         for file in self._open.values():
             file.close()
 

@@ -73,7 +73,7 @@ class LoopRunner(Runner):
         self._report_idle()
 
     async def _run(self, group: list[Call]) -> list[bytes]:
-        output.current.set(group[0])
+        output.begin(group)
         calls, events, frames = self.decode(group)
         if not calls:
             return frames

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from .runner import Call
 
-current: ContextVar[Call | None] = ContextVar("current", default=None)
-"""The invocation that this thread or task works for. None for hooks, and for batches of several."""
+current: ContextVar[tuple[int, str] | None] = ContextVar("current", default=None)
+"""The channel and id of the invocation that this thread or task works for. None for hooks, and for batches of several."""
 # The beginnings of lines that were not ended yet, by descriptor and channel. Nearly always empty, so the check
 # at the end of an invocation costs nothing.
 unfinished: dict[tuple[int, int], str] = {}
@@ -46,13 +46,13 @@ class MarkedOutput(io.TextIOWrapper):
         call = current.get()
         if call is None or not self._mark:
             return super().write(text)
-        self._write_for(call.channel, call.context.id, text)
+        self._write_for(*call, text)
         return len(text)
 
     def flush(self) -> None:
         """Write what was printed, an unfinished line too."""
         if unfinished and (call := current.get()) is not None:
-            self.finish(call.channel, call.context.id, "+")
+            self.finish(*call, "+")
         super().flush()
 
     def log(self, level: str, channel: int, request_id: str, text: str) -> None:
@@ -94,7 +94,7 @@ class MarkedHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             text, call = self.format(record), current.get()
-            channel, request_id = (call.channel, call.context.id) if call is not None else (0, "")
+            channel, request_id = call or (0, "")
             known = record.__dict__.get("invocation", NOBODY)
             if known not in (NOBODY, request_id):
                 # `context.log` was used on a thread that the handler started.
@@ -125,8 +125,8 @@ def redirect(descriptor: int, word: str) -> None:
 
 
 def begin(calls: list[Call]) -> None:
-    """A batch handler is called. What it prints belongs to a caller only if it is called for one."""
-    current.set(calls[0] if len(calls) == 1 else None)
+    """The handler is called. What it prints belongs to a caller only if it is called for one."""
+    current.set((calls[0].channel, calls[0].context.id) if len(calls) == 1 else None)
 
 
 def finish(calls: list[Call]) -> None:

@@ -55,7 +55,7 @@ class ThreadRunner(Runner):
             self.loop.call_soon_threadsafe(self.on_idle)
 
     def _execute(self, group: list[Call]) -> list[bytes]:
-        output.current.set(group[0])
+        output.begin(group)
         calls, events, frames = self.decode(group)
         if not calls:
             return frames

@@ -98,6 +98,7 @@ async def test_the_audit_log_says_who_changed_what(state: Path):
             await admin.delete("/v1/functions/audited")
             lines = await read(admin, "/v1/logs/audit")
         by = f'by="key {admin.headers["X-Key"]}"'
+        assert 'did="Start the gateway"' in lines.pop(0)["text"]
         texts = [line["text"] for line in lines]
         # The first key was made over the control socket, which needs none.
         assert 'by="no key" from="the control socket" did="Create an API key"' in texts[0]
