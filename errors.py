@@ -22,7 +22,9 @@ The text beside a class says what has happened when it is raised.
     │   │   ├── SourceDenied                credentials are missing, expired or insufficient
     │   │   ├── SourceUnavailable           the source is busy or silent, or broke off; a retry may help
     │   │   └── FetchFailed                 all retries failed; it names object, chunk and tensors
+    │   ├── PackageMissing              an optional package that this needs is not installed
     │   └── CacheError                  the cache is full, read-only or over its budget
+    │       └── StorageFull                 the file system that is written to is full
     ├── InvocationError             one invocation was refused, or failed
     │   ├── BadInput                    the body is not JSON, or a header, name or value is malformed
     │   ├── InputInvalid                the body does not fit the handler's annotated input
@@ -60,6 +62,8 @@ The text beside a class says what has happened when it is raised.
     ├── UnknownRoute                no route has this path
     ├── MethodNotAllowed            the route does not accept this method
     ├── UnknownFunction             no function has this name
+    ├── UnknownFile                 no uploaded file has this id, or it is another caller's
+    ├── UnknownRevision             the function has no such revision
     ├── LinkError                   the link of gateway and worker broke, or its protocol was violated
     ├── LauncherError               a zygote, a worker or the fetcher could not be started, or ended
     └── GatewayError                the gateway cannot start, shuts down, or broke off a response
@@ -201,7 +205,13 @@ class SourceUnavailable(SourceError, code="source_unavailable", status=503):
 class FetchFailed(SourceError, code="fetch_failed"): ...
 
 
+class PackageMissing(SnapshotError, code="package_missing"): ...
+
+
 class CacheError(SnapshotError, code="cache_error", status=507): ...
+
+
+class StorageFull(CacheError, code="storage_full"): ...
 
 
 class InvocationError(PilotflameError, code="invocation_error"): ...
@@ -313,6 +323,9 @@ class UnknownRoute(PilotflameError, code="unknown_route", status=404): ...
 class MethodNotAllowed(PilotflameError, code="method_not_allowed", status=405): ...
 
 
+class UnknownFile(PilotflameError, code="unknown_file", status=404): ...
+
+
 class UnknownFunction(PilotflameError, code="unknown_function", status=404):
     """The function does not exist, or the caller may not know that it exists.
 
@@ -323,6 +336,9 @@ class UnknownFunction(PilotflameError, code="unknown_function", status=404):
     def named(cls, name: str) -> UnknownFunction:
         """Return the error for a function `name` that is missing, or that the caller may not know of."""
         return cls(f"There is no function {name[:64]!r}.", remedy="See `pilotflame list`, or deploy it.")
+
+
+class UnknownRevision(PilotflameError, code="unknown_revision", status=404): ...
 
 
 class LinkError(PilotflameError, code="link_error"): ...

@@ -55,7 +55,7 @@ class Handler:
     entry: str = ""
     """Where the handler was found: "file.py:name", or the file alone."""
     aggregate: bool = True
-    """True if a job of a streaming handler stores the list of all chunks as its output."""
+    """True if a job of a streaming handler stores the list of all pieces as its output."""
 
     def facts(self) -> dict[str, Any]:
         """Return what the gateway needs to know of the handler, as plain JSON."""

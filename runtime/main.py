@@ -9,7 +9,7 @@ import gc
 import logging
 import shlex
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,16 @@ from .api.access_log import AccessLog
 from .api.admin import Admin
 from .api.audit import Audit
 from .api.backend import Backend
+from .api.cross_origin import CrossOrigin
+from .api.docs_page import DocsPage
 from .api.fast_path import FastPath
 from .api.guard import Guard
 from .api.invoke import Gateway
 from .api.logs import LogsApi
 from .api.openapi import OpenApi
 from .api.responses import ErrorResponses, compressed
-from .api.routes import error_formats
+from .api.revisions import RevisionsApi
+from .api.routes import Route, error_formats
 from .api.server import bind, http_server, url_of
 from .api.webhooks import WebhooksApi
 from .commands.watch import watch
@@ -41,14 +44,16 @@ from .dialects.registry import dialect_routes
 from .events.sources import Sources
 from .functions.deploy import Deployment
 from .functions.registry import FunctionEvents, Functions
-from .functions.store import Store
+from .functions.rest import Rest
+from .functions.store import Retention, Store
 from .jobs.jobs import Jobs
 from .jobs.webhook_signing import load_key
 from .launching.fetcher_client import FetcherClient
 from .launching.listener import Listener
 from .launching.process_launcher import ProcessLauncher
 from .settings.gateway_settings import GatewaySettings
-from .settings.state_dir import locked_state_dir
+from .settings.state_dir import is_disk_full, locked_state_dir
+from .telemetry.background import BackgroundTasks
 from .telemetry.gateway_log import gateway_logging
 from .telemetry.log_files import ACCESS, AUDIT, LogFiles
 from .telemetry.logs import Logs
@@ -71,7 +76,7 @@ class Server:
     url: str
     functions: Functions
     admin: Admin
-    tasks: asyncio.TaskGroup
+    tasks: BackgroundTasks
     jobs: Jobs
     sources: Sources
 
@@ -102,7 +107,8 @@ def run(
                 on_listening(server.url)
                 if folder is not None:
                     deployment = Deployment(path=folder, overrides=overrides or {})
-                    server.tasks.create_task(watch(folder, server.functions, deployment, stop))
+                    follow = functools.partial(watch, folder, server.functions, deployment, stop)
+                    server.tasks.keep(follow, name="watch")
                 await stop.wait()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -120,32 +126,33 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     """Start each part after the parts that it uses. Closing `stack` drains and closes them in reverse."""
     state = stack.enter_context(locked_state_dir(settings.state_dir))
     logs = await _open_logs(state, settings, stack)
-    store = Store(state, LOG.warning)
+    retention = Retention(settings.keep_revisions, settings.keep_revisions_bytes)
+    store = Store(state, LOG.warning, retention)
     await asyncio.to_thread(store.start)
-    listener = Listener(state / "run" / "link.sock")
-    listener.open()
-    stack.callback(listener.close)
+    listener = _open_listener(state, stack)
     sock = stack.enter_context(bind(settings.host, settings.port))
     local = is_loopback(sock.getsockname()[0])
-    keyring, secrets = Keyring(state), Secrets(state)
-    await asyncio.to_thread(keyring.load)
-    await asyncio.to_thread(secrets.load)
+    keyring, secrets = await asyncio.to_thread(_load_access, state)
     if not local and not keyring.exists:
         LOG.warning(NO_KEY_YET.format(url=url_of(sock), state=shlex.quote(str(state))))
 
-    tasks = await stack.enter_async_context(asyncio.TaskGroup())
-    launcher = ProcessLauncher(listener, tasks)
-    stack.push_async_callback(launcher.close)
-    fetcher = FetcherClient(settings.cache_dir, tasks)
-    stack.push_async_callback(fetcher.close)
+    tasks = await stack.enter_async_context(BackgroundTasks())
+    launcher, fetcher = ProcessLauncher(listener, tasks), FetcherClient(settings.cache_dir, tasks)
+    for part in (launcher, fetcher):
+        stack.push_async_callback(part.close)
     events = FunctionEvents()
-    environments = state / "environments"
     functions = Functions(
-        store, environments, launcher, tasks, fetcher, secrets, events, logs, settings.drain_s
+        store, state / "environments", launcher, tasks, fetcher, secrets, events, logs, settings.drain_s
     )  # fmt: skip
-    metrics = Metrics(functions.census, lambda: logs.files.dropped)
+    stack.callback(functions.close_threads)
+    metrics = Metrics(functions.census, tasks.failures, lambda: logs.files.dropped)
     events.activated.append(metrics.activated)
+    rest = Rest(functions.all, launcher, tasks, settings.rest_mb)
+    stack.callback(rest.close)
+    events.removed.append(metrics.forget)
+    _notify_of_changes(events, rest)
     await functions.restore()
+    rest.note_change()
 
     key = await asyncio.to_thread(load_key, state)
     jobs = Jobs(state, key, functions.get, tasks, settings)
@@ -154,28 +161,35 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     sources = Sources(jobs, tasks, functions.log, drain_s=settings.drain_s)
     _connect(events, functions, jobs, sources)
 
-    admin = Admin(functions, metrics, logs, local=local)
-    backend = Backend(functions, jobs, metrics, settings.max_body_bytes, settings.body_timeout_s)
+    disk_full = functools.partial(is_disk_full, state, settings.min_free_bytes)
+    admin = Admin(functions, metrics, logs, local=local, disk_full=disk_full)
+    backend = Backend(functions, jobs, metrics, settings.max_body_bytes, settings.body_timeout_s, state)
     gateway = Gateway(backend)
     access = AccessControl(keyring, secrets, functions)
-    apis = (gateway, admin, LogsApi(functions, logs), access, WebhooksApi(functions, jobs))
+    apis = (
+        gateway, admin, LogsApi(functions, logs), RevisionsApi(functions), access, WebhooksApi(functions, jobs),
+        DocsPage(),
+    )  # fmt: skip
     own_routes = [route for api in apis for route in api.routes()]
     routes = OpenApi([*own_routes, *dialect_routes(backend)], admin.statuses).routes
+    cors = CrossOrigin(functions, routes, settings.cors_origins)
     guard = Guard(
-        keyring, tasks, routes, required=settings.auth == "always" or not local,
+        keyring, tasks, routes, cors, required=settings.auth == "always" or not local,
         on_quota=functools.partial(_count_refusal, functions, metrics),
+        max_body_bytes=settings.max_body_bytes, body_timeout_s=settings.body_timeout_s,
     )  # fmt: skip
     errors = ErrorResponses(error_formats(routes))
     requests = AccessLog(logs.book(ACCESS)) if settings.access_log else None
-    outer = [requests.middleware] if requests is not None else []
-    audit = Audit(routes, logs.book(AUDIT))
-    audit.note_gateway("Start", __version__)
-    stack.callback(audit.note_gateway, "Stop", __version__)
+    audit = _open_audit(routes, logs, stack)
     control = stack.enter_context(control_socket(state))
     await stack.enter_async_context(
         http_server(
-            [sock, control], routes, [*outer, compressed, errors.middleware, guard.middleware, audit.middleware],
-            FastPath(gateway, functions, guard, requests), settings.header_timeout_s,
+            [sock, control], routes,
+            [
+                *([requests.middleware] if requests is not None else []), cors.middleware, compressed,
+                errors.middleware, guard.middleware, audit.middleware,
+            ],
+            FastPath(gateway, functions, guard, routes, requests), settings.header_timeout_s, [cors.on_prepare],
         )
     )  # fmt: skip
     server = Server(url_of(sock), functions, admin, tasks, jobs, sources)
@@ -193,13 +207,40 @@ async def _open_logs(state: Path, settings: GatewaySettings, stack: contextlib.A
     return logs
 
 
+def _open_listener(state: Path, stack: contextlib.AsyncExitStack) -> Listener:
+    listener = Listener(state / "run" / "link.sock")
+    listener.open()
+    stack.callback(listener.close)
+    return listener
+
+
+def _load_access(state: Path) -> tuple[Keyring, Secrets]:
+    keyring, secrets = Keyring(state), Secrets(state)
+    keyring.load()
+    secrets.load()
+    return keyring, secrets
+
+
+def _notify_of_changes(events: FunctionEvents, rest: Rest) -> None:
+    for notice in (events.activated, events.live, events.removed):
+        notice.append(rest.note_change)
+
+
+def _open_audit(routes: Sequence[Route], logs: Logs, stack: contextlib.AsyncExitStack) -> Audit:
+    """Open the audit log, which also says when the gateway starts and stops."""
+    audit = Audit(routes, logs.book(AUDIT))
+    audit.note_gateway("Start", __version__)
+    stack.callback(audit.note_gateway, "Stop", __version__)
+    return audit
+
+
 async def shutdown(server: Server) -> None:
-    """Refuse new work, finish what runs, and release the messages of event sources whose jobs do not run."""
+    """Refuse new work, finish what runs, and release messages of event sources that no job is running for."""
     server.admin.draining = True
     server.jobs.stop()
-    async with asyncio.TaskGroup() as closing:
-        closing.create_task(server.sources.close())
-        closing.create_task(server.functions.close())
+    # Not a task group of their own: if one failed, it would cancel the other.
+    parts = (server.sources.close(), server.functions.close())
+    await asyncio.wait([server.tasks.create_task(part) for part in parts])
 
 
 def _connect(events: FunctionEvents, functions: Functions, jobs: Jobs, sources: Sources) -> None:

@@ -33,7 +33,7 @@ def opener(environ: Mapping[str, str] = os.environ) -> request.OpenerDirector:
 
 
 class _CheckedHandler(request.AbstractHTTPHandler):
-    """Opens http and https URLs over sockets from `connected`."""
+    """Opens http and https URLs over sockets that the function `connected` returns."""
 
     def __init__(self, addresses: Addresses) -> None:
         super().__init__()
@@ -57,12 +57,14 @@ class _CheckedHandler(request.AbstractHTTPHandler):
 
 
 def connected(host: str, port: int, timeout_s: float | None, addresses: Addresses) -> socket.socket:
-    """Connect to the first allowed address of the host that accepts, or raise the last one's OSError."""
+    """Connect to the first allowed address that accepts. If none does, raise the last address's OSError."""
     failure: OSError = OSError("its host has no address")
     for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         if reason := addresses.fault(str(address[0])):
             # The message must not contain the address: it would tell how names resolve within our network.
-            failure = PermissionError(f"its address may not be fetched from: {reason} (see {INPUT_NETWORKS})")
+            failure = PermissionError(
+                f"fetching from its address is not allowed: {reason} (see {INPUT_NETWORKS})"
+            )
             continue
         made = socket.socket(family, kind, protocol)
         try:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ...snapshot.extras import needs
 from .files import InputFiles
 from .stand_in import stand_in_modules
 
@@ -147,7 +148,8 @@ def upload_in_memory_object(
 
 
 def _put(creds: Mapping[str, str], bucket: str, key: str, data: bytes) -> str:
-    import boto3  # noqa: PLC0415  needed only for uploads
+    with needs("rp_upload", "boto3"):
+        import boto3  # noqa: PLC0415  needed only for uploads
 
     keys = {"aws_access_key_id": creds["accessId"], "aws_secret_access_key": creds["accessSecret"]}
     client = boto3.client("s3", endpoint_url=creds["endpointUrl"], **keys)

@@ -1,7 +1,7 @@
 """Holds all API keys of a gateway in memory, and stores them in `access/keys.json` of its state folder.
 
-The file holds digests of the tokens, never a token, so reading the file does not give access. A gateway that
-has this file requires an API key from every caller, even after the last key is revoked. To admit callers
+The file holds digests of the tokens, never a token. It must stay private all the same: a signing digest is
+enough to call functions as a client of AWS Lambda does (see `aws_signature.py`). A gateway that has this file requires an API key from every caller, even after the last key is revoked. To admit callers
 without a key again, stop the gateway and remove the file.
 """
 
@@ -121,6 +121,11 @@ class Keyring:
         match = TOKEN.fullmatch(token)
         held = self._held.get(match[1]) if match else None
         return held if (held.key if held else NOBODY).opens(token, now_s) else None
+
+    def signer(self, key_id: str, now_s: float) -> Held | None:
+        """Return the key with this id, or None if there is none or it has expired."""
+        held = self._held.get(key_id)
+        return held if held is not None and not held.key.expired(now_s) else None
 
     def create(self, new: NewKey, now_s: float) -> tuple[ApiKey, str]:
         """Make and store a new key. Return the key and its token, which is not stored."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -48,8 +49,20 @@ class DeployRequest(BaseModel, frozen=True, extra="forbid"):
 class Admin:
     """The control routes of a gateway. While `draining` is true, /readyz responds with 503."""
 
-    def __init__(self, functions: Functions, metrics: Metrics, logs: Logs, *, local: bool) -> None:
-        """`local`: only this machine can reach the gateway. Only then may callers deploy folders by path."""
+    def __init__(
+        self,
+        functions: Functions,
+        metrics: Metrics,
+        logs: Logs,
+        *,
+        local: bool,
+        disk_full: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`local`: only this machine can reach the gateway. Only then may callers deploy folders by path.
+
+        `disk_full` is called in a thread, and returns whether the state folder's disk is full.
+        """
+        self._disk_full = disk_full
         self._functions = functions
         self._logs = logs
         self._metrics = metrics
@@ -59,7 +72,10 @@ class Admin:
     def routes(self) -> list[Route]:
         functions, function, deploy = "/v1/functions", "/v1/functions/{function}", Scope.DEPLOY
         read = Scope.READ
-        listing, ready = {"functions": list[FunctionStatus]}, {"status": Literal["ready", "draining"]}
+        listing, ready = (
+            {"functions": list[FunctionStatus]},
+            {"status": Literal["ready", "draining", "disk_full"]},
+        )
         probe: Any = {"public": True, "errors": ()}
         return [
             Route(
@@ -110,6 +126,8 @@ class Admin:
     async def ready(self, _request: web.Request) -> web.StreamResponse:
         if self.draining:
             return json_response({"status": "draining"}, status=503, headers={"Retry-After": "5"})
+        if await asyncio.to_thread(self._disk_full):
+            return json_response({"status": "disk_full"}, status=503, headers={"Retry-After": "60"})
         return json_response({"status": "ready"})
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from aiohttp import hdrs
@@ -28,6 +28,7 @@ from .invoke import Gateway
 from .openapi import INVOKE_PATH
 from .requests import REQUEST_ID_HEADER, Headers, request_id_of
 from .responses import MAX_ON_LOOP_BYTES, Response, choose_coding, compress_now, error_reply, pays
+from .routes import Route
 
 LOG = logging.getLogger(__name__)
 BEGINNING = "/invoke/"
@@ -40,11 +41,16 @@ class FastPath:
     """The fast path of a gateway. All `connection.FastConnection`s offer their requests to it."""
 
     def __init__(
-        self, gateway: Gateway, functions: Functions, guard: Guard, access: AccessLog | None = None
-    ) -> None:
+        self, gateway: Gateway, functions: Functions, guard: Guard, routes: Sequence[Route],
+        access: AccessLog | None = None,
+    ) -> None:  # fmt: skip
         """Each request is written to `access`, if there is one."""
         self.gateway = gateway
         self.access = access
+        # Requests that another row of the route table serves, such as CloudEvents.
+        self._elsewhere = [
+            row.accepts for row in routes if row.path == INVOKE_PATH and row.accepts is not None
+        ]
         self._functions, self._guard = functions, guard
         self._outgoing: list[tuple[Send, Response]] = []
 
@@ -94,9 +100,14 @@ class FastPath:
             return None
         if message.should_close or message.upgrade or message.chunked or message.compression:
             return None
-        # Prefer may ask for a job instead of an output, and Expect for an interim response.
-        if PREFER in message.headers or hdrs.EXPECT in message.headers:
+        # Prefer may ask for a job instead of an output, and Expect for an interim response. Web pages, which
+        # send Origin, need headers in the response.
+        headers = message.headers
+        if PREFER in headers or hdrs.EXPECT in headers or hdrs.ORIGIN in headers:
             return None
+        for accepts in self._elsewhere:
+            if accepts(headers):
+                return None
         try:
             revision = self._functions.live(path[len(BEGINNING) :])
         except PilotflameError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from aiohttp import web
@@ -26,6 +26,7 @@ from .requests import (
     content_type_of,
     load_json,
     media_type_of,
+    preferences_of,
     priority_of,
     read_body,
     request_id_of,
@@ -78,7 +79,7 @@ class Gateway:
         ]  # fmt: skip
 
     async def invoke(self, request: web.Request) -> web.StreamResponse:
-        if "respond-async" in request.headers.get("Prefer", ""):
+        if "respond-async" in preferences_of(request):
             return await self._submit(request)
         received_s = time.monotonic()
         name = request.match_info["function"]
@@ -91,6 +92,12 @@ class Gateway:
             revision, invocation = self.begin(name, request.headers, request_id, body, received_s, caller)
         except PilotflameError as error:
             return self.refused(name, error, request_id, caller_of(request)).response()
+        return await self.finish(request, name, revision, invocation)
+
+    async def finish(
+        self, request: web.Request, name: str, revision: Revision, invocation: Invocation
+    ) -> web.StreamResponse:
+        """Return the response to an invocation that `begin` returned. Cancel it if the caller disconnects."""
         try:
             if invocation.stream is not None:
                 return await self._stream(request, name, invocation, invocation.stream)
@@ -100,23 +107,27 @@ class Gateway:
         except (asyncio.CancelledError, ConnectionError):
             revision.cancel(invocation)
             raise
-        return self.answered(name, invocation, caller).response()
+        return self.answered(name, invocation, caller_of(request)).response()
 
     def begin(
         self, name: str, headers: Headers, request_id: str, body: bytes, received_s: float, caller: Caller,
-        on_end: Callable[[], None] | None = None,
+        on_end: Callable[[], None] | None = None, *, content_type: str | None = None,
+        extra: Mapping[str, Any] | None = None,
     ) -> tuple[Revision, Invocation]:  # fmt: skip
-        """Submit an invocation. Return (revision, invocation). Pass an error that is raised to `refused`."""
+        """Submit an invocation. Return (revision, invocation). Pass an error that is raised to `refused`.
+
+        `content_type` replaces that of the headers, and `extra` is what the handler reads in `context.extra`.
+        """
         # Look the revision up again: another one may have become live while the body arrived.
         revision = self._functions.live(name)
-        policy = revision.policy
+        settings = revision.policy.settings
         invocation = Invocation(
             request_id, body, now_s=received_s,
-            deadline_s=received_s + timeout_of(headers, policy.timeout_s),
-            hold_until_s=received_s + seconds(headers, HOLD, policy.hold_s, MAX_HOLD_S),
-            content_type=content_type_of(headers), traceparent=traceparent_of(headers), accept=accept_of(headers),
-            streaming=revision.streaming, tenant=caller.owner, on_end=on_end,
-            priority=priority_of(headers, urgent=caller.urgent),
+            deadline_s=received_s + timeout_of(headers, settings.timeout_s),
+            hold_until_s=received_s + seconds(headers, HOLD, settings.hold_s, MAX_HOLD_S),
+            content_type=content_type_of(headers) if content_type is None else content_type, extra=extra,
+            traceparent=traceparent_of(headers), accept=accept_of(headers), streaming=revision.streaming,
+            tenant=caller.owner, on_end=on_end, priority=priority_of(headers, urgent=caller.urgent),
         )  # fmt: skip
         revision.submit(invocation)
         return revision, invocation

@@ -17,6 +17,7 @@ from aiohttp import hdrs, web
 from pydantic import WithJsonSchema, with_config
 from typing_extensions import TypedDict
 
+from ..._version import __version__
 from ...errors import MethodNotAllowed, PilotflameError, Unauthorized, UnknownRoute
 from ...handlers.codec import JSON_TYPE
 from ...handlers.negotiation import weigh
@@ -27,6 +28,7 @@ from .requests import Headers, caller_of, request_id_of
 # The standard library has zstd since Python 3.14. The backport can be installed only on older versions.
 zstd = importlib.import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
 
+SERVER = f"pilotflame/{__version__}"
 RETRY_AFTER_S = {429: 1.0, 503: 2.0}
 """The seconds for Retry-After, by status, if the error's details have no `retry_after_s`."""
 MIN_COMPRESSED_BYTES = 1024
@@ -156,6 +158,13 @@ class ErrorResponses:
         if isinstance(error, Unauthorized):
             response.headers[hdrs.WWW_AUTHENTICATE] = "Bearer"
         return response
+
+
+async def complete_headers(_request: web.BaseRequest, response: web.StreamResponse) -> None:
+    """Name the server. Remove the Content-Type that aiohttp adds to a response without a body."""
+    response.headers[hdrs.SERVER] = SERVER
+    if isinstance(response, web.Response) and response.body is None:
+        response.headers.popall(hdrs.CONTENT_TYPE, None)
 
 
 @web.middleware

@@ -11,8 +11,7 @@ from .queue import Item, Queue, Selection
 # A full batch is sent this long before a worker is expected to be free: this covers the transfer over the
 # link and the work of the event loop. A worker is overdue if it was expected to be free longer ago than this.
 AHEAD_S = 0.003
-# Tolerance: a time less than this far in the future counts as reached. Otherwise a timer that fires slightly
-# early, because of rounding, would be set again and again.
+# Tolerance: otherwise a timer that fires slightly early, because of rounding, would be set again and again.
 NOW_S = 1e-4
 
 
@@ -30,8 +29,7 @@ def assign(
 ) -> Iterator[tuple[W | None, Selection[T]]]:
     """Yield pairs of a worker and a selection. Carry out each selection before you ask for the next pair.
 
-    `pick` returns a worker that has room for a batch, or None. `ready` are all ready workers, also the busy
-    ones. The worker is None if the selection only says until when to wait.
+    The worker is None if the selection only says until when to wait. `pick` returns a worker with room.
     """
     while len(queue):
         worker, start_s = pick(), now_s

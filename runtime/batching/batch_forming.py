@@ -23,12 +23,10 @@ SMOOTHING = 0.2
 
 
 class ArrivalPattern:
-    """The mean number of arrivals within t seconds after the end of a batch, for each t of the grid.
-
-    There is one list of means for each power-of-two class of the size of the batch that ended.
-    """
+    """The mean number of arrivals within t seconds after the end of a batch, for each t of the grid."""
 
     def __init__(self) -> None:
+        # One list of means for each power-of-two class of the size of the batch that ended.
         self._means: dict[int, list[float]] = {}
         self._offsets: list[float] = []
         self._size = 0
@@ -65,15 +63,12 @@ class ArrivalPattern:
 def wait_until(
     now_s: float, queued: int, max_batch: int, slack_s: float, curve: LatencyCurve, arrivals: ArrivalPattern
 ) -> float:
-    """Return until when to wait for more items. A time not after `now_s` means: run the waiting items now.
-
-    `slack_s` is how long the most urgent item can still wait without missing its deadline.
+    """Return until when to wait for more items, at most for `slack_s`; `now_s` means not to wait.
 
     Let n items wait (`queued`), and k more be expected within t seconds (`more`, `wait_s`). L is the median
     of the latency curve. If the n items run now, they end after L(n), and the k items run after them and end
     after L(n) + L(k). If all wait, they end after t + L(n+k). Waiting shortens the sum of all these times by
-    n (L(n) - t - L(n+k)) + k (L(n) + L(k) - t - L(n+k)). Of the t in the grid with a positive gain, the one
-    with the largest gain is chosen.
+    n (L(n) - t - L(n+k)) + k (L(n) + L(k) - t - L(n+k)). The t with the largest positive gain is chosen.
     """
     ended_s, expected = arrivals.ended_s, arrivals.expected()
     if queued >= max_batch or ended_s is None or not expected:

@@ -53,10 +53,7 @@ class FairQueue(Generic[T]):
         return (queue.items[number] for queue, number in list(self._places.values()))
 
     def add(self, item: T, *, first: bool = False) -> None:
-        """Add an item; one tenant's items with equal deadlines keep their order.
-
-        If `first`, it is served before the items of all priorities of callers.
-        """
+        """Add an item. If `first`, it is served before the items of all priorities of callers."""
         priority = FIRST if first else item.priority
         tenants = self._classes.setdefault(priority, {})
         if (queue := tenants.get(item.tenant)) is None:
@@ -86,10 +83,7 @@ class FairQueue(Generic[T]):
         return True
 
     def pop(self, cost: float = 1.0) -> T | None:
-        """Remove and return the next item, and charge its tenant `cost`.
-
-        Return None if the queue is empty.
-        """
+        """Remove and return the next item, and charge its tenant `cost`. None if the queue is empty."""
         for priority in sorted(self._classes):
             queue = min(self._active(priority), key=lambda queue: queue.served, default=None)
             if queue is not None:
@@ -97,8 +91,7 @@ class FairQueue(Generic[T]):
                 self.remove(item)
                 queue.charge(cost)
                 return item
-            # No item of this priority waits. Its tenants are forgotten, so they start again with equal
-            # counters.
+            # No item of this priority waits. Forget its tenants: they start again with equal counters.
             del self._classes[priority]
         return None
 

@@ -35,18 +35,11 @@ class Point(NamedTuple):
 
 
 class LatencyCurve:
-    """The durations of batches, in buckets by size.
-
-    The sizes of one bucket differ by a factor of at most sqrt(2). Each bucket gives one point of the curve.
-    Between the points, the curve is linear.
-    """
+    """One point for each bucket of sizes (within a factor of sqrt(2)). Between them the curve is linear."""
 
     def __init__(self, points: Iterable[Point] = ()) -> None:
         self.mean_cost = 1.0
-        """The mean cost of an item, for example in tokens.
-
-        For a batch of n items, the size n x mean_cost is assumed.
-        """
+        """The mean cost of an item, for example in tokens. A batch of n items has the size n x mean_cost."""
         self._buckets: defaultdict[int, _Bucket] = defaultdict(_Bucket)
         self.points: tuple[Point, ...] = ()
         """The points by ascending size. No time of a larger size is below that of a smaller one."""
@@ -101,9 +94,8 @@ class LatencyCurve:
         if size <= points[-1].size:
             right = bisect_left(points, (size,))
             return _interpolate(points[right - 1], points[right], size, column)
-        # Extrapolate along the line from the first to the last point: one odd point near the end changes its
-        # slope little. The line of the medians may be steeper than that of the 95th percentiles, but the
-        # bound must not be below the median.
+        # Extrapolate from the first and the last point, because one odd point near the end then matters
+        # little. The medians may rise more than the 95th percentiles, but the bound must not be below them.
         first, last = points[0], points[-1]
         found = max(last[column], _interpolate(first, last, size, column))
         return found if column == 1 else max(found, _interpolate(first, last, size, 1))
@@ -118,8 +110,7 @@ def isotonic(weighted: Sequence[tuple[float, float]]) -> list[float]:
     """Return the non-decreasing sequence that is nearest to the values of (value, weight) pairs.
 
     Adjacent pools of values are merged while the first is greater than the second (the pool adjacent
-    violators algorithm). All values of a pool are replaced by its weighted median. With the mean, one outlier
-    would change its neighbours.
+    violators algorithm). All values of a pool become its weighted median, on which outliers have no effect.
     """
     pools: list[list[tuple[float, float]]] = []
     for pair in weighted:
@@ -160,16 +151,14 @@ class _Bucket:
         self._latest.append(seconds)
 
     @property
-    def weight(self) -> float:
+    def weight(self) -> int:
         return max(len(self._latest), LOADED_WEIGHT if self._loaded is not None else 0)
 
     def point(self) -> Point:
-        latest, loaded = list(self._latest), self._loaded
-        if loaded is None or len(latest) >= LOADED_WEIGHT:
-            return Point(self._size, _percentile(latest, 0.5), _percentile(latest, 0.95))
+        latest, loaded = list(self._latest), self._loaded or Point(0.0, 0.0, 0.0)
         # The loaded point stands in for each duration that is missing from LOADED_WEIGHT.
-        missing = LOADED_WEIGHT - len(latest)
-        size = (self._size * len(latest) + loaded.size * missing) / LOADED_WEIGHT
+        missing = self.weight - len(latest)
+        size = (self._size * len(latest) + loaded.size * missing) / self.weight
         p50_s = _percentile(latest + [loaded.p50_s] * missing, 0.5)
         return Point(size, p50_s, max(p50_s, _percentile(latest + [loaded.p95_s] * missing, 0.95)))
 

@@ -27,14 +27,13 @@ class BatchEnd(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _SentBatch:
-    """A batch that a worker was sent. `channels` are those of the items that have not ended.
-
-    `started_s` is 0 while all slots of the worker are busy with earlier batches.
-    """
+    """A batch that a worker was sent."""
 
     channels: set[int]
+    """The channels of the items that have not ended."""
     size: int
     started_s: float
+    """0 while all slots of the worker are busy with earlier batches."""
     _cost: float = 0.0
     _known: int = 0
 
@@ -54,10 +53,7 @@ class _SentBatch:
 
 
 class Outstanding(Generic[T]):
-    """The items that one worker has, by channel.
-
-    The worker runs `slots` items at a time or, if `batching`, `slots` batches at a time.
-    """
+    """The items that one worker has. The worker runs `slots` items, or batches if `batching`, at a time."""
 
     def __init__(self, slots: int = 1, *, batching: bool = False) -> None:
         self.calls: dict[int, T] = {}
@@ -94,9 +90,9 @@ class Outstanding(Generic[T]):
         return channels
 
     def remove(self, channel: int, now_s: float, cost: float = 1.0) -> tuple[T | None, BatchEnd | None]:
-        """Remove an item that has ended; `cost` is 0 if it failed.
+        """Remove and return an item, None if it is not here. Its `cost` is 0 if it failed.
 
-        Return the item, None if it is not here, and a BatchEnd if it was the last item of its batch to end.
+        Also return a BatchEnd if it was the last item of its batch to end.
         """
         item = self.calls.pop(channel, None)
         self._removed_s = now_s

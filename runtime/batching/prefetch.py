@@ -12,11 +12,11 @@ MAX_PREFETCH = 32
 def window(slots: int, exec_s: float | None) -> int:
     """Return how many invocations a worker asks for: `slots`, plus some to prefetch if they are short.
 
-    `exec_s` is the mean duration of recent invocations, None before the first. Invocations of PREFETCH_S and
-    longer are not prefetched: they would wait at this worker while another one may be free. The number of
-    prefetched ones is a power of two, so that it seldom changes.
+    `exec_s` is the mean duration of recent invocations, None before the first.
     """
+    # Longer invocations would wait at this worker while another one may be free.
     if exec_s is None or exec_s >= PREFETCH_S:
         return slots
     fits = min(MAX_PREFETCH, int(PREFETCH_S / max(exec_s, 1e-6)))
+    # A power of two, so that the number seldom changes.
     return slots + (1 << fits.bit_length() - 1 if fits else 0)

@@ -1,7 +1,7 @@
-"""Runs the gateway's queue with a simulated clock and simulated workers.
+"""Runs the gateway's queue with a simulated clock and workers, to predict how arrivals would be served.
 
 Admission, order, batch forming and assignment are the gateway's own code. Only the durations of batches come
-from a model. So the simulator predicts in a short time how a trace of arrivals would have been served.
+from a model.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from .latency_curve import LatencyCurve, Point
 from .outstanding import Outstanding
 from .queue import Queue, Slots
 
-# The priority of every simulated call: the default of the gateway.
-PRIORITY = 3
 # The batch sizes in `SimulatedFunction.curve`, up to max_batch: the powers of two that workers measure.
 MEASURED = (1, 2, 4, 8, 16, 32)
 
@@ -53,19 +51,19 @@ class CallOutcome(Enum):
 
 
 class SimulatedAttempt:
-    """A call in the queue or at a worker, and its outcome once it has ended.
+    """A call that waits or runs, and its outcome once it has ended. It has the attributes of an Item."""
 
-    It has the attributes of an Item.
-    """
+    priority, patient, max_batch, first, sent_s = 3, False, 0, False, 0.0
+    ended_s = 0.0
+    outcome: CallOutcome | None = None
+    retry_after_s: float | None = None
 
     def __init__(self, call: SimulatedCall) -> None:
-        self.call = call
-        self.tenant, self.priority, self.body, self.tries = call.tenant, PRIORITY, call.body, call.tries
+        self.call, self.tenant, self.body, self.tries = call, call.tenant, call.body, call.tries
         self.timeout_s, self.deadline_s = call.timeout_s, call.at_s + call.timeout_s
-        self.patient, self.max_batch, self.sent_s = False, 0, 0.0
-        self.ended_s = 0.0
-        self.outcome: CallOutcome | None = None
-        self.retry_after_s: float | None = None
+
+    def mark_first(self) -> None:
+        self.first = True
 
     def end(self, outcome: CallOutcome, now_s: float, retry_after_s: float | None = None) -> None:
         self.outcome, self.ended_s, self.retry_after_s = outcome, now_s, retry_after_s
@@ -87,13 +85,10 @@ def poisson(
 
 @dataclass(frozen=True, slots=True)
 class DurationModel:
-    """How long batches take: a mean for the size, times a random factor.
-
-    The mean is linear between the points, which are (size, seconds). Above the last point it continues the
-    last line, and up to the first point it is constant.
-    """
+    """How long batches take: a mean for the size, times a random factor."""
 
     points: tuple[tuple[float, float], ...]
+    """(size, seconds): the mean is constant up to the first, and linear from then on, also after the last."""
     noise: float = 0.05
     """The standard deviation of the factor, which has the mean 1."""
 

@@ -1,4 +1,7 @@
-"""The commands about API keys, in a gateway or in its files: `pilotflame keys create|list|revoke`."""
+"""The commands `pilotflame keys create|list|revoke`.
+
+They ask the gateway or, if it does not run, change the files in its state folder.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from typing import Any
 import click
 import orjson
 
+from ...errors import UnknownKey
 from ..access.control_socket import find_control_socket
 from ..access.keyring import Keyring
 from ..access.keys import parse_new_key
@@ -26,15 +30,21 @@ from .client import Client
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 SCOPES = click.Choice(["invoke", "read", "deploy", "admin"])
 _repeatable = functools.partial(click.option, multiple=True)
+_WHOLE_KEY = re.compile(r"pf_([0-9a-f]+)_")
+CLOSES = (
+    "this is the gateway's first key. From now on all requests need one, those of programs and commands on this"
+    " machine as well (PILOTFLAME_API_KEY); only /healthz and /readyz stay open, and `pilotflame keys`. Revoking the"
+    " key does not open the gateway again"
+)
 _DURATION = re.compile(r"([1-9][0-9]{0,8})([smhd])")
 
 
 @contextmanager
 def _open_keys(url: str, api_key: str, state_dir: Path | None) -> Iterator[Client | Keyring]:
-    """Yield the API keys that a command works on: a client of their gateway, or the keyring of its files.
+    """Yield access to a gateway's API keys: a client of the gateway, or the keyring in its files.
 
-    If the user gave a URL or an API key, and no state folder, they are those of the gateway at `url`.
-    Otherwise they are those of the state folder, used through the control socket if its gateway runs.
+    If the user gave a URL or an API key, and no state folder, the gateway is the one at `url`. Otherwise it
+    is the one of the state folder. Its control socket is used if it runs, else its files.
     """
     source = click.get_current_context().get_parameter_source("url")
     if state_dir is None and (api_key or source is not click.core.ParameterSource.DEFAULT):
@@ -102,10 +112,12 @@ def keys() -> None:
 @keys.command("create")
 @click.argument("name")
 @_repeatable("--scope", "scopes", default=("invoke",), type=SCOPES, help="What it may do; repeatable.")
-@_repeatable("--function", "functions", metavar="NAME", help="The only function it sees. Repeatable.")
+@_repeatable(
+    "--function", "functions", metavar="NAME", help="A function it may use; repeatable.  [default: all]"
+)
 @click.option("--rate", "rate_per_s", type=float, metavar="N", help="Requests a second, on average.")
-@click.option("--burst", type=int, metavar="N", help="Requests at once.  [default: --rate]")
-@click.option("--concurrency", type=int, metavar="N", help="Requests at the same time.")
+@click.option("--burst", type=int, metavar="N", help="Requests in quick succession.  [default: --rate]")
+@click.option("--concurrency", type=int, metavar="N", help="Requests that may run at the same time.")
 @click.option("--expires", "expires_in_s", callback=_seconds, metavar="TIME", help="Lifetime: 90d, 12h, 30m.")
 @_with_keys
 def create_key(*, functions: tuple[str, ...], store: Client | Keyring, as_json: bool, **fields: Any) -> None:
@@ -119,6 +131,8 @@ def create_key(*, functions: tuple[str, ...], store: Client | Keyring, as_json: 
       pilotflame keys create shop --function greeter --rate 20 --concurrency 4 --expires 90d
     """
     wanted = {"functions": functions or None, **fields}
+    if not _shown_keys(store):
+        display.warn([CLOSES])
     if isinstance(store, Client):
         key = store.post("v1", "keys", body=wanted)
     else:
@@ -136,28 +150,29 @@ def list_keys(*, store: Client | Keyring, as_json: bool) -> None:
 
     Example: pilotflame keys list
     """
-    if isinstance(store, Client):
-        found = store.get("v1", "keys")["keys"]
-    else:
-        found = [key.shown() for key in store.all()]
+    found = _shown_keys(store)
     columns = ("id", "for", "may", "quota", "made", "last used", "ends")
     empty = "no keys: pilotflame keys create NAME"
     display.print_list({"keys": found}, columns, map(_row, found), empty=empty, as_json=as_json)
 
 
 @keys.command("revoke")
-@click.argument("key_id", metavar="ID")
+@click.argument("id_or_name", metavar="ID|NAME")
 @_with_keys
-def revoke_key(*, key_id: str, store: Client | Keyring, as_json: bool) -> None:
-    """Revoke the API key with this ID. Its next request is refused; requests that run finish.
+def revoke_key(*, id_or_name: str, store: Client | Keyring, as_json: bool) -> None:
+    """Revoke the API key with this ID, or with this NAME if only one has it.
+
+    Its next request is refused. Requests that already run are finished.
 
     The gateway asks for keys even when the last one is gone. To open it again, stop it and remove the file
     access/keys.json from its state folder.
 
-    Example: pilotflame keys revoke 3f2a9c0b1d4e
+    \b
+    Examples:
+      pilotflame keys revoke 3f2a9c0b1d4e
+      pilotflame keys revoke laptop
     """
-    # If the user gave a whole key, use only its id: the rest is secret and must not be printed.
-    key_id = key_id.removeprefix("pf_").partition("_")[0]
+    key_id = _id_of(id_or_name, _shown_keys(store))
     if isinstance(store, Client):
         store.delete("v1", "keys", key_id)
     else:
@@ -165,8 +180,32 @@ def revoke_key(*, key_id: str, store: Client | Keyring, as_json: bool) -> None:
     display.print_result({"revoked": key_id}, f"{key_id} is revoked", as_json=as_json)
 
 
+def _shown_keys(store: Client | Keyring) -> list[dict[str, Any]]:
+    """Return all keys, without their secret parts."""
+    if isinstance(store, Client):
+        found: list[dict[str, Any]] = store.get("v1", "keys")["keys"]
+        return found
+    return [key.shown() for key in store.all()]
+
+
+def _id_of(text: str, keys: list[dict[str, Any]]) -> str:
+    """Return the id of the key that `text` names. Raise UnknownKey if there is none, or more than one."""
+    # If the user gave a whole key, use only its id: the rest is secret and must not be printed.
+    key_id = match[1] if (match := _WHOLE_KEY.match(text)) else text
+    ids = [key["id"] for key in keys if key_id in (key["id"], key["name"])]
+    # An id is one key, even if another one has it as its name.
+    if key_id in ids or len(ids) == 1:
+        return key_id if key_id in ids else ids[0]
+    if ids:
+        raise UnknownKey(
+            f"{len(ids)} keys have the name {key_id!r}.", remedy=f"Give an id: {', '.join(ids)}."
+        )
+    message = f"No API key has the id or name {key_id[:64]!r}."
+    raise UnknownKey(message, remedy="See `pilotflame keys list`.")
+
+
 def _row(key: dict[str, Any]) -> tuple[str, ...]:
-    units = {"rate_per_s": "a second", "burst": "at once", "concurrency": "running"}
+    units = {"rate_per_s": "a second", "burst": "in succession", "concurrency": "running"}
     quota = ", ".join(f"{key[name]:.7g} {unit}" for name, unit in units.items() if key[name] is not None)
     times = (key[name] or "-" for name in ("created_at", "last_used_at", "expires_at"))
     return (key["id"], key["name"], _rights(key), quota or "none", *times)

@@ -13,14 +13,14 @@ from .client import Client
 
 @click.group()
 def secrets() -> None:
-    """Give a function secrets: environment variables that no command shows.
+    """Give a function secrets: environment variables whose values no command shows.
 
     Example: pilotflame secrets set greeter API_TOKEN --from-file token.txt
     """
 
 
 @secrets.command("set")
-@click.argument("name")
+@options.function
 @click.argument("key")
 @click.option("--from-file", type=click.File("rb"), help="A file that holds the value.")
 @options.gateway
@@ -39,11 +39,11 @@ def set_secret(*, name: str, key: str, from_file: BinaryIO | None, client: Clien
     result = client.put("v1", "functions", name, "secrets", key, body={"value": _value(key, from_file)})
     display.print_result(result, f"{name} has {key}; workers that start from now on get it", as_json=as_json)
     if not (as_json or result["deployed"]):
-        display.say(f"no function {name} is deployed yet; it gets the secret when it is")
+        display.say(f"no function {name} is deployed yet; it will get the secret when it is deployed")
 
 
 @secrets.command("list")
-@click.argument("name")
+@options.function
 @options.gateway
 def list_secrets(*, name: str, client: Client, as_json: bool) -> None:
     """List the names of function NAME's secrets. No command shows their values.
@@ -57,7 +57,7 @@ def list_secrets(*, name: str, client: Client, as_json: bool) -> None:
 
 
 @secrets.command("unset")
-@click.argument("name")
+@options.function
 @click.argument("key")
 @options.gateway
 def unset_secret(*, name: str, key: str, client: Client, as_json: bool) -> None:
@@ -76,4 +76,10 @@ def _value(key: str, from_file: BinaryIO | None) -> str:
         text = (from_file or sys.stdin.buffer).read().decode()
     except UnicodeDecodeError:
         raise click.UsageError(f"The value of {key} is not UTF-8: encode it as base64.") from None
-    return text.removesuffix("\n").removesuffix("\r")
+    if value := text.removesuffix("\n").removesuffix("\r"):
+        return value
+    place = from_file.name if from_file is not None else "standard input"
+    raise click.UsageError(
+        f"There is no value for {key}: {place} is empty. Pipe the value in, or use --from-file; to remove a secret:"
+        " pilotflame secrets unset."
+    )

@@ -13,7 +13,7 @@ from .sqs import Message
 
 
 class QueueSink(AwsClient):
-    """A sink that sends each output to a queue. JSON and text are sent unchanged, other outputs as base64."""
+    """A sink that sends each output to a queue. JSON and text are sent as text, others as base64."""
 
     def __init__(self, source: EventSource, result: str) -> None:
         super().__init__("sqs", f"Outputs to {result}", source)
@@ -34,7 +34,7 @@ class QueueSink(AwsClient):
         else:
             text = base64.b64encode(output).decode()
             attributes["encoding"] = "base64"
-        fifo = {"MessageGroupId": job.function, "MessageDeduplicationId": message.id}
+        fifo = {"MessageGroupId": message.group or job.function, "MessageDeduplicationId": message.id}
         client.send_message(
             QueueUrl=self._url, MessageBody=text,
             MessageAttributes={

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from functools import partial
 
 from ..jobs.jobs import Jobs
-from ..settings.event_source import missing_package
 from ..settings.function_settings import FunctionSettings
+from ..telemetry.background import BackgroundTasks
 from .consumer import Consumer
 from .sinks import open_sink
 from .sqs import MessageQueue
@@ -21,7 +21,7 @@ class Sources:
     """The consumers of all live functions. `log(function, text)` writes a line to a function's log."""
 
     def __init__(
-        self, jobs: Jobs, tasks: asyncio.TaskGroup, log: Callable[[str, str], None], *, drain_s: float
+        self, jobs: Jobs, tasks: BackgroundTasks, log: Callable[[str, str], None], *, drain_s: float
     ) -> None:
         self._jobs = jobs
         self._tasks = tasks
@@ -42,9 +42,6 @@ class Sources:
             if consumer is not None:
                 # The consumer of an unchanged source goes on, so a new revision does not affect its messages.
                 consumer.update(settings)
-            elif problem := missing_package():
-                self._log(name, f"source {source.queue}: {problem}")
-                continue
             else:
                 queue, log = MessageQueue(source), partial(self._log_source, name, source.queue_name)
                 consumer = Consumer(settings, source, self._jobs, queue, open_sink(source), log)

@@ -18,11 +18,12 @@ from typing import Any
 
 from ...errors import RequirementsError, SettingsError, SnapshotError
 from ...handlers.dialects.recognise import recognise
+from ...snapshot.extras import is_installed, missing
 from ..link.worker_spec import WorkerSpec
-from ..settings.event_source import missing_package
-from ..settings.function_settings import FunctionSettings, read_settings
+from ..settings.function_settings import FunctionSettings, read_settings, setting_origins
 from . import code, requirements
 from .archive import unpack
+from .cog_yaml import COG_YAML, CogYaml
 from .environment import Log, ensure_environment
 from .store import CODE_FOLDER, RevisionFields, RevisionRecord, Store
 
@@ -63,11 +64,14 @@ def prepare(store: Store, environments: Path, request: Deployment, log: Log) -> 
     with contextlib.ExitStack() as undo:
         undo.callback(shutil.rmtree, staged, ignore_errors=True)
         folder = _source_folder(request, staged_code)
-        settings = read_settings(folder, overrides=request.overrides)
+        place = "the uploaded folder" if request.archive is not None else ""
+        settings = read_settings(folder, overrides=request.overrides, place=place)
+        cog = _cog_yaml(folder, settings)
+        settings = settings.model_copy(update={"env": cog.env() | dict(settings.env)})
         if request.authorize is not None:
             request.authorize(settings.name)
-        if settings.source and (problem := missing_package()):
-            raise SettingsError(f"The [[source]] tables of {settings.name!r} cannot be used: {problem}.")
+        if settings.source and not is_installed("boto3"):
+            raise missing("A [[source]] table", "boto3")
         snapshot = settings.snapshot_path(folder)
         if snapshot is not None and not snapshot.exists():
             remedy = "Put the weights there, or set `snapshot` (or --snapshot) to where they are."
@@ -76,10 +80,12 @@ def prepare(store: Store, environments: Path, request: Deployment, log: Log) -> 
             )
         if request.path is not None:
             code.copy_folder(folder, staged_code, exclude=snapshot)
-        environment = _environment(staged_code, environments, request, log)
+        store.weights.share(staged_code, snapshot)
+        environment = _environment(staged_code, environments, request, cog, log)
         fields = _fields(staged, settings, snapshot, environment, log)
+        origins = setting_origins(folder, overrides=request.overrides)
         undo.pop_all()
-    return staged, fields
+    return staged, fields.model_copy(update={"setting_origins": origins})
 
 
 def _fields(
@@ -142,6 +148,8 @@ def _source_folder(request: Deployment, staged_code: Path) -> Path:
     """Return the request's folder. Or unpack its archive into `staged_code`, and return that folder."""
     if request.archive is not None:
         unpack(request.archive, staged_code)
+        # Archives that other programs have packed may hold credentials and caches.
+        code.remove_ignored(staged_code)
         return staged_code
     if request.path is None:
         raise SettingsError("The deploy has neither a path nor an archive.", remedy="Send one of them.")
@@ -150,16 +158,26 @@ def _source_folder(request: Deployment, staged_code: Path) -> Path:
     return request.path
 
 
-def _environment(code_folder: Path, environments: Path, request: Deployment, log: Log) -> tuple[Path, str]:
+def _cog_yaml(folder: Path, settings: FunctionSettings) -> CogYaml:
+    """Return the settings in cog.yaml, which count only if the handler is Cog's."""
+    return CogYaml.read(folder) if recognise(folder, settings.handler).dialect == "cog" else CogYaml()
+
+
+def _environment(
+    code_folder: Path, environments: Path, request: Deployment, cog: CogYaml, log: Log
+) -> tuple[Path, str]:
     """Return the path of the Python that runs the function, and the digest of its requirements.
 
     Raise RequirementsError if they are not met and are not to be installed, or if their installation fails.
     """
     file = code_folder / REQUIREMENTS_FILE
-    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    text, name = file.read_text(encoding="utf-8") if file.is_file() else "", REQUIREMENTS_FILE
+    if more := cog.requirements(code_folder):
+        name = f"{REQUIREMENTS_FILE}, followed by the packages of {COG_YAML}," if text else COG_YAML
+        text = f"{text}\n{more}" if text else more
     digest = requirements.requirements_digest(text)
     try:
-        requirements.check_requirements(text)
+        requirements.check_requirements(text, file=name)
     except RequirementsError:
         if not request.install:
             raise

@@ -1,4 +1,4 @@
-"""Offers jobs to routes and event sources: submit, read, wait, cancel, retry and webhook deliveries."""
+"""Offers to routes and event sources what can be done with jobs: submit, read, wait, cancel, retry."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from pathlib import Path
 from ...errors import JobStoreFailed
 from ..functions.live import Live
 from ..settings.gateway_settings import GatewaySettings
+from ..telemetry.background import BackgroundTasks
 from .database import Database
 from .dispatcher import JobDispatcher
 from .http_post import AddressPolicy
-from .job import Job, NewJob
+from .job import ALL, Job, NewJob
 from .schema import SCRIPTS
 from .store import JobStore
 from .transaction import Transaction
@@ -23,9 +24,9 @@ from .webhook_signing import SigningKey
 
 DATABASE_FILE = "jobs.sqlite3"
 CLOSE_TIMEOUT_S = 10.0
-"""How long `close` waits for attempts to be stored, and then as long for webhook requests."""
+"""`close` waits this long for attempts to be stored, and then this long for webhook requests."""
 EXPIRY_RETRY_S = 5.0
-"""The pause after the expiry of jobs failed."""
+"""The pause before jobs are expired again, after the store failed."""
 
 
 class Jobs:
@@ -36,12 +37,13 @@ class Jobs:
         state: Path,
         key: SigningKey,
         live: Callable[[str], Live],
-        tasks: asyncio.TaskGroup,
+        tasks: BackgroundTasks,
         settings: GatewaySettings,
     ) -> None:
         """`key` signs webhooks. `live` returns a live function by name; see `JobDispatcher`."""
         self._database = Database(state / DATABASE_FILE, SCRIPTS)
         self._tasks = tasks
+        self._live = live
         self._keep_s = settings.keep_result_s
         self._addresses = AddressPolicy.parse(settings.webhook_networks)
         self.store = JobStore(self._database, keep_s=self._keep_s, on_commit=self._on_commit)
@@ -62,7 +64,7 @@ class Jobs:
         await self.store.recover()
         for function in await self.store.functions_waiting():
             self._dispatcher.wake(function)
-        self._expiry = self._tasks.create_task(self._expire())
+        self._expiry = self._tasks.keep(self._expire, name="jobs_expiry")
 
     def stop(self) -> None:
         """Submit no more jobs to workers. Call it before the functions are closed."""
@@ -85,6 +87,25 @@ class Jobs:
         job, replayed = await self.store.submit(new)
         self._expect_expiry(job.created_s + min(job.ttl_s, self._keep_s))
         return job, replayed
+
+    async def run(self, new: NewJob, wait_s: float) -> tuple[Job, bool]:
+        """Submit a job as `submit` does, wait for its end, but not longer than `wait_s`, and return the job.
+
+        Nobody knows the job's id until this returns, so a job that ends soon is stored only then, in one commit.
+        """
+        until_s = time.monotonic() + wait_s
+        if (attempt := self._dispatcher.run_unstored(new)) is not None:
+            # The attempt goes on if the caller is cancelled.
+            stored = await asyncio.shield(attempt.stored)
+            if isinstance(stored, Job) and stored.state.final:
+                self._expect_expiry(stored.expires_s)
+                return stored, False
+            if stored is not None:
+                return await self.wait(stored.function, stored.id, until_s - time.monotonic()), False
+            # It was not run. The function may have been deleted, or the gateway may be shutting down.
+            self._live(new.function)
+        job, replayed = await self.submit(new)
+        return await self.wait(job.function, job.id, until_s - time.monotonic()), replayed
 
     @contextlib.contextmanager
     def watch(self, job_id: str) -> Iterator[asyncio.Event]:
@@ -130,10 +151,10 @@ class Jobs:
                 if not pieces:
                     await wait(news, every_s)
 
-    async def purge(self, function: str) -> int:
-        """Cancel all queued jobs of a function and return how many. It goes on if the caller is cancelled."""
+    async def purge(self, function: str, owner: str = ALL) -> int:
+        """Cancel an owner's queued jobs and return how many. It goes on if the caller is cancelled."""
         # The task is not in the task group, because an error of the task would end the group.
-        return await asyncio.shield(asyncio.create_task(self.store.purge(function)))
+        return await asyncio.shield(asyncio.create_task(self.store.purge(function, owner)))
 
     # -- for functions that are deployed or deleted
 

@@ -1,4 +1,7 @@
-"""Defines webhook deliveries, each of one event of one job, their attempts and the schedule of retries."""
+"""Defines webhook deliveries, their attempts and the schedule of retries.
+
+A delivery is for one event of one job.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ class Delivery:
     host: str
     state: DeliveryState
     attempts: int
-    """How many attempts were made since it was added or redelivered, with those of the one it replaced."""
+    """The attempts since it was added or redelivered. Those of a pending delivery that it replaced count too."""
     next_s: float
     """The earliest time of the next attempt."""
     created_s: float
@@ -66,7 +69,7 @@ class RetrySchedule:
     """A schedule of at most `tries` attempts, with random pauses that grow exponentially.
 
     The pause after attempt number n is a random number from 0 to the smaller of `max_s` and
-    `first_s * factor ** (n - 1)`. The pauses of the default schedule are 25 hours in total, on average.
+    `first_s * factor ** (n - 1)`, or what Retry-After asks for, if that is longer. The pauses of the default schedule are 25 hours in total, on average.
     """
 
     tries: int = 16

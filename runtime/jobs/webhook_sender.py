@@ -12,6 +12,7 @@ import time
 from functools import partial
 
 from ...errors import JobStoreFailed
+from ..telemetry.background import BackgroundTasks
 from . import outbox
 from .database import Database
 from .http_post import AddressPolicy, HttpPoster
@@ -51,9 +52,9 @@ class WebhookSender:
         self._running: asyncio.Task[None]
         self._paused = False
 
-    def start(self, tasks: asyncio.TaskGroup) -> None:
+    def start(self, tasks: BackgroundTasks) -> None:
         """Start to send, also the deliveries that the previous run of the gateway left pending."""
-        self._running = tasks.create_task(self._run(tasks), name="webhooks")
+        self._running = tasks.keep(partial(self._run, tasks), name="webhooks")
 
     def wake(self) -> None:
         """Make the sender look for due deliveries. Call it on the event loop."""

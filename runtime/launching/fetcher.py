@@ -17,6 +17,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ from ...snapshot.sources.locate import open_source
 from ...snapshot.sources.location import shown
 
 WAIT_TIMEOUT_S = 6 * 3600.0
+CLOSE_TIMEOUT_S = 5.0
+"""How long the fetcher waits at its end for fetches to stop. Then it ends, and with it their connections."""
 
 
 class Fetcher:
@@ -39,6 +42,7 @@ class Fetcher:
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
         self._leases: dict[int, Lease | None] = {}
+        self._closing: set[threading.Thread] = set()
         self._lock = threading.Lock()
 
     def handle(self, request: dict[str, Any]) -> None:
@@ -58,6 +62,11 @@ class Fetcher:
             numbers = list(self._leases)
         for number in numbers:
             self._release(number)
+        deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
+        with self._lock:
+            closing = list(self._closing)
+        for thread in closing:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
         release_memory(self._cache)
 
     def _hold(self, number: int, manifest: Path, url: str) -> None:
@@ -84,7 +93,18 @@ class Fetcher:
         with self._lock:
             lease = self._leases.pop(number, None)
         if lease is not None:
+            # In a thread of its own: a fetch may take seconds to stop, and the next request must not wait.
+            thread = threading.Thread(target=self._close_lease, args=(lease,), daemon=True)
+            with self._lock:
+                self._closing.add(thread)
+            thread.start()
+
+    def _close_lease(self, lease: Lease) -> None:
+        try:
             lease.close()
+        finally:
+            with self._lock:
+                self._closing.discard(threading.current_thread())
 
     def _emit(self, number: int, event: str, **facts: Any) -> None:
         line = orjson.dumps({"id": number, "event": event, **facts}) + b"\n"

@@ -9,6 +9,7 @@ import logging
 import socket
 import sys
 import time
+from asyncio.subprocess import Process
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,7 @@ MAX_LINE_BYTES = 1 << 20
 
 
 class FetchProgress:
-    """One hold of a snapshot: its number, its fetch, and the error if it failed.
-
-    `held` is done once the snapshot's files can be mapped.
-    """
+    """One hold of a snapshot. `held` is done once the snapshot's files can be mapped."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -63,7 +61,7 @@ class FetcherClient:
         self._tasks = tasks
         self._numbers = itertools.count(1)
         self._held: dict[int, FetchProgress] = {}
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: Process | None = None
         self._requests: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
@@ -86,15 +84,12 @@ class FetcherClient:
         try:
             async with asyncio.timeout(HOLD_TIMEOUT_S):
                 await progress.held
-        except TimeoutError:
+        except BaseException as error:
             self.release(progress)
-            raise LauncherError(
-                f"The fetcher did not respond within {HOLD_TIMEOUT_S:.0f} s.",
-                remedy="Check that the disk of the cache responds.",
-            ) from None
-        except BaseException:
-            self.release(progress)
-            raise
+            if not isinstance(error, TimeoutError):
+                raise
+            message = f"The fetcher did not respond within {HOLD_TIMEOUT_S:.0f} s."
+            raise LauncherError(message, remedy="Check that the disk of the cache responds.") from None
         return progress
 
     def release(self, progress: FetchProgress) -> None:
@@ -105,17 +100,14 @@ class FetcherClient:
     async def close(self) -> None:
         """End the fetcher and wait until it has ended."""
         self._closed = True
-        if self._process is None or self._requests is None:
+        if self._process is None or self._requests is None or self._reading is None:
             return
         self._requests.close()
-        try:
-            async with asyncio.timeout(STOP_TIMEOUT_S):
-                await self._process.wait()
-        except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-        if self._reading is not None:
-            await self._reading
+        # `_read` returns when the process has ended.
+        await asyncio.wait([self._reading], timeout=STOP_TIMEOUT_S)
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        await self._reading
         with contextlib.suppress(OSError):
             await self._requests.wait_closed()
 
@@ -126,7 +118,7 @@ class FetcherClient:
             if self._process is None or self._process.returncode is not None:
                 self._process = await self._start()
 
-    async def _start(self) -> asyncio.subprocess.Process:
+    async def _start(self) -> Process:
         # A socket pair instead of pipes, because asyncio may close the pipes of a process early.
         ours, theirs = socket.socketpair()
         try:
@@ -150,10 +142,7 @@ class FetcherClient:
             self._requests.write(orjson.dumps(request) + b"\n")
 
     async def _read(
-        self,
-        process: asyncio.subprocess.Process,
-        events: asyncio.StreamReader,
-        requests: asyncio.StreamWriter,
+        self, process: Process, events: asyncio.StreamReader, requests: asyncio.StreamWriter
     ) -> None:
         # The holds of this fetcher process. `_start` replaces `self._held` when it starts another process.
         held = self._held
@@ -168,8 +157,7 @@ class FetcherClient:
                     # The line is not an event: a library printed it in the fetcher.
                     LOG.info("fetcher: %s", line.decode(errors="replace").rstrip())
         requests.close()
-        await process.wait()
-        ended = f"The fetcher ended (exit code {process.returncode})."
+        ended = f"The fetcher ended (exit code {await process.wait()})."
         error = LauncherError(ended, remedy="See the gateway's standard error for its output.")
         for progress in held.values():
             progress.fail(error)

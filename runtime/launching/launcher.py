@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import math
 import signal
 import threading
 from abc import ABC, abstractmethod
@@ -24,6 +25,8 @@ OOM_COUNTERS = (
 )  # fmt: skip
 # How long a stuck worker has to write its stacks before it is killed.
 STACKS_TIMEOUT_S = 0.5
+# How long a killed process may take to end, before the gateway goes on without it.
+KILLED_S = 10.0
 
 
 class Child(ABC):
@@ -31,15 +34,12 @@ class Child(ABC):
 
     def __init__(self, link: Link, pid: int, name: str, output: LogStream | None = None) -> None:
         """`output` is what the process prints, if it has connected that."""
-        self.output = output
-        self.link = link
-        self.pid = pid
-        self.name = name
+        self.link, self.pid, self.name, self.output = link, pid, name, output
         self.gone = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._exit_code: asyncio.Future[int | None] = self._loop.create_future()
         self._kill_timer: asyncio.TimerHandle | None = None
-        self._kill_at_s = 0.0
+        self._kill_at_s = math.inf
         self._kill_reason = ""
 
     @abstractmethod
@@ -66,27 +66,29 @@ class Child(ABC):
     def kill_after(self, timeout_s: float) -> None:
         """Kill the process if it has not ended in `timeout_s`. Of several deadlines, the earliest counts."""
         kill_at_s = self._loop.time() + timeout_s
+        if self.gone.is_set() or kill_at_s >= self._kill_at_s:
+            return
         if self._kill_timer is not None:
-            if self._kill_reason or self._kill_at_s <= kill_at_s:
-                return
             self._kill_timer.cancel()
-        if not self.gone.is_set():
-            reason = f"it had not ended {timeout_s:.0f} s after it was told to"
-            self._kill_at_s = kill_at_s
-            # One that is not given any time is not stuck.
-            kill = functools.partial(self.kill_stuck, reason) if timeout_s > 0 else self.kill
-            self._kill_timer = self._loop.call_later(timeout_s, kill)
+        self._kill_at_s = kill_at_s
+        reason = f"it had not ended {timeout_s:.0f} s after it was told to"
+        # One that is not given any time is not stuck.
+        kill = functools.partial(self.kill_stuck, reason) if timeout_s > 0 else self.kill
+        self._kill_timer = self._loop.call_later(timeout_s, kill)
+
+    async def wait_gone(self, timeout_s: float) -> None:
+        """Wait until the process has ended, at most `timeout_s`: the kernel may be unable to end it."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.gone.wait()
 
     async def cause(self) -> str:
         """Return how the process ended, as text for messages: "signal 9 (SIGKILL)" or "exit code 1".
 
         If it was killed, that includes by whom and why, as far as that can be known.
         """
-        try:
-            async with asyncio.timeout(EXIT_REPORT_TIMEOUT_S):
-                code = await asyncio.shield(self._exit_code)
-        except TimeoutError:
-            code = None
+        await asyncio.wait([self._exit_code], timeout=EXIT_REPORT_TIMEOUT_S)
+        code = self._exit_code.result() if self._exit_code.done() else None
         if code is None:
             return "an unknown cause"
         if code >= 0:
@@ -101,14 +103,14 @@ class Child(ABC):
         return text
 
     def report_exit(self, code: int | None) -> None:
-        """Set the exit code that the parent reported. It is None if the parent ended and cannot report it."""
+        """Set the exit code that the parent reported, or None if the parent ended before."""
         if not self._exit_code.done():
             self._exit_code.set_result(code)
 
     def ended(self) -> None:
-        """Set `gone`, because the process has ended, and stop the kill timer."""
+        """Set `gone`, because the process has ended, and stop the timers."""
+        # Until it fires, a running timer would keep this object in memory.
         if self._kill_timer is not None:
-            # Until it fires, a running timer would keep this object in memory.
             self._kill_timer.cancel()
         self.gone.set()
 
@@ -170,10 +172,22 @@ class Launcher(Protocol):
     """Launches revisions, for example as processes of this machine."""
 
     async def launch(self, spec: WorkerSpec, logs: Log, on_death: Callable[[], None]) -> WorkerSource:
-        """Launch a zygote that imports and builds the handler of `spec`, and return the source of workers.
+        """Launch the zygote of `spec`. Its death calls `on_death`. Raise HandlerError or LauncherError.
 
-        `on_death` is called if the zygote dies before it is closed. Raise HandlerError or LauncherError.
+        Call `forget` with the same `spec` when its revision has ended.
         """
+
+    async def prepare(self, spec: WorkerSpec) -> None:
+        """Start what a launch of `spec` shares with others, so that it takes less time. Raise LauncherError."""
+
+    async def forget(self, spec: WorkerSpec) -> None:
+        """End what was started for `spec`, which must be the same object as at its launch, and for no other."""
+
+    def shared_pids(self) -> list[int]:
+        """Return the processes that belong to no single revision."""
+
+    def end_unused(self) -> None:
+        """End the shared processes that no launched revision needs now. A later launch starts them again."""
 
     async def close(self) -> None:
         """End all launched processes and wait until they have ended. Later launches raise LauncherError."""

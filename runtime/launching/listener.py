@@ -5,21 +5,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import logging
 import os
 import secrets
 import socket
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ...errors import GatewayError, LinkError
 from ..link.connection import Link
-from ..link.frames import HEADER, FrameKind, FrameReader
+from ..link.frames import Frame, FrameKind, FrameReader
 from ..telemetry.log_stream import LogStream
 from ..telemetry.logs import Log
 
+_log = logging.getLogger(__name__)
+
 HELLO_TIMEOUT_S = 10.0
+# The pause after a connection could not be accepted, as in asyncio: no event tells that a descriptor is free.
+ACCEPT_RETRY_S = 1.0
 MAX_HELLO_BYTES = 4096
 BACKLOG = 512
 PEERCRED = struct.Struct("3i")
@@ -29,24 +34,17 @@ OnLink = Callable[[Link, int, LogStream | None], None]
 MAX_SOCKET_PATH = 107
 
 
-@dataclass(slots=True)
-class Expected:
-    """A process that was given a token. It may open one log connection and then one link.
-
-    `secret` is the second half of the token. `role` is the role that the link's HELLO must name, and `source`
-    is the name of the process in the log.
-    """
+class Expected(NamedTuple):
+    """A process that was given a token. It may open one log connection and then one link."""
 
     secret: str
+    """The second half of the token."""
     source: str
+    """The name of the process in the log."""
     logs: Log
     on_link: OnLink
     role: str
-    log_stream: LogStream | None = None
-
-    def open_log(self, sock: socket.socket, mark: str) -> LogStream:
-        self.log_stream = LogStream(sock, self.logs, self.source, mark)
-        return self.log_stream
+    """The role that the link's HELLO must name."""
 
 
 class Listener:
@@ -54,14 +52,15 @@ class Listener:
 
     def __init__(self, path: Path) -> None:
         if len(os.fsencode(path)) > MAX_SOCKET_PATH:
-            raise GatewayError(
-                f"The path of the link socket is longer than {MAX_SOCKET_PATH} bytes: {path}.",
-                remedy="Use a shorter --state-dir.",
-            )
+            message = f"The path of the link socket is longer than {MAX_SOCKET_PATH} bytes: {path}."
+            raise GatewayError(message, remedy="Use a shorter --state-dir.")
         self.path = path
         self._expected: dict[str, Expected] = {}
         self._greetings: set[_Greeting] = set()
-        self._streams: set[LogStream] = set()
+        # The log connections by the first half of the token.
+        self._streams: dict[str, LogStream] = {}
+        self._paused: asyncio.TimerHandle | None = None
+        self._failing = False
 
     def open(self) -> None:
         """Listen on a socket that only this user can connect to."""
@@ -73,21 +72,23 @@ class Listener:
         self._sock.bind(str(self.path))
         self.path.chmod(0o600)
         self._sock.listen(BACKLOG)
-        self._loop.add_reader(self._sock, self._accept)
+        self._resume()
 
     def close(self) -> None:
+        if self._paused is not None:
+            self._paused.cancel()
         self._loop.remove_reader(self._sock)
         self._sock.close()
         self.path.unlink(missing_ok=True)
         for greeting in list(self._greetings):
             greeting.close()
-        for stream in self._streams:
+        for stream in self._streams.values():
             stream.close()
 
     def expect(self, role: str, source: str, logs: Log, on_link: OnLink) -> str:
-        """Return a token for one process, whose output is written to `logs` with the name `source`.
+        """Return a token for one process.
 
-        When the process opens its link as `role`, `on_link(link, pid, log_stream)` is called.
+        When it opens a link as `role`, `on_link(link, pid, log_stream)` is called.
         """
         name, secret = secrets.token_hex(8), secrets.token_hex(16)
         self._expected[name] = Expected(secret, source, logs, on_link, role)
@@ -114,14 +115,14 @@ class Listener:
         pid, uid, _ = PEERCRED.unpack(peer)
         if uid not in (os.getuid(), 0):
             return False
-        if role == "log" and expected.log_stream is None:
-            self._streams = {stream for stream in self._streams if stream.alive}
-            self._streams.add(expected.open_log(sock, mark))
+        if role == "log" and name not in self._streams:
+            self._streams = {of: stream for of, stream in self._streams.items() if stream.alive}
+            self._streams[name] = LogStream(sock, expected.logs, expected.source, mark)
             return True
         if role != expected.role:
             return False
         self.forget(token)
-        expected.on_link(Link(sock, join_writes=True), pid, expected.log_stream)
+        expected.on_link(Link(sock, join_writes=True), pid, self._streams.get(name))
         return True
 
     def discard(self, greeting: _Greeting) -> None:
@@ -132,8 +133,26 @@ class Listener:
             sock, _ = self._sock.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return False
+        except OSError as error:
+            self._pause(error)
+            return False
+        self._failing = False
         self._greetings.add(_Greeting(sock, self._loop, self))
         return True
+
+    def _pause(self, error: OSError) -> None:
+        """Accept nothing for a while, after an error such as EMFILE: the socket would stay readable."""
+        if not self._failing:
+            self._failing = True
+            remedy = "Raise the limit of open files (ulimit -n)."
+            _log.error("workers cannot connect to the gateway: %s. %s", error.strerror, remedy)
+        if self._paused is None:
+            self._loop.remove_reader(self._sock)
+            self._paused = self._loop.call_later(ACCEPT_RETRY_S, self._resume)
+
+    def _resume(self) -> None:
+        self._paused = None
+        self._loop.add_reader(self._sock, self._accept)
 
 
 class _Greeting:
@@ -142,7 +161,7 @@ class _Greeting:
     def __init__(self, sock: socket.socket, loop: asyncio.AbstractEventLoop, listener: Listener) -> None:
         sock.setblocking(False)
         self._sock, self._loop, self._listener = sock, loop, listener
-        self._data = b""
+        self._reader = FrameReader(MAX_HELLO_BYTES)
         self._timer = loop.call_later(HELLO_TIMEOUT_S, self.close)
         loop.add_reader(sock, self.read)
 
@@ -156,36 +175,28 @@ class _Greeting:
         Once the HELLO is complete, hand over the connection or close it.
         """
         try:
-            while data := self._sock.recv(self._missing()):
-                self._data += data
-                if not self._missing():
+            while data := self._sock.recv(self._reader.missing):
+                if frames := self._reader.feed(data):
                     self._stop()
-                    if not self._greet():
+                    if not self._greet(frames[0]):
                         self._sock.close()
                     return
         except BlockingIOError:
             return
-        except OSError:
+        except (OSError, LinkError):
             pass
         self.close()
-
-    def _missing(self) -> int:
-        """Return how many bytes to read next: 0 if the HELLO is complete or too long."""
-        if len(self._data) < HEADER.size:
-            return HEADER.size - len(self._data)
-        length = HEADER.unpack_from(self._data)[0]
-        return 0 if length > MAX_HELLO_BYTES else HEADER.size + length - len(self._data)
 
     def _stop(self) -> None:
         self._timer.cancel()
         self._loop.remove_reader(self._sock)
         self._listener.discard(self)
 
-    def _greet(self) -> bool:
-        with contextlib.suppress(LinkError, KeyError):
-            frames = FrameReader(MAX_HELLO_BYTES).feed(self._data)
-            if len(frames) == 1 and frames[0].kind == FrameKind.HELLO:
-                head = frames[0].json()
+    def _greet(self, hello: Frame) -> bool:
+        # OSError: no descriptor is free to watch the process.
+        with contextlib.suppress(LinkError, KeyError, OSError):
+            if hello.kind == FrameKind.HELLO:
+                head = hello.json()
                 token, role, mark = str(head["token"]), str(head["role"]), str(head.get("mark", ""))
                 return self._listener.hello(self._sock, token, role, mark)
         return False

@@ -65,9 +65,7 @@ class ZygoteProcess:
     def __init__(
         self, child: ChildProcess, listener: Listener, on_death: Callable[[], None] | None = None
     ) -> None:
-        self.child = child
-        self._listener = listener
-        self._on_death = on_death
+        self.child, self._listener, self._on_death = child, listener, on_death
         self._built: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._forking: dict[str, asyncio.Future[ChildProcess]] = {}
         self._token_of: dict[int, str] = {}
@@ -77,6 +75,11 @@ class ZygoteProcess:
     @property
     def alive(self) -> bool:
         return not self.child.link.closed
+
+    @property
+    def childless(self) -> bool:
+        """True if it has no child and forks none."""
+        return not self._children and not self._forking
 
     async def fork(self, role: str, name: str, logs: Log, spec: WorkerSpec | None = None) -> ChildProcess:
         """Return a new child once it has connected. Raise LauncherError if it dies before or is too slow."""
@@ -106,10 +109,7 @@ class ZygoteProcess:
             self._listener.forget(token)
 
     async def wait_built(self, timeout_s: float) -> dict[str, Any]:
-        """Wait for the BUILT frame and return its head.
-
-        Raise the HandlerError of a failed build. Raise LauncherError if the process dies or is too slow.
-        """
+        """Return the head of the BUILT frame. Raise the build's HandlerError, or LauncherError."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._built
@@ -162,12 +162,11 @@ class ZygoteProcess:
         """Fail everything that waits for a report of this zygote. `how` says in the error how it ended."""
         for child in self._children.values():
             child.report_exit(None)
-        remedy = "See `pilotflame logs` for its last output."
-        error = LauncherError(f"{self.child.name} {how}.", remedy=remedy)
+        message, remedy = f"{self.child.name} {how}.", "See `pilotflame logs` for its last output."
         futures: list[asyncio.Future[Any]] = [*self._forking.values(), self._built]
         for future in futures:
             if not future.done():
-                future.set_exception(error)
+                future.set_exception(LauncherError(message, remedy=remedy))
         if not self._built.cancelled():
             # Retrieve the exception: otherwise asyncio logs an error if `wait_built` is never called.
             self._built.exception()

@@ -126,6 +126,11 @@ class FrameReader:
         if self._fault is not None:
             raise self._fault
 
+    @property
+    def missing(self) -> int:
+        """How many bytes are missing from the next frame, or from its header if that is incomplete."""
+        return self._needed - len(self._rest)
+
     def feed(self, data: bytes) -> list[Frame]:
         """Add bytes and return the complete frames. Raise LinkError if one is too long or inconsistent.
 

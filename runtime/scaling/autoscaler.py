@@ -18,39 +18,34 @@ MIN_RECHECK_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ScaleSpec:
-    """The owner's limits. `buffer` is how many workers to have above the need while there is any load.
-
-    `concurrency` is how many invocations one worker runs at a time, those of all its batches included.
-    """
+    """The owner's limits."""
 
     min: int = 0
     max: int = 4
     buffer: int = 0
+    """How many workers to have above the need while there is any load."""
     concurrency: int = 1
+    """How many invocations one worker runs at a time, those of all its batches included."""
     idle_timeout_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """The present state. `idle_since_s` has one time for each ready worker without work, the earliest first.
-
-    `prewarm` is the number of workers that are wanted now even without load.
-    """
+    """The present numbers of invocations and workers."""
 
     queued: int
     in_flight: int
     starting: int
     ready: int
     idle_since_s: tuple[float, ...] = ()
+    """One time for each ready worker without work, the earliest first."""
     prewarm: int = 0
+    """How many workers are wanted now even without load."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """How many workers to start, and how many to stop, the longest idle first.
-
-    Decide again at `wake_at_s`, if set.
-    """
+    """How many workers to start and to stop, the longest idle first. Decide again at `wake_at_s`, if set."""
 
     start: int = 0
     stop: int = 0
@@ -61,8 +56,7 @@ def wanted(spec: ScaleSpec, stats: Stats) -> int:
     """Return how many workers the present load and `prewarm` need, within the owner's limits."""
     load = stats.queued + stats.in_flight
     need = math.ceil(load / spec.concurrency)
-    # A load of one is typically a single caller that sends its requests one after the other. It is no sign
-    # that the load will grow, so one worker is enough.
+    # A load of one is typically one caller who sends one request after the other: one worker is enough.
     if load > 1:
         need = max(need, math.ceil(load / (spec.concurrency * NEAR_LIMIT)))
     if load:
@@ -91,8 +85,7 @@ def decide(spec: ScaleSpec, stats: Stats, now_s: float) -> Decision:
     stop = min(spare, expired)
     left = stats.idle_since_s[stop:]
     wake = left[0] + spec.idle_timeout_s if left and spare > stop else None
-    # The load needs all the workers, idle ones included. No event reports that it has become less: check
-    # again later.
+    # The load needs all workers, also the idle ones. No event reports that it has become less: check later.
     if wake is None and left and stats.in_flight:
         wake = now_s + max(spec.idle_timeout_s, MIN_RECHECK_S)
     return Decision(stop=stop, wake_at_s=wake)

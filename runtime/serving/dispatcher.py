@@ -1,21 +1,20 @@
-"""Queues the invocations of one revision, sends them to workers, and ends them.
-
-Only the dispatcher changes the state of an invocation.
-"""
+"""Queues the invocations of one revision, sends them to workers, and ends them."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...errors import PilotflameError, RevisionRetired, WorkerDied
 from ..batching.assignment import assign
+from ..batching.latency_curve import Point
 from ..batching.outstanding import BatchEnd
 from ..batching.queue import Queue, Slots
 from ..link.worker_spec import WorkerSpec
-from ..scaling import autoscaler
+from ..scaling.autoscaler import ScaleSpec
+from ..settings.function_settings import FunctionSettings
 from ..telemetry.timeline import WorkerTiming
 from . import deadlines
 from .deadlines import EARLY_S, Deadlines
@@ -39,11 +38,10 @@ OBSERVED_EVERY = 16
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How a revision treats its invocations. This follows from its settings and its handler."""
+    """How a revision treats its invocations: its settings, and what follows from its handler."""
 
-    scale: autoscaler.ScaleSpec
-    timeout_s: float = 600.0
-    execution_timeout_s: float | None = None
+    settings: FunctionSettings
+    scale: ScaleSpec
     max_batch: int = 1
     """The largest number of invocations in one batch; 1 if the handler takes no batches."""
     interruptible: bool = False
@@ -51,34 +49,24 @@ class Policy:
     streaming: bool = False
     aggregates: bool = True
     """True if the output of a job is the list of all pieces of a streamed output."""
-    hold_s: float = 60.0
-    max_queue: int = 1000
-    max_body_bytes: int = 20 << 20
-    idempotent: bool = False
-    standby: bool = True
-    keep_zygote: bool = True
 
 
 class Dispatcher:
-    """Sends the invocations of one revision to its workers, and ends each of them.
-
-    It runs on one event loop.
-    """
+    """Sends the invocations of one revision to its workers, and ends each of them."""
 
     def __init__(
         self, spec: WorkerSpec, policy: Policy, pool: Pool, curves: LatencyCurveStore,
         on_left: Callable[[], None],
     ) -> None:  # fmt: skip
         """`on_left` is called when fewer workers may be needed: after a cancellation or a time limit."""
+        settings = policy.settings
         self.queue: Queue[Invocation] = Queue(
-            spec.function, max_batch=policy.max_batch, max_queue=policy.max_queue
-        )
-        self._policy = policy
+            spec.function, max_batch=policy.max_batch, max_queue=settings.max_queue,
+            max_bytes=settings.max_queue_bytes,
+        )  # fmt: skip
+        self._spec, self._policy, self._pool = spec, policy, pool
+        self._curves, self._on_left = curves, on_left
         self._device = ""
-        self._curves = curves
-        self._spec = spec
-        self._pool = pool
-        self._on_left = on_left
         self._loop = asyncio.get_running_loop()
         self._deadlines = Deadlines(self._loop, self._on_due)
         self._batch_timer: asyncio.TimerHandle | None = None
@@ -87,17 +75,16 @@ class Dispatcher:
 
     def configure(self, policy: Policy) -> None:
         self._policy = policy
-        self.queue.configure(max_batch=policy.max_batch, max_queue=policy.max_queue)
+        limits = {"max_queue": policy.settings.max_queue, "max_bytes": policy.settings.max_queue_bytes}
+        self.queue.configure(max_batch=policy.max_batch, **limits)
 
     def close(self) -> None:
-        """Send nothing more.
-
-        Fail the waiting invocations, and later those that workers give back when they exit.
-        """
+        """Send nothing more. Fail the waiting invocations, and later those that exiting workers give back."""
         self._closed = True
-        self.fail_queued(self._retired())
+        self.fail_queued(self.retired())
         if self._batch_timer is not None:
             self._batch_timer.cancel()
+        self._deadlines.close()
 
     # -- arrivals
 
@@ -107,7 +94,7 @@ class Dispatcher:
         Raise RevisionRetired after `close`. Raise QueueFull or Overloaded if the queue refuses it.
         """
         if self._closed:
-            raise self._retired()
+            raise self.retired()
         now_s = time.monotonic()
         if self._policy.max_batch == 1 and not len(self.queue) and (replica := self._pool.pick()) is not None:
             self._deadlines.set(invocation, invocation.deadline_s, now_s)
@@ -120,17 +107,14 @@ class Dispatcher:
         return False
 
     def _slots(self, now_s: float) -> Slots:
-        """Return the slots of all workers, those of starting workers included.
-
-        Without batches, each invocation counts as a batch of one. If no worker is ready, a slot is expected
-        to be free when the oldest activation has taken the mean time of an activation.
-        """
+        """Return the slots of all workers, starting ones too. Without batches, each invocation needs one."""
         ready = self._pool.ready
         at_once = max(1, self._policy.scale.concurrency // self._policy.max_batch)
         count = sum(replica.outstanding.slots for replica in ready) + at_once * self._pool.starting
         if ready:
             curve = self.queue.curve
             return Slots(count, min(replica.outstanding.expected_at(now_s, curve) for replica in ready))
+        # The next slot should be free when the oldest activation has taken the mean time of an activation.
         asked_s = min((replica.activation.asked_s for replica in self._pool.replicas), default=now_s)
         return Slots(max(count, at_once), max(now_s, asked_s + self._activation_s))
 
@@ -140,7 +124,7 @@ class Dispatcher:
             return
         invocation.mark_requeued()
         if self._closed:
-            self._fail(invocation, self._retired())
+            self._fail(invocation, self.retired())
             return
         now_s = time.monotonic()
         self._deadlines.set(invocation, deadlines.limit_s(invocation, now_s), now_s)
@@ -163,7 +147,7 @@ class Dispatcher:
                 self._batch_timer = self._loop.call_later(delay_s, self.dispatch)
 
     def _send(self, replica: Replica, batch: list[Invocation], now_s: float) -> None:
-        limit_s = self._policy.execution_timeout_s
+        limit_s = self._policy.settings.execution_timeout_s
         for invocation in batch:
             invocation.mark_sent(replica.name, len(batch), now_s, replica.activation)
             if limit_s is not None:
@@ -178,7 +162,7 @@ class Dispatcher:
     def cancel(self, invocation: Invocation) -> None:
         """Remove a disconnected caller's invocation from the queue, or cancel it at its worker."""
         self._deadlines.cancel(invocation)
-        invocation.abandon()
+        invocation.end(None)
         self._remove(invocation)
 
     def _remove(self, invocation: Invocation) -> None:
@@ -200,12 +184,11 @@ class Dispatcher:
 
     def _fail(self, invocation: Invocation, error: PilotflameError) -> None:
         self._deadlines.cancel(invocation)
-        invocation.fail(error)
+        invocation.end(error)
 
-    def _retired(self) -> RevisionRetired:
-        return RevisionRetired(
-            f"Revision {self._spec.revision} was stopped before this invocation could run."
-        )
+    def retired(self) -> RevisionRetired:
+        """Return the error of an invocation that this revision does not run any more."""
+        return RevisionRetired(f"Revision {self._spec.revision} was stopped before this invocation ran.")
 
     # -- time limits
 
@@ -230,14 +213,13 @@ class Dispatcher:
     def _on_overrun(self, invocation: Invocation, now_s: float) -> None:
         """Handle an invocation that was sent, or whose batch had a new handler call, execution_timeout_s ago.
 
-        If it started later, because it waited for other invocations at the worker, it gets more time.
-        Otherwise its handler call took too long: then it fails or, if it runs in a batch, the whole batch is
-        repeated.
+        If its handler call took too long, it fails or, if it runs in a batch, the whole batch is repeated.
         """
-        replica, limit_s = self._replica_of(invocation), self._policy.execution_timeout_s
+        replica, limit_s = self._replica_of(invocation), self._policy.settings.execution_timeout_s
         if replica is None or limit_s is None:
             return
         started_s = replica.started_s(invocation)
+        # If it started later, because it waited for other invocations at the worker, it gets more time.
         if started_s is None or now_s < started_s + limit_s - EARLY_S:
             self._limit_execution(invocation, now_s, (now_s if started_s is None else started_s) + limit_s)
         # It is not known which invocation of the batch is the cause. Replace the worker: then each of them
@@ -253,12 +235,8 @@ class Dispatcher:
         self._on_left()
 
     def restart_execution(self, invocations: list[Invocation]) -> None:
-        """Give `invocations`, the rest of a batch, the full execution_timeout_s again.
-
-        Their worker makes one more handler call for a part of them, and the limit applies to each handler
-        call.
-        """
-        now_s, limit_s = time.monotonic(), self._policy.execution_timeout_s
+        """Give the rest of a batch the full execution_timeout_s again: the limit is for each handler call."""
+        now_s, limit_s = time.monotonic(), self._policy.settings.execution_timeout_s
         for invocation in invocations:
             if limit_s is not None and not invocation.ended:
                 self._limit_execution(invocation, now_s, now_s + limit_s)
@@ -278,10 +256,7 @@ class Dispatcher:
         elif replica.completed % OBSERVED_EVERY == 1:
             self._observe(BatchEnd(1, 1.0, now_s - timeline.sent_s - timeline.wait_s))
         self._deadlines.cancel(invocation)
-        if isinstance(outcome, Output):
-            invocation.resolve(outcome)
-        else:
-            invocation.fail(self._pool.explain(outcome))
+        invocation.end(outcome if isinstance(outcome, Output) else self._pool.explain(outcome))
         if batch is not None:
             self._observe(batch)
 
@@ -295,11 +270,8 @@ class Dispatcher:
             self._loop.call_soon(self._observe_response, now_s)
 
     def _observe_response(self, ended_s: float) -> None:
-        """Learn the time from the end of a batch to its last response.
-
-        This assumes that receiving the responses takes the callers as long as this iteration of the event
-        loop.
-        """
+        """Learn the time from the end of a batch to its last response."""
+        # Twice: receiving the responses probably takes the callers as long as the loop took to send them.
         self.queue.observe_response(2 * (time.monotonic() - ended_s))
 
     def adopt(self, replica: Replica) -> None:
@@ -324,23 +296,17 @@ class Dispatcher:
         self.queue.configure(max_batch=max(1, min([self._policy.max_batch, *limits])))
 
     def recover(self, unstarted: list[Invocation], started: list[Invocation], cause: str) -> None:
-        """Queue the unstarted invocations of a dead worker again. Repeat or fail those that it had started.
-
-        `cause` says how the worker ended.
-        """
+        """Queue the unstarted invocations of a dead worker again. Repeat or fail those it had started."""
         repeated = [invocation for invocation in started if self._may_repeat(invocation, cause)]
         for invocation in [*repeated, *unstarted]:
             self.requeue(invocation)
         self.dispatch()
 
     def _may_repeat(self, invocation: Invocation, cause: str) -> bool:
-        """Return True if an invocation whose worker died may run again. Otherwise fail it.
-
-        The invocations of a batch are repeated one by one, also if they are not idempotent: it is not known
-        which of them killed the worker, and after an error batch handlers are called again with parts of the
-        batch anyway.
-        """
-        harmless = self._policy.idempotent and invocation.stream is None
+        """Return True if an invocation whose worker died of `cause` may run again. Otherwise fail it."""
+        harmless = self._policy.settings.idempotent and invocation.stream is None
+        # It is not known which invocation of a batch killed the worker. So each is repeated alone, also if it
+        # is not idempotent: after an error, batch handlers are called again with parts of the batch anyway.
         if invocation.batch_size > 1 or (harmless and invocation.attempt < MAX_ATTEMPTS):
             invocation.mark_repeated()
             return True
@@ -350,6 +316,11 @@ class Dispatcher:
         message = f"The worker that ran this invocation died of {cause} (attempt {invocation.attempt})."
         self._fail(invocation, WorkerDied(message, remedy=remedy))
         return False
+
+    @property
+    def learned(self) -> Sequence[Point]:
+        """The points of the latency curve: those of the present workers, or else the stored ones."""
+        return self.queue.curve.points or self._curves.latest()
 
     async def store_curve(self) -> None:
         """Store the latency curve for later activations, if it differs enough from the stored one."""

@@ -24,10 +24,7 @@ class Output(NamedTuple):
 
 
 class Stream:
-    """The pieces of a streamed output that have arrived from the worker and were not read yet.
-
-    The worker may send only as much as its credit allows, which grows when pieces are consumed.
-    """
+    """The unread pieces of a streamed output. The worker's credit for more grows when pieces are consumed."""
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
@@ -41,7 +38,7 @@ class Stream:
         return bool(self._pieces) or self._closed
 
     def connect(self, grant: Callable[[int], None]) -> None:
-        """Set `grant`. It is called with the number of further pieces that the worker may send."""
+        """Set `grant`, which is called with the number of further pieces that the worker may send."""
         self._grant = grant
 
     def put(self, piece: bytes) -> None:
@@ -53,10 +50,7 @@ class Stream:
         self._arrived.set()
 
     async def take(self) -> list[bytes]:
-        """Wait for pieces, and return all that have arrived; [] at the end of the stream.
-
-        If it is cancelled, no piece is lost.
-        """
+        """Wait for pieces, and return all that have arrived; [] at the end. If cancelled, none is lost."""
         while not self._pieces:
             if self._closed:
                 return []
@@ -73,11 +67,10 @@ class Stream:
 
 @dataclass(eq=False, slots=True)
 class Invocation:
-    """A request, and the state of its execution.
+    """A request, which never changes, and the state of its execution, which only the dispatcher changes.
 
-    The request never changes, and only the dispatcher changes the state. An invocation ends once: with an
-    output, with an error, or because its caller has gone. Later ends are ignored. Times are in monotonic
-    seconds.
+    An invocation ends once: with an output, with an error, or because its caller has gone. Later ends are
+    ignored. Times are in monotonic seconds.
     """
 
     id: str
@@ -85,10 +78,7 @@ class Invocation:
     _: KW_ONLY
     now_s: InitVar[float]
     deadline_s: float
-    """By when it must end.
-
-    If `execution_s` is set: by when it must be sent, and after that by when it must end.
-    """
+    """By when it must end; while it waits and `execution_s` is set, by when it must be sent."""
     hold_until_s: float
     """It fails if it waits and no worker is ready at this time."""
     content_type: str = ""
@@ -99,10 +89,7 @@ class Invocation:
     extra: Mapping[str, Any] | None = None
     """Data that the handler can read from `context.extra`. It must be possible to encode it as JSON."""
     execution_s: float | None = None
-    """Only for stored jobs: how many seconds it has to end after it was sent.
-
-    It is never refused as too late.
-    """
+    """Only for stored jobs: how many seconds it has to end after it was sent. It is never refused as late."""
     tenant: str = ""
     """Whose invocation it is. The queue shares the workers fairly between tenants."""
     priority: int = NORMAL
@@ -125,6 +112,8 @@ class Invocation:
     attempt: int = field(init=False, default=1)
     max_batch: int = field(init=False, default=0)
     """The size of the largest batch it may run in; 0 for no limit."""
+    first: bool = field(init=False, default=False)
+    """True once a reservation has put it before the invocations of all priorities."""
     batch_size: int = field(init=False, default=1)
     """The number of invocations that were sent to its worker in one batch, itself included."""
     worker: str = field(init=False, default="")
@@ -143,10 +132,7 @@ class Invocation:
         return self.timeline.sent_s
 
     def head(self, now_s: float, more: int = 0) -> dict[str, Any]:
-        """Return what is sent to the worker with the body.
-
-        `more` is the number of invocations of its batch that follow.
-        """
+        """Return what is sent to the worker with the body. `more` invocations of its batch follow."""
         head: dict[str, Any] = {"id": self.id, "remaining_s": self.deadline_s - now_s}
         if more:
             head["more"] = more
@@ -168,6 +154,10 @@ class Invocation:
         """The invocation waits in the queue. `cold` is True if no worker is ready."""
         self._cold = cold
 
+    def mark_first(self) -> None:
+        """The caller had a reservation: it is served before the invocations of all priorities."""
+        self.first = True
+
     def mark_sent(self, worker: str, batch_size: int, now_s: float, activation: Activation) -> None:
         self.worker, self.batch_size = worker, batch_size
         waited = self._cold and activation.ready_s > self.timeline.received_s
@@ -185,38 +175,28 @@ class Invocation:
             self.deadline_s = self.hold_until_s
 
     def mark_repeated(self) -> None:
-        """The invocation will run again.
-
-        If its worker died while it ran a batch, it will not run in a batch.
-        """
+        """The invocation will run again, but not in a batch if its worker died while it ran a batch."""
         self.attempt += 1
         if self.batch_size > 1:
             self.max_batch = self.batch_size = 1
 
-    def resolve(self, output: Output) -> None:
-        if self._end():
-            self.output.set_result(output)
-            if self.on_end is not None:
-                self.on_end()
-
-    def fail(self, error: PilotflameError) -> None:
-        if self._end():
-            self.output.set_exception(error)
-            # Mark it as retrieved: if the caller has gone, asyncio must not warn about it.
-            self.output.exception()
-            if self.on_end is not None:
-                self.on_end()
-
-    def abandon(self) -> None:
-        """The invocation ends because its caller has gone."""
-        if self._end():
-            self.output.cancel()
-
-    def _end(self) -> bool:
-        """End the invocation. Return True if this is the first end and `output` was not cancelled."""
+    def end(self, outcome: Output | PilotflameError | None) -> None:
+        """End the invocation, unless it has ended. `outcome` is None if its caller has gone."""
         if self.ended:
-            return False
+            return
         self.ended = True
         if self.stream is not None:
             self.stream.close()
-        return not self.output.done()
+        if self.output.done():
+            return
+        if outcome is None:
+            self.output.cancel()
+            return
+        if isinstance(outcome, Output):
+            self.output.set_result(outcome)
+        else:
+            self.output.set_exception(outcome)
+            # Mark it as retrieved: if the caller has gone, asyncio must not warn about it.
+            self.output.exception()
+        if self.on_end is not None:
+            self.on_end()

@@ -20,17 +20,13 @@ MAX_POINTS = 64
 # A curve is written only if a median changed by more than MIN_CHANGE_S seconds and by more than this share of
 # the old median (MIN_CHANGE), or if the number of points changed: workers stop often, and disks are slow.
 MIN_CHANGE_S, MIN_CHANGE = 0.001, 0.2
-# If there are more files than this, the oldest are removed: they belong to revisions that were replaced long
-# ago.
+# If there are more files than this, the oldest are removed: their revisions were replaced long ago.
 MAX_FILES = 500
 _FORMAT = TypeAdapter(dict[str, list[Point]])
 
 
 class LatencyCurveStore:
-    """The curves of one code with one snapshot, in one JSON file.
-
-    `open` and `write` block: do not call them on the event loop.
-    """
+    """The curves of one code with one snapshot, in one JSON file. `open` and `write` do blocking I/O."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -43,10 +39,7 @@ class LatencyCurveStore:
 
     @classmethod
     def open(cls, folder: Path, code: str, manifest: Path | None) -> LatencyCurveStore:
-        """Return the store for a code and the weights of a manifest. All revisions with both share it.
-
-        `code` is text that identifies the code and the settings that its speed depends on.
-        """
+        """Return the store that all revisions with the same code (and settings) and weights share."""
         digest = hashlib.sha256(code.encode())
         if manifest is not None:
             with contextlib.suppress(OSError):
@@ -60,6 +53,10 @@ class LatencyCurveStore:
     def of_device(self, device: str) -> Sequence[Point]:
         """Return the points of workers on `device`, which names the device and the dtype."""
         return self._curves.get(device, ())
+
+    def latest(self) -> Sequence[Point]:
+        """Return the points that were stored last, on whatever device."""
+        return next(reversed(self._curves.values()), ())
 
     def differs(self, device: str, points: Sequence[Point]) -> bool:
         """Return True if the points differ from the stored ones by enough to write them."""

@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 from ...errors import ActivationFailed, PilotflameError, SourceDenied
 from ..launching.fetcher_client import FetcherClient, FetchProgress
-from ..launching.launcher import Child, Launcher
+from ..launching.launcher import KILLED_S, Child, Launcher
 from ..link.worker_spec import WEIGHTS_TIMEOUT_S, WorkerSpec
+from ..settings.function_settings import Scale
 from ..telemetry.logs import Log
 from ..telemetry.timeline import Activation
 from .replica import START_TIMEOUT_S, Replica, ReplicaState, RevisionEvents
@@ -23,9 +24,8 @@ class Pool:
     """The workers of one revision, and their hold on the weights, which they share on this node."""
 
     def __init__(
-        self, spec: WorkerSpec, launcher: Launcher, logs: Log, tasks: asyncio.TaskGroup,
-        events: RevisionEvents, *, standby: bool, keep_zygote: bool, weights: FetcherClient,
-        secrets: Callable[[], dict[str, str]], measure: bool,
+        self, spec: WorkerSpec, scale: Scale, launcher: Launcher, logs: Log, tasks: asyncio.TaskGroup,
+        events: RevisionEvents, weights: FetcherClient, secrets: Callable[[], dict[str, str]], measure: bool,
     ) -> None:  # fmt: skip
         """If `measure`, new workers measure their latency curve, until one worker has measured it.
 
@@ -33,9 +33,9 @@ class Pool:
         """
         self.replicas: list[Replica] = []
         self.activations = 0
-        self.zygote = ZygoteSupervisor(
-            spec, launcher, logs, tasks, lambda: self.in_flight > 0, with_standby=standby, keep=keep_zygote
-        )
+        self.used_s = 0.0
+        """When a worker that had run invocations was last there; 0 if no worker has run one."""
+        self.zygote = ZygoteSupervisor(spec, scale, launcher, logs, tasks, lambda: self.in_flight > 0)
         self._spec, self._tasks, self._events, self._secrets = spec, tasks, events, secrets
         self._measure = measure
         self._forking = 0
@@ -65,11 +65,7 @@ class Pool:
         return count
 
     def worked_s(self, now_s: float) -> tuple[float, float]:
-        """Return two sums over all workers, dead ones included.
-
-        The first is of their seconds with work, the second of their seconds from READY until now or their
-        death.
-        """
+        """Return how many seconds all workers, dead ones included, had work, and how many they were ready."""
         busy_s, ready_s = self._past_busy_s, self._past_ready_s
         for replica in self.replicas:
             busy_s += replica.outstanding.total_busy_s(now_s)
@@ -84,9 +80,8 @@ class Pool:
     def pick(self) -> Replica | None:
         """Return the worker for the next invocation or batch; None if no worker has room.
 
-        It is the least busy worker. Of equally busy ones it is the newest, so that older ones stay idle and
-        can stop. If workers prefetch, it is the busiest one that has room: its process is awake, while
-        another process would first have to be woken and to wait for the processor.
+        It is the least busy worker, and of equally busy ones the newest, so that older ones can stop. If
+        workers prefetch, it is the busiest one that has room: its process is awake, others must be woken.
         """
         if self._last is not None and self._last.can_prefetch:
             return self._last
@@ -111,43 +106,27 @@ class Pool:
                 self._forking += 1
                 self._tasks.create_task(self._start(activation, standby))
 
-    async def _start(self, activation: Activation, standby: Child | None) -> None:
-        child: Child | None = None
+    async def _start(self, activation: Activation, child: Child | None) -> None:
+        """Activate `child`, or a forked child if it is None. The weights are fetched at the same time."""
         try:
-            child = await self._fork_and_fetch(activation, standby)
+            async with asyncio.TaskGroup() as tasks:
+                if self._weights is not None:
+                    tasks.create_task(self._fetch(self._weights, activation))
+                child = child or await self.zygote.fork()
             self.zygote.check_open()
-        except PilotflameError as error:
+        except BaseException as failed:
+            self._forking -= 1
             if child is not None:
                 child.link.close()
+            error = failed.exceptions[0] if isinstance(failed, ExceptionGroup) else failed
+            if not isinstance(error, Exception):
+                raise
+            self._events.on_start_failed(error if isinstance(error, PilotflameError) else _unexpected(error))
+            if not isinstance(error, PilotflameError):
+                raise
+        else:
             self._forking -= 1
-            self._events.on_start_failed(error)
-            return
-        self._forking -= 1
-        self._activate(child, activation)
-
-    async def _fork_and_fetch(self, activation: Activation, standby: Child | None) -> Child:
-        """Return a child, once its weights are held on this node. Forking and fetching run at the same time.
-
-        `standby` is the child, if there is one; otherwise a child is forked.
-        """
-        if self._weights is None:
-            return await self._child(standby)
-        fork: asyncio.Task[Child] | None = None
-        try:
-            async with asyncio.TaskGroup() as both:
-                fork = both.create_task(self._child(standby))
-                activation.mark_fetching((await self._hold(self._weights)).fetch)
-        except BaseException as failed:
-            forked = fork is not None and fork.done() and not fork.cancelled() and fork.exception() is None
-            if (child := fork.result() if fork is not None and forked else standby) is not None:
-                child.link.close()
-            if isinstance(failed, ExceptionGroup):
-                raise failed.exceptions[0] from None
-            raise
-        return fork.result()
-
-    async def _child(self, standby: Child | None) -> Child:
-        return standby or await self.zygote.fork()
+            self._activate(child, activation)
 
     def _activate(self, child: Child, activation: Activation) -> None:
         activation.mark_forked(time.monotonic())
@@ -163,14 +142,14 @@ class Pool:
 
     # -- weights: one hold on the snapshot, for all workers of the pool
 
-    async def _hold(self, weights: FetcherClient) -> FetchProgress:
-        """Return the hold. It is made again if there is none, or if its fetch failed."""
+    async def _fetch(self, weights: FetcherClient, activation: Activation) -> None:
+        """Hold the weights, if they are not held yet or if their fetch failed."""
         async with self._holding:
             if self._fetching is not None and self._fetching.error is not None:
                 self._release_weights()
             if self._fetching is None:
                 self._fetching = await weights.hold(self._spec)
-            return self._fetching
+            activation.mark_fetching(self._fetching.fetch)
 
     def _release_weights(self) -> None:
         fetching, self._fetching = self._fetching, None
@@ -178,18 +157,13 @@ class Pool:
             self._weights.release(fetching)
 
     def explain(self, error: PilotflameError) -> PilotflameError:
-        """Return `error`, or a better one if `error` only says that a worker's weights are missing.
-
-        The better one has the message of the fetcher, which knows why they are missing.
-        """
+        """Return `error`, or the fetcher's error if `error` only says that a worker's weights are missing."""
         cause = self._fetching.error if self._fetching is not None else None
         if cause is None or error.details.get("cause") != SourceDenied.code:
             return error
-        return ActivationFailed(
-            f"The weights are not whole: {cause.message}",
-            remedy=cause.remedy,
-            details={**cause.details, "cause": cause.code},
-        )
+        message = f"The weights are not whole: {cause.message}"
+        details = {**cause.details, "cause": cause.code}
+        return ActivationFailed(message, remedy=cause.remedy, details=details)
 
     # -- stopping
 
@@ -203,6 +177,8 @@ class Pool:
         self.replicas.remove(replica)
         self._last = None
         self._past_busy_s += replica.outstanding.busy_s
+        if replica.completed:
+            self.used_s = time.monotonic()
         if replica.activation.ready_s:
             self._past_ready_s += time.monotonic() - replica.activation.ready_s
         # Without workers, forking a standby disturbs no invocation, and the next activation may come soon.
@@ -221,10 +197,16 @@ class Pool:
         children = [replica.child for replica in self.replicas]
         for replica in list(self.replicas):
             replica.drain(timeout_s)
+        gone_by_s = time.monotonic() + timeout_s + KILLED_S
         for child in children:
-            await child.gone.wait()
+            await child.wait_gone(gone_by_s - time.monotonic())
         self._release_weights()
         await self.zygote.wait_closed()
+
+
+def _unexpected(error: Exception) -> ActivationFailed:
+    message = f"A worker could not be started: {type(error).__name__}: {error}"
+    return ActivationFailed(message, remedy="See the gateway's log for the traceback.")
 
 
 def _preferred(replica: Replica, other: Replica) -> bool:

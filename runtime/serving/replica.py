@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import time
+from functools import partial
 from typing import Any, Protocol
 
 from ...errors import LinkError, PilotflameError
@@ -14,14 +15,14 @@ from ..batching.outstanding import BatchEnd, Outstanding
 from ..launching.launcher import Child
 from ..link.frames import TIMING, Frame, FrameKind, Timing
 from ..telemetry.timeline import Activation, WorkerTiming
-from .invocation import Invocation, Output, Stream
+from .invocation import Invocation, Output
 
 # A worker is killed if it is not READY this long after ACTIVATE.
 START_TIMEOUT_S = 900.0
-# A worker is killed if it has not exited this long after it reported a failed start, or after it had to be
-# replaced.
+# A worker is killed if it has not exited this long after it reported a failed start, after it had to be
+# replaced, or after it ended its last invocation while it drains: so long its `teardown` may take.
 EXIT_TIMEOUT_S = 30.0
-# The timing of a failed invocation, which the worker does not measure: a cost of 0 means that it failed.
+# The timing of an invocation that failed or was given back, which the worker does not measure: a cost of 0.
 UNKNOWN = Timing(0.0, 0.0, 1, 0.0)
 
 
@@ -46,10 +47,7 @@ class RevisionEvents(Protocol):
         """A worker gave back an invocation that it has not started."""
 
     def on_split(self, invocations: list[Invocation]) -> None:
-        """A worker makes one more handler call for a batch.
-
-        `invocations` are those of the batch that have not ended.
-        """
+        """A worker makes one more handler call for `invocations`, those of a batch that have not ended."""
 
     def on_start_failed(self, error: PilotflameError) -> None: ...
     def on_resized(self, replica: Replica) -> None: ...
@@ -58,19 +56,14 @@ class RevisionEvents(Protocol):
 
 
 class Replica:
-    """One worker: how much it may be sent, and what it was sent and has not ended.
-
-    It changes no invocation.
-    """
+    """One worker: how much it may be sent, and which invocations it has. It changes no invocation."""
 
     def __init__(
         self, child: Child, activation: Activation, events: RevisionEvents, env: dict[str, str],
         start_timeout_s: float = START_TIMEOUT_S, *, measure: bool = False,
     ) -> None:  # fmt: skip
         """If `measure` and the handler has examples, the worker first measures its latency curve."""
-        self.child = child
-        self.name = child.name
-        self.activation = activation
+        self.child, self.name, self.activation = child, child.name, activation
         self.state = ReplicaState.RESTORING
         self.outstanding: Outstanding[Invocation] = Outstanding()
         self.idle_since_s = time.monotonic()
@@ -91,6 +84,8 @@ class Replica:
         self._stuck: set[int] = set()
         # The channels of invocations whose printed lines are captured.
         self._recorded: set[int] = set()
+        # By channel, the timers that replace the worker if cancelled invocations do not end.
+        self._cancelled: dict[int, asyncio.TimerHandle] = {}
         # Otherwise a worker that hangs while it starts would count as starting for ever.
         late = f"it was not ready after {start_timeout_s:.0f} s"
         self._start_timer = asyncio.get_running_loop().call_later(start_timeout_s, child.kill_stuck, late)
@@ -131,7 +126,7 @@ class Replica:
                 if invocation.capture is not None or self._recorded:
                     self._record(channel, invocation)
                 if invocation.stream is not None:
-                    self._connect(invocation.stream, channel)
+                    invocation.stream.connect(partial(self._grant, channel))
                 link.send_json(FrameKind.INVOKE, channel, invocation.head(now_s), invocation.body)
             return
         channels = self.outstanding.add_batch(invocations, now_s)
@@ -155,18 +150,21 @@ class Replica:
         output.record(channel, invocation.id, invocation.capture, alone=alone)
         self._recorded.add(channel)
 
-    def _connect(self, stream: Stream, channel: int) -> None:
-        def grant(count: int) -> None:
-            if channel in self.outstanding.calls:
-                self.child.link.send_json(FrameKind.MORE, channel, {"count": count})
-
-        stream.connect(grant)
+    def _grant(self, channel: int, count: int) -> None:
+        if channel in self.outstanding.calls:
+            self.child.link.send_json(FrameKind.MORE, channel, {"count": count})
 
     def cancel(self, invocation: Invocation, kill_after_s: float) -> None:
         """Cancel an invocation. Replace the worker if the invocation has not ended after `kill_after_s`."""
         if (channel := self.outstanding.channel_of(invocation)) is not None:
             self.child.link.send(FrameKind.CANCEL, channel)
-            asyncio.get_running_loop().call_later(kill_after_s, self._replace, channel)
+            self._drop_timer(channel)
+            loop = asyncio.get_running_loop()
+            self._cancelled[channel] = loop.call_later(kill_after_s, self._replace, channel)
+
+    def _drop_timer(self, channel: int) -> None:
+        if (timer := self._cancelled.pop(channel, None)) is not None:
+            timer.cancel()
 
     def started_s(self, invocation: Invocation) -> float | None:
         """Return the earliest time at which the worker can have started an invocation; None if it has not."""
@@ -174,10 +172,7 @@ class Replica:
         return self.outstanding.started_s(channel) if channel is not None else None
 
     def replace(self, invocation: Invocation) -> None:
-        """Replace the worker, because the handler call of an invocation does not end.
-
-        The worker is drained, and killed as soon as it runs nothing else.
-        """
+        """Drain the worker, because a handler call does not end. Kill it once it runs nothing else."""
         if (channel := self.outstanding.channel_of(invocation)) is not None:
             self._replace(channel)
 
@@ -194,10 +189,7 @@ class Replica:
             self.child.kill_stuck("a call of the handler did not end in time")
 
     def drain(self, kill_after_s: float) -> None:
-        """Ask the worker to end the invocations that run, and to exit.
-
-        Kill it if it has not after `kill_after_s`.
-        """
+        """Ask the worker to end what it runs and to exit. Kill it if it still runs after `kill_after_s`."""
         if self.state is not ReplicaState.DEAD:
             self.state = ReplicaState.DRAINING
             self.child.link.send(FrameKind.DRAIN)
@@ -218,30 +210,34 @@ class Replica:
         elif kind in (FrameKind.CHUNK, FrameKind.PROGRESS):
             self._on_piece(frame)
         elif kind == FrameKind.RETURNED:
-            if (invocation := self._remove(frame.channel, 0.0, time.monotonic())[0]) is not None:
-                self._events.on_returned(invocation)
+            self._on_end(frame.channel, None, UNKNOWN)
         else:
             self._on_control(kind, frame.json())
 
-    def _on_end(self, channel: int, outcome: Output | PilotflameError, timing: WorkerTiming) -> None:
+    def _on_end(self, channel: int, outcome: Output | PilotflameError | None, timing: WorkerTiming) -> None:
+        """Remove an invocation, and report its end. `outcome` is None if the worker gave it back."""
         now_s = time.monotonic()
-        invocation, batch = self._remove(channel, timing[3], now_s)
-        if invocation is not None:
-            self.completed += 1
-            self._events.on_end(self, invocation, outcome, timing, now_s, batch)
-
-    def _remove(self, channel: int, cost: float, now_s: float) -> tuple[Invocation | None, BatchEnd | None]:
         if channel in self._recorded:
             self._recorded.discard(channel)
             if self.child.output is not None:
                 self.child.output.end(channel)
-        removed = self.outstanding.remove(channel, now_s, cost)
+        invocation, batch = self.outstanding.remove(channel, now_s, timing[3])
         if not self.outstanding.calls:
             self.idle_since_s = now_s
+            if self.state is ReplicaState.DRAINING:
+                self.child.kill_after(EXIT_TIMEOUT_S)
+        if self._cancelled:
+            self._drop_timer(channel)
         if self._stuck:
             self._stuck.discard(channel)
             self._kill_if_only_stuck()
-        return removed
+        if invocation is None:
+            return
+        if outcome is None:
+            self._events.on_returned(invocation)
+        else:
+            self.completed += 1
+            self._events.on_end(self, invocation, outcome, timing, now_s, batch)
 
     def _on_piece(self, frame: Frame) -> None:
         invocation = self.outstanding.calls.get(frame.channel)
@@ -263,6 +259,9 @@ class Replica:
             if self.state is not ReplicaState.DRAINING:
                 self.state = ReplicaState.DRAINING
                 self.child.link.send(FrameKind.DRAIN)
+                # Otherwise it may run until its last invocation has ended, which deadlines limit.
+                if not self.outstanding.calls:
+                    self.child.kill_after(EXIT_TIMEOUT_S)
         elif kind == FrameKind.FAILED:
             self.reported_failure = True
             self._start_timer.cancel()
@@ -306,6 +305,8 @@ class Replica:
         if self.child.output is not None:
             # Its last words came before the end of its link.
             self.child.output.drain()
+        for channel in list(self._cancelled):
+            self._drop_timer(channel)
         # A worker without a link is useless, even if its process still runs. A draining one exits by itself.
         self.left = self.state is ReplicaState.DRAINING and not self.reported_failure
         if self.state is not ReplicaState.DRAINING:

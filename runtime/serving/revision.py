@@ -35,7 +35,7 @@ FIRST_START_TIMEOUT_S = 900.0
 # even if all the time was used to end invocations.
 MIN_TEARDOWN_S = 2.0
 # After n failed starts in a row, workers that only `min` and `buffer` ask for are not started for
-# FIRST_BACKOFF_S x 2^n seconds, at most MAX_BACKOFF_S. Workers for waiting invocations are started without
+# FIRST_BACKOFF_S x 2^(n - 1) seconds, at most MAX_BACKOFF_S. Workers for waiting invocations are started without
 # this delay.
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 300.0
@@ -49,39 +49,29 @@ class Revision(RevisionEvents):
         on_activation: Callable[[str], None], weights: FetcherClient, secrets: Callable[[], dict[str, str]],
         curves: LatencyCurveStore,
     ) -> None:  # fmt: skip
-        """`on_activation` is called with "failed" when a worker could not be started.
-
-        `secrets` returns the environment variables that only workers get, by name.
-        """
-        self.spec = spec
-        self.policy = policy
-        self.streaming = policy.streaming
-        self.pool = Pool(
-            spec, launcher, logs, tasks, self,
-            standby=policy.standby, keep_zygote=policy.keep_zygote, weights=weights, secrets=secrets,
-            measure=not curves.known,
-        )  # fmt: skip
+        """`on_activation` is called with "ready" or "failed" when a worker is ready or could not be started."""
+        self.spec, self.policy, self.streaming = spec, policy, policy.streaming
+        scale, measure = policy.settings.scale, not curves.known
+        self.pool = Pool(spec, scale, launcher, logs, tasks, self, weights, secrets, measure)
         self.dispatcher = Dispatcher(spec, policy, self.pool, curves, self.scale)
         self.failures = 0
         """The number of failed starts of workers since one was ready."""
         self.retiring = False
         """True from the start of `retire`."""
-        self._tasks = tasks
+        self._tasks, self._logs, self._on_activation = tasks, logs, on_activation
         self._loop = asyncio.get_running_loop()
-        self._logs = logs
-        self._on_activation = on_activation
         # Up to this number of running invocations, `submit` need not scale.
         self._sufficient_load = 0.0
         self._scale_timer: asyncio.TimerHandle | None = None
         self._scale_at_s = 0.0
-        self._prewarm = 0
         self._unexplained_deaths = 0
         self._backoff_until_s = 0.0
-        self._first_start: asyncio.Future[PilotflameError | None] | None = None
+        # The outcome of the first start of workers: the error if it failed. `_unproven` have not reported yet.
+        self._first_start: asyncio.Future[PilotflameError | None] = self._loop.create_future()
+        self._unproven, self._proven = 1, False
         self._empty = asyncio.Event()
 
     def configure(self, policy: Policy) -> None:
-        """Set the policy, which is known only after the handler was inspected."""
         self.policy, self.streaming = policy, policy.streaming
         self.dispatcher.configure(policy)
 
@@ -89,6 +79,8 @@ class Revision(RevisionEvents):
 
     def submit(self, invocation: Invocation) -> None:
         """Send an invocation, or queue it. Raise QueueFull, Overloaded or RevisionRetired."""
+        if self.retiring:
+            raise self.dispatcher.retired()
         try:
             sent = self.dispatcher.submit(invocation)
         except Overloaded:
@@ -96,11 +88,11 @@ class Revision(RevisionEvents):
             if not self.pool.ready:
                 self.warm(1)
             raise
-        if not sent or self.retiring or self.pool.in_flight > self._sufficient_load:
+        if not sent or self.pool.in_flight > self._sufficient_load:
             self.scale()
 
     def cancel(self, invocation: Invocation) -> None:
-        """Cancel an invocation, because its caller has disconnected."""
+        """Cancel an invocation whose caller has disconnected."""
         self.dispatcher.cancel(invocation)
 
     def census(self) -> Census:
@@ -121,38 +113,33 @@ class Revision(RevisionEvents):
     # -- the number of workers
 
     def warm(self, workers: int) -> None:
-        """Start workers before they are needed, until there are `workers`.
+        """Start workers before they are needed, until there are `workers`, which stop if they stay idle."""
+        self.scale(prewarm=workers)
 
-        They stop after the idle timeout.
-        """
-        self._prewarm = workers
-        self.scale()
-        self._prewarm = 0
-
-    def scale(self) -> None:
+    def scale(self, *, prewarm: int = 0) -> None:
         """Start and stop workers as the autoscaler decides."""
-        now_s = time.monotonic()
-        spec, stats = self._scale_spec(now_s), self._stats()
+        now_s, pool, queued = time.monotonic(), self.pool, len(self.dispatcher.queue)
+        idle_since_s = tuple(replica.idle_since_s for replica in pool.idle())
+        spec, ready = self._scale_spec(now_s), len(pool.ready)
+        stats = autoscaler.Stats(queued, pool.in_flight, pool.starting, ready, idle_since_s, prewarm)
         self._sufficient_load = autoscaler.sufficient_load(spec, stats)
         decision = autoscaler.decide(spec, stats, now_s)
-        self.pool.start(decision.start)
+        pool.start(decision.start)
         if decision.stop:
-            self.pool.stop(decision.stop)
+            pool.stop(decision.stop)
         wake_at_s = decision.wake_at_s
         if self._backoff_until_s > now_s:
             wake_at_s = min(wake_at_s or self._backoff_until_s, self._backoff_until_s)
         if wake_at_s is not None:
             self._scale_at(wake_at_s, now_s)
-        if self.retiring and not len(self.dispatcher.queue) and not self.pool.in_flight:
+        if self.retiring and not queued and not pool.in_flight:
             self._empty.set()
 
     def _scale_at(self, when_s: float, now_s: float) -> None:
-        """Set the timer for scaling to `when_s`, unless it is set to an earlier time.
-
-        An earlier timer is not moved: one more call of `scale` takes less time than moving it each time.
-        """
+        """Set the timer for scaling to `when_s`, unless it is set to an earlier time."""
         if self._scale_timer is not None:
-            # Not `TimerHandle.when`: for a delay of zero, uvloop returns a handle without it.
+            # Not `TimerHandle.when`: for a delay of zero, uvloop returns a handle without it. The timer
+            # is not moved to a later time, because one more call of `scale` takes less time than that.
             if self._scale_at_s <= when_s:
                 return
             self._scale_timer.cancel()
@@ -164,10 +151,7 @@ class Revision(RevisionEvents):
         self.scale()
 
     def _scale_spec(self, now_s: float) -> autoscaler.ScaleSpec:
-        """Return the owner's limits, with the concurrency of the ready workers if that is higher.
-
-        There is no `min` and no `buffer` while the revision retires, or for a time after a failed start.
-        """
+        """Return the owner's limits, with the concurrency of the ready workers if that is higher."""
         spec, ready = self.policy.scale, self.pool.ready
         windows = [replica.window for replica in ready if replica.prefetches]
         slots = [replica.outstanding.slots for replica in ready if not replica.outstanding.batching]
@@ -184,44 +168,36 @@ class Revision(RevisionEvents):
             return replace(spec, min=0, buffer=0)
         return spec
 
-    def _stats(self) -> autoscaler.Stats:
-        pool, queued = self.pool, len(self.dispatcher.queue)
-        idle_since_s = tuple(replica.idle_since_s for replica in pool.idle())
-        return autoscaler.Stats(
-            queued, pool.in_flight, pool.starting, len(pool.ready), idle_since_s, self._prewarm
-        )
-
     # -- start and end
 
-    async def try_start(self) -> None:
-        """Start one worker to prove that it gets ready, and then stop it, unless `min` workers need it.
+    async def try_start(self, keep: int = 0) -> None:
+        """Start `keep` workers, at least one. Raise the error if the first of them fails.
 
-        Raise the error with which it failed. Raise ActivationFailed if it is not ready in time.
+        Once they are ready, stop those that neither `keep` nor `min` asks for.
         """
-        self._first_start = self._loop.create_future()
-        self.pool.start(1)
-        try:
-            async with asyncio.timeout(FIRST_START_TIMEOUT_S):
-                error = await self._first_start
-        except TimeoutError:
+        self._unproven = max(1, keep)
+        self.pool.start(self._unproven)
+        await asyncio.wait([self._first_start], timeout=FIRST_START_TIMEOUT_S)
+        if not self._first_start.done():
             message = f"The first worker was not ready within {FIRST_START_TIMEOUT_S:.0f} s."
-            raise ActivationFailed(message, remedy="Make `setup` faster.") from None
-        finally:
-            self._first_start = None
-        if error is not None:
+            raise ActivationFailed(message, remedy="Make `setup` faster.")
+        if (error := self._first_start.result()) is not None:
             raise error
-        self.pool.stop(max(0, len(self.pool.ready) - self.policy.scale.min))
+        self.pool.stop(max(0, len(self.pool.ready) - max(keep, self.policy.scale.min)))
         self.pool.zygote.replenish()
 
     def _settle_first_start(self, error: PilotflameError | None) -> None:
-        if self._first_start is not None and not self._first_start.done():
-            self._first_start.set_result(error)
+        """Learn for `try_start` that one worker is ready, or why it is not.
+
+        Once one is ready, those that fail, for example for lack of memory, are not the revision's fault.
+        """
+        self._unproven -= 1
+        self._proven = self._proven or error is None
+        if not self._first_start.done() and (not self._proven or self._unproven <= 0):
+            self._first_start.set_result(None if self._proven else error)
 
     async def retire(self, timeout_s: float) -> None:
-        """Run the accepted invocations, and end the processes.
-
-        Invocations that have not ended after `timeout_s` fail.
-        """
+        """Run the accepted invocations for at most `timeout_s`, fail the others, and end the processes."""
         started_s = time.monotonic()
         self.retiring = True
         self.scale()
@@ -241,6 +217,7 @@ class Revision(RevisionEvents):
         self._unexplained_deaths = self.failures = 0
         self._settle_first_start(None)
         self.pool.note_ready(replica)
+        self._on_activation("ready")
         self.dispatcher.adopt(replica)
         self.scale()
 
@@ -282,9 +259,8 @@ class Revision(RevisionEvents):
     def on_start_failed(self, error: PilotflameError) -> None:
         """Fail the waiting invocations, unless a worker is ready: the next start would probably fail too."""
         error = self.pool.explain(error)
-        self._count_failure()
         self._logs.write("gateway", f"activation failed: {error}\n{error.trace}".rstrip(), "error")
-        self._settle_first_start(error)
+        self._count_failure(error)
         if not self.pool.ready:
             self.dispatcher.fail_queued(error)
         self.scale()
@@ -320,18 +296,18 @@ class Revision(RevisionEvents):
         level = "info" if replica.reported_failure or (replica.left and self.retiring) else "error"
         self._logs.write("gateway", f"worker {replica.name} ended with {cause}{said}", level)
 
-    def _count_failure(self) -> None:
+    def _count_failure(self, error: PilotflameError) -> None:
         self._on_activation("failed")
         self.failures += 1
-        backoff_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(self.failures, 16))
+        backoff_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(self.failures - 1, 16))
         self._backoff_until_s = time.monotonic() + backoff_s
+        self._settle_first_start(error)
 
     def _count_unexplained_death(self, cause: str) -> None:
         self._unexplained_deaths += 1
-        self._count_failure()
         message = f"A worker died while starting, of {cause}; that is {self._unexplained_deaths} in a row."
         error = ActivationFailed(message, remedy="See `pilotflame logs` (out of memory?).")
-        self._settle_first_start(error)
+        self._count_failure(error)
         if self._unexplained_deaths >= MAX_UNEXPLAINED_DEATHS and not self.pool.ready:
             self._unexplained_deaths = 0
             self.dispatcher.fail_queued(error)

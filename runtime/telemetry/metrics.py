@@ -97,14 +97,18 @@ class Metrics(Collector):
     """The metrics of one gateway. Gateways in one process do not share them."""
 
     def __init__(
-        self, census: Callable[[], Mapping[str, Census]], dropped: Callable[[], int] = lambda: 0
+        self,
+        census: Callable[[], Mapping[str, Census]],
+        failures: Mapping[str, int] | None = None,
+        dropped: Callable[[], int] = lambda: 0,
     ) -> None:
         """`census` returns the census of each function by name, `dropped` how many log lines were dropped.
 
-        Both are called when metrics are read.
+        Both are called when metrics are read. `failures` is the number of failures of each background task.
         """
         self._census = census
         self._dropped = dropped
+        self._failures = failures if failures is not None else {}
         self._functions: defaultdict[str, _FunctionCounts] = defaultdict(_FunctionCounts)
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -127,12 +131,16 @@ class Metrics(Collector):
         self.turned_away(function, error)
 
     def turned_away(self, function: str, error: PilotflameError) -> None:
-        """Count a refusal by the code of its error. Unlike `refused`, do not count an answered request."""
+        """Count a refusal by the code of its error. Unlike `refused`, this does not count the HTTP status."""
         self._functions[function].refusals[error.code] += 1
 
     def activated(self, function: str, outcome: str) -> None:
         """Count the start of a worker by its outcome."""
         self._functions[function].activations[outcome] += 1
+
+    def forget(self, function: str) -> None:
+        """Drop the counts of a deleted function: names come and go, and each has many time series."""
+        self._functions.pop(function, None)
 
     def text(self) -> bytes:
         """Return the body of the response to GET /metrics, in the text format of Prometheus."""
@@ -152,7 +160,12 @@ class Metrics(Collector):
             for family, counter in ((codes, of.codes), (refusals, of.refusals), (started, of.activations)):
                 for label, count in counter.items():
                     family.add_metric([function, str(label)], count)
-        yield from (codes, refusals, started)
+        failed = CounterMetricFamily(
+            "pilotflame_background_failures", "Failures of the gateway's background tasks.", labels=["task"]
+        )
+        for task, count in self._failures.items():
+            failed.add_metric([task], count)
+        yield from (codes, refusals, started, failed)
 
     def _histograms(self) -> Iterator[Metric]:
         took = _family(HistogramMetricFamily, "invocation_seconds", "From accepted to answered.")

@@ -1,8 +1,8 @@
 """Runs one group of invocations of a batch handler, in one or more handler calls.
 
 A group may be too large for one handler call, because of `max_cost` or of the limit that is set when memory
-runs out. If a handler call raises, each half of its events is tried in a separate handler call. The halves
-are halved again until each event either was answered or has failed in a handler call of its own.
+runs out. If a handler call raises an ordinary exception, each half of its events is tried in a separate
+handler call. The halves are halved again until each event either was answered or has failed alone.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class BatchRun:
                 self._pack(piece)
             elif calls := [call for call in piece if not self._is_over(call)]:
                 if self._started:
-                    # The gateway applies the time limit to each handler call, so report each after the first.
+                    # The gateway restarts its time limit for each handler call, so tell it that one starts.
                     head = {"window": self._runner.window, "call": calls[0].channel}
                     self.frames.append(encode_json(FrameKind.WINDOW, 0, head))
                 self._runner.send(self.frames)

@@ -17,6 +17,7 @@ import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +30,7 @@ from ..link.connection import BlockingLink, dial
 from ..link.frames import FrameKind
 from ..link.worker_spec import WorkerSpec
 from . import fork_safety, output
-from .function_setup import Built, build
+from .function_setup import Built, build, weights_hint
 from .worker import Worker
 
 DIAL_TIMEOUT_S = 10.0
@@ -162,6 +163,7 @@ class RevisionZygote(Zygote):
         return super().run()
 
     def prepare(self, link: BlockingLink) -> bool:
+        began_s = time.monotonic()
         with fork_safety.watch_threads() as started:
             try:
                 self._built = build(self._spec)
@@ -171,8 +173,12 @@ class RevisionZygote(Zygote):
         fork_safety.make_torch_single_threaded()
         threads = fork_safety.thread_count()
         source = fork_safety.describe_threads(started) if threads > 1 else ""
-        facts = self._built.handler.facts()
-        link.send(FrameKind.BUILT, {"facts": facts, "threads": threads, "thread_source": source})
+        facts = {**self._built.handler.facts(), "build_s": round(time.monotonic() - began_s, 3)}
+        remedy = fork_safety.describe_remedy(started)
+        head = {"facts": facts, "threads": threads, "thread_source": source, "thread_remedy": remedy}
+        link.send(FrameKind.BUILT, head)
+        if self._spec.snapshot is None and (hint := weights_hint(self._spec.code)):
+            sys.stderr.write(hint)
         return True
 
     def child_role(self, ticket: Ticket, request: dict[str, Any]) -> Role:

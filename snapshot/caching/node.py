@@ -21,14 +21,14 @@ _MEMORY_PREFIX = "pilotflame-"
 
 
 def node_cache(folder: Path) -> Cache:
-    """Return the cache whose disk tier is `folder`, to fetch into. Processes with the same folder share it.
+    """Return a cache to fetch into, whose disk tier is `folder`. Processes with the same folder share it.
 
     The budgets are a quarter of the machine's memory, and four fifths of the bytes on the disk that are free
     or used by this cache.
     """
     disk, own = _disk_tier(folder), _memory_root(folder)
     sweep(SHARED_MEMORY.glob(f"{_MEMORY_PREFIX}{os.getuid()}-*"), own)
-    # If the disk is read-only, its snapshots can still be used.
+    # On a read-only disk the lock cannot be taken. The disk's snapshots can still be used.
     with suppress(OSError, CacheError), disk.locked():
         prepare(own, _memory_budget_bytes())
     tiers = node_tiers(folder)
@@ -63,7 +63,7 @@ def _memory_budget_bytes() -> int:
 
 
 def release_memory(cache: Cache) -> None:
-    """Remove from memory the unused snapshots that are also on the disk. Then unmount it if it is empty."""
+    """Remove from memory the unused snapshots that are also on the disk. Unmount an empty memory tier."""
     disks = [tier for tier in cache.tiers if tier.kind == "disk"]
     on_disk = {stored.digest for tier in disks for stored in tier.list() if stored.ready}
     for tier in (tier for tier in cache.tiers if tier.kind == "tmpfs"):

@@ -16,7 +16,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...errors import Cancelled, FetchFailed, PilotflameError, SnapshotChanged, SourceUnavailable
+from ...errors import (
+    Cancelled,
+    FetchFailed,
+    PilotflameError,
+    SnapshotChanged,
+    SourceUnavailable,
+    StorageFull,
+)
 from ..format.manifest import Manifest
 from ..format.verify import chunk_tensors, holding
 from ..sources.retries import delay_s
@@ -69,13 +76,16 @@ def fetch(
     `connections` and `part_bytes` replace the numbers that are otherwise chosen by measuring. If the fetch
     fails, the error is raised here and in the threads that wait for chunks (see Arrival.fail):
     SnapshotCorrupt, SnapshotChanged, SourceMissing, SourceDenied, FetchFailed, CacheError or, once
-    `cancelled` is set, Cancelled. For any other exception, the waiting threads get Cancelled.
+    `cancelled` is set, Cancelled. For any other exception, the waiting threads get Cancelled. But they are not
+    told of StorageFull: the caller may continue on another file system, or fail `arrival`.
     """
     control = ConcurrencyControl(connections=connections, part_bytes=part_bytes)
     if progress is not None:
         arrival.report(progress)
     try:
         return _Fetch(manifest, source, targets, arrival, control, verify, cancelled).run()
+    except StorageFull:
+        raise
     except PilotflameError as error:
         arrival.fail(error)
         raise

@@ -30,8 +30,8 @@ _RESUME_BUFFER_BYTES = 1 << 20
 class ShardTarget:
     """The open file of one shard, of exactly its size.
 
-    `memory` is a shared mapping of the same file, into which bytes are received directly. It is given only if
-    its pages exist already or, with `fresh`, are huge pages that may still have to be allocated. New small
+    `memory` is a shared mapping of the same file, into which bytes are received directly. It is given in two
+    cases: its pages exist already, or `fresh` is set and its pages are huge and not yet allocated. New small
     pages are filled faster by pwrite, without a page fault for each of them (docs/snapshot-choices.md).
     """
 
@@ -71,7 +71,7 @@ class Landing:
     arrival: Arrival
     ranges: Ranges
     lock: threading.Condition
-    """Guards `ranges` and the counts below. Notified when a chunk has to be fetched again."""
+    """Guards `ranges`, `_filled` and `_bad`. Notified when a chunk has to be fetched again."""
     verify: bool
     received_bytes: int = 0
     _filled: dict[int, int] = field(default_factory=dict)
@@ -111,7 +111,7 @@ class Landing:
                     target.write(part.at, view[:count])
                 part.at += count
                 part.asked_s = time.monotonic()
-                # Without the lock: if threads overwrite an increment, the measured rate is slightly wrong.
+                # Without the lock: if threads overwrite an increment, the rate and the statistics are slightly low.
                 self.received_bytes += count
         finally:
             digest = hasher.hexdigest() if hasher is not None and part.at == extent.end else None
@@ -120,7 +120,8 @@ class Landing:
     def _settle(self, chunk: int, count: int, digest: str | None, buffer: memoryview) -> None:
         """Count `count` more bytes of `chunk`. If it is complete, verify it and record that it has landed.
 
-        `digest` is that of the whole chunk, or None if it was received in pieces and must be read again.
+        `digest` is that of the whole chunk. It is None if the chunk was received in pieces and must be read
+        again, if it is not complete, or if nothing is verified.
         """
         extent = self.arrival.chunks.extent(chunk)
         with self.lock:
@@ -151,12 +152,36 @@ class Landing:
         raise corrupt_chunk(self.manifest, extent.shard, extent.begin // self.manifest.chunk_bytes)
 
 
+def copy_landed(
+    manifest: Manifest,
+    landed: Arrival,
+    source: Path,
+    targets: Sequence[ShardTarget],
+    cancelled: threading.Event,
+) -> None:
+    """Copy the chunks that have landed in the files in folder `source` to `targets`. Raises OSError.
+
+    Returns early, without an error, once `cancelled` is set.
+    """
+    buffer = memoryview(bytearray(_RESUME_BUFFER_BYTES))
+    for index, shard in enumerate(manifest.shards):
+        with (source / shard.name).open("rb", buffering=0) as stream:
+            for chunk in range(landed.chunks.at(index, 0), landed.chunks.at(index, 0) + len(shard.chunks)):
+                if cancelled.is_set():
+                    return
+                at, end = landed.chunks.extent(chunk).begin, landed.chunks.extent(chunk).end
+                while landed.landed(chunk) and at < end:
+                    count = os.preadv(stream.fileno(), [buffer[: end - at]], at)
+                    targets[index].write(at, buffer[:count])
+                    at += count
+
+
 def land_existing(
     manifest: Manifest, targets: Sequence[ShardTarget], arrival: Arrival, cancelled: threading.Event
 ) -> None:
     """Record as landed every chunk that the files already hold. Parts that were never written are not read.
 
-    There is no journal that could be wrong after a crash: the files are read and hashed (5 GB/s from memory).
+    No journal is kept, since it could be wrong after a crash: the files are read and hashed (5 GB/s from memory).
     Returns early, without an error, once `cancelled` is set.
     """
     buffer = memoryview(bytearray(_RESUME_BUFFER_BYTES))
@@ -181,5 +206,5 @@ def _next_data(descriptor: int, offset: int, size_bytes: int) -> int:
     try:
         return os.lseek(descriptor, offset, os.SEEK_DATA)
     except OSError as error:
-        # Any other error: the file system cannot tell.
+        # ENXIO: nothing was written after `offset`. After any other error, assume that something was.
         return size_bytes if error.errno == errno.ENXIO else offset

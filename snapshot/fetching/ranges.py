@@ -162,7 +162,7 @@ class Ranges:
         return half
 
     def demand(self, first: int, last: int) -> None:
-        """Move those bytes of chunks `first` to `last` that wait to the front. Both chunks are included."""
+        """Move to the front the waiting bytes of chunks `first` to `last`, both included."""
         low, high = self._chunks.extent(first), self._chunks.extent(last)
         wanted: list[Range] = []
         others: list[Range] = []

@@ -134,7 +134,7 @@ def name_fault(name: str) -> str | None:
     if len(name) > MAX_NAME_CHARS:
         return f"it is longer than {MAX_NAME_CHARS} characters"
     if "\\" in name or any(char < " " or "\ud800" <= char <= "\udfff" for char in name):
-        return "it holds a backslash, a control character or half a character"
+        return "it holds a backslash, a control character or an unpaired surrogate"
     if name.startswith("/"):
         return "it is absolute"
     if any(part in {"", ".", ".."} for part in name.split("/")):

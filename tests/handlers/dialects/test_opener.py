@@ -54,13 +54,13 @@ def test_what_is_allowed_is_opened_and_redirects_are_followed(server: str) -> No
             "http://169.254.169.254/latest/meta-data/", "http://10.1.2.3/", "http://[::ffff:10.1.2.3]/"],
 )  # fmt: skip
 def test_our_own_network_is_refused_by_default(url: str) -> None:
-    with pytest.raises(URLError, match="may not be fetched from"):
+    with pytest.raises(URLError, match="fetching from its address is not allowed"):
         opener({}).open(url, timeout=10)
 
 
 def test_redirects_are_checked_too(server: str) -> None:
     for target in ("http://127.0.0.2:1/", "http://169.254.169.254/", "https://10.0.0.1/"):
-        with pytest.raises(URLError, match="may not be fetched from"):
+        with pytest.raises(URLError, match="fetching from its address is not allowed"):
             opener(HERE).open(f"{server}/?to={target}", timeout=10)
     for target in ("file:///etc/passwd", "ftp://127.0.0.1/x", "data:,x"):
         with pytest.raises(URLError):
@@ -79,7 +79,7 @@ def test_what_counts_is_what_a_name_resolves_to(server: str, monkeypatch: pytest
 
 def test_no_proxy_is_asked(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", server)
-    with pytest.raises(URLError, match="may not be fetched from"):
+    with pytest.raises(URLError, match="fetching from its address is not allowed"):
         opener({}).open("http://169.254.169.254/", timeout=10)
 
 

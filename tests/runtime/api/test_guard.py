@@ -51,7 +51,6 @@ ELSEWHERE = [
     ("DELETE", "/v1/keys/000000000000"),
     ("GET", "/metrics"),
     ("GET", "/openapi.json"),
-    ("GET", "/"),
     ("GET", "/nothing/here"),
     ("PATCH", "/healthz"),
 ]

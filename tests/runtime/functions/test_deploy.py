@@ -85,6 +85,15 @@ def test_an_archive_is_the_same_as_its_folder(store: Store, folder: Path) -> Non
     assert uploaded[1].settings.name == "tone"
 
 
+def test_an_archive_of_another_program_brings_no_credentials(store: Store) -> None:
+    staged_folder, fields = prepared(
+        store, archive=archive({"handler.py": HANDLER, ".env": "TOKEN=1", "a.pem": "x"})
+    )
+    assert [path.name for path in (staged_folder / "code").iterdir()] == ["handler.py"]
+    again = prepared(store, archive=archive({"handler.py": HANDLER}))
+    assert fields.code_digest == again[1].code_digest
+
+
 def test_the_same_content_has_the_same_digest_and_other_content_another(store: Store, folder: Path) -> None:
     first, second = prepared(store, folder), prepared(store, folder)
     (folder / "handler.py").write_text("def handler(event): return 2\n")

@@ -19,9 +19,9 @@ def make(**more: Any) -> Invocation:
 
 
 ENDS = {
-    "resolve": lambda invocation: invocation.resolve(OUTPUT),
-    "fail": lambda invocation: invocation.fail(HandlerFailed("no")),
-    "abandon": lambda invocation: invocation.abandon(),
+    "output": lambda invocation: invocation.end(OUTPUT),
+    "error": lambda invocation: invocation.end(HandlerFailed("no")),
+    "caller gone": lambda invocation: invocation.end(None),
 }
 
 
@@ -35,9 +35,9 @@ def test_the_first_end_wins(ends: list[str]) -> None:
             assert invocation.ended
         assert invocation.stream is not None
         assert await invocation.stream.take() == []
-        if ends[0] == "resolve":
+        if ends[0] == "output":
             assert await invocation.output == OUTPUT
-        elif ends[0] == "fail":
+        elif ends[0] == "error":
             with pytest.raises(HandlerFailed):
                 await invocation.output
         else:
@@ -50,7 +50,7 @@ async def test_the_end_is_reported_unless_it_was_abandoned() -> None:
     reported: list[str] = []
     for name, end in ENDS.items():
         end(make(on_end=lambda name=name: reported.append(name)))
-    assert reported == ["resolve", "fail"]
+    assert reported == ["output", "error"]
 
 
 async def test_a_stored_one_has_its_execution_time_when_sent_and_its_hold_time_when_requeued() -> None:
@@ -87,7 +87,7 @@ async def test_an_end_after_the_caller_stopped_waiting_is_ignored() -> None:
 
 async def test_a_failure_that_is_not_retrieved_leaves_no_warning() -> None:
     invocation = make()
-    invocation.fail(WorkerDied("gone"))
+    invocation.end(WorkerDied("gone"))
     # Warnings are errors here: "exception was never retrieved" would fail the test.
     del invocation
 
