@@ -38,7 +38,7 @@ COMMANDS = {
     "revisions": ("revisions", "List a function's revisions, the newest first."),
     "rollback": ("revisions", "Make an older revision of a function live."),
     "run": ("jobs", "Submit a job and print its id."),
-    "secrets": ("secrets", "Give a function secrets: environment variables that no command shows."),
+    "secrets": ("secrets", "Give a function secrets: environment variables whose values no command shows."),
     "settings": (
         "settings",
         "Describe the settings of functions and of the gateway: type, range, default, meaning.",

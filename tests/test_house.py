@@ -295,6 +295,7 @@ TOGETHER = {
     "cog_cases",
     "corruptions",
     "faults",
+    "unstored",
     "format",
     "hostile",
     "hostile_http",
