@@ -296,6 +296,7 @@ TOGETHER = {
     "corruptions",
     "faults",
     "unstored",
+    "tenants",
     "format",
     "hostile",
     "hostile_http",
