@@ -126,8 +126,7 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     """Start each part after the parts that it uses. Closing `stack` drains and closes them in reverse."""
     state = stack.enter_context(locked_state_dir(settings.state_dir))
     logs = await _open_logs(state, settings, stack)
-    retention = Retention(settings.keep_revisions, settings.keep_revisions_bytes)
-    store = Store(state, LOG.warning, retention)
+    store = Store(state, LOG.warning, Retention(settings.keep_revisions, settings.keep_revisions_bytes))
     await asyncio.to_thread(store.start)
     listener = _open_listener(state, stack)
     sock = stack.enter_context(bind(settings.host, settings.port))
@@ -143,7 +142,7 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     events = FunctionEvents()
     functions = Functions(
         store, state / "environments", launcher, tasks, fetcher, secrets, events, logs, settings.drain_s
-    )  # fmt: skip
+    )
     stack.callback(functions.close_threads)
     metrics = Metrics(functions.census, tasks.failures, lambda: logs.files.dropped)
     events.activated.append(metrics.activated)
@@ -161,14 +160,15 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     sources = Sources(jobs, tasks, functions.log, drain_s=settings.drain_s)
     _connect(events, functions, jobs, sources)
 
-    disk_full = functools.partial(is_disk_full, state, settings.min_free_bytes)
-    admin = Admin(functions, metrics, logs, local=local, disk_full=disk_full)
+    admin = Admin(
+        functions, metrics, logs, local=local,
+        disk_full=functools.partial(is_disk_full, state, settings.min_free_bytes),
+    )  # fmt: skip
     backend = Backend(functions, jobs, metrics, settings.max_body_bytes, settings.body_timeout_s, state)
     gateway = Gateway(backend)
-    access = AccessControl(keyring, secrets, functions)
     apis = (
-        gateway, admin, LogsApi(functions, logs), RevisionsApi(functions), access, WebhooksApi(functions, jobs),
-        DocsPage(),
+        gateway, admin, LogsApi(functions, logs), RevisionsApi(functions), AccessControl(keyring, secrets, functions),
+        WebhooksApi(functions, jobs), DocsPage(),
     )  # fmt: skip
     own_routes = [route for api in apis for route in api.routes()]
     routes = OpenApi([*own_routes, *dialect_routes(backend)], admin.statuses).routes
@@ -181,10 +181,9 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     errors = ErrorResponses(error_formats(routes))
     requests = AccessLog(logs.book(ACCESS)) if settings.access_log else None
     audit = _open_audit(routes, logs, stack)
-    control = stack.enter_context(control_socket(state))
     await stack.enter_async_context(
         http_server(
-            [sock, control], routes,
+            [sock, stack.enter_context(control_socket(state))], routes,
             [
                 *([requests.middleware] if requests is not None else []), cors.middleware, compressed,
                 errors.middleware, guard.middleware, audit.middleware,

@@ -194,7 +194,7 @@ def _about(context: Context) -> Mapping[str, Any]:
 
 
 def _publisher(context: Context) -> Uploader | None:
-    return Uploader.of(_about(context), context.traceparent, os.environ)
+    return Uploader.of(_about(context), context, os.environ)
 
 
 def _scope() -> Callable[[Mapping[str, str]], AbstractContextManager[None]] | None:

@@ -15,6 +15,7 @@ from urllib import error, parse, request
 
 from ...addresses import INPUT_NETWORKS, UPLOAD_URL
 from ...errors import OutputInvalid
+from ..contract import Context
 from .files import BLOCK_BYTES, media_type, opened_file
 from .opener import opener
 
@@ -34,18 +35,22 @@ class Uploader:
         self._prefix, self._headers, self._form = prefix, headers, form
 
     @classmethod
-    def of(cls, about: Mapping[str, Any], traceparent: str, environ: Mapping[str, str]) -> Uploader | None:
+    def of(cls, about: Mapping[str, Any], context: Context, environ: Mapping[str, str]) -> Uploader | None:
         """Return the uploader for a prediction, or None if its files are returned as data URLs.
 
         `about` is what the gateway says of the prediction.
         """
-        headers = {"traceparent": traceparent} if traceparent else {}
+        headers = {"traceparent": context.traceparent} if context.traceparent else {}
         if prefix := about.get("output_file_prefix"):
             return cls(prefix, headers, form=True)
         endpoint = environ.get(UPLOAD_URL, "")
         if not endpoint or not about.get("asynchronous"):
             return None
-        return cls(f"{endpoint.rstrip('/')}/", headers | {"X-Prediction-ID": about["id"]}, form=False)
+        return cls(
+            f"{endpoint.rstrip('/')}/",
+            headers | {"X-Prediction-ID": about.get("id") or context.id},
+            form=False,
+        )
 
     def __call__(self, file: PurePath | io.IOBase, path: str) -> str:
         """Upload a file and return its URL. Raises OutputInvalid, which names `path`, if that fails."""

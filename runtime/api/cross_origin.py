@@ -19,6 +19,7 @@ from .responses import Handler
 from .routes import Route
 
 EVERY = "*"
+MAX_METHOD_CHARS = 20
 MAX_HEADERS_CHARS = 4096
 _PRIVATE_NETWORK = "Access-Control-{}-Private-Network"
 
@@ -38,21 +39,18 @@ class CrossOrigin:
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Answer a browser's question whether a page may send a request. It is asked without an API key."""
-        origin, method = (
-            request.headers.get(hdrs.ORIGIN),
-            request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_METHOD),
-        )
-        if request.method != hdrs.METH_OPTIONS or origin is None or method is None:
+        origin = request.headers.get(hdrs.ORIGIN)
+        method = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_METHOD, "")[:MAX_METHOD_CHARS]
+        if request.method != hdrs.METH_OPTIONS or origin is None or not method:
             return await handler(request)
-        match = await request.app.router.resolve(request.clone(method=method[:20]))
+        match = await request.app.router.resolve(request.clone(method=method))
         settings = self._settings(origin, *_route(match))
         if settings is None:
             return await handler(request)
+        wanted = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS, "")
         headers: dict[str, str] = {
-            hdrs.ACCESS_CONTROL_ALLOW_METHODS: method[:20],
-            hdrs.ACCESS_CONTROL_ALLOW_HEADERS: request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS, "")[
-                :MAX_HEADERS_CHARS
-            ],
+            hdrs.ACCESS_CONTROL_ALLOW_METHODS: method,
+            hdrs.ACCESS_CONTROL_ALLOW_HEADERS: wanted[:MAX_HEADERS_CHARS],
             hdrs.ACCESS_CONTROL_MAX_AGE: str(settings.max_age_s),
         }
         # Chrome asks this before a page of the internet calls a gateway on this machine or network.

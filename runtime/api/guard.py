@@ -26,7 +26,7 @@ from ..access.keyring import Held, Keyring, Meter
 from ..access.keys import ANYBODY, Caller, Scope
 from .cross_origin import CrossOrigin
 from .requests import BODY, CALLER, Headers, read_body
-from .responses import Handler
+from .responses import MAX_ON_LOOP_BYTES, Handler
 from .routes import Route, scopes_by_route
 
 LOG = logging.getLogger(__name__)
@@ -123,10 +123,10 @@ class Guard:
         """
         if not self.closed:
             try:
-                check_origin(headers, lambda origin: self._cors.allows(origin, route[1], function))
+                check_origin(headers)
             except Forbidden:
                 if not _on_control_socket(transport):
-                    raise
+                    check_origin(headers, lambda origin: self._cors.allows(origin, route[1], function))
             return UNKNOWN_CALLER
         held = signer or self._find_key(headers, transport)
         if held is None:
@@ -180,7 +180,10 @@ class Guard:
             raise unknown_signer()
         body = request[BODY] = await read_body(request, self._max_body_bytes, self._body_timeout_s)
         covered = SignedRequest(request.method, request.raw_path, headers, body)
-        verify(held.key.signing_digest, signature, covered)
+        if len(body) > MAX_ON_LOOP_BYTES:
+            await asyncio.to_thread(verify, held.key.signing_digest, signature, covered)
+        else:
+            verify(held.key.signing_digest, signature, covered)
         self._note_use(held, now_s)
         return held
 

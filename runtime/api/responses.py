@@ -34,7 +34,7 @@ RETRY_AFTER_S = {429: 1.0, 503: 2.0}
 MIN_COMPRESSED_BYTES = 1024
 """A smaller body is not compressed: it fits into one or two packets anyway."""
 MAX_ON_LOOP_BYTES = 16 << 10
-"""A larger body is compressed in a thread, so that it does not block the event loop."""
+"""A larger body is compressed or hashed in a thread, so that it does not block the event loop."""
 COMPRESSION_LEVEL = 1
 _GZIP_BITS = zlib.MAX_WBITS | 16
 _COMPRESSIBLE = ("application/json", "application/xml", "application/javascript", "application/x-ndjson")

@@ -66,7 +66,7 @@ def prepare(store: Store, environments: Path, request: Deployment, log: Log) -> 
         folder = _source_folder(request, staged_code)
         place = "the uploaded folder" if request.archive is not None else ""
         settings = read_settings(folder, overrides=request.overrides, place=place)
-        cog = _cog_yaml(folder, settings)
+        cog = _cog_yaml(folder, settings.handler)
         settings = settings.model_copy(update={"env": cog.env() | dict(settings.env)})
         if request.authorize is not None:
             request.authorize(settings.name)
@@ -83,7 +83,8 @@ def prepare(store: Store, environments: Path, request: Deployment, log: Log) -> 
         store.weights.share(staged_code, snapshot)
         environment = _environment(staged_code, environments, request, cog, log)
         fields = _fields(staged, settings, snapshot, environment, log)
-        origins = setting_origins(folder, overrides=request.overrides)
+        origins = {f"env.{variable}": COG_YAML for variable in cog.env()}
+        origins |= setting_origins(folder, overrides=request.overrides)
         undo.pop_all()
     return staged, fields.model_copy(update={"setting_origins": origins})
 
@@ -158,9 +159,24 @@ def _source_folder(request: Deployment, staged_code: Path) -> Path:
     return request.path
 
 
-def _cog_yaml(folder: Path, settings: FunctionSettings) -> CogYaml:
+def requirements_of(spec: WorkerSpec) -> str:
+    """Return the requirements of a stored revision, as its environment was made from them."""
+    return _requirements(spec.code, _cog_yaml(spec.code, spec.handler))[0]
+
+
+def _cog_yaml(folder: Path, handler: str) -> CogYaml:
     """Return the settings in cog.yaml, which count only if the handler is Cog's."""
-    return CogYaml.read(folder) if recognise(folder, settings.handler).dialect == "cog" else CogYaml()
+    return CogYaml.read(folder) if recognise(folder, handler).dialect == "cog" else CogYaml()
+
+
+def _requirements(code_folder: Path, cog: CogYaml) -> tuple[str, str]:
+    """Return the requirements of a function's code, and the name of the file that holds them, for messages."""
+    file = code_folder / REQUIREMENTS_FILE
+    text, name = file.read_text(encoding="utf-8") if file.is_file() else "", REQUIREMENTS_FILE
+    if more := cog.requirements(code_folder):
+        name = f"{REQUIREMENTS_FILE}, followed by the packages of {COG_YAML}," if text else COG_YAML
+        text = f"{text}\n{more}" if text else more
+    return text, name
 
 
 def _environment(
@@ -170,11 +186,7 @@ def _environment(
 
     Raise RequirementsError if they are not met and are not to be installed, or if their installation fails.
     """
-    file = code_folder / REQUIREMENTS_FILE
-    text, name = file.read_text(encoding="utf-8") if file.is_file() else "", REQUIREMENTS_FILE
-    if more := cog.requirements(code_folder):
-        name = f"{REQUIREMENTS_FILE}, followed by the packages of {COG_YAML}," if text else COG_YAML
-        text = f"{text}\n{more}" if text else more
+    text, name = _requirements(code_folder, cog)
     digest = requirements.requirements_digest(text)
     try:
         requirements.check_requirements(text, file=name)

@@ -30,7 +30,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -98,54 +98,52 @@ def present_python(root: Path, recorded: Path, requirements: str, progress: Log)
     )
 
 
-@dataclass(slots=True)
-class EnvironmentLauncher:
+class EnvironmentLauncher(Launcher):
     """Launches one revision as `launcher` does, after its Python environment was built if necessary."""
 
-    launcher: Launcher
-    root: Path
-    in_thread: Callable[[Callable[[], Path]], Awaitable[Path]]
-    _log: Callable[[str, str], None] = field(default=lambda _source, _text: None, init=False)
-    # The spec of the revision with the Python of the environment as it is now.
-    _current: WorkerSpec | None = field(default=None, init=False)
+    def __init__(
+        self, launcher: Launcher, root: Path, requirements_of: Callable[[WorkerSpec], str],
+        in_thread: Callable[[Callable[[], Path]], Awaitable[Path]],
+    ) -> None:  # fmt: skip
+        """`root` holds the environments. `requirements_of` reads the requirements of a revision from its code."""
+        self._launcher, self._root = launcher, root
+        self._requirements_of, self._in_thread = requirements_of, in_thread
+        self._present: WorkerSpec | None = None
 
     async def launch(self, spec: WorkerSpec, logs: ProcessLog, on_death: Callable[[], None]) -> WorkerSource:
-        self._log = logs.write
-        return await self.launcher.launch(await self._with_environment(spec), logs, on_death)
-
-    async def prepare(self, spec: WorkerSpec) -> None:
-        await self.launcher.prepare(await self._with_environment(spec))
-
-    async def forget(self, spec: WorkerSpec) -> None:
-        await self.launcher.forget(self._current or spec)
-
-    def shared_pids(self) -> list[int]:
-        return self.launcher.shared_pids()
-
-    def end_unused(self) -> None:
-        self.launcher.end_unused()
-
-    async def close(self) -> None:
-        await self.launcher.close()
-
-    async def _with_environment(self, spec: WorkerSpec) -> WorkerSpec:
-        """Return `spec` with the Python of its environment. Always return the same object for the same Python."""
-        recorded, loop = Path(spec.python), asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
 
         def log(text: str) -> None:
-            loop.call_soon_threadsafe(self._log, "gateway", text)
+            loop.call_soon_threadsafe(logs.write, "gateway", text)
 
-        def ready() -> Path:
-            file = spec.code / "requirements.txt"
-            text = file.read_text(encoding="utf-8") if file.is_file() else ""
-            return present_python(self.root, recorded, text, log)
+        return await self._launcher.launch(await self._resolved(spec, log), logs, on_death)
 
+    async def prepare(self, spec: WorkerSpec) -> None:
+        await self._launcher.prepare(await self._resolved(spec, lambda _text: None))
+
+    async def forget(self, spec: WorkerSpec) -> None:
+        await self._launcher.forget(self._present or spec)
+
+    def shared_pids(self) -> list[int]:
+        return self._launcher.shared_pids()
+
+    def end_unused(self) -> None:
+        self._launcher.end_unused()
+
+    async def close(self) -> None:
+        await self._launcher.close()
+
+    async def _resolved(self, spec: WorkerSpec, log: Log) -> WorkerSpec:
+        """Return `spec` with the Python that runs it now, as the same object each time."""
+        recorded = Path(spec.python)
         if recorded == Path(sys.executable):
             return spec
-        python = str(await self.in_thread(ready))
-        if self._current is None or self._current.python != python:
-            self._current = spec.model_copy(update={"python": python})
-        return self._current
+        python = await self._in_thread(
+            lambda: present_python(self._root, recorded, self._requirements_of(spec), log)
+        )
+        if self._present is None:
+            self._present = spec.model_copy(update={"python": str(python)})
+        return self._present
 
 
 def _is_whole(folder: Path) -> bool:

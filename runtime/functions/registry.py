@@ -24,7 +24,7 @@ from ..telemetry.background import BackgroundTasks
 from ..telemetry.logs import LogBook, Logs
 from ..telemetry.metrics import Census
 from ..telemetry.timeline import Timeline
-from .deploy import Deployment, prepare, worker_spec
+from .deploy import Deployment, prepare, requirements_of, worker_spec
 from .environment import EnvironmentLauncher, discard_unused
 from .live import Live, RevisionFacts, policy_of
 from .rest import LIGHT_S
@@ -309,7 +309,7 @@ class Functions:
         # holds all else of a revision that affects the speed of its workers.
         settings = f"{record.settings.concurrency} {record.settings.threads}"
         key = f"{record.code_digest} {record.requirements_digest} {settings}"
-        launcher = EnvironmentLauncher(self.launcher, self.environments, self._thread)
+        launcher = EnvironmentLauncher(self.launcher, self.environments, requirements_of, self._thread)
         opened = functools.partial(LatencyCurveStore.open, self.store.curves, key, spec.manifest)
         curves = await self._thread(opened)
         if spec.source:

@@ -246,7 +246,7 @@ def completed(run, words: str, **variables: str) -> list[str]:
 
 def test_a_shell_completes_commands_functions_and_templates(run, served, deployed):
     name = deployed(ECHO)
-    assert completed(run, "pilotflame rest") == ["restart"]
+    assert completed(run, "pilotflame rest") == ["restart", "restore"]
     assert name in completed(run, "pilotflame status ", PILOTFLAME_URL=served)
     assert name in completed(run, f"pilotflame invoke --url {served} {name[:4]}")
     assert completed(run, "pilotflame init -t te") == ["text-embedding"]

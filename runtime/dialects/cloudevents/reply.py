@@ -41,14 +41,10 @@ def reply(request: web.Request, cause: ReceivedEvent, response: web.Response) ->
     kind = event.content_type or JSON_TYPE
     if _wants_structured(request):
         return web.Response(body=_structured(event, kind), headers=headers, content_type=STRUCTURED)
-    headers.update(
-        {
-            f"{PREFIX}{name}": _header(value)
-            for name, value in event.attributes.items()
-            if name != "datacontenttype"
-        }
-    )
-    return web.Response(body=event.data, headers={**headers, "Content-Type": kind})
+    sent = {name: value for name, value in event.attributes.items() if name != "datacontenttype"}
+    headers.update({f"{PREFIX}{name}": _header(value) for name, value in sent.items()})
+    headers["Content-Type"] = kind
+    return web.Response(body=event.data, headers=headers)
 
 
 def _event(

@@ -53,9 +53,12 @@ class EventsApi:
                 other_responses={204: None}, body_required=False,
                 errors=(400, 408, 413, 415, 422, 429, 500, 503, 504),
             ),
-            Route(
-                "OPTIONS", RUN, self.handshake, Scope.INVOKE, "Ask whether events may be sent.",
-                parameters=(header(ORIGIN, required=True),),
+            *(
+                Route(
+                    "OPTIONS", path, self.handshake, Scope.INVOKE, "Ask whether events may be sent.",
+                    parameters=(header(ORIGIN, required=True),),
+                )
+                for path in (RUN, INVOKE_PATH)
             ),
         ]  # fmt: skip
 

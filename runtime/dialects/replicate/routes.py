@@ -100,8 +100,8 @@ class ReplicateApi:
         if not reference:
             raise InputInvalid("The prediction names no version.", remedy=REMEDY)
         live = self._models.live(request, reference)
-        if len(body) > live.revision.policy.settings.max_body_bytes:
-            raise too_large(live.revision.policy.settings.max_body_bytes)
+        if len(body) > live.record.settings.max_body_bytes:
+            raise too_large(live.record.settings.max_body_bytes)
         fields = wanted.fields(None, caller_of(request).owner, waits=False)
         if files := await self._files.known(request, body, wanted.input):
             fields["extra"]["prediction"]["files"] = files

@@ -115,3 +115,11 @@ async def test_a_preflight_needs_no_key_and_the_call_does(state: Path):
             given["Origin"] = OTHER
             response = await page.post(function.path, json=1, headers=given)
             assert (response.status_code, ALLOW in response.headers) == (200, False)
+
+
+async def test_an_allowed_origin_does_not_excuse_a_foreign_host(deploy):
+    function = await deploy(ECHO, {"cors.origins": "*"})
+    response = await function.client.post(
+        function.path, json=1, headers={"Origin": OTHER, "Host": "rebound.example"}
+    )
+    assert failure(response)["type"] == "forbidden"

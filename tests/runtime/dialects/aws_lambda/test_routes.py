@@ -357,7 +357,9 @@ async def handler(event):
     url = f"/2021-11-15/functions/{function.name}/response-streaming-invocations"
     async with function.client.stream("POST", url) as response:
         assert response.headers["X-Accel-Buffering"] == "no"
-        await anext(response.aiter_raw())
+        # Kept, because httpx closes the response with the iterator.
+        pieces = response.aiter_raw()
+        await anext(pieces)
         await gate.next("begun")
     await gate.next("over")
 
@@ -452,6 +454,10 @@ async def test_a_key_signs_the_requests_of_boto3(state):
             assert await refused(stranger, "mine") == ("UnrecognizedClientException", 401)
         with pytest.raises(aws.exceptions.RequestTooLargeException):
             await invoke(aws, "mine", "x" * 200_000)
+        # A body so large that it is hashed in a thread.
+        large = "x" * 50_000
+        assert (await invoke(client(admin), "theirs", large))["Payload"] == {"got": large}
+        assert await refused(wrong, "mine", Payload=json.dumps(large)) == ("UnrecognizedClientException", 401)
         # The secret that signs is not a token, and a signature opens the routes of Lambda only.
         found = (await home.get("/v1/keys")).text
         assert "signing" not in found

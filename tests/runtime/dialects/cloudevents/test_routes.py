@@ -221,12 +221,14 @@ async def test_an_invalid_event_is_refused_with_its_reason(deploy):
     assert failure(await function.client.post("/v2/none/run", headers=headers))["status"] == 404
 
 
-async def test_the_handshake(deploy):
+@pytest.mark.parametrize("path", ["/v2/{}/run", "/invoke/{}"])
+async def test_the_handshake(deploy, path: str):
     function = await deploy(SEES)
+    url = path.format(function.name)
 
     async def asked(**headers: str) -> httpx.Response:
         named = {key.replace("_", "-"): value for key, value in headers.items()}
-        return await function.client.options(f"/v2/{function.name}/run", headers=named)
+        return await function.client.options(url, headers=named)
 
     response = await asked(WebHook_Request_Origin="eventemitter.example.com", WebHook_Request_Rate="120")
     assert response.status_code == 200
@@ -236,9 +238,9 @@ async def test_the_handshake(deploy):
     assert failure(await asked())["type"] == "event_invalid"
     for rate in ("0", "-1", "often", "²"):
         refused = await function.client.options(
-            f"/v2/{function.name}/run",
+            url,
             headers=[(b"WebHook-Request-Origin", b"x"), (b"WebHook-Request-Rate", rate.encode())],
         )
         assert refused.status_code == 400
-    unknown = await function.client.options("/v2/none/run", headers={"WebHook-Request-Origin": "x"})
+    unknown = await function.client.options(path.format("none"), headers={"WebHook-Request-Origin": "x"})
     assert failure(unknown)["status"] == 404

@@ -24,7 +24,7 @@ NOT_ALIKE = {
     "openapi_specification": "the document describes the whole gateway, in OpenAPI 3.1; its components are Cog's",
     "train_openapi_specification": "there are no trainings",
     "prediction_idempotent_endpoint_conflict": "a second prediction waits in the queue instead of 409",
-    "index_document": "`/` is the gateway's own",
+    "index_document": "`/` has only those of Cog's names whose pages exist",
     "asynchronous_prediction_endpoint_with_trace_context": "uploads carry `traceparent`; webhooks and `tracestate` do not",
     "untyped_inputs": "an input without a type takes any value",
     "input_with_unsupported_type": "an input may be any type that pydantic knows",
@@ -473,6 +473,9 @@ async def test_files_of_asynchronous_predictions_are_uploaded(
     assert uploaded[3] == b"hello"
     assert (uploaded[2]["X-Prediction-ID"], uploaded[2]["traceparent"][3:35]) == ("traced", trace[3:35])
     assert told[3]["output"] == f"{host.url}/upload/file"
+    made = (await call({}, Prefer="respond-async")).json()
+    assert (await reached(call, made["id"], "succeeded"))["output"] == f"{host.url}/upload/file"
+    assert host.came[-1][2]["X-Prediction-ID"] == made["id"]
     # A caller who waits gets data URLs, as in Cog.
     await call.succeeds({}, data_url(b"hello", "application/octet-stream"))
 
@@ -507,6 +510,12 @@ async def test_setup_healthcheck(deployed: Callable[..., Any], gate: Gate) -> No
     assert (await asked).json()["output"] == 3
     response = await call.function.client.get("/health-check", params={"function": call.function.name})
     assert (response.json()["status"], response.json()["setup"]) == ("READY", {"status": "succeeded"})
+
+
+async def test_the_root_has_the_names_of_cog(gateway: Gateway) -> None:
+    found = (await gateway.client.get("/")).json()
+    names = ("docs", "openapi", "healthcheck", "predictions")
+    assert all(found[f"{name}_url"] for name in names)
 
 
 async def test_enough_cases_are_alike() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import replicate
-from live import Gate, Gateway
+from live import Gate, Gateway, until
 from replicate.exceptions import ModelError, ReplicateError
 
 from .conftest import FILES, STREAM
@@ -72,8 +72,12 @@ async def test_a_prediction(client: replicate.Client, predictor: Callable[..., A
     )
     assert prediction.model.endswith(f"/{function.name}")
     await gate.next("wait")
-    await prediction.async_reload()
-    assert prediction.status == "processing"
+
+    async def runs() -> bool:
+        await prediction.async_reload()
+        return bool(prediction.status == "processing")
+
+    await until(runs, "a prediction that runs")
     await prediction.async_cancel()
     assert prediction.status == "canceled"
     page = await client.predictions.async_list()
