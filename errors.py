@@ -77,6 +77,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+# Details that only those who may see a function's code get. They are kept in `private`.
+PRIVATE = ("traceback", "stackTrace")
 _BY_CODE: dict[str, type[PilotflameError]] = {}
 
 
@@ -94,7 +96,8 @@ class PilotflameError(Exception):
         super().__init__(message)
         self.message = message
         self.remedy = remedy
-        self.details = details or {}
+        self.details = dict(details or {})
+        self.private: dict[str, Any] = {key: self.details.pop(key) for key in PRIVATE if key in self.details}
 
     def __init_subclass__(cls, *, code: str, status: int | None = None) -> None:
         cls.code = code
@@ -105,13 +108,21 @@ class PilotflameError(Exception):
     def __str__(self) -> str:
         return f"{self.message} {self.remedy}".strip()
 
-    def to_wire(self) -> dict[str, Any]:
-        """Return the error as JSON: `type` (its code), `message` and, unless empty, `remedy`, `details`."""
+    @property
+    def trace(self) -> str:
+        """The traceback of user code; "" if there is none."""
+        return str(self.private.get("traceback", ""))
+
+    def to_wire(self, *, private: bool = False) -> dict[str, Any]:
+        """Return the error as JSON: `type` (its code), `message` and, unless empty, `remedy`, `details`.
+
+        With `private`, the details include the traceback, which callers must not see.
+        """
         wire: dict[str, Any] = {"type": self.code, "message": self.message}
         if self.remedy:
             wire["remedy"] = self.remedy
-        if self.details:
-            wire["details"] = self.details
+        if details := self.details | self.private if private else self.details:
+            wire["details"] = details
         return wire
 
     @staticmethod
@@ -126,7 +137,7 @@ class PilotflameError(Exception):
             error,
             str(wire.get("message", "unknown error")),
             remedy=str(wire.get("remedy", "")),
-            details=wire.get("details"),
+            details=details if isinstance(details := wire.get("details"), dict) else None,
         )
         return error
 

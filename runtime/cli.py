@@ -32,7 +32,7 @@ COMMANDS = {
     "jobs": ("jobs", "List a function's jobs; show, cancel, retry or follow them."),
     "keys": ("keys", "Make, list and revoke API keys."),
     "list": ("functions", "List the functions, with the number of their workers and requests."),
-    "logs": ("functions", "Print what a function's processes wrote."),
+    "logs": ("logs", "Print the log of a function, or of the gateway."),
     "restart": ("revisions", "Replace a function's processes, without dropping a call."),
     "restore": ("backup", "Make a state folder from a backup in FILE."),
     "revisions": ("revisions", "List a function's revisions, the newest first."),

@@ -6,33 +6,37 @@ import asyncio
 import contextlib
 import functools
 import gc
+import logging
 import shlex
 import signal
-import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import uvloop
 
+from .._version import __version__
 from ..addresses import is_loopback
 from ..errors import GatewayError, PilotflameError, UnknownFunction
 from .access.control_socket import control_socket
 from .access.keyring import Keyring
 from .access.secrets import Secrets
 from .api.access import AccessControl
+from .api.access_log import AccessLog
 from .api.admin import Admin
+from .api.audit import Audit
 from .api.backend import Backend
 from .api.cross_origin import CrossOrigin
 from .api.docs_page import DocsPage
 from .api.fast_path import FastPath
 from .api.guard import Guard
 from .api.invoke import Gateway
+from .api.logs import LogsApi
 from .api.openapi import OpenApi
 from .api.responses import ErrorResponses, compressed
 from .api.revisions import RevisionsApi
-from .api.routes import error_formats
+from .api.routes import Route, error_formats
 from .api.server import bind, http_server, url_of
 from .api.webhooks import WebhooksApi
 from .commands.watch import watch
@@ -50,8 +54,12 @@ from .launching.process_launcher import ProcessLauncher
 from .settings.gateway_settings import GatewaySettings
 from .settings.state_dir import is_disk_full, locked_state_dir
 from .telemetry.background import BackgroundTasks
+from .telemetry.gateway_log import gateway_logging
+from .telemetry.log_files import ACCESS, AUDIT, LogFiles
+from .telemetry.logs import Logs
 from .telemetry.metrics import Metrics
 
+LOG = logging.getLogger(__name__)
 # How many new objects trigger a garbage collection. A request creates about twenty objects that the collector
 # counts. Nearly all of them are freed when the request ends, so frequent collections would find nothing.
 YOUNG_OBJECTS = 20_000
@@ -117,25 +125,28 @@ async def serve(settings: GatewaySettings) -> AsyncIterator[Server]:
 async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -> Server:
     """Start each part after the parts that it uses. Closing `stack` drains and closes them in reverse."""
     state = stack.enter_context(locked_state_dir(settings.state_dir))
-    store = Store(state, _write, Retention(settings.keep_revisions, settings.keep_revisions_bytes))
+    logs = await _open_logs(state, settings, stack)
+    store = Store(state, LOG.warning, Retention(settings.keep_revisions, settings.keep_revisions_bytes))
     await asyncio.to_thread(store.start)
     sock = stack.enter_context(bind(settings.host, settings.port))
     local = is_loopback(sock.getsockname()[0])
     keyring, secrets = await asyncio.to_thread(_load_access, state)
     if not local and not keyring.exists:
-        _write(NO_KEY_YET.format(url=url_of(sock), state=shlex.quote(str(state))))
+        LOG.warning(NO_KEY_YET.format(url=url_of(sock), state=shlex.quote(str(state))))
 
     tasks = await stack.enter_async_context(BackgroundTasks())
-    launcher = ProcessLauncher(_listen(state, stack), tasks)
-    stack.push_async_callback(launcher.close)
-    fetcher = FetcherClient(settings.cache_dir, tasks)
-    stack.push_async_callback(fetcher.close)
+    launcher, fetcher = (
+        ProcessLauncher(_listen(state, stack), tasks),
+        FetcherClient(settings.cache_dir, tasks),
+    )
+    for part in (launcher, fetcher):
+        stack.push_async_callback(part.close)
     events = FunctionEvents()
     functions = Functions(
-        store, state / "environments", launcher, tasks, fetcher, secrets, events, settings.drain_s
+        store, state / "environments", launcher, tasks, fetcher, secrets, events, logs, settings.drain_s
     )
     stack.callback(functions.close_threads)
-    metrics = Metrics(functions.census, tasks.failures, [fetcher.metrics])
+    metrics = Metrics(functions.census, tasks.failures, [fetcher.metrics], lambda: logs.files.dropped)
     rest = Rest(functions.all, launcher, tasks, settings.rest_mb)
     stack.callback(rest.close)
     _observe(events, metrics, rest)
@@ -151,13 +162,13 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     metrics.readers += [jobs.readings, sources.readings, keyring.readings]
 
     admin = Admin(
-        functions, metrics, local=local,
+        functions, metrics, logs, local=local,
         disk_full=functools.partial(is_disk_full, state, settings.min_free_bytes),
     )  # fmt: skip
     backend = Backend(functions, jobs, metrics, settings.max_body_bytes, settings.body_timeout_s, state)
     gateway = Gateway(backend)
     apis = (
-        gateway, admin, RevisionsApi(functions), AccessControl(keyring, secrets, functions),
+        gateway, admin, LogsApi(functions, logs), RevisionsApi(functions), AccessControl(keyring, secrets, functions),
         WebhooksApi(functions, jobs), DocsPage(),
     )  # fmt: skip
     own_routes = [route for api in apis for route in api.routes()]
@@ -169,16 +180,31 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
         max_body_bytes=settings.max_body_bytes, body_timeout_s=settings.body_timeout_s,
     )  # fmt: skip
     errors = ErrorResponses(error_formats(routes))
+    requests = AccessLog(logs.book(ACCESS)) if settings.access_log else None
+    audit = _open_audit(routes, logs, stack)
     await stack.enter_async_context(
         http_server(
             [sock, stack.enter_context(control_socket(state))], routes,
-            [cors.middleware, compressed, errors.middleware, guard.middleware],
-            FastPath(gateway, functions, guard, routes), settings.header_timeout_s, [cors.on_prepare],
+            [
+                *([requests.middleware] if requests is not None else []), cors.middleware, compressed,
+                errors.middleware, guard.middleware, audit.middleware,
+            ],
+            FastPath(gateway, functions, guard, routes, requests), settings.header_timeout_s, [cors.on_prepare],
         )
     )  # fmt: skip
     server = Server(url_of(sock), functions, admin, tasks, jobs, sources)
     stack.push_async_callback(shutdown, server)
     return server
+
+
+async def _open_logs(state: Path, settings: GatewaySettings, stack: contextlib.AsyncExitStack) -> Logs:
+    """Open the logs, and let the gateway's own messages go there and to standard error."""
+    files = LogFiles(state / "logs", max_bytes=settings.log_max_bytes, keep_s=settings.log_keep_s)
+    await asyncio.to_thread(files.start)
+    stack.push_async_callback(asyncio.to_thread, files.close)
+    logs = Logs(files)
+    stack.enter_context(gateway_logging(logs, settings.log_level, settings.log_format))
+    return logs
 
 
 def _listen(state: Path, stack: contextlib.AsyncExitStack) -> Listener:
@@ -197,6 +223,14 @@ def _load_access(state: Path) -> tuple[Keyring, Secrets]:
     return keyring, secrets
 
 
+def _open_audit(routes: Sequence[Route], logs: Logs, stack: contextlib.AsyncExitStack) -> Audit:
+    """Open the audit log, which also says when the gateway starts and stops."""
+    audit = Audit(routes, logs.book(AUDIT))
+    audit.note_gateway("Start", __version__)
+    stack.callback(audit.note_gateway, "Stop", __version__)
+    return audit
+
+
 async def shutdown(server: Server) -> None:
     """Refuse new work, finish what runs, and release messages of event sources that no job is running for."""
     server.admin.draining = True
@@ -204,13 +238,6 @@ async def shutdown(server: Server) -> None:
     # Not a task group of their own: if one failed, it would cancel the other.
     parts = (server.sources.close(), server.functions.close())
     await asyncio.wait([server.tasks.create_task(part) for part in parts])
-
-
-def _load_access(state: Path) -> tuple[Keyring, Secrets]:
-    keyring, secrets = Keyring(state), Secrets(state)
-    keyring.load()
-    secrets.load()
-    return keyring, secrets
 
 
 def _observe(events: FunctionEvents, metrics: Metrics, rest: Rest) -> None:
@@ -257,7 +284,7 @@ def _capture_signals(stop: asyncio.Event) -> Iterator[None]:
         for number in numbers:
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_DFL)
-        _write("draining; press Ctrl-C again to stop at once")
+        LOG.info("draining; press Ctrl-C again to stop at once")
         stop.set()
 
     for number in numbers:
@@ -267,7 +294,3 @@ def _capture_signals(stop: asyncio.Event) -> Iterator[None]:
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)
-
-
-def _write(text: str) -> None:
-    sys.stderr.write(f"pilotflame: {text}\n")

@@ -11,6 +11,7 @@ from pilotflame.runtime.api.access import AccessControl
 from pilotflame.runtime.api.admin import Admin
 from pilotflame.runtime.api.docs_page import DocsPage
 from pilotflame.runtime.api.invoke import Gateway
+from pilotflame.runtime.api.logs import LogsApi
 from pilotflame.runtime.api.openapi import OpenApi
 from pilotflame.runtime.api.revisions import RevisionsApi
 from pilotflame.runtime.api.webhooks import WebhooksApi
@@ -23,7 +24,8 @@ def described() -> OpenApi:
     backend: Any = SimpleNamespace(functions=None, jobs=None, metrics=None, body_limit=None, state=Path())
     apis = (
         Gateway(backend),
-        Admin(missing, missing, local=True),
+        Admin(missing, missing, missing, local=True),
+        LogsApi(missing, missing),
         RevisionsApi(missing),
         AccessControl(missing, missing, missing),
         WebhooksApi(missing, missing),

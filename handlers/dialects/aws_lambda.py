@@ -173,8 +173,8 @@ class LambdaCaller:
         failed.details |= {
             "errorType": type(error).__name__,
             "errorMessage": str(error),
-            "stackTrace": traceback.format_list(frames),
         }
+        failed.private["stackTrace"] = traceback.format_list(frames)
         return failed
 
 

@@ -23,11 +23,17 @@ TOKEN = re.compile(r"pf_([0-9a-f]{12})_[0-9a-f]{64}")
 
 
 class Scope(enum.StrEnum):
-    """What a key allows. ADMIN allows everything."""
+    """What a key allows. DEPLOY includes READ, which changes nothing; ADMIN allows everything."""
 
     INVOKE = "invoke"
+    READ = "read"
     DEPLOY = "deploy"
     ADMIN = "admin"
+
+
+# For each scope, those of which a caller must have one.
+_ALLOWING = {scope: frozenset({scope, Scope.ADMIN}) for scope in Scope}
+_ALLOWING[Scope.READ] |= {Scope.DEPLOY}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +59,21 @@ class Caller:
         """Return True if the caller may use, and know of, this function."""
         return self.functions is None or function in self.functions
 
+    def has(self, scope: Scope) -> bool:
+        return bool(self.scopes & _ALLOWING[scope])
+
+    def sees_code(self, function: str) -> bool:
+        """Return True if the caller may see tracebacks of this function, which quote its code."""
+        return self.has(Scope.DEPLOY) and self.allows(function)
+
     def check(self, function: str) -> None:
         """Raise UnknownFunction, as for a missing function, if the caller may not know of this function."""
         if not self.allows(function):
             raise UnknownFunction.named(function)
 
     def check_scope(self, scope: Scope) -> None:
-        """Raise Forbidden if the caller has neither `scope` nor the scope admin."""
-        if scope not in self.scopes and not self.administers:
+        """Raise Forbidden if the caller has neither `scope` nor one that includes it."""
+        if not self.has(scope):
             message = f"This API key lacks the scope {scope.value!r}."
             raise Forbidden(message, remedy="Ask the key's creator for one that has it.")
 

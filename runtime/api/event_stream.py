@@ -97,10 +97,13 @@ class EventStream:
             await self._write(self._encode(pieces, first))
             stream.consumed(len(pieces))
 
-    async def end(self, error: PilotflameError | None) -> web.StreamResponse:
-        """Send the last event, which tells whether the stream failed: the status was sent long before."""
-        name, data = ("completed", b"{}") if error is None else ("error", orjson.dumps(error.to_wire()))
-        response = await self._write(event(name, data, self._number + 1))
+    async def end(self, error: PilotflameError | None, *, private: bool = False) -> web.StreamResponse:
+        """Send the last event, which tells whether the stream failed: the status was sent long before.
+
+        With `private`, an error includes the traceback.
+        """
+        name, wire = ("completed", {}) if error is None else ("error", error.to_wire(private=private))
+        response = await self._write(event(name, orjson.dumps(wire), self._number + 1))
         await response.write_eof()
         return response
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import socket
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -27,8 +27,9 @@ from ..access.keys import ANYBODY, Caller, Scope
 from .cross_origin import CrossOrigin
 from .requests import BODY, CALLER, Headers, read_body
 from .responses import MAX_ON_LOOP_BYTES, Handler
-from .routes import Route, scopes_by_path
+from .routes import Route, scopes_by_route
 
+LOG = logging.getLogger(__name__)
 # AWS's clients sign requests, and may also send a session token. A caller can use the API key as this token.
 SESSION_TOKEN = "X-Amz-Security-Token"  # noqa: S105
 _FETCH_SITE = istr("Sec-Fetch-Site")
@@ -79,7 +80,7 @@ class Guard:
         self._keyring, self._tasks, self._cors = keyring, tasks, cors
         self._public = {route.path for route in routes if route.public}
         self._signed = {route.path for route in routes if route.aws_signed}
-        self._scopes = scopes_by_path(routes)
+        self._scopes = scopes_by_route(routes)
         self._max_body_bytes, self._body_timeout_s = max_body_bytes, body_timeout_s
         self._required = required
         self._on_quota = on_quota
@@ -98,7 +99,9 @@ class Guard:
         function = request.match_info.get("function")
         try:
             signer = await self._find_signer(request) if path in self._signed else None
-            admitted = self.admit(request.headers, path, function, request.transport, signer)
+            admitted = self.admit(
+                request.headers, (request.method, path), function, request.transport, signer
+            )
         except QuotaExceeded as error:
             if function is not None:
                 self._on_quota(function, error)
@@ -110,10 +113,10 @@ class Guard:
             admitted.leave()
 
     def admit(
-        self, headers: Headers, path: str, function: str | None, transport: asyncio.BaseTransport | None,
-        signer: Held | None = None,
+        self, headers: Headers, route: tuple[str, str], function: str | None,
+        transport: asyncio.BaseTransport | None, signer: Held | None = None,
     ) -> Admitted:  # fmt: skip
-        """Admit a request to the route with this registered path. `leave` of the result must be called.
+        """Admit a request to the route of this method and registered path. Call `leave` of the result.
 
         `signer` is the key that has signed the request, if the request does not hold the key itself.
         Raises Unauthorized, Forbidden, QuotaExceeded, or UnknownFunction if the key does not cover it.
@@ -123,7 +126,7 @@ class Guard:
                 check_origin(headers)
             except Forbidden:
                 if not _on_control_socket(transport):
-                    check_origin(headers, lambda origin: self._cors.allows(origin, path, function))
+                    check_origin(headers, lambda origin: self._cors.allows(origin, route[1], function))
             return UNKNOWN_CALLER
         held = signer or self._find_key(headers, transport)
         if held is None:
@@ -133,7 +136,7 @@ class Guard:
             details = {"retry_after_s": wait_s}
             raise QuotaExceeded("This API key's quota is used up.", remedy=remedy, details=details)
         try:
-            if path and (scope := self._scopes.get(path, Scope.ADMIN)) is not None:
+            if route[1] and (scope := self._scopes.get(route, Scope.ADMIN)) is not None:
                 held.caller.check_scope(scope)
             if function is not None:
                 held.caller.check(function)
@@ -193,7 +196,7 @@ class Guard:
             self._keyring.save()
         except GatewayError as error:
             # The time of last use is only shown to users, so the request is admitted all the same.
-            sys.stderr.write(f"pilotflame: {error}\n")
+            LOG.warning("%s", error)
 
 
 def token_in(header: str) -> str:

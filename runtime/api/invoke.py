@@ -91,7 +91,7 @@ class Gateway:
             caller = caller_of(request)
             revision, invocation = self.begin(name, request.headers, request_id, body, received_s, caller)
         except PilotflameError as error:
-            return self.refused(name, error, request_id).response()
+            return self.refused(name, error, request_id, caller_of(request)).response()
         return await self.finish(request, name, revision, invocation)
 
     async def finish(
@@ -107,7 +107,7 @@ class Gateway:
         except (asyncio.CancelledError, ConnectionError):
             revision.cancel(invocation)
             raise
-        return self.answered(name, invocation).response()
+        return self.answered(name, invocation, caller_of(request)).response()
 
     def begin(
         self, name: str, headers: Headers, request_id: str, body: bytes, received_s: float, caller: Caller,
@@ -132,17 +132,18 @@ class Gateway:
         revision.submit(invocation)
         return revision, invocation
 
-    def refused(self, name: str, error: PilotflameError, request_id: str) -> Response:
+    def refused(self, name: str, error: PilotflameError, request_id: str, caller: Caller) -> Response:
         """Count the error that `begin` raised, and return the response to the request."""
         self._backend.metrics.refused(name, error)
-        return error_reply(error, request_id)
+        return error_reply(error, request_id, private=caller.sees_code(name))
 
-    def answered(self, name: str, invocation: Invocation) -> Response:
+    def answered(self, name: str, invocation: Invocation, caller: Caller) -> Response:
         """Count an invocation that has ended, and return the response: its output or its error."""
         error = invocation.output.exception()
         if isinstance(error, PilotflameError):
             self._backend.record(name, error.status, invocation, error)
-            return error_reply(error, invocation.id, invocation_headers(invocation))
+            headers, private = invocation_headers(invocation), caller.sees_code(name)
+            return error_reply(error, invocation.id, headers, private=private)
         self._backend.record(name, 200, invocation)
         answer = invocation.output.result()
         headers = {**invocation_headers(invocation), "Content-Type": answer.content_type}
@@ -164,6 +165,7 @@ class Gateway:
         self, request: web.Request, name: str, invocation: Invocation, stream: Stream
     ) -> web.StreamResponse:
         """Send all pieces. Close the connection if the stream still runs LAST_EVENT_S after the deadline."""
+        private = caller_of(request).sees_code(name)
         events = EventStream(request, invocation)
         left_s = max(0.0, invocation.deadline_s - time.monotonic())
         try:
@@ -173,8 +175,9 @@ class Gateway:
                 error = failure if isinstance(failure, PilotflameError) else None
                 self._backend.record(name, error.status if error is not None else 200, invocation, error)
                 if error is not None and events.response is None:
-                    return error_reply(error, invocation.id, invocation_headers(invocation)).response()
-                return await events.end(error)
+                    headers = invocation_headers(invocation)
+                    return error_reply(error, invocation.id, headers, private=private).response()
+                return await events.end(error, private=private)
         except TimeoutError:
             events.abort()
             if not invocation.timeline.responded_s:

@@ -157,12 +157,12 @@ def aiohttp_routes(routes: Sequence[Route]) -> list[web.RouteDef]:
     return [web.route(method, path, handler) for (method, path), handler in (public | found).items()]
 
 
-def scopes_by_path(routes: Sequence[Route]) -> dict[str, Scope | None]:
-    """Return the scope that each path requires. Raises ValueError if rows of one path differ in it."""
-    scopes: dict[str, Scope | None] = {}
+def scopes_by_route(routes: Sequence[Route]) -> dict[tuple[str, str], Scope | None]:
+    """Return the scope that each (method, path) requires. Raises ValueError if rows of one differ in it."""
+    scopes: dict[tuple[str, str], Scope | None] = {}
     for route in routes:
-        if scopes.setdefault(route.path, route.scope) is not route.scope:
-            raise ValueError(f"{route.path} has rows with different scopes")
+        if scopes.setdefault((route.method, route.path), route.scope) is not route.scope:
+            raise ValueError(f"{route.method} {route.path} has rows with different scopes")
     return scopes
 
 

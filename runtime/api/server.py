@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeAlias
 
@@ -20,11 +20,12 @@ from .fast_path import FastPath
 from .responses import complete_headers
 from .routes import Route, aiohttp_routes
 
+LOG = logging.getLogger(__name__)
 OnPrepare: TypeAlias = Callable[[web.Request, web.StreamResponse], Awaitable[None]]
 BACKLOG = 1024
 NO_FAST_PATH = (
-    "pilotflame: aiohttp {version} lacks {names}, so plain calls take more time. Install an aiohttp that pilotflame's"
-    " pyproject.toml allows.\n"
+    "aiohttp {version} lacks {names}, so plain calls take more time. Install an aiohttp that pilotflame's"
+    " pyproject.toml allows."
 )
 
 
@@ -59,10 +60,10 @@ async def http_server(
 ) -> AsyncIterator[None]:  # fmt: skip
     """Serve `routes` on `socks` inside the block. At its end, requests have one more second.
 
-    Each of `on_prepare` is called with the request and the response before the response's header is sent. If the installed aiohttp does not support `fast_path`, print a message and serve without it.
+    Each of `on_prepare` is called with the request and the response before the response's header is sent. If the installed aiohttp does not support `fast_path`, log a message and serve without it.
     """
     if missing := missing_internals():
-        sys.stderr.write(NO_FAST_PATH.format(version=aiohttp.__version__, names=", ".join(missing)))
+        LOG.warning(NO_FAST_PATH.format(version=aiohttp.__version__, names=", ".join(missing)))
         middlewares = [header_timer, *middlewares]
     app = web.Application(client_max_size=MAX_ARCHIVE_BYTES, middlewares=middlewares)
     app.add_routes(aiohttp_routes(routes))

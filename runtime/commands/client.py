@@ -147,11 +147,24 @@ class Client:
         path = _path("v1", "functions", name, how)
         return _json_of(self._request("POST", path, json=order, timeout=DEPLOY_TIMEOUT))
 
-    def logs(self, name: str, *, lines: int = 100, follow: bool = False) -> Iterator[dict[str, Any]]:
-        """Yield the last lines of a function's log; with `follow`, every new line until the caller stops."""
-        params = {"lines": lines, "follow": int(follow)}
-        timeout = NO_TIMEOUT if follow else TIMEOUT
-        path = _path("v1", "functions", name, "logs")
+    def logs(self, name: str, *, lines: int = 100, **query: Any) -> Iterator[dict[str, Any]]:
+        """Yield the last lines of a function's log, as `gateway_log` does."""
+        yield from self._lines(_path("v1", "functions", name, "logs"), {"lines": lines, **query})
+
+    def gateway_log(self, name: str, **query: Any) -> Iterator[dict[str, Any]]:
+        """Yield lines of the log "gateway", "audit" or "access".
+
+        `query` has the parameters of the route. With `follow`, yield each new line until the caller stops.
+        """
+        yield from self._lines(_path("v1", "logs", name), query)
+
+    def _lines(self, path: str, query: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        params = {
+            key: int(value) if isinstance(value, bool) else value
+            for key, value in query.items()
+            if value is not None
+        }
+        timeout = NO_TIMEOUT if query.get("follow") else TIMEOUT
         with self._stream("GET", path, params=params, timeout=timeout) as response:
             yield from (json.loads(line) for line in split_lines(response.iter_bytes()) if line)
 

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from ...errors import GatewayUnreachable, PilotflameError
-from .display import say
+from .display import function_trace, say
 
 ERROR = 1
 USAGE = 2
@@ -48,10 +48,7 @@ def exit_code_of(command: Callable[[], Any], *, as_json: bool = False) -> int:
             error.show()
         return USAGE if isinstance(error, click.UsageError) else ERROR
     except PilotflameError as error:
-        if as_json:
-            _say_json(error.to_wire())
-        else:
-            say(f"error: {' '.join(str(error).split())}")
+        _say_error(error, as_json=as_json)
         return UNREACHABLE if isinstance(error, GatewayUnreachable) else ERROR
     except BrokenPipeError:
         # The reader of stdout has closed it. Redirect it, so that the interpreter can flush it at exit.
@@ -65,6 +62,14 @@ def exit_code_of(command: Callable[[], Any], *, as_json: bool = False) -> int:
             say(f"error: {message}")
         return ERROR
     return code if isinstance(code, int) else 0
+
+
+def _say_error(error: PilotflameError, *, as_json: bool) -> None:
+    if as_json:
+        return _say_json(error.to_wire(private=True))
+    say(f"error: {' '.join(str(error).split())}")
+    # The gateway sends it only to those who may see the function's code.
+    return say(f"\n{function_trace(error.trace)}") if error.trace else None
 
 
 def _say_json(error: dict[str, Any]) -> None:

@@ -1,9 +1,8 @@
-"""The commands about functions: `pilotflame deploy|invoke|list|status|logs|delete|warmup`."""
+"""The commands about functions: `pilotflame deploy|invoke|list|status|delete|warmup`."""
 
 from __future__ import annotations
 
 import json
-from datetime import UTC, datetime
 from typing import Any
 
 import click
@@ -115,25 +114,11 @@ def status(*, name: str, memory: bool, client: Client, as_json: bool) -> None:
         columns = ("process", "pid", "own memory", "with its share", "resident")
         click.echo()
         display.print_table(columns, [_process_row(process) for process in found["processes"]])
+    if errors := found.get("last_errors"):
+        click.echo("\nlast errors:")
+        for error in errors:
+            click.echo(f"{display.local_time(error['at'])} {error['source']} {error['text']}".rstrip())
     return display.warn(found["warnings"])
-
-
-@click.command()
-@options.function
-@click.option("-f", "--follow", is_flag=True, help="Go on with every new line, until Ctrl-C.")
-@click.option("-n", "--lines", type=click.IntRange(0, 10_000), default=100, help="How many old lines.")
-@options.gateway
-def logs(*, name: str, follow: bool, lines: int, client: Client, as_json: bool) -> None:
-    """Print what a function's processes wrote.
-
-    Example: pilotflame logs hello -f
-    """
-    for line in client.logs(name, lines=lines, follow=follow):
-        if as_json:
-            display.print_json(line)
-            continue
-        at = datetime.fromtimestamp(line["at"], UTC).astimezone()
-        click.echo(f"{at:%H:%M:%S}.{at.microsecond // 1000:03d} {line['source']:<12} {line['text']}")
 
 
 @click.command()

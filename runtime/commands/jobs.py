@@ -101,7 +101,7 @@ def list_jobs(*, name: str, states: tuple[str, ...], limit: int, client: Client,
 @click.option("--output-only", is_flag=True, help="Print only the output; exit code 4 if the job failed.")
 @options.gateway
 def get_job(*, name: str, job_id: str, output_only: bool, client: Client, as_json: bool) -> None:
-    """Show all of one job: its status, its output or error, and of a failed job the last log lines.
+    """Show all of one job: its status, its output or error, and what it printed last.
 
     The exit code is 0 whatever the status. With --output-only it is 4 if the job failed, timed out or was
     cancelled, and 1 if it has not ended.
@@ -123,10 +123,10 @@ def get_job(*, name: str, job_id: str, output_only: bool, client: Client, as_jso
     if "output" in job:
         click.echo("\nprogress:" if job["status"] == JobState.IN_PROGRESS else "\noutput:")
         display.print_answer(_output(job))
-    if trace := job.get("errorDetails", {}).get("details", {}).get("traceback"):
-        click.echo(f"\n{trace.rstrip()}")
     if job.get("logs"):
-        click.echo(f"\nlast log lines:\n{job['logs']}")
+        click.echo(f"\nit printed:\n{job['logs']}")
+    if "errorDetails" in job:
+        display.say(f"the function's log has more: pilotflame logs {name} --request {job_id}")
     return None
 
 

@@ -6,9 +6,10 @@ They ask the gateway or, if it does not run, change the files in its state folde
 from __future__ import annotations
 
 import functools
+import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,14 @@ from ...errors import UnknownKey
 from ..access.control_socket import find_control_socket
 from ..access.keyring import Keyring
 from ..access.keys import parse_new_key
+from ..settings.gateway_settings import GatewaySettings
 from ..settings.state_dir import locked_state_dir
+from ..telemetry.log_files import AUDIT, LogFiles, LogLine
 from . import display, options
 from .client import Client
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-SCOPES = click.Choice(["invoke", "deploy", "admin"])
+SCOPES = click.Choice(["invoke", "read", "deploy", "admin"])
 _repeatable = functools.partial(click.option, multiple=True)
 _WHOLE_KEY = re.compile(r"pf_([0-9a-f]+)_")
 CLOSES = (
@@ -48,15 +51,32 @@ def _open_keys(url: str, api_key: str, state_dir: Path | None) -> Iterator[Clien
         with Client(url, api_key=api_key) as client:
             yield client
         return
-    folder = options.gateway_settings(state_dir=state_dir).state_dir
-    if (control_socket := find_control_socket(folder)) is not None:
+    settings = options.gateway_settings(state_dir=state_dir)
+    if (control_socket := find_control_socket(settings.state_dir)) is not None:
         with Client(socket=control_socket) as client:
             yield client
     else:
-        with locked_state_dir(folder) as state:
+        with locked_state_dir(settings.state_dir) as state:
             keyring = Keyring(state)
             keyring.load()
+            before = {key.id for key in keyring.all()}
             yield keyring
+            _audit(settings, before, {key.id for key in keyring.all()})
+
+
+def _audit(settings: GatewaySettings, before: Set[str], after: Set[str]) -> None:
+    """Write to the gateway's audit log which keys were made and revoked in its files."""
+    changed = [("Create", key) for key in after - before] + [("Revoke", key) for key in before - after]
+    if not changed:
+        return
+    files = LogFiles(
+        settings.state_dir / "logs", max_bytes=settings.log_max_bytes, keep_s=settings.log_keep_s
+    )
+    files.start()
+    for verb, key in changed:
+        text = f'by="the command line" user="{os.getuid()}" did="{verb} an API key" id="{key}"'
+        files.write(AUDIT, LogLine(time.time(), "audit", text))
+    files.close()
 
 
 def _with_keys(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -59,7 +59,8 @@ def test(*, source: options.FunctionSource, install: bool, as_json: bool) -> Non
                 answer = reply.value()
             printed = _printed(client, deployed["name"])
         except InvocationError as error:
-            lines = [line["text"] for line in client.logs(deployed["name"], lines=LOG_LINES)]
+            found = client.logs(deployed["name"], lines=LOG_LINES)
+            lines = [line["text"] for line in found if line["level"] != "error"]
             if lines and not error.remedy:
                 error.remedy = "The end of its log: " + " | ".join(lines)
             raise

@@ -64,8 +64,8 @@ async def _deploy(functions: Functions, deployment: Deployment, say: Say) -> Liv
     except (PilotflameError, OSError) as error:
         # OSError: a file may vanish while it is copied.
         say(f"pilotflame: not deployed: {error}")
-        if traceback := getattr(error, "details", {}).get("traceback", ""):
-            say(traceback.rstrip())
+        if isinstance(error, PilotflameError) and error.trace:
+            say(display.function_trace(error.trace))
         return None
     name, elapsed_s = f"{live.record.function} {live.record.revision}", time.monotonic() - started_s
     say(f"pilotflame: {name} is live ({elapsed_s:.1f} s)")

@@ -41,7 +41,7 @@ from ...errors import RequirementsError
 from ...snapshot.publish import publish
 from ..launching.launcher import Launcher, WorkerSource
 from ..link.worker_spec import WorkerSpec
-from ..telemetry.logs import LogBook
+from ..telemetry.logs import Log as ProcessLog
 from .requirements import check_requirements, installed_versions, parse_requirements, requirements_digest
 
 # Called with each line about the deploy, including those that uv writes.
@@ -110,7 +110,7 @@ class EnvironmentLauncher(Launcher):
         self._requirements_of, self._in_thread = requirements_of, in_thread
         self._present: WorkerSpec | None = None
 
-    async def launch(self, spec: WorkerSpec, logs: LogBook, on_death: Callable[[], None]) -> WorkerSource:
+    async def launch(self, spec: WorkerSpec, logs: ProcessLog, on_death: Callable[[], None]) -> WorkerSource:
         loop = asyncio.get_running_loop()
 
         def log(text: str) -> None:

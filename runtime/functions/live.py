@@ -7,7 +7,7 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 import psutil
@@ -18,9 +18,14 @@ from ..scaling.autoscaler import ScaleSpec
 from ..serving.dispatcher import Policy
 from ..serving.revision import Revision
 from ..settings.function_settings import FunctionSettings
-from ..telemetry.logs import LogBook
+from ..telemetry.log_files import LogQuery, function_file
+from ..telemetry.logs import LogBook, Logs
 from ..telemetry.timeline import Timeline
 from .store import RevisionRecord
+
+# How many of the latest errors the status shows, and how much of each.
+LAST_ERRORS = 5
+MAX_ERROR_CHARS = 500
 
 
 class Workers(BaseModel, frozen=True):
@@ -40,6 +45,15 @@ class Process(BaseModel, frozen=True):
     rss_mb: float
     uss_mb: float
     pss_mb: float
+
+
+class LastError(BaseModel, frozen=True):
+    """What the function's log says of a failure, in one line."""
+
+    at: datetime
+    source: str
+    request_id: str
+    text: str
 
 
 class FunctionStatus(BaseModel, frozen=True):
@@ -67,6 +81,7 @@ class FunctionStatus(BaseModel, frozen=True):
     latency_curve: list[tuple[float, float]] = []
     """Batch sizes, and the median seconds that such a batch takes."""
     warnings: list[str]
+    last_errors: list[LastError] = []
     settings: FunctionSettings
     setting_origins: dict[str, str] = {}
     input_schema: dict[str, Any]
@@ -109,7 +124,7 @@ class Live:
         self.record = record
         self.revision = revision
         self.logs = logs
-        self.warnings: list[str] = []
+        self.warnings = list(record.warnings)
         self.since_s = time.monotonic()
         """When this object was made, in monotonic seconds."""
         self._last_cold: Timeline | None = None
@@ -129,16 +144,30 @@ class Live:
         With `check`, also start as many workers as `ready` (at most `scale.max`), which remain. The zygote also tells the facts of the handler. They are put into the record and the policy.
         """
         source = await self.revision.pool.zygote.open()
-        self.record = self.record.model_copy(update={"handler": source.facts})
-        self.revision.configure(policy_of(self.record))
         if source.spawn_reason:
             self.warnings.append(f"Workers are spawned, not forked: {source.spawn_reason}.")
+        # The record is stored when the revision goes live, so the warnings survive a restart.
+        found = {"handler": source.facts, "warnings": tuple(self.warnings)}
+        self.record = self.record.model_copy(update=found)
+        self.revision.configure(policy_of(self.record))
         if check:
             await self.revision.try_start(min(ready, self.record.settings.scale.max))
 
     def note_cold(self, timeline: Timeline) -> None:
         """Remember the timeline of the latest cold start, which `status` shows."""
         self._last_cold = timeline
+
+    async def last_errors(self, logs: Logs) -> list[LastError]:
+        """Return the latest errors in the function's log, the newest last."""
+        query = LogQuery(LAST_ERRORS, level="error")
+        lines = await logs.history(function_file(self.record.function), query)
+        return [
+            LastError(
+                at=datetime.fromtimestamp(line.at, UTC), source=line.source, request_id=line.request_id,
+                text=line.text.partition("\n")[0][:MAX_ERROR_CHARS],
+            )
+            for line in lines
+        ]  # fmt: skip
 
     def status(self, processes: list[Process] | None = None) -> FunctionStatus:
         """Return the status of the function. It shows `processes` if these were measured."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import shutil
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ from ..launching.launcher import Launcher
 from ..serving.latency_curve_store import LatencyCurveStore
 from ..serving.revision import Revision
 from ..telemetry.background import BackgroundTasks
-from ..telemetry.logs import LogBook
+from ..telemetry.logs import LogBook, Logs
 from ..telemetry.metrics import Census
 from ..telemetry.timeline import Timeline
 from .deploy import Deployment, prepare, requirements_of, worker_spec
@@ -29,6 +30,7 @@ from .live import Live, RevisionFacts, policy_of
 from .rest import LIGHT_S
 from .store import RevisionRecord, Store
 
+LOG = logging.getLogger(__name__)
 # How many deploys may work on files at a time. They have threads of their own: they can wait for minutes, for
 # example for a package index, and the threads of the event loop compress answers.
 DEPLOY_THREADS = 4
@@ -61,6 +63,7 @@ class Functions:
     weights: FetcherClient
     secrets: Secrets
     events: FunctionEvents
+    logs: Logs
     drain_s: float
     _live: dict[str, Live] = field(default_factory=dict, init=False)
     # A lock goes when no deploy and no delete holds it or waits for it: names come and go.
@@ -109,14 +112,17 @@ class Functions:
         The old revision finishes its invocations in the background. If the deploy fails, its error is raised
         and the old revision stays live.
         """
-        logs, loop = LogBook(), asyncio.get_running_loop()
-
-        def log(text: str) -> None:
-            loop.call_soon_threadsafe(logs.write, "deploy", text)
-
-        prepared = functools.partial(prepare, self.store, self.environments, request, log)
-        staged, fields = await self._thread(prepared, undo=lambda made: _remove(made[0]))
+        said: list[str] = []
+        prepared = functools.partial(prepare, self.store, self.environments, request, said.append)
+        try:
+            staged, fields = await self._thread(prepared, undo=lambda made: _remove(made[0]))
+        except PilotflameError as error:
+            LOG.warning("a deploy was refused: %s", error)
+            raise
         name = fields.settings.name
+        logs = self.logs.of_function(name)
+        for text in said:
+            logs.write("deploy", text)
         with contextlib.ExitStack() as failing:
             failing.callback(self._threads.submit, _remove, staged)
             async with self._lock(name):
@@ -183,7 +189,10 @@ class Functions:
             live = await self._create(record, old.logs if old is not None else logs)
             await live.prove(check=check, ready=len(old.revision.pool.ready) if old is not None else 0)
             self._check_open()
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, PilotflameError):
+                text = f"revision {record.revision} was not deployed: {error}\n{error.trace}".rstrip()
+                logs.write("deploy", text, "error", revision=record.revision)
             await self._uninterrupted(self._abandon(live, withdraw))
             raise
         await self._uninterrupted(self._go_live(record.function, live, old))
@@ -264,6 +273,7 @@ class Functions:
         for callback in self.events.deleted:
             callback(name)
         await live.revision.retire(self.drain_s)
+        live.logs.write("gateway", f"{name} was deleted")
         # The secrets go first, so that a crash in between does not leave them to a new function of this name.
         await asyncio.to_thread(self.secrets.forget, name)
         await self._thread(functools.partial(self.store.delete, name))
@@ -274,7 +284,7 @@ class Functions:
     async def restore(self) -> None:
         """Make the stored functions live. Their zygotes and workers (`scale.min`) start in the background."""
         for name, record in (await asyncio.to_thread(self.store.functions)).items():
-            self._live[name] = live = await self._create(record, LogBook())
+            self._live[name] = live = await self._create(record, self.logs.of_function(name))
             if record.settings.scale.rest == "zygote":
                 light = live.builds_within(LIGHT_S)
                 self.tasks.create_task(live.revision.pool.zygote.warm(shared_only=light))
@@ -310,7 +320,7 @@ class Functions:
                 callback(record.function, outcome)
 
         revision = Revision(
-            spec, policy_of(record), launcher, logs, self.tasks, activated, self.weights,
+            spec, policy_of(record), launcher, logs.of(record.revision), self.tasks, activated, self.weights,
             lambda: self.secrets.of(record.function), curves,
         )  # fmt: skip
         return Live(record, revision, logs)

@@ -53,6 +53,7 @@ class RevisionFields(BaseModel, frozen=True, extra="forbid"):
     python: Path
     requirements_digest: str
     handler: dict[str, Any] = Field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
 
 class RevisionRecord(RevisionFields):

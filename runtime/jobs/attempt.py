@@ -23,6 +23,7 @@ from ...errors import (
 from ...handlers.codec import JSON_TYPE
 from ..functions.live import Live
 from ..serving.invocation import LAST, NORMAL, Invocation, Output
+from ..telemetry.logs import Capture
 from .job import Job, JobOutcome, JobState, NewJob
 from .store import JobStore
 
@@ -38,8 +39,8 @@ ROW_BYTES = 32
 BACKOFF_S = 2.0
 """The delay before the second attempt if no worker could start. Each further delay is 4 times longer."""
 MAX_BACKOFF_S = 300.0
-LOG_LINES = 20
-"""How many of the worker's last log lines are stored with a job that FAILED or TIMED_OUT."""
+MAX_LOG_CHARS = 64 << 10
+"""How much of what a job has printed is stored with its result: the last lines."""
 UNSTORED_S = 0.5
 """A job that nobody knows of yet is stored after this time if it has not ended. Then it can be listed and
 cancelled, and it survives the gateway."""
@@ -91,6 +92,7 @@ class JobAttempt:
             streaming=revision.streaming, execution_s=job.execution_timeout_s, on_sent=self._sent.set,
             extra={**(job.extra or {}), "bare": True, "job": {"id": job.id, "attempt": job.attempts + 1}},
             on_progress=self._store_progress, tenant=job.owner, priority=LAST if job.priority else NORMAL,
+            capture=Capture(MAX_LOG_CHARS),
         )  # fmt: skip
         self.invocation.output.add_done_callback(lambda _: self._sent.set())
 
@@ -100,7 +102,7 @@ class JobAttempt:
 
     def log(self, text: str) -> None:
         """Write a line about the job to the function's log."""
-        self._log_book.write("gateway", f"job {self.job.id} {text}")
+        self._log_book.write("gateway", f"job {self.job.id} {text}", "error", request_id=self.job.id)
 
     async def run(self) -> None:
         """Store what the attempt produces. Raise JobStoreFailed if that fails while the gateway closes."""
@@ -152,7 +154,7 @@ class JobAttempt:
             return None
         error = output.exception()
         if error is None:
-            return _completed(output.result())
+            return _completed(output.result(), self._logs())
         return self._failure(error, error.to_wire()) if isinstance(error, PilotflameError) else None
 
     def _as_sent(self) -> Job:
@@ -242,7 +244,7 @@ class JobAttempt:
     async def _complete(self, output: Output) -> None:
         if self.invocation.stream is not None:
             output = Output(await self._retried(self._aggregate), JSON_TYPE)
-        await self._finish(_completed(output))
+        await self._finish(_completed(output, self._logs()))
 
     async def _aggregate(self) -> bytes:
         """Return all pieces as one JSON list, which is empty if it is too large or the handler wants none."""
@@ -306,11 +308,10 @@ class JobAttempt:
                     await self._closing.wait()
 
     def _logs(self) -> str:
-        worker = self.invocation.worker
-        lines = [line.text for line in self._log_book.tail(10 * LOG_LINES) if line.source == worker]
-        return "\n".join(lines[-LOG_LINES:])
+        """Return what this job has printed, and no other invocation of its worker."""
+        return self.invocation.capture.text() if self.invocation.capture is not None else ""
 
 
-def _completed(output: Output) -> JobOutcome:
+def _completed(output: Output, logs: str) -> JobOutcome:
     output_type = "" if output.content_type == JSON_TYPE else output.content_type
-    return JobOutcome(JobState.COMPLETED, output.payload, output_type)
+    return JobOutcome(JobState.COMPLETED, output.payload, output_type, logs=logs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import socket
 import sys
 import time
@@ -19,6 +20,7 @@ from ..link.worker_spec import WorkerSpec
 from ..telemetry.snapshot_metrics import SnapshotMetrics
 from ..telemetry.timeline import Fetch
 
+LOG = logging.getLogger(__name__)
 HOLD_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 10.0
 MAX_LINE_BYTES = 1 << 20
@@ -156,7 +158,7 @@ class FetcherClient:
                     self._on_event(held, orjson.loads(line))
                 except (ValueError, KeyError, TypeError):
                     # The line is not an event: a library printed it in the fetcher.
-                    sys.stderr.write(f"fetcher: {line.decode(errors='replace')}")
+                    LOG.info("fetcher: %s", line.decode(errors="replace").rstrip())
         requests.close()
         ended = f"The fetcher ended (exit code {await process.wait()})."
         error = LauncherError(ended, remedy="See the gateway's standard error for its output.")

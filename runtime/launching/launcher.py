@@ -1,20 +1,30 @@
-"""Defines the launcher interface: launch a revision, fork and kill its workers, learn how they ended."""
+"""Defines the launcher interface: launch a revision, fork and kill its workers, learn why they ended."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 import signal
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 from ..link.connection import Link
 from ..link.worker_spec import WorkerSpec
-from ..telemetry.logs import LogBook
+from ..telemetry.log_stream import LogStream
+from ..telemetry.logs import Log
 
 EXIT_REPORT_TIMEOUT_S = 2.0
+# Where the kernel counts its kills: of this container in version 2 and 1 of cgroups, or of the whole machine.
+OOM_COUNTERS = (
+    "/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control", "/proc/vmstat",
+)  # fmt: skip
+# How long a stuck worker has to write its stacks before it is killed.
+STACKS_TIMEOUT_S = 0.5
 # How long a killed process may take to end, before the gateway goes on without it.
 KILLED_S = 10.0
 
@@ -22,17 +32,36 @@ KILLED_S = 10.0
 class Child(ABC):
     """A launched process that has connected to the gateway. `gone` is set once the process has ended."""
 
-    def __init__(self, link: Link, pid: int, name: str) -> None:
-        self.link, self.pid, self.name = link, pid, name
+    def __init__(self, link: Link, pid: int, name: str, output: LogStream | None = None) -> None:
+        """`output` is what the process prints, if it has connected that."""
+        self.link, self.pid, self.name, self.output = link, pid, name, output
         self.gone = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._exit_code: asyncio.Future[int | None] = self._loop.create_future()
         self._kill_timer: asyncio.TimerHandle | None = None
         self._kill_at_s = math.inf
+        self._kill_reason = ""
 
     @abstractmethod
     def kill(self) -> None:
         """Kill the process."""
+
+    @abstractmethod
+    def dump_stacks(self) -> None:
+        """Let a worker write to its log what each of its threads is doing, even if they are stuck."""
+
+    def kill_stuck(self, reason: str) -> None:
+        """Let the worker write its stacks, and kill it a moment later. `reason` is for its log."""
+        if self._kill_reason or self.gone.is_set():
+            return
+        self._kill_reason = reason
+        if self.output is not None:
+            # The stacks belong to no caller.
+            self.output.crowd()
+        self.dump_stacks()
+        if self._kill_timer is not None:
+            self._kill_timer.cancel()
+        self._kill_timer = self._loop.call_later(STACKS_TIMEOUT_S, self.kill)
 
     def kill_after(self, timeout_s: float) -> None:
         """Kill the process if it has not ended in `timeout_s`. Of several deadlines, the earliest counts."""
@@ -42,7 +71,10 @@ class Child(ABC):
         if self._kill_timer is not None:
             self._kill_timer.cancel()
         self._kill_at_s = kill_at_s
-        self._kill_timer = self._loop.call_later(timeout_s, self.kill)
+        reason = f"it had not ended {timeout_s:.0f} s after it was told to"
+        # One that is not given any time is not stuck.
+        kill = functools.partial(self.kill_stuck, reason) if timeout_s > 0 else self.kill
+        self._kill_timer = self._loop.call_later(timeout_s, kill)
 
     async def wait_gone(self, timeout_s: float) -> None:
         """Wait until the process has ended, at most `timeout_s`: the kernel may be unable to end it."""
@@ -51,7 +83,10 @@ class Child(ABC):
                 await self.gone.wait()
 
     async def cause(self) -> str:
-        """Return how the process ended, as text for messages: "signal 9 (SIGKILL)" or "exit code 1"."""
+        """Return how the process ended, as text for messages: "signal 9 (SIGKILL)" or "exit code 1".
+
+        If it was killed, that includes by whom and why, as far as that can be known.
+        """
         await asyncio.wait([self._exit_code], timeout=EXIT_REPORT_TIMEOUT_S)
         code = self._exit_code.result() if self._exit_code.done() else None
         if code is None:
@@ -60,7 +95,12 @@ class Child(ABC):
             return f"exit code {code}"
         # Python has no names for real-time signals.
         names = {number.value: number.name for number in signal.Signals}
-        return f"signal {-code} ({names.get(-code, 'real-time')})"
+        text = f"signal {-code} ({names.get(-code, 'real-time')})"
+        if self._kill_reason:
+            return f"{text}, sent by the gateway because {self._kill_reason}"
+        if code == -signal.SIGKILL and await asyncio.to_thread(_memory.has_killed):
+            return f"{text}, sent by the kernel because memory ran out"
+        return text
 
     def report_exit(self, code: int | None) -> None:
         """Set the exit code that the parent reported, or None if the parent ended before."""
@@ -73,6 +113,34 @@ class Child(ABC):
         if self._kill_timer is not None:
             self._kill_timer.cancel()
         self.gone.set()
+
+
+class OutOfMemoryKills:
+    """Counts the processes that the kernel has killed because memory ran out, as far as it tells."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known = self._count()
+
+    def has_killed(self) -> bool:
+        """Return True if the kernel has killed one more process than this has returned True for. Blocks."""
+        with self._lock:
+            if self._count() <= self._known:
+                return False
+            self._known += 1
+            return True
+
+    def _count(self) -> int:
+        for file in OOM_COUNTERS:
+            with contextlib.suppress(OSError):
+                for line in Path(file).read_text().splitlines():
+                    name, _, count = line.partition(" ")
+                    if name == "oom_kill":
+                        return int(count)
+        return 0
+
+
+_memory = OutOfMemoryKills()
 
 
 class WorkerSource(Protocol):
@@ -90,7 +158,7 @@ class WorkerSource(Protocol):
     def zygote_pid(self) -> int | None:
         """Return the pid of the process that workers are forked from. None if workers are spawned."""
 
-    async def fork(self, name: str, logs: LogBook) -> Child:
+    async def fork(self, name: str, logs: Log) -> Child:
         """Return a new standby: a worker process that is connected, without weights. Raise LauncherError."""
 
     def close(self) -> None:
@@ -103,7 +171,7 @@ class WorkerSource(Protocol):
 class Launcher(Protocol):
     """Launches revisions, for example as processes of this machine."""
 
-    async def launch(self, spec: WorkerSpec, logs: LogBook, on_death: Callable[[], None]) -> WorkerSource:
+    async def launch(self, spec: WorkerSpec, logs: Log, on_death: Callable[[], None]) -> WorkerSource:
         """Launch the zygote of `spec`. Its death calls `on_death`. Raise HandlerError or LauncherError.
 
         Call `forget` with the same `spec` when its revision has ended.

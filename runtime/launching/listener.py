@@ -17,7 +17,8 @@ from typing import NamedTuple
 from ...errors import GatewayError, LinkError
 from ..link.connection import Link
 from ..link.frames import Frame, FrameKind, FrameReader
-from ..telemetry.logs import LogBook, LogStream
+from ..telemetry.log_stream import LogStream
+from ..telemetry.logs import Log
 
 _log = logging.getLogger(__name__)
 
@@ -27,6 +28,8 @@ ACCEPT_RETRY_S = 1.0
 MAX_HELLO_BYTES = 4096
 BACKLOG = 512
 PEERCRED = struct.Struct("3i")
+# Called with the link, the pid of its process, and the process's log connection, if it has one.
+OnLink = Callable[[Link, int, LogStream | None], None]
 # Linux allows 108 bytes for the path of a unix socket, including the zero byte at the end.
 MAX_SOCKET_PATH = 107
 
@@ -38,8 +41,8 @@ class Expected(NamedTuple):
     """The second half of the token."""
     source: str
     """The name of the process in the log."""
-    logs: LogBook
-    on_link: Callable[[Link, int], None]
+    logs: Log
+    on_link: OnLink
     role: str
     """The role that the link's HELLO must name."""
 
@@ -82,8 +85,11 @@ class Listener:
         for stream in self._streams.values():
             stream.close()
 
-    def expect(self, role: str, source: str, logs: LogBook, on_link: Callable[[Link, int], None]) -> str:
-        """Return a token for one process. When it opens a link as `role`, `on_link(link, pid)` is called."""
+    def expect(self, role: str, source: str, logs: Log, on_link: OnLink) -> str:
+        """Return a token for one process.
+
+        When it opens a link as `role`, `on_link(link, pid, log_stream)` is called.
+        """
         name, secret = secrets.token_hex(8), secrets.token_hex(16)
         self._expected[name] = Expected(secret, source, logs, on_link, role)
         return f"{name}.{secret}"
@@ -99,7 +105,7 @@ class Listener:
         for greeting in list(self._greetings):
             greeting.read()
 
-    def hello(self, sock: socket.socket, token: str, role: str) -> bool:
+    def hello(self, sock: socket.socket, token: str, role: str, mark: str = "") -> bool:
         """Hand over a connection that sent HELLO. Return False if it is refused: the caller closes it."""
         name, _, secret = token.partition(".")
         expected = self._expected.get(name)
@@ -111,12 +117,12 @@ class Listener:
             return False
         if role == "log" and name not in self._streams:
             self._streams = {of: stream for of, stream in self._streams.items() if stream.alive}
-            self._streams[name] = LogStream(sock, expected.logs, expected.source)
+            self._streams[name] = LogStream(sock, expected.logs, expected.source, mark)
             return True
         if role != expected.role:
             return False
         self.forget(token)
-        expected.on_link(Link(sock, join_writes=True), pid)
+        expected.on_link(Link(sock, join_writes=True), pid, self._streams.get(name))
         return True
 
     def discard(self, greeting: _Greeting) -> None:
@@ -191,5 +197,6 @@ class _Greeting:
         with contextlib.suppress(LinkError, KeyError, OSError):
             if hello.kind == FrameKind.HELLO:
                 head = hello.json()
-                return self._listener.hello(self._sock, str(head["token"]), str(head["role"]))
+                token, role, mark = str(head["token"]), str(head["role"]), str(head.get("mark", ""))
+                return self._listener.hello(self._sock, token, role, mark)
         return False

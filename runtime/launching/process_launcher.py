@@ -12,7 +12,7 @@ from typing import Any
 
 from ...errors import LauncherError
 from ..link.worker_spec import WorkerSpec
-from ..telemetry.logs import LogBook
+from ..telemetry.logs import Log, LogBook
 from .launcher import KILLED_S
 from .listener import Listener
 from .zygote_process import ChildProcess, ZygoteProcess
@@ -54,7 +54,7 @@ class ProcessSource:
     def zygote_pid(self) -> int | None:
         return None if self.spawn_reason else self._zygote.child.pid
 
-    async def fork(self, name: str, logs: LogBook) -> ChildProcess:
+    async def fork(self, name: str, logs: Log) -> ChildProcess:
         if self.spawn_reason:
             return await self._base.fork("solo", name, logs, self._spec)
         return await self._zygote.fork("worker", name, logs)
@@ -81,7 +81,7 @@ class ProcessLauncher:
         self._reaping: set[asyncio.Task[None]] = set()
         self._closed = False
 
-    async def launch(self, spec: WorkerSpec, logs: LogBook, on_death: Callable[[], None]) -> ProcessSource:
+    async def launch(self, spec: WorkerSpec, logs: Log, on_death: Callable[[], None]) -> ProcessSource:
         base = await self._base(spec)
         child = await base.fork("zygote", "zygote", logs, spec)
         zygote = ZygoteProcess(child, self._listener, on_death)
@@ -99,7 +99,8 @@ class ProcessLauncher:
             reason = (
                 f"{head['thread_source']} started threads, which no fork survives. {head['thread_remedy']}"
             )
-            logs.write("zygote", f"workers are spawned, not forked, and each imports for itself: {reason}")
+            text = f"workers are spawned, not forked, and each imports for itself: {reason}"
+            logs.write("zygote", text, "warning")
         return ProcessSource(zygote, base, spec, head["facts"], reason)
 
     async def prepare(self, spec: WorkerSpec) -> None:
@@ -153,7 +154,7 @@ class ProcessLauncher:
         dialled: asyncio.Future[ChildProcess] = asyncio.get_running_loop().create_future()
         token = self._listener.expect(
             "zygote", name, LogBook(),
-            lambda link, pid: dialled.set_result(ChildProcess(link, pid, name, reaped=True)),
+            lambda link, pid, _: dialled.set_result(ChildProcess(link, pid, name, reaped=True)),
         )  # fmt: skip
         try:
             request = {"address": str(self._listener.path), "token": token, "preload": preload}

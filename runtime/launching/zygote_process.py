@@ -12,8 +12,9 @@ from typing import Any
 from ...errors import LauncherError, PilotflameError
 from ..link.connection import Link
 from ..link.frames import Frame, FrameKind
-from ..link.worker_spec import WorkerSpec
-from ..telemetry.logs import LogBook
+from ..link.worker_spec import STACKS_SIGNAL, WorkerSpec
+from ..telemetry.log_stream import LogStream
+from ..telemetry.logs import Log
 from .launcher import Child
 from .listener import Listener
 
@@ -23,9 +24,11 @@ FORK_TIMEOUT_S = 60.0
 class ChildProcess(Child):
     """A process of this machine. It is killed and watched through its pidfd (a file descriptor)."""
 
-    def __init__(self, link: Link, pid: int, name: str, *, reaped: bool = False) -> None:
+    def __init__(
+        self, link: Link, pid: int, name: str, output: LogStream | None = None, *, reaped: bool = False
+    ) -> None:
         """`reaped` is True if other code of the gateway collects the exit status of the process."""
-        super().__init__(link, pid, name)
+        super().__init__(link, pid, name, output)
         self._reaped = reaped
         try:
             self._pidfd = os.pidfd_open(pid)
@@ -40,6 +43,10 @@ class ChildProcess(Child):
         """Kill this process. Another process that was given the same pid later is never killed."""
         with contextlib.suppress(ProcessLookupError, OSError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def dump_stacks(self) -> None:
+        with contextlib.suppress(ProcessLookupError, OSError):
+            signal.pidfd_send_signal(self._pidfd, STACKS_SIGNAL)
 
     def _on_exit(self) -> None:
         self._loop.remove_reader(self._pidfd)
@@ -74,12 +81,12 @@ class ZygoteProcess:
         """True if it has no child and forks none."""
         return not self._children and not self._forking
 
-    async def fork(self, role: str, name: str, logs: LogBook, spec: WorkerSpec | None = None) -> ChildProcess:
+    async def fork(self, role: str, name: str, logs: Log, spec: WorkerSpec | None = None) -> ChildProcess:
         """Return a new child once it has connected. Raise LauncherError if it dies before or is too slow."""
         future: asyncio.Future[ChildProcess] = asyncio.get_running_loop().create_future()
 
-        def on_link(link: Link, pid: int) -> None:
-            self._children[pid] = child = ChildProcess(link, pid, name)
+        def on_link(link: Link, pid: int, output: LogStream | None) -> None:
+            self._children[pid] = child = ChildProcess(link, pid, name, output)
             if future.done():
                 # The caller of `fork` timed out or was cancelled.
                 link.close()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
 WEIGHTS_TIMEOUT_S = 3600.0
 """How long a worker waits until all of its weights have arrived."""
+
+# Workers answer this signal with the stacks of their threads, also if they are stuck. Handlers do not use it.
+STACKS_SIGNAL = signal.SIGRTMIN + 5
 
 
 class WorkerSpec(BaseModel):

@@ -9,6 +9,7 @@ from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Any, NamedTuple
 
 from ...errors import PilotflameError
+from ..telemetry.logs import Capture
 from ..telemetry.timeline import Activation, Timeline
 
 NORMAL, LAST = 3, 5
@@ -98,6 +99,8 @@ class Invocation:
     """Called with each progress report, as JSON."""
     on_end: Callable[[], None] | None = None
     """Called as soon as the invocation has an output or an error, but not if its caller has gone."""
+    capture: Capture | None = None
+    """Gets the lines that the invocation prints, if somebody wants them."""
     output: asyncio.Future[Output] = field(init=False)
     stream: Stream | None = field(init=False)
     timeline: Timeline = field(init=False)

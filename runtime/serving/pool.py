@@ -11,7 +11,7 @@ from ..launching.fetcher_client import FetcherClient, FetchProgress
 from ..launching.launcher import KILLED_S, Child, Launcher
 from ..link.worker_spec import WEIGHTS_TIMEOUT_S, WorkerSpec
 from ..settings.function_settings import Scale
-from ..telemetry.logs import LogBook
+from ..telemetry.logs import Log
 from ..telemetry.timeline import Activation
 from .replica import START_TIMEOUT_S, Replica, ReplicaState, RevisionEvents
 from .zygote_supervisor import ZygoteSupervisor
@@ -24,7 +24,7 @@ class Pool:
     """The workers of one revision, and their hold on the weights, which they share on this node."""
 
     def __init__(
-        self, spec: WorkerSpec, scale: Scale, launcher: Launcher, logs: LogBook, tasks: asyncio.TaskGroup,
+        self, spec: WorkerSpec, scale: Scale, launcher: Launcher, logs: Log, tasks: asyncio.TaskGroup,
         events: RevisionEvents, weights: FetcherClient, secrets: Callable[[], dict[str, str]], measure: bool,
     ) -> None:  # fmt: skip
         """If `measure`, new workers measure their latency curve, until one worker has measured it.

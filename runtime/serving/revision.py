@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from ...errors import ActivationFailed, Overloaded, PilotflameError
+from ...errors import ActivationFailed, HandlerFailed, OutputInvalid, Overloaded, PilotflameError
 from ..batching.outstanding import BatchEnd
 from ..launching.fetcher_client import FetcherClient
 from ..launching.launcher import Launcher
 from ..link.worker_spec import WorkerSpec
 from ..scaling import autoscaler
-from ..telemetry.logs import LogBook
+from ..telemetry.logs import RevisionLog
 from ..telemetry.metrics import Census
 from ..telemetry.timeline import WorkerTiming
 from .dispatcher import Dispatcher, Policy
@@ -24,6 +24,9 @@ from .latency_curve_store import LatencyCurveStore
 from .pool import Pool
 from .replica import Replica, ReplicaState, RevisionEvents
 
+FAILURES = (HandlerFailed, OutputInvalid)
+# How many of the lines that a worker printed last are repeated when it dies.
+LAST_WORDS = 5
 # If this many workers in a row died while they started, without a report, the waiting invocations fail.
 MAX_UNEXPLAINED_DEATHS = 3
 # `try_start` fails if the worker is not ready after this time.
@@ -42,7 +45,7 @@ class Revision(RevisionEvents):
     """Accepts invocations, queues them, has workers run them, and starts and stops workers."""
 
     def __init__(
-        self, spec: WorkerSpec, policy: Policy, launcher: Launcher, logs: LogBook, tasks: asyncio.TaskGroup,
+        self, spec: WorkerSpec, policy: Policy, launcher: Launcher, logs: RevisionLog, tasks: asyncio.TaskGroup,
         on_activation: Callable[[str], None], weights: FetcherClient, secrets: Callable[[], dict[str, str]],
         curves: LatencyCurveStore,
     ) -> None:  # fmt: skip
@@ -222,6 +225,9 @@ class Revision(RevisionEvents):
         self, replica: Replica, invocation: Invocation, outcome: Output | PilotflameError,
         timing: WorkerTiming, now_s: float, batch: BatchEnd | None,
     ) -> None:  # fmt: skip
+        if isinstance(outcome, FAILURES):
+            text = f"{outcome.message}\n{outcome.trace}".rstrip()
+            self._logs.write(replica.name, text, "error", request_id=invocation.id)
         self.dispatcher.complete(replica, invocation, outcome, timing, now_s, batch)
         # A batch leaves room for another only when its last invocation has ended.
         if batch is not None or not replica.outstanding.batching:
@@ -253,7 +259,7 @@ class Revision(RevisionEvents):
     def on_start_failed(self, error: PilotflameError) -> None:
         """Fail the waiting invocations, unless a worker is ready: the next start would probably fail too."""
         error = self.pool.explain(error)
-        self._logs.write("gateway", f"activation failed: {error}")
+        self._logs.write("gateway", f"activation failed: {error}\n{error.trace}".rstrip(), "error")
         self._count_failure(error)
         if not self.pool.ready:
             self.dispatcher.fail_queued(error)
@@ -277,6 +283,18 @@ class Revision(RevisionEvents):
         if not self.pool.replicas and not len(self.dispatcher.queue):
             self.pool.release()
             self._tasks.create_task(self.dispatcher.store_curve())
+        self._log_end(replica, cause or await replica.child.cause())
+
+    def _log_end(self, replica: Replica, cause: str) -> None:
+        """Log why a worker has ended, and what it printed last."""
+        if replica.left and cause == "exit code 0":
+            self._logs.write("gateway", f"worker {replica.name} has drained and ended")
+            return
+        words = self._logs.last_words(replica.name, LAST_WORDS)
+        said = f"; its last words: {words}" if words else "; it printed nothing"
+        # A failed start was logged as such, and the gateway kills what it does not want any more.
+        level = "info" if replica.reported_failure or (replica.left and self.retiring) else "error"
+        self._logs.write("gateway", f"worker {replica.name} ended with {cause}{said}", level)
 
     def _count_failure(self, error: PilotflameError) -> None:
         self._on_activation("failed")

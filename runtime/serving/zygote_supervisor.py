@@ -12,7 +12,7 @@ from ..launching.launcher import Child, Launcher, WorkerSource
 from ..link.frames import Frame, FrameKind
 from ..link.worker_spec import WorkerSpec
 from ..settings.function_settings import Scale
-from ..telemetry.logs import LogBook
+from ..telemetry.logs import Log
 
 # A zygote that was closed is killed if it has not ended after this time.
 EXIT_TIMEOUT_S = 10.0
@@ -35,7 +35,7 @@ class ZygoteSupervisor:
     """The zygote of one revision, and its standby: a child without weights that becomes the next worker."""
 
     def __init__(
-        self, spec: WorkerSpec, scale: Scale, launcher: Launcher, logs: LogBook, tasks: asyncio.TaskGroup,
+        self, spec: WorkerSpec, scale: Scale, launcher: Launcher, logs: Log, tasks: asyncio.TaskGroup,
         busy: Callable[[], bool],
     ) -> None:  # fmt: skip
         """`busy` returns True while invocations run."""
@@ -92,7 +92,8 @@ class ZygoteSupervisor:
             else:
                 await self.open()
         except PilotflameError as error:
-            self._logs.write("gateway", f"the zygote could not be launched: {error}")
+            text = f"the zygote could not be launched: {error}\n{error.trace}".rstrip()
+            self._logs.write("gateway", text, "error")
         self.replenish()
 
     def _on_death(self) -> None:
@@ -101,7 +102,9 @@ class ZygoteSupervisor:
             return
         if time.monotonic() - self._launched_s > STABLE_AFTER_S:
             self._delay_s = 0.0
-        self._logs.write("gateway", f"the zygote died; a new one is launched in {self._delay_s:.1f} s")
+        self._logs.write(
+            "gateway", f"the zygote died; a new one is launched in {self._delay_s:.1f} s", "error"
+        )
         self._relaunching = asyncio.get_running_loop().call_later(self._delay_s, self._relaunch)
         self._delay_s = min(LAST_RELAUNCH_DELAY_S, max(FIRST_RELAUNCH_DELAY_S, self._delay_s * 2))
 
@@ -162,7 +165,7 @@ class ZygoteSupervisor:
                 # If the zygote still runs, its death is not the cause.
                 if self._closed or self.source is not None:
                     raise
-                self._logs.write("gateway", f"starting a worker once more: {error}")
+                self._logs.write("gateway", f"starting a worker once more: {error}", "warning")
         return await self._fork(await self.open())
 
     async def _fork(self, source: WorkerSource) -> Child:
@@ -201,7 +204,7 @@ class ZygoteSupervisor:
             child = await self._fork(source)
         except LauncherError as error:
             if source is self._source:
-                self._logs.write("gateway", f"no standby: {error}")
+                self._logs.write("gateway", f"no standby: {error}", "warning")
             return
         finally:
             self._forking_standby = False

@@ -126,12 +126,15 @@ class Metrics(Collector):
         census: Callable[[], Mapping[str, Census]],
         failures: Mapping[str, int] | None = None,
         others: Iterable[Collector] = (),
+        dropped: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`census` returns the census of each function by name. It is called when metrics are read.
+        """`census` returns the census of each function by name, `dropped` how many log lines were dropped.
 
-        `failures` is the number of failures of each background task. `others` are the metrics of other parts.
+        Both are called when metrics are read. `failures` is the number of failures of each background task.
+        `others` are the metrics of other parts.
         """
         self._census = census
+        self._dropped = dropped
         self._failures = failures if failures is not None else {}
         self._functions: defaultdict[str, _FunctionCounts] = defaultdict(_FunctionCounts)
         self._others = list(others)
@@ -182,7 +185,9 @@ class Metrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Return all metrics that this object counts."""
-        return [*self._counters(), *self._histograms(), *self._states()]
+        lost = CounterMetricFamily("pilotflame_log_lines_dropped", "Log lines that were not stored.")
+        lost.add_metric([], self._dropped())
+        return [*self._counters(), *self._histograms(), *self._states(), lost]
 
     def _read(self, reading: Reading) -> Metric:
         kind = CounterMetricFamily if reading.total else GaugeMetricFamily

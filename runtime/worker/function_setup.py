@@ -21,8 +21,8 @@ from ...handlers.resolve import resolve
 from ...snapshot.handle import Snapshot
 from ..link.worker_spec import WorkerSpec
 from . import fork_safety
+from .output import MarkedHandler
 
-LOG_FORMAT = "%(levelname)s %(invocation)s %(message)s"
 # Weights that are smaller than this are not worth a hint.
 HINT_BYTES = 8 << 20
 HUGGING_FACE = ("transformers", "sentence_transformers")
@@ -152,7 +152,4 @@ def warm_up_torch() -> None:
 
 def configure_logging() -> None:
     """Let `context.log` and the logging module write to standard error, which is the function's log."""
-    stream = logging.StreamHandler(sys.stderr)
-    # Log records that do not belong to an invocation have no field `invocation`.
-    stream.setFormatter(logging.Formatter(LOG_FORMAT, defaults={"invocation": "-"}))
-    logging.basicConfig(level=logging.INFO, handlers=[stream], force=True)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[MarkedHandler()], force=True)

@@ -29,7 +29,7 @@ from ...errors import PilotflameError
 from ..link.connection import BlockingLink, dial
 from ..link.frames import FrameKind
 from ..link.worker_spec import WorkerSpec
-from . import fork_safety
+from . import fork_safety, output
 from .function_setup import Built, build, weights_hint
 from .worker import Worker
 
@@ -45,10 +45,10 @@ class Ticket:
     address: str
     token: str
 
-    def dial(self, role: str) -> socket.socket:
+    def dial(self, role: str, **facts: str) -> socket.socket:
         """Connect, send HELLO as `role` ("zygote", "worker" or "log"), and return the connection."""
         sock = dial(self.address, DIAL_TIMEOUT_S)
-        BlockingLink(sock).send(FrameKind.HELLO, {"token": self.token, "role": role})
+        BlockingLink(sock).send(FrameKind.HELLO, {"token": self.token, "role": role, **facts})
         return sock
 
 
@@ -168,7 +168,7 @@ class RevisionZygote(Zygote):
             try:
                 self._built = build(self._spec)
             except PilotflameError as error:
-                link.send(FrameKind.FAILED, error.to_wire())
+                link.send(FrameKind.FAILED, error.to_wire(private=True))
                 return False
         fork_safety.make_torch_single_threaded()
         threads = fork_safety.thread_count()
@@ -207,7 +207,7 @@ def run_worker(ticket: Ticket, spec: WorkerSpec, built: Built | None) -> None:
     try:
         built = built or build(spec)
     except PilotflameError as error:
-        BlockingLink(sock).send(FrameKind.FAILED, error.to_wire())
+        BlockingLink(sock).send(FrameKind.FAILED, error.to_wire(private=True))
         return
     Worker(sock, spec, built).run()
 
@@ -219,17 +219,17 @@ def redirect_output(ticket: Ticket) -> None:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    sock = ticket.dial("log")
-    for descriptor in (1, 2):
-        os.dup2(sock.fileno(), descriptor)
+    word = os.urandom(8).hex()
+    sock = ticket.dial("log", mark=word)
+    output.redirect(sock.fileno(), word)
     sock.close()
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
 def main() -> None:
     """Run `python -m pilotflame.runtime.worker.zygote base|solo`. Standard input is the request as JSON."""
     kind, request = sys.argv[1], json.load(sys.stdin)
+    # Before libraries are imported, which may keep references to the streams.
+    output.install()
     # uvloop leaves a copy of the gateway's standard error open in its children.
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123

@@ -28,11 +28,16 @@ SHOUT = (
 
 
 def one_paragraph(done, *named: str) -> None:
-    """Check that the command failed with exit code 1 and one line on stderr that contains these texts."""
+    """Check that the command failed with exit code 1 and one line on stderr that contains these texts.
+
+    After an empty line, the traceback of the function may follow.
+    """
     assert done.returncode == 1, done.stderr
     assert done.stdout == ""
     assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
+    paragraph, _, trace = done.stderr.partition("\n\n")
+    assert paragraph.rstrip("\n").count("\n") == 0
+    assert not trace or "  File " in trace
     for text in named:
         assert text in done.stderr
 
@@ -328,6 +333,32 @@ def test_logs_are_printed_and_followed(pilotflame, start, served, deployed):
     assert process.returncode == 130
     assert said.strip() == ""
     assert "heard one" in pilotflame("logs", name).stdout
+
+
+def test_logs_are_searched_by_time_request_and_level_also_of_a_deleted_function(pilotflame, deployed):
+    name = deployed("def handler(event):\n    print('heard', event)\n    return 1 / event\n")
+    reply = json.loads(pilotflame("invoke", name, "1", "--json").stdout)
+    failed = pilotflame("invoke", name, "0")
+    assert "ZeroDivisionError" in failed.stderr
+    assert "return 1 / event" in failed.stderr
+    pilotflame("delete", name, "--yes")
+    shown = pilotflame("logs", name).stdout
+    assert re.search(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} \S+ +\[\w+\] heard 1$", shown, re.MULTILINE)
+    assert pilotflame("logs", name, "--request", reply["request_id"]).stdout.count("\n") == 1
+    errors = pilotflame("logs", name, "--level", "error", "--json", "--since", "10m").stdout.splitlines()
+    assert "ZeroDivisionError" in json.loads(errors[0])["text"]
+    assert pilotflame("logs", name, "--until", "10m").stdout == ""
+    assert pilotflame("logs", name, "--until", "2020-01-01").stdout == ""
+    assert pilotflame("logs", name, "--since", "soon").returncode == 2
+    assert pilotflame("logs", name, "--audit").returncode == 2
+    audit = pilotflame("logs", "--audit", "-n", 1).stdout
+    assert f'did="Delete a function" function="{name}" outcome="200"' in audit
+
+
+def test_what_the_gateway_says_is_one_of_the_logs(pilotflame, tmp_path):
+    (tmp_path / "handler.py").write_text("")
+    assert pilotflame("deploy", tmp_path, "--name", "x", "--set", "nothing=1").returncode == 1
+    assert "a deploy was refused" in pilotflame("logs", "--level", "warning").stdout
 
 
 # -- what goes wrong

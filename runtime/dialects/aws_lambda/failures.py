@@ -51,14 +51,17 @@ def aws_error(error: PilotflameError, request_id: str) -> Response:
     return Response(error.status, headers | retry_headers(error), orjson.dumps(body))
 
 
-def function_error(error: PilotflameError, request_id: str) -> dict[str, object]:
-    """Return the body for a function's error. If a Lambda handler raised it, its details hold the fields."""
+def function_error(error: PilotflameError, request_id: str, *, private: bool = False) -> dict[str, object]:
+    """Return the body for a function's error. If a Lambda handler raised it, its details hold the fields.
+
+    With `private`, it includes the stack.
+    """
     details = error.details
     usual = next((name for cls, name in ERROR_TYPES if isinstance(error, cls)), error.code)
-    trace = details.get("stackTrace") or str(details.get("traceback", "")).splitlines(keepends=True)
+    trace = error.private.get("stackTrace") or error.trace.splitlines(keepends=True)
     return {
         "errorMessage": details.get("errorMessage", error.message),
         "errorType": details.get("errorType") or details.get("exception") or usual,
         "requestId": request_id,
-        **({"stackTrace": trace} if trace else {}),
+        **({"stackTrace": trace} if trace and private else {}),
     }

@@ -42,11 +42,13 @@ class ResponseStream(EventStream):
         """Send a complete output."""
         await self._write(_chunks(payload))
 
-    async def complete(self, error: PilotflameError | None, log: str) -> web.StreamResponse:
-        """Send the last message, with the function's error, if there is one."""
+    async def complete(
+        self, error: PilotflameError | None, log: str, *, private: bool = False
+    ) -> web.StreamResponse:
+        """Send the last message, with the function's error, if there is one. With `private`, with its stack."""
         found: dict[str, object] = {"LogResult": log} if log else {}
         if error is not None:
-            failure = function_error(error, self._invocation.id)
+            failure = function_error(error, self._invocation.id, private=private)
             found |= {"ErrorCode": failure["errorType"], "ErrorDetails": orjson.dumps(failure).decode()}
         response = await self._write(_message("InvokeComplete", JSON_TYPE, orjson.dumps(found)))
         await response.write_eof()

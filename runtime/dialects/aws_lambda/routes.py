@@ -31,13 +31,13 @@ from ...api.responses import ErrorBody
 from ...api.routes import Parameter, Route, header
 from ...functions.live import Live
 from ...serving.invocation import Invocation, Output
+from ...telemetry.logs import Capture
 from .failures import FUNCTION_ERRORS, LambdaError, aws_error, function_error
 from .response_stream import EVENT_STREAM_TYPE, ResponseStream
 
 VERSION = "$LATEST"
 MAX_STREAMED_BYTES = 20 << 20
 TAIL_BYTES = 4096
-TAIL_LINES = 200
 KINDS = ("RequestResponse", "Event", "DryRun")
 INVOKE = "/2015-03-31/functions/{name}/invocations"
 STREAM = "/2021-11-15/functions/{name}/response-streaming-invocations"
@@ -114,11 +114,12 @@ class LambdaApi:
         live, qualifier, invocation = await self._begin(request, request_id)
         answer = await self._ended(live, invocation)
         sent = _headers(request_id, live, qualifier)
-        if tail := self._log_tail(request, live, invocation):
+        if tail := _log_tail(invocation):
             sent["X-Amz-Log-Result"] = tail
         if isinstance(answer, PilotflameError):
             sent["X-Amz-Function-Error"] = "Unhandled"
-            answer = Output(orjson.dumps(function_error(answer, request_id)), JSON_TYPE)
+            private = caller_of(request).sees_code(live.record.function)
+            answer = Output(orjson.dumps(function_error(answer, request_id, private=private)), JSON_TYPE)
         return web.Response(body=answer.payload, headers=sent | {"Content-Type": answer.content_type})
 
     async def _stream(self, request: web.Request, request_id: str) -> web.StreamResponse:
@@ -132,7 +133,8 @@ class LambdaApi:
                     await events.send_pieces(invocation.stream)
                 answer = await self._streamed(live, invocation, events)
                 error = answer if isinstance(answer, PilotflameError) else None
-                return await events.complete(error, self._log_tail(request, live, invocation))
+                private = caller_of(request).sees_code(live.record.function)
+                return await events.complete(error, _log_tail(invocation), private=private)
         except TimeoutError:
             events.abort()
             if not invocation.timeline.responded_s:
@@ -173,6 +175,7 @@ class LambdaApi:
             hold_until_s=received_s + limits.hold_s, traceparent=traceparent_of(headers), extra=extra,
             streaming=live.revision.streaming, tenant=caller.owner,
             priority=priority_of(headers, urgent=caller.urgent),
+            capture=Capture(TAIL_BYTES) if headers.get("X-Amz-Log-Type") == "Tail" else None,
         )  # fmt: skip
         try:
             live.revision.submit(invocation)
@@ -200,23 +203,6 @@ class LambdaApi:
                 live.revision.cancel(invocation)
         self._backend.record(name, 200, invocation)
         return answer
-
-    def _log_tail(self, request: web.Request, live: Live, invocation: Invocation) -> str:
-        """Return the end of the log as base64 if the caller requests it, else "".
-
-        The log holds the duration and, if workers run one invocation at a time, what the worker has printed
-        since the invocation was sent: otherwise the lines could be those of another invocation.
-        """
-        if request.headers.get("X-Amz-Log-Type", "None") != "Tail":
-            return ""
-        begun_s = time.time() - (time.monotonic() - (invocation.timeline.sent_s or time.monotonic()))
-        lines: list[str] = []
-        if live.revision.policy.scale.concurrency == 1:
-            found = (one for one in live.logs.tail(TAIL_LINES) if one.source == invocation.worker)
-            lines = [one.text for one in found if one.at >= begun_s]
-        took_ms = invocation.timeline.exec_s * 1000
-        lines.append(f"REPORT RequestId: {invocation.id}\tDuration: {took_ms:.2f} ms")
-        return base64.b64encode("\n".join(lines).encode()[-TAIL_BYTES:]).decode()
 
     def _live(self, request: web.Request) -> tuple[Live, str]:
         """Return the function and the qualifier that the request names; "" if it names none.
@@ -267,6 +253,16 @@ async def _collect(invocation: Invocation) -> Output:
         pieces += some
     await invocation.output
     return Output(b"[" + b",".join(pieces) + b"]", JSON_TYPE)
+
+
+def _log_tail(invocation: Invocation) -> str:
+    """Return the end of what the invocation printed as base64, if its caller has asked for that, else ""."""
+    if invocation.capture is None:
+        return ""
+    printed, took_ms = invocation.capture.text(), invocation.timeline.exec_s * 1000
+    lines = [printed] if printed else []
+    lines.append(f"REPORT RequestId: {invocation.id}\tDuration: {took_ms:.2f} ms")
+    return base64.b64encode("\n".join(lines).encode(errors="replace")[-TAIL_BYTES:]).decode()
 
 
 def _headers(request_id: str, live: Live, qualifier: str) -> dict[str, str]:

@@ -91,7 +91,7 @@ class EventsApi:
                 content_type=event.content_type, extra={"bare": True, "event": dict(event.attributes)},
             )  # fmt: skip
         except PilotflameError as error:
-            return gateway.refused(name, error, request_id).response()
+            return gateway.refused(name, error, request_id, caller_of(request)).response()
         response = await gateway.finish(request, name, revision, invocation)
         if response.status != 200 or not isinstance(response, web.Response) or not wants_reply(request):
             return response

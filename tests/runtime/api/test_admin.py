@@ -237,7 +237,11 @@ def handler(event, context):
     said = {line["text"]: line["source"] for line in await function.lines()}
     assert said["at import"] == said["in build"] == "zygote"
     assert said["in setup"] == said["in handler"] == said["native"] == said["in teardown"] == worker
-    assert said["without end of lineWARNING id-1 logged"] == worker
+    assert said["without end of line"] == said["logged"] == worker
+    levels = {(line["text"], line["level"]): line["request_id"] for line in await function.lines()}
+    # What C code writes is the invocation's only if it was recorded.
+    assert levels["in setup", "info"] == levels["native", "info"] == ""
+    assert levels["in handler", "info"] == levels["logged", "warning"] == "id-1"
 
 
 async def test_output_before_a_segmentation_fault_is_logged(deploy):

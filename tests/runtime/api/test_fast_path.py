@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 from live import LIMIT_S, Function, Gate, Gateway, gateway_here
 from pilotflame.errors import OutputInvalid
+from pilotflame.runtime.access.keys import Caller
 from pilotflame.runtime.api import connection as connections
 from pilotflame.runtime.api.connection import encode
 from pilotflame.runtime.api.fast_path import FastPath
+from pilotflame.runtime.api.invoke import Gateway as ApiGateway
 from pilotflame.runtime.api.responses import Response
+from pilotflame.runtime.serving.invocation import Invocation
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -207,3 +210,43 @@ def http_timers() -> list[str]:
         for text in shown
         if re.search(r"Connection|RequestHandler|Timeout\._on_timeout|runtime\.api", text)
     ]
+
+
+async def test_an_answer_that_cannot_be_made_drops_no_other(
+    deploy, gateway: Gateway, gate: Gate, taken: list[bool], monkeypatch: pytest.MonkeyPatch
+):
+    source = "import gate\nasync def handler(event):\n    await gate.wait_async(str(event))\n    return event"
+    function = await deploy(source, {"concurrency": 4, "scale.max": 1}, gate=gate)
+    answered = ApiGateway.answered
+
+    def broken(self: ApiGateway, name: str, invocation: Invocation, caller: Caller) -> Response:
+        if invocation.body == b"0":
+            raise UnicodeEncodeError("ascii", "é", 0, 1, "no header can hold this")
+        return answered(self, name, invocation, caller)
+
+    monkeypatch.setattr(ApiGateway, "answered", broken)
+    async with contextlib.AsyncExitStack() as stack:
+        wires = [await stack.enter_async_context(wire(gateway)) for _ in range(4)]
+        for number, (_, writer) in enumerate(wires):
+            writer.write(post(function, str(number).encode()))
+            await gate.next()
+        gate.open()
+        heads = [(await reply(one))[0] for one in wires]
+    assert taken == [True] * 4
+    assert [head.split()[1] for head in heads] == ["500", "200", "200", "200"]
+    assert (await function.status())["activations"] == 2
+
+
+async def test_a_response_that_cannot_be_sent_drops_no_other_of_its_turn(caplog: pytest.LogCaptureFixture):
+    path, sent, done = FastPath(None, None, None, []), list[int](), asyncio.Event()  # type: ignore[arg-type]
+
+    def fail(_response: Response) -> None:
+        raise KeyError("transport")
+
+    path.send(fail, Response(200, {}, b""))
+    path.send(lambda response: sent.append(response.status), Response(201, {}, b""))
+    path.send(lambda _response: done.set(), Response(202, {}, b""))
+    async with asyncio.timeout(LIMIT_S):
+        await done.wait()
+    assert sent == [201]
+    assert "a response with status 200 could not be sent" in caplog.text

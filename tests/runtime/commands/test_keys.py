@@ -35,6 +35,13 @@ def test_the_life_of_keys_with_and_without_a_gateway(run: Run, start: Run, short
     shown = run("keys", "list", *home).stdout
     assert "5 a second" in shown
     assert shop["key"].rpartition("_")[2] not in shown
+    # The audit log has both, also the key that was made while no gateway ran.
+    audit = run("logs", "--audit", "--url", url, **with_key).stdout.splitlines()
+    assert 'by="the command line"' in audit[0]
+    assert 'did="Create an API key"' in audit[0]
+    assert 'did="Start the gateway"' in audit[1]
+    assert 'from="the control socket"' in audit[2]
+    assert 'name="shop"' in audit[2]
     # By a whole key as well, which is not repeated.
     revoked = run("keys", "revoke", shop["key"], "--url", url, **with_key)
     assert revoked.stdout == f"{shop['id']} is revoked\n"

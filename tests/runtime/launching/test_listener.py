@@ -15,6 +15,7 @@ from pilotflame.runtime.launching import listener as module
 from pilotflame.runtime.launching.listener import MAX_HELLO_BYTES, MAX_SOCKET_PATH, Listener
 from pilotflame.runtime.link.connection import Link
 from pilotflame.runtime.link.frames import HEADER, Frame, FrameKind, encode, encode_json
+from pilotflame.runtime.telemetry.log_stream import LogStream
 from pilotflame.runtime.telemetry.logs import LogBook
 
 LIMIT_S = 30.0
@@ -34,7 +35,7 @@ class Place:
     def expect(self, role: str = "worker", source: str = "w1") -> str:
         return self.listener.expect(role, source, self.book, self._on_link)
 
-    def _on_link(self, link: Link, pid: int) -> None:
+    def _on_link(self, link: Link, pid: int, _output: LogStream | None) -> None:
         self.taken.append(link)
         self.links.put_nowait((link, pid))
 
@@ -176,7 +177,7 @@ async def test_one_log_connection_comes_before_the_link(place: Place) -> None:
     token = place.expect(source="zygote")
     log = await place.dial(hello(token, "log") + b"first\nsec")
     follow = place.book.follow(10)
-    assert (await asyncio.wait_for(anext(follow), LIMIT_S))[1:] == ("zygote", "first")
+    assert (await asyncio.wait_for(anext(follow), LIMIT_S))[1:3] == ("zygote", "first")
     assert await disconnected(await place.dial(hello(token, "log")))  # a second one is not
     await place.dial(hello(token))
     await place.link()

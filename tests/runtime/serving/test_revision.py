@@ -299,3 +299,59 @@ async def test_nothing_keeps_a_replaced_revision_in_memory(gateway, deploy, gate
         return revision() is None
 
     await until(collected, "the end of the old revision in memory")
+
+
+# -- how workers end
+
+
+async def ended(function, cause: str) -> dict[str, object]:
+    """Return the line of the log that says how a worker has ended."""
+    line = await function.logged(f"ended with {cause}")
+    assert (line["source"], line["level"]) == ("gateway", "error")
+    return line
+
+
+async def test_a_worker_that_exits_is_logged_with_its_last_words(deploy):
+    function = await deploy("import os\ndef handler(event):\n    print('giving up')\n    os._exit(7)\n")
+    response = await function.call()
+    assert failure(response)["type"] == "worker_died"
+    line = await ended(function, "exit code 7")
+    assert "its last words: giving up" in line["text"]
+
+
+async def test_a_worker_that_is_killed_is_logged_also_without_work(deploy):
+    function = await deploy(PID)
+    pid = await function.answer()
+    os.kill(pid, signal.SIGKILL)
+    await ended(function, "signal 9 (SIGKILL)")
+
+
+async def test_a_crash_is_logged_with_its_stack_which_no_job_gets(deploy):
+    source = "import ctypes\ndef handler(event):\n    print('before')\n    ctypes.string_at(0)\n"
+    function = await deploy(source, {"attempts": 1})
+    job = (await function.client.post(f"/v2/{function.name}/runsync", json={"input": 1})).json()
+    assert (job["status"], job["logs"]) == ("FAILED", "before")
+    await ended(function, "signal 11 (SIGSEGV)")
+    texts = [line["text"] for line in await function.lines()]
+    assert "Fatal Python error: Segmentation fault" in texts
+    assert any("handler.py" in text and "line 4 in handler" in text for text in texts)
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+async def test_a_stuck_worker_leaves_the_stack_of_its_thread(deploy, gate: Gate, kind: str):
+    source = f"import gate\n{kind} handler(event):\n    gate.wait('stuck')\n"
+    settings = {"execution_timeout_s": 0.2, "env.GATE": str(gate.path)}
+    function = await deploy(source, settings)
+    job = (await function.client.post(f"/v2/{function.name}/runsync", json={"input": 1})).json()
+    assert job["status"] == "TIMED_OUT"
+    assert "line" not in job.get("logs", "")
+    await ended(function, "signal 9 (SIGKILL), sent by the gateway because a call of the handler did not end")
+    texts = [line["text"] for line in await function.lines()]
+    assert any("handler.py" in text and "line 3 in handler" in text for text in texts)
+
+
+async def test_a_worker_that_drains_is_no_error(deploy):
+    function = await deploy(PID, {"scale.idle_timeout_s": 0})
+    await function.answer()
+    assert (await function.logged("has drained and ended"))["level"] == "info"
+    assert (await function.status())["last_errors"] == []
